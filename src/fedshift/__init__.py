@@ -1,0 +1,34 @@
+"""fedshift: one model across sites whose data cannot be pooled and do not look alike.
+
+>>> import fedshift
+>>> results = fedshift.run({"data": {"name": "rotated_digits"}, ...})   # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fedshift.api import check, load, run
+    from fedshift.experiment.schema import Experiment
+    from fedshift.methods.base import Method
+
+__version__ = "0.1.0"
+__all__ = ["Experiment", "Method", "check", "load", "run"]
+
+_PLACES = {
+    "run": "fedshift.api",
+    "load": "fedshift.api",
+    "check": "fedshift.api",
+    "Experiment": "fedshift.experiment.schema",
+    "Method": "fedshift.methods.base",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # torch takes seconds to import; whoever only asks for the version or --help does not wait for it.
+    if name not in _PLACES:
+        raise AttributeError(f"module 'fedshift' has no attribute '{name}'")
+    import importlib
+
+    return getattr(importlib.import_module(_PLACES[name]), name)

@@ -1,0 +1,5 @@
+"""``python -m fedshift``."""
+
+from fedshift.cli import main
+
+main()

@@ -1,0 +1,62 @@
+"""fedshift from Python: what the command line does, as functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedshift.evaluation.records import RunResult, Selection
+from fedshift.experiment import check as checks
+from fedshift.experiment.loop import Reporter, run_experiment
+from fedshift.experiment.schema import Experiment, parse
+from fedshift.experiment.schema import load as load_file
+from fedshift.report.collect import Collected, collect
+from fedshift.report.table import markdown, table_of
+
+
+@dataclass(frozen=True)
+class Results:
+    """The finished runs of an experiment. Printed, it is the table of last rounds in Markdown."""
+
+    folder: Path
+    collected: Collected
+
+    @property
+    def runs(self) -> list[RunResult]:
+        """One result per (method, target, seed)."""
+        return self.collected.results
+
+    def rows(self, select: Selection = "last") -> list[dict[str, Any]]:
+        """Rows ``{method, target, select, n, mean, standard_error, seeds}``, accuracy in percent, averages included."""
+        return [row.model_dump() for row in table_of(self.collected, select).rows]
+
+    def markdown(self, select: Selection = "last") -> str:
+        """The table in Markdown."""
+        return markdown(table_of(self.collected, select))
+
+    def __str__(self) -> str:
+        return self.markdown()
+
+
+def run(
+    experiment: Experiment | Mapping[str, Any], runs: str | Path = "runs", reporter: Reporter | None = None
+) -> Results:
+    """Run what is not finished of an experiment (an `Experiment` or the same as a mapping) and return its results.
+
+    Raises fedshift.errors.UserError for a mistake in the experiment, FedshiftError when training fails.
+    """
+    resolved = experiment if isinstance(experiment, Experiment) else parse(experiment)
+    folder = run_experiment(resolved, Path(runs), reporter)
+    return Results(folder, collect(folder))
+
+
+def load(path: str | Path, *overrides: str) -> Experiment:
+    """The experiment in a YAML file, with ``key.path=value`` overrides."""
+    return load_file(Path(path), overrides)
+
+
+def check(experiment: Experiment | Mapping[str, Any]) -> checks.Check:
+    """Everything that can be known before training."""
+    return checks.check(experiment if isinstance(experiment, Experiment) else parse(experiment))

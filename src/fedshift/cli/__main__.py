@@ -1,0 +1,5 @@
+"""``python -m fedshift.cli``."""
+
+from fedshift.cli import main
+
+main()

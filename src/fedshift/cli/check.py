@@ -1,0 +1,55 @@
+"""``fedshift check``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fedshift.experiment.check import check
+from fedshift.experiment.schema import load
+
+
+def check_file(path: Path, overrides: Sequence[str]) -> None:
+    """Print what is known of an experiment before it trains."""
+    found = check(load(path, overrides))
+    console = Console()
+    shape = "×".join(str(size) for size in found.input_shape)
+    console.print(
+        f"data {escape(found.data)} ({found.fingerprint}): {len(found.classes)} classes, samples of {shape}", highlight=False
+    )
+    domains = Table(box=None, pad_edge=False)
+    for column in ("domain", "samples", "trains", "held out", "measured as target", "without samples of"):
+        domains.add_column(column, justify="left" if column in ("domain", "without samples of") else "right")
+    for domain in found.domains:
+        numbers = (domain.samples, domain.train, domain.held_out, domain.measured_as_target)
+        domains.add_row(escape(domain.name), *map(str, numbers), escape(", ".join(domain.missing)))
+    console.print(domains)
+    console.print(
+        f"model {found.model}: {found.parameters:,} parameters, {found.payload:,} bytes; on {found.device}, "
+        f"{found.threads} thread(s) per process",
+        highlight=False,
+    )
+    methods = Table(box=None, pad_edge=False)
+    for column in ("method", "runs", "rounds", "mini-batches per site", "hours", "up", "down", "leaves a site"):
+        methods.add_column(column, justify="left" if column in ("method", "leaves a site") else "right")
+    for method in found.methods:
+        methods.add_row(
+            escape(method.label), str(method.runs), str(method.rounds), str(method.mini_batches_per_site),
+            f"{method.hours:.2f}", _size(method.bytes_up), _size(method.bytes_down), ", ".join(method.shares),
+        )
+    console.print(methods)
+    console.print(f"all runs together: about {sum(method.hours for method in found.methods):.2f} hours", highlight=False)
+    for warning in found.warnings:
+        console.print(f"warning: {warning}", markup=False, highlight=False)
+
+
+def _size(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.1f} TB"

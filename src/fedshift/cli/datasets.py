@@ -1,0 +1,57 @@
+"""``fedshift datasets``."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fedshift.data import registry
+from fedshift.data.locate import data_root, find, sha256_of
+
+
+def show_datasets(name: str | None) -> None:
+    """List all data sets, or print one manifest with the state of its files."""
+    console = Console()
+    if name is None:
+        table = Table(box=None, pad_edge=False)
+        for column in ("name", "data set", "licence"):
+            table.add_column(column, overflow="fold")
+        for known in registry.names():
+            manifest = registry.source_class(known).manifest()
+            table.add_row(known, escape(manifest.title), escape(manifest.licence))
+        console.print(table)
+        return
+    source = registry.source_class(name)
+    manifest = source.manifest()
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    rows = {
+        "data set": manifest.title, "source": manifest.source, "licence": manifest.licence,
+        "how to get it": manifest.how_to_get, "layout": manifest.layout, "notes": manifest.notes,
+        "samples": ", ".join(f"{domain} {count}" for domain, count in manifest.counts.items()),
+    }
+    for title, text in rows.items():
+        if text:
+            table.add_row(title, escape(text))
+    for file, checksum in manifest.sha256.items():
+        table.add_row(file, _state(file, checksum))
+    console.print(table)
+    console.print()
+    options = Table(box=None, pad_edge=False, title="options", title_justify="left")
+    for column in ("field", "default", "meaning"):
+        options.add_column(column, overflow="fold")
+    for field, info in source.model_fields.items():
+        if field != "name":
+            default = "required" if info.is_required() else str(info.get_default(call_default_factory=True))
+            options.add_row(field, escape(default), escape(info.description or ""))
+    console.print(options)
+
+
+def _state(file: str, checksum: str) -> str:
+    path = find([file])
+    if path is None:
+        root = data_root()
+        return f"not found below {escape(str(root))}" if root else "not found: FEDSHIFT_DATA is not set"
+    return "here, checksum as expected" if sha256_of(path) == checksum else f"here, but another version ({escape(str(path))})"

@@ -1,0 +1,41 @@
+"""``fedshift predict``."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+from fedshift.errors import UserError, nearest
+from fedshift.experiment.predict import load_model
+
+_FORMATS = ("terminal", "csv", "json")
+
+
+def print_predictions(model: Path, data: Path, format: str) -> None:
+    """Predict and print, one line per sample. Raises UserError for an unknown format, model or data."""
+    if format not in _FORMATS:
+        raise UserError(f"--format: '{format}' is not a format; {nearest(format, _FORMATS)}")
+    trained = load_model(model)
+    predictions = trained.predict(data)
+    if format == "json":
+        rows = [
+            {"name": p.name, "predicted": p.predicted, "probabilities": dict(zip(trained.classes, p.probabilities, strict=True))}
+            for p in predictions
+        ]
+        print(json.dumps(rows, indent=2, ensure_ascii=False))
+    elif format == "csv":
+        writer = csv.writer(sys.stdout)
+        writer.writerow(["name", "predicted", *trained.classes])
+        for p in predictions:
+            writer.writerow([p.name, p.predicted, *(f"{value:.6f}" for value in p.probabilities)])
+    else:
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.table import Table
+
+        table = Table("sample", "predicted", "probability", box=None, pad_edge=False)
+        for p in predictions:
+            table.add_row(escape(p.name), escape(p.predicted), f"{max(p.probabilities):.3f}")
+        Console().print(table)

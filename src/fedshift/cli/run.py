@@ -1,0 +1,76 @@
+"""``fedshift run`` and ``fedshift demo``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.experiment.loop import run_experiment
+from fedshift.experiment.protocol import Part
+from fedshift.experiment.schema import load
+from fedshift.report.collect import collect
+from fedshift.report.page import write_page
+from fedshift.report.table import table_of, terminal
+
+
+def run_file(path: Path, overrides: Sequence[str], runs: Path) -> None:
+    """Run an experiment file with progress bars, then print the table and write the page."""
+    experiment = load(path, overrides)
+    errors = Console(stderr=True)
+    progress = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[unit]}"),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+        console=errors,
+    )
+    try:
+        with progress:
+            folder = run_experiment(experiment, runs, Bars(progress))
+    except KeyboardInterrupt:
+        errors.print("interrupted: run the same command again to go on from the last round", highlight=False)
+        sys.exit(130)
+    collected = collect(folder)
+    Console().print(terminal(table_of(collected)))
+    errors.print(f"page: {write_page(folder, collected)}", highlight=False, soft_wrap=True)
+
+
+class Bars:
+    """Progress of an experiment as two bars: runs, and mini-batches of the present run."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._whole = progress.add_task("runs", total=None, unit="runs")
+        self._part = progress.add_task("", total=None, unit="mini-batches", visible=False)
+
+    def begin(self, parts: int) -> None:
+        self._progress.update(self._whole, total=parts)
+
+    def part(self, part: Part, mini_batches: int, done: int) -> None:
+        name = f"{part.method.display} → {part.target}, seed {part.seed}"
+        self._progress.reset(self._part, total=mini_batches, completed=done, description=name, visible=True)
+
+    def trained(self, site: str, mini_batches: int) -> None:
+        self._progress.advance(self._part, mini_batches)
+
+    def round(self, part: Part, record: RoundRecord) -> None:
+        name = f"{part.method.display} → {part.target}, seed {part.seed}: {record.target_mean:.2f} %"
+        self._progress.update(self._part, description=name)
+
+    def finished(self, part: Part, result: RunResult, resumed: bool) -> None:
+        self._progress.advance(self._whole)
+
+    def skipped(self, part: Part) -> None:
+        self._progress.advance(self._whole)
+
+    def warn(self, message: str) -> None:
+        self._progress.console.print(f"warning: {message}", highlight=False)

@@ -1,0 +1,27 @@
+"""``fedshift table``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+from fedshift.errors import UserError, nearest
+from fedshift.evaluation.selection import selection_rule
+from fedshift.report.collect import collect
+from fedshift.report.table import as_json, latex, markdown, table_of, terminal
+
+_TEXT = {"markdown": markdown, "latex": latex, "json": as_json}
+
+
+def print_table(folder: Path, format: str, select: str) -> None:
+    """Print the table of the finished runs below ``folder``. Raises UserError for an unknown format or rule."""
+    if format != "terminal" and format not in _TEXT:
+        raise UserError(f"--format: '{format}' is not a format; {nearest(format, ['terminal', *_TEXT])}")
+    found = table_of(collect(folder), selection_rule(select).name)
+    if format in _TEXT:
+        typer.echo(_TEXT[format](found))
+        return
+    from rich.console import Console
+
+    Console().print(terminal(found))

@@ -1,0 +1,1 @@
+"""One file per data set; `fedshift.data.registry` maps names to them."""

@@ -1,0 +1,158 @@
+"""Your own arrays: one ``.npz`` file per site with ``x`` (images or features), ``y`` (class numbers)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import Field
+
+from fedshift.data.checks import check_finite, checked
+from fedshift.data.domain import DataSet, DataSource, Domain, Inputs, Manifest, Preprocessing, SparseRows
+from fedshift.data.images import as_channels_first
+from fedshift.data.locate import load_npz
+from fedshift.data.tables import moments
+from fedshift.errors import UserError, nearest
+
+Array = npt.NDArray[np.generic]
+_LAYOUT = (
+    "one .npz per site: x uint8 images (n, c, h, w), (n, h, w) or (n, h, w, c), or float features (n, d); y integers "
+    "(n,); optional groups integers (n,), the same number for samples that must not be split apart"
+)
+
+
+class Arrays(DataSource):
+    """One npz file per site."""
+
+    name: Literal["arrays"] = "arrays"
+    sites: dict[str, Path] = Field(min_length=1, description="site name: its .npz file")
+    classes: tuple[str, ...] | None = Field(None, description="names of the classes, in the order of their numbers")
+    standardise: bool = Field(
+        False, description="scale every channel or column by mean and deviation, from sums that the sites add up"
+    )
+    statistics_from: tuple[str, ...] | None = Field(
+        None, description="the sites whose sums are used to standardise; all when left out"
+    )
+
+    @classmethod
+    def manifest(cls) -> Manifest:
+        return Manifest(
+            title="Your own arrays",
+            source="yours",
+            licence="yours",
+            how_to_get="numpy.savez('site.npz', x=…, y=…) for each site and give data.sites",
+            layout=_LAYOUT,
+            notes="Images: value / 255. standardise uses statistics of every site unless statistics_from names some: "
+            "leave the site out that you want to be unseen. Without classes, labels must be 0 to C - 1, each at some "
+            "site.",
+        )
+
+    def build(self) -> DataSet:
+        """Domains of uint8 images (n, c, h, w) or float32 features (n, d). Raises UserError, naming the file."""
+        domains = {site: _read(site, path) for site, path in self.sites.items()}
+        classes = self.classes or _numbered(domains)
+        first = next(iter(domains.values()))
+        shape = first.inputs.shape[1:]
+        if len(shape) == 3:
+            preprocessing = Preprocessing(
+                kind="image", channels=shape[0], size=shape[1] if shape[1] == shape[2] else None
+            )
+        else:
+            preprocessing = Preprocessing(kind="features")
+        dataset = checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
+        if not self.standardise:
+            return dataset
+        chosen = sites_for_statistics(self.statistics_from, domains)
+        mean, std = _moments([domains[site].inputs for site in chosen])
+        scaled = dataset.preprocessing.model_copy(update={"mean": tuple(mean.tolist()), "std": tuple(std.tolist())})
+        return DataSet(dataset.name, domains, classes, scaled, dataset.manifest, dataset.warnings)
+
+
+def sites_for_statistics(chosen: tuple[str, ...] | None, sites: dict[str, Domain] | dict[str, Path]) -> tuple[str, ...]:
+    """The chosen sites, or all. Raises UserError, with the nearest name, for one that does not exist."""
+    if not chosen:
+        return tuple(sites)
+    for site in chosen:
+        if site not in sites:
+            raise UserError(f"data.statistics_from: no site '{site}'; {nearest(site, sites)}")
+    return chosen
+
+
+def _read(site: str, path: Path) -> Domain:
+    arrays = load_npz(path, ["x", "y"], ["groups"])
+    where = f"data file {path} (site '{site}')"
+    inputs = readable_inputs(where, arrays["x"])
+    labels = _integers(where, "y", arrays["y"], len(inputs))
+    if len(labels) and labels.min() < 0:
+        raise UserError(f"{where}: label {labels.min()} is out of range: labels must be 0 or more")
+    groups = _integers(where, "groups", arrays["groups"], len(inputs)) if "groups" in arrays else None
+    return Domain(site, inputs, labels, groups)
+
+
+def readable_inputs(where: str, x: Array) -> npt.NDArray[np.uint8] | npt.NDArray[np.float32]:
+    """Array ``x`` of a file as uint8 images (n, c, h, w) or finite float32 features (n, d); else UserError."""
+    if x.ndim in (3, 4):
+        if x.dtype != np.uint8:
+            raise UserError(f"{where}: images x are {x.dtype}, expected uint8 with values 0 to 255: convert them")
+        try:
+            return as_channels_first(x.astype(np.uint8, copy=False))
+        except ValueError as error:
+            raise UserError(f"{where}: {error}; expected {_LAYOUT}") from error
+    if x.ndim != 2:
+        raise UserError(f"{where}: x has shape {x.shape}; expected {_LAYOUT}")
+    if not np.issubdtype(x.dtype, np.floating):
+        raise UserError(f"{where}: features x are {x.dtype}, expected float32 or float64: convert them")
+    with np.errstate(over="ignore"):
+        features = x.astype(np.float32)
+    check_finite(where, features)
+    return features
+
+
+def _integers(where: str, name: str, values: Array, samples: int) -> npt.NDArray[np.int64]:
+    if values.ndim != 1:
+        raise UserError(f"{where}: {name} has shape {values.shape}, expected one number per sample ({samples},)")
+    if len(values) != samples:
+        raise UserError(f"{where}: x has {samples} samples but {name} has {len(values)}")
+    if values.dtype.kind not in "iubf":
+        raise UserError(f"{where}: {name} is {values.dtype}, expected integers")
+    numbers = values.astype(np.float64)
+    if not (np.isfinite(numbers) & (numbers == np.floor(numbers))).all():
+        raise UserError(f"{where}: {name} holds values that are not whole numbers")
+    return values.astype(np.int64)
+
+
+def _numbered(domains: dict[str, Domain]) -> tuple[str, ...]:
+    """Classes 0 … C - 1 when no names are given; every one must be at some site."""
+    present = sorted({int(label) for domain in domains.values() for label in np.unique(domain.labels)})
+    if not present:
+        return ()  # the check for empty sites speaks
+    gap = next((number for number in range(present[-1] + 1) if number not in present), None)
+    if gap is not None:
+        highest = present[-1]
+        sites = ", ".join(f"'{name}'" for name, domain in domains.items() if highest in domain.labels)
+        raise UserError(
+            f"data set arrays: label {highest} (site {sites}) is out of range: no site has class {gap}; number the "
+            "classes 0 to C - 1, or name all of them in data.classes"
+        )
+    return tuple(str(number) for number in present)
+
+
+def _moments(inputs: list[Inputs]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Mean and deviation per channel (values / 255) or column, from the count, sum and sum of squares of each site."""
+    sums = [_sums(values) for values in inputs if not isinstance(values, SparseRows)]
+    count, total, squares = (sum(parts) for parts in zip(*sums, strict=True))
+    return moments(int(count), np.asarray(total), np.asarray(squares))
+
+
+def _sums(
+    values: npt.NDArray[np.uint8] | npt.NDArray[np.float32],
+) -> tuple[int, npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """What one site gives to standardise: a count, and per channel or column a sum and a sum of squares."""
+    if values.ndim == 2:
+        wide = values.astype(np.float64)
+        return len(values), wide.sum(axis=0), (wide**2).sum(axis=0)
+    level = np.arange(256) / 255
+    counts = np.stack([np.bincount(values[:, channel].ravel(), minlength=256) for channel in range(values.shape[1])])
+    return int(counts[0].sum()), counts @ level, counts @ level**2

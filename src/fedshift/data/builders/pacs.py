@@ -1,0 +1,151 @@
+"""PACS: photographs, art paintings, cartoons and sketches of seven things.
+
+Li, Yang, Song, Hospedales, *Deeper, Broader and Artier Domain Generalization*, ICCV 2017.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from fedshift.data.checks import checked
+from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing, Rows
+from fedshift.data.images import ImageFile, decoded, in_zip, is_image, on_disk
+from fedshift.data.locate import find, require
+from fedshift.errors import UserError
+
+DOMAINS = ("art_painting", "cartoon", "photo", "sketch")
+CLASSES = ("dog", "elephant", "giraffe", "guitar", "horse", "house", "person")
+COUNTS = {"art_painting": 2048, "cartoon": 2344, "photo": 1670, "sketch": 3929}
+_CANDIDATES = (
+    "PACS/art_painting",
+    "PACS/kfold/art_painting",
+    "pacs/art_painting",
+    "kfold/art_painting",
+    "pacs_images_128.zip",
+)
+_SPLITS = ("pacs_splits", "PACS/splits", "pacs/splits", "PACS")
+_HOW = (
+    "Put pacs_images_128.zip below FEDSHIFT_DATA, or the folders PACS/<domain>/<class>/*, and for the official split "
+    "pacs_splits/<domain>_train_kfold.txt and <domain>_crossval_kfold.txt"
+)
+
+
+class Pacs(DataSource):
+    """PACS images, decoded once into the cache, ImageNet mean and deviation."""
+
+    name: Literal["pacs"] = "pacs"
+    size: int = Field(128, ge=16, le=512, description="height and width in pixels")
+
+    @classmethod
+    def manifest(cls) -> Manifest:
+        return Manifest(
+            title="PACS (photo, art painting, cartoon, sketch)",
+            source="Li, Yang, Song, Hospedales, ICCV 2017",
+            licence="research use; no explicit licence; the images belong to their owners",
+            how_to_get=_HOW,
+            layout="pacs_images_128.zip, PACS/<domain>/<class>/*, PACS/kfold/<domain>/<class>/*; pacs_splits/*.txt",
+            sha256={"pacs_images_128.zip": "9de7f269c6f8f2049d1a99f6cc7ecfaebfef3aca7e67ba41a3305a8f8ac7f750"},
+            counts=COUNTS,
+            notes="Official split: training rows are the published train lists; test rows are the crossval lists, the "
+            "part of a source that is held out (an unseen target is tested on all its images). The zip holds "
+            "128-pixel JPEG copies.",
+        )
+
+    def build(self) -> DataSet:
+        """Four domains of images (n, 3, size, size), memory-mapped, with the official rows if the lists are there."""
+        place = require("PACS", _CANDIDATES, _HOW)
+        files = _zipped(place) if place.is_file() else _in_folders(place.parent)
+        names = [name for name in DOMAINS if name in files]
+        if len(names) < len(DOMAINS):
+            raise UserError(f"{place}: no images of {', '.join(set(DOMAINS) - set(names))}. {_HOW}")
+        images = decoded([file for name in names for _, file in files[name]], 3, self.size, self.size, "pacs")
+        domains, warnings, begin = {}, [], 0
+        for name in names:
+            paths = [path for path, _ in files[name]]
+            labels = np.array([CLASSES.index(path.split("/")[1]) for path in paths], dtype=np.int64)
+            train_rows, test_rows = official_rows(name, paths)
+            domains[name] = Domain(name, images[begin : begin + len(paths)], labels, None, train_rows, test_rows)
+            begin += len(paths)
+            if len(paths) != COUNTS[name]:
+                warnings.append(
+                    f"'{name}' has {len(paths)} images, published are {COUNTS[name]}: the copy is not complete"
+                )
+        preprocessing = Preprocessing(
+            kind="image", channels=3, size=self.size, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
+        )
+        return checked(DataSet(self.name, domains, CLASSES, preprocessing, self.manifest(), tuple(warnings)))
+
+
+Listing = Mapping[str, Sequence[tuple[str, ImageFile]]]
+
+
+def _zipped(path: Path) -> Listing:
+    try:
+        archive = zipfile.ZipFile(path)  # stays open while images are read from it
+    except (OSError, zipfile.BadZipFile) as error:
+        raise UserError(f"data file {path} cannot be read (truncated or not a zip): get it again") from error
+    return _sorted({"/".join(PurePosixPath(name).parts[-3:]): in_zip(archive, name) for name in archive.namelist()})
+
+
+def _in_folders(root: Path) -> Listing:
+    return _sorted(
+        {
+            f"{name}/{label}/{path.name}": on_disk(path)
+            for name in DOMAINS
+            for label in CLASSES
+            for path in (root / name / label).glob("*")
+            if is_image(path.name)
+        }
+    )
+
+
+def _sorted(files: Mapping[str, ImageFile]) -> Listing:
+    """Files by domain as (domain/class/name, file), sorted, those that belong to no domain or class left out."""
+    out: dict[str, list[tuple[str, ImageFile]]] = {}
+    for path in sorted(files):
+        parts = path.split("/")
+        if len(parts) == 3 and parts[0] in DOMAINS and parts[1] in CLASSES and is_image(parts[2]):
+            out.setdefault(parts[0], []).append((path, files[path]))
+    return out
+
+
+def official_rows(name: str, paths: Sequence[str]) -> tuple[Rows | None, Rows | None]:
+    """Rows of the train and the crossval list of a domain, or (None, None) when the lists are not below FEDSHIFT_DATA.
+
+    paths: domain/class/file of each row. Endings are ignored, as sketches are .png in one copy and .jpg in another.
+    Raises UserError for a list that names a file that is not there, or another label than its folder.
+    """
+    folder = next((found for place in _SPLITS if (found := find([f"{place}/{name}_train_kfold.txt"]))), None)
+    if folder is None:
+        return None, None
+    row_of = {_stem(path): row for row, path in enumerate(paths)}
+    train, held_out = (_listed(folder.parent / f"{name}_{part}_kfold.txt", row_of) for part in ("train", "crossval"))
+    return train, held_out
+
+
+def _stem(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _listed(path: Path, row_of: Mapping[str, int]) -> Rows:
+    """Rows of one list, sorted. Its labels run from 1 to 7."""
+    try:
+        lines = [line.split() for line in path.read_text().splitlines() if line.strip()]
+        entries = [(file, int(label) - 1) for file, label in lines]
+    except (OSError, ValueError) as error:
+        raise UserError(f"split list {path} is missing or not lines of '<domain>/<class>/<file> <label>'") from error
+    rows = []
+    for file, label in entries:
+        row = row_of.get(_stem(file))
+        if row is None:
+            raise UserError(f"split list {path} names {file}, which is not among the images: complete the copy of PACS")
+        if not 0 <= label < len(CLASSES) or CLASSES[label] != file.split("/")[1]:
+            raise UserError(f"split list {path}: label {label + 1} of {file} does not fit its folder")
+        rows.append(row)
+    return np.array(sorted(rows), dtype=np.int64)

@@ -1,0 +1,153 @@
+"""Rotated digits: the same base images in every domain, turned clockwise by the domain's angle.
+
+Ghifary, Kleijn, Zhang, Balduzzi, *Domain Generalization for Object Recognition with Multi-task Autoencoders*, ICCV
+2015: 100 MNIST images per class, angles 0 to 75 degrees in steps of 15.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+
+from fedshift.data.builders import mnist
+from fedshift.data.checks import checked
+from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
+from fedshift.errors import UserError
+
+Pixels = npt.NDArray[np.uint8]
+Labels = npt.NDArray[np.int64]
+_ANGLES = (0.0, 15.0, 30.0, 45.0, 60.0, 75.0)
+
+
+def turned_clockwise(images: Pixels, angle: float) -> Pixels:
+    """Images (n, h, w) turned clockwise by ``angle`` degrees about their centre, bilinear, corners filled with 0."""
+    if angle == 0:
+        return images
+    turn = math.radians(angle)
+    # grid_sample asks where each output pixel comes from: the position turned back, with y pointing down.
+    matrix = torch.tensor([[math.cos(turn), math.sin(turn), 0.0], [-math.sin(turn), math.cos(turn), 0.0]])
+    height, width = images.shape[1:]
+    matrix[0, 1] *= height / width
+    matrix[1, 0] *= width / height
+    stacked = torch.from_numpy(images).float().unsqueeze(0)  # every image shares the grid: they can be channels of one
+    grid = F.affine_grid(matrix.unsqueeze(0), [1, 1, height, width], align_corners=False)
+    out = F.grid_sample(stacked, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
+    return out[0].round().clamp(0, 255).to(torch.uint8).numpy()
+
+
+def base_images(images: Pixels, labels: Labels, per_class: int, seed: int, what: str) -> tuple[Pixels, Labels]:
+    """``per_class`` images of each class at random, class after class. Raises UserError when a class has too few."""
+    counts = np.bincount(labels)
+    if per_class > counts.min():
+        raise UserError(f"data.per_class is {per_class}, but {what} has at most {counts.min()} images of every class")
+    generator = np.random.default_rng(seed)
+    rows = np.concatenate(
+        [generator.choice(np.flatnonzero(labels == label), per_class, replace=False) for label in range(len(counts))]
+    )
+    return images[rows], labels[rows]
+
+
+class _Rotated(DataSource):
+    """What the two data sets of rotated digits share."""
+
+    letter: ClassVar[str]
+    mean_and_std: ClassVar[tuple[float, float]]
+
+    angles: tuple[Annotated[float, Field(ge=-360, le=360)], ...] = Field(
+        _ANGLES, min_length=1, description="clockwise turn of each domain in degrees"
+    )
+    per_class: int = Field(100, ge=1, description="base images per class")
+    base_seed: int = Field(0, ge=0, description="seed of the draw of the base images")
+    normalise: bool = Field(True, description="subtract the mean and divide by the deviation, not only divide by 255")
+
+    def base(self) -> tuple[Pixels, Labels]:
+        """The base images (n, h, w) and their labels (n,)."""
+        raise NotImplementedError
+
+    def build(self) -> DataSet:
+        """Domains named by letter and angle; ``groups`` is the number of the base image, shared by all domains."""
+        if len(set(self.angles)) < len(self.angles):
+            raise UserError("data.angles: each angle may appear once")
+        images, labels = self.base()
+        groups = np.arange(len(labels), dtype=np.int64)
+        domains = {}
+        for angle in self.angles:
+            name = f"{self.letter}{angle:g}"
+            domains[name] = Domain(name, turned_clockwise(images, angle)[:, np.newaxis], labels, groups)
+        mean, std = self.mean_and_std
+        preprocessing = Preprocessing(
+            kind="image",
+            channels=1,
+            size=images.shape[1],
+            mean=(mean,) if self.normalise else None,
+            std=(std,) if self.normalise else None,
+        )
+        classes = tuple(str(digit) for digit in range(10))
+        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
+
+
+class RotatedDigits(_Rotated):
+    """scikit-learn's 8×8 digits, enlarged and rotated; needs no download. Domains D0, D15, …, D75."""
+
+    letter: ClassVar[str] = "D"
+    mean_and_std: ClassVar[tuple[float, float]] = (0.305, 0.319)  # of all images at 16×16
+
+    name: Literal["rotated_digits"] = "rotated_digits"
+    size: int = Field(16, ge=8, le=256, description="height and width in pixels after bilinear enlargement")
+
+    @classmethod
+    def manifest(cls) -> Manifest:
+        return Manifest(
+            title="Rotated digits (UCI optical recognition of handwritten digits, as shipped with scikit-learn)",
+            source="Alpaydin, Kaynak 1998, UCI Machine Learning Repository; sklearn.datasets.load_digits",
+            licence="CC BY 4.0 (UCI)",
+            how_to_get="comes with scikit-learn: nothing to download",
+            layout="none",
+            counts={f"D{angle:g}": 1000 for angle in _ANGLES},
+            notes="1,797 images of 8×8 pixels, values 0 to 16 scaled to 0 to 255; 100 per class by default (at most "
+            "174).",
+        )
+
+    def base(self) -> tuple[Pixels, Labels]:
+        from sklearn.datasets import load_digits
+
+        digits = load_digits()
+        labels = np.asarray(digits.target, dtype=np.int64)
+        small, labels = base_images(
+            np.asarray(digits.images, dtype=np.float32), labels, self.per_class, self.base_seed, "scikit-learn's digits"
+        )
+        values = torch.from_numpy(np.asarray(small, dtype=np.float32) * (255 / 16)).unsqueeze(1)
+        large = F.interpolate(values, size=(self.size, self.size), mode="bilinear", align_corners=False)
+        return large[:, 0].round().clamp(0, 255).to(torch.uint8).numpy(), labels
+
+
+class RotatedMnist(_Rotated):
+    """MNIST training images, rotated. Domains M0, M15, …, M75 as in the papers, or any angles."""
+
+    letter: ClassVar[str] = "M"
+    mean_and_std: ClassVar[tuple[float, float]] = (0.1307, 0.3081)
+
+    name: Literal["rotated_mnist"] = "rotated_mnist"
+
+    @classmethod
+    def manifest(cls) -> Manifest:
+        return Manifest(
+            title="Rotated MNIST",
+            source="Ghifary et al., ICCV 2015; images: LeCun, Bottou, Bengio, Haffner, Proc. IEEE 1998",
+            licence="commonly stated as CC BY-SA 3.0 (LeCun, Cortes)",
+            how_to_get=mnist.HOW_TO_GET,
+            layout=", ".join(mnist.CANDIDATES),
+            sha256=mnist.SHA256,
+            counts={f"M{angle:g}": 1000 for angle in _ANGLES},
+            notes="Base images are drawn from the 60,000 training images with base_seed, 100 per class by default.",
+        )
+
+    def base(self) -> tuple[Pixels, Labels]:
+        images, labels = mnist.train_images()
+        return base_images(images, labels, self.per_class, self.base_seed, "MNIST")

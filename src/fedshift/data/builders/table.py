@@ -1,0 +1,98 @@
+"""Your own tables: one CSV file per site, one encoding for all that is agreed without pooling rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from fedshift.data.builders.arrays import sites_for_statistics
+from fedshift.data.checks import agreed_classes, checked
+from fedshift.data.domain import DataSet, DataSource, Domain, Manifest
+from fedshift.data.tables import (
+    Columns,
+    agreed_encoding,
+    canonical,
+    encode,
+    is_missing,
+    read_csv,
+    site_statistics,
+)
+from fedshift.errors import UserError
+
+
+class Table(DataSource):
+    """One CSV file per site: a label column, numeric and categorical columns."""
+
+    name: Literal["table"] = "table"
+    sites: dict[str, Path] = Field(min_length=1, description="site name: its CSV file")
+    label: str = Field(description="the column that holds the class")
+    numeric: tuple[str, ...] = Field((), description="columns of numbers, standardised over the sites")
+    categorical: tuple[str, ...] = Field((), description="columns of categories, one 0/1 column per category")
+    missing_classes: Literal["check", "allow"] = Field(
+        "check", description="check: refuse when two sites each have a label that the other lacks; allow: warn only"
+    )
+    statistics_from: tuple[str, ...] | None = Field(
+        None, description="the sites whose sums and category sets make the encoding; all when left out"
+    )
+
+    @model_validator(mode="after")
+    def _columns_once(self) -> Self:
+        columns = [self.label, *self.numeric, *self.categorical]
+        twice = next((name for name in columns if columns.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"column '{twice}' is listed more than once among label, numeric and categorical")
+        if len(columns) == 1:
+            raise ValueError("name at least one column under numeric or categorical")
+        return self
+
+    @classmethod
+    def manifest(cls) -> Manifest:
+        return Manifest(
+            title="Your own tables",
+            source="yours",
+            licence="yours",
+            how_to_get="save one CSV file per site, with the same column names, and give data.sites",
+            layout="one CSV file per site (comma, semicolon or tab; first line: column names)",
+            notes="Each site gives counts, sums and sums of squares of its numeric columns and the sets of its "
+            "categories and labels, never rows. Missing cells (empty, ?, NA, NaN): the mean, and a 0/1 column for "
+            "each number that is missing anywhere; categories: all zeros. statistics_from: leave the site out that "
+            "you want to be unseen.",
+        )
+
+    def build(self) -> DataSet:
+        """Domains of float32 features (n, d). Raises UserError with file, line and column."""
+        tables = {site: read_csv(path) for site, path in self.sites.items()}
+        labels = {site: self._labels(table) for site, table in tables.items()}
+        allow = self.missing_classes == "allow"
+        classes = agreed_classes(
+            {site: set(found) for site, found in labels.items()},
+            what=f"labels in column '{self.label}'",
+            allow_missing=allow,
+        )
+        for table in tables.values():  # every file, also those that do not take part in the statistics
+            for column in (*self.numeric, *self.categorical):
+                table.column(column)
+        chosen = sites_for_statistics(self.statistics_from, self.sites)
+        statistics = [site_statistics(tables[site], self.numeric, self.categorical) for site in chosen]
+        encoding = agreed_encoding(statistics, self.numeric, self.categorical)
+        number_of = {name: number for number, name in enumerate(classes)}
+        domains = {
+            site: Domain(
+                site, encode(table, encoding), np.array([number_of[name] for name in labels[site]], dtype=np.int64)
+            )
+            for site, table in tables.items()
+        }
+        return checked(DataSet(self.name, domains, classes, encoding.preprocessing(), self.manifest()))
+
+    def _labels(self, table: Columns) -> list[str]:
+        cells = table.column(self.label)
+        for row, cell in enumerate(cells):
+            if is_missing(cell):
+                raise UserError(
+                    f"{table.path}, line {table.lines[row]}, column '{self.label}': the label is missing: fill or "
+                    "drop the row"
+                )
+        return [canonical(cell) for cell in cells]

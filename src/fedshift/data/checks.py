@@ -1,0 +1,138 @@
+"""What must hold for every data set, however it was built, and what is only worth a warning."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from itertools import combinations
+
+import numpy as np
+import numpy.typing as npt
+
+from fedshift.data.domain import DataSet, Domain, SparseRows
+from fedshift.errors import UserError
+
+TINY_SITE = 10
+_ROWS_AT_ONCE = 4096
+
+
+def checked(dataset: DataSet) -> DataSet:
+    """The same data set, with warnings added and the input shape written into its preprocessing.
+
+    Raises UserError, naming the site, for: no domain, fewer than two classes, an empty domain, shapes or types that
+    differ between sites, labels that are not 0…C-1, inputs and labels (or groups) of different length, NaN or infinite
+    features.
+    """
+    where = f"data set {dataset.name}"
+    if not dataset.domains:
+        raise UserError(f"{where} has no domain")
+    if len(dataset.classes) < 2:
+        raise UserError(
+            f"{where} has fewer than two classes ({', '.join(dataset.classes) or 'none'}): nothing to tell apart"
+        )
+    first = next(iter(dataset.domains.values()))
+    for name, domain in dataset.domains.items():
+        _check_domain(f"{where}, site '{name}'", domain, len(dataset.classes))
+        if domain.inputs.shape[1:] != first.inputs.shape[1:]:
+            raise UserError(
+                f"{where}: samples differ in shape between sites: '{first.name}' has {_shape(first)}, '{name}' has "
+                f"{_shape(domain)}"
+            )
+        if type(domain.inputs) is SparseRows and type(first.inputs) is SparseRows:
+            continue
+        if _dtype(domain) != _dtype(first):
+            raise UserError(
+                f"{where}: samples differ in type between sites: '{first.name}' has {_dtype(first)}, '{name}' has "
+                f"{_dtype(domain)}"
+            )
+    preprocessing = dataset.preprocessing.model_copy(update={"shape": dataset.input_shape})
+    return replace(dataset, preprocessing=preprocessing, warnings=(*dataset.warnings, *_warnings(dataset)))
+
+
+def _shape(domain: Domain) -> tuple[int, ...]:
+    return tuple(domain.inputs.shape[1:])
+
+
+def _dtype(domain: Domain) -> str:
+    return "sparse rows" if isinstance(domain.inputs, SparseRows) else str(domain.inputs.dtype)
+
+
+def _check_domain(where: str, domain: Domain, classes: int) -> None:
+    samples = len(domain.inputs)
+    if samples == 0:
+        raise UserError(f"{where} is empty: give it samples or leave it out")
+    if len(domain.labels) != samples:
+        raise UserError(f"{where}: {samples} samples but {len(domain.labels)} labels")
+    if domain.groups is not None and len(domain.groups) != samples:
+        raise UserError(f"{where}: {samples} samples but {len(domain.groups)} groups")
+    if domain.labels.dtype != np.int64:
+        raise UserError(f"{where}: labels are {domain.labels.dtype}, expected int64")
+    lowest, highest = int(domain.labels.min()), int(domain.labels.max())
+    if lowest < 0 or highest >= classes:
+        wrong = lowest if lowest < 0 else highest
+        raise UserError(f"{where}: label {wrong} is out of range: labels must be 0 to {classes - 1}")
+    for title, rows in (("training", domain.train_rows), ("test", domain.test_rows)):
+        if rows is not None and len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= samples):
+            raise UserError(f"{where}: the {title} rows go beyond its {samples} samples")
+    if isinstance(domain.inputs, SparseRows):
+        if not np.isfinite(domain.inputs.data).all():
+            raise UserError(f"{where}: features hold NaN or infinite values")
+    elif domain.inputs.dtype == np.float32:
+        check_finite(where, domain.inputs)
+    elif domain.inputs.dtype != np.uint8:
+        raise UserError(f"{where}: inputs are {domain.inputs.dtype}, expected uint8 images or float32 features")
+
+
+def check_finite(where: str, features: npt.NDArray[np.generic]) -> None:
+    """Raise UserError, naming the first row and column, when float features (n, d) hold NaN or infinite values."""
+    for begin in range(0, len(features), _ROWS_AT_ONCE):
+        bad = ~np.isfinite(features[begin : begin + _ROWS_AT_ONCE])
+        if bad.any():
+            row, column = (int(number[0]) for number in np.nonzero(bad)[:2])
+            raise UserError(
+                f"{where}: features hold NaN or infinite values (first: row {begin + row}, column {column}): fill or "
+                "drop such rows"
+            )
+
+
+def _warnings(dataset: DataSet) -> list[str]:
+    found = []
+    for name, domain in dataset.domains.items():
+        counts = np.bincount(domain.labels, minlength=len(dataset.classes))
+        absent = [dataset.classes[number] for number in np.flatnonzero(counts == 0)]
+        if absent:
+            found.append(f"site '{name}' has no sample of class {', '.join(absent)}: reported per class, not an error")
+        if len(domain) < TINY_SITE:
+            found.append(f"site '{name}' has only {len(domain)} samples: its numbers will be rough")
+    return found
+
+
+def agreed_classes(found: Mapping[str, Collection[str]], *, what: str, allow_missing: bool) -> tuple[str, ...]:
+    """The classes of all sites together, in natural order (2 before 10).
+
+    ``found`` maps a site to the names of the classes it has. A site may lack classes that another has; but when two
+    sites each have a class that the other lacks ({cat, dog} and {cat, dogs}), that is more often a misspelling than the
+    truth, so it raises UserError with both lists unless ``allow_missing``.
+    """
+    if not allow_missing:
+        for (one, first), (other, second) in combinations(found.items(), 2):
+            if not set(first) <= set(second) and not set(second) <= set(first):
+                raise UserError(
+                    f"{what} differ between sites: '{one}' has {_listing(first)}; '{other}' has {_listing(second)}. "
+                    "Make the names equal, or set data.missing_classes=allow if each truly lacks a class of the other"
+                )
+    return natural_order({name for names in found.values() for name in names})
+
+
+def _listing(names: Collection[str]) -> str:
+    return "[" + ", ".join(natural_order(names)) + "]"
+
+
+def natural_order(names: Collection[str]) -> tuple[str, ...]:
+    """Names sorted; whole numbers by value and before words, so that class 10 follows class 9."""
+
+    def key(name: str) -> tuple[int, int, str]:
+        digits = name.removeprefix("-")
+        return (0, int(name), name) if digits.isascii() and digits.isdigit() else (1, 0, name)
+
+    return tuple(sorted(names, key=key))

@@ -1,0 +1,176 @@
+"""Image files decoded once into a memory-mapped array of uint8 (n, channels, size, size)."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from typing import IO
+
+import numpy as np
+import numpy.typing as npt
+from PIL import Image, ImageOps
+
+from fedshift.data.locate import cache_dir
+from fedshift.errors import UserError
+
+SUFFIXES = frozenset(
+    {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm", ".pbm", ".pnm"}
+)
+_GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "F", "I;16", "I;16B", "I;16L", "I;16N"})
+_FORMAT = "1"  # part of the cache key: raise it whenever decoding changes
+_THREADS = 2
+_UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, Image.DecompressionBombError)
+
+
+@dataclass(frozen=True)
+class ImageFile:
+    """One image: its name in messages, a stamp that changes with its content, and how to open its bytes."""
+
+    name: str
+    stamp: str
+    open: Callable[[], IO[bytes]]
+
+
+def is_image(name: str) -> bool:
+    """Whether a file name is that of an image, by its ending; hidden files are not."""
+    path = Path(name)
+    return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
+
+
+def on_disk(path: Path) -> ImageFile:
+    """An image file in a folder, stamped with its size and time of change."""
+    found = path.stat()
+    return ImageFile(str(path), f"{found.st_size} {found.st_mtime_ns}", lambda: path.open("rb"))
+
+
+def in_zip(archive: zipfile.ZipFile, name: str) -> ImageFile:
+    """An image inside an open zip file, stamped with its checksum; reading is safe from several threads."""
+    return ImageFile(f"{archive.filename}:{name}", str(archive.getinfo(name).CRC), lambda: archive.open(name))
+
+
+def _does_not_decode(file: ImageFile) -> UserError:
+    return UserError(f"image {file.name} does not decode (truncated or not an image): replace or remove it")
+
+
+def has_colour(files: Sequence[ImageFile]) -> bool:
+    """Whether any image is stored with colour (RGB, palette, CMYK …); stops at the first that is."""
+    return any(_mode(file) not in _GREY_MODES for file in files)
+
+
+def _mode(file: ImageFile) -> str:
+    try:
+        with file.open() as stream, Image.open(stream) as image:
+            return str(image.mode)
+    except _UNREADABLE as error:
+        raise _does_not_decode(file) from error
+
+
+def decode(file: ImageFile, channels: int, height: int, width: int) -> npt.NDArray[np.uint8]:
+    """One image as uint8 (channels, height, width): turned upright, scaled to cover that size, the centre cut out.
+
+    Grey images are repeated to three channels where colour is asked for; colour becomes luma where grey is. 16-bit
+    grey is scaled to 8 bits, transparency is dropped. Raises UserError, naming the file, when it does not decode.
+    """
+    try:
+        with file.open() as stream:
+            image: Image.Image = Image.open(BytesIO(stream.read()))
+        image.draft(None, (2 * width, 2 * height))  # lets JPEG skip detail that scaling would throw away
+        image = ImageOps.exif_transpose(image)
+        image = _eight_bits(image, file).convert("RGB" if channels == 3 else "L")
+        if image.size != (width, height):
+            image = ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)
+    except _UNREADABLE as error:
+        raise _does_not_decode(file) from error
+    pixels = np.asarray(image, dtype=np.uint8)
+    return np.ascontiguousarray(pixels.transpose(2, 0, 1)) if channels == 3 else pixels[np.newaxis]
+
+
+def _eight_bits(image: Image.Image, file: ImageFile) -> Image.Image:
+    """Pillow cuts 16-bit values off at 255 when it converts; this scales them instead."""
+    if image.mode == "F":
+        raise UserError(f"image {file.name} holds real numbers: save it with 8 or 16 bits, or use data set 'arrays'")
+    if not image.mode.startswith("I"):
+        return image
+    values = np.asarray(image).astype(np.int64)
+    if values.size and (values.min() < 0 or values.max() > 65535):
+        raise UserError(f"image {file.name} holds values beyond 16 bits: save it with 8 or 16 bits")
+    return Image.fromarray((values // 257).astype(np.uint8))
+
+
+def decoded(files: Sequence[ImageFile], channels: int, height: int, width: int, label: str) -> npt.NDArray[np.uint8]:
+    """All images as one read-only memory-mapped array (n, channels, height, width), decoded now or found in the cache.
+
+    The cache file is named after ``label`` and a hash of names, stamps and shape, so a changed, added or removed file
+    makes a new one. It is written to the side and renamed when whole. Raises UserError for an image that does not
+    decode and for a cache folder that is full or cannot be written.
+    """
+    digest = hashlib.sha256(f"{_FORMAT} {channels} {height} {width}\n".encode())
+    for file in files:
+        digest.update(f"{file.name}\t{file.stamp}\n".encode())
+    folder = cache_dir()
+    target = folder / f"{label}-{digest.hexdigest()[:24]}.npy"
+    shape = (len(files), channels, height, width)
+    known = _cached(target, shape)
+    if known is not None:
+        return known
+    aside: Path | None = None
+    try:
+        with NamedTemporaryFile(dir=folder, prefix=f".{label}-", suffix=".part", delete=False) as stream:
+            aside = Path(stream.name)
+            # Written in order, not through a memory map: on a full disk a write fails, a map would end the process.
+            header = {"descr": "|u1", "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(stream, header)
+            for image in _in_order(files, channels, height, width):
+                stream.write(image.tobytes())
+        os.replace(aside, target)
+    except OSError as error:
+        raise UserError(
+            f"cannot write decoded images to {folder} ({error.strerror}): free some space or set FEDSHIFT_CACHE "
+            "elsewhere"
+        ) from error
+    finally:
+        if aside is not None:
+            aside.unlink(missing_ok=True)
+    written = _cached(target, shape)
+    if written is None:
+        raise UserError(f"the decoded images in {target} cannot be read back: remove the file and run again")
+    return written
+
+
+def _in_order(files: Sequence[ImageFile], channels: int, height: int, width: int) -> Iterator[npt.NDArray[np.uint8]]:
+    with ThreadPoolExecutor(_THREADS) as pool:
+        for begin in range(0, len(files), 256):  # in pieces: what waits to be written stays small
+            yield from pool.map(lambda file: decode(file, channels, height, width), files[begin : begin + 256])
+
+
+def _cached(path: Path, shape: tuple[int, ...]) -> npt.NDArray[np.uint8] | None:
+    try:
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
+    return found if found.shape == shape and found.dtype == np.uint8 else None
+
+
+def as_channels_first(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Images (n, h, w), (n, h, w, c) or (n, c, h, w) as (n, c, h, w), without a copy.
+
+    Channels are the last axis when it is 1 or 3 long and the second is not; when both could be, they are the second.
+    Raises ValueError for another number of axes, or when neither is 1 or 3 long.
+    """
+    if pixels.ndim == 3:
+        return pixels[:, np.newaxis]
+    if pixels.ndim != 4:
+        raise ValueError(f"images need 3 or 4 axes, found shape {pixels.shape}")
+    if pixels.shape[1] in (1, 3):
+        return pixels
+    if pixels.shape[3] in (1, 3):
+        return pixels.transpose(0, 3, 1, 2)
+    raise ValueError(f"images need 1 or 3 channels, found shape {pixels.shape}")

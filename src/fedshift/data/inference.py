@@ -1,0 +1,82 @@
+"""Samples to predict, prepared exactly as the training data were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fedshift.data.builders.arrays import readable_inputs
+from fedshift.data.domain import Preprocessing
+from fedshift.data.images import ImageFile, decode, is_image, on_disk
+from fedshift.data.locate import load_npz
+from fedshift.data.tables import encode_rows
+from fedshift.errors import UserError
+
+Stored = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
+
+
+def load_for_prediction(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored]:
+    """Names and stored inputs (for `fedshift.data.transforms.to_network`) of the samples in ``path``.
+
+    ``path``: an image, a folder of images (searched to the bottom, sorted), an ``.npz`` with ``x`` as in data set
+    `arrays`, or a ``.csv`` for a model of tables. Raises UserError when it is missing, empty or not what the model
+    reads.
+    """
+    if not path.exists():
+        raise UserError(f"{path} does not exist: give an image, a folder of images, an .npz or a .csv file")
+    suffix = path.suffix.lower()
+    if path.is_file() and suffix in (".csv", ".tsv", ".txt"):
+        features = encode_rows(preprocessing, path)
+        return [f"row {row}" for row in range(1, len(features) + 1)], features
+    if path.is_file() and suffix == ".npz":
+        return _arrays(path, preprocessing)
+    if path.is_file() and not is_image(path.name):
+        raise UserError(f"{path} cannot be predicted: give an image, a folder of images, an .npz or a .csv file")
+    return _images(path, preprocessing)
+
+
+def _images(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored]:
+    if preprocessing.kind != "image":
+        wanted = "a .csv table" if preprocessing.kind == "table" else "features in an .npz file"
+        raise UserError(f"{path} holds images, but the model reads {wanted}")
+    channels, height, width = _image_shape(preprocessing)
+    if path.is_file():
+        files = [path]
+    else:
+        files = sorted(
+            found
+            for found in path.rglob("*")
+            if is_image(found.name)
+            and found.is_file()
+            and not any(part.startswith(".") for part in found.relative_to(path).parts)
+        )
+    if not files:
+        raise UserError(f"{path} holds no images")
+    names = [path.name if path.is_file() else file.relative_to(path).as_posix() for file in files]
+    entries: list[ImageFile] = [on_disk(file) for file in files]
+    return names, np.stack([decode(entry, channels, height, width) for entry in entries])
+
+
+def _image_shape(preprocessing: Preprocessing) -> tuple[int, int, int]:
+    if preprocessing.shape is not None and len(preprocessing.shape) == 3:
+        channels, height, width = preprocessing.shape
+        return channels, height, width
+    if preprocessing.channels is None or preprocessing.size is None:
+        raise UserError("the model file does not say which size of image it reads: use a whole model file")
+    return preprocessing.channels, preprocessing.size, preprocessing.size
+
+
+def _arrays(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored]:
+    if preprocessing.kind == "table":
+        raise UserError(f"{path} holds arrays, but the model reads a .csv table")
+    inputs = readable_inputs(f"data file {path}", load_npz(path, ["x"])["x"])
+    if len(inputs) == 0:
+        raise UserError(f"data file {path} is empty")
+    expected = _image_shape(preprocessing) if preprocessing.kind == "image" else preprocessing.shape
+    if expected is not None and inputs.shape[1:] != tuple(expected):
+        raise UserError(
+            f"data file {path}: samples have shape {inputs.shape[1:]}, but the model reads {tuple(expected)}"
+        )
+    return [str(row) for row in range(len(inputs))], inputs

@@ -1,0 +1,121 @@
+"""Where data files are, and one clear line when they are not there or cannot be read.
+
+``FEDSHIFT_DATA`` names the folder of the data sets; ``FEDSHIFT_CACHE`` the folder of decoded images and downloads
+(default ``~/.cache/fedshift``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zipfile
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fedshift.errors import UserError
+
+DATA_VARIABLE = "FEDSHIFT_DATA"
+CACHE_VARIABLE = "FEDSHIFT_CACHE"
+
+
+def data_root() -> Path | None:
+    """The folder that ``FEDSHIFT_DATA`` names, or None when it is unset. Raises UserError when it is not a folder."""
+    named = os.environ.get(DATA_VARIABLE)
+    if not named:
+        return None
+    root = Path(named).expanduser()
+    if not root.is_dir():
+        raise UserError(
+            f"{DATA_VARIABLE} is {root}, which is not a folder: set it to the folder that holds the data sets"
+        )
+    return root
+
+
+def cache_dir() -> Path:
+    """The folder for decoded images and downloads, made when it is missing."""
+    named = os.environ.get(CACHE_VARIABLE)
+    folder = Path(named).expanduser() if named else Path.home() / ".cache" / "fedshift"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"cannot make the cache folder {folder} ({error.strerror}): set {CACHE_VARIABLE} to a folder you can write"
+        ) from error
+    return folder
+
+
+def find(candidates: Sequence[str]) -> Path | None:
+    """The first of ``candidates`` (paths below ``FEDSHIFT_DATA``) that exists, else None."""
+    root = data_root()
+    if root is None:
+        return None
+    return next((root / name for name in candidates if (root / name).exists()), None)
+
+
+def not_found(what: str, candidates: Sequence[str], how_to_get: str) -> UserError:
+    """The error for a data set that is nowhere: what was looked for, where, and how to get it."""
+    root = data_root()
+    place = f"not below {DATA_VARIABLE} ({root})" if root else f"{DATA_VARIABLE} is not set"
+    return UserError(f"{what} not found: {place}; looked for {', '.join(candidates)}. {how_to_get}")
+
+
+def require(what: str, candidates: Sequence[str], how_to_get: str) -> Path:
+    """Like `find`, but raises UserError, which says how to get the data, when there is nothing."""
+    found = find(candidates)
+    if found is None:
+        raise not_found(what, candidates, how_to_get)
+    return found
+
+
+def load_npz(
+    path: Path, required: Sequence[str] | None = None, optional: Sequence[str] = ()
+) -> dict[str, npt.NDArray[np.generic]]:
+    """Arrays of an ``.npz`` file: the ``required`` ones (all, if None) and those of ``optional`` that are there.
+
+    Raises UserError, naming the file, when it is missing, truncated, not an npz, lacks an array or holds Python
+    objects.
+    """
+    if not path.is_file():
+        raise UserError(f"data file {path} does not exist")
+    try:
+        archive = np.load(path, allow_pickle=False)
+        if not isinstance(archive, np.lib.npyio.NpzFile):
+            raise UserError(f"data file {path} is not an .npz archive: save it with numpy.savez")
+        with archive:
+            wanted = list(archive.files) if required is None else list(required)
+            lacking = [key for key in wanted if key not in archive.files]
+            if lacking:
+                held = ", ".join(archive.files) or "nothing"
+                raise UserError(f"data file {path} has no array '{lacking[0]}'; it holds: {held}")
+            wanted += [key for key in optional if key in archive.files and key not in wanted]
+            return {key: archive[key] for key in wanted}
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
+        if "Object arrays" in str(error):
+            raise UserError(
+                f"data file {path} holds Python objects, which are not read: save plain number arrays"
+            ) from error
+        raise UserError(f"data file {path} cannot be read (truncated or not an .npz): copy or make it again") from error
+
+
+def sha256_of(path: Path) -> str:
+    """Hexadecimal SHA-256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def verify(path: Path, expected: str) -> None:
+    """Raise UserError unless the file's SHA-256 is ``expected``. Reads the whole file, so builders do not call it."""
+    if not path.is_file():
+        raise UserError(f"data file {path} does not exist")
+    found = sha256_of(path)
+    if found != expected.lower():
+        raise UserError(
+            f"data file {path} is not the published one (sha256 {found[:12]}…, expected {expected[:12]}…): get it again"
+        )

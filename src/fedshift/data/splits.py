@@ -1,0 +1,72 @@
+"""Which rows train and which are held out. Pure functions: the same arguments always give the same rows."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from fedshift.data.domain import Domain, Rows
+from fedshift.errors import UserError
+
+_BLOCK = 10
+
+
+def stratified_split(
+    labels: npt.NDArray[np.int64], fraction: float, seed: int, groups: npt.NDArray[np.int64] | None = None
+) -> tuple[Rows, Rows]:
+    """Training rows and held-out rows, both sorted, the share ``fraction`` of every class held out.
+
+    labels: (n,). Without ``groups`` each class of m samples gives round(m·fraction) samples, but never all, so a class
+    that is there can be learned. With ``groups`` (n,) the side of a row depends on its group number and the seed alone,
+    hence it is the same in every domain that shows the same base sample, whatever else that domain holds; the share is
+    then exact (± 1) over every run of consecutive group numbers, which is how the builders number the samples of a
+    class. A class whose only groups fall on the held-out side is not moved: that would put a base sample on both sides.
+    Raises UserError unless 0 ≤ fraction < 1.
+    """
+    if not 0 <= fraction < 1:
+        raise UserError(f"the held-out fraction must be at least 0 and below 1, not {fraction}")
+    held = _groups_held_out(groups, fraction, seed) if groups is not None else _rows_held_out(labels, fraction, seed)
+    return np.flatnonzero(~held).astype(np.int64), np.flatnonzero(held).astype(np.int64)
+
+
+def _rows_held_out(labels: npt.NDArray[np.int64], fraction: float, seed: int) -> npt.NDArray[np.bool_]:
+    held = np.zeros(len(labels), dtype=np.bool_)
+    for label in np.unique(labels):
+        rows = np.flatnonzero(labels == label)
+        number = min(int(np.floor(len(rows) * fraction + 0.5)), len(rows) - 1)
+        held[np.random.default_rng([seed, int(label)]).permutation(rows)[:number]] = True
+    return held
+
+
+def _groups_held_out(groups: npt.NDArray[np.int64], fraction: float, seed: int) -> npt.NDArray[np.bool_]:
+    """Systematic sampling of the group numbers in an order shuffled within blocks of ten.
+
+    A group's place in the order is a function of its number and the seed; the side is held out where the running total
+    place·fraction passes a whole number. So no domain needs to know which groups another one holds.
+    """
+    unique, row_to_group = np.unique(groups, return_inverse=True)
+    if len(unique) and unique[0] < 0:
+        raise UserError(f"group numbers must not be negative, found {int(unique[0])}")
+    block, within = np.divmod(unique, _BLOCK)
+    place = np.empty(len(unique), dtype=np.float64)
+    for number in np.unique(block):
+        order = np.random.default_rng([seed, 7, int(number)]).permutation(_BLOCK)
+        chosen = block == number
+        place[chosen] = number * _BLOCK + order[within[chosen]]
+    start = np.random.default_rng([seed, 11]).uniform(0.1, 0.9)
+    held: npt.NDArray[np.bool_] = np.floor((place + 1) * fraction + start) > np.floor(place * fraction + start)
+    return held[row_to_group]
+
+
+def part_rows(domain: Domain, fraction: float, seed: int, split: Literal["random", "official"]) -> tuple[Rows, Rows]:
+    """Training and held-out rows of one domain: drawn at random, or the data set's own.
+
+    Raises UserError when ``split`` is ``official`` and the domain comes without one.
+    """
+    if split == "random":
+        return stratified_split(domain.labels, fraction, seed, domain.groups)
+    if domain.train_rows is None or domain.test_rows is None:
+        raise UserError(f"domain '{domain.name}' has no official split: set protocol.split=random")
+    return np.sort(domain.train_rows), np.sort(domain.test_rows)

@@ -1,0 +1,257 @@
+"""Tables of numbers and categories: reading CSV files, one encoding for all sites, rows as features.
+
+The encoding is agreed without pooling rows. What each site gives is a `TableStatistics`: per numeric column the count,
+sum and sum of squares of the values that are there and whether any is missing; per categorical column the set of its
+values. Counts and sums are added up, sets are united.
+
+Encoded columns, in order: each numeric column (value - mean) / std, a missing value being filled as
+`TableEncoding.fill` says; one 0/1 column per numeric column that can be missing; for each categorical column one 0/1
+column per category, all zero when the value is missing or was never seen.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from fedshift.data.checks import natural_order
+from fedshift.data.domain import Preprocessing
+from fedshift.errors import UserError, nearest
+
+MISSING = frozenset({"", "?", "na", "n/a", "nan", "null"})
+_WHOLE = re.compile(r"(-?\d+)\.0+")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """A CSV file as text: column name → cells, and the line of each row for messages."""
+
+    path: str
+    cells: Mapping[str, Sequence[str]]
+    lines: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def column(self, name: str) -> Sequence[str]:
+        """Cells of one column. Raises UserError with the nearest name when the file lacks it."""
+        if name not in self.cells:
+            raise UserError(f"{self.path} has no column '{name}'; {nearest(name, self.cells)}")
+        return self.cells[name]
+
+
+def read_csv(path: Path) -> Columns:
+    """Read a CSV file with a header; comma, semicolon or tab separates, whichever the header has most of.
+
+    Raises UserError for a missing, empty or unreadable file, a repeated column and a row of another length than the
+    header.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError as error:
+        raise UserError(f"data file {path} does not exist") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data file {path} cannot be read as text (UTF-8): save it as a CSV file") from error
+    first = text.partition("\n")[0]
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=first.count), skipinitialspace=True)
+    try:
+        header = [name.strip() for name in next(reader, [])]
+        twice = {name for name in header if header.count(name) > 1}
+        if twice:
+            raise UserError(f"{path}: column '{sorted(twice)[0]}' appears more than once in the first line")
+        rows: list[list[str]] = []
+        lines: list[int] = []
+        for row in reader:
+            if not any(cell.strip() for cell in row):
+                continue
+            if len(row) != len(header):
+                raise UserError(
+                    f"{path}, line {reader.line_num}: {len(row)} cells, but the first line has {len(header)} columns"
+                )
+            rows.append([cell.strip() for cell in row])
+            lines.append(reader.line_num)
+    except csv.Error as error:
+        raise UserError(f"{path}, line {reader.line_num}: not a CSV file ({error})") from error
+    if not rows:
+        raise UserError(f"data file {path} is empty: it needs a line of column names and at least one row")
+    return Columns(str(path), {name: [row[place] for row in rows] for place, name in enumerate(header)}, lines)
+
+
+def canonical(cell: str) -> str:
+    """A category or label as compared between sites: '1.0' and '1' are one."""
+    whole = _WHOLE.fullmatch(cell)
+    return whole.group(1) if whole else cell
+
+
+def is_missing(cell: str) -> bool:
+    """Whether a cell says that there is no value: empty, ?, NA, N/A, NaN, null."""
+    return cell.strip().lower() in MISSING
+
+
+class NumericColumn(BaseModel):
+    """A numeric column: mean and std over the sites, whether values can be missing, numbers that mean "missing"."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    mean: float
+    std: float
+    can_be_missing: bool
+    missing_values: tuple[float, ...] = ()
+
+
+class CategoricalColumn(BaseModel):
+    """A categorical column and its known categories, in the order of the encoded columns."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str
+    categories: tuple[str, ...]
+
+
+class TableEncoding(BaseModel):
+    """How rows become features, the same at every site.
+
+    fill: a missing number becomes the mean over the sites (0 after standardising), or the median of the same column in
+    the same file where it has any value (else the mean).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    numeric: tuple[NumericColumn, ...]
+    categorical: tuple[CategoricalColumn, ...]
+    fill: Literal["mean", "site_median"] = "mean"
+
+    @property
+    def width(self) -> int:
+        """Number of encoded columns."""
+        indicators = sum(column.can_be_missing for column in self.numeric)
+        return len(self.numeric) + indicators + sum(len(column.categories) for column in self.categorical)
+
+    def preprocessing(self) -> Preprocessing:
+        """The encoding as it is saved beside a model."""
+        return Preprocessing(kind="table", table=self.model_dump(mode="json"))
+
+
+def numbers(table: Columns, name: str, missing_values: Sequence[float] = ()) -> npt.NDArray[np.float64]:
+    """One numeric column (n,), NaN where it is missing. Raises UserError for a cell that is no finite number."""
+    out = np.empty(len(table), dtype=np.float64)
+    for row, cell in enumerate(table.column(name)):
+        if is_missing(cell):
+            out[row] = math.nan
+            continue
+        try:
+            out[row] = float(cell)
+        except ValueError:
+            out[row] = math.inf
+        if not math.isfinite(out[row]):
+            raise UserError(
+                f"{table.path}, line {table.lines[row]}, column '{name}': '{cell}' is not a number (leave it empty if "
+                "missing, or list the column under categorical)"
+            )
+        if out[row] in missing_values:
+            out[row] = math.nan
+    return out
+
+
+@dataclass(frozen=True)
+class TableStatistics:
+    """What one site tells the others about its table: sums and sets, no rows."""
+
+    count: npt.NDArray[np.int64]
+    total: npt.NDArray[np.float64]
+    squares: npt.NDArray[np.float64]
+    any_missing: npt.NDArray[np.bool_]
+    categories: tuple[frozenset[str], ...]
+
+
+def site_statistics(table: Columns, numeric: Sequence[str], categorical: Sequence[str]) -> TableStatistics:
+    """Counts, sums and sums of squares (numeric columns), sets of values (categorical columns) of one site's table."""
+    values = [numbers(table, name) for name in numeric]
+    there = [column[~np.isnan(column)] for column in values]
+    return TableStatistics(
+        count=np.array([len(column) for column in there], dtype=np.int64),
+        total=np.array([column.sum() for column in there]),
+        squares=np.array([(column**2).sum() for column in there]),
+        any_missing=np.array([len(column) < len(table) for column in there], dtype=np.bool_),
+        categories=tuple(
+            frozenset(canonical(cell) for cell in table.column(name) if not is_missing(cell)) for name in categorical
+        ),
+    )
+
+
+def agreed_encoding(
+    statistics: Sequence[TableStatistics], numeric: Sequence[str], categorical: Sequence[str]
+) -> TableEncoding:
+    """One encoding from the added statistics of the sites. Raises UserError for a column without any value."""
+    count = np.sum([site.count for site in statistics], axis=0)
+    total = np.sum([site.total for site in statistics], axis=0)
+    squares = np.sum([site.squares for site in statistics], axis=0)
+    columns = []
+    for place, name in enumerate(numeric):
+        if count[place] == 0:
+            raise UserError(f"column '{name}' has no value at any site: leave it out of data.numeric")
+        mean, std = moments(int(count[place]), total[place], squares[place])
+        missing = any(bool(site.any_missing[place]) for site in statistics)
+        columns.append(NumericColumn(name=name, mean=float(mean), std=float(std), can_be_missing=missing))
+    kinds = []
+    for place, name in enumerate(categorical):
+        categories = natural_order(frozenset().union(*(site.categories[place] for site in statistics)))
+        if not categories:
+            raise UserError(f"column '{name}' has no value at any site: leave it out of data.categorical")
+        kinds.append(CategoricalColumn(name=name, categories=categories))
+    return TableEncoding(numeric=tuple(columns), categorical=tuple(kinds))
+
+
+def moments(
+    count: int, total: npt.NDArray[np.float64], squares: npt.NDArray[np.float64]
+) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Mean and population standard deviation from a count, sums and sums of squares; a constant column gets std 1."""
+    mean = total / count
+    variance = squares / count - mean**2
+    # Rounding leaves a constant column with a variance of about 1e-16 of its square, not exactly 0.
+    constant = variance <= 1e-12 * (1 + mean**2)
+    return mean, np.where(constant, 1.0, np.sqrt(np.where(constant, 1.0, variance)))
+
+
+def encode(table: Columns, encoding: TableEncoding) -> npt.NDArray[np.float32]:
+    """Rows of a table as features (n, encoding.width) float32. Raises UserError as `numbers` and `Columns.column`."""
+    scaled, absent, flags = [], [], []
+    for numeric in encoding.numeric:
+        values = numbers(table, numeric.name, numeric.missing_values)
+        gone = np.isnan(values)
+        fill = numeric.mean
+        if encoding.fill == "site_median" and not gone.all():
+            fill = float(np.median(values[~gone]))
+        scaled.append((np.where(gone, fill, values) - numeric.mean) / numeric.std)
+        if numeric.can_be_missing:
+            absent.append(gone.astype(np.float64))
+    for categorical in encoding.categorical:
+        cells = np.array([canonical(cell) for cell in table.column(categorical.name)], dtype=object)
+        flags += [(cells == category).astype(np.float64) for category in categorical.categories]
+    return np.stack([*scaled, *absent, *flags], axis=1).astype(np.float32)
+
+
+def encode_rows(preprocessing: Preprocessing, path: Path) -> npt.NDArray[np.float32]:
+    """Features of a CSV file by a saved encoding, for prediction; it needs no label column.
+
+    Raises UserError when the model was not trained on tables, or the file lacks a column or holds a cell that is no
+    number.
+    """
+    if preprocessing.kind != "table" or preprocessing.table is None:
+        raise UserError(f"{path} is a table, but the model reads {preprocessing.kind} inputs")
+    try:
+        encoding = TableEncoding.model_validate(preprocessing.table)
+    except ValidationError as error:
+        raise UserError("the table encoding saved beside the model is damaged: use a whole model file") from error
+    return encode(read_csv(path), encoding)

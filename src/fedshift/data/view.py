@@ -1,0 +1,140 @@
+"""What a site holds, as batches: rows of one or more domains, ready for a network on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedshift.data.domain import Domain, Inputs, Preprocessing, Rows, SparseRows
+from fedshift.data.transforms import Augmentation, augment, normalised, to_network, to_unit
+from fedshift.errors import UserError
+
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+class SiteData:
+    """The chosen rows of some domains, one after the other, numbered 0 … samples - 1.
+
+    parts: (domain, its rows, its number) each; a site has one part, a pooled baseline one per source domain.
+    cache_bytes: when nothing is augmented and all samples as float32 take at most this much, they are converted once
+    and kept on the device; else each batch is gathered from the stored arrays (in memory or memory-mapped), then
+    converted. Raises UserError when there is no row at all.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[tuple[Domain, Rows, int]],
+        preprocessing: Preprocessing,
+        augmentation: Augmentation | None = None,
+        device: torch.device | str = "cpu",
+        *,
+        cache_bytes: int = 512 << 20,
+    ) -> None:
+        kept = [(domain, np.asarray(rows, dtype=np.int64), number) for domain, rows, number in parts if len(rows)]
+        if not kept:
+            raise UserError(f"no samples in {', '.join(domain.name for domain, _, _ in parts) or 'any domain'}")
+        self.preprocessing = preprocessing
+        self.augmentation = augmentation or Augmentation()
+        self.device = torch.device(device)
+        self._inputs: list[Inputs] = [domain.inputs for domain, _, _ in kept]
+        self._rows = np.concatenate([rows for _, rows, _ in kept])
+        self._part = np.repeat(np.arange(len(kept)), [len(rows) for _, rows, _ in kept])
+        labels = np.concatenate([domain.labels[rows] for domain, rows, _ in kept])
+        numbers = np.repeat([number for _, _, number in kept], [len(rows) for _, rows, _ in kept])
+        self.labels = torch.from_numpy(labels).to(self.device)
+        self.domain_numbers = torch.from_numpy(numbers.astype(np.int64)).to(self.device)
+        self.input_shape = tuple(self._inputs[0].shape[1:])
+        self._cacheable = 4 * self.samples * int(np.prod(self.input_shape)) <= cache_bytes
+        self._cache: Tensor | None = None
+
+    @property
+    def samples(self) -> int:
+        """How many samples the site holds."""
+        return len(self._rows)
+
+    @property
+    def classes_present(self) -> tuple[int, ...]:
+        """The class numbers of which the site has at least one sample."""
+        return tuple(int(label) for label in torch.unique(self.labels))
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether the same row always gives the same input (nothing is augmented)."""
+        return self.augmentation.is_identity or len(self.input_shape) != 3
+
+    def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Batch:
+        """Inputs (b, …) float32, labels (b,) int64 and domain numbers (b,) int64 of the given rows, on the device.
+
+        rows: int64 (b,). ``generator`` (CPU) draws the augmentation; without it, or where there is none, inputs come as
+        they are.
+        """
+        place = rows.to(self.device)
+        labels, numbers = self.labels.index_select(0, place), self.domain_numbers.index_select(0, place)
+        if generator is None or self.deterministic:
+            return self._plain(rows, place), labels, numbers
+        images = augment(to_unit(self._gather(rows.cpu().numpy()), self.device), self.augmentation, generator)
+        inputs = normalised(images, self.preprocessing).contiguous(memory_format=torch.channels_last)
+        return inputs, labels, numbers
+
+    def all_batches(self, size: int) -> Iterator[Batch]:
+        """Every sample once, in order, without augmentation, ``size`` at a time."""
+        for begin in range(0, self.samples, size):
+            yield self.batch(torch.arange(begin, min(begin + size, self.samples)))
+
+    def _plain(self, rows: Tensor, place: Tensor) -> Tensor:
+        # Augmented data are converted batch by batch: a cache would only serve the few un-augmented reads.
+        if not (self._cacheable and self.deterministic):
+            return to_network(self._gather(rows.cpu().numpy()), self.preprocessing, self.device)
+        if self._cache is None:
+            self._cache = self._converted()
+        chosen = self._cache.index_select(0, place)
+        # Kept as (n, h, w, c): selecting rows keeps that order, and the permuted view is channels last without a copy.
+        return chosen.permute(0, 3, 1, 2) if chosen.dim() == 4 else chosen
+
+    def _converted(self) -> Tensor:
+        channels_last = len(self.input_shape) == 3
+        shape = (*self.input_shape[1:], self.input_shape[0]) if channels_last else self.input_shape
+        out = torch.empty((self.samples, *shape), dtype=torch.float32, device=self.device)
+        for begin in range(0, self.samples, 1024):
+            rows = np.arange(begin, min(begin + 1024, self.samples))
+            values = to_network(self._gather(rows), self.preprocessing, self.device)
+            out[begin : begin + len(rows)] = values.permute(0, 2, 3, 1) if channels_last else values
+        return out
+
+    def _gather(self, rows: npt.NDArray[np.int64]) -> Tensor:
+        """Stored samples of the given rows, as one tensor on the CPU."""
+        if len(self._inputs) == 1:
+            return torch.from_numpy(_take(self._inputs[0], self._rows[rows]))
+        parts = self._part[rows]
+        first = self._inputs[0]
+        dtype = np.float32 if isinstance(first, SparseRows) else first.dtype
+        out = np.empty((len(rows), *self.input_shape), dtype=dtype)
+        for part in np.unique(parts):
+            chosen = parts == part
+            out[chosen] = _take(self._inputs[part], self._rows[rows[chosen]])
+        return torch.from_numpy(out)
+
+
+def _take(inputs: Inputs, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8] | npt.NDArray[np.float32]:
+    """A copy of the given rows as a plain array."""
+    if isinstance(inputs, SparseRows):
+        return inputs.dense(rows)
+    return inputs[rows]
+
+
+def epoch_batches(samples: int, batch_size: int, generator: torch.Generator) -> list[Tensor]:
+    """All rows 0 … samples - 1 in random order, cut into batches of ``batch_size``.
+
+    BatchNorm cannot train on one sample, so a last batch of one is joined to the one before it, and a site with a
+    single sample gets a batch that holds it twice.
+    """
+    if samples == 1:
+        return [torch.zeros(2, dtype=torch.int64)]
+    batches = list(torch.split(torch.randperm(samples, generator=generator), batch_size))
+    if batch_size > 1 and len(batches) > 1 and len(batches[-1]) == 1:
+        batches[-2:] = [torch.cat(batches[-2:])]
+    return batches

@@ -1,0 +1,34 @@
+"""What a person may be told. Every message is one line: what is wrong, where, and what to do."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FedshiftError(Exception):
+    """A failure that is explained in one line; the command line prints it without a traceback."""
+
+    exit_code = 1
+
+
+class UserError(FedshiftError):
+    """A mistake of the person's: a name, a value or a file that cannot be used. Exit code 2."""
+
+    exit_code = 2
+
+
+class TrainingDiverged(FedshiftError):
+    """A loss or weight became NaN or infinite; the message names the site, the round and the learning rate."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A half sentence that helps with a mistyped ``name``: the nearest of ``known``, else all of them.
+
+    >>> nearest("fedagv", ["fedavg", "csac"])
+    "did you mean 'fedavg'? known: csac, fedavg"
+    """
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    listing = "known: " + (", ".join(names) if names else "none")
+    return f"did you mean '{close[0]}'? {listing}" if close else listing

@@ -1,0 +1,97 @@
+"""What a run writes down: one `RoundRecord` per line of `rounds.jsonl`, one `RunResult` as `result.json`."""
+
+from __future__ import annotations
+
+from statistics import fmean
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Selection = Literal["last", "source", "oracle"]
+Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Record(BaseModel):
+    # A loss may be infinite and still has to be written as legal JSON that reads back as the same number.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+def _nothing_crossed() -> dict[Literal["up", "down"], dict[str, Count]]:
+    return {"up": {}, "down": {}}
+
+
+class RoundRecord(_Record):
+    """One line of `rounds.jsonl`. Written after the round was evaluated."""
+
+    round: Count = Field(description="number of rounds done when this was measured")
+    target_accuracy: dict[str, Percent] = Field(
+        description="accuracy at each measured target or unseen domain, percent"
+    )
+    source_accuracy: dict[str, Percent] = Field(
+        default_factory=dict, description="accuracy on the held-out part of each source that has one, percent"
+    )
+    per_class: list[Percent | None] = Field(
+        default_factory=list, description="accuracy per class at the target(s), percent; None where a class is absent"
+    )
+    losses: dict[str, float] = Field(default_factory=dict, description="mean training loss of the round per site")
+    aggregation_weights: dict[str, Any] = Field(default_factory=dict, description="as the method reports them")
+    seconds: Seconds = Field(description="wall-clock seconds of this round, evaluation included")
+    mini_batches: Count = Field(description="local mini-batches per site since the start, acquisition included")
+    bytes: dict[Literal["up", "down"], dict[str, Count]] = Field(
+        default_factory=_nothing_crossed, description="bytes of this round per kind of content, all sites together"
+    )
+    extra: dict[str, Any] = Field(default_factory=dict, description="what a method adds")
+
+    @property
+    def target_mean(self) -> float | None:
+        """Unweighted mean accuracy over the measured targets; None if the round was not measured."""
+        return fmean(self.target_accuracy.values()) if self.target_accuracy else None
+
+    @property
+    def source_mean(self) -> float | None:
+        """Unweighted mean accuracy over the sources' held-out parts; None if no source has one."""
+        return fmean(self.source_accuracy.values()) if self.source_accuracy else None
+
+
+class SelectedRound(_Record):
+    """The round that a selection rule chose and what was measured in it."""
+
+    round: Count
+    accuracy: Percent = Field(description="mean over the measured targets, percent")
+    source_accuracy: Percent | None = Field(default=None, description="mean over the sources' held-out parts, percent")
+    per_class: list[Percent | None] = Field(default_factory=list)
+
+
+class RunResult(_Record):
+    """The content of `result.json`: one finished part of an experiment, that is one (method, target, seed)."""
+
+    method: str = Field(description="the method's label in the experiment")
+    target: str
+    seed: int
+    headline: Literal["last"] = Field(default="last", description="the selection rule whose number is quoted")
+    selected: dict[Selection, SelectedRound | None] = Field(description="the round per rule; None if unavailable")
+    classes: list[str]
+    rounds: Count
+    seconds: Seconds = Field(description="wall-clock seconds of the whole part")
+    mini_batches: Count = Field(description="local mini-batches per site, acquisition included")
+    bytes_up: dict[str, Count] = Field(default_factory=dict, description="bytes that left the sites, per kind")
+    bytes_down: dict[str, Count] = Field(default_factory=dict, description="bytes that reached the sites, per kind")
+    versions: dict[str, str] = Field(default_factory=dict)
+    threads: Count
+    device: str
+    warnings: list[str] = Field(default_factory=list)
+    options: dict[str, Any] = Field(default_factory=dict, description="the experiment with every default written out")
+    data: dict[str, Any] = Field(default_factory=dict, description="data set: name, hashes, split, site sizes")
+
+    @model_validator(mode="after")
+    def _has_a_headline(self) -> RunResult:
+        if self.selected.get(self.headline) is None:
+            raise ValueError("selected: the last round is missing")
+        return self
+
+    def accuracy(self, select: Selection = "last") -> float | None:
+        """Accuracy in percent in the round that the rule ``select`` chose; None if the rule had nothing to go by."""
+        chosen = self.selected.get(select)
+        return None if chosen is None else chosen.accuracy

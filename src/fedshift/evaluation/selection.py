@@ -1,0 +1,105 @@
+"""Which round's model is the result. The rule in force is an object with a name, so a table can say it.
+
+The headline is always the last round: it needs no labels that a person would not have. The oracle looks at the target's
+labels, which nobody has at a new site; it is reported as an upper bound and never as a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+from fedshift.errors import UserError, nearest
+from fedshift.evaluation.records import RoundRecord, SelectedRound, Selection
+
+
+class SelectionRule(Protocol):
+    """Chooses one of the rounds of a run."""
+
+    name: ClassVar[Selection]
+    description: ClassVar[str]
+
+    def select(self, rounds: Sequence[RoundRecord]) -> int | None:
+        """The index in ``rounds`` of the chosen round; None if the rule has nothing to go by."""
+
+
+def _first_best(scores: Sequence[float | None]) -> int | None:
+    """The index of the highest score, the first of them on ties; None if there is none."""
+    known = [(score, -index) for index, score in enumerate(scores) if score is not None]
+    return -max(known)[1] if known else None
+
+
+@dataclass(frozen=True)
+class LastRound:
+    """The last round."""
+
+    name: ClassVar[Selection] = "last"
+    description: ClassVar[str] = "last round"
+
+    def select(self, rounds: Sequence[RoundRecord]) -> int | None:
+        return len(rounds) - 1 if rounds else None
+
+
+@dataclass(frozen=True)
+class SourceValidation:
+    """The round with the highest mean accuracy on the sources' held-out parts, the first such round on ties.
+
+    Unavailable when no source has a held-out part. Rounds in which the target was not measured cannot be chosen.
+    """
+
+    name: ClassVar[Selection] = "source"
+    description: ClassVar[str] = "round with the best mean accuracy on the sources' held-out parts"
+
+    def select(self, rounds: Sequence[RoundRecord]) -> int | None:
+        return _first_best([record.source_mean if record.target_accuracy else None for record in rounds])
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """The round with the highest mean accuracy at the target, the first such round on ties. Looks at target labels."""
+
+    name: ClassVar[Selection] = "oracle"
+    description: ClassVar[str] = "oracle: best round by the target's own labels, an upper bound and not a result"
+
+    def select(self, rounds: Sequence[RoundRecord]) -> int | None:
+        return _first_best([record.target_mean for record in rounds])
+
+
+RULES: dict[Selection, SelectionRule] = {rule.name: rule for rule in (LastRound(), SourceValidation(), Oracle())}
+
+
+def selection_rule(name: str) -> SelectionRule:
+    """The rule called ``name``.
+
+    Raises:
+        UserError: there is no such rule.
+    """
+    for known, rule in RULES.items():
+        if name == known:
+            return rule
+    raise UserError(f"unknown selection rule '{name}': {nearest(name, RULES)}")
+
+
+def selected_rounds(rounds: Sequence[RoundRecord]) -> dict[Selection, SelectedRound | None]:
+    """What every rule chooses among ``rounds``: the field `selected` of a `RunResult`.
+
+    Raises:
+        ValueError: there is no round, or the last round was not measured.
+    """
+    if not rounds or not rounds[-1].target_accuracy:
+        raise ValueError("the last round must be there and its target measured")
+    return {name: _selected(rounds, rule.select(rounds)) for name, rule in RULES.items()}
+
+
+def _selected(rounds: Sequence[RoundRecord], index: int | None) -> SelectedRound | None:
+    if index is None:
+        return None
+    record = rounds[index]
+    assert record.target_mean is not None  # no rule chooses a round that was not measured
+    return SelectedRound(
+        round=record.round,
+        accuracy=record.target_mean,
+        source_accuracy=record.source_mean,
+        per_class=record.per_class,
+    )

@@ -1,0 +1,1 @@
+"""The experiment file, the protocol, the loop over methods, targets and seeds, run folders and resume."""

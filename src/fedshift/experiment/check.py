@@ -1,0 +1,164 @@
+"""Everything that can be known about an experiment before it trains."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from fedshift.data.domain import DataSet
+from fedshift.data.view import SiteData, epoch_batches
+from fedshift.errors import UserError
+from fedshift.experiment.loop import data_fingerprint, resolve_device
+from fedshift.experiment.protocol import budgets, rounds_needed, split_of, targets_of
+from fedshift.experiment.schema import Experiment
+from fedshift.models import registry as models
+from fedshift.models.payload import payload
+
+_TIMED_BATCHES = 8
+ASSUMED_COST = {"csac": 1.5}
+"""Seconds of a mini-batch relative to plain cross-entropy, where measured to differ; a rough guide."""
+
+
+@dataclass(frozen=True)
+class DomainCheck:
+    """Sizes of one domain in the first split. ``missing``: names of classes the domain has no sample of."""
+
+    name: str
+    samples: int
+    train: int
+    held_out: int
+    measured_as_target: int
+    missing: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class MethodCheck:
+    """What one method will need for the whole experiment (all targets and seeds)."""
+
+    label: str
+    runs: int
+    rounds: int
+    mini_batches_per_site: int
+    hours: float
+    bytes_up: int
+    bytes_down: int
+    shares: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Check:
+    """The answer of `check`."""
+
+    data: str
+    fingerprint: str
+    classes: tuple[str, ...]
+    input_shape: tuple[int, ...]
+    domains: tuple[DomainCheck, ...]
+    model: str
+    parameters: int
+    payload: int
+    device: str
+    threads: int
+    methods: tuple[MethodCheck, ...]
+    warnings: tuple[str, ...]
+
+
+def check(experiment: Experiment) -> Check:
+    """Read the data, build the network, try every method's fit, time a few mini-batches; train nothing that is kept.
+
+    Raises UserError for whatever would stop the experiment later.
+    """
+    data = experiment.data.build()
+    device = resolve_device(experiment.device)
+    targets = targets_of(experiment.protocol, data)
+    splits = {
+        (target, seed): split_of(experiment.protocol, data, target, seed)
+        for target in targets
+        for seed in experiment.protocol.seeds
+    }
+    network = models.build(experiment.model, data.input_shape, len(data.classes), 0)
+    size = payload(network)
+    for method in experiment.methods:
+        method.check(network)
+        refused = sorted(set(method.shares) & set(experiment.engine.refuse))
+        if refused:
+            raise UserError(f"engine.refuse: sites refuse {refused[0]}, which {method.display} shares")
+    threads = experiment.engine.thread_count()
+    per_batch = _seconds_per_batch(experiment, data, device, threads)
+    processes = experiment.engine.parallel_runs * min(experiment.engine.workers, max(1, len(data.domains) - 1))
+    found = []
+    for method in experiment.methods:
+        work = seconds = up = down = rounds = 0.0
+        for split in splits.values():
+            budget = budgets(experiment.methods, experiment.training, split)
+            rounds = rounds_needed(method, experiment.training, split, budget)
+            work = max(budget.values())
+            speed_up = experiment.engine.parallel_runs if method.pooled else processes
+            seconds += sum(budget.values()) * per_batch * ASSUMED_COST.get(method.name, 1.0) / speed_up
+            traffic = method.traffic(size.bytes, len(split.train), int(rounds))
+            up, down = up + traffic.up, down + traffic.down
+        found.append(
+            MethodCheck(method.display, len(splits), int(rounds), int(work), seconds / 3600, int(up), int(down), method.shares)
+        )
+    return Check(
+        data=data.name,
+        fingerprint=data_fingerprint(data),
+        classes=data.classes,
+        input_shape=data.input_shape,
+        domains=tuple(_domain(experiment, data, name) for name in data.domains),
+        model=experiment.model.name,
+        parameters=size.parameters,
+        payload=size.bytes,
+        device=device,
+        threads=threads,
+        methods=tuple(found),
+        warnings=data.warnings,
+    )
+
+
+def _domain(experiment: Experiment, data: DataSet, name: str) -> DomainCheck:
+    seed = experiment.protocol.seeds[0]
+    other = next(other for other in data.domains if other != name)
+    as_source = split_of(experiment.protocol, data, other, seed)
+    as_target = split_of(experiment.protocol, data, name, seed)
+    domain = data.domains[name]
+    present = set(domain.labels.tolist())
+    return DomainCheck(
+        name,
+        len(domain),
+        len(as_source.train[name]),
+        len(as_source.held_out[name]),
+        len(as_target.measured[name]),
+        tuple(label for number, label in enumerate(data.classes) if number not in present),
+    )
+
+
+def _seconds_per_batch(experiment: Experiment, data: DataSet, device: str, threads: int) -> float:
+    """Seconds of one cross-entropy step on real batches of the largest domain."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        domain = max(data.domains.values(), key=len)
+        rows = torch.arange(min(len(domain), experiment.training.batch_size * _TIMED_BATCHES)).numpy()
+        view = SiteData([(domain, rows, 0)], data.preprocessing, experiment.training.augmentation, device)
+        network = models.build(experiment.model, data.input_shape, len(data.classes), 0).to(device).train()
+        optimizer = experiment.training.build_optimizer(network.parameters(), experiment.training.lr)
+        draws = torch.Generator().manual_seed(0)
+        seconds = []
+        for _ in range(2):  # the first pass warms up
+            for batch in epoch_batches(view.samples, experiment.training.batch_size, draws):
+                began = time.perf_counter()
+                inputs, labels, _ = view.batch(batch, draws)
+                optimizer.zero_grad(set_to_none=True)
+                F.cross_entropy(network(inputs), labels).backward()  # type: ignore[no-untyped-call]
+                optimizer.step()
+                if device.startswith("cuda"):
+                    torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - began)
+        timed = sorted(seconds[len(seconds) // 2 :])
+        return timed[len(timed) // 2]
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,46 @@
+"""A pydantic error as one line: path of the field, what is wrong, what would do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from fedshift.errors import nearest
+
+
+def describe(error: ValidationError, prefix: str, model: type[BaseModel]) -> str:
+    """The first fault of ``error`` in words; ``prefix`` is where ``model`` stands in the experiment."""
+    faults = error.errors()
+    fault = faults[0]
+    location = [part for part in fault["loc"] if isinstance(part, int) or part in _all_fields(model) or len(fault["loc"]) == 1]
+    parts = location or list(fault["loc"])
+    path = prefix
+    for part in parts:
+        path += f"[{part}]" if isinstance(part, int) else (f".{part}" if path else str(part))
+    more = f" ({len(faults) - 1} more)" if len({tuple(f["loc"][:1]) for f in faults}) > 1 else ""
+    if fault["type"] == "extra_forbidden":
+        known = [name for name in model.model_fields if name != "name"]
+        return f"{path}: there is no such field; {nearest(str(fault['loc'][-1]), known)}{more}"
+    if fault["type"] == "missing":
+        return f"{path}: is missing{more}"
+    message = fault["msg"].removeprefix("Value error, ")
+    # A union reports one fault per member; together they say what would do.
+    same = [f["msg"] for f in faults if f["loc"][:1] == fault["loc"][:1]]
+    if len(same) > 1 and fault["type"] != "value_error":
+        message = " or ".join(dict.fromkeys(text[0].lower() + text[1:] for text in same))
+    return f"{path}: {message[0].lower() + message[1:]}, got {_short(fault['input'])}{more}"
+
+
+def suggest_field(path: str) -> str:
+    """A reminder of how overrides look."""
+    return f"write it as in the experiment file, such as training.rounds=10 (got '{path}')"
+
+
+def _all_fields(model: type[BaseModel]) -> set[str]:
+    return set(model.model_fields)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"

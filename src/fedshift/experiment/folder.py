@@ -1,0 +1,208 @@
+"""The folder of one run: who wrote it, what is in it, how it is resumed. Nothing half-written is ever taken for whole."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import ValidationError
+
+from fedshift.errors import UserError
+from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.federation.files import read_message, write_bytes, write_message
+from fedshift.federation.messages import Content
+from fedshift.methods.base import State
+from fedshift.weights import Weights
+
+FORMAT = 1
+MODEL = "model.safetensors"
+_CHECKPOINT, _ROUNDS, _RESULT, _EXPERIMENT = (
+    "checkpoint.safetensors", "rounds.jsonl", "result.json", "experiment.yaml",
+)
+_NOT_IDENTITY = ("engine", "device", "versions")
+
+
+class RunFolder:
+    """``<runs>/<experiment>/<method>/<target>/seed-<n>``, held by one process at a time."""
+
+    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+        self.path = path
+        self.identity = json.loads(json.dumps(identity))
+        self._lock: int | None = None
+
+    # Who may write --------------------------------------------------------------------------------------------------
+
+    def acquire(self) -> bool:
+        """Take the folder for this process; False when another process has it. Raises UserError when it cannot be made."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(f"cannot write in {self.path}: {error.strerror}; choose another folder with --runs") from None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(handle)
+            return False
+        self._lock = handle
+        return True
+
+    def release(self) -> None:
+        """Let other processes have the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def check_identity(self) -> None:
+        """Raises UserError, naming the first setting that differs, when another experiment wrote this folder."""
+        file = self.path / _EXPERIMENT
+        if not file.exists():
+            if (self.path / _CHECKPOINT).exists() or (self.path / _RESULT).exists():
+                raise UserError(f"{self.path} was not written by this version of fedshift: choose another folder with --runs")
+            return
+        try:
+            there = yaml.safe_load(file.read_text(encoding="utf-8"))
+        except (OSError, yaml.YAMLError, UnicodeDecodeError):
+            raise UserError(f"{file} is damaged: delete {self.path} and run again") from None
+        difference = _first_difference(_identity(there), _identity(self.identity))
+        if difference is not None:
+            path, old, new = difference
+            raise UserError(
+                f"{self.path} was written by another experiment: {path} is {old!r} there and {new!r} here; "
+                "give this one another name, or another folder with --runs"
+            )
+
+    def claim(self) -> None:
+        """Write who this folder belongs to."""
+        if not (self.path / _EXPERIMENT).exists():
+            text = yaml.safe_dump(self.identity, sort_keys=False, allow_unicode=True)
+            write_bytes(self.path / _EXPERIMENT, text.encode())
+
+    # Results ----------------------------------------------------------------------------------------------------------
+
+    def result(self) -> RunResult | None:
+        """The result of a finished run, None for an unfinished one. Raises UserError for a damaged file."""
+        file = self.path / _RESULT
+        if not file.exists():
+            return None
+        try:
+            return RunResult.model_validate_json(file.read_bytes())
+        except (OSError, ValidationError, ValueError):
+            raise UserError(f"{file} is damaged: delete it and run again") from None
+
+    def finish(self, result: RunResult) -> None:
+        """Write the result; from now on the run is finished and its checkpoint is not needed."""
+        write_bytes(self.path / _RESULT, (result.model_dump_json(indent=2) + "\n").encode())
+        self._forget_checkpoint()
+
+    def save_model(self, weights: Weights, metadata: Mapping[str, Any]) -> None:
+        """The final model: plain safetensors under state-dict names, with all that prediction needs as JSON."""
+        from safetensors.torch import save
+
+        from fedshift.federation.messages import unshared
+
+        data = save(unshared({name: tensor.contiguous() for name, tensor in weights.items()}), {"fedshift": json.dumps(metadata)})
+        write_bytes(self.path / MODEL, data)
+
+    # Rounds and checkpoints -------------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> Path:
+        """Where sites remember (in a deployment this folder is at each site)."""
+        return self.path / "memory"
+
+    def append(self, record: RoundRecord) -> None:
+        """Add one line to ``rounds.jsonl`` and flush it to the disk."""
+        file = self.path / _ROUNDS
+        try:
+            with open(file, "a", encoding="utf-8") as lines:
+                lines.write(record.model_dump_json() + "\n")
+                lines.flush()
+                os.fsync(lines.fileno())
+        except OSError as error:
+            raise UserError(f"cannot write {file}: {error.strerror}; free some space and run again") from None
+
+    def save_checkpoint(self, state: State, memory: Mapping[str, Mapping[str, str]], header: Mapping[str, Any]) -> None:
+        """Everything a resumed run needs, in one atomic file; then drop the memory files it no longer points to."""
+        content: dict[str, Content] = {"weights": state.weights}
+        content |= {f"part:{name}": part for name, part in state.parts.items()}
+        whole = {
+            "format": FORMAT, "round": state.round, "numbers": dict(state.numbers), "memory": memory,
+            "identity": _identity(self.identity), **header,
+        }
+        write_message(self.path / _CHECKPOINT, content, whole)
+        self._tidy(memory)
+
+    def load_checkpoint(self) -> tuple[State, dict[str, Any]] | None:
+        """The state and header of the last checkpoint, None if there is none.
+
+        Raises UserError for a damaged file or one of another experiment or version.
+        """
+        file = self.path / _CHECKPOINT
+        if not file.exists():
+            return None
+        content, header = read_message(file)
+        if header.get("format") != FORMAT or header.get("identity") != _identity(self.identity):
+            raise UserError(f"{file} belongs to another experiment or version: delete {self.path} and run again")
+        weights = content["weights"]
+        assert isinstance(weights, Weights)
+        parts = {name.removeprefix("part:"): part for name, part in content.items() if name.startswith("part:")}
+        return State(weights, round=header["round"], parts=parts, numbers=header["numbers"]), header
+
+    def records(self, last_round: int) -> list[RoundRecord]:
+        """The rounds up to ``last_round``; lines after it (a round that has to be done again) are cut off the file."""
+        file = self.path / _ROUNDS
+        records: list[RoundRecord] = []
+        for line in file.read_bytes().splitlines() if file.exists() else []:
+            try:
+                record = RoundRecord.model_validate_json(line)
+            except ValidationError:
+                break  # the line that was being written when the process was killed
+            if record.round > last_round:
+                break
+            records.append(record)
+        write_bytes(file, "".join(record.model_dump_json() + "\n" for record in records).encode())
+        return records
+
+    def restart(self) -> None:
+        """Forget lines of rounds that no checkpoint covers."""
+        (self.path / _ROUNDS).unlink(missing_ok=True)
+
+    def _tidy(self, memory: Mapping[str, Mapping[str, str]]) -> None:
+        wanted = {self.memory / site / file for site, files in memory.items() for file in files.values()}
+        for file in self.memory.glob("*/*"):
+            if file not in wanted:
+                file.unlink(missing_ok=True)
+
+    def _forget_checkpoint(self) -> None:
+        (self.path / _CHECKPOINT).unlink(missing_ok=True)
+        self._tidy({})
+        for folder in sorted(self.memory.glob("*")):
+            folder.rmdir()
+        if self.memory.exists():
+            self.memory.rmdir()
+
+
+def _identity(settings: Any) -> dict[str, Any]:
+    return {key: value for key, value in dict(settings or {}).items() if key not in _NOT_IDENTITY}
+
+
+def _first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any] | None:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            below = _first_difference(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
+            if below is not None:
+                return below
+        return None
+    return None if old == new else (path, old, new)

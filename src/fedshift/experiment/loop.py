@@ -1,0 +1,392 @@
+"""The loop: every (method, target, seed) of an experiment, each resumable after every round."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from fedshift.data.domain import DataSet, SparseRows
+from fedshift.errors import FedshiftError, UserError
+from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.evaluation.selection import selected_rounds
+from fedshift.experiment.evaluate import Evaluator
+from fedshift.experiment.folder import RunFolder
+from fedshift.experiment.protocol import (
+    Part,
+    Split,
+    budgets,
+    parts_of,
+    rounds_needed,
+    site_budget,
+    site_plans,
+    split_of,
+    targets_of,
+)
+from fedshift.experiment.schema import Experiment, method_name
+from fedshift.federation.federation import Federation
+from fedshift.federation.files import write_bytes
+from fedshift.federation.local import LocalFederation, Setting
+from fedshift.federation.messages import RawData
+from fedshift.federation.pool import PoolFederation, WorkerPool
+from fedshift.methods.base import State
+from fedshift.weights import Weights
+
+
+class Reporter(Protocol):
+    """Told how an experiment goes on; the command line draws progress bars from it."""
+
+    def begin(self, parts: int) -> None: ...
+    def part(self, part: Part, mini_batches: int, done: int) -> None: ...
+    def trained(self, site: str, mini_batches: int) -> None: ...
+    def round(self, part: Part, record: RoundRecord) -> None: ...
+    def finished(self, part: Part, result: RunResult, resumed: bool) -> None: ...
+    def skipped(self, part: Part) -> None: ...
+    def warn(self, message: str) -> None: ...
+
+
+class Quiet:
+    """A reporter that says nothing."""
+
+    def begin(self, parts: int) -> None: ...
+    def part(self, part: Part, mini_batches: int, done: int) -> None: ...
+    def trained(self, site: str, mini_batches: int) -> None: ...
+    def round(self, part: Part, record: RoundRecord) -> None: ...
+    def finished(self, part: Part, result: RunResult, resumed: bool) -> None: ...
+    def skipped(self, part: Part) -> None: ...
+    def warn(self, message: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Context:
+    """What all parts of an experiment share."""
+
+    experiment: Experiment
+    data: DataSet
+    fingerprint: str
+    device: str
+    threads: int
+    pool: WorkerPool | None
+    reporter: Reporter
+
+
+def run_experiment(experiment: Experiment, runs: Path, reporter: Reporter | None = None, *, helper: bool = False) -> Path:
+    """Run what is not finished yet; returns the experiment's folder. Running again resumes.
+
+    ``helper`` marks the further processes of ``engine.parallel_runs``: they take parts that nobody else holds and leave the
+    rest. Raises UserError for a mistake in the experiment or a folder of another one, FedshiftError when training fails.
+    """
+    reporter = reporter or Quiet()
+    folder = runs / experiment.name
+    device = resolve_device(experiment.device)
+    threads = experiment.engine.thread_count()
+    data = experiment.data.build()
+    for warning in data.warnings if not helper else ():
+        reporter.warn(warning)
+    parts = parts_of(experiment, data)
+    fingerprint = data_fingerprint(data)
+    folders = {part: _folder(experiment, data, fingerprint, part, folder) for part in parts}
+    for place in folders.values():
+        place.check_identity()
+    if not helper:
+        order = {
+            "methods": [method.display for method in experiment.methods],
+            "targets": list(targets_of(experiment.protocol, data)),
+            "seeds": list(experiment.protocol.seeds),
+        }
+        write_bytes(folder / "order.json", (json.dumps(order, indent=2) + "\n").encode())
+    reporter.begin(len(parts))
+    with _threads(threads), _helpers(experiment, runs, 0 if helper else experiment.engine.parallel_runs - 1):
+        pool = WorkerPool(experiment.engine.workers, threads) if experiment.engine.workers > 1 else None
+        try:
+            context = Context(experiment, data, fingerprint, device, threads, pool, reporter)
+            for part, place in folders.items():
+                if not place.acquire():
+                    reporter.skipped(part)
+                    continue
+                with place:
+                    finished = place.result()
+                    if finished is not None:
+                        reporter.finished(part, finished, resumed=True)
+                        continue
+                    reporter.finished(part, run_part(context, part, place), resumed=False)
+        finally:
+            if pool is not None:
+                pool.close()
+    return folder
+
+
+def run_part(context: Context, part: Part, folder: RunFolder) -> RunResult:
+    """One run from its last checkpoint, or its beginning, to its result."""
+    experiment, data, method = context.experiment, context.data, part.method
+    split = split_of(experiment.protocol, data, part.target, part.seed)
+    budget = budgets(experiment.methods, experiment.training, split)
+    setting = Setting(
+        method=method,
+        training=experiment.training,
+        network=experiment.model,
+        preprocessing=data.preprocessing,
+        input_shape=data.input_shape,
+        classes=len(data.classes),
+        seed=part.seed,
+        device=context.device,
+        refuse=frozenset(experiment.engine.refuse),
+    )
+    network = setting.build_network().to(context.device)
+    method.check(network)
+    folder.claim()
+    evaluator = Evaluator(data, split, torch.device(context.device))
+    options: dict[str, Any] = {
+        "budget": site_budget(method, budget),
+        "rounds": rounds_needed(method, experiment.training, split, budget),
+        "on_answer": context.reporter.trained,
+    }
+    plans = site_plans(method, data, split)
+    federation: Federation = (
+        PoolFederation(context.pool, plans, setting, **options) if context.pool else LocalFederation(plans, setting, **options)
+    )
+    with federation:
+        run = _Run(context, part, folder, federation, evaluator, split)
+        try:
+            return run.to_the_end(network)
+        except torch.OutOfMemoryError as error:
+            raise FedshiftError(f"out of memory on {context.device}: lower training.batch_size or engine.workers") from error
+
+
+class _Run:
+    """The state of one run in this process."""
+
+    def __init__(
+        self, context: Context, part: Part, folder: RunFolder, federation: Federation, evaluator: Evaluator, split: Split
+    ) -> None:
+        self.context, self.part, self.folder = context, part, folder
+        self.federation, self.evaluator, self.split = federation, evaluator, split
+        self.records: list[RoundRecord] = []
+        self.seconds = 0.0
+        self.clock = time.perf_counter()
+
+    def to_the_end(self, network: Any) -> RunResult:
+        """Resume or start, then round after round until the budget is used."""
+        method, federation = self.part.method, self.federation
+        state = self._resume()
+        total = sum(federation.budget[site] for site in federation.sources)
+        self.context.reporter.part(self.part, total, sum(federation.progress.used.values()))
+        if state is None:
+            start = Weights({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()})
+            self.folder.restart()
+            self._record_pooling()
+            state = method.start(federation, start)
+            self._close_round(network, state, measured=federation.progress.exchange > 0)
+        while not federation.exhausted():
+            before = sum(federation.progress.used.values())
+            federation.round = state.round + 1
+            state = method.round(federation, state)
+            if state.round != federation.round:
+                raise FedshiftError(f"{method.name}: round() must return state.advance(...)")
+            self._close_round(network, state, measured=True)
+            if sum(federation.progress.used.values()) == before and state.round >= federation.rounds:
+                break  # a method that trains nothing has had its rounds
+        return self._finish(state)
+
+    def _resume(self) -> State | None:
+        found = self.folder.load_checkpoint()
+        if found is None:
+            return None
+        state, header = found
+        progress, ledger = self.federation.progress, self.federation.ledger
+        progress.exchange, progress.used = header["exchange"], header["used"]
+        ledger.total = header["bytes"]
+        self.seconds = header["seconds"]
+        self.federation.load_memory(self.folder.memory, header["memory"])
+        self.records = self.folder.records(state.round)
+        return state
+
+    def _record_pooling(self) -> None:
+        """A pooled baseline begins with every sample leaving its site."""
+        if not self.part.method.pooled:
+            return
+        for name, rows in self.split.train.items():
+            inputs = self.context.data.domains[name].inputs
+            size = len(rows) * int(np.prod(inputs.shape[1:])) * (4 if isinstance(inputs, SparseRows) else inputs.itemsize)
+            samples = RawData({"samples": torch.empty(size, dtype=torch.uint8, device="meta")})
+            self.federation.ledger.record(0, "pool", name, "up", {"samples": samples})
+
+    def _close_round(self, network: Any, state: State, *, measured: bool) -> None:
+        """Measure, write the line, then the checkpoint: a kill between any two loses nothing but this round."""
+        self.federation.settle()
+        if measured:
+            results = self.evaluator.measure(self.part.method, network, state.weights)
+            _, page = self.federation.ledger.settle()
+            now = time.perf_counter()
+            seconds, self.clock = now - self.clock, now
+            self.seconds += seconds
+            report = dict(state.report)
+            record = RoundRecord(
+                round=state.round,
+                seconds=seconds,
+                mini_batches=max(self.federation.progress.used.values()),
+                bytes=page,  # type: ignore[arg-type]
+                losses=report.pop("losses", {}),
+                aggregation_weights=report.pop("aggregation_weights", {}),
+                extra=report,
+                **results,
+            )
+            self.records.append(record)
+            self.folder.append(record)
+            self.context.reporter.round(self.part, record)
+        memory = self.federation.save_memory(self.folder.memory)
+        progress = self.federation.progress
+        header = {
+            "exchange": progress.exchange, "used": progress.used, "bytes": self.federation.ledger.total, "seconds": self.seconds,
+        }
+        self.folder.save_checkpoint(state, memory, header)
+
+    def _finish(self, state: State) -> RunResult:
+        context, part = self.context, self.part
+        result = RunResult(
+            method=part.method.display,
+            target=part.target,
+            seed=part.seed,
+            selected=selected_rounds(self.records),
+            classes=list(context.data.classes),
+            rounds=state.round,
+            seconds=self.seconds,
+            mini_batches=max(self.federation.progress.used.values()),
+            bytes_up=self.federation.ledger.total["up"],
+            bytes_down=self.federation.ledger.total["down"],
+            versions=versions(),
+            threads=context.threads,
+            device=context.device,
+            warnings=list(context.data.warnings),
+            options=self.folder.identity,
+            data={
+                "name": context.data.name,
+                "fingerprint": context.fingerprint,
+                "training_samples": {name: len(rows) for name, rows in self.split.train.items()},
+                "held_out_samples": {name: len(rows) for name, rows in self.split.held_out.items()},
+                "measured_samples": {name: len(rows) for name, rows in self.split.measured.items()},
+            },
+        )
+        self.folder.save_model(state.weights, model_metadata(context, part))
+        self.folder.finish(result)
+        return result
+
+
+def model_metadata(context: Context, part: Part) -> dict[str, Any]:
+    """What a model file says of itself, enough to predict with it."""
+    return {
+        "method": {"name": method_name(part.method), **part.method.model_dump(mode="json")},
+        "model": context.experiment.model.model_dump(mode="json"),
+        "input_shape": list(context.data.input_shape),
+        "classes": list(context.data.classes),
+        "preprocessing": context.data.preprocessing.model_dump(mode="json"),
+        "sources": [name for name in context.data.domains if name != part.target],
+        "unseen": part.target,
+        "seed": part.seed,
+        "experiment": context.experiment.name,
+        "versions": versions(),
+    }
+
+
+def _folder(experiment: Experiment, data: DataSet, fingerprint: str, part: Part, folder: Path) -> RunFolder:
+    whole = experiment.dump()
+    protocol = {key: value for key, value in whole["protocol"].items() if key not in ("targets", "seeds")}
+    split = split_of(experiment.protocol, data, part.target, part.seed)
+    budget = budgets(experiment.methods, experiment.training, split)
+    identity = {
+        "name": experiment.name,
+        "data": {**whole["data"], "fingerprint": fingerprint},
+        "protocol": protocol,
+        "target": part.target,
+        "seed": part.seed,
+        "model": whole["model"],
+        "training": {**whole["training"], "mini_batches": budget},
+        "method": {"name": method_name(part.method), **part.method.model_dump(mode="json")},
+        "engine": whole["engine"],
+        "device": experiment.device,
+        "versions": versions(),
+    }
+    return RunFolder(folder / part.method.display / part.target / f"seed-{part.seed}", identity)
+
+
+def data_fingerprint(data: DataSet) -> str:
+    """A checksum over every array of a data set: another version of the data never resumes a run."""
+    digest = hashlib.sha256(json.dumps([data.name, list(data.classes), list(data.domains)]).encode())
+    for domain in data.domains.values():
+        inputs = domain.inputs
+        arrays = [inputs.data, inputs.indices, inputs.indptr] if isinstance(inputs, SparseRows) else [inputs]
+        for array in (*arrays, domain.labels):
+            digest.update(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
+    return digest.hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Versions that results depend on."""
+    names = ("fedshift", "torch", "torchvision", "numpy")
+    found = {"python": sys.version.split()[0]}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def resolve_device(name: str) -> str:
+    """``auto`` is the first accelerator, else the CPU. Raises UserError for a device this machine lacks."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return "cuda"
+        return "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise UserError(f"device: '{name}' is not available here; write auto or cpu") from None
+    return name
+
+
+@contextmanager
+def _threads(number: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _helpers(experiment: Experiment, runs: Path, number: int) -> Iterator[None]:
+    """Further processes that take parts of the same experiment; they are waited for, or ended with this one."""
+    if number == 0:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="fedshift-runs-") as folder:
+        file = Path(folder) / "experiment.json"
+        file.write_text(json.dumps(experiment.dump()))
+        command = [sys.executable, "-m", "fedshift.experiment.helper", str(file), str(runs)]
+        processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(number)]
+        try:
+            yield
+            for process in processes:
+                _, message = process.communicate()
+                if process.returncode:
+                    raise FedshiftError(message.strip().splitlines()[-1] if message.strip() else "a parallel run failed")
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.terminate()
+                    process.wait()
+

@@ -1,0 +1,81 @@
+"""Prediction with a finished run's model: the same preparation of inputs, the same network, the same method's scores."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from fedshift.data.domain import Preprocessing
+from fedshift.data.inference import load_for_prediction
+from fedshift.data.transforms import to_network
+from fedshift.errors import UserError
+from fedshift.experiment.folder import MODEL
+from fedshift.methods import registry as methods
+from fedshift.methods.base import Method
+from fedshift.models import registry as models
+from fedshift.models.network import Network
+
+_BATCH = 256
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One sample's prediction. ``probabilities`` over the classes, in their order, sum to 1."""
+
+    name: str
+    predicted: str
+    probabilities: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model file, ready to predict. ``metadata`` is what the run wrote about it."""
+
+    network: Network
+    method: Method
+    classes: tuple[str, ...]
+    preprocessing: Preprocessing
+    metadata: dict[str, Any]
+
+    @torch.no_grad()
+    def predict(self, data: Path) -> list[Prediction]:
+        """Predictions for an image, a folder of images, an .npz or a .csv, in order. Raises UserError for unfit data."""
+        names, inputs = load_for_prediction(data, self.preprocessing)
+        out: list[Prediction] = []
+        for begin in range(0, len(names), _BATCH):
+            batch = to_network(torch.from_numpy(inputs[begin : begin + _BATCH]), self.preprocessing, "cpu")
+            probabilities = self.method.predict(self.network, batch).softmax(dim=1)
+            for name, row in zip(names[begin : begin + _BATCH], probabilities, strict=True):
+                out.append(Prediction(name, self.classes[int(row.argmax())], tuple(row.tolist())))
+        return out
+
+
+def load_model(path: Path) -> TrainedModel:
+    """The model in a run's folder or a ``model.safetensors``.
+
+    Raises UserError when there is none, it is damaged, or it was not written by fedshift.
+    """
+    file = path / MODEL if path.is_dir() else path
+    if not file.is_file():
+        found = sorted(path.glob(f"**/{MODEL}")) if path.is_dir() else []
+        hint = f"; did you mean {found[0].parent}? ({len(found)} models are below {path})" if found else ": has the run finished?"
+        raise UserError(f"there is no {MODEL} in {path}{hint}" if path.is_dir() else f"there is no file {path}")
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            metadata = json.loads((opened.metadata() or {})["fedshift"])
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
+        preprocessing = Preprocessing.model_validate(metadata["preprocessing"])
+        method = methods.parse(metadata["method"])
+        options = {key: value for key, value in metadata["model"].items() if key != "pretrained"}
+        network = method.adapt_network(
+            models.build(models.parse(options), tuple(metadata["input_shape"]), len(metadata["classes"]), 0)
+        )
+        network.load_state_dict(tensors)
+    except (SafetensorError, KeyError, ValueError, RuntimeError, OSError):
+        raise UserError(f"{file} is damaged or was not written by fedshift") from None
+    return TrainedModel(network.eval(), method, tuple(metadata["classes"]), preprocessing, metadata)

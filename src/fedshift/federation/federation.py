@@ -1,0 +1,274 @@
+"""The federation: the sites a method can talk to, and the one way to talk to them."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, Protocol, TypeVar
+
+from fedshift.errors import FedshiftError, nearest
+from fedshift.federation.files import read_message, write_message
+from fedshift.federation.ledger import Ledger
+from fedshift.federation.messages import KINDS, NUMBERS, Content, Number, PerSite, Reply, pieces, reply_content
+from fedshift.federation.site import Envelope
+from fedshift.models.network import Network
+from fedshift.weights import NamedTensors
+
+R = TypeVar("R", bound=Reply)
+KEPT_IN_MEMORY = 256 << 20
+"""Bytes of replies that `Replies.keep` holds in memory; what is beyond goes to a temporary folder."""
+
+
+class StepOwner(Protocol):
+    """What an engine needs to know of a method: where it can be imported, its options, what its sites remember."""
+
+    @property
+    def memory_names(self) -> tuple[str, ...]: ...
+
+    def adapt_network(self, network: Network) -> Network: ...
+
+    def recipe(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """One site's part of an exchange, as an engine delivers it."""
+
+    site: str
+    envelope: Envelope
+    content: Mapping[str, Content]
+
+
+@dataclass(frozen=True)
+class Answer(Generic[R]):
+    """What an engine brings back from a site: the reply and how many mini-batches were trained for it."""
+
+    site: str
+    reply: R
+    mini_batches: int
+
+
+class Replies(Generic[R]):
+    """The replies of an exchange, one per site in the order asked, whatever order they arrive in.
+
+    They stream: a reply is gone once the next one is taken, so the server's memory does not grow with the number of sites.
+    Who has to go over them more than once says so first with `keep`. Numbers are kept anyway, see `numbers`.
+    """
+
+    def __init__(self, sites: Sequence[str], answers: Generator[tuple[str, R], None, None]) -> None:
+        self.sites = tuple(sites)
+        self._answers = answers
+        self._numbers: dict[str, dict[str, Number]] = {}
+        self._kept: _Kept[R] | None = None
+        self._begun = False
+
+    def items(self) -> Iterator[tuple[str, R]]:
+        """``(site, reply)`` in the order asked. Raises FedshiftError on a second pass without `keep`."""
+        if self._kept is not None and self._kept.complete:
+            yield from self._kept
+            return
+        if self._begun:
+            raise FedshiftError("replies stream and can be gone over once: call .keep() before the first pass")
+        self._begun = True
+        for site, reply in self._answers:
+            self._numbers[site] = {
+                name: value for name, value in reply_content(reply).items() if isinstance(value, bool | int | float | str)
+            }
+            if self._kept is not None:
+                self._kept.add(site, reply)
+            yield site, reply
+        if self._kept is not None:
+            self._kept.complete = True
+
+    def __iter__(self) -> Iterator[R]:
+        return (reply for _, reply in self.items())
+
+    def __len__(self) -> int:
+        return len(self.sites)
+
+    def keep(self) -> Replies[R]:
+        """Allow any number of passes: replies stay in memory up to a limit and on the disk beyond it."""
+        if self._begun:
+            raise FedshiftError("call .keep() before the first pass over the replies")
+        self._kept = self._kept or _Kept()
+        return self
+
+    def only(self) -> R:
+        """The reply of the one site that was asked. Raises FedshiftError when several were."""
+        replies = list(self)
+        if len(replies) != 1:
+            raise FedshiftError(f"one reply was expected, {len(replies)} sites were asked")
+        return replies[0]
+
+    def numbers(self, name: str) -> dict[str, float]:
+        """A number that every reply carries, by site. Takes in what has not been gone over yet."""
+        self.drain()
+        return {site: float(values[name]) for site, values in self._numbers.items()}
+
+    def drain(self) -> None:
+        """Take in the remaining replies (a reply that nobody reads was still trained, sent and counted)."""
+        if not self._begun:
+            for _ in self:
+                pass
+        else:
+            for _ in self._answers:
+                pass
+
+
+class _Kept(Generic[R]):
+    """Replies for several passes. The first ones stay in memory, the others lie in files that die with this object."""
+
+    def __init__(self) -> None:
+        self.complete = False
+        self._memory: list[tuple[str, R]] = []
+        self._files: list[tuple[str, type[R], Path]] = []
+        self._bytes = 0
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def add(self, site: str, reply: R) -> None:
+        content = reply_content(reply)
+        size = sum(size for _, _, size in pieces(content))
+        if self._bytes + size <= KEPT_IN_MEMORY:
+            self._bytes += size
+            self._memory.append((site, reply))
+            return
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="fedshift-replies-")
+        path = Path(self._folder.name) / f"{len(self._files)}.safetensors"
+        write_message(path, content)
+        self._files.append((site, type(reply), path))
+
+    def __iter__(self) -> Iterator[tuple[str, R]]:
+        yield from self._memory
+        for site, kind, path in self._files:
+            content, _ = read_message(path)
+            yield site, kind(**content)
+
+
+@dataclass
+class Progress:
+    """How far the sites are: what a checkpoint stores of a federation."""
+
+    exchange: int = 0
+    used: dict[str, int] = field(default_factory=dict)
+
+
+class Federation(ABC):
+    """The sites that take part. A method talks to them with `ask`; how the words travel is the engine's business.
+
+    budget: site → mini-batches it may train on in the whole run. rounds: planned rounds.
+    """
+
+    def __init__(
+        self,
+        method: StepOwner,
+        *,
+        sources: Sequence[str],
+        targets: Sequence[str],
+        budget: Mapping[str, int],
+        rounds: int,
+        on_answer: Callable[[str, int], None] | None = None,
+    ) -> None:
+        self.method = method
+        self.sources = tuple(sources)
+        self.targets = tuple(targets)
+        self.budget = dict(budget)
+        self.rounds = rounds
+        self.ledger = Ledger()
+        self.progress = Progress(used=dict.fromkeys((*sources, *targets), 0))
+        self.round = 0
+        self._on_answer = on_answer or (lambda site, mini_batches: None)
+        self._open: Replies[Any] | None = None
+
+    @abstractmethod
+    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
+        """Carry the requests to their sites and yield the answers in the same order (engines implement this)."""
+
+    def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:
+        """Write what sites remember below ``folder``; returns site → entry → file name."""
+        raise NotImplementedError
+
+    def load_memory(self, folder: Path, files: Mapping[str, Mapping[str, str]]) -> None:
+        """Restore what sites remember."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Give back what the engine holds."""
+
+    def __enter__(self) -> Federation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def exhausted(self) -> bool:
+        """Whether every source has used up its mini-batches."""
+        return all(self.progress.used[site] >= self.budget[site] for site in self.sources)
+
+    def share(self, site: str) -> int:
+        """Mini-batches of one round if ``site`` spreads its budget evenly over the planned rounds."""
+        return -(-self.budget[site] // self.rounds)
+
+    def ask(self, step: Callable[..., R], *, to: Sequence[str], **content: Content | PerSite) -> Replies[R]:
+        """Run ``step`` at the sites ``to`` with the same ``content`` and collect one reply from each.
+
+        step: a method's own bound function ``step(site, **content) -> Reply``. Content that differs between sites is wrapped
+        in `PerSite`. Steps run when the replies are gone over, at the latest before the next exchange.
+        Raises FedshiftError for an unknown site or content that may not travel, UserError when a site refuses to send a kind.
+        """
+        self.settle()
+        unknown = [site for site in to if site not in self.progress.used]
+        if unknown:
+            raise FedshiftError(f"'{unknown[0]}' is not in this federation; {nearest(unknown[0], self.progress.used)}")
+        if getattr(step, "__self__", None) is not self.method:
+            raise FedshiftError("ask takes a step of the method itself, such as self.fit")
+        self.progress.exchange += 1
+        replies = Replies(tuple(to), self._exchange(step.__name__, tuple(to), content))
+        self._open = replies
+        return replies
+
+    def settle(self) -> None:
+        """Bring an exchange that was not gone over to its end."""
+        if self._open is not None:
+            open_replies, self._open = self._open, None
+            open_replies.drain()
+
+    def _exchange(
+        self, step: str, to: tuple[str, ...], content: Mapping[str, Content | PerSite]
+    ) -> Generator[tuple[str, Any], None, None]:
+        number = self.progress.exchange
+
+        def requests() -> Iterator[Request]:
+            for site in to:
+                own: dict[str, Content] = {
+                    name: value.of[site] if isinstance(value, PerSite) else value for name, value in content.items()
+                }
+                self.ledger.record(number, step, site, "down", own)
+                used, budget = self.progress.used[site], self.budget.get(site, 0)
+                yield Request(site, Envelope(number, self.round, min(1.0, used / budget) if budget else 0.0, budget - used), own)
+
+        for answer in self.deliver(step, requests()):
+            sent = reply_content(answer.reply)
+            self.ledger.record(number, step, answer.site, "up", sent)
+            for tensors in _tensors(sent):
+                tensors.check_finite(f"the reply of site '{answer.site}' in round {self.round}")
+            self.progress.used[answer.site] += answer.mini_batches
+            self._on_answer(answer.site, answer.mini_batches)
+            yield answer.site, answer.reply
+
+
+def _tensors(content: Mapping[str, Content]) -> Iterator[NamedTensors]:
+    for value in content.values():
+        if isinstance(value, NamedTensors):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _tensors(value)
+
+
+def known_kinds() -> tuple[str, ...]:
+    """Every kind of content, as a policy may name it."""
+    return tuple(itertools.chain(KINDS, (NUMBERS,)))

@@ -1,0 +1,52 @@
+"""The record of every exchange: who, which way, what kind of content, how many bytes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from fedshift.federation.messages import pieces
+
+Direction = Literal["up", "down"]
+Totals = dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One piece of content that crossed a site's border. ``up`` leaves the site, ``down`` reaches it."""
+
+    exchange: int
+    step: str
+    site: str
+    direction: Direction
+    field: str
+    kind: str
+    bytes: int
+
+
+@dataclass
+class Ledger:
+    """Counts content as it crosses the border. ``entries`` holds what came since the last `settle`."""
+
+    entries: list[Entry] = field(default_factory=list)
+    total: Totals = field(default_factory=lambda: {"up": {}, "down": {}})
+
+    def record(self, exchange: int, step: str, site: str, direction: Direction, content: Mapping[str, Any]) -> None:
+        """Count every piece of ``content``; several pieces of one field and kind become one entry."""
+        sizes: dict[tuple[str, str], int] = defaultdict(int)
+        for name, kind, size in pieces(content):
+            sizes[name, kind] += size
+        for (name, kind), size in sizes.items():
+            self.entries.append(Entry(exchange, step, site, direction, name, kind, size))
+            self.total[direction][kind] = self.total[direction].get(kind, 0) + size
+
+    def settle(self) -> tuple[list[Entry], Totals]:
+        """The entries since the last call and their bytes by direction and kind; starts a new page."""
+        page, self.entries = self.entries, []
+        totals: Totals = {"up": {}, "down": {}}
+        for entry in page:
+            kinds = totals[entry.direction]
+            kinds[entry.kind] = kinds.get(entry.kind, 0) + entry.bytes
+        return page, totals

@@ -1,0 +1,116 @@
+"""The local engine: sites in this process, or in a pool of processes."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedshift.data.domain import Domain, Preprocessing, Rows
+from fedshift.data.view import SiteData
+from fedshift.errors import FedshiftError, UserError
+from fedshift.federation.federation import Answer, Federation, Request, StepOwner
+from fedshift.federation.messages import Reply, pieces, reply_content
+from fedshift.federation.site import Envelope, Role, Site, SiteMemory
+from fedshift.federation.training import Training
+from fedshift.models import registry as models
+from fedshift.models.network import Network
+from fedshift.models.options import NetworkOptions
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """Everything that makes a site, in any process. ``parts``: (domain, training rows, domain number); one unless pooled."""
+
+    name: str
+    role: Role
+    parts: Sequence[tuple[Domain, Rows, int]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all sites of a run share."""
+
+    method: StepOwner
+    training: Training
+    network: NetworkOptions
+    preprocessing: Preprocessing
+    input_shape: tuple[int, ...]
+    classes: int
+    seed: int
+    device: str
+    refuse: frozenset[str] = frozenset()
+
+    def build_network(self) -> Network:
+        """The network that the method trains, with the weights that belong to the seed; the same in every process."""
+        network = models.build(self.network, self.input_shape, self.classes, self.seed)
+        return self.method.adapt_network(network)
+
+
+class SiteRunner:
+    """Holds one site and runs a method's steps at it. Every engine runs its sites through this class."""
+
+    def __init__(self, plan: SitePlan, setting: Setting) -> None:
+        device = torch.device(setting.device)
+        network = setting.build_network().to(device)
+        self.method = setting.method
+        self.refuse = setting.refuse
+        self.site = Site(
+            name=plan.name,
+            role=plan.role,
+            classes=setting.classes,
+            domains=len(plan.parts),
+            training=setting.training,
+            memory=SiteMemory(setting.method.memory_names),
+            seed=setting.seed,
+            device=device,
+            network=network,
+            data=SiteData(plan.parts, setting.preprocessing, setting.training.augmentation, device),
+        )
+
+    def run(self, step: str, envelope: Envelope, content: Mapping[str, Any]) -> tuple[Reply, int]:
+        """Run ``step``; returns its reply and the mini-batches it trained on.
+
+        Raises FedshiftError for a wrong reply type, UserError for a kind of content that the site refuses to send.
+        """
+        self.site.begin(envelope)
+        reply = getattr(self.method, step)(self.site, **content)
+        if not isinstance(reply, Reply):
+            raise FedshiftError(f"step {step} returned {type(reply).__name__}, not a Reply")
+        for name, kind, _ in pieces(reply_content(reply)):
+            if kind in self.refuse:  # checked here, before anything leaves the site
+                raise UserError(
+                    f"site '{self.site.name}' refuses to send {kind} (field '{name}' of step {step}): choose a method that "
+                    "does not share it, or take the kind out of engine.refuse"
+                )
+        return reply, self.site.mini_batches
+
+
+class LocalFederation(Federation):
+    """Sites in this process, one after the other."""
+
+    def __init__(self, plans: Sequence[SitePlan], setting: Setting, **options: Any) -> None:
+        super().__init__(
+            setting.method,
+            sources=[plan.name for plan in plans if plan.role == "source"],
+            targets=[plan.name for plan in plans if plan.role == "target"],
+            **options,
+        )
+        self._runners = {plan.name: SiteRunner(plan, setting) for plan in plans}
+
+    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
+        for request in requests:
+            reply, mini_batches = self._runners[request.site].run(step, request.envelope, request.content)
+            yield Answer(request.site, reply, mini_batches)
+
+    def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:
+        return {
+            name: runner.site.memory.save(folder / name, self.progress.exchange) for name, runner in self._runners.items()
+        }
+
+    def load_memory(self, folder: Path, files: Mapping[str, Mapping[str, str]]) -> None:
+        for name, runner in self._runners.items():
+            runner.site.memory.load(folder / name, files.get(name, {}))

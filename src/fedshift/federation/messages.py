@@ -1,0 +1,155 @@
+"""What may travel between sites and server, and how it is written as bytes.
+
+Every piece of content has a *kind*. The ledger counts bytes by kind, a site's policy may refuse a kind, and the type in a step's
+signature shows the kind. Bytes are safetensors with a JSON header: no pickle, so reading a message never runs code.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from fedshift.errors import FedshiftError
+from fedshift.weights import NamedTensors, Weights
+
+NUMBERS = "numbers"
+BYTES_PER_NUMBER = 8
+
+
+class Statistics(NamedTensors):
+    """Summaries over many samples: means, variances, counts, styles, class centroids."""
+
+    kind: ClassVar[str] = "statistics"
+
+
+class Spectra(NamedTensors):
+    """Amplitude spectra of single images: image-level information."""
+
+    kind: ClassVar[str] = "spectra"
+
+
+class Features(NamedTensors):
+    """A network's outputs for single samples, or gradients with respect to them: sample-level information."""
+
+    kind: ClassVar[str] = "features"
+
+
+class RawData(NamedTensors):
+    """Samples themselves. Only the pooled baselines move them, and the ledger says so."""
+
+    kind: ClassVar[str] = "raw_data"
+
+
+KINDS: dict[str, type[NamedTensors]] = {cls.kind: cls for cls in (Weights, Statistics, Spectra, Features, RawData)}
+
+Number = int | float | bool | str
+Content = NamedTensors | Number | Mapping[str, "NamedTensors | Number"]
+"""One piece of content: named tensors, a number, or several of either under site names."""
+
+
+@dataclass(frozen=True)
+class PerSite:
+    """Wraps content that differs between the sites asked: ``PerSite({"a": for_a, "b": for_b})``."""
+
+    of: Mapping[str, Content]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Base of what a step returns. A method's replies are frozen dataclasses whose fields are typed content."""
+
+
+@dataclass(frozen=True)
+class Update(Reply):
+    """The common reply of a training step: the trained model, on how many samples, and the mean loss."""
+
+    weights: Weights
+    samples: int
+    loss: float
+
+
+def pieces(content: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
+    """``(field, kind, bytes)`` of each piece of ``content``; raises FedshiftError for a type that may not travel."""
+    for name, value in content.items():
+        if isinstance(value, NamedTensors):
+            yield name, value.kind, value.nbytes
+        elif isinstance(value, bool | int | float):
+            yield name, NUMBERS, BYTES_PER_NUMBER
+        elif isinstance(value, str):
+            yield name, NUMBERS, len(value.encode())
+        elif isinstance(value, Mapping):
+            yield from ((name, kind, size) for _, kind, size in pieces(value))
+        else:
+            raise FedshiftError(
+                f"'{name}' is a {type(value).__name__}, which may not travel: wrap tensors in Weights, Statistics, Spectra "
+                "or Features, or send a number"
+            )
+
+
+def reply_content(reply: Reply) -> dict[str, Content]:
+    """The fields of a reply by name, without copying them."""
+    return {field.name: getattr(reply, field.name) for field in fields(reply)}
+
+
+def encode(content: Mapping[str, Content], header: Mapping[str, object] | None = None) -> bytes:
+    """``content`` as safetensors bytes, with an optional JSON ``header``. `decode` is its inverse, bit for bit."""
+    tensors: dict[str, Tensor] = {}
+    layout: dict[str, object] = {}
+
+    def add(path: str, value: Content) -> object:
+        if isinstance(value, NamedTensors):
+            for key, tensor in value.items():
+                tensors[f"{path}|{key}"] = tensor.detach().cpu().contiguous()
+            return {"kind": value.kind, "keys": list(value)}
+        if isinstance(value, Mapping):
+            return {"by_site": {key: add(f"{path}/{key}", item) for key, item in value.items()}}
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"float": repr(value)}
+        return {"number": value}
+
+    for name, value in content.items():
+        layout[name] = add(name, value)
+    metadata = {"content": json.dumps(layout), "header": json.dumps(dict(header or {}))}
+    return save_tensors(unshared(tensors), metadata)
+
+
+def decode(data: bytes) -> tuple[dict[str, Content], dict[str, Any]]:
+    """The content and header that `encode` wrote. Raises FedshiftError when ``data`` is not such a message."""
+    try:
+        length = int.from_bytes(data[:8], "little")
+        metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+        layout, header = json.loads(metadata["content"]), json.loads(metadata["header"])
+        tensors = load_tensors(data)
+    except Exception as error:
+        raise FedshiftError("a message is damaged or was not written by fedshift") from error
+
+    def read(path: str, entry: Mapping[str, Any]) -> Content:
+        if "kind" in entry:
+            return KINDS[entry["kind"]]({key: tensors[f"{path}|{key}"] for key in entry["keys"]})
+        if "by_site" in entry:
+            return {key: read(f"{path}/{key}", item) for key, item in entry["by_site"].items()}  # type: ignore[misc]
+        if "float" in entry:
+            return float(entry["float"])
+        number: Number = entry["number"]
+        return number
+
+    return {name: read(name, entry) for name, entry in layout.items()}, header
+
+
+def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, with a copy of each one that shares memory with an earlier one (safetensors refuses those)."""
+    seen: set[int] = set()
+    out: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        pointer = tensor.untyped_storage().data_ptr()
+        out[name] = tensor.clone(memory_format=torch.contiguous_format) if pointer in seen else tensor
+        seen.add(pointer)
+    return out

@@ -1,0 +1,94 @@
+"""How a setting is written as JSON and made again in another process: by names and options, never by code."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedshift.data.domain import Preprocessing
+from fedshift.errors import FedshiftError
+from fedshift.federation.federation import StepOwner
+from fedshift.federation.local import Setting
+from fedshift.federation.messages import Reply
+from fedshift.federation.training import Training
+from fedshift.models import registry as models
+
+
+USER_MODULE = "fedshift_user_"
+"""How the modules are called that `import_file` makes."""
+
+
+def find(place: str) -> Any:
+    """What stands at ``package.module:Name`` or ``/path/file.py:Name``."""
+    module_name, _, attribute = place.rpartition(":")
+    module = importlib.import_module(module_name) if not module_name.endswith(".py") else import_file(module_name)
+    found = module
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def import_file(path: str) -> Any:
+    """A person's own method file as a module; the same file is imported once."""
+    whole = Path(path).resolve()
+    name = f"{USER_MODULE}{whole.stem}_{zlib.crc32(str(whole).encode()):08x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, whole)
+    if spec is None or spec.loader is None or not whole.is_file():
+        raise OSError(f"no file {whole}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def place_of(kind: type) -> str:
+    """Where `find` finds a class again."""
+    module = sys.modules[kind.__module__]
+    file = module.__file__ if kind.__module__.startswith((USER_MODULE, "__main__")) else None
+    return f"{file or kind.__module__}:{kind.__qualname__}"
+
+
+def setting_recipe(setting: Setting) -> dict[str, Any]:
+    """A setting as JSON."""
+    return {
+        "method": setting.method.recipe(),
+        "training": setting.training.model_dump(mode="json"),
+        "network": setting.network.model_dump(mode="json"),
+        "preprocessing": setting.preprocessing.model_dump(mode="json"),
+        "input_shape": list(setting.input_shape),
+        "classes": setting.classes,
+        "seed": setting.seed,
+        "device": setting.device,
+        "refuse": sorted(setting.refuse),
+    }
+
+
+def setting_from(recipe: Mapping[str, Any]) -> Setting:
+    """The setting that `setting_recipe` wrote."""
+    method: StepOwner = find(recipe["method"]["class"]).model_validate(recipe["method"]["options"])
+    return Setting(
+        method=method,
+        training=Training.model_validate(recipe["training"]),
+        network=models.parse(recipe["network"]),
+        preprocessing=Preprocessing.model_validate(recipe["preprocessing"]),
+        input_shape=tuple(recipe["input_shape"]),
+        classes=recipe["classes"],
+        seed=recipe["seed"],
+        device=recipe["device"],
+        refuse=frozenset(recipe["refuse"]),
+    )
+
+
+def reply_from(place: str, content: Mapping[str, Any]) -> Reply:
+    """A reply of the class at ``place``. Raises FedshiftError when that is not a `Reply`."""
+    kind = find(place)
+    if not (isinstance(kind, type) and issubclass(kind, Reply)):
+        raise FedshiftError(f"{place} is not a Reply")
+    return kind(**content)

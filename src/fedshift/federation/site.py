@@ -1,0 +1,268 @@
+"""What a step sees of the site it runs at: data as batches, a network, an optimiser, a generator and the site's memory."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fedshift.data.view import SiteData, epoch_batches
+from fedshift.errors import FedshiftError, TrainingDiverged
+from fedshift.federation.files import read_message, write_message
+from fedshift.federation.messages import Content, Statistics
+from fedshift.federation.randomness import derive_seed, generator
+from fedshift.federation.training import Training
+from fedshift.models.network import Network
+from fedshift.weights import Weights
+
+Role = Literal["source", "target"]
+M = TypeVar("M", bound=nn.Module)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A mini-batch on the device.
+
+    inputs: (b, …) float32. labels: (b,) int64, or None at an unlabelled target. domains: (b,) int64, the number of the domain
+    each sample comes from (all equal unless the site is pooled). rows: (b,) int64, the samples' numbers at this site.
+    """
+
+    inputs: Tensor
+    labels: Tensor | None
+    domains: Tensor
+    rows: Tensor
+
+    @property
+    def targets(self) -> Tensor:
+        """The labels. Raises FedshiftError at a site that has none."""
+        if self.labels is None:
+            raise FedshiftError("a step asked an unlabelled target for labels")
+        return self.labels
+
+
+class SiteMemory(MutableMapping[str, Content]):
+    """What a site remembers between exchanges under declared names. It is saved with the checkpoint and never sent.
+
+    Each entry is one file, written only when it changed; the file name holds the exchange that wrote it, so an
+    interrupted save never spoils what an older checkpoint points to.
+    """
+
+    def __init__(self, declared: Iterable[str]) -> None:
+        self._declared = frozenset(declared)
+        self._entries: dict[str, Content] = {}
+        self._files: dict[str, str] = {}
+
+    def __getitem__(self, name: str) -> Content:
+        return self._entries[name]
+
+    def __setitem__(self, name: str, content: Content) -> None:
+        if name not in self._declared:
+            raise FedshiftError(f"site memory '{name}' is not declared by the method (its `memory` class attribute)")
+        self._entries[name] = content
+        self._files.pop(name, None)
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+        self._files.pop(name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def weights(self, name: str) -> Weights:
+        """The entry ``name``, which must be `Weights`."""
+        content = self._entries[name]
+        if not isinstance(content, Weights):
+            raise FedshiftError(f"site memory '{name}' holds {type(content).__name__}, not Weights")
+        return content
+
+    def save(self, folder: Path, version: int) -> dict[str, str]:
+        """Write the entries that changed since the last save; returns entry → file name for the checkpoint."""
+        for name, content in self._entries.items():
+            if name not in self._files:
+                file = f"{name}-{version}.safetensors"
+                write_message(folder / file, {name: content})
+                self._files[name] = file
+        return dict(self._files)
+
+    def load(self, folder: Path, files: Mapping[str, str]) -> None:
+        """Forget everything and read the entries a checkpoint names."""
+        self._entries = {name: read_message(folder / file)[0][name] for name, file in files.items()}
+        self._files = dict(files)
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """What the engine tells a site beside the content: which exchange this is and how much work is left."""
+
+    exchange: int
+    round: int
+    progress: float
+    mini_batches_left: int
+
+
+@dataclass
+class Site:
+    """A site as the steps of a method see it. The engine makes it; a method never learns which engine."""
+
+    name: str
+    role: Role
+    classes: int
+    domains: int
+    training: Training
+    memory: SiteMemory
+    seed: int
+    device: torch.device
+    network: Network = field(repr=False)
+    data: SiteData = field(repr=False)
+    scratch: dict[str, Any] = field(default_factory=dict, repr=False)
+    mini_batches: int = 0
+    generator: torch.Generator = field(default_factory=torch.Generator, repr=False)
+    envelope: Envelope = field(default_factory=lambda: Envelope(0, 0, 0.0, 0))
+
+    def begin(self, envelope: Envelope) -> None:
+        """Start an exchange: fresh generators that depend on the seed, the site and the exchange alone."""
+        self.envelope = envelope
+        self.mini_batches = 0
+        self.generator = generator(self.seed, self.name, envelope.exchange, "step")
+        torch.manual_seed(derive_seed(self.seed, self.name, envelope.exchange, "torch"))
+
+    @property
+    def samples(self) -> int:
+        """N_k: training samples at this site."""
+        return self.data.samples
+
+    @property
+    def learning_rate(self) -> float:
+        """η at the present progress of the run."""
+        return self.training.learning_rate(self.envelope.progress)
+
+    def generator_for(self, purpose: str) -> torch.Generator:
+        """A generator of this exchange for one purpose, independent of how often others are drawn from."""
+        return generator(self.seed, self.name, self.envelope.exchange, purpose)
+
+    def model(self, weights: Weights | None = None) -> Network:
+        """The experiment's network with the given weights, in training mode, on this site's device."""
+        network = copy.deepcopy(self.network)
+        if weights is not None:
+            network.load_state_dict(dict(weights))
+        return network.train()
+
+    def place(self, module: M) -> M:
+        """A module of the method's own, moved to this site's device."""
+        return module.to(self.device)
+
+    def optimizer(self, *modules: nn.Module, memory: str | None = None) -> torch.optim.Optimizer:
+        """The experiment's optimiser over the modules' parameters; ``memory`` names where momentum is kept, if it is."""
+        parameters = [parameter for module in modules for parameter in module.parameters()]
+        optimizer = self.training.build_optimizer(parameters, self.learning_rate)
+        if memory is not None and not self.training.reset_optimizer_each_round and memory in self.memory:
+            _load_optimizer(optimizer, self.memory[memory])
+        return optimizer
+
+    def remember_optimizer(self, optimizer: torch.optim.Optimizer, memory: str) -> None:
+        """Keep momentum and moments for the next exchange, if the experiment asks for it."""
+        if not self.training.reset_optimizer_each_round:
+            self.memory[memory] = _optimizer_state(optimizer)
+
+    def batches(self, epochs: int = 1, steps: int | None = None) -> Iterator[Batch]:
+        """Shuffled, augmented training batches: ``epochs`` passes over the site's data, or ``steps`` batches.
+
+        Ends early when the site has used up the mini-batches the experiment grants it, so that every method of an
+        experiment does the same work.
+        """
+        order = self.generator_for("batches")
+        augmentation = self.generator_for("augmentation")
+        wanted = steps if steps is not None else math.inf
+        passes = epochs if steps is None else math.inf
+        done, epoch = 0, 0
+        while epoch < passes and done < wanted:
+            for rows in epoch_batches(self.samples, self.training.batch_size, order):
+                if done >= wanted or self.mini_batches >= self.envelope.mini_batches_left:
+                    return
+                inputs, labels, domains = self.data.batch(rows, augmentation)
+                done += 1
+                self.mini_batches += 1
+                yield Batch(inputs, labels if self.role == "source" else None, domains, rows)
+            epoch += 1
+
+    def all_batches(self) -> Iterator[Batch]:
+        """Every sample once, in order and without augmentation: for statistics and caches, not counted as training."""
+        first = 0
+        for inputs, labels, domains in self.data.all_batches(max(self.training.batch_size, 256)):
+            rows = torch.arange(first, first + len(labels))
+            first += len(labels)
+            yield Batch(inputs, labels if self.role == "source" else None, domains, rows)
+
+    def minimise(
+        self,
+        loss_of: Callable[[Batch], Tensor],
+        *modules: nn.Module,
+        epochs: int = 1,
+        steps: int | None = None,
+        optimizers: Iterable[torch.optim.Optimizer] | None = None,
+    ) -> float:
+        """Train: for every batch one step down the gradient of ``loss_of(batch)``. Returns the mean loss.
+
+        ``modules`` are what is trained, with one optimiser unless ``optimizers`` are given (their gradients are cleared and
+        stepped together). Raises TrainingDiverged, naming site, round and learning rate, when the loss is not a number.
+        """
+        steppers = list(optimizers) if optimizers is not None else [self.optimizer(*modules)]
+        parameters = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
+        losses: list[Tensor] = []  # read once at the end: a look at each would make an accelerator wait
+        for batch in self.batches(epochs, steps):
+            for optimizer in steppers:
+                optimizer.zero_grad(set_to_none=True)
+            loss = loss_of(batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            if self.training.clip_norm is not None:
+                nn.utils.clip_grad_norm_(parameters, self.training.clip_norm)
+            for optimizer in steppers:
+                optimizer.step()
+            losses.append(loss.detach())
+        mean = float(torch.stack(losses).cpu().double().mean()) if losses else 0.0
+        if not math.isfinite(mean):
+            raise TrainingDiverged(
+                f"training turned to {mean} at site '{self.name}' in round {self.envelope.round} with learning rate "
+                f"{self.learning_rate:g}: lower training.lr or set training.clip_norm"
+            )
+        return mean
+
+    def weights_of(self, module: nn.Module) -> Weights:
+        """A copy of the module's weights and buffers, as content that can be sent."""
+        return Weights({key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+                        for key, tensor in module.state_dict().items()})
+
+
+def _optimizer_state(optimizer: torch.optim.Optimizer) -> Statistics:
+    """An optimiser's momentum and moments as named tensors."""
+    state = optimizer.state_dict()["state"]
+    return Statistics({
+        f"{number}.{key}": value.detach().cpu().clone() if isinstance(value, Tensor) else torch.tensor(value)
+        for number, entry in state.items()
+        for key, value in entry.items()
+        if value is not None
+    })
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, content: Content) -> None:
+    if not isinstance(content, Statistics):
+        raise FedshiftError("an optimiser's memory must be Statistics")
+    whole = optimizer.state_dict()
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in content.items():
+        number, _, key = name.partition(".")
+        state.setdefault(int(number), {})[key] = tensor
+    whole["state"] = state
+    rates = [group["lr"] for group in optimizer.param_groups]
+    optimizer.load_state_dict(whole)
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate

@@ -1,0 +1,61 @@
+"""The settings of local training that every method of an experiment shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated, Literal
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor
+
+from fedshift.data.transforms import Augmentation, preset
+from fedshift.functional import schedules
+
+
+def _augmentation(value: object) -> object:
+    """A preset's name stands for its parts."""
+    return preset(value) if isinstance(value, str) else value
+
+
+class Training(BaseModel):
+    """How a site trains: batches, optimiser, learning rate, augmentation; and how many rounds an experiment has."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rounds: PositiveInt = Field(40, description="R: rounds of the method that needs the most mini-batches")
+    batch_size: PositiveInt = Field(64, description="B: samples in a mini-batch")
+    optimizer: Literal["sgd", "adam"] = Field("sgd", description="optimiser of every site")
+    lr: PositiveFloat = Field(0.01, description="η: learning rate")
+    lr_schedule: Literal["constant", "cosine", "inverse_power"] = Field(
+        "constant", description="how the learning rate falls with the share of the mini-batches already done"
+    )
+    lr_end: NonNegativeFloat = Field(0.0, description="learning rate at the end of a cosine schedule")
+    momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.5, description="momentum of SGD")
+    nesterov: bool = Field(False, description="Nesterov's form of momentum")
+    weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty on all trained parameters")
+    clip_norm: PositiveFloat | None = Field(None, description="largest norm of a gradient; none = not clipped")
+    reset_optimizer_each_round: bool = Field(True, description="a new optimiser each round (false: momentum is kept at the site)")
+    mini_batches: PositiveInt | None = Field(
+        None, description="mini-batches each site may train on in a run; none = what the most demanding method needs"
+    )
+    augmentation: Annotated[Augmentation, BeforeValidator(_augmentation)] = Field(
+        default_factory=Augmentation, description="a preset's name or its parts"
+    )
+
+    def learning_rate(self, progress: float) -> float:
+        """Learning rate after ``progress`` in [0, 1] of a run's mini-batches."""
+        if self.lr_schedule == "cosine":
+            return schedules.cosine(progress, self.lr, self.lr_end)
+        if self.lr_schedule == "inverse_power":
+            return schedules.inverse_power(progress, self.lr)
+        return self.lr
+
+    def build_optimizer(self, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
+        """The optimiser these settings describe, over the parameters that require a gradient."""
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if self.optimizer == "adam":
+            return torch.optim.Adam(trained, lr=lr, weight_decay=self.weight_decay, fused=True)
+        return torch.optim.SGD(
+            trained, lr=lr, momentum=self.momentum, nesterov=self.nesterov, weight_decay=self.weight_decay, fused=True
+        )

@@ -1,0 +1,1 @@
+"""One pure function per equation: no state, no data, no model of fedshift's own."""

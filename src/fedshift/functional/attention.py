@@ -1,0 +1,59 @@
+"""Cross-layer attention of CSAC: how much each layer of the fused model aligns with each layer of the local one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedshift.errors import UserError
+
+
+def cross_layer_attention(
+    fused: Sequence[Tensor] | Tensor,
+    local: Sequence[Tensor] | Tensor,
+    position: bool = True,
+    channel: bool = True,
+    scale: bool = False,
+) -> Tensor:
+    """Attention weights ``α`` of shape (R_fused, R_local); every row sums to 1 (CSAC, eqs. 7-9; section 2.1).
+
+    fused, local: projected features of the same mini-batch, one tensor (n, c, g, w) per layer, all of one shape; or the
+        layers stacked, (R, n, c, g, w).
+    position, channel: which of the two attentions take part; both = their mean.
+    scale: divide position scores by √c and channel scores by √d, d = g·w (not in the paper; raw means saturate the
+        softmax).
+
+    Scores are the means over batch and entries of the maps ``AᵀB`` (d×d, position) and ``ABᵀ`` (c×c, channel),
+    normalised by a softmax over the local layers. The maps are not formed: ``mean(AᵀB) = Σ_c Ā_c B̄_c`` with Ā_c the
+    mean of channel c over positions, ``mean(ABᵀ) = Σ_p Ã_p B̃_p`` with Ã_p the mean of position p over channels
+    (exact). The weights are constants for back-propagation. Raises UserError when shapes differ or no attention is
+    chosen.
+    """
+    if not (position or channel):
+        raise UserError("attention needs position, channel or both; switch attention off as a whole instead")
+    shapes = {tuple(features.shape) for features in (*fused, *local)}
+    if len(shapes) != 1 or len(next(iter(shapes))) != 4:
+        raise UserError(f"attention needs features of one shape (n, c, g, w), found {sorted(shapes)}")
+    with torch.no_grad():
+        left, right = _stacked(fused), _stacked(local)
+        n, c = left.shape[1:3]
+        d = left[0, 0, 0].numel()
+        rows: list[Tensor] = []
+        if position:
+            scores = _mean_product(left.mean((3, 4)), right.mean((3, 4)), n)
+            rows.append((scores / c**0.5 if scale else scores).softmax(1))
+        if channel:
+            scores = _mean_product(left.mean(2), right.mean(2), n)
+            rows.append((scores / d**0.5 if scale else scores).softmax(1))
+        return torch.stack(rows).mean(0)
+
+
+def _stacked(layers: Sequence[Tensor] | Tensor) -> Tensor:
+    return layers if isinstance(layers, Tensor) else torch.stack(list(layers))
+
+
+def _mean_product(left: Tensor, right: Tensor, samples: int) -> Tensor:
+    """Inner products of pooled features (R, n, …) of all pairs of layers, averaged over samples."""
+    return left.flatten(1) @ right.flatten(1).T / samples

@@ -1,0 +1,61 @@
+"""Losses that several methods share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fedshift.errors import UserError
+
+
+def smoothed_cross_entropy(
+    logits: Tensor,
+    labels: Tensor,
+    smoothing: float = 0.1,
+    form: Literal["uniform", "others"] = "uniform",
+) -> Tensor:
+    """Cross-entropy with smoothed labels, mean over the batch, in nats.
+
+    logits: (n, C). labels: (n,) class indices.
+    form: ``"uniform"`` (CSAC 2.1.1, SHOT) has targets ``(1−α)·1[c=y] + α/C``; ``"others"`` (FedADG) ``1−ε`` for the
+        label and ``ε/(C−1)`` for every other class.
+    Raises UserError when ``smoothing`` is outside [0, 1], and for ``"others"`` with a single class.
+    """
+    if not 0 <= smoothing <= 1:
+        raise UserError(f"label smoothing must be between 0 and 1, found {smoothing}")
+    if smoothing == 0:
+        return functional.cross_entropy(logits, labels)
+    classes = logits.shape[1]
+    if form == "others":
+        if classes < 2:
+            raise UserError("label smoothing over the other classes needs at least two classes")
+        # ε/(C−1) on the others is the uniform form with α = εC/(C−1).
+        smoothing = smoothing * classes / (classes - 1)
+    log_probabilities = logits.log_softmax(1)
+    plain = functional.nll_loss(log_probabilities, labels)
+    return (1 - smoothing) * plain - smoothing * log_probabilities.mean()
+
+
+def proximal_penalty(parameters: Iterable[tuple[str, Tensor]], reference: Mapping[str, Tensor], mu: float) -> Tensor:
+    """FedProx's penalty ``μ/2 · ‖w − w_global‖²``, with gradient ``μ(w − w_global)`` (Li et al., MLSys 2020, eq. 2).
+
+    parameters: ``module.named_parameters()``: buffers are not pulled. reference: the global model's state dict.
+    Raises UserError when there are no parameters or ``reference`` lacks one.
+    """
+    gaps: list[Tensor] = []
+    for name, parameter in parameters:
+        if name not in reference:
+            raise UserError(f"the global model has no parameter '{name}'; do all sites use the same model?")
+        gaps.append((parameter - reference[name]).square().sum())
+    if not gaps:
+        raise UserError("the proximal penalty needs at least one parameter")
+    return mu / 2 * torch.stack(gaps).sum()
+
+
+def entropy(probabilities: Tensor, epsilon: float = 1e-5) -> Tensor:
+    """Entropy ``−Σ_c p_c log(p_c + ε)`` of each row, in nats: (…, C) → (…). ε keeps gradients finite (SHOT, section 9.1)."""
+    return -(probabilities * (probabilities + epsilon).log()).sum(-1)

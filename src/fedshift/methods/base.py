@@ -1,0 +1,120 @@
+"""What every method is: a frozen description of its hyper-parameters, server code, and the steps that sites run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from fedshift.errors import FedshiftError
+from fedshift.federation.federation import Federation, Replies
+from fedshift.federation.messages import BYTES_PER_NUMBER, Content, Number, Update
+from fedshift.federation.recipes import place_of
+from fedshift.models.network import Network
+from fedshift.weights import MeanAccumulator, Weights
+
+
+@dataclass(frozen=True)
+class State:
+    """Where a run stands after a round: plain data, so it can be saved and the run goes on from the file.
+
+    weights: the model that is evaluated and handed out. parts: what travels or stays beside it (a generator, a bank of
+    statistics). numbers: anything small. report: what the round wants to say in ``rounds.jsonl``, not carried over.
+    """
+
+    weights: Weights
+    round: int = 0
+    parts: Mapping[str, Content] = field(default_factory=dict)
+    numbers: Mapping[str, Number] = field(default_factory=dict)
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+    def advance(self, weights: Weights, *, report: Mapping[str, Any] | None = None, **changes: Any) -> State:
+        """The state after one more round."""
+        return replace(self, weights=weights, round=self.round + 1, report=report or {}, **changes)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that leave all sites (up) and reach them (down) in a whole run."""
+
+    up: int
+    down: int
+
+
+class Method(BaseModel, ABC):
+    """Base of all methods. A subclass names itself, declares its hyper-parameters as fields, and writes `round` and steps.
+
+    Class attributes: ``name`` in experiment files; ``title`` and ``citation``; ``shares``: kinds of content that leave a site;
+    ``memory_names``: what a site keeps between exchanges; ``pooled``: needs all sources' data in one place.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    citation: ClassVar[str]
+    setting: ClassVar[str] = "domain generalization"
+    shares: ClassVar[tuple[str, ...]] = ("weights", "numbers")
+    memory_names: ClassVar[tuple[str, ...]] = ()
+    pooled: ClassVar[bool] = False
+
+    label: str | None = Field(None, description="name in tables and folders; needed when a method appears twice")
+
+    @abstractmethod
+    def round(self, federation: Federation, state: State) -> State:
+        """One round: talk to the sites, return the next state."""
+
+    @abstractmethod
+    def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
+        """Mini-batches that a site with ``batches_per_epoch`` trains on in a run of ``rounds``, everything included."""
+
+    def traffic(self, payload: int, sites: int, rounds: int) -> Traffic:
+        """Bytes of a run by formula: here one model of ``payload`` bytes down, one with two numbers up, per site and round."""
+        return Traffic(up=rounds * sites * (payload + 2 * BYTES_PER_NUMBER), down=rounds * sites * payload)
+
+    def start(self, federation: Federation, weights: Weights) -> State:
+        """The state before the first round, from the common start ``weights``."""
+        return State(weights)
+
+    def check(self, network: Network) -> None:
+        """Raises UserError when the options do not fit the network; called before any training."""
+
+    def adapt_network(self, network: Network) -> Network:
+        """The network this method trains and evaluates, from the experiment's; unchanged for most."""
+        return network
+
+    def predict(self, network: Network, inputs: Tensor) -> Tensor:
+        """Class scores (n, classes) of a network that holds ``state.weights``; plain logits for most."""
+        scores: Tensor = network(inputs)
+        return scores
+
+    @property
+    def display(self) -> str:
+        """The name in tables and folders."""
+        return self.label or self.name
+
+    def recipe(self) -> dict[str, Any]:
+        """Where this method can be imported and with which options, so that another process can make its equal."""
+        return {"class": place_of(type(self)), "options": self.model_dump(mode="json")}
+
+
+def trained_mean(updates: Replies[Update], by: str = "samples") -> tuple[Weights, dict[str, float], dict[str, float]]:
+    """The mean of the sites' models: ``(weights, share per site, loss per site)``, taken in one streaming pass.
+
+    ``by``: ``samples`` weighs sites by N_k/ΣN (FedAvg), ``uniform`` by 1/K.
+    """
+    mean = MeanAccumulator()
+    raw: dict[str, float] = {}
+    losses: dict[str, float] = {}
+    for site, update in updates.items():
+        raw[site] = float(update.samples) if by == "samples" else 1.0
+        losses[site] = update.loss
+        mean.add(update.weights, raw[site])
+    if not raw:
+        raise FedshiftError("no site answered")
+    total = sum(raw.values())
+    return mean.result(), {site: share / total for site, share in raw.items()}, losses

@@ -1,0 +1,1 @@
+"""Methods whose data stay at their sites."""

@@ -1,0 +1,65 @@
+"""DeepAll: pool the data of all sources and train one model.
+
+The usual central reference of domain generalization (first under this name in Li, Yang, Song, Hospedales: Deeper, Broader
+and Artier Domain Generalization, ICCV 2017).
+
+Setting: domain generalization, *not private*: the data of all sources lie in one place.
+Wire: every training sample once (the ledger counts them as raw data); no exchange is needed after that.
+
+    min_θ  Σ_k Σ_i CE(f_θ(x_i^k), y_i^k)
+
+Where papers and code differ: nothing to choose. Equal work: the pooled site trains on as many mini-batches as all the sites
+of the federated methods together, spread evenly over the rounds.
+
+Should reproduce: Rotated MNIST average 94.30 ± 0.29, PACS ResNet-18 80.24 ± 0.50 (as printed by CSAC).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch.nn.functional as F
+from pydantic import Field, PositiveInt
+
+from fedshift.federation.federation import Federation
+from fedshift.federation.messages import BYTES_PER_NUMBER, Update
+from fedshift.federation.site import Site
+from fedshift.methods.base import Method, State, Traffic
+from fedshift.weights import Weights
+
+
+class DeepAll(Method):
+    """Cross-entropy on the pooled data of all sources."""
+
+    name: ClassVar[str] = "deepall"
+    title: ClassVar[str] = "DeepAll"
+    citation: ClassVar[str] = "Li et al., ICCV 2017"
+    shares: ClassVar[tuple[str, ...]] = ("raw_data",)
+    memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
+    pooled: ClassVar[bool] = True
+
+    local_epochs: PositiveInt = Field(1, description="passes over the data per round, when no other method asks for more")
+
+    def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
+        return rounds * self.local_epochs * batches_per_epoch
+
+    def traffic(self, payload: int, sites: int, rounds: int) -> Traffic:
+        exchanges = super().traffic(payload, 1, rounds)  # between the pool and the server, which are one machine
+        return Traffic(up=exchanges.up, down=exchanges.down + rounds * BYTES_PER_NUMBER)
+
+    def round(self, federation: Federation, state: State) -> State:
+        (pool,) = federation.sources
+        update = federation.ask(
+            self.fit, to=federation.sources, weights=state.weights, steps=federation.share(pool)
+        ).only()
+        return state.advance(update.weights, report={"losses": {pool: update.loss}})
+
+    def fit(self, site: Site, weights: Weights, steps: int) -> Update:
+        """Where the pooled data lie: this round's share of the mini-batches."""
+        model = site.model(weights)
+        optimizer = site.optimizer(model, memory="optimizer")
+        loss = site.minimise(
+            lambda batch: F.cross_entropy(model(batch.inputs), batch.targets), model, steps=steps, optimizers=[optimizer]
+        )
+        site.remember_optimizer(optimizer, "optimizer")
+        return Update(site.weights_of(model), site.samples, loss)

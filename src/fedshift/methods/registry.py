@@ -1,0 +1,53 @@
+"""Names of the methods and the classes behind them; a module is imported only when its method is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedshift.errors import UserError, nearest
+from fedshift.federation.recipes import import_file
+from fedshift.methods.base import Method
+
+METHODS: Mapping[str, str] = {
+    "deepall": "fedshift.methods.pooled.deepall:DeepAll",
+    "fedavg": "fedshift.methods.federated.fedavg:FedAvg",
+    "fedprox": "fedshift.methods.federated.fedprox:FedProx",
+    "csac": "fedshift.methods.federated.csac:CSAC",
+}
+
+
+def names() -> tuple[str, ...]:
+    """Every method that comes with fedshift."""
+    return tuple(METHODS)
+
+
+def method_class(name: str, folder: Path | None = None) -> type[Method]:
+    """The class of a method: a known name, ``package.module:Class``, or ``file.py:Class`` (relative to ``folder``).
+
+    Raises UserError, with the nearest known name, when there is no such method.
+    """
+    place = METHODS.get(name, name)
+    module_name, colon, attribute = place.partition(":")
+    if not colon:
+        raise UserError(f"unknown method '{name}'; {nearest(name, METHODS)}; your own: file.py:Class")
+    try:
+        module = import_file(str((folder or Path()) / module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
+        found = getattr(module, attribute)
+    except (ImportError, OSError, AttributeError) as error:
+        raise UserError(f"method '{name}' cannot be imported: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Method)):
+        raise UserError(f"'{name}' is not a Method: derive it from fedshift.methods.base.Method")
+    return found
+
+
+def parse(options: Mapping[str, Any], folder: Path | None = None) -> Method:
+    """The method of one entry of ``methods:``. Raises UserError for an unknown name, ValidationError for its fields."""
+    fields = dict(options)
+    name = fields.pop("name", None)
+    if not isinstance(name, str):
+        raise UserError(f"a method has no name; {nearest('', METHODS)}")
+    return method_class(name, folder).model_validate(fields)
+

@@ -1,0 +1,112 @@
+"""Small convolutional networks for digits."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+from torch import nn
+
+from fedshift.errors import UserError
+from fedshift.models.network import Network
+from fedshift.models.options import NetworkOptions, image_shape
+
+
+class MnistCnn(NetworkOptions):
+    """Two 5x5 convolutions and two fully connected layers, the network of CSAC on Rotated MNIST (section 2.1).
+
+    Each convolution is followed by 2x2 max-pooling and ReLU. The paper gives no widths. Any number of channels.
+    Stages: ``conv1``, ``conv2`` (after pooling and ReLU; at 28 px and default widths 16x12x12 and 32x4x4), ``hidden``.
+    """
+
+    name: Literal["mnist_cnn"] = "mnist_cnn"
+    channels: tuple[PositiveInt, PositiveInt] = Field((16, 32), description="output channels of the two convolutions")
+    hidden: PositiveInt = Field(128, description="width of the first fully connected layer")
+    padding: NonNegativeInt | None = Field(
+        None, description="zeros around each convolution's input; unset: 0, but 2 for images below 16 pixels"
+    )
+
+    def build(self, input_shape: tuple[int, ...], classes: int) -> Network:
+        channels, height, width = image_shape(self.name, input_shape)
+        padding = self.padding
+        if padding is None:
+            # Unpadded, 16 pixels is the least that leaves one position after both poolings.
+            padding = 0 if min(height, width) >= 16 else 2
+        rows, columns = height, width
+        for _ in self.channels:
+            rows, columns = (rows + 2 * padding - 4) // 2, (columns + 2 * padding - 4) // 2
+        if min(rows, columns) < 1:
+            raise UserError(
+                f"model 'mnist_cnn': images of {height}x{width} leave nothing after two convolutions with padding "
+                f"{padding}; raise model.padding or the image size"
+            )
+        features = nn.Sequential(
+            OrderedDict(
+                conv1=self._stage(channels, self.channels[0], padding),
+                conv2=self._stage(self.channels[0], self.channels[1], padding),
+                flatten=nn.Flatten(),
+                hidden=nn.Sequential(nn.Linear(self.channels[1] * rows * columns, self.hidden), nn.ReLU()),
+            )
+        )
+        return Network(
+            features,
+            nn.Linear(self.hidden, classes),
+            embedding_size=self.hidden,
+            classes=classes,
+            stages={stage: f"features.{stage}" for stage in ("conv1", "conv2", "hidden")},
+            alignment_stages=("conv1", "conv2"),
+        )
+
+    @staticmethod
+    def _stage(inputs: int, outputs: int, padding: int) -> nn.Sequential:
+        return nn.Sequential(nn.Conv2d(inputs, outputs, 5, padding=padding), nn.MaxPool2d(2), nn.ReLU())
+
+
+class DigitCnn(NetworkOptions):
+    """KD3A's network for Digit-5: three 5x5 convolutions (64, 64, 128), each with BatchNorm and ReLU (section 7.2).
+
+    3x3 max-pooling with stride 2 follows the first two. The released code adds two hidden layers of 3072 (dropout) and
+    2048 units, each with BatchNorm and ReLU; the paper describes a single fully connected layer. Default: the code,
+    which produced the published numbers. Made for 32x32 colour images (8192 numbers after the convolutions); other
+    sizes work. Stages: ``conv1``, ``conv2``, ``conv3`` (64x16x16, 64x8x8, 128x8x8 at 32 px) and, in the code's variant,
+    ``hidden1``, ``hidden2``.
+    """
+
+    name: Literal["digit_cnn"] = "digit_cnn"
+    variant: Literal["code", "paper"] = Field("code", description="two hidden layers (code) or none (paper)")
+    dropout: float = Field(0.5, ge=0.0, lt=1.0, description="dropout after the first hidden layer (variant code)")
+
+    def build(self, input_shape: tuple[int, ...], classes: int) -> Network:
+        channels, height, width = image_shape(self.name, input_shape)
+        # Each pooling halves the map, rounding up.
+        flat = 128 * -(-height // 4) * -(-width // 4)
+        layers: OrderedDict[str, nn.Module] = OrderedDict(
+            conv1=self._convolution(channels, 64, pool=True),
+            conv2=self._convolution(64, 64, pool=True),
+            conv3=self._convolution(64, 128, pool=False),
+            flatten=nn.Flatten(),
+        )
+        stages = ["conv1", "conv2", "conv3"]
+        embedding_size = flat
+        if self.variant == "code":
+            layers["hidden1"] = nn.Sequential(nn.Linear(flat, 3072), nn.BatchNorm1d(3072), nn.ReLU())
+            layers["dropout"] = nn.Dropout(self.dropout)
+            layers["hidden2"] = nn.Sequential(nn.Linear(3072, 2048), nn.BatchNorm1d(2048), nn.ReLU())
+            stages += ["hidden1", "hidden2"]
+            embedding_size = 2048
+        return Network(
+            nn.Sequential(layers),
+            nn.Linear(embedding_size, classes),
+            embedding_size=embedding_size,
+            classes=classes,
+            stages={stage: f"features.{stage}" for stage in stages},
+            alignment_stages=("conv1", "conv2", "conv3"),
+        )
+
+    @staticmethod
+    def _convolution(inputs: int, outputs: int, *, pool: bool) -> nn.Sequential:
+        layers: list[nn.Module] = [nn.Conv2d(inputs, outputs, 5, padding=2), nn.BatchNorm2d(outputs), nn.ReLU()]
+        if pool:
+            layers.append(nn.MaxPool2d(3, stride=2, padding=1))
+        return nn.Sequential(*layers)

@@ -1,0 +1,69 @@
+"""Networks for vectors: tables, bags of words and frozen features. Images are flattened."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveInt
+from torch import nn
+
+from fedshift.models.network import Network
+from fedshift.models.options import NetworkOptions
+
+
+class Mlp(NetworkOptions):
+    """Fully connected hidden layers with ReLU, then a linear classifier.
+
+    The default fits small tables. KD3A's network for Amazon Reviews, 5000-1000-500-100-2 (section 7.2), is
+    ``hidden: [1000, 500, 100]``. Stages: ``hidden1``, ``hidden2``, … (n, width), after ReLU and before dropout.
+    """
+
+    name: Literal["mlp"] = "mlp"
+    hidden: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = Field(
+        (64, 32), description="widths, first layer first"
+    )
+    dropout: float = Field(0.0, ge=0.0, lt=1.0, description="dropout after every hidden layer")
+    batch_norm: bool = Field(False, description="BatchNorm before every ReLU")
+
+    def build(self, input_shape: tuple[int, ...], classes: int) -> Network:
+        layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
+        stages: list[str] = []
+        inputs = math.prod(input_shape)
+        for number, width in enumerate(self.hidden, start=1):
+            normalise = [nn.BatchNorm1d(width)] if self.batch_norm else []
+            layers[f"hidden{number}"] = nn.Sequential(nn.Linear(inputs, width), *normalise, nn.ReLU())
+            if self.dropout:
+                layers[f"dropout{number}"] = nn.Dropout(self.dropout)
+            stages.append(f"hidden{number}")
+            inputs = width
+        return Network(
+            nn.Sequential(layers),
+            nn.Linear(inputs, classes),
+            embedding_size=inputs,
+            classes=classes,
+            stages={stage: f"features.{stage}" for stage in stages},
+            alignment_stages=stages,
+        )
+
+
+class LinearHead(NetworkOptions):
+    """A linear classifier on the inputs themselves, for frozen features.
+
+    Its one stage is ``input``, the inputs flattened to (n, d): nothing trainable lies before it, so an alignment of it
+    is constant in the network's weights.
+    """
+
+    name: Literal["linear"] = "linear"
+
+    def build(self, input_shape: tuple[int, ...], classes: int) -> Network:
+        inputs = math.prod(input_shape)
+        return Network(
+            nn.Flatten(),
+            nn.Linear(inputs, classes),
+            embedding_size=inputs,
+            classes=classes,
+            stages={"input": "features"},
+            alignment_stages=("input",),
+        )

@@ -1,0 +1,166 @@
+"""Pre-trained weights: from torchvision or from a file that cannot run code (.safetensors, .npz)."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+import zlib
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from fedshift.errors import UserError
+
+_UNREADABLE = (
+    OSError,
+    EOFError,
+    ValueError,
+    KeyError,
+    TypeError,
+    NotImplementedError,
+    zipfile.BadZipFile,
+    zlib.error,
+    SafetensorError,
+)
+_PICKLED = {".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle", ".tar"}
+
+
+def load_pretrained(backbone: nn.Module, source: bool | Path, *, model: str, head: str) -> None:
+    """Copy pre-trained weights into torchvision's network ``model``; False leaves it as it is.
+
+    ``head`` is the path of its last layer, which keeps its new weights where the source has another number of classes.
+    True takes torchvision's default weights, the name of one of its weights (``IMAGENET1K_V1``) those; anything else is
+    a file. Raises UserError if weights cannot be had or read, do not fit, or are not finite.
+    """
+    if source is False:
+        return
+    import torchvision
+
+    known = torchvision.models.get_model_weights(model).__members__
+    if source is True or str(source) in known:
+        weights = "DEFAULT" if source is True else str(source)
+        found, origin = _download(model, weights), f"torchvision's {model} {weights}"
+    else:
+        path = find_file(source)
+        found, origin = read_weights(path), f"weights file {path}"
+    _copy(backbone, found, origin=origin, model=model, head=head)
+
+
+def find_file(path: Path) -> Path:
+    """Where a weights file is: absolute, else below FEDSHIFT_WEIGHTS, else below the working directory.
+
+    Raises UserError, with the places looked at, if it is nowhere.
+    """
+    path = path.expanduser()
+    folder = os.environ.get("FEDSHIFT_WEIGHTS")
+    places = [Path(folder) / path, path] if folder and not path.is_absolute() else [path]
+    for place in places:
+        if place.is_file():
+            return place
+    looked = " and ".join(str(place.absolute()) for place in places)
+    unset = not folder and not path.is_absolute()
+    advice = "; relative paths are also looked up in FEDSHIFT_WEIGHTS, which is not set" if unset else ""
+    raise UserError(f"model.pretrained: no weights file at {looked}{advice}")
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a .safetensors or .npz file by name, floats as float32. Raises UserError for anything else."""
+    suffix = path.suffix.lower()
+    if suffix in _PICKLED:
+        target = path.with_suffix(".safetensors").name
+        raise UserError(
+            f"weights file {path} is a pickle, which could run code and is never opened; convert it once where you "
+            f'trust it: python -c "import torch, safetensors.torch as s; s.save_file({{k: v.contiguous() for k, v in '
+            f"torch.load('{path.name}', map_location='cpu', weights_only=True).items()}}, '{target}')\""
+        )
+    if suffix not in (".safetensors", ".npz"):
+        raise UserError(f"weights file {path}: only .safetensors and .npz are read")
+    try:
+        if suffix == ".safetensors":
+            tensors = load_file(path)
+        else:
+            with np.load(path, allow_pickle=False) as arrays:
+                tensors = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    except _UNREADABLE as error:
+        raise UserError(f"weights file {path} cannot be read, it may be truncated: {_one_line(error)}") from error
+    return {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+
+
+def _download(model: str, weights: str) -> dict[str, Tensor]:
+    import torchvision
+
+    choice = torchvision.models.get_model_weights(model)[weights]
+    try:
+        # torchvision publishes pickles: the checksum is compared and only tensors are accepted.
+        state: dict[str, Tensor] = choice.get_state_dict(progress=False, check_hash=True, weights_only=True)
+    except Exception as error:
+        raise UserError(
+            f"model.pretrained: torchvision's weights of '{model}' cannot be downloaded ({_one_line(error)}); "
+            "give the path of a .safetensors or .npz file instead"
+        ) from error
+    return state
+
+
+def _copy(backbone: nn.Module, found: Mapping[str, Tensor], *, origin: str, model: str, head: str) -> None:
+    needed = dict(backbone.state_dict())
+    given = dict(found)
+    for name, module in backbone.named_modules():
+        if isinstance(module, nn.BatchNorm2d):
+            _unfold(name, module, given)
+            # Files older than the counter lack it; nothing depends on its value.
+            given.setdefault(f"{name}.num_batches_tracked", torch.tensor(0))
+    last = given.get(f"{head}.weight")
+    if last is None or last.shape[:1] != needed[f"{head}.weight"].shape[:1]:
+        for kind in ("weight", "bias"):
+            given.pop(f"{head}.{kind}", None)
+            needed.pop(f"{head}.{kind}")
+    missing = {name: tensor for name, tensor in needed.items() if name not in given}
+    surplus = {name: tensor for name, tensor in given.items() if name not in needed}
+    reshaped = [name for name in needed if name in given and given[name].shape != needed[name].shape]
+    faults = []
+    if missing:
+        faults.append(f"missing {_listing(missing)}")
+    if surplus:
+        faults.append(f"not known to the model {_listing(surplus)}")
+    if reshaped:
+        pairs = [f"{name} is {tuple(given[name].shape)}, model has {tuple(needed[name].shape)}" for name in reshaped]
+        faults.append(f"of another shape: {_few(pairs)}")
+    if faults:
+        raise UserError(f"{origin} does not fit model '{model}': {'; '.join(faults)}")
+    for name in needed:
+        if not bool(torch.isfinite(given[name]).all()):
+            raise UserError(f"{origin}: {name} holds NaN or infinite values")
+    # strict=False for the last layer alone; everything else was compared above.
+    backbone.load_state_dict({name: given[name] for name in needed}, strict=False)
+
+
+def _unfold(name: str, norm: nn.BatchNorm2d, given: dict[str, Tensor]) -> None:
+    """Complete a BatchNorm that was folded into its convolution and left only a bias, so that it adds just the bias."""
+    bias = given.get(f"{name}.bias")
+    rest = [f"{name}.{kind}" for kind in ("weight", "running_mean", "running_var")]
+    if bias is None or any(key in given for key in rest):
+        return
+    weight, mean, variance = rest
+    given[weight] = torch.ones_like(bias)
+    given[mean] = torch.zeros_like(bias)
+    # So that variance + ε, by whose root BatchNorm divides, is one.
+    given[variance] = torch.full_like(bias, 1.0 - norm.eps)
+
+
+def _listing(tensors: Mapping[str, Tensor]) -> str:
+    return _few([f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items()])
+
+
+def _few(entries: list[str], count: int = 3) -> str:
+    shown = ", ".join(islice(entries, count))
+    return f"{shown} and {len(entries) - count} more" if len(entries) > count else shown
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,207 @@
+"""The networks of image experiments, with the layers of torchvision: ResNet-18/50/101, AlexNet and MobileNetV2.
+
+torchvision is imported when one is built. Its names are kept below ``features.backbone``, so its weights fit. Grey
+images are repeated to three channels inside ``features``, because pre-trained weights expect colour.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Literal, cast
+
+from pydantic import Field, PositiveInt
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedshift.errors import UserError
+from fedshift.models.network import Network
+from fedshift.models.options import NetworkOptions, image_shape
+from fedshift.models.pretrained import load_pretrained
+
+
+class GreyToColour(nn.Module):
+    """Repeats the one channel of grey images: (n, 1, h, w) → (n, 3, h, w)."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        return images.expand(-1, 3, -1, -1)
+
+
+class TensorFlowConv2d(nn.Conv2d):
+    """A convolution that pads as TensorFlow's SAME does: no more than needed, and the odd zero at the bottom and right.
+
+    torchvision pads both sides alike, which shifts what a strided convolution sees of images of even size by one pixel.
+    """
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        # Padding of (left, right, top, bottom), so the width first.
+        sides: list[int] = []
+        for axis in (1, 0):
+            size, kernel, stride = inputs.shape[2 + axis], self.kernel_size[axis], self.stride[axis]
+            outputs = -(-size // stride)
+            zeros = max((outputs - 1) * stride + kernel - size, 0)
+            sides += [zeros // 2, zeros - zeros // 2]
+        return functional.conv2d(
+            functional.pad(inputs, sides), self.weight, self.bias, self.stride, 0, self.dilation, self.groups
+        )
+
+    @classmethod
+    def like(cls, convolution: nn.Conv2d) -> TensorFlowConv2d:
+        """The same convolution, sharing its weights, with TensorFlow's padding."""
+        kernel, stride = cast(tuple[int, int], convolution.kernel_size), cast(tuple[int, int], convolution.stride)
+        same = cls(
+            convolution.in_channels,
+            convolution.out_channels,
+            kernel,
+            stride,
+            groups=convolution.groups,
+            bias=convolution.bias is not None,
+        )
+        same.weight, same.bias = convolution.weight, convolution.bias
+        return same
+
+
+class _Vision(NetworkOptions):
+    """What the torchvision networks share."""
+
+    pretrained: bool | Path = Field(
+        False,
+        union_mode="left_to_right",
+        description="true or a torchvision weights name (IMAGENET1K_V1): ask torchvision; a path, absolute or below "
+        "FEDSHIFT_WEIGHTS: a .safetensors or .npz file with torchvision's names",
+    )
+    bottleneck: PositiveInt | None = Field(
+        None, description="width of a Linear-BatchNorm-ReLU before the classifier (CSAC's ResNet-18: 256)"
+    )
+
+    def _backbone(self, input_shape: tuple[int, ...], classes: int) -> tuple[int, nn.Module]:
+        """Channels of the data and torchvision's network with a new last layer, without pre-trained weights."""
+        channels, _, _ = image_shape(self.name, input_shape)
+        if channels not in (1, 3):
+            raise UserError(f"model '{self.name}' reads grey or colour images, data set gives {channels} channels")
+        import torchvision
+
+        return channels, cast(nn.Module, torchvision.models.get_model(self.name, weights=None, num_classes=classes))
+
+    def _network(
+        self,
+        channels: int,
+        backbone: nn.Module,
+        head: nn.Linear,
+        stages: Mapping[str, str],
+        alignment_stages: tuple[str, ...],
+    ) -> Network:
+        """``backbone`` without its last layer ``head``, the bottleneck if there is one, and a classifier."""
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        if channels == 1:
+            layers["colour"] = GreyToColour()
+        layers["backbone"] = backbone
+        classifier = head
+        if self.bottleneck is not None:
+            layers["bottleneck"] = nn.Sequential(
+                nn.Linear(head.in_features, self.bottleneck), nn.BatchNorm1d(self.bottleneck), nn.ReLU()
+            )
+            classifier = nn.Linear(self.bottleneck, head.out_features)
+        return Network(
+            nn.Sequential(layers),
+            classifier,
+            embedding_size=classifier.in_features,
+            classes=classifier.out_features,
+            stages={stage: f"features.backbone.{path}" for stage, path in stages.items()},
+            alignment_stages=alignment_stages,
+        )
+
+
+class _ResNet(_Vision):
+    """Residual network (He et al., CVPR 2016). Stages: ``stem`` (after pooling) and ``block1`` … ``block4``.
+
+    ResNet-18 at 224 px: 64x56x56, 64x56x56, 128x28x28, 256x14x14, 512x7x7; four times the channels in the blocks of
+    ResNet-50 and -101. CSAC aligns blocks 2 to 4 and uses ``bottleneck: 256``. Any image size.
+    """
+
+    def build(self, input_shape: tuple[int, ...], classes: int) -> Network:
+        channels, backbone = self._backbone(input_shape, classes)
+        load_pretrained(backbone, self.pretrained, model=self.name, head="fc")
+        head = cast(nn.Linear, backbone.fc)
+        backbone.fc = nn.Identity()
+        stages = {"stem": "maxpool"} | {f"block{number}": f"layer{number}" for number in range(1, 5)}
+        return self._network(channels, backbone, head, stages, ("block2", "block3", "block4"))
+
+
+class ResNet18(_ResNet):
+    __doc__ = _ResNet.__doc__
+    name: Literal["resnet18"] = "resnet18"
+
+
+class ResNet50(_ResNet):
+    __doc__ = _ResNet.__doc__
+    name: Literal["resnet50"] = "resnet50"
+
+
+class ResNet101(_ResNet):
+    __doc__ = _ResNet.__doc__
+    name: Literal["resnet101"] = "resnet101"
+
+
+class AlexNet(_Vision):
+    """AlexNet as in torchvision: five convolutions, fc6 and fc7 (4096) as features, and a new last layer.
+
+    Stages: ``conv1`` … ``conv5`` after ReLU, the last also after pooling (at 224 px: 64x55x55, 192x27x27, 384x13x13,
+    256x13x13, 256x6x6). CSAC aligns the last three and draws the last layer by Xavier's rule with gain 0.1. Images from
+    63 pixels.
+    """
+
+    name: Literal["alexnet"] = "alexnet"
+
+    def build(self, input_shape: tuple[int, ...], classes: int) -> Network:
+        _, height, width = image_shape(self.name, input_shape)
+        if min(height, width) < 63:
+            raise UserError(
+                f"model 'alexnet' needs images of at least 63x63 pixels, data set gives {height}x{width}; "
+                "enlarge them or choose another model"
+            )
+        channels, backbone = self._backbone(input_shape, classes)
+        layers = cast(nn.Sequential, backbone.classifier)
+        head = cast(nn.Linear, layers[-1])
+        nn.init.xavier_uniform_(head.weight, gain=0.1)
+        nn.init.zeros_(head.bias)
+        load_pretrained(backbone, self.pretrained, model=self.name, head="classifier.6")
+        backbone.classifier = layers[:-1]
+        stages = {f"conv{number}": f"features.{layer}" for number, layer in enumerate((1, 4, 7, 9, 12), start=1)}
+        return self._network(channels, backbone, head, stages, ("conv3", "conv4", "conv5"))
+
+
+class MobileNetV2(_Vision):
+    """MobileNetV2 (Sandler et al., CVPR 2018).
+
+    Stages, at 224 px: ``stem`` 32x112x112, ``block1`` 16x112x112, ``block2`` 24x56x56, ``block3`` 32x28x28, ``block4``
+    96x14x14, ``block5`` 320x7x7, ``last`` 1280x7x7. Alignment takes the output of the last block of each of the three
+    coarsest sizes.
+
+    Weights trained with TensorFlow expect ``padding: tensorflow`` and inputs in [-1, 1]: give the data set mean 0.5 and
+    std 0.5 per channel (``value / 127.5 - 1``) instead of ImageNet's. A file whose BatchNorm was folded into the
+    convolutions is exact in evaluation mode only, because its running statistics are placeholders: use it for frozen
+    features, or expect the first steps of training to re-learn the scales.
+    """
+
+    name: Literal["mobilenet_v2"] = "mobilenet_v2"
+    padding: Literal["torchvision", "tensorflow"] = Field(
+        "torchvision",
+        description="how stride-2 convolutions pad: alike on both sides, or as the weights of TensorFlow expect",
+    )
+
+    def build(self, input_shape: tuple[int, ...], classes: int) -> Network:
+        channels, backbone = self._backbone(input_shape, classes)
+        if self.padding == "tensorflow":
+            for path, module in list(backbone.named_modules()):
+                if isinstance(module, nn.Conv2d) and module.stride != (1, 1):
+                    parent, _, child = path.rpartition(".")
+                    setattr(backbone.get_submodule(parent), child, TensorFlowConv2d.like(module))
+        load_pretrained(backbone, self.pretrained, model=self.name, head="classifier.1")
+        layers = cast(nn.Sequential, backbone.classifier)
+        head = cast(nn.Linear, layers[-1])
+        backbone.classifier = layers[:-1]
+        ends = {"stem": 0, "block1": 1, "block2": 3, "block3": 6, "block4": 13, "block5": 17, "last": 18}
+        stages = {stage: f"features.{layer}" for stage, layer in ends.items()}
+        return self._network(channels, backbone, head, stages, ("block3", "block4", "block5"))

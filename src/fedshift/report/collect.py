@@ -1,0 +1,217 @@
+"""Find the parts of an experiment below a folder and read them.
+
+A part is one (method, target, seed); its folder is `<experiment>/<method>/<target>/seed-<n>/` and it is finished when
+it holds `result.json`. The experiment folder may hold `order.json`, which says what was planned and in which order:
+`{"methods": […], "targets": […], "seeds": […]}`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from fedshift.errors import UserError, nearest
+from fedshift.evaluation.records import RoundRecord, RunResult
+
+RESULT, ROUNDS, ORDER = "result.json", "rounds.jsonl", "order.json"
+_SEED = re.compile(r"seed-\d+")
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class Order(BaseModel):
+    """What was planned, in the order of the experiment file."""
+
+    methods: list[str] = []
+    targets: list[str] = []
+    seeds: list[int] = []
+
+
+@dataclass(frozen=True)
+class Part:
+    """A finished part and where it lies."""
+
+    folder: Path
+    result: RunResult
+
+
+@dataclass(frozen=True)
+class Collected:
+    """Everything finished below a folder, in the order of the experiment.
+
+    ``order`` names the methods and targets that have results (planned order first); ``unfinished`` of ``planned``
+    parts have none yet.
+    """
+
+    name: str
+    parts: tuple[Part, ...]
+    order: Order
+    unfinished: int
+    planned: int
+
+    @property
+    def results(self) -> list[RunResult]:
+        return [part.result for part in self.parts]
+
+    @property
+    def progress(self) -> str | None:
+        """A half sentence if parts are missing, such as "2 of 18 parts unfinished"."""
+        return f"{self.unfinished} of {self.planned} parts unfinished" if self.unfinished else None
+
+
+def natural(text: str) -> list[tuple[int, str]]:
+    """A sorting key under which M15 comes before M100.
+
+    >>> sorted(["M100", "M15", "art"], key=natural)
+    ['art', 'M15', 'M100']
+    """
+    pieces = re.findall(r"\d+|\D+", text.casefold())
+    return [(int(piece), "") if piece.isdecimal() else (0, piece) for piece in pieces]
+
+
+def collect(folder: str | os.PathLike[str]) -> Collected:
+    """Read all finished parts below ``folder``: an experiment's folder, the folder of runs if it holds one experiment,
+    or the folder of a method, target or seed.
+
+    Raises:
+        UserError: no such folder, no run or no finished part in it, several experiments in it, or a file that cannot
+            be read as what it should be.
+    """
+    root = Path(folder).resolve()
+    _check_is_folder(root, folder)
+    folders = sorted(_part_folders(root))
+    if not folders:
+        raise UserError(f"'{folder}' holds no run: give a folder that 'fedshift run' made, such as runs/<experiment>")
+    experiments = sorted({part.parents[2] for part in folders})
+    if len(experiments) > 1:
+        names = ", ".join(experiment.name for experiment in experiments)
+        raise UserError(f"'{folder}' holds {len(experiments)} experiments ({names}): give the folder of one of them")
+    parts = [Part(part, read_result(part / RESULT)) for part in folders if (part / RESULT).exists()]
+    if not parts:
+        raise UserError(
+            f"no finished part in '{folder}' ({len(folders)} begun): "
+            "call 'fedshift run' with the same experiment file again, it goes on where it stopped"
+        )
+    _check_unique(parts)
+
+    order = read_order(experiments[0] / ORDER)
+    planned = max(_planned(root, experiments[0], order, folders), len(folders))
+    methods = _ordered(order.methods, (part.result.method for part in parts))
+    targets = _ordered(order.targets, (part.result.target for part in parts))
+    parts.sort(key=lambda p: (methods.index(p.result.method), targets.index(p.result.target), p.result.seed))
+    return Collected(
+        name=experiments[0].name,
+        parts=tuple(parts),
+        order=Order(methods=methods, targets=targets, seeds=sorted({part.result.seed for part in parts})),
+        unfinished=planned - len(parts),
+        planned=planned,
+    )
+
+
+def read_result(path: Path) -> RunResult:
+    """Read a `result.json`.
+
+    Raises:
+        UserError: it cannot be read, or is not a result.
+    """
+    return _parse(RunResult, _read(path), str(path), "remove it and run the experiment again to redo this part")
+
+
+def read_order(path: Path) -> Order:
+    """Read an `order.json`; empty if there is none.
+
+    Raises:
+        UserError: it cannot be read, or is not an order of methods and targets.
+    """
+    if not path.exists():
+        return Order()
+    return _parse(Order, _read(path), str(path), "remove it; methods and targets then come in alphabetical order")
+
+
+def read_rounds(path: Path) -> list[RoundRecord]:
+    """Read a `rounds.jsonl`; empty if there is none.
+
+    A torn last line, left by a run that was killed while it wrote, is passed over. Of two lines for one round the later
+    one counts, since a resumed run repeats the round that it had lost.
+
+    Raises:
+        UserError: the file cannot be read, or another line is not the record of a round.
+    """
+    if not path.exists():
+        return []
+    text = _read(path)
+    lines = text.splitlines()
+    if text and not text.endswith(b"\n"):
+        lines.pop()
+    records: dict[int, RoundRecord] = {}
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            record = _parse(RoundRecord, line, f"{path} line {number}", "remove this part's folder and run it again")
+            records[record.round] = record
+    return [records[number] for number in sorted(records)]
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _parse(model: type[Model], text: bytes, where: str, advice: str) -> Model:
+    try:
+        return model.model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(step) for step in first["loc"])
+        what = " ".join(f"{field + ': ' if field else ''}{first['msg']}".split())
+        raise UserError(f"{where} is corrupt or was not written by fedshift ({what}): {advice}") from error
+
+
+def _check_is_folder(root: Path, asked: str | os.PathLike[str]) -> None:
+    if root.is_dir():
+        return
+    if root.exists():
+        raise UserError(f"'{asked}' is a file: give the folder that 'fedshift run' made, such as runs/<experiment>")
+    beside = [path.name for path in root.parent.iterdir() if path.is_dir()] if root.parent.is_dir() else []
+    raise UserError(f"no folder '{asked}': {nearest(root.name, beside) if beside else 'run an experiment first'}")
+
+
+def _part_folders(root: Path) -> Iterable[Path]:
+    for folder, below, files in os.walk(root):
+        if _SEED.fullmatch(Path(folder).name) or RESULT in files:
+            below.clear()
+            yield Path(folder)
+
+
+def _check_unique(parts: Sequence[Part]) -> None:
+    seen: dict[tuple[str, str, int], Path] = {}
+    for part in parts:
+        key = (part.result.method, part.result.target, part.result.seed)
+        if key in seen:
+            raise UserError(f"{seen[key]} and {part.folder} hold the same part {key}: remove one of the two")
+        seen[key] = part.folder
+
+
+def _ordered(planned: Iterable[str], present: Iterable[str]) -> list[str]:
+    """``present`` without repeats: first those that were planned, in that order, then the others in natural order."""
+    names = set(present)
+    first = [name for name in dict.fromkeys(planned) if name in names]
+    return first + sorted(names - set(first), key=lambda name: (natural(name), name))
+
+
+def _planned(root: Path, experiment: Path, order: Order, begun: Sequence[Path]) -> int:
+    """How many parts the plan has below ``root``, which stands for one method, target or seed if it is deeper."""
+    depth = len(root.relative_to(experiment).parts) if root.is_relative_to(experiment) else 0
+    seeds = len(order.seeds) or len({part.name for part in begun})
+    counts = [len(order.methods), len(order.targets), seeds][depth:]
+    product = 1
+    for count in counts:
+        product *= count
+    return product

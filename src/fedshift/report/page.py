@@ -1,0 +1,448 @@
+"""One HTML page about an experiment: everything inline, nothing fetched, readable by people who decide."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from fedshift.errors import UserError
+from fedshift.evaluation.records import RoundRecord, RunResult, Selection
+from fedshift.evaluation.selection import RULES
+from fedshift.evaluation.summary import paired_difference
+from fedshift.report import plots
+from fedshift.report.collect import ROUNDS, Collected, Part, read_rounds
+from fedshift.report.table import MISSING, Table, table_of
+
+PAGE = "report.html"
+_MOST_CLASSES = 20
+
+_QUESTIONS = {
+    "leave_one_out": "Does it work at a new site? Each target in turn took no part in training and was only tested.",
+    "adapt_to_one": "Does it work at a site without labels? Each target in turn took part without its labels.",
+    "source_target": "Does everybody win? Labelled and unlabelled sites train together and are both tested.",
+}
+
+
+def write_page(folder: Path, collected: Collected) -> Path:
+    """Write `report.html` in ``folder``, whole or not at all.
+
+    Returns:
+        Where it lies.
+
+    Raises:
+        UserError: the page cannot be written there, or a `rounds.jsonl` is corrupt.
+    """
+    text = page(collected)
+    path = folder / PAGE
+    beside: str | None = None
+    try:
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, prefix=".report-", delete=False) as file:
+            beside = file.name
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(beside, 0o644)  # the temporary file is the owner's alone
+        os.replace(beside, path)
+    except OSError as error:
+        if beside is not None:
+            Path(beside).unlink(missing_ok=True)
+        raise UserError(
+            f"cannot write {path}: {error.strerror or error}; free some space or choose a folder you may write to"
+        ) from error
+    return path
+
+
+def page(collected: Collected) -> str:
+    """The page as text. A pure function of the files that ``collected`` names."""
+    results = collected.results
+    headline = table_of(collected, "last")
+    records = {part.folder: read_rounds(part.folder / ROUNDS) for part in collected.parts}
+    sections = [
+        _header(collected),
+        _section("result", "Result", _main_result(headline), _how_to_read()),
+        _section("curves", "Accuracy over training", _curves(collected.parts, records, headline.methods)),
+        _section("others", "Other selection rules", *(_other(collected, rule) for rule in ("source", "oracle"))),
+        _section("differences", "Differences between methods", _differences(results, headline.methods)),
+        _section("cost", "Cost", _cost(results, headline.methods)),
+        _section("classes", "Per class, at each method's worst target", _per_class(results, headline)),
+        _section("warnings", "Warnings", _warnings(results)),
+        _section("settings", "Settings and versions", _settings(results, headline.methods)),
+    ]
+    title = escape(f"{collected.name}: fedshift report")
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<main>\n"
+        + "\n".join(sections)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+def _section(name: str, title: str, *content: str) -> str:
+    return f'<section id="{name}">\n<h2>{escape(title)}</h2>\n' + "\n".join(filter(None, content)) + "\n</section>"
+
+
+def _paragraph(text: str, css: str = "") -> str:
+    return f"<p{f' class={css}' if css else ''}>{escape(text)}</p>"
+
+
+def _grid(head: Sequence[str], body: Iterable[Sequence[str]], css: str = "") -> str:
+    """An HTML table from cells that are HTML already; the first column holds the names of the rows."""
+    top = "".join(f'<th scope="col">{cell}</th>' for cell in head)
+    lines = "\n".join(
+        "<tr>" + f'<th scope="row">{line[0]}</th>' + "".join(_cell(cell) for cell in line[1:]) + "</tr>"
+        for line in body
+    )
+    return (
+        f'<div class="scroll"><table class="{css}">\n<thead><tr>{top}</tr></thead>\n'
+        f"<tbody>\n{lines}\n</tbody></table></div>"
+    )
+
+
+def _cell(html: str) -> str:
+    return html if html.startswith("<td") else f"<td>{html}</td>"
+
+
+def _header(collected: Collected) -> str:
+    results, order = collected.results, collected.order
+    kinds = {_kind(result) for result in results}
+    question = _QUESTIONS.get(kinds.pop(), "") if len(kinds) == 1 else ""
+    data = sorted({str(result.data["name"]) for result in results if "name" in result.data})
+    facts = [
+        ("data", ", ".join(data)),
+        ("methods", ", ".join(order.methods)),
+        ("targets", ", ".join(order.targets)),
+        ("seeds", ", ".join(map(str, order.seeds))),
+        ("classes", str(len(results[0].classes))),
+        (
+            "parts",
+            f"{len(results)} finished" + (f", {collected.unfinished} unfinished" if collected.unfinished else ""),
+        ),
+    ]
+    listing = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts if v)
+    return (
+        f"<header>\n<h1>{escape(collected.name)}</h1>\n"
+        + (_paragraph(question, "lead") if question else "")
+        + f"\n<dl>{listing}</dl>\n</header>"
+    )
+
+
+def _kind(result: RunResult) -> str:
+    protocol = result.options.get("protocol")
+    return str(protocol.get("kind", "")) if isinstance(protocol, Mapping) else ""
+
+
+def _table(table: Table) -> str:
+    def entry(method: str, column: str) -> str:
+        cell = table.cells[method][column]
+        if cell is None:
+            return f'<td class="missing">{MISSING}</td>'
+        error = f' <span class="error">± {cell.error}</span>' if cell.error else ""
+        seeds = ", ".join(f"{value:.2f}" for value in cell.row.seeds)
+        mean = f"<b>{cell.mean}</b>" if cell.best else cell.mean
+        return f'<td title="seeds: {seeds}">{mean}{error}</td>'
+
+    grid = _grid(
+        ["method", *map(escape, table.columns)],
+        ([escape(method), *(entry(method, column) for column in table.columns)] for method in table.methods),
+        "accuracies",
+    )
+    return grid + "".join(_paragraph(note, "note") for note in table.notes)
+
+
+def _main_result(headline: Table) -> str:
+    figure = plots.svg(plots.accuracy_per_target(headline), "Accuracy of every method at every target, last round")
+    return _table(headline) + f"<figure>{figure}<figcaption>Mean and standard error over seeds.</figcaption></figure>"
+
+
+def _how_to_read() -> str:
+    points = [
+        "Each column is a target; the number is the share of its samples that the model of the last round got right. "
+        "The last column is the unweighted mean over targets.",
+        "± is the standard error over seeds. Two methods whose intervals overlap have not been shown to differ; "
+        "with three seeds even a gap of two standard errors is weak evidence.",
+        "The highest figure of a column is bold. That alone does not make it better.",
+        "All methods of an experiment do the same number of local mini-batches, unless the costs below say otherwise.",
+        "The oracle looks at the labels of the target, which nobody has at a new site. "
+        "It says what perfect selection could gain and is not a result.",
+    ]
+    items = "".join(f"<li>{escape(point)}</li>" for point in points)
+    return f"<details open><summary>How to read this</summary><ul>{items}</ul></details>"
+
+
+def _other(collected: Collected, rule: Selection) -> str:
+    if all(result.accuracy(rule) is None for result in collected.results):
+        return _paragraph(f"Not available: {RULES[rule].description}; no source kept a held-out part.", "note")
+    return f"<h3>{escape(rule)}</h3>" + _table(table_of(collected, rule))
+
+
+def _curves(parts: Sequence[Part], records: Mapping[Path, list[RoundRecord]], methods: Sequence[str]) -> str:
+    curves: dict[str, dict[str, plots.Curve]] = {"round": {}, "local mini-batches per site": {}}
+    for method in methods:
+        runs = [(part.result, records[part.folder]) for part in parts if part.result.method == method]
+        points = _mean_over_targets([(result, rounds) for result, rounds in runs if rounds])
+        if points:
+            numbers, batches, mean, spread = zip(*points, strict=True)
+            band = None if None in spread else spread
+            curves["round"][method] = (numbers, mean, band)
+            curves["local mini-batches per site"][method] = (batches, mean, band)
+    if not curves["round"]:
+        return _paragraph("No rounds.jsonl lies beside the results, so there is nothing to draw.", "note")
+    figure = plots.svg(plots.accuracy_over_rounds(curves), "Accuracy over rounds and over local mini-batches")
+    caption = (
+        "Mean over targets; the band is one standard deviation over seeds. "
+        "The right panel compares at equal work, which includes what a method does before its first round."
+    )
+    return f"<figure>{figure}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _mean_over_targets(
+    runs: Sequence[tuple[RunResult, list[RoundRecord]]],
+) -> list[tuple[int, float, float, float | None]]:
+    """Per round: (round, mean mini-batches, mean accuracy over targets and seeds, deviation over seeds).
+
+    Only seeds with every target of the method and only rounds that all of their runs measured; else the line would jump
+    where a target drops out.
+    """
+    targets = {result.target for result, _ in runs}
+    by_seed: dict[int, dict[str, dict[int, RoundRecord]]] = defaultdict(dict)
+    for result, rounds in runs:
+        by_seed[result.seed][result.target] = {record.round: record for record in rounds if record.target_accuracy}
+    whole = [by_target for by_target in by_seed.values() if by_target.keys() == targets]
+    if not whole:
+        return []
+    common = set[int].intersection(*(set(rounds) for by_target in whole for rounds in by_target.values()))
+    points = []
+    for number in sorted(common):
+        seeds = [fmean(rounds[number].target_mean or 0.0 for rounds in by_target.values()) for by_target in whole]
+        batches = fmean(rounds[number].mini_batches for by_target in whole for rounds in by_target.values())
+        points.append((number, batches, fmean(seeds), stdev(seeds) if len(seeds) > 1 else None))
+    return points
+
+
+def _differences(results: Sequence[RunResult], methods: Sequence[str]) -> str:
+    if len(methods) < 2:
+        return _paragraph("One method: nothing to compare.", "note")
+    lines = []
+    for index, first in enumerate(methods):
+        for second in methods[:index]:
+            pair = paired_difference(
+                [result for result in results if result.method == first],
+                [result for result in results if result.method == second],
+            )
+            if pair is not None:
+                error = (
+                    "" if pair.standard_error is None else f' <span class="error">± {pair.standard_error:.2f}</span>'
+                )
+                p = MISSING if pair.p is None else "&lt; 0.001" if pair.p < 0.001 else f"{pair.p:.3f}"
+                lines.append(
+                    [
+                        f"{escape(first)} − {escape(second)}",
+                        f"{pair.mean:+.2f}".replace("-", "−") + error,
+                        str(pair.n),
+                        p,
+                    ]
+                )
+    note = (
+        "Last round; percentage points over the (target, seed) pairs that both methods finished; two-sided paired "
+        "t-test. "
+        "Pairs of one seed share sites and are not independent, and several comparisons find something by chance: "
+        "p is a guide, not a proof."
+    )
+    return _grid(["methods", "mean difference", "pairs", "p"], lines) + _paragraph(note, "note")
+
+
+def _cost(results: Sequence[RunResult], methods: Sequence[str]) -> str:
+    lines = []
+    sizes: dict[str, dict[str, dict[str, float]]] = {}
+    for method in methods:
+        runs = [result for result in results if result.method == method]
+        sizes[method] = {
+            "up": _mean_by_kind([run.bytes_up for run in runs]),
+            "down": _mean_by_kind([run.bytes_down for run in runs]),
+        }
+        lines.append(
+            [
+                escape(method),
+                f"{fmean(run.rounds for run in runs):g}",
+                f"{fmean(run.mini_batches for run in runs):,.0f}",
+                f"{fmean(run.seconds for run in runs):,.1f}",
+                f"{1e3 * sum(run.seconds for run in runs) / max(1, sum(run.mini_batches for run in runs)):,.1f}",
+                f"{sum(sizes[method]['up'].values()) / 1e6:,.2f}",
+                f"{sum(sizes[method]['down'].values()) / 1e6:,.2f}",
+            ]
+        )
+    head = ["method", "rounds", "mini-batches per site", "seconds", "ms per mini-batch", "MB up", "MB down"]
+    note = "Means over the parts of a method. Up leaves the sites, down reaches them; all sites together; 1 MB = 10⁶ B."
+    grid = _grid(head, lines) + _paragraph(note, "note")
+    if not any(sum(kinds.values()) for ways in sizes.values() for kinds in ways.values()):
+        return grid
+    figure = plots.svg(plots.bytes_by_kind(sizes), "Megabytes per run by kind of content")
+    return (
+        grid + f"<figure>{figure}<figcaption>What crossed the sites' borders, by kind of content.</figcaption></figure>"
+    )
+
+
+def _mean_by_kind(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:
+    kinds = {kind for count in counts for kind in count}
+    return {kind: fmean(count.get(kind, 0) for count in counts) for kind in kinds}
+
+
+def _per_class(results: Sequence[RunResult], headline: Table) -> str:
+    lines = []
+    for method in headline.methods:
+        cells = [cell for cell in list(headline.cells[method].values())[:-1] if cell is not None]
+        worst = min(cells, key=lambda cell: cell.row.mean).row.target
+        runs = [result for result in results if result.method == method and result.target == worst]
+        lines.append((method, worst, _mean_per_class(runs)))
+    classes = results[0].classes
+    if any(result.classes != classes for result in results) or not any(accuracies for *_, accuracies in lines):
+        return _paragraph("No accuracies per class were recorded for one common list of classes.", "note")
+    shown = list(range(len(classes)))
+    note = "Last round: percent of a class's samples recognised, mean over seeds; – where the target lacks the class."
+    if len(classes) > _MOST_CLASSES:
+        hardest = sorted(
+            shown, key=lambda index: min((a[index] for *_, a in lines if a.get(index) is not None), default=101)
+        )
+        shown = sorted(hardest[:_MOST_CLASSES])
+        note += f" The {_MOST_CLASSES} hardest of {len(classes)} classes."
+    body = (
+        [escape(method), escape(worst), *(_tinted(accuracies.get(index)) for index in shown)]
+        for method, worst, accuracies in lines
+    )
+    head = ["method", "target", *(escape(classes[index]) for index in shown)]
+    return _grid(head, body, "classes") + _paragraph(note, "note")
+
+
+def _mean_per_class(runs: Sequence[RunResult]) -> dict[int, float]:
+    """Class number → mean accuracy over the runs whose target has the class."""
+    values: dict[int, list[float]] = defaultdict(list)
+    for run in runs:
+        last = run.selected["last"]
+        for index, accuracy in enumerate(last.per_class if last is not None else []):
+            if accuracy is not None:
+                values[index].append(accuracy)
+    return {index: fmean(accuracies) for index, accuracies in values.items()}
+
+
+def _tinted(accuracy: float | None) -> str:
+    if accuracy is None:
+        return f'<td class="missing">{MISSING}</td>'
+    return f'<td style="--miss:{0.7 * (100 - accuracy):.0f}%">{accuracy:.0f}</td>'
+
+
+def _warnings(results: Sequence[RunResult]) -> str:
+    where: dict[str, list[str]] = defaultdict(list)
+    for result in results:
+        for warning in dict.fromkeys(result.warnings):
+            where[warning].append(f"{result.method} / {result.target} / seed {result.seed}")
+    if not where:
+        return _paragraph("None.")
+    items = []
+    for warning, parts in where.items():
+        more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
+        items.append(f'<li>{escape(warning)} <span class="note">({escape("; ".join(parts[:3]) + more)})</span></li>')
+    return f"<ul>{''.join(items)}</ul>"
+
+
+def _settings(results: Sequence[RunResult], methods: Sequence[str]) -> str:
+    seen: dict[str, dict[str, None]] = defaultdict(dict)
+    for result in results:
+        facts = {**result.versions, "device": result.device, "threads": str(result.threads)}
+        for name, value in facts.items():
+            seen[name].setdefault(value)
+    versions = _grid(
+        ["", "in these runs"], ([escape(name), escape(", ".join(values))] for name, values in seen.items()), "facts"
+    )
+    mixed = [name for name, values in seen.items() if len(values) > 1]
+    if mixed:
+        versions += _paragraph(f"The parts were not run alike ({', '.join(mixed)}): compare with care.", "note")
+    first = {method: next(result for result in results if result.method == method) for method in methods}
+    blocks = [_details("Data", results[0].data)]
+    blocks += [_details(f"Settings of {method}", result.options) for method, result in first.items()]
+    return versions + "\n".join(filter(None, blocks))
+
+
+def _details(title: str, content: Mapping[str, Any]) -> str:
+    if not content:
+        return ""
+    import yaml
+
+    text = yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True, width=100)
+    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
+
+
+_LIGHT = dict(zip([f"s{i}" for i in range(8)], plots.SERIES, strict=True)) | {
+    "ink": plots.INK,
+    "grid": plots.GRID,
+    "paper": plots.PAPER,
+    "faint": "#5c6773",
+    "wash": "#f4f6f8",
+    "miss-ink": "#c8372d",
+}
+_DARK = {
+    "ink": "#e4e8ec",
+    "grid": "#39424c",
+    "paper": "#14191f",
+    "faint": "#9aa5b1",
+    "wash": "#1d242c",
+    "miss-ink": "#e2665a",
+    **dict(
+        zip(
+            [f"s{i}" for i in range(8)],
+            ("#57a9e6", "#f08c4f", "#4cc38f", "#d77cc0", "#d0b03c", "#9a97f2", "#ef6a78", "#8fb2c1"),
+            strict=True,
+        )
+    ),
+}
+
+
+def _variables(colors: Mapping[str, str]) -> str:
+    return "".join(f"--{name}:{color};" for name, color in colors.items())
+
+
+_STYLE = (
+    f":root{{color-scheme:light dark;{_variables(_LIGHT)}}}\n"
+    f"@media (prefers-color-scheme:dark){{:root{{{_variables(_DARK)}}}}}\n"
+    """
+*{box-sizing:border-box}
+body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.55 system-ui,"Segoe UI",Roboto,sans-serif}
+main{max-width:68rem;margin:0 auto;padding:2rem 1.25rem 4rem}
+h1{font-size:2rem;line-height:1.2;margin:0 0 .4rem}
+h2{font-size:1.3rem;margin:2.8rem 0 .8rem;padding-bottom:.3rem;border-bottom:1px solid var(--grid)}
+h3{font-size:1rem;margin:1.6rem 0 .4rem;text-transform:capitalize}
+p{margin:.5rem 0;max-width:48rem}
+.lead{font-size:1.1rem}
+.note,figcaption{color:var(--faint);font-size:.88rem}
+.note{margin:.25rem 0}
+dl{display:grid;grid-template-columns:repeat(auto-fit,minmax(11rem,1fr));gap:.8rem;margin:1.2rem 0 0}
+dl div{background:var(--wash);border-radius:.5rem;padding:.6rem .8rem}
+dt{color:var(--faint);font-size:.8rem}
+dd{margin:0;overflow-wrap:anywhere}
+.scroll{overflow-x:auto;margin:.6rem 0}
+table{border-collapse:collapse;font-variant-numeric:tabular-nums}
+th,td{padding:.4rem .75rem;text-align:right;white-space:nowrap;border-bottom:1px solid var(--grid)}
+thead th{color:var(--faint);font-weight:600;font-size:.88rem}
+tbody th{font-weight:600}
+th:first-child,.classes td:nth-child(2),.classes th:nth-child(2),.facts td,.facts th{text-align:left}
+.accuracies th:last-child,.accuracies td:last-child{background:var(--wash)}
+.error,.missing{color:var(--faint)}
+.error{font-size:.85em}
+.classes td[style]{background:color-mix(in srgb,var(--miss-ink) var(--miss),transparent)}
+.facts td{white-space:normal}
+figure{margin:1rem 0;overflow-x:auto}
+figure svg{display:block;width:100%;min-width:36rem;height:auto}
+details{margin:.6rem 0;background:var(--wash);border-radius:.5rem;padding:.5rem .9rem}
+summary{cursor:pointer;font-weight:600}
+pre{overflow-x:auto;font-size:.85rem;line-height:1.45;margin:.6rem 0}
+ul{padding-left:1.2rem;margin:.5rem 0}
+li{margin:.25rem 0;max-width:48rem}
+@media print{details{break-inside:avoid}section{break-inside:avoid-page}}
+"""
+)

@@ -1,0 +1,169 @@
+"""Plots of an experiment as matplotlib figures, and as SVG whose colours follow the page that shows them.
+
+matplotlib is imported when a plot is drawn, not before; no figure touches a screen.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedshift.evaluation.summary import AVERAGE
+from fedshift.report.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, GRID, PAPER = "#1c2530", "#d5dae0", "#ffffff"
+SERIES = ("#0b6bb0", "#d1570b", "#1f8a5b", "#a83a8c", "#8a6d00", "#5b57c4", "#b3263a", "#4a6b78")
+"""One colour per method; beyond eight methods they repeat with another line style or marker."""
+
+_LINES, _MARKERS = ("-", "--", ":", "-."), ("o", "s", "^", "D")
+Curve = tuple[Sequence[float], Sequence[float], Sequence[float] | None]
+"""x, mean and standard deviation (None for one seed) of a line."""
+
+
+def accuracy_over_rounds(curves: Mapping[str, Mapping[str, Curve]]) -> Figure:
+    """Accuracy against each horizontal axis in ``curves`` (its label → method → curve), one panel per axis.
+
+    The band is one standard deviation over seeds.
+    """
+    figure, panels = _figure(9.6, 3.6, len(curves))
+    for axes, (label, lines) in zip(panels, curves.items(), strict=True):
+        for index, (method, (x, mean, spread)) in enumerate(lines.items()):
+            color, line, marker = _style(index)
+            # A single measurement is a point, which a line without markers would not show.
+            marks = marker if len(x) == 1 else ""
+            axes.plot(x, mean, color=color, linestyle=line, marker=marks, linewidth=1.8, label=method)
+            if spread is not None:
+                low, high = np.subtract(mean, spread), np.add(mean, spread)
+                axes.fill_between(x, low, np.minimum(high, 100), color=color, alpha=0.16, linewidth=0)
+        axes.set_xlabel(label)
+        axes.set_xlim(left=0)
+    panels[0].set_ylabel("accuracy, %")
+    for axes in panels[1:]:
+        axes.sharey(panels[0])
+        axes.tick_params(labelleft=False)
+    _legend(figure, panels[0])
+    return figure
+
+
+def accuracy_per_target(table: Table) -> Figure:
+    """Mean and standard error of every method at every target and on average.
+
+    Points and not bars, since the differences that matter are small beside the distance from zero.
+    """
+    figure, [axes] = _figure(9.6, 3.6)
+    columns = np.arange(len(table.columns))
+    count = len(table.methods)
+    step = min(0.14, 0.7 / count)
+    for index, method in enumerate(table.methods):
+        present = [(place, cell.row) for place, cell in enumerate(table.cells[method].values()) if cell is not None]
+        if not present:
+            continue
+        color, _, marker = _style(index)
+        x = [place + (index - (count - 1) / 2) * step for place, _ in present]
+        errors = [row.standard_error or 0.0 for _, row in present]
+        means = [row.mean for _, row in present]
+        axes.errorbar(x, means, errors, color=color, fmt=marker, markersize=6, capsize=2.5, linewidth=1.4, label=method)
+    axes.axvline(len(columns) - 1.5, color=GRID, linewidth=1)
+    crowded = max(map(len, table.columns)) * len(columns) > 100
+    axes.set_xticks(columns, table.columns, rotation=30 if crowded else 0, ha="right" if crowded else "center")
+    axes.get_xticklabels()[table.columns.index(AVERAGE)].set_fontweight("bold")
+    axes.grid(axis="x", visible=False)
+    axes.set_xlim(-0.5, len(columns) - 0.5)
+    axes.set_ylabel("accuracy, %")
+    _legend(figure, axes)
+    return figure
+
+
+def bytes_by_kind(sizes: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figure:
+    """Megabytes per part by kind of content: ``sizes[method]["up" | "down"][kind]``, one bar for each way."""
+    kinds = sorted({kind for ways in sizes.values() for by_kind in ways.values() for kind in by_kind})
+    bars = [(method, way) for method in sizes for way in ("up", "down")]
+    figure, [axes] = _figure(9.6, 0.9 + 0.3 * len(bars))
+    places = np.array([index + 0.45 * (index // 2) for index in range(len(bars))])
+    left = np.zeros(len(bars))
+    for index, kind in enumerate(kinds):
+        width = np.array([sizes[method].get(way, {}).get(kind, 0.0) / 1e6 for method, way in bars])
+        axes.barh(places, width, left=left, color=SERIES[-1 - index % len(SERIES)], height=0.8, label=kind)
+        left += width
+    for place, total in zip(places, left, strict=True):
+        axes.annotate(
+            f"{total:,.1f}" if total else "0",
+            (total, place),
+            (4, 0),
+            textcoords="offset points",
+            va="center",
+            color=INK,
+        )
+    axes.set_yticks(places, [f"{method}  {way}" for method, way in bars])
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("megabytes per run, all sites together")
+    axes.margins(x=0.12)
+    axes.set_xlim(left=0)
+    _legend(figure, axes)
+    return figure
+
+
+def svg(figure: Figure, description: str) -> str:
+    """``figure`` as an `<svg>` element for an HTML page: text stays text, it scales with the page, nothing is fetched.
+
+    Colours become the page's own variables (--ink, --grid, --paper, --s0 … --s7), so light and dark both work.
+    """
+    from html import escape
+
+    import matplotlib
+
+    buffer = io.StringIO()
+    # The salt makes ids the same in every run and different in every plot of a page.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": description}):
+        none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(buffer, format="svg", transparent=True, metadata=none)
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    head, body = text.split(">", 1)
+    box = re.search(r'viewBox="[^"]*"', head)
+    assert box is not None
+    for color, name in [(INK, "ink"), (GRID, "grid"), (PAPER, "paper"), *((c, f"s{i}") for i, c in enumerate(SERIES))]:
+        body = body.replace(color, f"var(--{name})")
+    body = re.sub(r'font-family: [^;"]*', "font-family: inherit", body)
+    body = re.sub(r"<style.*?</style>", "", body, flags=re.DOTALL)  # it would apply to the whole page
+    return f'<svg {box[0]} role="img" aria-label="{escape(description)}">{body}'
+
+
+def _figure(width: float, height: float, panels: int = 1) -> tuple[Figure, list[Axes]]:
+    """A figure of ``width`` × ``height`` inches with ``panels`` empty axes side by side."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained", facecolor=PAPER)
+    every = [figure.add_subplot(1, panels, index + 1, facecolor="none") for index in range(panels)]
+    for axes in every:
+        axes.grid(color=GRID, linewidth=0.7)
+        axes.set_axisbelow(True)
+        for side, spine in axes.spines.items():
+            spine.set_visible(side in ("left", "bottom"))
+            spine.set_color(GRID)
+        axes.tick_params(color=GRID, labelcolor=INK)
+        axes.xaxis.label.set_color(INK)
+        axes.yaxis.label.set_color(INK)
+    return figure, every
+
+
+def _style(index: int) -> tuple[str, str, str]:
+    again = index // len(SERIES)
+    return SERIES[index % len(SERIES)], _LINES[again % len(_LINES)], _MARKERS[again % len(_MARKERS)]
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        columns = min(len(labels), 6)
+        figure.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False, labelcolor=INK)

@@ -1,0 +1,141 @@
+"""Augmentation against torchvision, piece by piece, and its invariants."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from torch import Tensor
+
+from fedshift.data import transforms
+from fedshift.data.domain import Preprocessing
+from fedshift.data.transforms import PRESETS, Augmentation, augment, preset, to_network
+from fedshift.errors import UserError
+
+
+def images(number: int = 6, channels: int = 3, size: int = 12, seed: int = 0) -> Tensor:
+    return torch.rand(number, channels, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def drawn(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_nothing_on_changes_nothing() -> None:
+    batch = images()
+    assert augment(batch, Augmentation(), drawn()) is batch
+    assert preset("none").is_identity
+    assert not any(found.is_identity for name, found in PRESETS.items() if name != "none")
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("channels", [1, 3])
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 10_000))
+def test_range_shape_and_repeatability(name: str, channels: int, seed: int) -> None:
+    batch = images(5, channels, seed=seed)
+    before = batch.clone()
+    first, second = augment(batch, preset(name), drawn(seed)), augment(batch, preset(name), drawn(seed))
+    assert first.shape == batch.shape
+    assert first.min() >= 0
+    assert first.max() <= 1
+    assert torch.equal(first, second)
+    assert torch.equal(batch, before)
+
+
+def test_a_certain_flip_is_torch_flip() -> None:
+    batch = images()
+    assert torch.equal(augment(batch, Augmentation(flip=1.0), drawn()), batch.flip(-1))
+    whole = Augmentation(flip=1.0, crop_scale=(1.0, 1.0))  # through the resampling: the crop is the whole image
+    assert torch.allclose(augment(batch, whole, drawn()), batch.flip(-1), atol=1e-5)
+    assert torch.allclose(augment(batch, Augmentation(crop_scale=(1.0, 1.0)), drawn()), batch, atol=1e-5)
+
+
+def test_about_half_of_the_images_are_mirrored() -> None:
+    batch = images(400, 1, 4)
+    out = augment(batch, Augmentation(flip=0.5), drawn(3))
+    kept = (out == batch).flatten(1).all(1)
+    assert 150 < kept.sum() < 250
+    assert torch.equal(out[~kept], batch[~kept].flip(-1))
+
+
+def test_a_crop_shows_part_of_the_image() -> None:
+    """On a ramp, a crop of area share s and ratio r spans sqrt(s·r) of the range and stays a ramp inside it."""
+    ramp = torch.linspace(0, 1, 64).expand(300, 1, 64, 64).contiguous()
+    out = augment(ramp, Augmentation(crop_scale=(0.25, 0.25), crop_ratio=(1.0, 1.0)), drawn())
+    span = out[:, 0, 32, -1] - out[:, 0, 32, 0]
+    assert torch.allclose(span, torch.full_like(span, 0.5), atol=0.02)
+    assert out[:, 0, 32, 0].max() > 0.4  # crops lie everywhere
+    assert out[:, 0, 32, 0].min() < 0.1
+
+
+def factor(value: float, number: int = 6) -> Tensor:
+    return torch.full((number, 1, 1, 1), value)
+
+
+@pytest.mark.parametrize("value", [0.6, 1.0, 1.4])
+def test_colour_changes_agree_with_torchvision(value: float) -> None:
+    functional = pytest.importorskip("torchvision.transforms.v2.functional")
+    batch = images()
+    pairs = [
+        (transforms.adjust_brightness(batch, factor(value)), functional.adjust_brightness(batch, value)),
+        (transforms.adjust_contrast(batch, factor(value)), functional.adjust_contrast(batch, value)),
+        (transforms.adjust_saturation(batch, factor(value)), functional.adjust_saturation(batch, value)),
+        (transforms.grey(batch), functional.rgb_to_grayscale(batch)),
+        (transforms.adjust_contrast(batch[:, :1], factor(value)), functional.adjust_contrast(batch[:, :1], value)),
+    ]
+    for found, expected in pairs:
+        assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("turn", [-0.4, -0.1, 0.0, 0.25, 0.5])
+def test_hue_agrees_with_torchvision(turn: float) -> None:
+    functional = pytest.importorskip("torchvision.transforms.v2.functional")
+    batch = images(size=16)
+    batch[0] = 0.3  # grey has no hue
+    batch[1, :, :4] = torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1)
+    assert torch.allclose(transforms.adjust_hue(batch, factor(turn)), functional.adjust_hue(batch, turn), atol=1e-4)
+
+
+def test_red_turned_by_a_third_is_green() -> None:
+    red = torch.tensor([1.0, 0.0, 0.0]).view(1, 3, 1, 1)
+    assert torch.allclose(
+        transforms.adjust_hue(red, factor(1 / 3, 1)).flatten(), torch.tensor([0.0, 1.0, 0.0]), atol=1e-5
+    )
+
+
+def test_certain_greyscale() -> None:
+    out = augment(images(), Augmentation(greyscale=1.0), drawn())
+    assert torch.equal(out[:, 0], out[:, 1])
+    assert torch.equal(out[:, 0], out[:, 2])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"flip": 1.2}, {"crop_scale": (0.0, 1.0)}, {"crop_scale": (0.9, 0.8)}, {"hue": 0.6}, {"crop_ratio": (2, 3)}],
+)
+def test_bounds(fields: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        Augmentation.model_validate(fields)
+
+
+def test_unknown_preset() -> None:
+    with pytest.raises(UserError, match="did you mean 'csac'"):
+        preset("csca")
+
+
+def test_to_network_scales_and_normalises() -> None:
+    stored = torch.tensor([0, 51, 255, 102], dtype=torch.uint8).view(1, 1, 2, 2).repeat(1, 3, 1, 1)
+    preprocessing = Preprocessing(kind="image", mean=(0.0, 0.2, 0.4), std=(1.0, 0.5, 2.0))
+    out = to_network(stored, preprocessing, "cpu")
+    assert out.dtype == torch.float32
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    assert torch.allclose(out[0, 0].flatten(), torch.tensor([0.0, 0.2, 1.0, 0.4]))
+    assert torch.allclose(out[0, 1].flatten(), torch.tensor([-0.4, 0.0, 1.6, 0.4]))
+    features = torch.tensor([[1.0, 2.0]])
+    assert torch.equal(to_network(features, Preprocessing(kind="features"), "cpu"), features)
+    scaled = to_network(features, Preprocessing(kind="features", mean=(1.0, 1.0), std=(1.0, 0.5)), "cpu")
+    assert scaled.tolist() == [[0.0, 2.0]]
+    assert stored.dtype == torch.uint8

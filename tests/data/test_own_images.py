@@ -1,0 +1,173 @@
+"""Data set `image_folder`, and how images are decoded and cached."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedshift.data.builders.image_folder import ImageFolder
+from fedshift.data.images import decode, on_disk
+from fedshift.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def picture(path: Path, colour: tuple[int, int, int] | int = (200, 10, 10), size: tuple[int, int] = (20, 20)) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("L" if isinstance(colour, int) else "RGB", size, colour).save(path)
+    return path
+
+
+def collection(root: Path) -> Path:
+    for site in ("north", "south"):
+        for label, colour in (("cat", (250, 0, 0)), ("dog", (0, 250, 0))):
+            for number in range(3):
+                picture(root / site / label / f"{number}.png", colour)
+    return root
+
+
+def test_domains_classes_and_other_files(tmp_path: Path) -> None:
+    root = collection(tmp_path / "photos")
+    (root / "north" / "cat" / ".DS_Store").write_text("x")
+    (root / "north" / "cat" / "notes.txt").write_text("x")
+    (root / "readme.md").write_text("x")
+    (root / ".git" / "cat").mkdir(parents=True)
+    data = ImageFolder(root=root, size=16).build()
+    assert data.classes == ("cat", "dog")
+    assert {name: len(domain) for name, domain in data.domains.items()} == {"north": 6, "south": 6}
+    assert data.domains["north"].labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert data.input_shape == (3, 16, 16)
+    inputs = data.domains["south"].inputs
+    assert isinstance(inputs, np.ndarray)
+    assert inputs[4, :, 5, 5].tolist() == [0, 250, 0]
+
+
+def test_grey_colour_and_sizes_mixed(tmp_path: Path) -> None:
+    root = collection(tmp_path / "photos")
+    picture(root / "south" / "dog" / "grey.png", 77, (50, 9))
+    picture(root / "south" / "dog" / "large.jpg", (0, 0, 250), (300, 200))
+    data = ImageFolder(root=root, size=12).build()
+    assert data.input_shape == (3, 12, 12)
+    inputs = data.domains["south"].inputs
+    assert isinstance(inputs, np.ndarray)
+    assert (inputs[6] == 77).all()
+    grey = ImageFolder(root=root, size=12, colour=False).build()
+    assert grey.input_shape == (1, 12, 12)
+    assert grey.preprocessing.mean == (0.5,)
+
+
+def test_only_grey_images_give_one_channel(tmp_path: Path) -> None:
+    for site in "ab":
+        for label in ("0", "1", "10", "2"):
+            picture(tmp_path / "g" / site / label / "x.png", 10)
+    data = ImageFolder(root=tmp_path / "g", size=8).build()
+    assert data.input_shape == (1, 8, 8)
+    assert data.classes == ("0", "1", "2", "10")
+
+
+def test_the_centre_is_kept_and_sixteen_bits_are_scaled(tmp_path: Path) -> None:
+    wide = np.zeros((10, 30), dtype=np.uint8)
+    wide[:, 10:20] = 255
+    Image.fromarray(wide).save(tmp_path / "wide.png")
+    assert (decode(on_disk(tmp_path / "wide.png"), 1, 10, 10) == 255).all()
+    Image.fromarray(np.full((10, 10), 257 * 100, dtype=np.uint16)).save(tmp_path / "deep.png")
+    assert (decode(on_disk(tmp_path / "deep.png"), 3, 10, 10) == 100).all()
+    palette = Image.new("P", (10, 10), 3)
+    palette.putpalette([0, 0, 0, 1, 1, 1, 2, 2, 2, 9, 8, 7])
+    palette.save(tmp_path / "palette.png")
+    assert decode(on_disk(tmp_path / "palette.png"), 3, 10, 10)[:, 0, 0].tolist() == [9, 8, 7]
+
+
+def test_an_image_that_does_not_decode_is_named(tmp_path: Path, cache: Path) -> None:
+    root = collection(tmp_path / "photos")
+    noise = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+    broken = root / "south" / "dog" / "broken.png"
+    Image.fromarray(noise).save(broken)
+    broken.write_bytes(broken.read_bytes()[:3000])
+    with pytest.raises(UserError, match=r"south/dog/broken\.png does not decode"):
+        ImageFolder(root=root).build()
+    broken.write_text("not an image at all")
+    with pytest.raises(UserError, match=r"broken\.png does not decode"):
+        ImageFolder(root=root).build()
+    assert list(cache.iterdir()) == []  # nothing half-written is left
+
+
+def test_the_cache_is_used_and_follows_the_files(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = collection(tmp_path / "photos")
+    first = ImageFolder(root=root, size=8).build()
+    assert len(list(cache.iterdir())) == 1
+    with monkeypatch.context() as patch:
+        patch.setattr("fedshift.data.images.decode", lambda *_: pytest.fail("decoded again"))
+        again = ImageFolder(root=root, size=8).build()
+    assert np.array_equal(first.domains["north"].inputs, again.domains["north"].inputs)
+    changed = picture(root / "north" / "cat" / "0.png", (1, 2, 3))
+    os.utime(changed, ns=(1, 1))
+    after = np.array(ImageFolder(root=root, size=8).build().domains["north"].inputs)
+    assert after[0, :, 0, 0].tolist() == [1, 2, 3]
+    for path in cache.iterdir():  # a cache file that was cut off is made again
+        path.write_bytes(path.read_bytes()[:150])
+    whole = ImageFolder(root=root, size=8).build().domains["north"].inputs
+    assert np.array_equal(whole, after)
+
+
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = collection(tmp_path / "photos")
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "file" / "below"))
+    with pytest.raises(UserError, match="cache folder"):
+        ImageFolder(root=root).build()
+
+
+def test_a_full_disk_leaves_nothing(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("fedshift.data.images.os.replace", full)
+    with pytest.raises(UserError, match="No space left"):
+        ImageFolder(root=collection(tmp_path / "photos")).build()
+    assert list(cache.iterdir()) == []
+
+
+def test_class_folders_that_differ(tmp_path: Path) -> None:
+    root = collection(tmp_path / "photos")
+    (root / "south" / "dog").rename(root / "south" / "dogs")
+    with pytest.raises(UserError, match=r"'north' has \[cat, dog\]; 'south' has \[cat, dogs\]"):
+        ImageFolder(root=root).build()
+    data = ImageFolder(root=root, missing_classes="allow").build()
+    assert data.classes == ("cat", "dog", "dogs")
+    assert sum("no sample of class" in line for line in data.warnings) == 2
+
+
+@pytest.mark.parametrize("leave_empty", [True, False])
+def test_a_site_that_lacks_a_class_is_warned(tmp_path: Path, leave_empty: bool) -> None:
+    root = collection(tmp_path / "photos")
+    for path in (root / "south" / "dog").iterdir():
+        path.unlink()
+    if not leave_empty:
+        (root / "south" / "dog").rmdir()
+    data = ImageFolder(root=root).build()
+    assert data.classes == ("cat", "dog")
+    assert any("site 'south' has no sample of class dog" in line for line in data.warnings)
+
+
+def test_empty_and_missing_folders(tmp_path: Path) -> None:
+    root = collection(tmp_path / "photos")
+    (root / "west").mkdir()
+    with pytest.raises(UserError, match="site 'west' is empty"):
+        ImageFolder(root=root).build()
+    (root / "west" / "cat").mkdir()
+    with pytest.raises(UserError, match="site 'west' is empty"):
+        ImageFolder(root=root).build()
+    with pytest.raises(UserError, match="does not exist"):
+        ImageFolder(root=tmp_path / "nowhere").build()
+    (tmp_path / "bare").mkdir()
+    with pytest.raises(UserError, match="no folder of a site"):
+        ImageFolder(root=tmp_path / "bare").build()

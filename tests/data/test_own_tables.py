@@ -1,0 +1,118 @@
+"""Data set `table`: the agreed encoding against pooled arithmetic, and one line for every mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from fedshift.data.builders.table import Table
+from fedshift.data.domain import DataSet, Preprocessing
+from fedshift.data.tables import encode_rows, moments
+from fedshift.errors import UserError
+
+A = "age,stage,ill\n40,I,no\n50,II,yes\n60,I,yes\n"
+B = "ill;stage;age\nyes;III;70\nno;?;NA\n"
+
+
+def built(folder: Path, a: str = A, b: str = B, **options: object) -> DataSet:
+    (folder / "a.csv").write_text(a, encoding="utf-8")
+    (folder / "b.csv").write_text(b, encoding="utf-8")
+    fields = {"label": "ill", "numeric": ["age"], "categorical": ["stage"], **options}
+    return Table.model_validate({"sites": {"a": folder / "a.csv", "b": folder / "b.csv"}, **fields}).build()
+
+
+def test_one_encoding_by_hand(tmp_path: Path) -> None:
+    data = built(tmp_path)
+    assert data.classes == ("no", "yes")
+    mean, std = 55.0, float(np.std([40, 50, 60, 70]))
+    a, b = data.domains["a"].inputs, data.domains["b"].inputs
+    # age, age is missing, stage I, II, III
+    assert np.allclose(
+        a, [[(40 - mean) / std, 0, 1, 0, 0], [(50 - mean) / std, 0, 0, 1, 0], [(60 - mean) / std, 0, 1, 0, 0]]
+    )
+    assert np.allclose(b, [[(70 - mean) / std, 0, 0, 0, 1], [0, 1, 0, 0, 0]])
+    assert data.domains["b"].labels.tolist() == [1, 0]
+    assert data.preprocessing.kind == "table"
+
+
+def test_statistics_of_chosen_sites_only(tmp_path: Path) -> None:
+    data = built(tmp_path, statistics_from=["a"])
+    b = data.domains["b"].inputs
+    std = float(np.std([40, 50, 60]))
+    assert np.allclose(b, [[20 / std, 0, 0], [0, 0, 0]])  # stage III was never seen at a
+
+
+def test_prediction_encodes_the_same_after_a_round_trip(tmp_path: Path) -> None:
+    data = built(tmp_path)
+    saved = Preprocessing.model_validate_json(data.preprocessing.model_dump_json())
+    assert np.array_equal(encode_rows(saved, tmp_path / "b.csv"), data.domains["b"].inputs)
+    (tmp_path / "new.csv").write_text("age,stage\n55,IX\n")
+    assert encode_rows(saved, tmp_path / "new.csv").tolist() == [[0, 0, 0, 0, 0]]
+    with pytest.raises(UserError, match="the model reads image inputs"):
+        encode_rows(Preprocessing(kind="image"), tmp_path / "new.csv")
+
+
+def test_whole_numbers_are_one_category_and_order_naturally(tmp_path: Path) -> None:
+    a, b = "age,stage,ill\n1,1.0,0\n2,10,1\n", "age,stage,ill\n3,1,1.0\n4,2,0.0\n"
+    data = built(tmp_path, a, b)
+    assert data.classes == ("0", "1")
+    assert data.preprocessing.table is not None
+    assert data.preprocessing.table["categorical"] == [{"name": "stage", "categories": ["1", "2", "10"]}]
+
+
+def test_moments_of_a_constant_column() -> None:
+    mean, std = moments(3, np.array([0.3]), np.array([0.03]))
+    assert mean[0] == pytest.approx(0.1)
+    assert std[0] == 1
+
+
+def test_quotes_blank_lines_and_a_byte_order_mark(tmp_path: Path) -> None:
+    a = '\ufeffage,stage,ill\r\n40,"I, early",no\r\n\r\n50,II,yes\r\n'
+    data = built(tmp_path, a, a)
+    assert len(data.domains["a"]) == 2
+    assert data.preprocessing.table is not None
+    assert data.preprocessing.table["categorical"][0]["categories"] == ["I, early", "II"]
+
+
+@pytest.mark.parametrize(
+    ("b", "message"),
+    [
+        ("", r"b\.csv is empty"),
+        ("age,stage,ill\n", r"b\.csv is empty"),
+        ("agee,stage,ill\n1,I,no\n2,I,yes\n", r"b\.csv has no column 'age'; did you mean 'agee'"),
+        ("age,stage\n1,I\n", r"b\.csv has no column 'ill'"),
+        ("age,stage,ill\n1,I,no\nold,I,yes\n", r"b\.csv, line 3, column 'age': 'old' is not a number"),
+        ("age,stage,ill\n1,I,no\ninf,I,yes\n", r"line 3, column 'age': 'inf' is not a number"),
+        ("age,stage,ill\n1,I,no\n2,I,\n", r"line 3, column 'ill': the label is missing"),
+        ("age,stage,ill\n1,I,no\n2,I\n", r"line 3: 2 cells, but the first line has 3 columns"),
+        ("age,age,ill\n1,I,no\n", r"column 'age' appears more than once"),
+        ("age,stage,ill\n1,I,no\n2,I,ja\n", r"'a' has \[no, yes\]; 'b' has \[ja, no\]"),
+    ],
+)
+def test_one_line_for_each_mistake(tmp_path: Path, b: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        built(tmp_path, b=b)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_mistakes(tmp_path: Path) -> None:
+    nothing = "age,stage,ill\nNA,I,no\n,II,yes\n"
+    with pytest.raises(UserError, match="column 'age' has no value at any site"):
+        built(tmp_path, nothing, nothing)
+    with pytest.raises(UserError, match=r"nowhere\.csv does not exist"):
+        Table(sites={"a": tmp_path / "nowhere.csv"}, label="y", numeric=("x",)).build()
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="cannot be read as text"):
+        Table(sites={"a": tmp_path / "binary.csv"}, label="y", numeric=("x",)).build()
+    with pytest.raises(ValidationError, match="listed more than once"):
+        built(tmp_path, numeric=["age", "ill"])
+    with pytest.raises(ValidationError, match="at least one column"):
+        built(tmp_path, numeric=[], categorical=[])
+
+
+def test_a_site_with_one_label_is_warned(tmp_path: Path) -> None:
+    data = built(tmp_path, b="age,stage,ill\n1,I,no\n")
+    assert any("site 'b' has no sample of class yes" in line for line in data.warnings)

@@ -1,0 +1,85 @@
+"""Splits: shares, purity of groups, repeatability."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedshift.data.domain import Domain
+from fedshift.data.splits import part_rows, stratified_split
+from fedshift.errors import UserError
+
+labels_lists = st.lists(st.integers(0, 4), min_size=1, max_size=80).map(lambda found: np.array(found, dtype=np.int64))
+fractions = st.floats(0, 0.95)
+seeds = st.integers(0, 2**31)
+
+
+@given(labels_lists, fractions, seeds)
+def test_every_class_gives_its_share_and_keeps_one(labels: np.ndarray, fraction: float, seed: int) -> None:
+    train, held = stratified_split(labels, fraction, seed)
+    assert sorted([*train.tolist(), *held.tolist()]) == list(range(len(labels)))
+    assert train.tolist() == sorted(train.tolist())
+    assert held.tolist() == sorted(held.tolist())
+    for label in np.unique(labels):
+        samples, out = int((labels == label).sum()), int((labels[held] == label).sum())
+        assert out < samples
+        assert abs(out - samples * fraction) <= 0.5 or out == samples - 1
+
+
+@given(labels_lists, fractions, seeds)
+def test_same_arguments_same_rows(labels: np.ndarray, fraction: float, seed: int) -> None:
+    first, second = stratified_split(labels, fraction, seed), stratified_split(labels, fraction, seed)
+    assert np.array_equal(first[0], second[0])
+
+
+@given(st.sets(st.integers(0, 300)), st.sets(st.integers(0, 300)), fractions, seeds)
+def test_a_group_is_on_one_side_in_every_domain(one: set[int], other: set[int], fraction: float, seed: int) -> None:
+    """Also when the domains do not hold the same groups, and when a group has several rows."""
+    sides: dict[int, set[bool]] = {}
+    for groups in (sorted(one) * 2, sorted(other)):
+        array = np.array(groups, dtype=np.int64)
+        train, held = stratified_split(array % 3, fraction, seed, array)
+        for rows, side in ((train, False), (held, True)):
+            for row in rows:
+                sides.setdefault(int(array[row]), set()).add(side)
+    assert all(len(found) == 1 for found in sides.values())
+
+
+def test_rotated_counts_are_exact() -> None:
+    labels, groups = np.repeat(np.arange(10), 100), np.arange(1000)
+    parts = [stratified_split(labels, 0.3, seed, groups)[1] for seed in range(5)]
+    for held in parts:
+        assert np.bincount(labels[held]).tolist() == [30] * 10
+    assert len({tuple(held) for held in parts}) == 5
+    assert not np.array_equal(parts[0][:30], parts[0][30:60] - 100)  # each class has its own draw
+
+
+@pytest.mark.parametrize("groups", [None, np.arange(20)])
+def test_fraction_zero_holds_nothing_out(groups: np.ndarray | None) -> None:
+    train, held = stratified_split(np.zeros(20, dtype=np.int64), 0.0, 0, groups)
+    assert (len(train), len(held)) == (20, 0)
+
+
+def test_a_class_of_one_trains() -> None:
+    train, held = stratified_split(np.array([0] * 9 + [1]), 0.9, 3)
+    assert 9 in train
+    assert len(held) == 8
+
+
+@pytest.mark.parametrize("fraction", [-0.1, 1.0, 2.0, float("nan")])
+def test_fraction_out_of_bounds(fraction: float) -> None:
+    with pytest.raises(UserError, match="fraction"):
+        stratified_split(np.zeros(3, dtype=np.int64), fraction, 0)
+
+
+def test_official_rows() -> None:
+    inputs, labels = np.zeros((4, 2), dtype=np.float32), np.array([0, 1, 0, 1])
+    with pytest.raises(UserError, match="domain 'd' has no official split"):
+        part_rows(Domain("d", inputs, labels), 0.5, 0, "official")
+    domain = Domain("d", inputs, labels, None, np.array([3, 0]), np.array([1]))
+    train, held = part_rows(domain, 0.5, 0, "official")
+    assert (train.tolist(), held.tolist()) == ([0, 3], [1])
+    train, held = part_rows(domain, 0.5, 0, "random")
+    assert (len(train), len(held)) == (2, 2)

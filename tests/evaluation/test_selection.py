@@ -1,0 +1,107 @@
+"""Selection rules: ties, missing parts, and what a record says after it was written and read."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from fedshift.errors import UserError
+from fedshift.evaluation.records import RoundRecord, RunResult, SelectedRound
+from fedshift.evaluation.selection import LastRound, Oracle, SourceValidation, selected_rounds, selection_rule
+
+
+def record(number: int, target: float | None, *sources: float) -> RoundRecord:
+    return RoundRecord(
+        round=number,
+        target_accuracy={} if target is None else {"t": target},
+        source_accuracy={f"s{index}": value for index, value in enumerate(sources)},
+        seconds=1.0,
+        mini_batches=number,
+    )
+
+
+def test_each_rule_and_its_ties() -> None:
+    # Mean accuracy of the sources: 80, 90, 90; of the target: 70, 60, 70.
+    rounds = [record(1, 70, 70, 90), record(2, 60, 95, 85), record(3, 70, 90, 90)]
+    assert LastRound().select(rounds) == 2
+    assert SourceValidation().select(rounds) == 1
+    assert Oracle().select(rounds) == 0
+
+
+def test_source_validation_takes_the_mean_and_not_the_best_source() -> None:
+    assert SourceValidation().select([record(1, 50, 100, 0), record(2, 50, 60, 60)]) == 1
+
+
+def test_no_held_out_part_means_no_source_selected_round() -> None:
+    rounds = [record(1, 70), record(2, 60)]
+    assert SourceValidation().select(rounds) is None
+    assert selected_rounds(rounds)["source"] is None
+
+
+def test_rounds_that_were_not_measured_are_not_chosen() -> None:
+    rounds = [record(5, 60, 70), record(10, None, 99), record(15, 50, 60)]
+    assert SourceValidation().select(rounds) == 0
+    assert Oracle().select(rounds) == 0
+    with pytest.raises(ValueError, match="last round"):
+        selected_rounds(rounds[:2])
+
+
+@pytest.mark.parametrize("rule", [LastRound(), SourceValidation(), Oracle()])
+def test_no_round(rule: LastRound | SourceValidation | Oracle) -> None:
+    assert rule.select([]) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12))
+def test_oracle_is_an_upper_bound_and_the_first_best(values: list[tuple[int, int]]) -> None:
+    rounds = [record(index, float(target), float(source)) for index, (target, source) in enumerate(values)]
+    chosen = selected_rounds(rounds)
+    last, source, oracle = chosen["last"], chosen["source"], chosen["oracle"]
+    assert last is not None
+    assert source is not None
+    assert oracle is not None
+    assert oracle.accuracy >= max(last.accuracy, source.accuracy)
+    assert oracle.round == [target for target, _ in values].index(max(target for target, _ in values))
+    assert source.round == [part for _, part in values].index(max(part for _, part in values))
+
+
+def test_selected_round_carries_what_was_measured() -> None:
+    measured = record(7, 50, 60, 70).model_copy(
+        update={"target_accuracy": {"a": 40.0, "b": 60.0}, "per_class": [None, 5]}
+    )
+    last = selected_rounds([measured])["last"]
+    assert last == SelectedRound(round=7, accuracy=50.0, source_accuracy=65.0, per_class=[None, 5])
+
+
+def test_rule_by_name() -> None:
+    assert selection_rule("oracle") == Oracle()
+    with pytest.raises(UserError, match="did you mean 'oracle'"):
+        selection_rule("orcale")
+
+
+def test_a_record_survives_writing_and_reading() -> None:
+    written = RoundRecord(
+        round=1,
+        target_accuracy={"t": 12.5},
+        losses={"a": math.inf, "b": 0.1},
+        seconds=0.5,
+        mini_batches=3,
+        bytes={"up": {"weights": 10}, "down": {}},
+    )
+    text = written.model_dump_json()
+    assert "\n" not in text
+    assert RoundRecord.model_validate_json(text) == written
+
+
+def test_records_refuse_what_cannot_be() -> None:
+    for bad in (-1.0, 100.1, math.nan):
+        with pytest.raises(ValidationError):
+            record(1, bad)
+    with pytest.raises(ValidationError, match="last round is missing"):
+        RunResult(
+            method="m", target="t", seed=0, selected={"last": None}, classes=["a"], rounds=1, seconds=1.0,
+            mini_batches=1, threads=1, device="cpu",
+        )  # fmt: skip

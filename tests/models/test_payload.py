@@ -1,0 +1,90 @@
+"""Sizes on the wire against the reference table (methods, section 0) and costs against published counts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from fedshift.models import registry
+from fedshift.models.network import Network
+from fedshift.models.payload import Payload, forward_cost, payload
+
+
+def network(shape: tuple[int, ...], classes: int, **options: object) -> Network:
+    with torch.device("meta"):
+        return registry.build(registry.parse(options), shape, classes, seed=0)
+
+
+COLOUR = (3, 224, 224)
+
+
+@pytest.mark.parametrize(
+    ("options", "shape", "classes", "last_layer", "expected"),
+    [
+        ({"name": "resnet18"}, COLOUR, 7, False, (11_176_512, 9_600, 20, 44_744_608)),
+        ({"name": "resnet18", "bottleneck": 256}, COLOUR, 7, True, (11_310_151, 10_112, 21, 45_281_220)),
+        ({"name": "resnet50"}, COLOUR, 7, False, (23_508_032, 53_120, 53, 94_245_032)),
+        ({"name": "resnet101"}, COLOUR, 7, False, (42_500_160, 105_344, 104, 170_422_848)),
+        ({"name": "resnet101"}, COLOUR, 345, True, (43_207_065, 105_344, 104, 173_250_468)),
+        ({"name": "digit_cnn"}, (3, 32, 32), 10, True, (31_805_898, 10_752, 5, 127_266_640)),
+    ],
+    ids=["ResNet-18", "CSAC ResNet-18", "ResNet-50", "ResNet-101", "KD3A DomainNet", "KD3A Digit-5"],
+)
+def test_reference_table(
+    options: dict[str, object],
+    shape: tuple[int, ...],
+    classes: int,
+    last_layer: bool,
+    expected: tuple[int, int, int, int],
+) -> None:
+    model = network(shape, classes, **options)
+    counted = model if last_layer else model.features
+    assert payload(counted) == Payload(*expected)
+    assert payload(counted.state_dict()) == Payload(*expected)
+    parameters, float_buffers, integer_buffers, size = expected
+    assert size == 4 * (parameters + float_buffers) + 8 * integer_buffers
+
+
+def test_fedsr_heads_of_the_reference_table() -> None:
+    """ResNet-18 with mean and scale heads of 512 and a 7-way classifier."""
+    model = network(COLOUR, 7, name="resnet18")
+    with torch.device("meta"):
+        whole = nn.ModuleList([model.features, nn.Linear(512, 1024), nn.Linear(512, 7)])
+    assert payload(whole) == Payload(11_705_415, 9_600, 20, 46_860_220)
+
+
+def test_networks_counted_by_hand() -> None:
+    mnist = network((1, 28, 28), 10, name="mnist_cnn")
+    # 16·(25+1) + 32·(16·25+1) + 128·(512+1) + 10·(128+1)
+    assert payload(mnist).parameters == 416 + 12_832 + 65_664 + 1_290
+    # 24²·16·25 + 8²·32·16·25 + 512·128 + 128·10
+    assert forward_cost(mnist, (1, 28, 28)) == 230_400 + 819_200 + 65_536 + 1_280
+    amazon = network((5000,), 2, name="mlp", hidden=[1000, 500, 100])
+    assert payload(amazon) == Payload(5_551_802, 0, 0, 22_207_208)
+    assert forward_cost(amazon, (5000,)) == 5_000_000 + 500_000 + 50_000 + 200
+
+
+def test_other_types_count_with_their_own_size() -> None:
+    assert payload(
+        {"weight": torch.zeros(3, dtype=torch.float16), "steps": torch.zeros(2, dtype=torch.int32)}
+    ) == Payload(3, 0, 2, 14)
+    assert payload({}) == Payload(0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "resnet101", "alexnet", "mobilenet_v2"])
+def test_costs_agree_with_torchvision(name: str) -> None:
+    models = pytest.importorskip("torchvision.models")
+    published = models.get_model_weights(name).DEFAULT.meta["_ops"]
+    # torchvision prints billions with three digits and, as here, counts multiply-accumulates.
+    assert forward_cost(network(COLOUR, 1000, name=name), COLOUR) / 1e9 == pytest.approx(published, abs=0.006)
+
+
+def test_counting_leaves_the_network_as_it_was() -> None:
+    model = registry.build(registry.parse({"name": "digit_cnn"}), (3, 8, 8), 10, seed=0)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    # 8²·64·3·25 + 4²·64·64·25 + 2²·128·64·25 + 512·3072 + 3072·2048 + 2048·10
+    assert forward_cost(model, (3, 8, 8)) == 307_200 + 1_638_400 + 819_200 + 1_572_864 + 6_291_456 + 20_480
+    assert model.training
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not any(module._forward_hooks for module in model.modules())

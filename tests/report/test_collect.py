@@ -1,0 +1,119 @@
+"""Finding and reading run folders, whole, unfinished, torn or foreign."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedshift.errors import UserError
+from fedshift.report.collect import collect, natural, read_rounds
+
+Write = Callable[..., Path]
+
+
+def test_everything_in_the_order_of_the_experiment(experiment: Path) -> None:
+    found = collect(experiment)
+    assert found.name == "exp"
+    assert [(r.method, r.target, r.seed) for r in found.results] == [
+        ("fedavg", "M15", 0), ("fedavg", "M15", 1), ("fedavg", "M5", 0), ("fedavg", "M5", 1),
+        ("csac", "M15", 0), ("csac", "M15", 1), ("csac", "M5", 0),
+    ]  # fmt: skip
+    # The plan has 3 × 2 × 2 parts, 4 of them not even begun.
+    assert found.progress == "5 of 12 parts unfinished"
+
+
+def test_order_without_a_plan_is_natural(experiment: Path) -> None:
+    (experiment / "order.json").unlink()
+    found = collect(experiment)
+    assert found.order.methods == ["csac", "fedavg"]
+    assert found.order.targets == ["M5", "M15"]
+    assert found.progress == "1 of 8 parts unfinished"
+
+
+@pytest.mark.parametrize(
+    ("below", "count", "progress"),
+    [
+        ("..", 7, "5 of 12 parts unfinished"),
+        ("csac", 3, "1 of 4 parts unfinished"),
+        ("csac/M5", 1, "1 of 2 parts unfinished"),
+        ("csac/M5/seed-0", 1, None),
+    ],
+)
+def test_any_folder_of_the_tree_will_do(experiment: Path, below: str, count: int, progress: str | None) -> None:
+    found = collect(experiment / below)
+    assert (found.name, len(found.results), found.progress) == ("exp", count, progress)
+
+
+def test_several_experiments(experiment: Path, write_part: Write) -> None:
+    write_part("fedavg", "a", 0, 50.0, experiment="other")
+    with pytest.raises(UserError, match=r"2 experiments \(exp, other\)"):
+        collect(experiment.parent)
+
+
+def test_nothing_there(experiment: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="did you mean 'exp'"):
+        collect(experiment.parent / "expp")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="holds no run"):
+        collect(tmp_path / "empty")
+    with pytest.raises(UserError, match="is a file"):
+        collect(experiment / "order.json")
+    with pytest.raises(UserError, match=r"no finished part.*1 begun"):
+        collect(experiment / "csac" / "M5" / "seed-1")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"method": "fedavg"}', "\x00\xff"])
+def test_corrupt_result_is_named(experiment: Path, content: str) -> None:
+    path = experiment / "csac" / "M5" / "seed-1" / "result.json"
+    path.write_text(content, encoding="latin-1")
+    with pytest.raises(UserError, match="corrupt") as caught:
+        collect(experiment)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_truncated_result_is_never_taken_for_whole(experiment: Path) -> None:
+    path = experiment / "csac" / "M5" / "seed-0" / "result.json"
+    path.write_text(path.read_text()[:-1])
+    with pytest.raises(UserError, match="corrupt"):
+        collect(experiment)
+
+
+def test_a_copy_of_a_part_is_refused(experiment: Path) -> None:
+    source = experiment / "csac" / "M5" / "seed-0" / "result.json"
+    (experiment / "csac" / "M5" / "seed-1" / "result.json").write_text(source.read_text())
+    with pytest.raises(UserError, match="same part"):
+        collect(experiment)
+
+
+def test_corrupt_order_is_named(experiment: Path) -> None:
+    (experiment / "order.json").write_text(json.dumps({"methods": 3}))
+    with pytest.raises(UserError, match=r"order\.json.*methods"):
+        collect(experiment)
+
+
+def test_rounds_with_a_torn_end_and_a_repeated_round(write_part: Write) -> None:
+    path = write_part("fedavg", "a", 0, 10.0, 20.0) / "rounds.jsonl"
+    first, second = path.read_text().splitlines()
+    path.write_text(f"{first}\n{second}\n{second.replace('20.0', '30.0')}\n{first[:30]}")
+    assert [record.target_mean for record in read_rounds(path)] == [10.0, 30.0]
+    path.write_text(f"{first[:30]}\n{second}\n")
+    with pytest.raises(UserError, match="line 1 is corrupt"):
+        read_rounds(path)
+    assert read_rounds(path.with_name("absent.jsonl")) == []
+
+
+@given(st.lists(st.text(alphabet="aB1٣²0 ", max_size=6)))
+def test_natural_order_holds_for_any_names(names: list[str]) -> None:
+    keys = [natural(name) for name in sorted(names, key=natural)]
+    assert all(first <= second for first, second in pairwise(keys))
+
+
+def test_numbers_in_names_count_as_numbers() -> None:
+    assert sorted(["M100", "art", "M15", "M5"], key=natural) == ["art", "M5", "M15", "M100"]

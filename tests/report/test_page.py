@@ -1,0 +1,154 @@
+"""The HTML page: well-formed, self-contained, whole or absent."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from fedshift.errors import UserError
+from fedshift.report import page as page_module
+from fedshift.report.collect import collect
+from fedshift.report.page import page, write_page
+from fedshift.report.plots import accuracy_over_rounds, bytes_by_kind, svg
+
+Write = Callable[..., Path]
+
+VOID = {"meta", "br", "hr", "img", "link"}
+
+
+class Balanced(HTMLParser):
+    """Checks that every element is closed in order and collects the addresses that the page would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href", "xlink:href")]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def parsed(text: str) -> Balanced:
+    parser = Balanced()
+    parser.feed(text)
+    parser.close()
+    assert parser.open == []
+    return parser
+
+
+def test_page_is_well_formed_and_fetches_nothing(experiment: Path) -> None:
+    text = page(collect(experiment))
+    assert all(address.startswith("#") for address in parsed(text).fetched)
+    assert "://" not in text
+    assert "url(" not in text.replace("url(#", "")
+    assert "<script" not in text
+
+
+def test_page_says_what_it_must(experiment: Path) -> None:
+    text = page(collect(experiment))
+    for piece in (
+        "<h1>exp</h1>", "Does it work at a new site?", "5 of 12 parts unfinished", "<b>85.00</b>", "upper bound",
+        "Accuracy over rounds", "Megabytes per run", "csac − fedavg", "torch", "made up", "&lt;dog&gt;", "How to read",
+    ):  # fmt: skip
+        assert piece in text, piece
+    # csac is 4 better at M15 for both seeds and 5 better at M5 for one.
+    assert "+4.33" in text
+
+
+def test_headline_comes_before_oracle(experiment: Path) -> None:
+    text = page(collect(experiment))
+    assert text.index('id="result"') < text.index('id="others"')
+    headline = text[text.index('id="result"') : text.index('id="curves"')]
+    assert "last round" in headline
+    assert "82.50" not in headline  # fedavg's oracle accuracy at M15
+
+
+def test_page_is_a_pure_function_of_the_files(experiment: Path) -> None:
+    assert page(collect(experiment)) == page(collect(experiment))
+
+
+def test_names_cannot_break_out(write_part: Write) -> None:
+    folder = write_part("<b>&\"'", "t", 0, 50.0, warnings=["<script>alert(1)</script>"])
+    text = page(collect(folder.parents[2]))
+    parsed(text)
+    assert "<script" not in text
+    assert "&lt;script&gt;" in text
+
+
+def test_page_of_the_least_there_can_be(write_part: Write) -> None:
+    folder = write_part("a", "t", 0, 50.0, held_out=False, options={}, data={}, bytes_up={}, bytes_down={}, versions={})
+    (folder / "rounds.jsonl").unlink()
+    text = page(collect(folder))
+    parsed(text)
+    assert "no source kept a held-out part" in text
+    assert "nothing to draw" in text
+    assert "nothing to compare" in text
+
+
+def test_mixed_machines_are_told(write_part: Write) -> None:
+    write_part("a", "t", 0, 50.0)
+    folder = write_part("a", "t", 1, 50.0, threads=8)
+    assert "not run alike (threads)" in page(collect(folder.parents[2]))
+
+
+def test_written_whole_or_not_at_all(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_page(experiment, collect(experiment))
+    assert path == experiment / "report.html"
+    before = path.read_text(encoding="utf-8")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(page_module.os, "fsync", full)
+    with pytest.raises(UserError, match=r"report\.html.*No space left"):
+        write_page(experiment, collect(experiment / "csac"))
+    assert path.read_text(encoding="utf-8") == before
+    assert [entry.name for entry in experiment.iterdir() if entry.name.startswith(".")] == []
+    with pytest.raises(UserError, match="No such file"):
+        write_page(experiment / "absent", collect(experiment))
+
+
+def test_curves_average_targets_within_a_seed(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = {}
+    monkeypatch.setattr(
+        page_module.plots, "accuracy_over_rounds", lambda curves: drawn.update(curves) or accuracy_over_rounds(curves)
+    )
+    page(collect(experiment))
+    # fedavg in round 1: seeds (81.5 + 71.5) / 2 = 76.5 and (83.5 + 75.5) / 2 = 79.5; csac has one whole seed.
+    x, mean, spread = drawn["round"]["fedavg"]
+    assert (x, mean) == ((1, 2), (78.0, 76.5))
+    assert spread == pytest.approx((3 / 2**0.5, 3 / 2**0.5))
+    assert drawn["round"]["csac"][1:] == ((81.0, 79.5), None)
+    assert drawn["local mini-batches per site"]["fedavg"][0] == (10.0, 20.0)
+
+
+def test_svg_follows_the_colours_of_the_page() -> None:
+    figure = bytes_by_kind({"a": {"up": {"weights": 1e6, "statistics": 5e5}, "down": {}}})
+    text = svg(figure, "sizes & more")
+    assert text.startswith("<svg viewBox=")
+    assert 'aria-label="sizes &amp; more"' in text
+    assert not re.search(r"#[0-9a-f]{6}", text)
+    assert "var(--s7)" in text
+    assert "1.5" in text
+
+
+def test_many_methods_and_a_single_round() -> None:
+    curves = {"round": {f"m{index}": ([1], [50.0 + index], None) for index in range(12)}}
+    lines = accuracy_over_rounds(curves).axes[0].get_lines()
+    looks = {(line.get_color(), line.get_linestyle()) for line in lines}
+    assert len(looks) == 12
+    assert all(line.get_marker() not in ("", "None") for line in lines)

@@ -1,0 +1,123 @@
+"""The table and its four forms."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fedshift.errors import UserError
+from fedshift.report.collect import collect
+from fedshift.report.table import as_json, escape_latex, latex, markdown, table, table_of, terminal
+
+Write = Callable[..., Path]
+
+GOLDEN = """\
+| method | M15 | M5 | average |
+| --- | ---: | ---: | ---: |
+| fedavg | 81.00 ± 1.00 | 72.00 ± 2.00 | 76.50 ± 1.50 |
+| csac | **85.00** ± 1.00 | **75.00** | **79.50** |
+
+Selection: last round.
+
+Accuracy in percent, mean ± standard error over seeds (n−1), n = 2 seeds, except csac at M5 (1), csac at average (1).
+
+5 of 12 parts unfinished.
+"""
+
+
+def printed(experiment: Path, width: int) -> str:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(terminal(table_of(collect(experiment))))
+    return console.export_text()
+
+
+def test_markdown(experiment: Path) -> None:
+    assert markdown(table_of(collect(experiment))) == GOLDEN
+
+
+def test_json_has_exactly_the_agreed_shape(experiment: Path) -> None:
+    found = json.loads(as_json(table_of(collect(experiment / "fedavg"), "oracle")))
+    assert found == [
+        {"method": "fedavg", "target": "M15", "select": "oracle", "n": 2, "mean": 82.5, "standard_error": 1.0,
+         "seeds": [81.5, 83.5]},
+        {"method": "fedavg", "target": "M5", "select": "oracle", "n": 2, "mean": 73.5, "standard_error": 2.0,
+         "seeds": [71.5, 75.5]},
+        {"method": "fedavg", "target": "average", "select": "oracle", "n": 2, "mean": 78.0,
+         "standard_error": pytest.approx(1.5), "seeds": [76.5, 79.5]},
+    ]  # fmt: skip
+    one_seed = json.loads(as_json(table_of(collect(experiment / "csac" / "M5"))))
+    assert one_seed[0]["standard_error"] is None
+    assert list(one_seed[0]) == ["method", "target", "select", "n", "mean", "standard_error", "seeds"]
+
+
+def test_latex(experiment: Path) -> None:
+    text = latex(table_of(collect(experiment)))
+    assert r"csac & \textbf{85.00} $\pm$ 1.00 & \textbf{75.00} & \textbf{79.50} \\" in text
+    assert text.index(r"\toprule") < text.index(r"\midrule") < text.index(r"\bottomrule")
+    assert "±" not in text
+
+
+def test_names_are_escaped(write_part: Write) -> None:
+    folder = write_part("a|b_c & 5% [red]", "t_1", 0, 50.0)
+    found = table_of(collect(folder.parents[2]))
+    assert r"a|b\_c \& 5\% [red] & 50.00 & 50.00 \\" in latex(found)
+    assert r"| a\|b\_c & 5% \[red] | 50.00 | 50.00 |" in markdown(found)
+    assert "[red]" in printed(folder.parents[2], 200)
+    assert escape_latex("\\{}$#^~<>±") == (
+        r"\textbackslash{}\{\}\$\#\textasciicircum{}\textasciitilde{}\textless{}\textgreater{}$\pm$"
+    )
+
+
+def test_missing_cell_and_an_average_that_cannot_be_compared(experiment: Path) -> None:
+    (experiment / "csac" / "M5" / "seed-0" / "result.json").unlink()
+    found = table_of(collect(experiment))
+    assert found.cells["csac"]["M5"] is None
+    lines = markdown(found).splitlines()
+    assert lines[2] == "| fedavg | 81.00 ± 1.00 | 72.00 ± 2.00 | 76.50 ± 1.50 |"
+    assert lines[3] == r"| csac | **85.00** ± 1.00 | – | 85.00\* ± 1.00 |"
+    assert r"\* average over fewer than the table's 2 targets: not comparable." in markdown(found)
+    assert "85.00*" in latex(found)
+    assert " & -- & " in latex(found)
+    assert "–" in printed(experiment, 100)
+
+
+def test_equal_figures_are_equally_good_and_a_lone_one_beats_nobody(write_part: Write) -> None:
+    write_part("a", "t", 0, 50.001)
+    experiment = write_part("b", "t", 0, 50.004).parents[2]
+    assert markdown(table_of(collect(experiment))).count("**50.00**") == 4
+    assert "**" not in markdown(table_of(collect(experiment / "a")))
+
+
+def test_one_seed_says_so(write_part: Write) -> None:
+    found = table_of(collect(write_part("a", "t", 3, 50.0)))
+    assert "n = 1 seed, so there is no standard error" in markdown(found)
+    assert "±" not in markdown(found)
+
+
+@pytest.mark.parametrize("width", [120, 46, 30])
+def test_no_number_is_cut_on_a_narrow_screen(experiment: Path, width: int) -> None:
+    text = printed(experiment, width)
+    for number in ("81.00", "±1.00", "72.00", "±2.00", "76.50", "±1.50", "85.00", "75.00", "79.50"):
+        assert number in text
+    assert "5 of 12 parts unfinished" in text
+    assert max(map(len, text.splitlines())) <= width
+
+
+def test_selection_is_named_and_the_oracle_called_an_upper_bound(experiment: Path) -> None:
+    assert "held-out" in table_of(collect(experiment), "source").notes[0]
+    assert "upper bound" in table_of(collect(experiment), "oracle").notes[0]
+
+
+def test_source_selection_without_held_out_parts(write_part: Write) -> None:
+    folder = write_part("a", "t", 0, 50.0, held_out=False)
+    with pytest.raises(UserError, match="test_fraction"):
+        table_of(collect(folder), "source")
+
+
+def test_from_results_alone(experiment: Path) -> None:
+    results = collect(experiment).results
+    assert table(reversed(results)).methods == ("csac", "fedavg")
