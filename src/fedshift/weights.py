@@ -17,16 +17,14 @@ KeyFilter = Callable[[str], bool] | str | Iterable[str]
 _RUNNING_MEAN = "running_mean"
 _RUNNING_VAR = "running_var"
 
-# Numbers per piece in reductions: a float64 piece (512 KiB) stays in the cache, where whole-tensor temporaries would
-# not.
+# Numbers per piece in reductions: a float64 piece (512 KiB) stays in the cache, a whole tensor would not.
 _CHUNK = 65_536
 
 
 class NamedTensors(Mapping[str, Tensor]):
     """Immutable tensors by name, shared with the mapping they came from (not copied) and without a graph.
 
-    Shared means: made from ``module.state_dict()``, they change when the module trains on; `clone` first where that
-    matters.
+    Shared means: made from ``module.state_dict()``, they change when the module trains on; `clone` where that matters.
     """
 
     kind: ClassVar[str]

@@ -140,3 +140,7 @@ class DataSource(BaseModel):
 
     def build(self) -> DataSet:
         raise UserError(f"data set {self.name} cannot be built")
+
+    def without(self, unseen: str) -> DataSource:
+        """The same source with nothing in its preprocessing that comes from the domain ``unseen``; itself for most."""
+        return self

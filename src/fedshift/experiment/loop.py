@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
@@ -130,7 +130,11 @@ def run_experiment(experiment: Experiment, runs: Path, reporter: Reporter | None
 
 def run_part(context: Context, part: Part, folder: RunFolder) -> RunResult:
     """One run from its last checkpoint, or its beginning, to its result."""
-    experiment, data, method = context.experiment, context.data, part.method
+    experiment, method = context.experiment, part.method
+    source = experiment.data.without(part.target)
+    if source != experiment.data:  # an encoding in which the unseen site has no say
+        context = replace(context, data=source.build())
+    data = context.data
     split = split_of(experiment.protocol, data, part.target, part.seed)
     budget = budgets(experiment.methods, experiment.training, split)
     setting = Setting(
@@ -236,7 +240,7 @@ class _Run:
             record = RoundRecord(
                 round=state.round,
                 seconds=seconds,
-                mini_batches=max(self.federation.progress.used.values()),
+                mini_batches=self._mini_batches(),
                 bytes=page,  # type: ignore[arg-type]
                 losses=report.pop("losses", {}),
                 aggregation_weights=report.pop("aggregation_weights", {}),
@@ -253,6 +257,10 @@ class _Run:
         }
         self.folder.save_checkpoint(state, memory, header)
 
+    def _mini_batches(self) -> int:
+        """Mini-batches so far per source domain, the mean over them; a pool does the work of all its domains."""
+        return round(sum(self.federation.progress.used.values()) / len(self.split.train))
+
     def _finish(self, state: State) -> RunResult:
         context, part = self.context, self.part
         result = RunResult(
@@ -263,7 +271,7 @@ class _Run:
             classes=list(context.data.classes),
             rounds=state.round,
             seconds=self.seconds,
-            mini_batches=max(self.federation.progress.used.values()),
+            mini_batches=self._mini_batches(),
             bytes_up=self.federation.ledger.total["up"],
             bytes_down=self.federation.ledger.total["down"],
             versions=versions(),

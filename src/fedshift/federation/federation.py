@@ -29,6 +29,9 @@ class StepOwner(Protocol):
     @property
     def memory_names(self) -> tuple[str, ...]: ...
 
+    @property
+    def shares(self) -> tuple[str, ...]: ...
+
     def adapt_network(self, network: Network) -> Network: ...
 
     def recipe(self) -> dict[str, Any]: ...
@@ -68,11 +71,15 @@ class Replies(Generic[R]):
 
     def items(self) -> Iterator[tuple[str, R]]:
         """``(site, reply)`` in the order asked. Raises FedshiftError on a second pass without `keep`."""
-        if self._kept is not None and self._kept.complete:
+        if self._kept is not None:
+            self.drain()  # passes may be broken off or nested, so the replies are all taken in before the first one
             yield from self._kept
             return
         if self._begun:
             raise FedshiftError("replies stream and can be gone over once: call .keep() before the first pass")
+        yield from self._remaining()
+
+    def _remaining(self) -> Iterator[tuple[str, R]]:
         self._begun = True
         for site, reply in self._answers:
             self._numbers[site] = {
@@ -81,8 +88,6 @@ class Replies(Generic[R]):
             if self._kept is not None:
                 self._kept.add(site, reply)
             yield site, reply
-        if self._kept is not None:
-            self._kept.complete = True
 
     def __iter__(self) -> Iterator[R]:
         return (reply for _, reply in self.items())
@@ -111,19 +116,14 @@ class Replies(Generic[R]):
 
     def drain(self) -> None:
         """Take in the remaining replies (a reply that nobody reads was still trained, sent and counted)."""
-        if not self._begun:
-            for _ in self:
-                pass
-        else:
-            for _ in self._answers:
-                pass
+        for _ in self._remaining():
+            pass
 
 
 class _Kept(Generic[R]):
     """Replies for several passes. The first ones stay in memory, the others lie in files that die with this object."""
 
     def __init__(self) -> None:
-        self.complete = False
         self._memory: list[tuple[str, R]] = []
         self._files: list[tuple[str, type[R], Path]] = []
         self._bytes = 0
@@ -244,9 +244,7 @@ class Federation(ABC):
 
         def requests() -> Iterator[Request]:
             for site in to:
-                own: dict[str, Content] = {
-                    name: value.of[site] if isinstance(value, PerSite) else value for name, value in content.items()
-                }
+                own = {name: _content_for(site, name, value) for name, value in content.items()}
                 self.ledger.record(number, step, site, "down", own)
                 used, budget = self.progress.used[site], self.budget.get(site, 0)
                 yield Request(site, Envelope(number, self.round, min(1.0, used / budget) if budget else 0.0, budget - used), own)
@@ -261,7 +259,16 @@ class Federation(ABC):
             yield answer.site, answer.reply
 
 
-def _tensors(content: Mapping[str, Content]) -> Iterator[NamedTensors]:
+def _content_for(site: str, name: str, value: Content | PerSite) -> Content:
+    """The part of ``value`` that ``site`` gets."""
+    if not isinstance(value, PerSite):
+        return value
+    if site not in value.of:
+        raise FedshiftError(f"'{name}' differs between sites and has nothing for '{site}'; it is for {sorted(value.of)}")
+    return value.of[site]
+
+
+def _tensors(content: Mapping[str, Any]) -> Iterator[NamedTensors]:
     for value in content.values():
         if isinstance(value, NamedTensors):
             yield value

@@ -56,6 +56,10 @@ class SiteRunner:
     def __init__(self, plan: SitePlan, setting: Setting) -> None:
         device = torch.device(setting.device)
         network = setting.build_network().to(device)
+        refused = sorted(setting.refuse.intersection(setting.method.shares))
+        if refused:  # before any training; what a step really returns is checked again when it returns
+            raise UserError(f"site '{plan.name}' refuses to send {refused[0]}, which the method shares: choose another "
+                            "method or take the kind out of engine.refuse")
         self.method = setting.method
         self.refuse = setting.refuse
         self.site = Site(

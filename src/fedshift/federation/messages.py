@@ -104,13 +104,13 @@ def encode(content: Mapping[str, Content], header: Mapping[str, object] | None =
     tensors: dict[str, Tensor] = {}
     layout: dict[str, object] = {}
 
-    def add(path: str, value: Content) -> object:
+    def add(path: str, value: Any) -> object:
         if isinstance(value, NamedTensors):
             for key, tensor in value.items():
                 tensors[f"{path}|{key}"] = tensor.detach().cpu().contiguous()
             return {"kind": value.kind, "keys": list(value)}
         if isinstance(value, Mapping):
-            return {"by_site": {key: add(f"{path}/{key}", item) for key, item in value.items()}}
+            return {"by_site": {key: add(_below(path, key), item) for key, item in value.items()}}
         if isinstance(value, float) and not math.isfinite(value):
             return {"float": repr(value)}
         return {"number": value}
@@ -128,20 +128,29 @@ def decode(data: bytes) -> tuple[dict[str, Content], dict[str, Any]]:
         metadata = json.loads(data[8 : 8 + length])["__metadata__"]
         layout, header = json.loads(metadata["content"]), json.loads(metadata["header"])
         tensors = load_tensors(data)
+        return {name: _read(name, entry, tensors) for name, entry in layout.items()}, dict(header)
     except Exception as error:
         raise FedshiftError("a message is damaged or was not written by fedshift") from error
 
-    def read(path: str, entry: Mapping[str, Any]) -> Content:
-        if "kind" in entry:
-            return KINDS[entry["kind"]]({key: tensors[f"{path}|{key}"] for key in entry["keys"]})
-        if "by_site" in entry:
-            return {key: read(f"{path}/{key}", item) for key, item in entry["by_site"].items()}  # type: ignore[misc]
-        if "float" in entry:
-            return float(entry["float"])
-        number: Number = entry["number"]
-        return number
 
-    return {name: read(name, entry) for name, entry in layout.items()}, header
+def _read(path: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Content:
+    """The content that `encode` described as ``entry``."""
+    if "kind" in entry:
+        return KINDS[entry["kind"]]({key: tensors[f"{path}|{key}"] for key in entry["keys"]})
+    if "by_site" in entry:
+        return {
+            key: _read(_below(path, key), item, tensors)  # type: ignore[misc]
+            for key, item in entry["by_site"].items()
+        }
+    if "float" in entry:
+        return float(entry["float"])
+    number: Number = entry["number"]
+    return number
+
+
+def _below(path: str, key: str) -> str:
+    """The path of ``key`` below ``path``; separators inside a site's name are escaped, so no two paths are equal."""
+    return f"{path}/{key.replace('%', '%25').replace('/', '%2F').replace('|', '%7C')}"
 
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -44,7 +44,11 @@ def import_file(path: str) -> Any:
         raise OSError(f"no file {whole}")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]  # half a module must not be found the next time
+        raise
     return module
 
 

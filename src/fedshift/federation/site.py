@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedshift.data.view import SiteData, epoch_batches
-from fedshift.errors import FedshiftError, TrainingDiverged
+from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.federation.files import read_message, write_message
 from fedshift.federation.messages import Content, Statistics
 from fedshift.federation.randomness import derive_seed, generator
@@ -95,8 +95,13 @@ class SiteMemory(MutableMapping[str, Content]):
 
     def load(self, folder: Path, files: Mapping[str, str]) -> None:
         """Forget everything and read the entries a checkpoint names."""
-        self._entries = {name: read_message(folder / file)[0][name] for name, file in files.items()}
-        self._files = dict(files)
+        entries: dict[str, Content] = {}
+        for name, file in files.items():
+            content, _ = read_message(folder / file)
+            if name not in content:
+                raise UserError(f"{folder / file} does not hold '{name}': delete the run's folder and run again")
+            entries[name] = content[name]
+        self._entries, self._files = entries, dict(files)
 
 
 @dataclass(frozen=True)
@@ -257,9 +262,15 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, content: Content) -> None:
     if not isinstance(content, Statistics):
         raise FedshiftError("an optimiser's memory must be Statistics")
     whole = optimizer.state_dict()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in content.items():
         number, _, key = name.partition(".")
+        parameter = parameters[int(number)]
+        if tensor.shape == parameter.shape:
+            # Fused optimisers walk over memory and ignore strides: a file gives back contiguous tensors, the parameter
+            # may lie channels last.
+            tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
         state.setdefault(int(number), {})[key] = tensor
     whole["state"] = state
     rates = [group["lr"] for group in optimizer.param_groups]

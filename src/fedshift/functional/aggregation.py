@@ -16,8 +16,7 @@ Distance = Literal["l2", "l1", "cosine"]
 Granularity = Literal["tensor", "module"]
 Rule = Literal["divergence", "similarity", "average"]
 
-# Directions that differ by float64 rounding alone have 1 − cos below about 1e-30; by float32 rounding, above about
-# 1e-16.
+# 1 − cos of directions that differ by float64 rounding is below about 1e-30, by float32 rounding above about 1e-16.
 _COSINE_ROUNDING = 1e-24
 
 

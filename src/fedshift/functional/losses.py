@@ -57,5 +57,5 @@ def proximal_penalty(parameters: Iterable[tuple[str, Tensor]], reference: Mappin
 
 
 def entropy(probabilities: Tensor, epsilon: float = 1e-5) -> Tensor:
-    """Entropy ``−Σ_c p_c log(p_c + ε)`` of each row, in nats: (…, C) → (…). ε keeps gradients finite (SHOT, section 9.1)."""
+    """Entropy ``−Σ_c p_c log(p_c + ε)`` of each row, in nats: (…, C) → (…). ε keeps gradients finite (SHOT, 9.1)."""
     return -(probabilities * (probabilities + epsilon).log()).sum(-1)

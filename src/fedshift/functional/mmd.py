@@ -1,4 +1,4 @@
-"""Maximum mean discrepancy with several Gaussian kernels (Gretton et al., JMLR 2012; as in CSAC, eq. 6, section 2.1)."""
+"""Maximum mean discrepancy with several Gaussian kernels (Gretton et al., JMLR 2012; CSAC, eq. 6, section 2.1)."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ class _CrossMMD(torch.autograd.Function):
             sum_source = sum_source - samples * len(multipliers)  # the diagonal, where every kernel is 1
             sum_target = sum_target - samples * len(multipliers)
         ctx.save_for_backward(source, target, inverse, slope_source, slope_target, slope_across)
-        return ctx.within * (sum_source + sum_target) + ctx.across * sum_across
+        mmd: Tensor = ctx.within * (sum_source + sum_target) + ctx.across * sum_across
+        return mmd
 
     @staticmethod
     @once_differentiable

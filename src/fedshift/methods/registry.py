@@ -36,7 +36,7 @@ def method_class(name: str, folder: Path | None = None) -> type[Method]:
     try:
         module = import_file(str((folder or Path()) / module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
         found = getattr(module, attribute)
-    except (ImportError, OSError, AttributeError) as error:
+    except (ImportError, OSError, AttributeError, SyntaxError) as error:
         raise UserError(f"method '{name}' cannot be imported: {error}") from error
     if not (isinstance(found, type) and issubclass(found, Method)):
         raise UserError(f"'{name}' is not a Method: derive it from fedshift.methods.base.Method")

@@ -44,10 +44,16 @@ class Arrays(DataSource):
             licence="yours",
             how_to_get="numpy.savez('site.npz', x=…, y=…) for each site and give data.sites",
             layout=_LAYOUT,
-            notes="Images: value / 255. standardise uses statistics of every site unless statistics_from names some: "
-            "leave the site out that you want to be unseen. Without classes, labels must be 0 to C - 1, each at some "
+            notes="Images: value / 255. standardise adds up statistics of the sources (statistics_from: of some of them), "
+            "never of a site that is unseen. Without classes, labels must be 0 to C - 1, each at some "
             "site.",
         )
+
+    def without(self, unseen: str) -> DataSource:
+        if not self.standardise:
+            return self
+        chosen = self.statistics_from or tuple(self.sites)
+        return self.model_copy(update={"statistics_from": tuple(site for site in chosen if site != unseen)})
 
     def build(self) -> DataSet:
         """Domains of uint8 images (n, c, h, w) or float32 features (n, d). Raises UserError, naming the file."""
@@ -72,8 +78,10 @@ class Arrays(DataSource):
 
 def sites_for_statistics(chosen: tuple[str, ...] | None, sites: dict[str, Domain] | dict[str, Path]) -> tuple[str, ...]:
     """The chosen sites, or all. Raises UserError, with the nearest name, for one that does not exist."""
-    if not chosen:
+    if chosen is None:
         return tuple(sites)
+    if not chosen:
+        raise UserError("data.statistics_from: no site is left; name a source, or leave the field out")
     for site in chosen:
         if site not in sites:
             raise UserError(f"data.statistics_from: no site '{site}'; {nearest(site, sites)}")

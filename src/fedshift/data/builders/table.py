@@ -58,9 +58,12 @@ class Table(DataSource):
             layout="one CSV file per site (comma, semicolon or tab; first line: column names)",
             notes="Each site gives counts, sums and sums of squares of its numeric columns and the sets of its "
             "categories and labels, never rows. Missing cells (empty, ?, NA, NaN): the mean, and a 0/1 column for "
-            "each number that is missing anywhere; categories: all zeros. statistics_from: leave the site out that "
-            "you want to be unseen.",
+            "each number that is missing anywhere; categories: all zeros. A site that is unseen gives no statistics.",
         )
+
+    def without(self, unseen: str) -> DataSource:
+        chosen = self.statistics_from or tuple(self.sites)
+        return self.model_copy(update={"statistics_from": tuple(site for site in chosen if site != unseen)})
 
     def build(self) -> DataSet:
         """Domains of float32 features (n, d). Raises UserError with file, line and column."""

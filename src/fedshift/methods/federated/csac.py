@@ -35,6 +35,7 @@ Should reproduce: Rotated MNIST 94.07 ± 0.02; PACS ResNet-18 83.81 ± 0.33 (jou
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -105,6 +106,8 @@ class CSAC(Method):
         return Traffic(up=exchanges.up + sites * (payload + 2 * BYTES_PER_NUMBER), down=exchanges.down)
 
     def check(self, network: Network) -> None:
+        if self.alignment_weight == 0 and not self.cross_entropy:
+            raise UserError("csac: nothing to minimise in calibration; switch cross_entropy on or raise alignment_weight")
         for stage in self.stages or ():
             if stage not in network.stages:
                 raise UserError(f"csac.stages: the network has no stage '{stage}'; {nearest(stage, network.stages)}")
@@ -144,6 +147,7 @@ class CSAC(Method):
         )
         trained = site.weights_of(model)
         site.memory["local_model"] = trained
+        site.scratch.pop("frozen_features", None)  # those of an earlier acquisition
         return Update(trained, site.samples, loss)
 
     def calibrate(self, site: Site, weights: Weights) -> Update:
@@ -161,7 +165,7 @@ class CSAC(Method):
             if aligner is None:
                 return F.cross_entropy(model(batch.inputs), batch.targets)
             logits, features = model.with_stages(batch.inputs, aligner.stages)
-            alignment = self.alignment_weight * aligner(logits, features, batch)
+            alignment: Tensor = self.alignment_weight * aligner(logits, features, batch)
             return F.cross_entropy(logits, batch.targets) + alignment if self.cross_entropy else alignment
 
         # Two optimisers with the same settings are one optimiser over both modules' parameters.
@@ -196,7 +200,7 @@ class _Aligner(nn.Module):
         self._cache = self._frozen_features() if site.data.deterministic else None
         shapes = [tuple(feature.shape[1:]) for feature in self._measure()]
         sizes = [shape[1:] if len(shape) == 3 else (1, 1) for shape in shapes]
-        size = sizes[-1] if method.projection_size == "last" else min(sizes)
+        size = sizes[-1] if method.projection_size == "last" else min(sizes, key=math.prod)
         persistent = "projections" in site.memory and not method.reset_projection_each_round
         seed = site.generator_for("projections").initial_seed()
         with torch.random.fork_rng(devices=[]):

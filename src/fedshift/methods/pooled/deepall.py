@@ -34,7 +34,7 @@ class DeepAll(Method):
     name: ClassVar[str] = "deepall"
     title: ClassVar[str] = "DeepAll"
     citation: ClassVar[str] = "Li et al., ICCV 2017"
-    shares: ClassVar[tuple[str, ...]] = ("raw_data",)
+    shares: ClassVar[tuple[str, ...]] = ("raw_data", "weights", "numbers")
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
     pooled: ClassVar[bool] = True
 

@@ -1,0 +1,30 @@
+# Everything a newcomer needs: `make demo`, `make test`. PYTHON chooses the interpreter that makes the environment.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+FEDSHIFT_WORKERS ?= 2
+
+.PHONY: demo test lint bench clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	touch $(READY)
+
+demo: $(READY)  ## compare DeepAll, FedAvg and CSAC on rotated digits; ends with a table and runs/demo/report.html
+	$(BIN)/fedshift demo
+
+test: $(READY)  ## all tests; those on real data need FEDSHIFT_DATA and FEDSHIFT_WEIGHTS and say so when they skip
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(FEDSHIFT_WORKERS) --dist loadfile
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(READY)  ## ratios measured in one run, written to benchmarks/results/bench.json
+	$(BIN)/python benchmarks/bench.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

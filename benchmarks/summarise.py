@@ -1,0 +1,74 @@
+"""Writes the tables of benchmarks/README.md from the committed results: ``python benchmarks/summarise.py``.
+
+A marker ``<!-- table NAME [SELECT] -->`` … ``<!-- end -->`` is filled with the table of ``benchmarks/results/NAME``, its facts
+(runs, seconds, versions, threads) and the published rows where ``published.json`` has them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+from fedshift.evaluation.summary import paired_difference
+from fedshift.report.collect import Collected, collect
+from fedshift.report.table import markdown, table_of
+
+HERE = Path(__file__).parent
+PUBLISHED = {"rotated_mnist_paper": "rotated_mnist", "pacs_features": "pacs"}
+MARKER = re.compile(r"<!-- table (\w+)(?: (\w+))? -->.*?<!-- end -->", re.DOTALL)
+
+
+def facts(found: Collected) -> str:
+    """Runs, seconds, versions, threads of a set of results, and how each pair of methods compares."""
+    results = found.results
+    seconds = sum(result.seconds for result in results)
+    versions = {f"{name} {version}" for result in results for name, version in result.versions.items() if name in ("torch", "numpy")}
+    threads = sorted({result.threads for result in results})
+    text = f"{len(results)} runs, {seconds / 3600:.1f} hours of run time in all, {threads} thread(s) a run, {', '.join(sorted(versions))}."
+    if found.unfinished:
+        text += f" **{found.unfinished} of {found.planned} runs are still to come.**"
+    by_method = {label: [r for r in results if r.method == label] for label in found.order.methods}
+    if "fedavg" in by_method and "csac" in by_method:
+        pair = paired_difference(by_method["csac"], by_method["fedavg"])
+        if pair is not None and pair.p is not None:
+            text += f" CSAC − FedAvg over {pair.n} (target, seed) pairs: {pair.mean:+.2f} points, paired t-test p = {pair.p:.2g}."
+    return text
+
+
+def published(name: str, columns: tuple[str, ...]) -> str:
+    """The published rows as a Markdown table in the same order of columns."""
+    entry = json.loads((HERE / "published.json").read_text(encoding="utf-8"))[PUBLISHED[name]]
+    names = list(next(iter(entry["rows"].values())))
+    lines = [f"Published: {entry['source']}", "", "| method | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    for method, cells in entry["rows"].items():
+        values = [f"{mean:.2f}" + (f" ± {error:.2f}" if error is not None else "") for mean, error in cells.values()]
+        lines.append(f"| {method} | " + " | ".join(values) + " |")
+    return "\n".join(lines)
+
+
+def section(match: re.Match[str]) -> str:
+    """One marker's content."""
+    name, select = match.group(1), match.group(2) or "last"
+    folder = HERE / "results" / name
+    if not folder.exists():
+        return match.group(0)
+    found = collect(folder)
+    table = table_of(found, select)  # type: ignore[arg-type]
+    parts = [match.group(0).split("-->")[0] + "-->", "Measured:", "", markdown(table).strip(), ""]
+    if name in PUBLISHED and select == "last":
+        parts += [published(name, table.columns), ""]
+    parts += [facts(found), "<!-- end -->"]
+    return "\n".join(parts)
+
+
+def main() -> None:
+    """Fill the markers of the pages named on the command line (default: benchmarks/README.md)."""
+    for page in [Path(argument) for argument in sys.argv[1:]] or [HERE / "README.md"]:
+        text = page.read_text(encoding="utf-8")
+        page.write_text(MARKER.sub(section, text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Tiny sites, networks and runs for tests: made of arrays in memory, trained in milliseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
+from fedshift.federation.federation import Federation
+from fedshift.federation.local import LocalFederation, Setting, SitePlan
+from fedshift.federation.pool import PoolFederation, WorkerPool
+from fedshift.federation.site import Role
+from fedshift.federation.training import Training
+from fedshift.methods.base import Method, State
+from fedshift.models import registry as models
+from fedshift.weights import Weights
+
+CLASSES = 3
+IMAGE = Preprocessing(kind="image", channels=1, size=12, mean=(0.5,), std=(0.25,))
+VECTOR = Preprocessing(kind="features")
+CNN: dict[str, object] = {"name": "mnist_cnn", "channels": [3, 4], "hidden": 6}
+MLP: dict[str, object] = {"name": "mlp", "hidden": [8, 6]}
+NORMED: dict[str, object] = {"name": "mlp", "hidden": [8, 6], "batch_norm": True}
+LINEAR: dict[str, object] = {"name": "linear"}
+SIZES = {"large": 41, "small": 5, "one": 1}
+"""Sites of a batch size of 8: a last batch of one, fewer samples than a batch, a single sample."""
+
+
+def images(name: str, number: int, channels: int = 1, size: int = 12) -> Domain:
+    """Noisy pictures of one fixed pattern per class, a little brighter or darker at each site."""
+    patterns = np.random.default_rng(7).integers(40, 200, (CLASSES, channels, size, size))
+    generator = np.random.default_rng(sum(name.encode()))
+    labels = np.arange(number, dtype=np.int64) % CLASSES
+    noise = generator.integers(-40, 41, (number, channels, size, size)) + generator.integers(-15, 16)
+    return Domain(name, np.clip(patterns[labels] + noise, 0, 255).astype(np.uint8), labels)
+
+
+def vectors(name: str, number: int, width: int = 5) -> Domain:
+    """Noisy vectors around one fixed centre per class, shifted at each site."""
+    centres = np.random.default_rng(8).normal(size=(CLASSES, width))
+    generator = np.random.default_rng(sum(name.encode()))
+    labels = np.arange(number, dtype=np.int64) % CLASSES
+    noise = generator.normal(size=(number, width)) * 0.3 + generator.normal(size=width) * 0.3
+    return Domain(name, (centres[labels] + noise).astype(np.float32), labels)
+
+
+def domains(network: Mapping[str, object] = CNN, sizes: Mapping[str, int] = SIZES) -> list[Domain]:
+    """One domain per entry of ``sizes``, of the kind that ``network`` reads."""
+    return [(images if network["name"] == "mnist_cnn" else vectors)(name, number) for name, number in sizes.items()]
+
+
+def data_set(found: Sequence[Domain]) -> DataSet:
+    kind = IMAGE if found[0].inputs.dtype == np.uint8 else VECTOR
+    return DataSet("tiny", {domain.name: domain for domain in found}, ("a", "b", "c"), kind, Manifest(*[""] * 5))
+
+
+def training(**options: Any) -> Training:
+    return Training(**{"batch_size": 8, "lr": 0.05, "rounds": 2, **options})
+
+
+def setting(
+    method: Any,
+    found: Sequence[Domain],
+    network: Mapping[str, object] = CNN,
+    seed: int = 3,
+    refuse: Sequence[str] = (),
+    **options: Any,
+) -> Setting:
+    """``options`` are those of `Training`."""
+    data = data_set(found)
+    return Setting(
+        method, training(**options), models.parse(network), data.preprocessing, data.input_shape, CLASSES, seed, "cpu",
+        frozenset(refuse),
+    )  # fmt: skip
+
+
+def plans(method: Any, found: Sequence[Domain], roles: Mapping[str, Role] | None = None) -> list[SitePlan]:
+    """Every domain as a site with all its rows, or all in one pool for a pooled baseline."""
+    parts = [(domain, np.arange(len(domain)), number) for number, domain in enumerate(found)]
+    if getattr(method, "pooled", False):
+        return [SitePlan("pool", "source", parts)]
+    return [SitePlan(part[0].name, (roles or {}).get(part[0].name, "source"), [part]) for part in parts]
+
+
+def federation(
+    method: Any,
+    found: Sequence[Domain] | None = None,
+    network: Mapping[str, object] = CNN,
+    pool: WorkerPool | None = None,
+    budget: int | Mapping[str, int] = 1000,
+    rounds: int = 2,
+    roles: Mapping[str, Role] | None = None,
+    **options: Any,
+) -> Federation:
+    """A federation of all ``found`` domains, in this process or at a pool. ``options`` as for `setting`."""
+    found = domains(network) if found is None else found
+    chosen = plans(method, found, roles)
+    budgets = dict.fromkeys((plan.name for plan in chosen), budget) if isinstance(budget, int) else dict(budget)
+    whole = setting(method, found, network, **options)
+    if pool is not None:
+        return PoolFederation(pool, chosen, whole, budget=budgets, rounds=rounds)
+    return LocalFederation(chosen, whole, budget=budgets, rounds=rounds)
+
+
+def start_of(method: Method, found: Sequence[Domain] | None = None, network: Mapping[str, object] = CNN, seed: int = 3) -> Weights:
+    """The common start of a run."""
+    built = setting(method, domains(network) if found is None else found, network, seed).build_network()
+    return Weights({name: tensor.contiguous() for name, tensor in built.state_dict().items()})
+
+
+def step_on(method: Method, where: Federation, state: State) -> State:
+    """One more round, as the loop of an experiment does it."""
+    where.round = state.round + 1
+    state = method.round(where, state)
+    where.settle()
+    return state
+
+
+def run(
+    method: Method,
+    found: Sequence[Domain] | None = None,
+    network: Mapping[str, object] = CNN,
+    rounds: int = 2,
+    seed: int = 3,
+    **options: Any,
+) -> tuple[State, Federation]:
+    """Start and ``rounds`` rounds; the state and the federation after them. ``options`` as for `federation`."""
+    found = domains(network) if found is None else found
+    where = federation(method, found, network, rounds=rounds, seed=seed, **options)
+    state = method.start(where, start_of(method, found, network, seed))
+    where.settle()
+    for _ in range(rounds):
+        state = step_on(method, where, state)
+    return state, where
+

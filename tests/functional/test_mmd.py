@@ -1,0 +1,200 @@
+"""MK-MMD: worked numbers, an independent kernel, invariants and gradients."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sklearn.metrics.pairwise import rbf_kernel
+from torch import Tensor
+
+from fedshift.errors import UserError
+from fedshift.functional.mmd import (
+    MULTIPLIERS,
+    cross_multi_kernel_mmd,
+    multi_kernel_mmd,
+    pairwise_squared_distances,
+)
+
+
+def column(*values: float) -> Tensor:
+    return torch.tensor(values).double()[:, None]
+
+
+def naive_mmd(source: Tensor, target: Tensor, multipliers=MULTIPLIERS, biased: bool = False) -> Tensor:  # type: ignore[no-untyped-def]
+    """By the definition: every difference, every kernel, plain autograd."""
+    n = len(source)
+    joint = torch.cat([source, target])
+    squared = (joint[:, None] - joint[None]).square().sum(-1)
+    kernels = sum(torch.exp(-squared / (2 * a * squared.mean().detach())) for a in multipliers)
+    ss, tt, st_ = kernels[:n, :n], kernels[n:, n:], kernels[:n, n:]
+    if biased:
+        return ss.mean() + tt.mean() - 2 * st_.mean()
+    off = 1 - torch.eye(n, dtype=source.dtype)
+    return ((ss + tt) * off).sum() / (n * (n - 1)) - 2 * st_.mean()
+
+
+def layers(count: int, n: int, f: int, seed: int, offset: float = 0.0, dtype: torch.dtype = torch.float64) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    scales = torch.rand(count, 1, 1, generator=generator, dtype=torch.float64) + 0.5
+    return (torch.randn(count, n, f, generator=generator, dtype=torch.float64) * scales + offset).to(dtype)
+
+
+def test_worked_numbers() -> None:
+    s, t = column(0, 2), column(1, 5)
+    joint = torch.cat([s, t])
+    assert pairwise_squared_distances(joint, joint).mean().item() == pytest.approx(7.0)
+    assert multi_kernel_mmd(s, t, constant=True).item() == pytest.approx(0.708090, abs=1e-6)
+    assert multi_kernel_mmd(s, t).item() == pytest.approx(-1.291910, abs=1e-6)
+    assert multi_kernel_mmd(s, t, estimator="biased").item() == pytest.approx(2.109858, abs=1e-6)
+    assert multi_kernel_mmd(s, t, multipliers=[1.0], constant=True).item() == pytest.approx(1.792588, abs=1e-6)
+    assert multi_kernel_mmd(s, t, multipliers=[1.0]).item() == pytest.approx(-0.207412, abs=1e-6)
+
+
+def test_worked_numbers_of_equal_batches() -> None:
+    s = column(0, 2)
+    assert multi_kernel_mmd(s, s, constant=True).item() == pytest.approx(-1.865679, abs=1e-6)
+    assert multi_kernel_mmd(s, s).item() == pytest.approx(-3.865679, abs=1e-6)
+    assert multi_kernel_mmd(s, s, estimator="biased").item() == pytest.approx(0, abs=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["unbiased", "biased"])
+def test_against_the_kernel_of_scikit_learn(estimator: str) -> None:
+    s, t = layers(1, 7, 5, 0)[0], layers(1, 7, 5, 1, offset=0.7)[0]
+    joint = torch.cat([s, t]).numpy()
+    bandwidth = ((joint[:, None] - joint[None]) ** 2).sum(-1).mean()
+
+    def summed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return sum(rbf_kernel(a, b, gamma=1 / (2 * m * bandwidth)) for m in MULTIPLIERS)
+
+    ss, tt, cross = summed(s.numpy(), s.numpy()), summed(t.numpy(), t.numpy()), summed(s.numpy(), t.numpy())
+    if estimator == "biased":
+        expected = ss.mean() + tt.mean() - 2 * cross.mean()
+    else:
+        expected = (ss.sum() - np.trace(ss) + tt.sum() - np.trace(tt)) / 42 - 2 * cross.mean()
+    assert multi_kernel_mmd(s, t, estimator=estimator).item() == pytest.approx(expected, abs=1e-12)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("estimator", ["unbiased", "biased"])
+@pytest.mark.parametrize("multipliers", [MULTIPLIERS, (0.5, 1.0, 2.5), (1.0,), (0.2, 0.6, 1.0)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
+def test_matrix_equals_pairs(estimator, multipliers, dtype, tolerance) -> None:  # type: ignore[no-untyped-def]
+    fused, local = layers(3, 6, 40, 0, 0.3, dtype), layers(2, 6, 40, 1, 0.0, dtype)
+    matrix = cross_multi_kernel_mmd(fused, local, multipliers, estimator)
+    assert matrix.shape == (3, 2)
+    for i, j in itertools.product(range(3), range(2)):
+        pair = multi_kernel_mmd(fused[i], local[j], multipliers, estimator).item()
+        naive = naive_mmd(fused[i].double(), local[j].double(), multipliers, estimator == "biased").item()
+        assert matrix[i, j].item() == pytest.approx(pair, abs=tolerance)
+        assert pair == pytest.approx(naive, abs=tolerance)
+
+
+def test_gradients_equal_those_of_the_definition() -> None:
+    for estimator in ("unbiased", "biased"):
+        grads = []
+        for batched in (True, False):
+            fused, local = layers(2, 5, 6, 0).requires_grad_(), layers(3, 5, 6, 1, 0.5).requires_grad_()
+            weights = torch.arange(1.0, 7.0).view(2, 3).double()
+            if batched:
+                values = cross_multi_kernel_mmd(fused, local, estimator=estimator)  # type: ignore[arg-type]
+            else:
+                pairs = [naive_mmd(a, b, biased=estimator == "biased") for a in fused for b in local]
+                values = torch.stack(pairs).view(2, 3)
+            (values * weights).sum().backward()
+            grads.append((fused.grad, local.grad))
+        torch.testing.assert_close(grads[0], grads[1], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("estimator", ["unbiased", "biased"])
+def test_gradcheck_with_the_bandwidth_held(estimator: str) -> None:
+    fused, local = layers(2, 4, 3, 0).requires_grad_(), layers(2, 4, 3, 1, 0.5).requires_grad_()
+    bandwidth = torch.tensor([[3.0, 4.0], [5.0, 6.0]]).double()
+
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        return cross_multi_kernel_mmd(a, b, estimator=estimator, constant=True, bandwidth=bandwidth)  # type: ignore[arg-type]
+
+    assert torch.autograd.gradcheck(function, (fused, local))
+    assert torch.autograd.gradcheck(lambda a: function(a, local.detach()), (fused,))
+
+
+def test_a_given_bandwidth_equal_to_the_default_changes_nothing() -> None:
+    s, t = layers(1, 5, 4, 0)[0], layers(1, 5, 4, 1)[0]
+    joint = torch.cat([s, t])
+    bandwidth = pairwise_squared_distances(joint, joint).mean()
+    torch.testing.assert_close(multi_kernel_mmd(s, t, bandwidth=bandwidth), multi_kernel_mmd(s, t))
+
+
+@given(st.integers(1, 6), st.integers(1, 5), st.floats(-3, 3), st.integers(0, 1000))
+@settings(deadline=None, max_examples=50)
+def test_biased_is_a_distance(n: int, f: int, offset: float, seed: int) -> None:
+    s, t = layers(1, n, f, seed)[0], layers(1, n, f, seed + 1, offset)[0]
+    value = multi_kernel_mmd(s, t, estimator="biased").item()
+    assert value >= -1e-12
+    assert value == pytest.approx(multi_kernel_mmd(t, s, estimator="biased").item(), abs=1e-12)
+    assert multi_kernel_mmd(s, s.flip(0), estimator="biased").item() == pytest.approx(0, abs=1e-12)
+    assert multi_kernel_mmd(s * 7 + 3, t * 7 + 3, estimator="biased").item() == pytest.approx(value, abs=1e-9)
+
+
+def test_a_single_sample_gives_the_biased_value() -> None:
+    s, t = column(1), column(3)
+    # One difference of 2: mean squared distance 4·2/4 = 2, k_st = Σ exp(−4 / (4a)).
+    expected = 10 - 2 * sum(np.exp(-1 / a) for a in MULTIPLIERS)
+    for constant in (False, True):
+        assert multi_kernel_mmd(s, t, constant=constant).item() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, 1234.567])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equal_rows_everywhere_give_kernels_of_one_and_no_gradient(value: float, dtype: torch.dtype) -> None:
+    fused = torch.full((2, 6, 50), value, dtype=dtype).requires_grad_()
+    local = torch.full((2, 6, 50), value, dtype=dtype).requires_grad_()
+    values = cross_multi_kernel_mmd(fused, local)
+    values.sum().backward()
+    assert values.detach().flatten().tolist() == pytest.approx([0.0] * 4, abs=1e-5)
+    assert fused.grad is not None
+    assert local.grad is not None
+    assert fused.grad.abs().max() == 0
+    assert local.grad.abs().max() == 0
+
+
+def test_float32_far_from_the_origin() -> None:
+    fused, local = layers(2, 16, 64, 0, 300.0), layers(2, 16, 64, 1, 300.2)
+    single = cross_multi_kernel_mmd(fused.float(), local.float()).double()
+    torch.testing.assert_close(single, cross_multi_kernel_mmd(fused, local), rtol=0, atol=1e-5)
+    distances = pairwise_squared_distances(fused.float(), local.float()).double()
+    torch.testing.assert_close(distances, torch.cdist(fused, local).square(), rtol=1e-4, atol=0)
+
+
+def test_half_precision_is_computed_in_single() -> None:
+    fused, local = layers(2, 8, 16, 0, dtype=torch.float16), layers(2, 8, 16, 1, dtype=torch.float16)
+    values = cross_multi_kernel_mmd(fused, local)
+    assert values.dtype == torch.float32
+    torch.testing.assert_close(
+        values.double(), cross_multi_kernel_mmd(fused.double(), local.double()), atol=1e-5, rtol=0
+    )
+
+
+def test_distances_against_torch() -> None:
+    a, b = layers(3, 4, 5, 0), layers(3, 7, 5, 1)
+    torch.testing.assert_close(pairwise_squared_distances(a, b), torch.cdist(a, b).square())
+    assert torch.autograd.gradcheck(pairwise_squared_distances, (a.requires_grad_(), b.requires_grad_()))
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "multipliers"),
+    [
+        ((2, 0, 3), (2, 0, 3), MULTIPLIERS),
+        ((2, 4, 3), (2, 4, 2), MULTIPLIERS),
+        ((2, 4, 3), (2, 5, 3), MULTIPLIERS),
+        ((4, 3), (4, 3), MULTIPLIERS),
+        ((2, 4, 3), (2, 4, 3), ()),
+        ((2, 4, 3), (2, 4, 3), (1.0, 0.0)),
+    ],
+)
+def test_what_does_not_fit(source, target, multipliers) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UserError):
+        cross_multi_kernel_mmd(torch.zeros(source), torch.zeros(target), multipliers)
