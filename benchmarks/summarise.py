@@ -1,7 +1,7 @@
 """Writes the tables of benchmarks/README.md from the committed results: ``python benchmarks/summarise.py``.
 
-A marker ``<!-- table NAME [SELECT] -->`` … ``<!-- end -->`` is filled with the table of ``benchmarks/results/NAME``, its facts
-(runs, seconds, versions, threads) and the published rows where ``published.json`` has them.
+A marker ``<!-- table NAME [SELECT] -->`` … ``<!-- end -->`` is filled with the table of ``benchmarks/results/NAME``,
+its facts (runs, seconds, versions, threads) and the published rows where ``published.json`` has them.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ def facts(found: Collected) -> str:
     """Runs, seconds, versions, threads of a set of results, and how each pair of methods compares."""
     results = found.results
     seconds = sum(result.seconds for result in results)
-    versions = {f"{name} {version}" for result in results for name, version in result.versions.items() if name in ("torch", "numpy")}
-    threads = sorted({result.threads for result in results})
-    text = f"{len(results)} runs, {seconds / 3600:.1f} hours of run time in all, {threads} thread(s) a run, {', '.join(sorted(versions))}."
+    versions = sorted({f"{name} {result.versions[name]}" for result in results for name in ("torch", "numpy")})
+    threads = "/".join(map(str, sorted({result.threads for result in results})))
+    text = f"{len(results)} runs, {seconds / 3600:.1f} hours of run time in all, {threads} thread(s) a run, "
+    text += ", ".join(versions) + "."
     if found.unfinished:
         text += f" **{found.unfinished} of {found.planned} runs are still to come.**"
     by_method = {label: [r for r in results if r.method == label] for label in found.order.methods}
     if "fedavg" in by_method and "csac" in by_method:
         pair = paired_difference(by_method["csac"], by_method["fedavg"])
         if pair is not None and pair.p is not None:
-            text += f" CSAC − FedAvg over {pair.n} (target, seed) pairs: {pair.mean:+.2f} points, paired t-test p = {pair.p:.2g}."
+            text += f" CSAC − FedAvg over {pair.n} (target, seed) pairs: {pair.mean:+.2f} points, "
+            text += f"paired t-test p = {pair.p:.2g}."
     return text
 
 
@@ -41,7 +43,8 @@ def published(name: str, columns: tuple[str, ...]) -> str:
     """The published rows as a Markdown table in the same order of columns."""
     entry = json.loads((HERE / "published.json").read_text(encoding="utf-8"))[PUBLISHED[name]]
     names = list(next(iter(entry["rows"].values())))
-    lines = [f"Published: {entry['source']}", "", "| method | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    head = "| method | " + " | ".join(names) + " |"
+    lines = [f"Published: {entry['source']}", "", head, "|---" * (len(names) + 1) + "|"]
     for method, cells in entry["rows"].items():
         values = [f"{mean:.2f}" + (f" ± {error:.2f}" if error is not None else "") for mean, error in cells.values()]
         lines.append(f"| {method} | " + " | ".join(values) + " |")

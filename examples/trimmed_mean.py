@@ -1,6 +1,6 @@
 """A method of your own: the coordinate-wise trimmed mean, which a few odd sites cannot pull away.
 
-Yin, Chen, Ramchandran, Bartlett: Byzantine-Robust Distributed Learning. ICML 2018, Algorithm 1 (option II), Definition 2.
+Yin, Chen, Ramchandran, Bartlett: Byzantine-Robust Distributed Learning. ICML 2018, Algorithm 1, option II.
 Wire: one model down and one up per site and round. Where the paper averages gradients, sites here send trained models.
 """
 

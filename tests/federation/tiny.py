@@ -89,7 +89,7 @@ def federation(
     found: Sequence[Domain] | None = None,
     network: Mapping[str, object] = CNN,
     pool: WorkerPool | None = None,
-    budget: int | Mapping[str, int] = 1000,
+    budget: int | Mapping[str, int] = 60,
     rounds: int = 2,
     roles: Mapping[str, Role] | None = None,
     **options: Any,
@@ -104,7 +104,9 @@ def federation(
     return LocalFederation(chosen, whole, budget=budgets, rounds=rounds)
 
 
-def start_of(method: Method, found: Sequence[Domain] | None = None, network: Mapping[str, object] = CNN, seed: int = 3) -> Weights:
+def start_of(
+    method: Method, found: Sequence[Domain] | None = None, network: Mapping[str, object] = CNN, seed: int = 3
+) -> Weights:
     """The common start of a run."""
     built = setting(method, domains(network) if found is None else found, network, seed).build_network()
     return Weights({name: tensor.contiguous() for name, tensor in built.state_dict().items()})
@@ -134,4 +136,3 @@ def run(
     for _ in range(rounds):
         state = step_on(method, where, state)
     return state, where
-

@@ -2,16 +2,48 @@
 
 from __future__ import annotations
 
+import errno
 import sys
+
+_NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Faults of the disk that are no defect: full, above a quota, read-only."""
 
 
 def main() -> None:
     """Entry point of ``fedshift``. Exit codes: 0 done, 1 failure, 2 a person's mistake, 130 interrupted."""
+    try:
+        sys.exit(_run())
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _run() -> int:
+    import typer
+
     from fedshift.cli.app import app
     from fedshift.errors import FedshiftError
 
     try:
-        app()
+        return int(app(standalone_mode=False) or 0)
     except FedshiftError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(error.exit_code)
+        return error.exit_code
+    except typer.Abort:  # how typer passes Ctrl-C on
+        return 130
+    except OSError as error:
+        if error.errno not in _NO_PLACE:
+            raise
+        place = f" {error.filename}" if error.filename else ""
+        print(
+            f"error: cannot write{place}: {error.strerror}; free some space or choose another folder", file=sys.stderr
+        )
+        return 2
+    except Exception as error:
+        # What typer says of a wrong option. Its class cannot be named: some versions carry a click of their own.
+        if not hasattr(error, "format_message"):
+            raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            error.show()  # type: ignore[attr-defined]
+        else:
+            print(f"error: {error.format_message()} (see fedshift --help)", file=sys.stderr)
+        return 2

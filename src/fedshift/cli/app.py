@@ -83,11 +83,14 @@ def predict(
     model: Annotated[Path, typer.Argument(help="A run's folder or a model.safetensors.", metavar="RUN_OR_MODEL")],
     data: Annotated[Path, typer.Argument(help="An image, a folder of images, an .npz or a .csv.", metavar="DATA")],
     format: Annotated[str, typer.Option("--format", help="terminal, csv or json.")] = "terminal",
+    method: Annotated[
+        str | None, typer.Option("--method", help="FILE.py:Class of a method of your own that made the model.")
+    ] = None,
 ) -> None:
     """Predict with a trained model."""
     from fedshift.cli.predict import print_predictions
 
-    print_predictions(model, data, format)
+    print_predictions(model, data, format, method)
 
 
 def _version(value: bool) -> None:
@@ -100,6 +103,8 @@ def _version(value: bool) -> None:
 
 @app.callback()
 def common(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     """Train one model across sites whose data cannot be pooled and do not look alike."""

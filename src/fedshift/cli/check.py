@@ -19,7 +19,8 @@ def check_file(path: Path, overrides: Sequence[str]) -> None:
     console = Console()
     shape = "×".join(str(size) for size in found.input_shape)
     console.print(
-        f"data {escape(found.data)} ({found.fingerprint}): {len(found.classes)} classes, samples of {shape}", highlight=False
+        f"data {escape(found.data)} ({found.fingerprint}): {len(found.classes)} classes, samples of {shape}",
+        highlight=False,
     )
     domains = Table(box=None, pad_edge=False)
     for column in ("domain", "samples", "trains", "held out", "measured as target", "without samples of"):
@@ -38,13 +39,21 @@ def check_file(path: Path, overrides: Sequence[str]) -> None:
         methods.add_column(column, justify="left" if column in ("method", "leaves a site") else "right")
     for method in found.methods:
         methods.add_row(
-            escape(method.label), str(method.runs), str(method.rounds), str(method.mini_batches_per_site),
-            f"{method.hours:.2f}", _size(method.bytes_up), _size(method.bytes_down), ", ".join(method.shares),
+            escape(method.label),
+            str(method.runs),
+            str(method.rounds),
+            str(method.mini_batches_per_site),
+            f"{method.hours:.2f}",
+            _size(method.bytes_up),
+            _size(method.bytes_down),
+            ", ".join(method.shares),
         )
     console.print(methods)
-    console.print(f"all runs together: about {sum(method.hours for method in found.methods):.2f} hours", highlight=False)
+    console.print(
+        f"all runs together: about {sum(method.hours for method in found.methods):.2f} hours", highlight=False
+    )
     for warning in found.warnings:
-        console.print(f"warning: {warning}", markup=False, highlight=False)
+        console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _size(number: float) -> str:

@@ -28,8 +28,12 @@ def show_datasets(name: str | None) -> None:
     table.add_column(style="bold")
     table.add_column(overflow="fold")
     rows = {
-        "data set": manifest.title, "source": manifest.source, "licence": manifest.licence,
-        "how to get it": manifest.how_to_get, "layout": manifest.layout, "notes": manifest.notes,
+        "data set": manifest.title,
+        "source": manifest.source,
+        "licence": manifest.licence,
+        "how to get it": manifest.how_to_get,
+        "layout": manifest.layout,
+        "notes": manifest.notes,
         "samples": ", ".join(f"{domain} {count}" for domain, count in manifest.counts.items()),
     }
     for title, text in rows.items():
@@ -54,4 +58,8 @@ def _state(file: str, checksum: str) -> str:
     if path is None:
         root = data_root()
         return f"not found below {escape(str(root))}" if root else "not found: FEDSHIFT_DATA is not set"
-    return "here, checksum as expected" if sha256_of(path) == checksum else f"here, but another version ({escape(str(path))})"
+    return (
+        "here, checksum as expected"
+        if sha256_of(path) == checksum
+        else f"here, but another version ({escape(str(path))})"
+    )

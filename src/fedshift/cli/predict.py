@@ -13,15 +13,19 @@ from fedshift.experiment.predict import load_model
 _FORMATS = ("terminal", "csv", "json")
 
 
-def print_predictions(model: Path, data: Path, format: str) -> None:
+def print_predictions(model: Path, data: Path, format: str, own_method: str | None) -> None:
     """Predict and print, one line per sample. Raises UserError for an unknown format, model or data."""
     if format not in _FORMATS:
         raise UserError(f"--format: '{format}' is not a format; {nearest(format, _FORMATS)}")
-    trained = load_model(model)
+    trained = load_model(model, own_method)
     predictions = trained.predict(data)
     if format == "json":
         rows = [
-            {"name": p.name, "predicted": p.predicted, "probabilities": dict(zip(trained.classes, p.probabilities, strict=True))}
+            {
+                "name": p.name,
+                "predicted": p.predicted,
+                "probabilities": dict(zip(trained.classes, p.probabilities, strict=True)),
+            }
             for p in predictions
         ]
         print(json.dumps(rows, indent=2, ensure_ascii=False))

@@ -7,12 +7,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.experiment.loop import run_experiment
 from fedshift.experiment.protocol import Part
-from fedshift.experiment.schema import load
+from fedshift.experiment.schema import Experiment, load
 from fedshift.report.collect import collect
 from fedshift.report.page import write_page
 from fedshift.report.table import table_of, terminal
@@ -20,8 +29,15 @@ from fedshift.report.table import table_of, terminal
 
 def run_file(path: Path, overrides: Sequence[str], runs: Path) -> None:
     """Run an experiment file with progress bars, then print the table and write the page."""
-    experiment = load(path, overrides)
     errors = Console(stderr=True)
+    try:
+        _run(load(path, overrides), runs, errors)
+    except KeyboardInterrupt:
+        errors.print("interrupted: run the same command again to go on from the last round", highlight=False)
+        sys.exit(130)
+
+
+def _run(experiment: Experiment, runs: Path, errors: Console) -> None:
     progress = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -32,45 +48,55 @@ def run_file(path: Path, overrides: Sequence[str], runs: Path) -> None:
         TextColumn("left:"),
         TimeRemainingColumn(),
         console=errors,
+        disable=not errors.is_terminal,  # in a file, one line for each finished run says it better
     )
+    bars = Bars(progress)
     try:
-        with progress:
-            folder = run_experiment(experiment, runs, Bars(progress))
-    except KeyboardInterrupt:
-        errors.print("interrupted: run the same command again to go on from the last round", highlight=False)
-        sys.exit(130)
+        folder = run_experiment(experiment, runs, bars)
+    finally:
+        progress.stop()
+    if bars.left and not any(folder.glob("*/*/*/result.json")):
+        errors.print("another process is at work on all that is left of this experiment", highlight=False)
+        return
     collected = collect(folder)
     Console().print(terminal(table_of(collected)))
-    errors.print(f"page: {write_page(folder, collected)}", highlight=False, soft_wrap=True)
+    errors.print(f"page: {write_page(folder, collected)}", markup=False, highlight=False, soft_wrap=True)
 
 
 class Bars:
     """Progress of an experiment as two bars: runs, and mini-batches of the present run."""
 
     def __init__(self, progress: Progress) -> None:
+        self.left = 0
+        """Runs that another process was at work on."""
         self._progress = progress
         self._whole = progress.add_task("runs", total=None, unit="runs")
         self._part = progress.add_task("", total=None, unit="mini-batches", visible=False)
 
     def begin(self, parts: int) -> None:
         self._progress.update(self._whole, total=parts)
+        self._progress.start()
 
     def part(self, part: Part, mini_batches: int, done: int) -> None:
-        name = f"{part.method.display} → {part.target}, seed {part.seed}"
+        name = escape(f"{part.method.display} → {part.target}, seed {part.seed}")
         self._progress.reset(self._part, total=mini_batches, completed=done, description=name, visible=True)
 
     def trained(self, site: str, mini_batches: int) -> None:
         self._progress.advance(self._part, mini_batches)
 
     def round(self, part: Part, record: RoundRecord) -> None:
-        name = f"{part.method.display} → {part.target}, seed {part.seed}: {record.target_mean:.2f} %"
+        name = escape(f"{part.method.display} → {part.target}, seed {part.seed}: {record.target_mean:.2f} %")
         self._progress.update(self._part, description=name)
 
     def finished(self, part: Part, result: RunResult, resumed: bool) -> None:
         self._progress.advance(self._whole)
+        if self._progress.disable and not resumed:
+            name = f"{part.method.display} → {part.target}, seed {part.seed}: {result.accuracy():.2f} %"
+            self._progress.console.print(name, markup=False, highlight=False, soft_wrap=True)
 
     def skipped(self, part: Part) -> None:
+        self.left += 1
         self._progress.advance(self._whole)
 
     def warn(self, message: str) -> None:
-        self._progress.console.print(f"warning: {message}", highlight=False)
+        self._progress.console.print(f"warning: {message}", markup=False, highlight=False, soft_wrap=True)

@@ -10,12 +10,12 @@ import torch.nn.functional as F
 
 from fedshift.data.domain import DataSet
 from fedshift.data.view import SiteData, epoch_batches
-from fedshift.errors import UserError
-from fedshift.experiment.loop import data_fingerprint, resolve_device
+from fedshift.experiment.loop import check_fit, data_fingerprint, data_for, pooled_bytes, resolve_device
 from fedshift.experiment.protocol import budgets, rounds_needed, split_of, targets_of
 from fedshift.experiment.schema import Experiment
+from fedshift.methods.base import Method
 from fedshift.models import registry as models
-from fedshift.models.payload import payload
+from fedshift.models.payload import Payload, payload
 
 _TIMED_BATCHES = 8
 ASSUMED_COST = {"csac": 1.5}
@@ -36,7 +36,9 @@ class DomainCheck:
 
 @dataclass(frozen=True)
 class MethodCheck:
-    """What one method will need for the whole experiment (all targets and seeds)."""
+    """What one method will need. hours and bytes: of all runs (targets × seeds) together. rounds and mini-batches (the
+    mean over the sources): of one run, the longest where they differ.
+    """
 
     label: str
     runs: int
@@ -74,35 +76,34 @@ def check(experiment: Experiment) -> Check:
     data = experiment.data.build()
     device = resolve_device(experiment.device)
     targets = targets_of(experiment.protocol, data)
+    check_fit(experiment, data)
+    encoded = {target: data_for(experiment, data, target) for target in targets}
     splits = {
-        (target, seed): split_of(experiment.protocol, data, target, seed)
+        (target, seed): split_of(experiment.protocol, encoded[target], target, seed)
         for target in targets
         for seed in experiment.protocol.seeds
     }
-    network = models.build(experiment.model, data.input_shape, len(data.classes), 0)
-    size = payload(network)
-    for method in experiment.methods:
-        method.check(network)
-        refused = sorted(set(method.shares) & set(experiment.engine.refuse))
-        if refused:
-            raise UserError(f"engine.refuse: sites refuse {refused[0]}, which {method.display} shares")
     threads = experiment.engine.thread_count()
     per_batch = _seconds_per_batch(experiment, data, device, threads)
     processes = experiment.engine.parallel_runs * min(experiment.engine.workers, max(1, len(data.domains) - 1))
     found = []
     for method in experiment.methods:
-        work = seconds = up = down = rounds = 0.0
-        for split in splits.values():
+        sizes = {target: _size(experiment, method, encoded[target]).bytes for target in targets}
+        work = up = down = rounds = 0
+        seconds = 0.0
+        for (target, _), split in splits.items():
             budget = budgets(experiment.methods, experiment.training, split)
-            rounds = rounds_needed(method, experiment.training, split, budget)
-            work = max(budget.values())
+            needed = rounds_needed(method, experiment.training, split, budget)
+            rounds = max(rounds, needed)
+            work = max(work, round(sum(budget.values()) / len(split.train)))
             speed_up = experiment.engine.parallel_runs if method.pooled else processes
             seconds += sum(budget.values()) * per_batch * ASSUMED_COST.get(method.name, 1.0) / speed_up
-            traffic = method.traffic(size.bytes, len(split.train), int(rounds))
+            traffic = method.traffic(sizes[target], len(split.train), needed)
             up, down = up + traffic.up, down + traffic.down
-        found.append(
-            MethodCheck(method.display, len(splits), int(rounds), int(work), seconds / 3600, int(up), int(down), method.shares)
-        )
+            if method.pooled:
+                up += sum(pooled_bytes(encoded[target], split).values())
+        found.append(MethodCheck(method.display, len(splits), rounds, work, seconds / 3600, up, down, method.shares))
+    size = _size(experiment, None, data)
     return Check(
         data=data.name,
         fingerprint=data_fingerprint(data),
@@ -117,6 +118,12 @@ def check(experiment: Experiment) -> Check:
         methods=tuple(found),
         warnings=data.warnings,
     )
+
+
+def _size(experiment: Experiment, method: Method | None, data: DataSet) -> Payload:
+    """What the network carries: the experiment's, or the one that ``method`` makes of it."""
+    network = models.build(experiment.model, data.input_shape, len(data.classes), 0)
+    return payload(network if method is None else method.adapt_network(network))
 
 
 def _domain(experiment: Experiment, data: DataSet, name: str) -> DomainCheck:

@@ -13,7 +13,9 @@ def describe(error: ValidationError, prefix: str, model: type[BaseModel]) -> str
     """The first fault of ``error`` in words; ``prefix`` is where ``model`` stands in the experiment."""
     faults = error.errors()
     fault = faults[0]
-    location = [part for part in fault["loc"] if isinstance(part, int) or part in _all_fields(model) or len(fault["loc"]) == 1]
+    location = [
+        part for part in fault["loc"] if isinstance(part, int) or part in _all_fields(model) or len(fault["loc"]) == 1
+    ]
     parts = location or list(fault["loc"])
     path = prefix
     for part in parts:

@@ -1,4 +1,4 @@
-"""The folder of one run: who wrote it, what is in it, how it is resumed. Nothing half-written is ever taken for whole."""
+"""The folder of one run: who wrote it, what is in it, how it is resumed. Nothing half-written is taken for whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from fedshift.weights import Weights
 FORMAT = 1
 MODEL = "model.safetensors"
 _CHECKPOINT, _ROUNDS, _RESULT, _EXPERIMENT = (
-    "checkpoint.safetensors", "rounds.jsonl", "result.json", "experiment.yaml",
+    "checkpoint.safetensors",
+    "rounds.jsonl",
+    "result.json",
+    "experiment.yaml",
 )
 _NOT_IDENTITY = ("engine", "device", "versions")
 
@@ -38,18 +41,22 @@ class RunFolder:
     # Who may write --------------------------------------------------------------------------------------------------
 
     def acquire(self) -> bool:
-        """Take the folder for this process; False when another process has it. Raises UserError when it cannot be made."""
+        """Take the folder for this process; False when another one has it. Raises UserError when it cannot be made."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
-            raise UserError(f"cannot write in {self.path}: {error.strerror}; choose another folder with --runs") from None
+            raise UserError(
+                f"cannot write in {self.path}: {error.strerror}; choose another folder with --runs"
+            ) from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(handle)
             return False
         self._lock = handle
+        for half in self.path.glob(".*.part"):  # what a killed process was writing
+            half.unlink(missing_ok=True)
         return True
 
     def release(self) -> None:
@@ -69,13 +76,15 @@ class RunFolder:
         file = self.path / _EXPERIMENT
         if not file.exists():
             if (self.path / _CHECKPOINT).exists() or (self.path / _RESULT).exists():
-                raise UserError(f"{self.path} was not written by this version of fedshift: choose another folder with --runs")
+                raise UserError(
+                    f"{self.path} was not written by this version of fedshift: choose another folder with --runs"
+                )
             return
         try:
-            there = yaml.safe_load(file.read_text(encoding="utf-8"))
-        except (OSError, yaml.YAMLError, UnicodeDecodeError):
+            there = _identity(yaml.safe_load(file.read_text(encoding="utf-8")))
+        except (OSError, yaml.YAMLError, ValueError, TypeError):
             raise UserError(f"{file} is damaged: delete {self.path} and run again") from None
-        difference = _first_difference(_identity(there), _identity(self.identity))
+        difference = _first_difference(there, _identity(self.identity))
         if difference is not None:
             path, old, new = difference
             raise UserError(
@@ -112,7 +121,10 @@ class RunFolder:
 
         from fedshift.federation.messages import unshared
 
-        data = save(unshared({name: tensor.contiguous() for name, tensor in weights.items()}), {"fedshift": json.dumps(metadata)})
+        data = save(
+            unshared({name: tensor.contiguous() for name, tensor in weights.items()}),
+            {"fedshift": json.dumps(metadata)},
+        )
         write_bytes(self.path / MODEL, data)
 
     # Rounds and checkpoints -------------------------------------------------------------------------------------------
@@ -138,8 +150,12 @@ class RunFolder:
         content: dict[str, Content] = {"weights": state.weights}
         content |= {f"part:{name}": part for name, part in state.parts.items()}
         whole = {
-            "format": FORMAT, "round": state.round, "numbers": dict(state.numbers), "memory": memory,
-            "identity": _identity(self.identity), **header,
+            "format": FORMAT,
+            "round": state.round,
+            "numbers": dict(state.numbers),
+            "memory": memory,
+            "identity": _identity(self.identity),
+            **header,
         }
         write_message(self.path / _CHECKPOINT, content, whole)
         self._tidy(memory)
@@ -155,13 +171,17 @@ class RunFolder:
         content, header = read_message(file)
         if header.get("format") != FORMAT or header.get("identity") != _identity(self.identity):
             raise UserError(f"{file} belongs to another experiment or version: delete {self.path} and run again")
-        weights = content["weights"]
-        assert isinstance(weights, Weights)
+        weights = content.get("weights")
+        if not isinstance(weights, Weights):
+            raise UserError(f"{file} is damaged: delete {self.path} and run again")
         parts = {name.removeprefix("part:"): part for name, part in content.items() if name.startswith("part:")}
         return State(weights, round=header["round"], parts=parts, numbers=header["numbers"]), header
 
     def records(self, last_round: int) -> list[RoundRecord]:
-        """The rounds up to ``last_round``; lines after it (a round that has to be done again) are cut off the file."""
+        """The rounds up to ``last_round``; lines after it (a round that has to be done again) are cut off the file.
+
+        Raises UserError when a line before is missing or damaged: the result would choose among other rounds.
+        """
         file = self.path / _ROUNDS
         records: list[RoundRecord] = []
         for line in file.read_bytes().splitlines() if file.exists() else []:
@@ -172,6 +192,11 @@ class RunFolder:
             if record.round > last_round:
                 break
             records.append(record)
+        rounds = [record.round for record in records]
+        if rounds not in (list(range(last_round + 1)), list(range(1, last_round + 1))):
+            raise UserError(
+                f"{file} is damaged: not every round up to {last_round} is there; delete {self.path} and run again"
+            )
         write_bytes(file, "".join(record.model_dump_json() + "\n" for record in records).encode())
         return records
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
 from fedshift.errors import FedshiftError
@@ -13,6 +16,8 @@ from fedshift.experiment.schema import parse
 
 def main() -> int:
     """Take parts that no other process holds until none is left."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an end in order: workers and their files go too
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         run_experiment(parse(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2]), helper=True)
     except FedshiftError as error:
@@ -21,6 +26,12 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     return 0
+
+
+def _end_with_parent() -> None:
+    """Standard input is a pipe that nobody writes to: reading ends when the process that holds the other end does."""
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,7 @@ import numpy as np
 import torch
 
 from fedshift.data.domain import DataSet, SparseRows
-from fedshift.errors import FedshiftError, UserError
+from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.selection import selected_rounds
 from fedshift.experiment.evaluate import Evaluator
@@ -35,13 +36,14 @@ from fedshift.experiment.protocol import (
     split_of,
     targets_of,
 )
-from fedshift.experiment.schema import Experiment, method_name
+from fedshift.experiment.schema import Experiment, method_record
 from fedshift.federation.federation import Federation
 from fedshift.federation.files import write_bytes
 from fedshift.federation.local import LocalFederation, Setting
 from fedshift.federation.messages import RawData
 from fedshift.federation.pool import PoolFederation, WorkerPool
 from fedshift.methods.base import State
+from fedshift.models import registry as models
 from fedshift.weights import Weights
 
 
@@ -82,11 +84,14 @@ class Context:
     reporter: Reporter
 
 
-def run_experiment(experiment: Experiment, runs: Path, reporter: Reporter | None = None, *, helper: bool = False) -> Path:
+def run_experiment(
+    experiment: Experiment, runs: Path, reporter: Reporter | None = None, *, helper: bool = False
+) -> Path:
     """Run what is not finished yet; returns the experiment's folder. Running again resumes.
 
-    ``helper`` marks the further processes of ``engine.parallel_runs``: they take parts that nobody else holds and leave the
-    rest. Raises UserError for a mistake in the experiment or a folder of another one, FedshiftError when training fails.
+    ``helper`` marks the further processes of ``engine.parallel_runs``: they take parts that nobody else holds and leave
+    the rest. Raises UserError for a mistake in the experiment or a folder of another one, FedshiftError when training
+    fails.
     """
     reporter = reporter or Quiet()
     folder = runs / experiment.name
@@ -96,10 +101,13 @@ def run_experiment(experiment: Experiment, runs: Path, reporter: Reporter | None
     for warning in data.warnings if not helper else ():
         reporter.warn(warning)
     parts = parts_of(experiment, data)
+    check_fit(experiment, data)
     fingerprint = data_fingerprint(data)
     folders = {part: _folder(experiment, data, fingerprint, part, folder) for part in parts}
+    unfinished = 0
     for place in folders.values():
         place.check_identity()
+        unfinished += place.result() is None
     if not helper:
         order = {
             "methods": [method.display for method in experiment.methods],
@@ -108,8 +116,10 @@ def run_experiment(experiment: Experiment, runs: Path, reporter: Reporter | None
         }
         write_bytes(folder / "order.json", (json.dumps(order, indent=2) + "\n").encode())
     reporter.begin(len(parts))
-    with _threads(threads), _helpers(experiment, runs, 0 if helper else experiment.engine.parallel_runs - 1):
-        pool = WorkerPool(experiment.engine.workers, threads) if experiment.engine.workers > 1 else None
+    engine = experiment.engine
+    helpers = 0 if helper else max(0, min(engine.parallel_runs, unfinished) - 1)
+    with _threads(threads), _helpers(experiment, runs, helpers):
+        pool = WorkerPool(engine.workers, threads) if engine.workers > 1 and unfinished else None
         try:
             context = Context(experiment, data, fingerprint, device, threads, pool, reporter)
             for part, place in folders.items():
@@ -117,6 +127,7 @@ def run_experiment(experiment: Experiment, runs: Path, reporter: Reporter | None
                     reporter.skipped(part)
                     continue
                 with place:
+                    place.check_identity()  # another process may have finished it since the first look
                     finished = place.result()
                     if finished is not None:
                         reporter.finished(part, finished, resumed=True)
@@ -131,10 +142,8 @@ def run_experiment(experiment: Experiment, runs: Path, reporter: Reporter | None
 def run_part(context: Context, part: Part, folder: RunFolder) -> RunResult:
     """One run from its last checkpoint, or its beginning, to its result."""
     experiment, method = context.experiment, part.method
-    source = experiment.data.without(part.target)
-    if source != experiment.data:  # an encoding in which the unseen site has no say
-        context = replace(context, data=source.build())
-    data = context.data
+    data = data_for(experiment, context.data, part.target)
+    context = replace(context, data=data)
     split = split_of(experiment.protocol, data, part.target, part.seed)
     budget = budgets(experiment.methods, experiment.training, split)
     setting = Setting(
@@ -149,31 +158,44 @@ def run_part(context: Context, part: Part, folder: RunFolder) -> RunResult:
         refuse=frozenset(experiment.engine.refuse),
     )
     network = setting.build_network().to(context.device)
-    method.check(network)
     folder.claim()
     evaluator = Evaluator(data, split, torch.device(context.device))
     options: dict[str, Any] = {
         "budget": site_budget(method, budget),
-        "rounds": rounds_needed(method, experiment.training, split, budget),
+        "rounds": max(1, rounds_needed(method, experiment.training, split, budget)),
         "on_answer": context.reporter.trained,
     }
     plans = site_plans(method, data, split)
     federation: Federation = (
-        PoolFederation(context.pool, plans, setting, **options) if context.pool else LocalFederation(plans, setting, **options)
+        PoolFederation(context.pool, plans, setting, **options)
+        if context.pool
+        else LocalFederation(plans, setting, **options)
     )
-    with federation:
-        run = _Run(context, part, folder, federation, evaluator, split)
-        try:
-            return run.to_the_end(network)
-        except torch.OutOfMemoryError as error:
-            raise FedshiftError(f"out of memory on {context.device}: lower training.batch_size or engine.workers") from error
+    run = _Run(context, part, folder, federation, evaluator, split)
+    try:
+        return run.to_the_end(network)
+    except TrainingDiverged as error:
+        lr = f"{experiment.training.lr:g}"
+        more = "" if lr in str(error) else f" (training.lr is {lr})"
+        where = f"{method.display}, target {part.target}, seed {part.seed}"
+        raise TrainingDiverged(f"{where}: {error}{more}") from error
+    except torch.OutOfMemoryError as error:
+        raise FedshiftError(
+            f"out of memory on {context.device}: lower training.batch_size or engine.workers"
+        ) from error
 
 
 class _Run:
     """The state of one run in this process."""
 
     def __init__(
-        self, context: Context, part: Part, folder: RunFolder, federation: Federation, evaluator: Evaluator, split: Split
+        self,
+        context: Context,
+        part: Part,
+        folder: RunFolder,
+        federation: Federation,
+        evaluator: Evaluator,
+        split: Split,
     ) -> None:
         self.context, self.part, self.folder = context, part, folder
         self.federation, self.evaluator, self.split = federation, evaluator, split
@@ -213,7 +235,10 @@ class _Run:
         progress.exchange, progress.used = header["exchange"], header["used"]
         ledger.total = header["bytes"]
         self.seconds = header["seconds"]
-        self.federation.load_memory(self.folder.memory, header["memory"])
+        try:
+            self.federation.load_memory(self.folder.memory, header["memory"])
+        except UserError as error:
+            raise UserError(f"{error}; to begin this run again, delete {self.folder.path}") from None
         self.records = self.folder.records(state.round)
         return state
 
@@ -221,15 +246,15 @@ class _Run:
         """A pooled baseline begins with every sample leaving its site."""
         if not self.part.method.pooled:
             return
-        for name, rows in self.split.train.items():
-            inputs = self.context.data.domains[name].inputs
-            size = len(rows) * int(np.prod(inputs.shape[1:])) * (4 if isinstance(inputs, SparseRows) else inputs.itemsize)
+        for name, size in pooled_bytes(self.context.data, self.split).items():
             samples = RawData({"samples": torch.empty(size, dtype=torch.uint8, device="meta")})
             self.federation.ledger.record(0, "pool", name, "up", {"samples": samples})
 
     def _close_round(self, network: Any, state: State, *, measured: bool) -> None:
         """Measure, write the line, then the checkpoint: a kill between any two loses nothing but this round."""
         self.federation.settle()
+        if not measured and state.round == 0:
+            return  # nothing has been trained: a run that is killed now begins again
         if measured:
             results = self.evaluator.measure(self.part.method, network, state.weights)
             _, page = self.federation.ledger.settle()
@@ -241,7 +266,7 @@ class _Run:
                 round=state.round,
                 seconds=seconds,
                 mini_batches=self._mini_batches(),
-                bytes=page,  # type: ignore[arg-type]
+                bytes=page,
                 losses=report.pop("losses", {}),
                 aggregation_weights=report.pop("aggregation_weights", {}),
                 extra=report,
@@ -253,7 +278,10 @@ class _Run:
         memory = self.federation.save_memory(self.folder.memory)
         progress = self.federation.progress
         header = {
-            "exchange": progress.exchange, "used": progress.used, "bytes": self.federation.ledger.total, "seconds": self.seconds,
+            "exchange": progress.exchange,
+            "used": progress.used,
+            "bytes": self.federation.ledger.total,
+            "seconds": self.seconds,
         }
         self.folder.save_checkpoint(state, memory, header)
 
@@ -295,7 +323,7 @@ class _Run:
 def model_metadata(context: Context, part: Part) -> dict[str, Any]:
     """What a model file says of itself, enough to predict with it."""
     return {
-        "method": {"name": method_name(part.method), **part.method.model_dump(mode="json")},
+        "method": method_record(part.method),
         "model": context.experiment.model.model_dump(mode="json"),
         "input_shape": list(context.data.input_shape),
         "classes": list(context.data.classes),
@@ -306,6 +334,35 @@ def model_metadata(context: Context, part: Part) -> dict[str, Any]:
         "experiment": context.experiment.name,
         "versions": versions(),
     }
+
+
+def check_fit(experiment: Experiment, data: DataSet) -> None:
+    """Raises UserError when a method, the network, the data and what sites refuse do not fit; nothing is trained."""
+    for method in experiment.methods:
+        network = models.build(experiment.model, data.input_shape, len(data.classes), 0)
+        method.check(method.adapt_network(network))
+        refused = sorted(set(method.shares) & set(experiment.engine.refuse))
+        if refused:
+            raise UserError(
+                f"engine.refuse: sites refuse {refused[0]}, which {method.display} shares: choose another method or "
+                "take the kind out of engine.refuse"
+            )
+
+
+def data_for(experiment: Experiment, data: DataSet, target: str) -> DataSet:
+    """The experiment's ``data`` in an encoding in which the unseen site ``target`` has no say."""
+    source = experiment.data.without(target)
+    return data if source == experiment.data else source.build()
+
+
+def pooled_bytes(data: DataSet, split: Split) -> dict[str, int]:
+    """Bytes of the training samples of each source, which leave it when data are pooled."""
+    sizes = {}
+    for name, rows in split.train.items():
+        inputs = data.domains[name].inputs
+        item = 4 if isinstance(inputs, SparseRows) else inputs.itemsize
+        sizes[name] = len(rows) * math.prod(inputs.shape[1:]) * item
+    return sizes
 
 
 def _folder(experiment: Experiment, data: DataSet, fingerprint: str, part: Part, folder: Path) -> RunFolder:
@@ -321,7 +378,7 @@ def _folder(experiment: Experiment, data: DataSet, fingerprint: str, part: Part,
         "seed": part.seed,
         "model": whole["model"],
         "training": {**whole["training"], "mini_batches": budget},
-        "method": {"name": method_name(part.method), **part.method.model_dump(mode="json")},
+        "method": method_record(part.method),
         "engine": whole["engine"],
         "device": experiment.device,
         "versions": versions(),
@@ -359,7 +416,7 @@ def resolve_device(name: str) -> str:
             return "cuda"
         return "mps" if torch.backends.mps.is_available() else "cpu"
     try:
-        torch.empty(1, device=name)
+        torch.zeros(1, device=name).item()
     except (RuntimeError, AssertionError, NotImplementedError):
         raise UserError(f"device: '{name}' is not available here; write auto or cpu") from None
     return name
@@ -385,16 +442,29 @@ def _helpers(experiment: Experiment, runs: Path, number: int) -> Iterator[None]:
         file = Path(folder) / "experiment.json"
         file.write_text(json.dumps(experiment.dump()))
         command = [sys.executable, "-m", "fedshift.experiment.helper", str(file), str(runs)]
-        processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(number)]
+        processes: list[tuple[subprocess.Popen[bytes], Path]] = []
         try:
+            for count in range(number):
+                output = Path(folder) / f"errors-{count}.txt"
+                with open(output, "wb") as errors:
+                    # A session of its own: Ctrl-C reaches this process alone, which then ends its helpers.
+                    process = subprocess.Popen(
+                        command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, start_new_session=True
+                    )
+                processes.append((process, output))
             yield
-            for process in processes:
-                _, message = process.communicate()
-                if process.returncode:
-                    raise FedshiftError(message.strip().splitlines()[-1] if message.strip() else "a parallel run failed")
+            for process, output in processes:
+                if process.wait():
+                    lines = output.read_text(errors="replace").strip().splitlines()
+                    kind = UserError if process.returncode == UserError.exit_code else FedshiftError
+                    raise kind(lines[-1] if lines else f"a parallel run ended with code {process.returncode}")
         finally:
-            for process in processes:
-                if process.poll() is None:
-                    process.terminate()
+            for process, _ in processes:
+                assert process.stdin is not None
+                process.stdin.close()  # a helper ends when this pipe does, however this process ends
+            for process, _ in processes:
+                try:
+                    process.wait(timeout=10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
                     process.wait()
-

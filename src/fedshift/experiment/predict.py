@@ -1,4 +1,4 @@
-"""Prediction with a finished run's model: the same preparation of inputs, the same network, the same method's scores."""
+"""Prediction with a finished run's model: the same preparation of inputs, the same network, the method's own scores."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TrainedModel:
 
     @torch.no_grad()
     def predict(self, data: Path) -> list[Prediction]:
-        """Predictions for an image, a folder of images, an .npz or a .csv, in order. Raises UserError for unfit data."""
+        """Predictions for an image, a folder of images, an .npz or a .csv, in order. UserError for unfit data."""
         names, inputs = load_for_prediction(data, self.preprocessing)
         out: list[Prediction] = []
         for begin in range(0, len(names), _BATCH):
@@ -55,27 +55,45 @@ class TrainedModel:
         return out
 
 
-def load_model(path: Path) -> TrainedModel:
+def load_model(path: Path, own_method: str | None = None) -> TrainedModel:
     """The model in a run's folder or a ``model.safetensors``.
 
+    A model file never decides which code runs: it may name a method that comes with fedshift, and no other. A model of
+    somebody's own method needs ``own_method``, the ``file.py:Class`` that the caller trusts.
     Raises UserError when there is none, it is damaged, or it was not written by fedshift.
     """
     file = path / MODEL if path.is_dir() else path
     if not file.is_file():
         found = sorted(path.glob(f"**/{MODEL}")) if path.is_dir() else []
-        hint = f"; did you mean {found[0].parent}? ({len(found)} models are below {path})" if found else ": has the run finished?"
+        hint = (
+            f"; did you mean {found[0].parent}? ({len(found)} models are below {path})"
+            if found
+            else ": has the run finished?"
+        )
         raise UserError(f"there is no {MODEL} in {path}{hint}" if path.is_dir() else f"there is no file {path}")
     try:
         with safe_open(str(file), framework="pt") as opened:
             metadata = json.loads((opened.metadata() or {})["fedshift"])
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
         preprocessing = Preprocessing.model_validate(metadata["preprocessing"])
-        method = methods.parse(metadata["method"])
+        method = _method(metadata["method"], own_method, file)
         options = {key: value for key, value in metadata["model"].items() if key != "pretrained"}
         network = method.adapt_network(
             models.build(models.parse(options), tuple(metadata["input_shape"]), len(metadata["classes"]), 0)
         )
         network.load_state_dict(tensors)
-    except (SafetensorError, KeyError, ValueError, RuntimeError, OSError):
+    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, OSError):
         raise UserError(f"{file} is damaged or was not written by fedshift") from None
     return TrainedModel(network.eval(), method, tuple(metadata["classes"]), preprocessing, metadata)
+
+
+def _method(record: dict[str, Any], own_method: str | None, file: Path) -> Method:
+    options = {key: value for key, value in record.items() if key != "sha256"}
+    if options["name"] not in methods.METHODS:
+        if own_method is None:
+            raise UserError(
+                f"{file} was made by a method that does not come with fedshift ('{options['name']}'): if you trust "
+                "that code, name it with --method FILE.py:Class"
+            )
+        options["name"] = own_method
+    return methods.parse(options)

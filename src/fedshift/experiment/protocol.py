@@ -11,6 +11,7 @@ import numpy as np
 from fedshift.data.domain import DataSet, Domain, Rows
 from fedshift.data.splits import part_rows
 from fedshift.errors import UserError, nearest
+from fedshift.evaluation.summary import AVERAGE
 from fedshift.experiment.schema import Experiment, LeaveOneOut
 from fedshift.federation.local import SitePlan
 from fedshift.federation.training import Training
@@ -31,7 +32,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Split:
-    """Rows of one (target, seed). train: of each source. held_out: of each source, may be empty. measured: of the target."""
+    """Rows of one (target, seed).
+
+    train: of each source. held_out: of each source, may be empty. measured: of the target.
+    """
 
     train: Mapping[str, Rows]
     held_out: Mapping[str, Rows]
@@ -39,14 +43,27 @@ class Split:
 
 
 def targets_of(protocol: LeaveOneOut, data: DataSet) -> tuple[str, ...]:
-    """The domains that take their turn as the target. Raises UserError for one that does not exist or a lone domain."""
+    """The domains that take their turn as the target.
+
+    Raises UserError for one that does not exist or stands twice, for a lone domain, and for one whose name cannot be
+    that of a folder.
+    """
     if len(data.domains) < 2:
         raise UserError(f"data: leave_one_out needs at least 2 domains, there is only '{next(iter(data.domains))}'")
+    for name in data.domains:
+        if not name or name.startswith(".") or "/" in name or "\\" in name or not name.isprintable():
+            raise UserError(
+                f"data: site '{name}' names a folder: no '/', no '\\' and no '.' at its beginning; rename it"
+            )
+        if name == AVERAGE:
+            raise UserError(f"data: a site cannot be called '{AVERAGE}', which is a column of the table; rename it")
     if protocol.targets == "all":
         return tuple(data.domains)
     for target in protocol.targets:
         if target not in data.domains:
             raise UserError(f"protocol.targets: no domain is called '{target}'; {nearest(target, data.domains)}")
+        if protocol.targets.count(target) > 1:
+            raise UserError(f"protocol.targets: '{target}' stands twice")
     if not protocol.targets:
         raise UserError("protocol.targets: name at least one domain, or write all")
     return protocol.targets
@@ -65,7 +82,8 @@ def parts_of(experiment: Experiment, data: DataSet) -> list[Part]:
 def split_of(protocol: LeaveOneOut, data: DataSet, target: str, seed: int) -> Split:
     """The rows of one (target, seed); the same for every method.
 
-    Raises UserError when a careful split is asked for with nothing held out, or a source would have nothing to train on.
+    Raises UserError when a careful split is asked for with nothing held out, a source would have nothing to train on,
+    or nothing of the target would be measured.
     """
     rows = {name: _domain_rows(protocol, domain, seed) for name, domain in data.domains.items()}
     domain = data.domains[target]
@@ -77,6 +95,11 @@ def split_of(protocol: LeaveOneOut, data: DataSet, target: str, seed: int) -> Sp
                 "base_images: shared to test on base samples that the sources trained on"
             )
         measured = rows[target][1]
+        if len(measured) == 0:
+            raise UserError(
+                f"protocol: no base sample of '{target}' is held out to test on; raise protocol.test_fraction or write "
+                "base_images: shared"
+            )
     train = {name: pair[0] for name, pair in rows.items() if name != target}
     for name, chosen in train.items():
         if len(chosen) == 0:
@@ -102,21 +125,28 @@ def budgets(methods: Sequence[Method], training: Training, split: Split) -> dict
         return dict.fromkeys(split.train, training.mini_batches)
     return {
         site: max(
-            method.mini_batches(batches_per_epoch(len(rows), training.batch_size), training.rounds) for method in methods
+            method.mini_batches(batches_per_epoch(len(rows), training.batch_size), training.rounds)
+            for method in methods
         )
         for site, rows in split.train.items()
     }
 
 
 def rounds_needed(method: Method, training: Training, split: Split, budget: Mapping[str, int]) -> int:
-    """Rounds until every source has used its budget: ``training.rounds``, or more for a method that needs less per round."""
+    """Rounds until every source has used its budget: ``training.rounds``, or more for a method that needs less in each.
+
+    0 when the budget is used up before the first round.
+    """
     if method.pooled:
-        return training.rounds
-    rounds = 1
+        total = sum(budget.values())
+        return math.ceil(total / math.ceil(total / training.rounds))
+    rounds = 0
     for site, rows in split.train.items():
         per_epoch = batches_per_epoch(len(rows), training.batch_size)
         per_round = method.mini_batches(per_epoch, 2) - method.mini_batches(per_epoch, 1)
         before = method.mini_batches(per_epoch, 1) - per_round
+        if per_round <= 0:  # a method that trains nothing in its rounds has those of the experiment
+            return training.rounds
         rounds = max(rounds, math.ceil((budget[site] - before) / per_round))
     return rounds
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -9,7 +10,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, SerializeAsAny, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveInt,
+    SerializeAsAny,
+    ValidationError,
+    field_validator,
+)
 
 from fedshift.data import registry as data_registry
 from fedshift.data.domain import DataSource
@@ -31,8 +40,12 @@ class LeaveOneOut(_Section):
     """Each chosen domain in turn is unseen, all others are sources: does it work at a new site?"""
 
     kind: Literal["leave_one_out"] = Field("leave_one_out", description="the protocol")
-    targets: Literal["all"] | tuple[str, ...] = Field("all", description="which domains take their turn as the unseen one")
-    seeds: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] = Field((0, 1, 2), description="one run for each")
+    targets: Literal["all"] | tuple[str, ...] = Field(
+        "all", description="which domains take their turn as the unseen one"
+    )
+    seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Field(min_length=1)] = Field(
+        (0, 1, 2), description="one run for each"
+    )
     test_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.3, description="share of every source that is held out; 0 trains on everything and cannot select by source"
     )
@@ -59,7 +72,9 @@ class LocalEngine(_Section):
     name: Literal["local"] = Field("local", description="the engine")
     workers: PositiveInt = Field(1, description="processes that the sites of one run are spread over")
     parallel_runs: PositiveInt = Field(1, description="runs (method, target, seed) that go on at the same time")
-    threads: PositiveInt | None = Field(None, description="threads of each process; none = the cores divided by the processes")
+    threads: PositiveInt | None = Field(
+        None, description="threads of each process; none = the cores divided by the processes"
+    )
     refuse: tuple[str, ...] = Field((), description="kinds of content that no site lets out")
 
     @field_validator("refuse")
@@ -99,10 +114,20 @@ _PARTS: dict[str, type[BaseModel]] = {"protocol": LeaveOneOut, "training": Train
 
 
 def method_name(method: Method) -> str:
-    """The name under which the registry finds the method's class again."""
+    """The name under which the registry finds the method's class again, on this machine."""
     known = method_registry.METHODS.get(method.name)
-    place = method.recipe()["class"]
+    place: str = method.recipe()["class"]
     return method.name if known == place else place
+
+
+def method_record(method: Method) -> dict[str, Any]:
+    """A method as results and model files name it: no path of this machine, an own file by its name and checksum."""
+    name = method_name(method)
+    file, _, kind = name.rpartition(":")
+    if not file.endswith(".py"):
+        return {"name": name, **method.model_dump(mode="json")}
+    checksum = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return {"name": f"{Path(file).name}:{kind}", "sha256": checksum, **method.model_dump(mode="json")}
 
 
 def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
@@ -130,9 +155,13 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
         if part in fields and not isinstance(fields[part], kind):
             fields[part] = _section(kind, fields[part], part)
     try:
-        return Experiment(**fields)
+        experiment = Experiment(**fields)
     except ValidationError as error:
         raise UserError(describe(error, "", Experiment)) from None
+    training = experiment.training
+    if training.optimizer == "sgd" and training.nesterov and training.momentum == 0:
+        raise UserError("training.nesterov: needs training.momentum above 0")
+    return experiment
 
 
 def _section(kind: type[BaseModel], value: Any, path: str) -> BaseModel:
@@ -142,6 +171,8 @@ def _section(kind: type[BaseModel], value: Any, path: str) -> BaseModel:
         return kind.model_validate(dict(value))
     except ValidationError as error:
         raise UserError(describe(error, path, kind)) from None
+    except UserError as error:  # a name inside the section that is not known
+        raise UserError(f"{path}: {error}") from None
 
 
 def _named(value: Any, path: str) -> dict[str, Any]:
@@ -189,7 +220,9 @@ def _methods(value: Any, folder: Path) -> tuple[Method, ...]:
     labels = [method.display for method in methods]
     for label in labels:
         if not re.fullmatch(r"[\w.+-]+", label) or label.startswith("."):
-            raise UserError(f"methods: '{label}' names a folder: letters, digits, '-', '_', '+' and '.' only; set label")
+            raise UserError(
+                f"methods: '{label}' names a folder: letters, digits, '-', '_', '+' and '.' only; set label"
+            )
         if labels.count(label) > 1:
             raise UserError(f"methods: '{label}' stands twice: give each its own label")
     return methods
@@ -204,6 +237,8 @@ def _method(value: Any, path: str, folder: Path) -> Method:
     except ValidationError as error:
         kind = method_registry.method_class(str(fields["name"]), folder)
         raise UserError(describe(error, f"{path} ({kind.name})", kind)) from None
+    except (ValueError, TypeError, SyntaxError) as error:  # from importing what the name says
+        raise UserError(f"{path}: method '{fields['name']}' cannot be imported: {error}") from error
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:

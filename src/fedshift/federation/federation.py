@@ -58,8 +58,8 @@ class Answer(Generic[R]):
 class Replies(Generic[R]):
     """The replies of an exchange, one per site in the order asked, whatever order they arrive in.
 
-    They stream: a reply is gone once the next one is taken, so the server's memory does not grow with the number of sites.
-    Who has to go over them more than once says so first with `keep`. Numbers are kept anyway, see `numbers`.
+    They stream: a reply is gone once the next one is taken, so the server's memory does not grow with the number of
+    sites. Who has to go over them more than once says so first with `keep`. Numbers are kept anyway, see `numbers`.
     """
 
     def __init__(self, sites: Sequence[str], answers: Generator[tuple[str, R], None, None]) -> None:
@@ -83,7 +83,9 @@ class Replies(Generic[R]):
         self._begun = True
         for site, reply in self._answers:
             self._numbers[site] = {
-                name: value for name, value in reply_content(reply).items() if isinstance(value, bool | int | float | str)
+                name: value
+                for name, value in reply_content(reply).items()
+                if isinstance(value, bool | int | float | str)
             }
             if self._kept is not None:
                 self._kept.add(site, reply)
@@ -97,7 +99,7 @@ class Replies(Generic[R]):
 
     def keep(self) -> Replies[R]:
         """Allow any number of passes: replies stay in memory up to a limit and on the disk beyond it."""
-        if self._begun:
+        if self._begun and self._kept is None:
             raise FedshiftError("call .keep() before the first pass over the replies")
         self._kept = self._kept or _Kept()
         return self
@@ -188,22 +190,13 @@ class Federation(ABC):
     def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
         """Carry the requests to their sites and yield the answers in the same order (engines implement this)."""
 
+    @abstractmethod
     def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:
-        """Write what sites remember below ``folder``; returns site → entry → file name."""
-        raise NotImplementedError
+        """Write what sites remember below ``folder``; returns site → entry → file name (engines implement this)."""
 
+    @abstractmethod
     def load_memory(self, folder: Path, files: Mapping[str, Mapping[str, str]]) -> None:
-        """Restore what sites remember."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Give back what the engine holds."""
-
-    def __enter__(self) -> Federation:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        """Restore what sites remember (engines implement this)."""
 
     def exhausted(self) -> bool:
         """Whether every source has used up its mini-batches."""
@@ -216,9 +209,10 @@ class Federation(ABC):
     def ask(self, step: Callable[..., R], *, to: Sequence[str], **content: Content | PerSite) -> Replies[R]:
         """Run ``step`` at the sites ``to`` with the same ``content`` and collect one reply from each.
 
-        step: a method's own bound function ``step(site, **content) -> Reply``. Content that differs between sites is wrapped
-        in `PerSite`. Steps run when the replies are gone over, at the latest before the next exchange.
-        Raises FedshiftError for an unknown site or content that may not travel, UserError when a site refuses to send a kind.
+        step: a method's own bound function ``step(site, **content) -> Reply``. Content that differs between sites is
+        wrapped in `PerSite`. Steps run when the replies are gone over, at the latest before the next exchange. Raises
+        FedshiftError for an unknown site or content that may not travel, UserError when a site refuses to send a
+        kind.
         """
         self.settle()
         unknown = [site for site in to if site not in self.progress.used]
@@ -247,7 +241,9 @@ class Federation(ABC):
                 own = {name: _content_for(site, name, value) for name, value in content.items()}
                 self.ledger.record(number, step, site, "down", own)
                 used, budget = self.progress.used[site], self.budget.get(site, 0)
-                yield Request(site, Envelope(number, self.round, min(1.0, used / budget) if budget else 0.0, budget - used), own)
+                yield Request(
+                    site, Envelope(number, self.round, min(1.0, used / budget) if budget else 0.0, budget - used), own
+                )
 
         for answer in self.deliver(step, requests()):
             sent = reply_content(answer.reply)
@@ -264,7 +260,9 @@ def _content_for(site: str, name: str, value: Content | PerSite) -> Content:
     if not isinstance(value, PerSite):
         return value
     if site not in value.of:
-        raise FedshiftError(f"'{name}' differs between sites and has nothing for '{site}'; it is for {sorted(value.of)}")
+        raise FedshiftError(
+            f"'{name}' differs between sites and has nothing for '{site}'; it is for {sorted(value.of)}"
+        )
     return value.of[site]
 
 

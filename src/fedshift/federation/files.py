@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,8 +23,11 @@ def write_bytes(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(side, path)
     except OSError as error:
-        side.unlink(missing_ok=True) if os.access(path.parent, os.W_OK) else None
-        raise UserError(f"cannot write {path}: {error.strerror or error}; free some space or choose another folder") from error
+        with contextlib.suppress(OSError):
+            side.unlink()
+        raise UserError(
+            f"cannot write {path}: {error.strerror or error}; free some space or choose another folder"
+        ) from error
 
 
 def write_message(path: Path, content: Mapping[str, Content], header: Mapping[str, object] | None = None) -> None:

@@ -23,7 +23,9 @@ from fedshift.models.options import NetworkOptions
 
 @dataclass(frozen=True)
 class SitePlan:
-    """Everything that makes a site, in any process. ``parts``: (domain, training rows, domain number); one unless pooled."""
+    """Everything that makes a site, in any process. ``parts``: (domain, training rows, domain number); one unless
+    pooled.
+    """
 
     name: str
     role: Role
@@ -58,8 +60,10 @@ class SiteRunner:
         network = setting.build_network().to(device)
         refused = sorted(setting.refuse.intersection(setting.method.shares))
         if refused:  # before any training; what a step really returns is checked again when it returns
-            raise UserError(f"site '{plan.name}' refuses to send {refused[0]}, which the method shares: choose another "
-                            "method or take the kind out of engine.refuse")
+            raise UserError(
+                f"site '{plan.name}' refuses to send {refused[0]}, which the method shares: choose another "
+                "method or take the kind out of engine.refuse"
+            )
         self.method = setting.method
         self.refuse = setting.refuse
         self.site = Site(
@@ -80,15 +84,19 @@ class SiteRunner:
 
         Raises FedshiftError for a wrong reply type, UserError for a kind of content that the site refuses to send.
         """
-        self.site.begin(envelope)
-        reply = getattr(self.method, step)(self.site, **content)
+        cuda = [self.site.device] if self.site.device.type == "cuda" else []
+        with torch.random.fork_rng(
+            devices=cuda
+        ):  # dropout draws from torch's own generators: seeded inside, restored after
+            self.site.begin(envelope)
+            reply = getattr(self.method, step)(self.site, **content)
         if not isinstance(reply, Reply):
             raise FedshiftError(f"step {step} returned {type(reply).__name__}, not a Reply")
         for name, kind, _ in pieces(reply_content(reply)):
             if kind in self.refuse:  # checked here, before anything leaves the site
                 raise UserError(
-                    f"site '{self.site.name}' refuses to send {kind} (field '{name}' of step {step}): choose a method that "
-                    "does not share it, or take the kind out of engine.refuse"
+                    f"site '{self.site.name}' refuses to send {kind} (field '{name}' of step {step}): choose a method "
+                    "that does not share it, or take the kind out of engine.refuse"
                 )
         return reply, self.site.mini_batches
 
@@ -112,7 +120,8 @@ class LocalFederation(Federation):
 
     def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:
         return {
-            name: runner.site.memory.save(folder / name, self.progress.exchange) for name, runner in self._runners.items()
+            name: runner.site.memory.save(folder / name, self.progress.exchange)
+            for name, runner in self._runners.items()
         }
 
     def load_memory(self, folder: Path, files: Mapping[str, Mapping[str, str]]) -> None:

@@ -1,7 +1,8 @@
 """What may travel between sites and server, and how it is written as bytes.
 
-Every piece of content has a *kind*. The ledger counts bytes by kind, a site's policy may refuse a kind, and the type in a step's
-signature shows the kind. Bytes are safetensors with a JSON header: no pickle, so reading a message never runs code.
+Every piece of content has a *kind*. The ledger counts bytes by kind, a site's policy may refuse a kind, and the type
+in a step's signature shows the kind. Bytes are safetensors with a JSON header: no pickle, so reading a message never
+runs code.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ def pieces(content: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
             yield from ((name, kind, size) for _, kind, size in pieces(value))
         else:
             raise FedshiftError(
-                f"'{name}' is a {type(value).__name__}, which may not travel: wrap tensors in Weights, Statistics, Spectra "
-                "or Features, or send a number"
+                f"'{name}' is a {type(value).__name__}, which may not travel: wrap tensors in Weights, Statistics, "
+                "Spectra or Features, or send a number"
             )
 
 

@@ -1,7 +1,8 @@
 """The local engine's pool: sites in worker processes that map the same data files into memory.
 
-A worker is a fresh interpreter that runs `fedshift.federation.worker`, so nothing of the caller's program is run again. Sites
-stay at the worker that got them, with what they remember. Messages are the ones that would cross a network.
+A worker is a fresh interpreter that runs `fedshift.federation.worker`, so nothing of the caller's program is run
+again. Sites stay at the worker that got them, with what they remember. Messages are the ones that would cross a
+network.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ class WorkerPool:
         address = str(Path(self._folder.name) / "pool.sock")
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
         with Listener(address, "AF_UNIX", backlog=workers, authkey=key) as listener:
-            for _ in range(workers):
+            for number in range(workers):
                 process = subprocess.Popen(
-                    [sys.executable, "-m", "fedshift.federation.worker", address, str(threads)],
+                    [sys.executable, "-m", "fedshift.federation.worker", address, str(threads), str(number)],
                     stdin=subprocess.PIPE,
                     env=environment,
                     start_new_session=True,  # Ctrl-C reaches the server alone, which then closes its workers
@@ -58,12 +59,17 @@ class WorkerPool:
                 process.stdin.close()
                 self._processes.append(process)
             listener._listener._socket.settimeout(_START_SECONDS)  # type: ignore[attr-defined]
+            arrived: dict[int, Connection] = {}  # they come in any order, and each says which process it is
             for _ in range(workers):
                 try:
-                    self.connections.append(listener.accept())
-                except OSError as error:
+                    connection = listener.accept()
+                    arrived[int(connection.recv_bytes())] = connection
+                except (EOFError, OSError) as error:
                     self.close()
-                    raise FedshiftError("a worker process did not start: run with engine.workers=1 to see why") from error
+                    raise FedshiftError(
+                        "a worker process did not start: run with engine.workers=1 to see why"
+                    ) from error
+            self.connections = [arrived[number] for number in range(workers)]
 
     def share(self, domain: Domain) -> str:
         """The folder with the domain's arrays as files that every worker maps into memory; written once."""
@@ -110,7 +116,9 @@ class WorkerPool:
             code = process.wait(timeout=5)
         except subprocess.TimeoutExpired:
             code = None
-        reason = "was killed, perhaps for lack of memory" if code is not None and code < 0 else f"ended with code {code}"
+        reason = (
+            "was killed, perhaps for lack of memory" if code is not None and code < 0 else f"ended with code {code}"
+        )
         return FedshiftError(f"worker process {worker} {reason}; run again to go on from the last round")
 
     def close(self) -> None:
@@ -129,7 +137,9 @@ class WorkerPool:
 
 
 class PoolFederation(Federation):
-    """Sites in the processes of a pool. Site → worker is fixed by size, largest first, so that memory stays where it is."""
+    """Sites in the processes of a pool. Site → worker is fixed by size, largest first, so that memory stays where it
+    is.
+    """
 
     def __init__(self, pool: WorkerPool, plans: Sequence[SitePlan], setting: Setting, **options: Any) -> None:
         super().__init__(
@@ -149,7 +159,10 @@ class PoolFederation(Federation):
         for worker in range(len(load)):
             pool.call(worker, {"do": "setting", "setting": recipe})
         for plan in plans:
-            parts = [{"folder": pool.share(domain), "name": domain.name, "number": number} for domain, _, number in plan.parts]
+            parts = [
+                {"folder": pool.share(domain), "name": domain.name, "number": number}
+                for domain, _, number in plan.parts
+            ]
             rows = Statistics({str(i): torch.from_numpy(rows) for i, (_, rows, _) in enumerate(plan.parts)})
             command = {"do": "site", "name": plan.name, "role": plan.role, "parts": parts}
             pool.call(self._worker_of[plan.name], command, rows=rows)

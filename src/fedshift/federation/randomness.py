@@ -1,4 +1,6 @@
-"""Seeds that depend on names, never on the order of execution: the reason why any number of workers gives the same weights."""
+"""Seeds that depend on names, never on the order of execution: the reason why any number of workers gives the same
+weights.
+"""
 
 from __future__ import annotations
 

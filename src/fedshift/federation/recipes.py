@@ -8,6 +8,7 @@ import sys
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from fedshift.data.domain import Preprocessing
@@ -33,7 +34,7 @@ def find(place: str) -> Any:
     return found
 
 
-def import_file(path: str) -> Any:
+def import_file(path: str) -> ModuleType:
     """A person's own method file as a module; the same file is imported once."""
     whole = Path(path).resolve()
     name = f"{USER_MODULE}{whole.stem}_{zlib.crc32(str(whole).encode()):08x}"

@@ -1,4 +1,6 @@
-"""What a step sees of the site it runs at: data as batches, a network, an optimiser, a generator and the site's memory."""
+"""What a step sees of the site it runs at: data as batches, a network, an optimiser, a generator and the site's
+memory.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,9 @@ M = TypeVar("M", bound=nn.Module)
 class Batch:
     """A mini-batch on the device.
 
-    inputs: (b, …) float32. labels: (b,) int64, or None at an unlabelled target. domains: (b,) int64, the number of the domain
-    each sample comes from (all equal unless the site is pooled). rows: (b,) int64, the samples' numbers at this site.
+    inputs: (b, …) float32. labels: (b,) int64, or None at an unlabelled target. domains: (b,) int64, the number of
+    the domain each sample comes from (all equal unless the site is pooled). rows: (b,) int64, the samples' numbers at
+    this site.
     """
 
     inputs: Tensor
@@ -130,13 +133,14 @@ class Site:
     data: SiteData = field(repr=False)
     scratch: dict[str, Any] = field(default_factory=dict, repr=False)
     mini_batches: int = 0
+    _orders: int = 0
     generator: torch.Generator = field(default_factory=torch.Generator, repr=False)
     envelope: Envelope = field(default_factory=lambda: Envelope(0, 0, 0.0, 0))
 
     def begin(self, envelope: Envelope) -> None:
         """Start an exchange: fresh generators that depend on the seed, the site and the exchange alone."""
         self.envelope = envelope
-        self.mini_batches = 0
+        self.mini_batches = self._orders = 0
         self.generator = generator(self.seed, self.name, envelope.exchange, "step")
         torch.manual_seed(derive_seed(self.seed, self.name, envelope.exchange, "torch"))
 
@@ -166,7 +170,8 @@ class Site:
         return module.to(self.device)
 
     def optimizer(self, *modules: nn.Module, memory: str | None = None) -> torch.optim.Optimizer:
-        """The experiment's optimiser over the modules' parameters; ``memory`` names where momentum is kept, if it is."""
+        """The experiment's optimiser over the modules' parameters; ``memory`` names where momentum is kept, if it is.
+        """
         parameters = [parameter for module in modules for parameter in module.parameters()]
         optimizer = self.training.build_optimizer(parameters, self.learning_rate)
         if memory is not None and not self.training.reset_optimizer_each_round and memory in self.memory:
@@ -184,8 +189,10 @@ class Site:
         Ends early when the site has used up the mini-batches the experiment grants it, so that every method of an
         experiment does the same work.
         """
-        order = self.generator_for("batches")
-        augmentation = self.generator_for("augmentation")
+        again = f" {self._orders}" if self._orders else ""  # a second call in one exchange draws another order
+        self._orders += 1
+        order = self.generator_for(f"batches{again}")
+        augmentation = self.generator_for(f"augmentation{again}")
         wanted = steps if steps is not None else math.inf
         passes = epochs if steps is None else math.inf
         done, epoch = 0, 0
@@ -217,8 +224,9 @@ class Site:
     ) -> float:
         """Train: for every batch one step down the gradient of ``loss_of(batch)``. Returns the mean loss.
 
-        ``modules`` are what is trained, with one optimiser unless ``optimizers`` are given (their gradients are cleared and
-        stepped together). Raises TrainingDiverged, naming site, round and learning rate, when the loss is not a number.
+        ``modules`` are what is trained, with one optimiser unless ``optimizers`` are given (their gradients are
+        cleared and stepped together). Raises TrainingDiverged, naming site, round and learning rate, when the loss is
+        not a number.
         """
         steppers = list(optimizers) if optimizers is not None else [self.optimizer(*modules)]
         parameters = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
@@ -243,19 +251,25 @@ class Site:
 
     def weights_of(self, module: nn.Module) -> Weights:
         """A copy of the module's weights and buffers, as content that can be sent."""
-        return Weights({key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-                        for key, tensor in module.state_dict().items()})
+        return Weights(
+            {
+                key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+                for key, tensor in module.state_dict().items()
+            }
+        )
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> Statistics:
     """An optimiser's momentum and moments as named tensors."""
     state = optimizer.state_dict()["state"]
-    return Statistics({
-        f"{number}.{key}": value.detach().cpu().clone() if isinstance(value, Tensor) else torch.tensor(value)
-        for number, entry in state.items()
-        for key, value in entry.items()
-        if value is not None
-    })
+    return Statistics(
+        {
+            f"{number}.{key}": value.detach().cpu().clone() if isinstance(value, Tensor) else torch.tensor(value)
+            for number, entry in state.items()
+            for key, value in entry.items()
+            if value is not None
+        }
+    )
 
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, content: Content) -> None:

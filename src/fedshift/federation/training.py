@@ -35,7 +35,9 @@ class Training(BaseModel):
     nesterov: bool = Field(False, description="Nesterov's form of momentum")
     weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty on all trained parameters")
     clip_norm: PositiveFloat | None = Field(None, description="largest norm of a gradient; none = not clipped")
-    reset_optimizer_each_round: bool = Field(True, description="a new optimiser each round (false: momentum is kept at the site)")
+    reset_optimizer_each_round: bool = Field(
+        True, description="a new optimiser each round (false: momentum is kept at the site)"
+    )
     mini_batches: PositiveInt | None = Field(
         None, description="mini-batches each site may train on in a run; none = what the most demanding method needs"
     )

@@ -58,7 +58,11 @@ class Worker:
     def serve(self, connection: Connection) -> None:
         """Answer commands until the pool closes the connection."""
         commands: dict[str, Callable[[dict[str, Any], dict[str, Any]], Answer]] = {
-            "setting": self.setting, "site": self.site, "step": self.step, "save": self.save, "load": self.load,
+            "setting": self.setting,
+            "site": self.site,
+            "step": self.step,
+            "save": self.save,
+            "load": self.load,
         }
         while True:
             try:
@@ -91,11 +95,12 @@ def read_domain(name: str, folder: Path) -> Domain:
 
 
 def main() -> None:
-    """``python -m fedshift.federation.worker ADDRESS THREADS``; the connection's key comes on standard input."""
-    address, threads = sys.argv[1], int(sys.argv[2])
+    """``python -m fedshift.federation.worker ADDRESS THREADS NUMBER``; the connection's key comes on standard input."""
+    address, threads, number = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(threads)
     key = sys.stdin.buffer.read()
     with Client(address, "AF_UNIX", authkey=key) as connection:
+        connection.send_bytes(number.encode())
         Worker().serve(connection)
 
 

@@ -46,10 +46,12 @@ class Traffic:
 
 
 class Method(BaseModel, ABC):
-    """Base of all methods. A subclass names itself, declares its hyper-parameters as fields, and writes `round` and steps.
+    """Base of all methods. A subclass names itself, declares its hyper-parameters as fields, and writes `round` and
+    steps.
 
-    Class attributes: ``name`` in experiment files; ``title`` and ``citation``; ``shares``: kinds of content that leave a site;
-    ``memory_names``: what a site keeps between exchanges; ``pooled``: needs all sources' data in one place.
+    Class attributes: ``name`` in experiment files; ``title`` and ``citation``; ``shares``: kinds of content that
+    leave a site; ``memory_names``: what a site keeps between exchanges; ``pooled``: needs all sources' data in one
+    place.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -73,7 +75,9 @@ class Method(BaseModel, ABC):
         """Mini-batches that a site with ``batches_per_epoch`` trains on in a run of ``rounds``, everything included."""
 
     def traffic(self, payload: int, sites: int, rounds: int) -> Traffic:
-        """Bytes of a run by formula: here one model of ``payload`` bytes down, one with two numbers up, per site and round."""
+        """Bytes of a run by formula: here one model of ``payload`` bytes down, one with two numbers up, per site and
+        round.
+        """
         return Traffic(up=rounds * sites * (payload + 2 * BYTES_PER_NUMBER), down=rounds * sites * payload)
 
     def start(self, federation: Federation, weights: Weights) -> State:

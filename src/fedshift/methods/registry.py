@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from fedshift.errors import UserError, nearest
@@ -34,12 +35,16 @@ def method_class(name: str, folder: Path | None = None) -> type[Method]:
     if not colon:
         raise UserError(f"unknown method '{name}'; {nearest(name, METHODS)}; your own: file.py:Class")
     try:
-        module = import_file(str((folder or Path()) / module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
-        found = getattr(module, attribute)
-    except (ImportError, OSError, AttributeError, SyntaxError) as error:
+        module = _own_file(module_name, folder) if module_name.endswith(".py") else importlib.import_module(module_name)
+    except (ImportError, OSError, SyntaxError) as error:
         raise UserError(f"method '{name}' cannot be imported: {error}") from error
+    found = getattr(module, attribute, None)
     if not (isinstance(found, type) and issubclass(found, Method)):
-        raise UserError(f"'{name}' is not a Method: derive it from fedshift.methods.base.Method")
+        kinds = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Method)]
+        own = [key for key in kinds if vars(module)[key].__module__ == module.__name__]
+        raise UserError(
+            f"{module_name} has no method '{attribute}' (a class derived from Method); {nearest(attribute, own)}"
+        )
     return found
 
 
@@ -51,3 +56,8 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Method:
         raise UserError(f"a method has no name; {nearest('', METHODS)}")
     return method_class(name, folder).model_validate(fields)
 
+
+def _own_file(path: str, folder: Path | None) -> ModuleType:
+    """A person's method file, relative to the experiment file or else to the working directory."""
+    beside = (folder or Path()) / path
+    return import_file(str(beside if beside.exists() else path))

@@ -44,9 +44,8 @@ class Arrays(DataSource):
             licence="yours",
             how_to_get="numpy.savez('site.npz', x=…, y=…) for each site and give data.sites",
             layout=_LAYOUT,
-            notes="Images: value / 255. standardise adds up statistics of the sources (statistics_from: of some of them), "
-            "never of a site that is unseen. Without classes, labels must be 0 to C - 1, each at some "
-            "site.",
+            notes="Images: value / 255. standardise adds up statistics of the sources (statistics_from: of some of "
+            "them), never of a site that is unseen. Without classes, labels must be 0 to C - 1, each at some site.",
         )
 
     def without(self, unseen: str) -> DataSource:

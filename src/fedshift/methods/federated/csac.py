@@ -1,7 +1,8 @@
 """CSAC: collaborative semantic aggregation and calibration.
 
 Yuan, Ma, Chen, Wu, Lin, Kuang: Collaborative Semantic Aggregation and Calibration for Federated Domain Generalization.
-IEEE TKDE 2023 (an early version: Collaborative Semantic Aggregation and Calibration for Separated Domain Generalization).
+IEEE TKDE 2023 (an early version: Collaborative Semantic Aggregation and Calibration for Separated Domain
+Generalization).
 
 Setting: domain generalization; H labelled source sites, the target is never seen.
 Wire: one model up and one down per site and round, 2·H·S(θ), and one upload after local acquisition. The frozen local
@@ -22,15 +23,18 @@ Where the paper and its code differ (and what is done here)
  4. All distances zero: equal shares. One zero distance: share 0 (the code overwrites its running sum there).
  5. ``logit_mmd`` adds the code's MMD between logits. Not in the paper; off.
  6. ``query_key`` adds the code's 1×1 convolutions, which never get a gradient and stay random. Off.
- 7. The code makes new random projections in every round; here they persist, ``reset_projection_each_round`` is the code.
- 8. Common shape: 32 channels at the last stage's size (code); ``projection_size: smallest`` as in the early version.
- 9. ``scale`` divides the affinities by √c and √d, which keeps the softmax from saturating. Not in the paper; off.
-10. An epoch of the code is 60 (acquisition) or 20 (calibration) mini-batches: ``acquisition_steps``, ``calibration_steps``.
-11. The code reports the best *target* accuracy over rounds (our ``oracle`` column) and never fuses the last round's models;
+ 7. The code makes new random projections in every round; here they persist, ``reset_projection_each_round`` is the
+ code. 8. Common shape: 32 channels at the last stage's size (code); ``projection_size: smallest`` as in the early
+ version. 9. ``scale`` divides the affinities by √c and √d, which keeps the softmax from saturating. Not in the paper;
+ off.
+10. An epoch of the code is 60 (acquisition) or 20 (calibration) mini-batches: ``acquisition_steps``,
+``calibration_steps``. 11. The code reports the best *target* accuracy over rounds (our ``oracle`` column) and never
+fuses the last round's models;
     here they are fused, and the headline is the last fused model.
 12. MMD is the code's U-type estimator without its constant; ``mmd_estimator: biased`` is a true distance.
 
-Should reproduce: Rotated MNIST 94.07 ± 0.02; PACS ResNet-18 83.81 ± 0.33 (journal); the ablations of its Tables 4 and 5.
+Should reproduce: Rotated MNIST 94.07 ± 0.02; PACS ResNet-18 83.81 ± 0.33 (journal); the ablations of its Tables 4 and
+5.
 """
 
 from __future__ import annotations
@@ -107,7 +111,9 @@ class CSAC(Method):
 
     def check(self, network: Network) -> None:
         if self.alignment_weight == 0 and not self.cross_entropy:
-            raise UserError("csac: nothing to minimise in calibration; switch cross_entropy on or raise alignment_weight")
+            raise UserError(
+                "csac: nothing to minimise in calibration; switch cross_entropy on or raise alignment_weight"
+            )
         for stage in self.stages or ():
             if stage not in network.stages:
                 raise UserError(f"csac.stages: the network has no stage '{stage}'; {nearest(stage, network.stages)}")
@@ -218,32 +224,33 @@ class _Aligner(nn.Module):
         number = len(self.stages)
         ours = [layer(features[stage]) for layer, stage in zip(self.projections[:number], self.stages, strict=True)]
         theirs = [layer(feature) for layer, feature in zip(self.projections[number:], frozen, strict=True)]
-        left, right = torch.stack(ours).flatten(2), torch.stack(theirs).flatten(2)
+        fused, local = torch.stack(ours), torch.stack(theirs)
+        left, right = fused.flatten(2), local.flatten(2)
         if method.measure == "mse":
             pairs = (left[:, None] - right[None]).square().mean(dim=(2, 3))
         else:
-            pairs = cross_multi_kernel_mmd(
-                left, right, estimator=method.mmd_estimator, constant=method.mmd_constant
-            )
-        loss = (self._attention(ours, theirs) * pairs).sum()
+            pairs = cross_multi_kernel_mmd(left, right, estimator=method.mmd_estimator, constant=method.mmd_constant)
+        loss = (self._attention(fused, local) * pairs).sum()
         if method.logit_mmd:
             loss = loss + multi_kernel_mmd(logits, frozen_logits, estimator=method.mmd_estimator)
         return loss
 
-    def _attention(self, ours: list[Tensor], theirs: list[Tensor]) -> Tensor:
-        """α of (9), or what an ablation puts in its place; (|R|, |R|)."""
+    def _attention(self, fused: Tensor, local: Tensor) -> Tensor:
+        """α of (9), or what an ablation puts in its place; (|R|, |R|). Both sides projected, (|R|, n, c, g, w)."""
         method, number = self.method, len(self.stages)
         if method.alignment == "same_layer":
-            return torch.eye(number, device=ours[0].device)
+            return torch.eye(number, device=fused.device)
         if method.attention == "none":
-            return torch.full((number, number), 1.0 if method.uniform_attention == "one" else 1 / number, device=ours[0].device)
+            return torch.full(
+                (number, number), 1.0 if method.uniform_attention == "one" else 1 / number, device=fused.device
+            )
         if method.query_key:
             keys = self._keys[0]
-            ours = [key(map_) for key, map_ in zip(keys[:number], ours, strict=True)]
-            theirs = [key(map_) for key, map_ in zip(keys[number:], theirs, strict=True)]
+            fused = torch.stack([key(map_) for key, map_ in zip(keys[:number], fused, strict=True)])
+            local = torch.stack([key(map_) for key, map_ in zip(keys[number:], local, strict=True)])
         return cross_layer_attention(
-            ours,
-            theirs,
+            fused,
+            local,
             position=method.attention in ("both", "position"),
             channel=method.attention in ("both", "channel"),
             scale=method.scale,
@@ -264,10 +271,13 @@ class _Aligner(nn.Module):
             return self._compute(batch.inputs)
         rows = batch.rows.to(batch.inputs.device)
         logits, *features = (part.index_select(0, rows) for part in self._cache)
-        return logits, features
+        return logits, [map_.permute(0, 3, 1, 2) if map_.dim() == 4 else map_ for map_ in features]
 
     def _frozen_features(self) -> list[Tensor] | None:
-        """Logits and features of every sample, or None where they would take too much memory."""
+        """Logits and features of every sample, or None where they would take too much memory.
+
+        Maps are kept as (n, h, w, c): chosen rows are then channels last, as the projections want them, without a copy.
+        """
         key = "frozen_features" if self.method.frozen == "local" else None  # a frozen M changes every round
         if key in self.site.scratch:
             return self.site.scratch[key]  # type: ignore[no-any-return]
@@ -275,8 +285,8 @@ class _Aligner(nn.Module):
         if per_sample * self.site.samples > CACHED_FEATURES:
             return None
         parts = [[logits, *features] for logits, features in (self._compute(b.inputs) for b in self.site.all_batches())]
-        cache = [torch.cat(column) for column in zip(*parts, strict=True)]
+        columns = (torch.cat(column) for column in zip(*parts, strict=True))
+        cache = [part.permute(0, 2, 3, 1).contiguous() if part.dim() == 4 else part for part in columns]
         if key is not None:
             self.site.scratch[key] = cache
         return cache
-

@@ -1,15 +1,15 @@
 """DeepAll: pool the data of all sources and train one model.
 
-The usual central reference of domain generalization (first under this name in Li, Yang, Song, Hospedales: Deeper, Broader
-and Artier Domain Generalization, ICCV 2017).
+The usual central reference of domain generalization (first under this name in Li, Yang, Song, Hospedales: Deeper,
+Broader and Artier Domain Generalization, ICCV 2017).
 
 Setting: domain generalization, *not private*: the data of all sources lie in one place.
 Wire: every training sample once (the ledger counts them as raw data); no exchange is needed after that.
 
     min_θ  Σ_k Σ_i CE(f_θ(x_i^k), y_i^k)
 
-Where papers and code differ: nothing to choose. Equal work: the pooled site trains on as many mini-batches as all the sites
-of the federated methods together, spread evenly over the rounds.
+Where papers and code differ: nothing to choose. Equal work: the pooled site trains on as many mini-batches as all the
+sites of the federated methods together, spread evenly over the rounds.
 
 Should reproduce: Rotated MNIST average 94.30 ± 0.29, PACS ResNet-18 80.24 ± 0.50 (as printed by CSAC).
 """
@@ -38,7 +38,9 @@ class DeepAll(Method):
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
     pooled: ClassVar[bool] = True
 
-    local_epochs: PositiveInt = Field(1, description="passes over the data per round, when no other method asks for more")
+    local_epochs: PositiveInt = Field(
+        1, description="passes over the data per round, when no other method asks for more"
+    )
 
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return rounds * self.local_epochs * batches_per_epoch
@@ -59,7 +61,10 @@ class DeepAll(Method):
         model = site.model(weights)
         optimizer = site.optimizer(model, memory="optimizer")
         loss = site.minimise(
-            lambda batch: F.cross_entropy(model(batch.inputs), batch.targets), model, steps=steps, optimizers=[optimizer]
+            lambda batch: F.cross_entropy(model(batch.inputs), batch.targets),
+            model,
+            steps=steps,
+            optimizers=[optimizer],
         )
         site.remember_optimizer(optimizer, "optimizer")
         return Update(site.weights_of(model), site.samples, loss)

@@ -1,0 +1,238 @@
+"""``make bench``: ratios measured in one run, so that they hold on any machine. Absolute numbers are only a by-product.
+
+    python benchmarks/bench.py [--quick] [--only engine,workers,csac,memory] [--device cpu] [--output FILE]
+
+engine   FedAvg of fedshift against a bare PyTorch loop over the same batches, one thread
+workers  two workers, two threads, or two runs at once, against one worker of one thread
+csac     seconds of a local mini-batch of CSAC against FedAvg
+memory   the server's memory while it aggregates 10, 100 and 1,000 models of 45 MB
+
+Whatever is compared runs in turn (A B A B …), and ratios are medians over the turns. Nothing is asserted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+PARTS = ("engine", "workers", "csac", "memory")
+AIMS = {
+    "engine": "at least 0.95 of the bare loop",
+    "workers": "two workers at least 1.7 times one",
+    "csac": "at most 1.35 (published: 1.14)",
+    "memory": "flat, under 1 GiB",
+}
+RESULTS = Path(__file__).parent / "results"
+_MODEL_BYTES = 45_000_000
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    options = _options()
+    # Before torch is imported: its threads are counted then. Every part sets the number that it wants.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    began = time.perf_counter()
+    load = os.getloadavg()[0]
+    if load > 0.5:
+        console.print(f"[yellow]This machine is busy (load {load:.1f}): ratios of wall-clock seconds are uncertain.[/]")
+    parts: dict[str, list[Row]] = {}
+    for part in options.only:
+        with console.status(f"measuring: {part}"):
+            parts[part] = _measure(part, options.quick, options.device)
+        console.print(_table(part, parts[part]))
+        for line in _remarks(part, parts[part]):
+            console.print(line)
+    report = {
+        "command": " ".join(["python benchmarks/bench.py", *sys.argv[1:]]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(time.perf_counter() - began, 1),
+        "machine": _machine(load),
+        "versions": _versions(),
+        "aims": {part: AIMS[part] for part in parts},
+        "parts": parts,
+    }
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(json.dumps(_rounded(report), indent=2) + "\n", encoding="utf-8")
+    console.print(f"{report['seconds']} s; written to {os.path.relpath(options.output)}")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter turns, no 1,000 sites")
+    parser.add_argument("--only", default=",".join(PARTS), help="parts to measure, separated by commas")
+    parser.add_argument("--device", default="cpu", help="device of the parts engine and csac")
+    parser.add_argument("--output", type=Path, help="result file; without it results/bench.json for a complete run")
+    options = parser.parse_args()
+    options.only = [part.strip() for part in options.only.split(",")]
+    unknown = [part for part in options.only if part not in PARTS]
+    if unknown:
+        parser.error(f"--only: there is no part '{unknown[0]}'; known: {', '.join(PARTS)}")
+    complete = not options.quick and set(options.only) == set(PARTS) and options.device == "cpu"
+    options.output = options.output or RESULTS / ("bench.json" if complete else "bench_partial.json")
+    return options
+
+
+def _measure(part: str, quick: bool, device: str) -> list[Row]:
+    if part == "memory":
+        return _memory(quick)
+    import bench_training
+
+    if part == "workers":
+        return bench_training.workers(quick)
+    return bench_training.engine(quick, device) if part == "engine" else bench_training.csac(quick, device)
+
+
+def _memory(quick: bool) -> list[Row]:
+    """Every row in a fresh process, two at a time: one's memory is not the other's."""
+    sizes = (10, 100) if quick else (10, 100, 1000)
+    # The long ones first, so that the short ones fill the other place.
+    tasks = [(part, sites) for sites in reversed(sizes) for part in ("csac_passes", "fedavg")]
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    for sites in (10,) if quick else (100, 10):
+        if sites * _MODEL_BYTES * 1.2 < free:
+            tasks.append(("csac_kept", sites))
+    with ThreadPoolExecutor(min(2, os.cpu_count() or 1)) as pool:
+        rows = list(pool.map(lambda task: _memory_row(*task), tasks))
+    return sorted(rows, key=lambda row: (row["part"] != "fedavg", row["part"], row["sites"]))
+
+
+def _memory_row(part: str, sites: int) -> Row:
+    script = Path(__file__).with_name("bench_memory.py")
+    done = subprocess.run([sys.executable, str(script), part, str(sites)], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"memory of {part} with {sites} sites could not be measured:\n{done.stderr}")
+    row: Row = json.loads(done.stdout)
+    return row
+
+
+# Output ----------------------------------------------------------------------------------------------------
+
+_CSAC_MEMORY = {
+    "fedavg": "FedAvg, one pass",
+    "csac_kept": "CSAC, replies kept (256 MiB, then files)",
+    "csac_passes": "CSAC, three passes, models made anew",
+}
+
+
+def _table(part: str, rows: list[Row]) -> Table:
+    table = Table(title=f"{part}: {AIMS[part]}", title_justify="left")
+    if part == "engine":
+        _columns(table, "data", "bare loop", "fedshift img/s", "bare img/s", "ratio", "of CPU time", "difference")
+        for row in rows:
+            table.add_row(
+                row["data"],
+                row["bare_loop"],
+                f"{row['fedshift_images_per_second']:,.0f}",
+                f"{row['bare_images_per_second']:,.0f}",
+                f"{row['ratio']:.3f}",
+                f"{row['ratio_of_processor_seconds']:.3f}",
+                f"{row['difference_of_weights_after_a_round']:.0e}",
+            )
+    elif part == "workers":
+        _columns(table, "model", "batches/s", "2 workers", "2 threads", "2 runs at once", "wins in one run")
+        for row in rows:
+            table.add_row(
+                row["model"],
+                f"{row['mini_batches_per_second_one_worker']:,.0f}",
+                *(f"{row[key]:.2f}" for key in ("two_workers", "two_threads", "two_runs")),
+                row["winner_of_one_run"],
+            )
+    elif part == "csac":
+        table.caption = "whole run: 30 epochs of acquisition and 40 rounds of 5; arithmetic: multiply-accumulates, no MMD"
+        _columns(table, "ms per batch", "FedAvg", "acquire", "calibrate", "ratio", "of CPU time", "arithmetic", "whole run")
+        for row in rows:
+            per_batch = row["milliseconds_per_mini_batch"]
+            table.add_row(
+                row["case"],
+                *(f"{per_batch[key]:.2f}" for key in ("fedavg", "acquisition", "calibration")),
+                f"{row['calibration_ratio']:.2f}",
+                f"{row['calibration_ratio_of_processor_seconds']:.2f}",
+                f"{row['calibration_ratio_of_multiply_accumulates']:.2f}",
+                f"{row['whole_run_ratio']:.2f}",
+            )
+    else:
+        _columns(table, "aggregation", "sites", "growth MiB", "process MiB", "ms per site")
+        for row in rows:
+            table.add_row(
+                _CSAC_MEMORY[row["part"]],
+                f"{row['sites']:,}",
+                f"{row['growth_bytes'] / 2**20:,.0f}",
+                f"{row['peak_bytes'] / 2**20:,.0f}",
+                f"{1000 * row['seconds'] / row['sites']:,.0f}",
+            )
+    return table
+
+
+def _columns(table: Table, first: str, *others: str) -> None:
+    table.add_column(first)
+    for other in others:
+        table.add_column(other, justify="right")
+
+
+def _remarks(part: str, rows: list[Row]) -> list[str]:
+    if part == "workers":
+        wins = [row["model"] for row in rows if row["two_runs"] > max(row["two_workers"], row["two_threads"])]
+        where = f"fastest for {'; '.join(wins)}" if wins else "not faster than one divided run here"
+        return [
+            f"Two runs at once (engine.parallel_runs: 2): {where}. They never wait for each other, whatever the sizes of "
+            "the sites; workers are for when only one run is left."
+        ]
+    if part == "memory" and not any(row["part"] == "csac_kept" and row["sites"] == 1000 for row in rows):
+        return ["Kept replies are 45 MB of disk a site, 45 GB for 1,000: there the models are made anew instead."]
+    return []
+
+
+def _machine(load: float) -> Row:
+    """The processor and what else it was doing."""
+    name = platform.processor() or platform.machine()
+    file = Path("/proc/cpuinfo")
+    if file.exists():
+        lines = (line.partition(":") for line in file.read_text().splitlines())
+        name = next((value.strip() for key, _, value in lines if key.strip() == "model name"), name)
+    import torch
+
+    found: Row = {
+        "cpu": name,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "threads": "1 unless a row says two",
+        "load_at_start": round(load, 2),
+        "system": platform.system(),
+    }
+    if torch.cuda.is_available():
+        found["accelerator"] = torch.cuda.get_device_name()
+    return found
+
+
+def _versions() -> dict[str, str]:
+    from fedshift.experiment.loop import versions
+
+    return versions()
+
+
+def _rounded(value: Any) -> Any:
+    """Four significant digits: more would be noise."""
+    if isinstance(value, dict):
+        return {key: _rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_rounded(item) for item in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Memory of the server side while it aggregates the 45 MB models of many sites; `bench.py` runs it in fresh processes.
+
+``python benchmarks/bench_memory.py PART SITES`` prints one line of JSON. Parts:
+
+fedavg: one round of FedAvg, the replies stream once.
+csac_kept: one round of CSAC; replies are kept for three passes, beyond 256 MiB in temporary files.
+csac_passes: CSAC's three passes over models that are made anew in each pass, so that the disk sets no limit.
+
+No site trains: an engine that stands for all of them makes one model at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import time
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedshift.federation.federation import Answer, Federation, Request
+from fedshift.federation.messages import Update
+from fedshift.functional.aggregation import divergence_aggregate
+from fedshift.methods.base import Method, State
+from fedshift.methods.federated.csac import CSAC
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.models import registry as models
+from fedshift.weights import Weights
+
+PARTS = ("fedavg", "csac_kept", "csac_passes")
+_STATUS = Path("/proc/self/status")
+
+
+def model_of(like: Weights, number: int) -> Weights:
+    """A model of site ``number``, in memory of its own."""
+    shift = 1e-3 * (number % 17 + 1)
+    return Weights({key: value + shift if value.is_floating_point() else value.clone() for key, value in like.items()})
+
+
+class Generated(Federation):
+    """Sites whose updates are made when the server takes them."""
+
+    def __init__(self, method: Method, like: Weights, sites: int) -> None:
+        names = [str(number) for number in range(sites)]
+        super().__init__(method, sources=names, targets=(), budget=dict.fromkeys(names, 2), rounds=2)
+        self.like = like
+
+    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
+        for request in requests:
+            number = int(request.site)
+            yield Answer(request.site, Update(model_of(self.like, number), 100 + number % 7, 0.5), 1)
+
+
+class Remade:
+    """The models of all sites, made anew in every pass."""
+
+    def __init__(self, like: Weights, sites: int) -> None:
+        self.like, self.sites = like, sites
+
+    def __iter__(self) -> Iterator[Weights]:
+        return (model_of(self.like, number) for number in range(self.sites))
+
+
+def resident() -> tuple[int, int]:
+    """Bytes of this process in memory: now, and at most since `forget_peak`."""
+    if _STATUS.exists():
+        lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines() if ":" in line)
+        now, most = (int(lines[key].split()[0]) << 10 for key in ("VmRSS", "VmHWM"))
+        return now, most
+    # On Linux ru_maxrss is at least what the parent had, hence the file above. macOS counts bytes.
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return most, most
+
+
+def forget_peak() -> None:
+    """Begin a new peak where the kernel can (Linux); importing torch has one of its own."""
+    clear = _STATUS.with_name("clear_refs")
+    if clear.exists():
+        try:
+            clear.write_text("5")
+        except OSError:
+            return
+
+
+def measure(part: str, sites: int) -> dict[str, Any]:
+    """Aggregate once; bytes of the process before and at most."""
+    torch.set_num_threads(1)
+    network = models.build(models.parse({"name": "resnet18"}), (3, 224, 224), 7, 0)
+    like = Weights({key: tensor.contiguous() for key, tensor in network.state_dict().items()})
+    del network
+    forget_peak()
+    before, _ = resident()
+    began = time.perf_counter()
+    if part == "csac_passes":
+        divergence_aggregate(Remade(like, sites))
+    else:
+        method: Method = FedAvg() if part == "fedavg" else CSAC()
+        method.round(Generated(method, like, sites), State(like))
+    seconds = time.perf_counter() - began
+    _, most = resident()
+    return {
+        "part": part,
+        "sites": sites,
+        "model_bytes": like.nbytes,
+        "peak_bytes": most,
+        "growth_bytes": most - before,
+        "seconds": seconds,
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]))))

@@ -1,0 +1,440 @@
+"""The parts of `bench.py` that train: the engine against a bare loop, workers against threads, CSAC against FedAvg."""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedshift.data.domain import DataSet, DataSource, Domain, Preprocessing
+from fedshift.data.domain import Manifest as DataManifest
+from fedshift.data.transforms import to_network
+from fedshift.experiment.protocol import site_plans, split_of
+from fedshift.experiment.schema import parse
+from fedshift.federation.federation import Federation
+from fedshift.federation.local import LocalFederation, Setting, SitePlan, SiteRunner
+from fedshift.federation.pool import PoolFederation, WorkerPool
+from fedshift.federation.randomness import generator
+from fedshift.federation.site import Batch, Envelope
+from fedshift.functional.projection import projection_layer
+from fedshift.methods.base import Method, State
+from fedshift.models.payload import forward_cost
+from fedshift.weights import Weights
+
+Row = dict[str, Any]
+Seconds = tuple[float, float]
+"""Wall-clock and processor seconds of this process."""
+
+ENDLESS = 10**9
+SETTINGS = ("acquisition", 30), ("calibration", 40 * 5)
+"""CSAC on Rotated MNIST: epochs of local acquisition, and of calibration in 40 rounds of 5."""
+
+
+class Synthetic(DataSource):
+    """Random samples: the time of a mini-batch does not depend on what is in it. One site more than is trained on."""
+
+    name: Literal["synthetic"] = "synthetic"
+    shape: tuple[int, ...]
+    samples: int = 512
+    sites: int = 4
+    classes: int = 10
+
+    def build(self) -> DataSet:
+        draw = np.random.default_rng(0)
+        images = len(self.shape) == 3
+        size = (self.samples, *self.shape)
+        labels = (np.arange(self.samples) % self.classes).astype(np.int64)
+        domains = {
+            name: Domain(
+                name,
+                draw.integers(0, 256, size, dtype=np.uint8) if images else draw.standard_normal(size, dtype=np.float32),
+                labels,
+            )
+            for name in ("unseen", *(f"site{number}" for number in range(self.sites)))
+        }
+        classes = tuple(str(label) for label in range(self.classes))
+        preprocessing = Preprocessing(kind="image" if images else "features")
+        return DataSet(self.name, domains, classes, preprocessing, DataManifest("", "", "", "", ""))
+
+
+class Work:
+    """One method of an experiment as `fedshift run` would set it up: sites, setting and common start."""
+
+    def __init__(
+        self,
+        method: Mapping[str, Any],
+        data: DataSource | Mapping[str, Any],
+        model: Mapping[str, Any],
+        training: Mapping[str, Any],
+        device: str = "cpu",
+    ) -> None:
+        self.experiment = parse(
+            {
+                "name": "bench",
+                "data": data,
+                "protocol": {"seeds": [0], "test_fraction": 0.0, "base_images": "shared"},
+                "model": model,
+                "training": training,
+                "methods": [method],
+                "device": device,
+            }
+        )
+        self.data = self.experiment.data.build()
+        self.method: Method = self.experiment.methods[0]
+        split = split_of(self.experiment.protocol, self.data, next(iter(self.data.domains)), 0)
+        self.plans: list[SitePlan] = site_plans(self.method, self.data, split)
+        self.setting = Setting(
+            method=self.method,
+            training=self.experiment.training,
+            network=self.experiment.model,
+            preprocessing=self.data.preprocessing,
+            input_shape=self.data.input_shape,
+            classes=len(self.data.classes),
+            seed=0,
+            device=device,
+        )
+
+    def start(self) -> Weights:
+        """The common start."""
+        return Weights(self.setting.build_network().state_dict())
+
+    def federation(self, pool: WorkerPool | None = None) -> Federation:
+        """The sites in this process, or in a pool's."""
+        options: dict[str, Any] = {"budget": dict.fromkeys((plan.name for plan in self.plans), ENDLESS), "rounds": 1}
+        if pool is None:
+            return LocalFederation(self.plans, self.setting, **options)
+        return PoolFederation(pool, self.plans, self.setting, **options)
+
+
+class Rounds:
+    """Goes on with a method's rounds at every call."""
+
+    def __init__(self, work: Work, pool: WorkerPool | None = None, threads: int = 1) -> None:
+        self.method, self.threads = work.method, threads
+        self.federation = work.federation(pool)
+        self.state: State = self.method.start(self.federation, work.start())
+
+    def __call__(self, rounds: int) -> None:
+        torch.set_num_threads(self.threads)
+        for _ in range(rounds):
+            self.federation.round = self.state.round + 1
+            self.state = self.method.round(self.federation, self.state)
+
+    @property
+    def mini_batches(self) -> int:
+        """Mini-batches of all sites since the beginning."""
+        return sum(self.federation.progress.used.values())
+
+
+def timed(block: Callable[[int], None], rounds: int, device: str = "cpu") -> Seconds:
+    """How long ``rounds`` of ``block`` take."""
+    wall, processor = time.perf_counter(), time.process_time()
+    block(rounds)
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    return time.perf_counter() - wall, time.process_time() - processor
+
+
+def interleaved(
+    blocks: Mapping[str, Callable[[int], None]], rounds: int, repeats: int, device: str = "cpu"
+) -> dict[str, list[Seconds]]:
+    """A B C A B C …: so that all blocks see the same machine, whatever else it does."""
+    found: dict[str, list[Seconds]] = {name: [] for name in blocks}
+    for _ in range(repeats):
+        for name, block in blocks.items():
+            found[name].append(timed(block, rounds, device))
+    return found
+
+
+def rounds_for(block: Callable[[int], None], seconds: float, device: str = "cpu") -> int:
+    """Rounds that take about ``seconds``; the block has been called before, or this warms it up."""
+    block(1)
+    return max(1, round(seconds / timed(block, 1, device)[0]))
+
+
+def median(samples: Sequence[Seconds], clock: int = 0) -> float:
+    """Median of the wall-clock (0) or processor (1) seconds."""
+    return statistics.median(sample[clock] for sample in samples)
+
+
+def paired(numerator: Sequence[Seconds], denominator: Sequence[Seconds], clock: int = 0) -> float:
+    """Median over the repeats of the ratio within a repeat."""
+    return statistics.median(a[clock] / b[clock] for a, b in zip(numerator, denominator, strict=True))
+
+
+# Engine ----------------------------------------------------------------------------------------------------
+
+
+class BareFedAvg:
+    """FedAvg as one would write it with PyTorch alone, on the very batches that fedshift draws."""
+
+    def __init__(self, work: Work, layout: torch.memory_format) -> None:
+        device, training = work.setting.device, work.setting.training
+        self.lr, self.momentum, self.batch_size = training.lr, training.momentum, training.batch_size
+        self.network = work.setting.build_network().to(device).to(memory_format=layout).train()
+        self.sites: dict[str, tuple[Tensor, Tensor]] = {}
+        for plan in work.plans:
+            ((domain, rows, _),) = plan.parts
+            assert isinstance(domain.inputs, np.ndarray)
+            images = to_network(torch.from_numpy(domain.inputs[rows]), work.setting.preprocessing, device)
+            labels = torch.from_numpy(domain.labels[rows]).to(device)
+            self.sites[plan.name] = images.contiguous(memory_format=layout), labels
+        self.exchange = 0
+
+    def __call__(self, rounds: int) -> None:
+        torch.set_num_threads(1)
+        for _ in range(rounds):
+            self.exchange += 1
+            states, sizes = [], []
+            for name, (images, labels) in self.sites.items():
+                model = copy.deepcopy(self.network)
+                optimizer = torch.optim.SGD(model.parameters(), lr=self.lr, momentum=self.momentum)
+                order = torch.randperm(len(labels), generator=generator(0, name, self.exchange, "batches"))
+                for rows in torch.split(order.to(labels.device), self.batch_size):
+                    optimizer.zero_grad()
+                    loss = F.cross_entropy(model(images[rows]), labels[rows])
+                    loss.backward()  # type: ignore[no-untyped-call]
+                    optimizer.step()
+                states.append(model.state_dict())
+                sizes.append(len(labels))
+            shares = [size / sum(sizes) for size in sizes]
+            mean = {
+                key: torch.stack([state[key] * share for state, share in zip(states, shares, strict=True)]).sum(0)
+                for key in states[0]
+            }
+            self.network.load_state_dict(mean)
+
+
+def engine(quick: bool, device: str) -> list[Row]:
+    """fedshift's FedAvg and a bare loop, one thread; ``difference`` shows that both did the same work."""
+    data = {"name": "rotated_mnist" if os.environ.get("FEDSHIFT_DATA") else "rotated_digits"}
+    training = {"batch_size": 64, "optimizer": "sgd", "lr": 0.01, "momentum": 0.5}
+    work = Work({"name": "fedavg", "local_epochs": 1}, data, {"name": "mnist_cnn"}, training, device)
+    ours = Rounds(work)
+    bare = {
+        "channels last": BareFedAvg(work, torch.channels_last),
+        "default layout": BareFedAvg(work, torch.contiguous_format),
+    }
+    blocks: dict[str, Callable[[int], None]] = {"fedshift": ours, **bare}
+    for block in blocks.values():
+        block(1)
+    trained = ours.state.weights
+    difference = {
+        name: max(
+            (trained[key].cpu() - tensor.cpu()).abs().max().item() for key, tensor in loop.network.state_dict().items()
+        )
+        for name, loop in bare.items()
+    }
+    rounds = rounds_for(ours, 0.5 if quick else 1.2, device)
+    seconds = interleaved(blocks, rounds, 7 if quick else 11, device)
+    images = rounds * sum(len(rows) for plan in work.plans for _, rows, _ in plan.parts)
+    return [
+        {
+            "data": data["name"],
+            "bare_loop": name,
+            "fedshift_images_per_second": images / median(seconds["fedshift"]),
+            "bare_images_per_second": images / median(seconds[name]),
+            "ratio": paired(seconds[name], seconds["fedshift"]),
+            "ratio_of_processor_seconds": paired(seconds[name], seconds["fedshift"], clock=1),
+            "difference_of_weights_after_a_round": difference[name],
+            "device": device,
+        }
+        for name in bare
+    ]
+
+
+# Workers ----------------------------------------------------------------------------------------------------
+
+WORKER_MODELS: Mapping[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "mnist_cnn 16, 32 / 128": ((1, 28, 28), {"name": "mnist_cnn"}),
+    "mnist_cnn 32, 64 / 512": ((1, 28, 28), {"name": "mnist_cnn", "channels": [32, 64], "hidden": 512}),
+    "mlp 64, 32 on 1280 features": ((1280,), {"name": "mlp"}),
+}
+
+
+class Both:
+    """Two runs at the same time, each with a worker process of its own, as with ``parallel_runs: 2``."""
+
+    def __init__(self, runs: Sequence[Rounds]) -> None:
+        self.runs = runs
+        self.pool = ThreadPoolExecutor(len(runs))
+
+    def __call__(self, rounds: int) -> None:
+        list(self.pool.map(lambda run: run(rounds), self.runs))
+
+
+def workers(quick: bool) -> list[Row]:
+    """One worker of one thread against two workers, two threads and two runs. Four equal sites, two epochs a round."""
+    found = []
+    pools = WorkerPool(2, 1), WorkerPool(1, 1), WorkerPool(1, 1)
+    try:
+        for name, (shape, model) in WORKER_MODELS.items():
+            data = Synthetic(shape=shape, samples=512 if len(shape) == 3 else 4096)
+            work = Work({"name": "fedavg", "local_epochs": 2}, data, model, {"batch_size": 64})
+            one, two_workers, two_threads = Rounds(work), Rounds(work, pools[0]), Rounds(work, threads=2)
+            both = Both([Rounds(work, pool) for pool in pools[1:]])
+            blocks: dict[str, Callable[[int], None]] = {
+                "one": one,
+                "workers": two_workers,
+                "threads": two_threads,
+                "runs": both,
+            }
+            for block in blocks.values():
+                block(1)
+            rounds = rounds_for(one, 0.5 if quick else 1.2)
+            before = one.mini_batches
+            one(1)
+            mini_batches = one.mini_batches - before
+            seconds = interleaved(blocks, rounds, 4 if quick else 7)
+            gains = {
+                "two_workers": paired(seconds["one"], seconds["workers"]),
+                "two_threads": paired(seconds["one"], seconds["threads"]),
+                "two_runs": 2 * paired(seconds["one"], seconds["runs"]),
+            }
+            found.append(
+                {
+                    "model": name,
+                    "mini_batches_per_second_one_worker": rounds * mini_batches / median(seconds["one"]),
+                    **gains,
+                    "winner_of_one_run": "workers" if gains["two_workers"] > gains["two_threads"] else "threads",
+                    # Any number of workers gives the same weights; so must a bench that claims equal work.
+                    "same_weights": one_round(work, None) == one_round(work, pools[0]),
+                }
+            )
+            both.pool.shutdown()
+    finally:
+        torch.set_num_threads(1)
+        for pool in pools:
+            pool.close()
+    return found
+
+
+def one_round(work: Work, pool: WorkerPool | None) -> Weights:
+    """The weights after the first round."""
+    run = Rounds(work, pool)
+    run(1)
+    return run.state.weights
+
+
+# CSAC ----------------------------------------------------------------------------------------------------
+
+_RESNET: dict[str, Any] = {"name": "resnet18", "bottleneck": 256}
+CSAC_CASES: Mapping[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any], int, int]] = {
+    # name: shape of a sample, model, training, samples of the site, mini-batches at a stretch
+    "mnist_cnn, 28 px": ((1, 28, 28), {"name": "mnist_cnn"}, {"batch_size": 64}, 1000, 48),
+    "mlp 64, 32 on 1280 features": ((1280,), {"name": "mlp"}, {"batch_size": 32}, 1600, 200),
+    "resnet18, 64 px": ((3, 64, 64), _RESNET, {"batch_size": 32}, 96, 3),
+    "resnet18, 64 px, augmented": ((3, 64, 64), _RESNET, {"batch_size": 32, "augmentation": "csac"}, 96, 3),
+}
+
+
+class LocalSteps:
+    """One site and one step of a method; every call trains on and notes the time of every mini-batch."""
+
+    def __init__(self, work: Work, step: str) -> None:
+        self.step, self.device = step, work.setting.device
+        self.runner = SiteRunner(work.plans[0], work.setting)
+        self.content: dict[str, Any] = {} if step == "acquire" else {"weights": work.start()}
+        self.exchange = 0
+        self.seconds: list[Seconds] = []
+        self._draw = self.runner.site.batches
+        self.runner.site.batches = self._noted  # type: ignore[method-assign]
+
+    def _clock(self) -> Seconds:
+        if self.device.startswith("cuda"):
+            torch.cuda.synchronize()
+        return time.perf_counter(), time.process_time()
+
+    def _noted(self, epochs: int = 1, steps: int | None = None) -> Iterator[Batch]:
+        began = self._clock()
+        for batch in self._draw(epochs, steps):
+            yield batch
+            now = self._clock()  # the training step on this batch is over
+            self.seconds.append((now[0] - began[0], now[1] - began[1]))
+            began = now
+
+    def run(self, step: str) -> None:
+        self.exchange += 1
+        content = self.content if step == self.step else {}
+        self.runner.run(step, Envelope(self.exchange, self.exchange, 0.0, ENDLESS), content)
+
+    def __call__(self) -> None:
+        self.run(self.step)
+
+
+def csac(quick: bool, device: str) -> list[Row]:
+    """Seconds of a local mini-batch of FedAvg, CSAC's acquisition and its calibration, in turn, one site, one thread.
+    """
+    torch.set_num_threads(1)
+    found = []
+    for name, (shape, model, training, samples, steps) in CSAC_CASES.items():
+        data = Synthetic(shape=shape, samples=samples, sites=1)
+        fedavg = Work({"name": "fedavg", "steps_per_round": steps}, data, model, training, device)
+        method = {"name": "csac", "acquisition_steps": steps, "calibration_steps": steps}
+        sites = {"fedavg": LocalSteps(fedavg, "fit")}
+        for part, step in (("acquisition", "acquire"), ("calibration", "calibrate")):
+            sites[part] = LocalSteps(Work(method, data, model, training, device), step)
+        sites["calibration"].run("acquire")  # leaves the frozen local model
+        for site in sites.values():
+            site()  # warms up; also computes the frozen features where they are kept
+            site.seconds.clear()
+        heavy = model["name"] == "resnet18"
+        repeats: list[dict[str, Seconds]] = []
+        for _ in range((2 if heavy else 8) if quick else (6 if heavy else 24)):
+            for site in sites.values():
+                site.seconds.clear()
+                site()
+            # Within a stretch the median passes over what else the machine did.
+            repeats.append({part: (median(site.seconds), median(site.seconds, 1)) for part, site in sites.items()})
+
+        def columns(part: str, rows: Sequence[Mapping[str, Seconds]] = repeats) -> list[Seconds]:
+            return [row[part] for row in rows]
+
+        per_batch = {part: median(columns(part)) for part in sites}
+        ratios = {part: paired(columns(part), columns("fedavg")) for part in sites}
+        epochs = sum(number for _, number in SETTINGS)
+        found.append(
+            {
+                "case": name,
+                "frozen_features": "kept" if training.get("augmentation") is None else "computed for every batch",
+                "milliseconds_per_mini_batch": {part: 1000 * value for part, value in per_batch.items()},
+                "calibration_ratio": ratios["calibration"],
+                "calibration_ratio_of_processor_seconds": paired(columns("calibration"), columns("fedavg"), clock=1),
+                "calibration_ratio_of_multiply_accumulates": arithmetic(fedavg, training.get("augmentation") is None),
+                "whole_run_ratio": sum(number * ratios[part] for part, number in SETTINGS) / epochs,
+                "device": device,
+            }
+        )
+    return found
+
+
+def arithmetic(work: Work, kept: bool) -> float:
+    """Multiply-accumulates of CSAC's calibration over those of FedAvg: convolutions and linear layers, MMD left out.
+
+    A trained module costs three forward passes (forward, gradients by input and by weights). A projection of frozen
+    features needs no gradient by its input: two. Frozen features that are not kept cost one more pass of the network.
+    """
+    network = work.setting.build_network().eval()
+    with torch.no_grad():
+        _, features = network.with_stages(torch.zeros(2, *work.data.input_shape), network.alignment_stages)
+    shapes = [tuple(feature.shape[1:]) for feature in features.values()]
+    size = shapes[-1][1:] if len(shapes[-1]) == 3 else (1, 1)
+    projections = sum(forward_cost(_alone(projection_layer(shape, 32, (size[0], size[1]))), shape) for shape in shapes)
+    plain = forward_cost(network, work.data.input_shape)
+    ratio = (3 * plain + (3 + 2) * projections + (0 if kept else plain)) / (3 * plain)
+    assert math.isfinite(ratio)
+    return ratio
+
+
+def _alone(module: nn.Module) -> nn.Module:
+    return nn.Sequential(module)

@@ -1,0 +1,314 @@
+"""What each command prints, as people and scripts read it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from calling import Cli
+from small import experiment, images, outcome, sites, start, write
+
+import fedshift
+
+METHODS = [
+    {"name": "deepall"},
+    {"name": "fedavg", "local_epochs": 2},
+    {"name": "fedavg", "label": "uniform", "weighting": "uniform"},
+    {"name": "csac", "acquisition_epochs": 2, "calibration_epochs": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A finished experiment: the folder of runs, and its options."""
+    folder = tmp_path_factory.mktemp("finished")
+    options = experiment(
+        sites(folder, images),
+        protocol={"targets": ["a", "b"], "seeds": [0, 3], "test_fraction": 0.25},
+        model={"name": "mnist_cnn", "channels": [3, 4], "hidden": 8},
+        methods=METHODS,
+    )
+    fedshift.run(options, folder / "runs")
+    return folder / "runs", options
+
+
+@pytest.mark.parametrize("select", ["last", "source", "oracle"])
+def test_table_as_json(cli: Cli, finished: tuple[Path, dict[str, Any]], select: str) -> None:
+    runs, _ = finished
+    for folder in (runs, runs / "small"):
+        rows = json.loads(cli("table", folder, "--format", "json", "--select", select).out)
+        assert [(row["method"], row["target"]) for row in rows] == [
+            (method, target) for method in ("deepall", "fedavg", "uniform", "csac") for target in ("a", "b", "average")
+        ]
+        for row in rows:
+            assert list(row) == ["method", "target", "select", "n", "mean", "standard_error", "seeds"]
+            assert (row["select"], row["n"], len(row["seeds"])) == (select, 2, 2)
+            assert row["mean"] == pytest.approx(fmean(row["seeds"]))
+            assert row["standard_error"] == pytest.approx(stdev(row["seeds"]) / 2**0.5)
+            assert 0 <= row["mean"] <= 100
+        by_place = {(row["method"], row["target"]): row["seeds"] for row in rows}
+        for method in ("deepall", "fedavg", "uniform", "csac"):
+            average = [fmean(pair) for pair in zip(by_place[method, "a"], by_place[method, "b"], strict=True)]
+            assert by_place[method, "average"] == pytest.approx(average)
+        result = json.loads((runs / "small" / "csac" / "b" / "seed-3" / "result.json").read_text())
+        assert by_place["csac", "b"][1] == result["selected"][select]["accuracy"]
+
+
+def test_table_for_people(cli: Cli, finished: tuple[Path, dict[str, Any]]) -> None:
+    runs, _ = finished
+    assert "| uniform" in cli("table", runs, "--format", "markdown").out
+    assert r"\begin{tabular}" in cli("table", runs, "--format", "latex").out
+    text = cli("table", runs).out
+    assert "Selection: last round." in text
+    assert "n = 2 seeds" in text
+    assert "upper bound" in cli("table", runs, "--select", "oracle").out
+
+
+def test_from_python(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    """A mapping, an `Experiment` and the command line give the same rows."""
+    runs, options = finished
+    rows = json.loads(cli("table", runs, "--format", "json").out)
+    resolved = fedshift.load(write(tmp_path / "e.yaml", options))
+    assert isinstance(resolved, fedshift.Experiment)
+    for given in (options, resolved):
+        results = fedshift.run(given, runs)
+        assert results.rows() == rows
+        assert results.rows("oracle") == json.loads(cli("table", runs, "--format", "json", "--select", "oracle").out)
+        assert "| csac" in str(results)
+        assert len(results.runs) == 16
+    fewer = fedshift.load(
+        tmp_path / "e.yaml", "protocol.targets=[b]", "protocol.seeds=[3]", "methods=[{name: deepall}]"
+    )
+    fedshift.run({**fewer.dump(), "training": {**options["training"], "mini_batches": 12}}, tmp_path / "runs")
+    assert set(outcome(tmp_path / "runs")) == {
+        f"small/deepall/b/seed-3/{file}" for file in ("rounds.jsonl", "result.json", "model.safetensors")
+    }
+
+
+def test_a_dumped_experiment_is_the_experiment(finished: tuple[Path, dict[str, Any]]) -> None:
+    from fedshift.experiment.schema import parse
+
+    resolved = parse(finished[1])
+    again = parse(yaml.safe_load(yaml.safe_dump(resolved.dump())))
+    assert again == resolved
+    assert again.dump() == resolved.dump()
+
+
+def test_overrides(cli: Cli, tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "e.yaml", experiment(sites(tmp_path), methods=["fedavg", {"name": "csac", "label": "ours"}])
+    )
+    resolved = fedshift.load(
+        file,
+        "training.rounds=7",
+        "training.momentum=0.25",
+        "protocol.seeds=[4,5]",
+        "protocol.seeds.1=6",
+        "methods.0.local_epochs=3",
+        "methods.ours.calibration_epochs=2",
+        "model=mlp",
+        "model.hidden=[7]",
+        "engine.workers=2",
+        "name=other",
+        "data.classes=[x, y, z]",
+    )
+    assert (resolved.training.rounds, resolved.training.momentum) == (7, 0.25)
+    assert resolved.protocol.seeds == (4, 6)
+    assert resolved.methods[0].local_epochs == 3  # type: ignore[attr-defined]
+    assert resolved.methods[1].calibration_epochs == 2  # type: ignore[attr-defined]
+    assert resolved.model.name == "mlp"
+    assert resolved.model.hidden == (7,)  # type: ignore[attr-defined]
+    assert (resolved.engine.workers, resolved.name) == (2, "other")
+    assert resolved.data.build().classes == ("x", "y", "z")
+    by_name = fedshift.load(file, "methods.fedavg.weighting=uniform", "methods=[csac]")
+    assert [method.name for method in by_name.methods] == ["csac"]
+    assert cli("run", file, "training.rounds=1", "methods=[deepall]", "--runs", tmp_path / "runs").code == 0
+    assert len(outcome(tmp_path / "runs")["small/deepall/a/seed-0/rounds.jsonl"]) == 1
+
+
+def test_names_and_places(tmp_path: Path) -> None:
+    """An experiment without a name is called after its file; its paths are beside it, not below the caller's folder."""
+    options = experiment(sites(tmp_path / "sub"))
+    del options["name"]
+    options["data"]["sites"] = {name: Path(path).name for name, path in options["data"]["sites"].items()}
+    resolved = fedshift.load(write(tmp_path / "sub" / "my-digits.v2.yaml", options))
+    assert resolved.name == "my-digits.v2"
+    assert len(resolved.data.build().domains) == 3
+
+
+def test_methods(cli: Cli) -> None:
+    listed = cli("methods")
+    assert listed.code == 0
+    for name in ("deepall", "fedavg", "fedprox", "csac"):
+        assert any(line.split()[:1] == [name] for line in listed.out.splitlines()), name
+        one = cli("methods", name).out
+        assert "Where papers and code differ" in one or "Where the paper" in one
+        assert "label" in one
+    csac = cli("methods", "csac").out
+    for word in ("acquisition_epochs", "alignment_weight", "λ", "0.6", "divergence"):
+        assert word in csac, word
+
+
+def test_datasets(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FEDSHIFT_DATA", raising=False)
+    listed = cli("datasets").out
+    for name in ("rotated_digits", "rotated_mnist", "five_digits", "pacs", "image_folder", "arrays", "table"):
+        assert any(line.split()[:1] == [name] for line in listed.splitlines()), name
+        assert cli("datasets", name).code == 0
+    mnist = cli("datasets", "rotated_mnist").out
+    for word in ("Ghifary", "layout", "angles", "per_class", "M75 1000", "FEDSHIFT_DATA is not set"):
+        assert word in mnist, word
+
+
+def test_the_state_of_a_data_file(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedshift.data.registry import source_class
+
+    manifest = source_class("rotated_mnist").manifest()
+    monkeypatch.setenv("FEDSHIFT_DATA", str(tmp_path))
+    assert "not found below" in cli("datasets", "rotated_mnist").out
+    file = tmp_path / next(iter(manifest.sha256))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(b"something else")
+    assert "another version" in cli("datasets", "rotated_mnist").out
+
+
+def test_check(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    _, options = finished
+    said = cli("check", write(tmp_path / "e.yaml", options))
+    assert said.code == 0
+    for word in ("3 classes, samples of 1×12×12", "mnist_cnn", "deepall", "uniform", "hours", "raw_data"):
+        assert word in said.out, word
+    assert not (tmp_path / "runs").exists()
+
+
+def _accuracy(rows: list[dict[str, Any]], labels: np.ndarray) -> float:
+    return 100 * fmean(float(row["predicted"] == str(label)) for row, label in zip(rows, labels, strict=True))
+
+
+def test_predict(cli: Cli, finished: tuple[Path, dict[str, Any]]) -> None:
+    """On the target's own file the predictions have the accuracy that the run reports."""
+    runs, options = finished
+    labels = np.load(options["data"]["sites"]["b"])["y"]
+    for method in ("deepall", "fedavg", "uniform", "csac"):
+        part = runs / "small" / method / "b" / "seed-0"
+        reported = json.loads((part / "result.json").read_text())["selected"]["last"]["accuracy"]
+        data = options["data"]["sites"]["b"]
+        rows = json.loads(cli("predict", part, data, "--format", "json").out)
+        assert _accuracy(rows, labels) == pytest.approx(reported)
+        assert list(rows[0]) == ["name", "predicted", "probabilities"]
+        assert list(rows[0]["probabilities"]) == ["0", "1", "2"]
+        assert sum(rows[0]["probabilities"].values()) == pytest.approx(1)
+        assert max(rows[0]["probabilities"], key=rows[0]["probabilities"].get) == rows[0]["predicted"]
+        table = list(
+            csv.DictReader(cli("predict", part / "model.safetensors", data, "--format", "csv").out.splitlines())
+        )
+        assert [row["predicted"] for row in table] == [row["predicted"] for row in rows]
+        assert float(table[5]["1"]) == pytest.approx(rows[5]["probabilities"]["1"], abs=1e-6)
+        assert "probability" in cli("predict", part, data).out
+
+
+def test_predict_gone_wrong(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    runs, options = finished
+    data = options["data"]["sites"]["b"]
+    part = runs / "small" / "csac" / "b" / "seed-0"
+    whole = (part / "model.safetensors").read_bytes()
+    assert f"did you mean {runs}" in cli("predict", runs, data).error()
+    assert "has the run finished" in cli("predict", tmp_path, data).error()
+    assert "there is no file" in cli("predict", tmp_path / "none", data).error()
+    assert "'csv'" in cli("predict", part, data, "--format", "cvs").error()
+    damaged = tmp_path / "model.safetensors"
+    for content in (b"", whole[:100], whole[:-8], b"\x00" * 300):
+        damaged.write_bytes(content)
+        assert "is damaged or was not written by fedshift" in cli("predict", damaged, data).error()
+    for metadata in (
+        None,
+        {"fedshift": "5"},
+        {"fedshift": "[]"},
+        {"fedshift": '{"model": 3}'},
+        {"fedshift": json.dumps({"preprocessing": {"kind": "image"}, "method": 4, "model": [], "classes": 3})},
+    ):
+        save_file({"x": torch.zeros(2)}, damaged, metadata)
+        assert str(damaged) in cli("predict", damaged, data).error()
+    header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")])["__metadata__"]
+    weights = load_file(part / "model.safetensors")
+    save_file({name: tensor for name, tensor in weights.items() if "conv1" not in name}, damaged, header)
+    assert "is damaged" in cli("predict", damaged, data).error()
+
+    unfit = {
+        "nothing.npz": None,
+        "other.npz": {"x": images(1, size=10)["x"]},
+        "features.npz": {"x": np.zeros((3, 5), np.float32)},
+        "no-x.npz": {"y": np.zeros(3)},
+        "empty.npz": {"x": np.zeros((0, 12, 12), np.uint8)},
+    }
+    for name, arrays in unfit.items():
+        if arrays is not None:
+            np.savez(tmp_path / name, **arrays)
+        assert name in cli("predict", part, tmp_path / name).error()
+    (tmp_path / "words.doc").write_text("no")
+    (tmp_path / "rows.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "bad.png").write_bytes(b"\x89PNG\r\n")
+    (tmp_path / "folder").mkdir()
+    for name in ("words.doc", "rows.csv", "bad.png", "folder"):
+        assert cli("predict", part, tmp_path / name).error(), name
+
+
+def test_the_demo_needs_no_download(monkeypatch: pytest.MonkeyPatch) -> None:
+    import fedshift.cli
+
+    monkeypatch.delenv("FEDSHIFT_DATA", raising=False)
+    demo = fedshift.load(Path(fedshift.cli.__file__).with_name("demo.yaml"))
+    assert demo.data.name == "rotated_digits"
+    assert [method.name for method in demo.methods] == ["deepall", "fedavg", "csac"]
+    assert len(demo.data.build().domains) == 6
+    demo = fedshift.load(Path(fedshift.cli.__file__).with_name("demo.yaml"), "data.per_class=2", "data.angles=[0,30]")
+    assert fedshift.check(demo).methods[0].runs == 6
+
+
+def _imported(code: str) -> set[str]:
+    """The modules that Python holds after running ``code`` in a process of its own."""
+    script = f"{code}\nimport sys\nprint('MODULES', *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return set(done.stdout.rpartition("MODULES")[2].split())
+
+
+def test_imports_are_lazy() -> None:
+    heavy = {"torch", "torchvision", "pydantic", "numpy", "sklearn", "matplotlib"}
+    assert not heavy & _imported("import fedshift; fedshift.__version__")
+    helped = _imported(
+        "import sys; sys.argv = ['fedshift', '--help']\nfrom fedshift.cli import main\ntry: main()\nexcept SystemExit: pass"
+    )
+    assert not heavy & helped
+    assert "fedshift.cli.app" in helped
+    assert "torch" in _imported("import fedshift; fedshift.run")
+
+
+def test_exit_codes_of_the_process(tmp_path: Path) -> None:
+    """The same through a real process: 0, 2 with one line, and a reader that goes away."""
+    assert start("--version").communicate()[0].startswith("fedshift ")
+    wrong = start("run", str(tmp_path / "none.yaml"))
+    out, err = wrong.communicate()
+    assert (wrong.returncode, out) == (2, "")
+    assert err.startswith("error: cannot read the experiment file")
+    assert err.count("\n") == 1
+
+
+def test_help(cli: Cli) -> None:
+    text = cli("--help").out
+    for command in ("run", "check", "table", "methods", "datasets", "demo", "predict"):
+        assert command in text
+        assert cli(command, "--help").code == 0
+    nothing = cli()
+    assert nothing.code == 2
+    assert "Usage" in nothing.out + nothing.err

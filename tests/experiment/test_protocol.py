@@ -1,0 +1,240 @@
+"""Who trains on what, who is tested on what, and that every method does the same work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from small import experiment, features, save, sites
+
+import fedshift
+from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
+from fedshift.data.view import epoch_batches
+from fedshift.errors import UserError
+from fedshift.experiment.protocol import (
+    POOL,
+    Split,
+    batches_per_epoch,
+    budgets,
+    parts_of,
+    rounds_needed,
+    site_budget,
+    site_plans,
+    split_of,
+)
+from fedshift.experiment.schema import LeaveOneOut, parse
+from fedshift.federation.training import Training
+from fedshift.methods.federated.csac import CSAC
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.pooled.deepall import DeepAll
+
+FOLDER = Manifest("", "", "", "", "")
+
+
+def data_of(**domains: Domain) -> DataSet:
+    return DataSet("x", domains, ("0", "1", "2"), Preprocessing(kind="features"), FOLDER)
+
+
+def domain(name: str, samples: int, groups: Any = None, **official: Any) -> Domain:
+    labels = np.arange(samples) % 3
+    return Domain(name, np.zeros((samples, 2), np.float32), labels, groups, **official)
+
+
+def test_no_base_image_on_both_sides() -> None:
+    """Rotated digits: with disjoint base images none that a source trained on is measured at the target."""
+    data = parse({"data": {"name": "rotated_digits", "per_class": 20}, "model": "mnist_cnn", "methods": ["fedavg"]})
+    built = data.data.build()
+    for seed in range(3):
+        careful = split_of(LeaveOneOut(test_fraction=0.3), built, "D30", seed)
+        groups = {name: set(built.domains[name].groups[rows].tolist()) for name, rows in careful.train.items()}
+        measured = set(built.domains["D30"].groups[careful.measured["D30"]].tolist())
+        held_out = {name: set(built.domains[name].groups[rows].tolist()) for name, rows in careful.held_out.items()}
+        assert "D30" not in groups
+        assert len(measured) == 60  # 30 % of 200
+        for name, trained in groups.items():
+            assert not trained & measured
+            assert trained | held_out[name] == set(range(200))
+            assert not trained & held_out[name]
+        shared = split_of(LeaveOneOut(test_fraction=0.3, base_images="shared"), built, "D30", seed)
+        assert len(shared.measured["D30"]) == 200
+        assert all(np.array_equal(shared.train[name], careful.train[name]) for name in shared.train)
+
+
+def test_the_reading_of_the_literature() -> None:
+    """test_fraction 0 and shared base images: sources train on everything, the target is measured on everything."""
+    groups = np.arange(30)
+    data = data_of(a=domain("a", 30, groups), b=domain("b", 30, groups), c=domain("c", 30, groups))
+    split = split_of(LeaveOneOut(test_fraction=0, base_images="shared"), data, "b", 0)
+    assert {name: len(rows) for name, rows in split.train.items()} == {"a": 30, "c": 30}
+    assert {name: len(rows) for name, rows in split.held_out.items()} == {"a": 0, "c": 0}
+    assert len(split.measured["b"]) == 30
+    with pytest.raises(UserError, match="test_fraction"):
+        split_of(LeaveOneOut(test_fraction=0), data, "b", 0)
+
+
+def test_domains_that_share_nothing_are_measured_whole() -> None:
+    data = data_of(a=domain("a", 30), b=domain("b", 20))
+    split = split_of(LeaveOneOut(test_fraction=0.5), data, "a", 0)
+    assert len(split.measured["a"]) == 30
+    assert sorted([*split.train["b"], *split.held_out["b"]]) == list(range(20))
+
+
+def test_splits_depend_on_the_seed_alone() -> None:
+    data = data_of(a=domain("a", 30), b=domain("b", 60), c=domain("c", 60))
+    protocol = LeaveOneOut(test_fraction=0.4)
+    first, again = split_of(protocol, data, "a", 0), split_of(protocol, data, "a", 0)
+    other_target = split_of(protocol, data, "b", 0)
+    other_seed = split_of(protocol, data, "a", 1)
+    assert np.array_equal(first.train["c"], again.train["c"])
+    assert np.array_equal(first.train["c"], other_target.train["c"])
+    assert not np.array_equal(first.train["c"], other_seed.train["c"])
+
+
+def test_official_parts() -> None:
+    train, test = np.array([5, 1, 0]), np.array([2, 3, 4])
+    known = domain("a", 6, train_rows=train, test_rows=test)
+    data = data_of(a=known, b=domain("b", 9))
+    auto = split_of(LeaveOneOut(), data, "b", 0)
+    assert auto.train["a"].tolist() == [0, 1, 5]
+    assert auto.held_out["a"].tolist() == [2, 3, 4]
+    with pytest.raises(UserError, match="'b'.*official"):
+        split_of(LeaveOneOut(split="official"), data, "a", 0)
+    random = [split_of(LeaveOneOut(split="random"), data, "b", seed).train["a"].tolist() for seed in range(5)]
+    assert any(rows != [0, 1, 5] for rows in random)
+    empty = data_of(a=domain("a", 6, train_rows=test[:0], test_rows=test), b=domain("b", 9))
+    with pytest.raises(UserError, match="'a' has no training samples"):
+        split_of(LeaveOneOut(), empty, "b", 0)
+
+
+@given(samples=st.integers(1, 200), batch_size=st.integers(1, 40))
+def test_batches_per_epoch_are_those_that_are_drawn(samples: int, batch_size: int) -> None:
+    import torch
+
+    drawn = epoch_batches(samples, batch_size, torch.Generator().manual_seed(0))
+    assert len(drawn) == batches_per_epoch(samples, batch_size)
+
+
+SITE_SIZES = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 90), min_size=1)
+
+
+@given(
+    sizes=SITE_SIZES,
+    epochs=st.integers(1, 6),
+    acquisition=st.integers(0, 8),
+    rounds=st.integers(1, 9),
+    batch_size=st.integers(1, 30),
+    fixed=st.none() | st.integers(1, 60),
+)
+def test_equal_work(
+    sizes: Mapping[str, int], epochs: int, acquisition: int, rounds: int, batch_size: int, fixed: int | None
+) -> None:
+    """Every site gets what the most demanding method needs, and every method has the rounds to use it up."""
+    nothing = np.zeros(0, np.int64)
+    split = Split({name: np.arange(size) for name, size in sizes.items()}, {}, {"t": nothing})
+    csac = CSAC(acquisition_epochs=acquisition + 1, calibration_epochs=epochs)
+    fedavg, deepall = FedAvg(local_epochs=2), DeepAll()
+    training = Training(rounds=rounds, batch_size=batch_size, mini_batches=fixed)
+    budget = budgets([fedavg, csac, deepall], training, split)
+    for name, size in sizes.items():
+        per_epoch = batches_per_epoch(size, batch_size)
+        most = max((acquisition + 1 + rounds * epochs) * per_epoch, rounds * 2 * per_epoch)
+        assert budget[name] == (fixed or most)
+    assert site_budget(fedavg, budget) == budget
+    assert site_budget(deepall, budget) == {POOL: sum(budget.values())}
+    for method in (fedavg, csac):
+        needed = rounds_needed(method, training, split, budget)
+        enough = [
+            method.mini_batches(batches_per_epoch(size, batch_size), needed) >= budget[name]
+            for name, size in sizes.items()
+        ]
+        assert all(enough)
+        if needed > 0:
+            fewer = [
+                method.mini_batches(batches_per_epoch(size, batch_size), needed - 1) >= budget[name]
+                for name, size in sizes.items()
+            ]
+            assert not all(fewer)
+    # The pool spends ⌈budget / rounds⌉ a round until nothing is left.
+    left, share, count = sum(budget.values()), -(-sum(budget.values()) // rounds), 0
+    while left > 0:
+        left, count = left - share, count + 1
+    needed = rounds_needed(deepall, training, split, budget)
+    assert needed == count <= rounds
+    assert -(-sum(budget.values()) // needed) == share  # what the federation hands out with that many rounds
+
+
+def test_the_target_is_not_among_the_sites() -> None:
+    data = data_of(a=domain("a", 30), b=domain("b", 20), c=domain("c", 9))
+    split = split_of(LeaveOneOut(), data, "b", 0)
+    plans = site_plans(FedAvg(), data, split)
+    assert [plan.name for plan in plans] == ["a", "c"]
+    assert [number for plan in plans for _, _, number in plan.parts] == [0, 1]
+    (pool,) = site_plans(DeepAll(), data, split)
+    assert pool.name == POOL
+    assert [part[0].name for part in pool.parts] == ["a", "c"]
+
+
+def test_parts_come_seed_by_seed(tmp_path: Path) -> None:
+    options = experiment(
+        sites(tmp_path), protocol={"targets": ["c", "a"], "seeds": [4, 1]}, methods=["deepall", "fedavg"]
+    )
+    resolved = parse(options)
+    order = [(part.seed, part.target, part.method.name) for part in parts_of(resolved, resolved.data.build())]
+    assert order == [
+        (seed, target, method) for seed in (4, 1) for target in ("c", "a") for method in ("deepall", "fedavg")
+    ]
+
+
+METHODS = [
+    "deepall",
+    "fedavg",
+    {"name": "fedavg", "label": "fedavg3", "local_epochs": 3},
+    {"name": "csac", "acquisition_epochs": 4, "calibration_epochs": 2},
+]
+
+
+def test_every_method_does_the_same_work(tmp_path: Path) -> None:
+    where = save(tmp_path, a=features(1, 30), b=features(2, 50), c=features(3, 90))
+    results = fedshift.run(experiment(where, methods=METHODS), tmp_path / "runs")
+    assert len({run.mini_batches for run in results.runs}) == 1
+    assert {run.method: run.rounds for run in results.runs} == {"deepall": 2, "fedavg": 8, "fedavg3": 3, "csac": 2}
+
+
+@pytest.mark.parametrize("training", [{}, {"mini_batches": 7}, {"mini_batches": 100}, {"rounds": 5}])
+@pytest.mark.parametrize("model", ["linear", {"name": "mlp", "hidden": [4], "batch_norm": True}])
+def test_check_foretells_the_run(tmp_path: Path, training: dict[str, Any], model: Any) -> None:
+    """Bytes each way, rounds and mini-batches are those that the finished runs report."""
+    where = save(tmp_path, a=features(1, 30), b=features(2, 50), c=features(3, 90))
+    options = experiment(where, methods=METHODS, model=model, protocol={"targets": ["a"], "seeds": [0, 1]})
+    options["training"].update(training)
+    foretold = fedshift.check(options)
+    results = fedshift.run(options, tmp_path / "runs")
+    assert {domain.name: domain.train for domain in foretold.domains if domain.name != "a"} == results.runs[0].data[
+        "training_samples"
+    ]
+    for method in foretold.methods:
+        runs = [run for run in results.runs if run.method == method.label]
+        assert method.runs == len(runs) == 2
+        assert {run.rounds for run in runs} == {method.rounds}
+        assert {run.mini_batches for run in runs} == {method.mini_batches_per_site}
+        assert sum(sum(run.bytes_up.values()) for run in runs) == method.bytes_up, method.label
+        assert sum(sum(run.bytes_down.values()) for run in runs) == method.bytes_down, method.label
+        assert set(method.shares) >= set(runs[0].bytes_up)
+
+
+def test_check_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = sites(tmp_path / "data")
+    found = fedshift.check(experiment(where, methods=METHODS))
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+    assert found.classes == ("0", "1", "2")
+    assert [(domain.name, domain.samples, domain.measured_as_target) for domain in found.domains] == [
+        ("a", 30, 30), ("b", 24, 24), ("c", 33, 33),
+    ]  # fmt: skip
+    assert found.parameters == 18
+    assert found.payload == 72

@@ -1,0 +1,213 @@
+"""An interrupted run ends bit for bit as an uninterrupted one, wherever and however it was interrupted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calling import Cli
+from small import (
+    Stop,
+    experiment,
+    features,
+    images,
+    lines,
+    outcome,
+    process,
+    processes_below,
+    save,
+    sites,
+    start,
+    wait_for,
+    write,
+)
+
+import fedshift
+
+FEDAVG = {"name": "fedavg"}
+CSAC = {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}
+DEEPALL = {"name": "deepall"}
+
+
+def with_momentum(options: dict[str, Any]) -> dict[str, Any]:
+    """Sites keep their optimiser, which then has to survive too."""
+    options["training"]["reset_optimizer_each_round"] = False
+    options["training"]["momentum"] = 0.9
+    return options
+
+
+@pytest.mark.parametrize("method", [FEDAVG, CSAC, DEEPALL], ids=lambda method: method["name"])
+@pytest.mark.parametrize("how", ["replace", "fsync"])
+def test_a_kill_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any], how: str) -> None:
+    """The process ends at the n-th flush or renaming of a file, for every n, and once more in the resumed run."""
+    options = with_momentum(experiment(sites(tmp_path), methods=[method], model={"name": "mlp", "hidden": [4]}))
+    fedshift.run(options, tmp_path / "whole")
+    wanted = outcome(tmp_path / "whole")
+    original = getattr(os, how)
+    calls = 0
+
+    def killed(*arguments: Any) -> None:
+        nonlocal calls
+        calls -= 1
+        if calls == 0:
+            raise Stop
+        original(*arguments)
+
+    monkeypatch.setattr(os, how, killed)
+    runs = tmp_path / "runs"
+    for moment in range(1, 100):
+        shutil.rmtree(runs, ignore_errors=True)
+        calls = moment
+        try:
+            fedshift.run(options, runs)
+        except Stop:
+            calls = 4  # order.json, rounds.jsonl or a checkpoint of the resumed run
+            try:
+                fedshift.run(options, runs)
+            except Stop:
+                calls = 0
+                fedshift.run(options, runs)
+            assert outcome(runs) == wanted, moment
+        else:
+            break
+    assert moment > 6
+    assert outcome(runs) == wanted
+
+
+@pytest.mark.parametrize("method", [FEDAVG, CSAC], ids=lambda method: method["name"])
+def test_kill_9_again_and_again(tmp_path: Path, method: dict[str, Any]) -> None:
+    options = experiment(sites(tmp_path, images), methods=[method], model={"name": "mnist_cnn", "channels": [2, 3]})
+    options["training"]["rounds"] = 4
+    fedshift.run(options, tmp_path / "whole")
+    runs = tmp_path / "runs"
+    part = runs / "small" / method["name"] / "a" / "seed-0"
+    for done, pause in ((0, 0.03), (1, 0.0), (1, 0.05), (2, 0.01), (3, 0.03)):
+        running = process(options, runs)
+        wait_for(lambda done=done: (part / ".lock").exists() and lines(part / "rounds.jsonl") >= done)
+        running.join(pause)
+        running.kill()
+        running.join()
+        assert running.exitcode == -signal.SIGKILL
+        assert not (part / "result.json").exists()
+    resumed = process(options, runs, seconds=0)
+    resumed.join(60)
+    assert resumed.exitcode == 0
+    assert outcome(runs) == outcome(tmp_path / "whole")
+    assert not list(runs.rglob("*.part"))
+    assert not (part / "memory").exists()
+
+
+@pytest.mark.parametrize("method", [FEDAVG, CSAC], ids=lambda method: method["name"])
+def test_kill_9_with_workers(tmp_path: Path, method: dict[str, Any]) -> None:
+    """Workers end with the process they work for; the weights do not depend on their number."""
+    options = with_momentum(experiment(sites(tmp_path), methods=[method], model={"name": "mlp", "hidden": [4]}))
+    fedshift.run(options, tmp_path / "whole")
+    options["engine"] = {"name": "local", "threads": 1, "workers": 2}
+    runs, mark = tmp_path / "runs", str(tmp_path / "mark")
+    running = process(options, runs, mark, seconds=0.2)
+    wait_for(lambda: lines(runs / "small" / method["name"] / "a" / "seed-0" / "rounds.jsonl") >= 1)
+    assert len(processes_below(mark)) == 2
+    running.kill()
+    running.join()
+    wait_for(lambda: not processes_below(mark), 20)
+    fedshift.run(options, runs)
+    assert outcome(runs) == outcome(tmp_path / "whole")
+
+
+def test_ctrl_c(tmp_path: Path, cli: Cli) -> None:
+    """Code 130, a hint, no process left behind, and the same command goes on; finished runs are not touched."""
+    options = experiment(
+        save(tmp_path, a=images(1, 60), b=images(2, 60), c=images(3, 60)),
+        protocol={"targets": ["a", "b", "c"], "seeds": [0]},
+        model={"name": "mnist_cnn", "channels": [8, 16]},
+    )
+    options["training"]["rounds"] = 40
+    file, runs, mark = write(tmp_path / "e.yaml", options), tmp_path / "runs", str(tmp_path / "mark")
+    running = start(
+        "run", str(file), "engine.parallel_runs=2", "--runs", str(runs), env={"FEDSHIFT_TEST_MARK": mark},
+        start_new_session=True,
+    )  # fmt: skip
+    rounds = [runs / "small" / "fedavg" / name / "seed-0" / "rounds.jsonl" for name in "abc"]
+    wait_for(lambda: sum(lines(path) > 1 for path in rounds) >= 2)  # the process and its helper are at work
+    assert len(processes_below(mark)) == 2
+    os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+    out, err = running.communicate(timeout=30)
+    assert running.returncode == 130, (out, err)
+    assert "run the same command again" in err.splitlines()[-1]
+    assert "Traceback" not in err
+    assert not processes_below(mark)
+    finished = {path: path.stat().st_mtime_ns for path in runs.rglob("result.json")}
+    assert len(finished) < 3
+    said = cli("run", file, "--runs", runs)
+    assert said.code == 0
+    assert said.err.count("seed 0:") == 3 - len(finished)
+    assert all(path.stat().st_mtime_ns == changed for path, changed in finished.items())
+    fedshift.run(options, tmp_path / "whole")
+    assert outcome(runs) == outcome(tmp_path / "whole")
+
+
+def test_helpers_end_with_their_process(tmp_path: Path) -> None:
+    """kill -9 of the first process ends those of ``parallel_runs``; together they do what one does alone."""
+    options = experiment(sites(tmp_path), protocol={"targets": "all", "seeds": [0]})
+    options["training"]["rounds"] = 200
+    runs, mark = tmp_path / "runs", str(tmp_path / "mark")
+    parallel = {**options, "engine": {"name": "local", "threads": 1, "parallel_runs": 2}}
+    running = process(parallel, runs, mark, seconds=1)
+    # The slow one holds the first run; whoever does the second is the helper.
+    wait_for(lambda: lines(runs / "small" / "fedavg" / "b" / "seed-0" / "rounds.jsonl") >= 1)
+    assert len(processes_below(mark)) == 1
+    running.kill()
+    running.join()
+    wait_for(lambda: not processes_below(mark), 20)
+    for part in runs.rglob("seed-0"):
+        shutil.rmtree(part)
+    short = {**options, "training": {"rounds": 3}}
+    fedshift.run({**short, "engine": parallel["engine"]}, runs)
+    fedshift.run(short, tmp_path / "whole")
+    assert outcome(runs) == outcome(tmp_path / "whole")
+
+
+def test_a_helper_s_error_is_the_experiment_s(tmp_path: Path) -> None:
+    from fedshift.errors import UserError
+
+    options = experiment(sites(tmp_path), protocol={"targets": ["a", "b"], "seeds": [0]})
+    options["engine"]["parallel_runs"] = 2
+    fedshift.run(options, tmp_path / "runs")
+    path = tmp_path / "runs" / "small" / "fedavg" / "b" / "seed-0" / "result.json"
+    path.write_text("{}")
+    with pytest.raises(UserError, match=r"result\.json is damaged"):
+        fedshift.run(options, tmp_path / "runs")
+
+
+def test_two_processes_at_once(tmp_path: Path) -> None:
+    options = experiment(sites(tmp_path), protocol={"targets": "all", "seeds": [0, 1]})
+    both = [process(options, tmp_path / "runs", seconds=0.01) for _ in range(2)]
+    for one in both:
+        one.join(60)
+    assert [one.exitcode for one in both] == [0, 0]
+    fedshift.run(options, tmp_path / "whole")
+    assert outcome(tmp_path / "runs") == outcome(tmp_path / "whole")
+
+
+def test_finished_runs_are_not_run_again(tmp_path: Path) -> None:
+    options = experiment(sites(tmp_path))
+    fedshift.run(options, tmp_path / "runs")
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("seed-0/*")}
+    more = {**options, "protocol": {"targets": ["a", "b"], "seeds": [0], "test_fraction": 0.3}}
+    results = fedshift.run(more, tmp_path / "runs")
+    assert [result.target for result in results.runs] == ["a", "b"]
+    assert all(path.stat().st_mtime_ns == changed for path, changed in before.items() if path.name != ".lock")
+
+
+def test_a_run_goes_on_whatever_the_size_of_the_others(tmp_path: Path) -> None:
+    """Bit for bit the same in any order of targets: nothing is carried from one run to the next."""
+    where = save(tmp_path, a=features(1, 40), b=features(2, 9), c=features(3, 70))
+    one = experiment(where, protocol={"targets": ["a", "b"], "seeds": [0]})
+    other = experiment(where, protocol={"targets": ["b", "a"], "seeds": [0]})
+    fedshift.run(one, tmp_path / "one")
+    fedshift.run(other, tmp_path / "other")
+    assert outcome(tmp_path / "one") == outcome(tmp_path / "other")

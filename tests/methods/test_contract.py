@@ -1,0 +1,328 @@
+"""What every method must keep to. Run over the registry: a new method is held to all of it by being registered."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import (
+    CLASSES,
+    CNN,
+    NORMED,
+    data_set,
+    domains,
+    federation,
+    images,
+    run,
+    setting,
+    start_of,
+    step_on,
+    training,
+    vectors,
+)
+
+from fedshift.data.domain import DataSet, Domain
+from fedshift.experiment import protocol
+from fedshift.experiment.folder import RunFolder
+from fedshift.experiment.schema import LeaveOneOut
+from fedshift.federation.federation import known_kinds
+from fedshift.federation.local import LocalFederation, Setting
+from fedshift.federation.recipes import setting_from, setting_recipe
+from fedshift.methods import registry
+from fedshift.methods.base import Method
+from fedshift.models import registry as models
+from fedshift.models.payload import payload
+from fedshift.weights import Weights
+
+SMALL: dict[str, dict[str, Any]] = {"csac": {"acquisition_epochs": 2, "calibration_epochs": 1}}
+"""Options that keep a method's run short; a method that is not named runs with its defaults."""
+every_method = pytest.mark.parametrize("name", registry.names())
+
+
+def method_of(name: str, **options: Any) -> Method:
+    return registry.parse({"name": name, **SMALL.get(name, {}), **options})
+
+
+def assert_close(first: Weights, second: Weights) -> None:
+    for key, tensor in first.items():
+        torch.testing.assert_close(second[key], tensor, atol=1e-6, rtol=1e-5)
+
+
+# What a method says of itself -----------------------------------------------------------------------------------------
+
+
+@every_method
+def test_it_says_what_it_is(name: str) -> None:
+    kind = registry.method_class(name)
+    assert kind.name == name
+    for text in (kind.title, kind.citation, kind.setting, inspect.getdoc(kind)):
+        assert text
+        assert text.strip()
+    assert any(character.isdigit() for character in kind.citation), "a citation has a year"
+    assert kind.round.__qualname__.split(".")[0] != "Method"
+    assert kind.shares
+    assert set(kind.shares) <= set(known_kinds())
+    assert kind.pooled == ("raw_data" in kind.shares)
+
+
+@every_method
+def test_its_file_reads_like_its_paper(name: str) -> None:
+    text = sys.modules[registry.method_class(name).__module__].__doc__ or ""
+    for part in ("Setting", "ire:", "Where", "Should reproduce"):
+        assert part in text, f"the module's docstring lacks '{part}'"
+
+
+@every_method
+def test_every_option_is_described_and_has_a_default(name: str) -> None:
+    kind = registry.method_class(name)
+    for field_name, field in kind.model_fields.items():
+        assert field.description, f"{name}.{field_name} has no description"
+        assert not field.is_required(), f"{name}.{field_name} has no default"
+    method = kind()
+    with pytest.raises(ValueError, match="frozen"):
+        method.label = "other"  # type: ignore[misc]
+    with pytest.raises(ValueError, match="Extra inputs are not permitted"):
+        method_of(name, no_such_option=1)
+    assert method.display == name
+    assert method_of(name, label="mine").display == "mine"
+
+
+@every_method
+def test_another_process_can_make_its_equal(name: str) -> None:
+    whole = setting(method_of(name, label="mine"), domains(), CNN, 5, refuse=["features"], lr=0.3, augmentation="ccst")
+    again = setting_from(json.loads(json.dumps(setting_recipe(whole))))
+    assert again == whole
+    assert type(again.method) is type(whole.method)
+    first, second = again.build_network().state_dict(), whole.build_network().state_dict()
+    assert Weights(first) == Weights(second)
+
+
+# What a run gives -----------------------------------------------------------------------------------------------------
+
+
+@every_method
+def test_same_seed_same_weights_another_seed_others(name: str) -> None:
+    method = method_of(name)
+    state, _ = run(method)
+    torch.rand(3)  # what the caller drew before does not matter
+    again, _ = run(method)
+    assert again.weights == state.weights
+    assert again.report == state.report
+    other, _ = run(method, seed=4)
+    assert other.weights != state.weights
+
+
+@every_method
+def test_it_trains(name: str) -> None:
+    """Less loss on its own samples than at the start, on separable classes."""
+    method = method_of(name)
+    state, where = run(method, network=NORMED, rounds=6, lr=0.1, momentum=0.9)
+    assert isinstance(where, LocalFederation)
+    assert state.round == 6
+
+    def loss(weights: Mapping[str, torch.Tensor]) -> float:
+        total = 0.0
+        for runner in where._runners.values():
+            site = runner.site
+            network = site.model(Weights(weights)).eval()
+            with torch.no_grad():
+                for batch in site.all_batches():
+                    scores = method.predict(network, batch.inputs)
+                    assert scores.shape == (len(batch.inputs), CLASSES)
+                    total += torch.nn.functional.cross_entropy(scores, batch.targets, reduction="sum").item()
+        return total
+
+    assert loss(state.weights) < 0.7 * loss(start_of(method, network=NORMED))
+
+
+@every_method
+def test_the_order_of_sites_does_not_matter(name: str) -> None:
+    method = method_of(name)
+    if method.pooled:
+        pytest.skip("one site")
+    first, _ = run(method, rounds=1)
+    second, _ = run(method, [domains()[index] for index in (2, 0, 1)], rounds=1)
+    assert_close(first.weights, second.weights)
+
+
+@every_method
+def test_weights_keep_names_shapes_and_types(name: str) -> None:
+    method = method_of(name)
+    state, _ = run(method, network=NORMED)
+    state.weights.check_like(start_of(method, network=NORMED), "the model after a run")
+
+
+@every_method
+def test_a_method_changes_nothing_it_was_given(name: str) -> None:
+    method, start = method_of(name), start_of(method_of(name))
+    where = federation(method)
+    state = method.start(where, start)
+    kept = state.weights.clone()
+    step_on(method, where, state)
+    assert start == start_of(method)
+    assert state.weights == kept
+
+
+# What it may see and send ---------------------------------------------------------------------------------------------
+
+
+class Untouchable(Domain):
+    """A domain of which nothing may be read."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("inputs", "labels", "groups", "train_rows", "test_rows", "name"):
+            raise AssertionError(f"'{name}' of the unseen site was read")
+        return super().__getattribute__(name)
+
+
+@every_method
+def test_the_unseen_site_is_never_touched(name: str) -> None:
+    method = method_of(name)
+    data = data_set([images("hidden", 12), *domains()])
+    split = protocol.split_of(LeaveOneOut(test_fraction=0), data, "hidden", 0)
+    poisoned = DataSet(
+        data.name, {**data.domains, "hidden": Untouchable()}, data.classes, data.preprocessing, data.manifest
+    )
+    with pytest.raises(AssertionError, match="of the unseen site was read"):
+        _ = poisoned.domains["hidden"].inputs
+    plans = protocol.site_plans(method, poisoned, split)
+    whole = Setting(method, training(), models.parse(CNN), data.preprocessing, (1, 12, 12), CLASSES, 0, "cpu")
+    names = [plan.name for plan in plans]
+    assert "hidden" not in names
+    where = LocalFederation(plans, whole, budget=dict.fromkeys(names, 100), rounds=1)
+    state = step_on(method, where, method.start(where, start_of(method)))
+    assert state.round == 1
+    assert {entry.site for entry in where.ledger.entries} <= set(names)
+
+
+@every_method
+def test_only_declared_kinds_leave_and_no_others_are_needed(name: str) -> None:
+    method = method_of(name)
+    refused = sorted(set(known_kinds()) - set(method.shares))
+    _, where = run(method, refuse=refused)
+    assert where.ledger.total["up"]
+    assert set(where.ledger.total["up"]) <= set(method.shares)
+
+
+@every_method
+@pytest.mark.parametrize("network", [CNN, NORMED], ids=["plain", "batch_norm"])
+def test_bytes_are_those_of_the_formula(name: str, network: dict[str, object]) -> None:
+    method, rounds = method_of(name), 3
+    _, where = run(method, network=network, rounds=rounds)
+    size = payload(start_of(method, network=network)).bytes
+    formula = method.traffic(size, len(where.sources), rounds)
+    assert sum(where.ledger.total["up"].values()) == formula.up
+    assert sum(where.ledger.total["down"].values()) == formula.down
+
+
+@every_method
+def test_memory_is_declared_and_state_survives_a_file(name: str, tmp_path: Path) -> None:
+    """Saved after the start and each round, each time loaded into fresh sites: the run ends with the same bits."""
+    method = method_of(name)
+    options: dict[str, Any] = {"reset_optimizer_each_round": False, "momentum": 0.9, "rounds": 3}
+    whole, one = run(method, **options)
+    folder = RunFolder(tmp_path, {"name": name})
+    where = federation(method, **options)
+    state = method.start(where, start_of(method))
+    for _ in range(3):
+        where.settle()
+        header = {"exchange": where.progress.exchange, "used": where.progress.used}
+        folder.save_checkpoint(state, where.save_memory(folder.memory), header)
+        found = folder.load_checkpoint()
+        assert found is not None
+        loaded, header = found
+        assert (loaded.weights, loaded.round, dict(loaded.numbers)) == (state.weights, state.round, dict(state.numbers))
+        assert dict(loaded.parts) == dict(state.parts)
+        where = federation(method, **options)
+        where.progress.exchange, where.progress.used = header["exchange"], header["used"]
+        where.load_memory(folder.memory, header["memory"])
+        state = step_on(method, where, loaded)
+    assert state.weights == whole.weights
+    assert where.progress == one.progress
+    assert isinstance(where, LocalFederation)
+    for runner in where._runners.values():
+        assert set(runner.site.memory) <= set(method.memory_names)
+
+
+# How much it may train ------------------------------------------------------------------------------------------------
+
+
+def test_all_methods_train_on_the_same_number_of_mini_batches() -> None:
+    """What comes before the first round included; the pool may do the work of all sources together."""
+    data = data_set([*domains(), images("hidden", 12)])
+    split = protocol.split_of(LeaveOneOut(test_fraction=0), data, "hidden", 0)
+    methods = [method_of(name) for name in registry.names()]
+    budget = protocol.budgets(methods, training(), split)
+    assert budget["large"] > 2 * 5  # acquisition costs something
+    for method in methods:
+        allowed = protocol.site_budget(method, budget)
+        rounds = protocol.rounds_needed(method, training(), split, budget)
+        whole = Setting(method, training(), models.parse(CNN), data.preprocessing, (1, 12, 12), CLASSES, 0, "cpu")
+        where = LocalFederation(protocol.site_plans(method, data, split), whole, budget=allowed, rounds=rounds)
+        state = method.start(where, start_of(method))
+        while not where.exhausted():
+            state = step_on(method, where, state)
+        assert where.progress.used == allowed, method.name
+        assert state.round == rounds, method.name
+        assert sum(where.progress.used.values()) == sum(budget.values())
+
+
+@every_method
+def test_mini_batches_are_as_announced(name: str) -> None:
+    method = method_of(name)
+    if method.pooled:
+        pytest.skip("a pool trains its share of what the others need")
+    _, where = run(method, rounds=3)
+    for site, per_epoch in (("large", 5), ("small", 1), ("one", 1)):
+        assert where.progress.used[site] == method.mini_batches(per_epoch, 3)
+
+
+# Legal extremes -------------------------------------------------------------------------------------------------------
+
+
+def constant(number: int, value: int) -> Domain:
+    pixels = np.full((number, 1, 12, 12), value, dtype=np.uint8)
+    return Domain(f"constant-{value}", pixels, np.arange(number) % CLASSES)
+
+
+def features(name: str, values: np.ndarray[Any, Any]) -> Domain:
+    return Domain(name, values.astype(np.float32), np.arange(len(values)) % CLASSES)
+
+
+def one_class(domain: Domain, label: int) -> Domain:
+    return Domain(f"{domain.name}-{label}", domain.inputs, np.full(len(domain), label))
+
+
+EXTREMES: dict[str, tuple[list[Domain], dict[str, Any]]] = {
+    "constant images": ([constant(11, 0), constant(10, 255), constant(9, 128)], {}),
+    "all-zero features": ([features(f"zero-{n}", np.zeros((9 + n, 5))) for n in range(3)], {}),
+    "one class at each site": (
+        [one_class(images("a", 9), 0), one_class(images("b", 17), 1), one_class(images("c", 4), 1)],
+        {},
+    ),
+    "one class in all": ([one_class(vectors("a", 9), 2), one_class(vectors("b", 12), 2)], {}),
+    "huge features": ([features(f"huge-{n}", vectors("x", 9 + n).inputs * 1e4) for n in range(3)], {"lr": 1e-7}),  # type: ignore[operator]
+    "single samples": ([vectors("a", 1), vectors("b", 1)], {}),
+    "one source": ([images("alone", 9)], {}),
+    "equal sites": ([vectors("same", 9), Domain("twin", vectors("same", 9).inputs, vectors("same", 9).labels)], {}),
+}
+
+
+@pytest.mark.parametrize("case", EXTREMES)
+@every_method
+def test_nothing_legal_turns_to_nan(name: str, case: str) -> None:
+    found, options = EXTREMES[case]
+    network = CNN if found[0].inputs.dtype == np.uint8 else NORMED
+    state, _ = run(method_of(name), found, network, **options)
+    state.weights.check_finite(case)  # raises
+    assert all(np.isfinite(value) for value in state.report["losses"].values())

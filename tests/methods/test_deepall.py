@@ -1,0 +1,65 @@
+"""DeepAll: one pool of all sources, trained as one site; raw data are said to leave."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import CNN, domains, federation, run, start_of
+
+from fedshift.errors import UserError
+from fedshift.federation.local import LocalFederation
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.pooled.deepall import DeepAll
+from fedshift.weights import Weights
+
+
+def test_it_is_plain_training_on_all_samples() -> None:
+    rounds, budget = 3, 10  # 4 + 4 + 2 mini-batches
+    state, where = run(DeepAll(), rounds=rounds, budget=budget)
+    assert isinstance(where, LocalFederation)
+    assert where.sources == ("pool",)
+    site = where._runners["pool"].site
+    assert site.samples == 47
+    assert site.domains == 3
+    model, used = site.model(start_of(DeepAll())), 0
+    for exchange, steps in ((1, 4), (2, 4), (3, 2)):
+        site.begin(type(site.envelope)(exchange, exchange, 0.0, budget - used))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5, fused=True)
+        for batch in site.batches(steps=steps):
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch.inputs), batch.targets).backward()
+            optimizer.step()
+            used += 1
+    assert used == budget == where.progress.used["pool"]
+    assert state.weights == Weights(model.state_dict())
+
+
+def test_batches_mix_domains_and_say_which() -> None:
+    where = federation(DeepAll())
+    assert isinstance(where, LocalFederation)
+    site = where._runners["pool"].site
+    site.begin(type(site.envelope)(1, 1, 0.0, 100))
+    batches = list(site.batches())
+    assert sorted(torch.cat([batch.domains for batch in batches]).tolist()) == [0] * 41 + [1] * 5 + [2]
+    labels = torch.cat([torch.from_numpy(domain.labels) for domain in domains(CNN)])
+    for batch in batches:
+        assert torch.equal(batch.targets, labels[batch.rows])
+
+
+def test_one_source_is_fedavg_at_one_site() -> None:
+    """The same work; the batches differ by the name of the site alone, so the name is made equal."""
+    (found,) = domains(CNN, {"pool": 21})
+    options = {"found": [found], "rounds": 2, "budget": 6}
+    assert run(DeepAll(), **options)[0].weights == run(FedAvg(), **options)[0].weights  # type: ignore[arg-type]
+
+
+def test_its_exchanges_are_refused_with_raw_data() -> None:
+    with pytest.raises(UserError, match="refuses to send raw_data"):
+        federation(DeepAll(), refuse=["raw_data"])
+
+
+def test_work() -> None:
+    assert DeepAll(local_epochs=3).mini_batches(10, 4) == 120
+    traffic = DeepAll().traffic(1000, 5, 4)
+    assert (traffic.up, traffic.down) == (4 * 1016, 4 * 1008)

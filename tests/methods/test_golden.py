@@ -1,0 +1,64 @@
+"""Golden runs: losses and accuracies of one tiny run of every method, to three decimals.
+
+``python tests/methods/test_golden.py`` writes golden.json anew; a change of it is a change of a method's results and
+says so in its commit.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "federation"))
+
+from tiny import NORMED, domains, run
+
+from fedshift.data.domain import Domain
+from fedshift.federation.local import LocalFederation
+from fedshift.methods import registry
+
+FILE = Path(__file__).with_name("golden.json")
+SIZES = {"north": 30, "south": 22, "west": 14}
+OPTIONS: dict[str, dict[str, Any]] = {"csac": {"acquisition_epochs": 2, "calibration_epochs": 1}}
+
+
+def record(name: str) -> dict[str, Any]:
+    """Losses of the last round and the accuracy on all samples after three rounds, on images and on vectors."""
+    method = registry.parse({"name": name, **OPTIONS.get(name, {})})
+    out: dict[str, Any] = {}
+    for kind, network in {"images": None, "vectors": NORMED}.items():
+        found: list[Domain] = domains(**({} if network is None else {"network": network}), sizes=SIZES)
+        given: dict[str, Any] = {} if network is None else {"network": network}
+        state, where = run(method, found, rounds=3, lr=0.05, momentum=0.9, budget=30, **given)
+        assert isinstance(where, LocalFederation)
+        right = total = 0
+        for runner in where._runners.values():
+            model = runner.site.model(state.weights).eval()
+            with torch.no_grad():
+                for batch in runner.site.all_batches():
+                    right += int((method.predict(model, batch.inputs).argmax(1) == batch.targets).sum())
+                    total += len(batch.targets)
+        losses = {site: round(value, 3) for site, value in state.report["losses"].items()}
+        out[kind] = {"losses": losses, "accuracy": round(100 * right / total, 3)}
+    return out
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_results_are_those_on_record(name: str) -> None:
+    golden = json.loads(FILE.read_text(encoding="utf-8"))
+    assert name in golden, f"no golden run of '{name}': run `python {Path(__file__).name}` and commit golden.json"
+    found = record(name)
+    for kind, expected in golden[name].items():
+        # Other processors round differently: a thousandth of the loss and one sample of 66 are allowed.
+        assert found[kind]["losses"] == pytest.approx(expected["losses"], abs=3e-3)
+        assert found[kind]["accuracy"] == pytest.approx(expected["accuracy"], abs=100 / 66 + 1e-6)
+
+
+if __name__ == "__main__":
+    whole = {name: record(name) for name in registry.names()}
+    FILE.write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,288 @@
+"""What the README and the pages in docs/ say is true: examples run, files parse, commands and links exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from textwrap import dedent, indent
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import typer
+import yaml
+from PIL import Image
+from safetensors.torch import load_file
+
+import fedshift
+from fedshift.cli.app import app
+from fedshift.data import registry as datasets
+from fedshift.errors import UserError
+from fedshift.experiment.predict import load_model
+from fedshift.experiment.schema import load, override_field, parse
+from fedshift.federation.recipes import import_file
+from fedshift.methods import registry as methods
+from fedshift.methods.base import Method
+from fedshift.models import registry as models
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
+OWN_METHOD = ROOT / "examples" / "trimmed_mean.py"
+PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.is_file()]
+BASE = {"data": "rotated_digits", "model": "mnist_cnn", "methods": ["fedavg"]}
+SMALL = {
+    "name": "own",
+    "data": {"name": "rotated_digits", "per_class": 10, "size": 8},
+    "protocol": {"targets": ["D0"], "seeds": [0], "test_fraction": 0.3},
+    "model": {"name": "linear"},
+    "training": {"rounds": 2, "batch_size": 32, "lr": 0.1},
+    "methods": [{"name": f"{OWN_METHOD}:TrimmedMean", "trim": 1}],
+    "device": "cpu",
+}
+
+pytestmark = pytest.mark.skipif(len(PAGES) < 4, reason="README.md and docs/ are not beside these tests")
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def every_block(language: str) -> list[Any]:
+    return [
+        pytest.param(block, id=f"{page.name}-{number}")
+        for page in PAGES
+        for number, block in enumerate(blocks(page, language))
+    ]
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """Every ``fedshift …`` of the pages, in bash blocks and between backticks, with the page's name."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
+        lines = [line for block in blocks(page, "bash") for line in block.splitlines()]
+        for line in (*lines, *re.findall(r"`(fedshift [^`]+)`", prose)):
+            words = shlex.split(line, comments=True)
+            if words[:1] == ["fedshift"]:
+                yield page.name, words[1:]
+
+
+COMMANDS = [pytest.param(words, id=f"{page}: {' '.join(words)}") for page, words in commands()]
+
+
+def own_method() -> Any:
+    return import_file(str(OWN_METHOD))
+
+
+# The worked example ---------------------------------------------------------------------------------------------------
+
+
+def run_own_method(folder: Path, workers: int) -> dict[str, torch.Tensor]:
+    results = fedshift.run({**SMALL, "engine": {"workers": workers, "threads": 1}}, folder)
+    assert [run.method for run in results.runs] == ["trimmed_mean"]
+    return load_file(results.folder / "trimmed_mean" / "D0" / "seed-0" / "model.safetensors")
+
+
+def test_worked_example_gives_the_same_weights_in_process_and_in_a_pool(tmp_path: Path) -> None:
+    alone, pool = run_own_method(tmp_path / "alone", 1), run_own_method(tmp_path / "pool", 2)
+    assert alone.keys() == pool.keys()
+    assert all(torch.equal(alone[name], pool[name]) for name in alone)
+    records = (tmp_path / "alone" / "own" / "trimmed_mean" / "D0" / "seed-0" / "rounds.jsonl").read_text()
+    assert len(records.splitlines()) == 2
+
+
+def test_worked_example_is_under_60_lines() -> None:
+    assert len(OWN_METHOD.read_text().splitlines()) < 60
+
+
+def test_worked_example_trims_each_number_on_its_own() -> None:
+    trimmed_mean = own_method().trimmed_mean
+    values = torch.tensor([[1.0, 900.0], [2.0, 6.0], [-500.0, 5.0], [4.0, 4.0], [6.0, -7.0]])
+    assert trimmed_mean(values, 1).tolist() == pytest.approx([7 / 3, 5.0])
+    assert trimmed_mean(values, 2).tolist() == [2.0, 5.0]
+    assert trimmed_mean(values, 0).tolist() == pytest.approx([-487 / 5, 908 / 5])
+    assert trimmed_mean(torch.tensor([3, 9, 4]), 1).tolist() == 9  # a counter
+
+
+def test_untrimmed_example_is_the_uniform_mean_of_fedavg(tmp_path: Path) -> None:
+    """As docs/add_a_method.md says."""
+    both = [{"name": f"{OWN_METHOD}:TrimmedMean", "trim": 0}, {"name": "fedavg", "weighting": "uniform"}]
+    folder = fedshift.run({**SMALL, "methods": both, "engine": {"threads": 1}}, tmp_path).folder
+    ours, theirs = (load_file(folder / name / "D0/seed-0/model.safetensors") for name in ("trimmed_mean", "fedavg"))
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-6)
+
+
+def test_worked_example_explains_that_too_much_is_trimmed(tmp_path: Path) -> None:
+    greedy = {**SMALL, "methods": [{"name": f"{OWN_METHOD}:TrimmedMean", "trim": 3}]}
+    with pytest.raises(UserError, match=r"trim: 3 at each end leaves none of 5 sites"):
+        fedshift.run(greedy, tmp_path)
+
+
+def test_worked_example_is_quoted_as_it_stands() -> None:
+    source = OWN_METHOD.read_text()
+    quoted = [block for block in blocks(ROOT / "docs" / "add_a_method.md", "python") if "(Reply)" not in block]
+    assert len(quoted) >= 4
+    for block in quoted:
+        assert block in source
+
+
+# Files and fragments --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("block", every_block("yaml"))
+def test_yaml_blocks_parse(block: str) -> None:
+    options = yaml.safe_load(block)
+    parse({**BASE, **options}, ROOT)
+
+
+@pytest.mark.parametrize("block", every_block("python"))
+def test_python_blocks_compile(block: str) -> None:
+    compile("def block():\n" + indent(dedent(block), "    "), "block", "exec")  # some are parts of functions
+
+
+def test_python_block_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (block,) = blocks(ROOT / "README.md", "python")
+    monkeypatch.chdir(tmp_path)  # it writes to ./runs
+    names: dict[str, Any] = {}
+    exec(block.replace("mnist_cnn", "linear"), names)  # faster
+    assert {row["target"] for row in names["rows"]} == {"D0", "average"}
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
+def test_example_files_parse(file: Path) -> None:
+    assert load(file).name == file.stem
+
+
+@pytest.fixture
+def examples(tmp_path: Path) -> Path:
+    """A copy of the example files, beside small made-up data of the layout they name."""
+    folder = tmp_path / "examples"
+    shutil.copytree(ROOT / "examples", folder)
+    draws = np.random.default_rng(0)
+    for place in ("arrays", "tables"):
+        (folder / place).mkdir()
+    for site in ("north", "south", "east"):
+        np.savez(
+            folder / "arrays" / f"{site}.npz",
+            x=draws.integers(0, 256, (20, 16, 16), dtype=np.uint8),
+            y=np.arange(20) % 2,
+        )
+        rows = [f"{30 + row},{'' if row == 3 else 100 + row},{'fm'[row % 2]},{row // 10}" for row in range(20)]
+        (folder / "tables" / f"{site}.csv").write_text("\n".join(["age,pressure,sex,outcome", *rows]) + "\n")
+        for label in ("cat", "dog"):
+            (folder / "photos" / site / label).mkdir(parents=True)
+            for number in range(4):
+                pixels = draws.integers(0, 256, (20 + number, 30, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / "photos" / site / label / f"{number}.png")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "new_data", "samples"),
+    [
+        ("arrays", [], "arrays/east.npz", 20),
+        ("table", [], "tables/east.csv", 20),
+        # Without the download of ImageNet's weights, and small.
+        ("image_folder", ["data.size=16", "model={name: mnist_cnn}"], "photos/east", 8),
+        ("own_method", ["data.per_class=10", "protocol.targets=[D0]", "model=linear"], None, 0),
+    ],
+)
+def test_example_files_run(
+    name: str,
+    overrides: list[str],
+    new_data: str | None,
+    samples: int,
+    examples: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
+    common = ["training.rounds=1", "protocol.seeds=[0]", "engine.threads=1", "device=cpu"]
+    experiment = load(examples / f"{name}.yaml", [*common, *overrides])
+    results = fedshift.run(experiment, tmp_path / "runs")
+    assert {run.method for run in results.runs} == {method.display for method in experiment.methods}
+    if new_data is not None:
+        model = load_model(results.folder / experiment.methods[0].display / "east" / "seed-0")
+        assert len(model.predict(examples / new_data)) == samples
+
+
+# Commands, names and links --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_commands_exist_with_these_options(words: list[str]) -> None:
+    """Parses the words as the command line would (an unknown option raises), without running the command."""
+    group = typer.main.get_command(app)
+    name, arguments = words[0], words[1:]
+    command = group.commands[name]  # type: ignore[attr-defined]
+    if not arguments and name not in ("demo", "methods", "datasets"):
+        return  # only the command's name is spoken of
+    if arguments[:1] and arguments[0].startswith("-"):  # only an option is, as in `fedshift table --format json`
+        arguments = ["FOLDER", *arguments]
+    values = command.make_context(name, arguments).params
+    if name == "methods" and values["name"]:
+        assert values["name"] in methods.names()
+    if name == "datasets" and values["name"]:
+        assert values["name"] in datasets.names()
+    if name in ("run", "check"):
+        file = ROOT / values["experiment"]
+        options = yaml.safe_load(file.read_text() if file.is_file() else blocks(ROOT / "README.md", "yaml")[0])
+        for override in values["overrides"] or []:
+            override_field(options, override)
+        parse(options, file.parent)
+
+
+def test_commands_are_found() -> None:
+    mentioned = {words[0] for _, words in commands()}
+    assert mentioned >= {"run", "check", "table", "methods", "datasets", "predict"}
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    named = {target for page in PAGES for target in re.findall(r"\bmake (demo|test|lint|bench)\b", page.read_text())}
+    assert named >= {"demo", "test"}
+    for target in named:
+        assert re.search(rf"^{target}:", makefile, flags=re.M), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("http://", "https://")):
+            continue
+        place, _, anchor = link.partition("#")
+        target = (page.parent / place) if place else page
+        assert target.exists(), f"{page.name} links to {link}"
+        if anchor:
+            titles = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), flags=re.M)
+            slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert anchor in slugs, f"{page.name} links to {link}"
+
+
+def test_readme_lists_the_methods_that_exist() -> None:
+    section = (ROOT / "README.md").read_text().partition("## Methods")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| `(\w+)`", section, flags=re.M)) == set(methods.names())
+
+
+def test_pages_name_all_models_and_the_data_sets_for_own_data() -> None:
+    text = (ROOT / "docs" / "your_data.md").read_text()
+    for name in (*models.names(), "arrays", "image_folder", "table"):
+        assert f"`{name}`" in text, name
+
+
+def test_class_attributes_that_the_page_names_exist() -> None:
+    table = (ROOT / "docs" / "add_a_method.md").read_text().partition("## What else a class may say")[2]
+    named = re.findall(r"^\| `(\w+)", table.partition("\n## ")[0], flags=re.M)
+    assert len(named) >= 8
+    for name in named:
+        assert hasattr(Method, name), name
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 220
