@@ -15,7 +15,7 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,12 @@ class Generated(Federation):
         for request in requests:
             number = int(request.site)
             yield Answer(request.site, Update(model_of(self.like, number), 100 + number % 7, 0.5), 1)
+
+    def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:
+        return {}
+
+    def load_memory(self, folder: Path, files: Mapping[str, Mapping[str, str]]) -> None:
+        """These sites remember nothing."""
 
 
 class Remade:

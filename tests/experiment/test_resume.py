@@ -132,11 +132,16 @@ def test_ctrl_c(tmp_path: Path, cli: Cli) -> None:
         start_new_session=True,
     )  # fmt: skip
     rounds = [runs / "small" / "fedavg" / name / "seed-0" / "rounds.jsonl" for name in "abc"]
-    wait_for(lambda: sum(lines(path) > 1 for path in rounds) >= 2)  # the process and its helper are at work
-    assert len(processes_below(mark)) == 2
-    os.killpg(running.pid, signal.SIGINT)  # as a terminal does
-    out, err = running.communicate(timeout=30)
+    try:
+        # Until the process and its helper are at work.
+        wait_for(lambda: sum(lines(path) > 1 for path in rounds) >= 2 or running.poll() is not None)
+        left = len(processes_below(mark))
+        os.killpg(running.pid, signal.SIGINT)  # as a terminal does
+        out, err = running.communicate(timeout=30)
+    finally:
+        running.kill()
     assert running.returncode == 130, (out, err)
+    assert left == 2
     assert "run the same command again" in err.splitlines()[-1]
     assert "Traceback" not in err
     assert not processes_below(mark)

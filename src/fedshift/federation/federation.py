@@ -190,13 +190,14 @@ class Federation(ABC):
     def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
         """Carry the requests to their sites and yield the answers in the same order (engines implement this)."""
 
-    @abstractmethod
     def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:
-        """Write what sites remember below ``folder``; returns site → entry → file name (engines implement this)."""
+        """Write what sites remember below ``folder``; returns site → entry → file name. Here: they remember nothing."""
+        return {}
 
-    @abstractmethod
     def load_memory(self, folder: Path, files: Mapping[str, Mapping[str, str]]) -> None:
-        """Restore what sites remember (engines implement this)."""
+        """Restore what sites remember. Raises FedshiftError when the engine cannot."""
+        if any(files.values()):
+            raise FedshiftError(f"{type(self).__name__} cannot restore what sites remember")
 
     def exhausted(self) -> bool:
         """Whether every source has used up its mini-batches."""
