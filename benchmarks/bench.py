@@ -154,8 +154,12 @@ def _table(part: str, rows: list[Row]) -> Table:
                 row["winner_of_one_run"],
             )
     elif part == "csac":
-        table.caption = "whole run: 30 epochs of acquisition and 40 rounds of 5; arithmetic: multiply-accumulates, no MMD"
-        _columns(table, "ms per batch", "FedAvg", "acquire", "calibrate", "ratio", "of CPU time", "arithmetic", "whole run")
+        table.caption = (
+            "whole run: 30 epochs of acquisition and 40 rounds of 5; arithmetic: multiply-accumulates, no MMD"
+        )
+        _columns(
+            table, "ms per batch", "FedAvg", "acquire", "calibrate", "ratio", "of CPU time", "arithmetic", "whole run"
+        )
         for row in rows:
             per_batch = row["milliseconds_per_mini_batch"]
             table.add_row(
@@ -220,7 +224,7 @@ def _machine(load: float) -> Row:
 
 
 def _versions() -> dict[str, str]:
-    from fedshift.experiment.loop import versions
+    from fedshift.experiment.environment import versions
 
     return versions()
 

@@ -373,8 +373,7 @@ class LocalSteps:
 
 
 def csac(quick: bool, device: str) -> list[Row]:
-    """Seconds of a local mini-batch of FedAvg, CSAC's acquisition and its calibration, in turn, one site, one thread.
-    """
+    """Seconds of a local mini-batch of FedAvg, CSAC's acquisition and its calibration, in turn, one site, one thread."""
     torch.set_num_threads(1)
     found = []
     for name, (shape, model, training, samples, steps) in CSAC_CASES.items():

@@ -9,7 +9,8 @@ from typing import Any
 
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.experiment import check as checks
-from fedshift.experiment.loop import Reporter, run_experiment
+from fedshift.experiment.loop import run_experiment
+from fedshift.experiment.part import Reporter
 from fedshift.experiment.schema import Experiment, parse
 from fedshift.experiment.schema import load as load_file
 from fedshift.report.collect import Collected, collect

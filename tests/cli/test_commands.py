@@ -287,7 +287,9 @@ def test_imports_are_lazy() -> None:
     heavy = {"torch", "torchvision", "pydantic", "numpy", "sklearn", "matplotlib"}
     assert not heavy & _imported("import fedshift; fedshift.__version__")
     helped = _imported(
-        "import sys; sys.argv = ['fedshift', '--help']\nfrom fedshift.cli import main\ntry: main()\nexcept SystemExit: pass"
+        "import sys; sys.argv = ['fedshift', '--help']\n"
+        "from fedshift.cli import main\n"
+        "try: main()\nexcept SystemExit: pass"
     )
     assert not heavy & helped
     assert "fedshift.cli.app" in helped

@@ -16,7 +16,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from fedshift.evaluation.records import RoundRecord
-from fedshift.experiment.loop import Quiet
+from fedshift.experiment.part import Reporter
 from fedshift.experiment.protocol import Part
 
 CLASSES = 3
@@ -123,7 +123,7 @@ class Stop(BaseException):
     """Ends a run in the middle, as a kill would: nothing catches it."""
 
 
-class Slow(Quiet):
+class Slow(Reporter):
     """Leaves time between the moments of a run, so that a signal can fall between any two."""
 
     def __init__(self, seconds: float) -> None:

@@ -102,7 +102,7 @@ def test_official_parts() -> None:
     auto = split_of(LeaveOneOut(), data, "b", 0)
     assert auto.train["a"].tolist() == [0, 1, 5]
     assert auto.held_out["a"].tolist() == [2, 3, 4]
-    with pytest.raises(UserError, match="'b'.*official"):
+    with pytest.raises(UserError, match=r"'b'.*official"):
         split_of(LeaveOneOut(split="official"), data, "a", 0)
     random = [split_of(LeaveOneOut(split="random"), data, "b", seed).train["a"].tolist() for seed in range(5)]
     assert any(rows != [0, 1, 5] for rows in random)

@@ -22,13 +22,13 @@ import fedshift
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.experiment.folder import RunFolder
-from fedshift.experiment.loop import Quiet
+from fedshift.experiment.part import Reporter
 from fedshift.experiment.protocol import Part
 
 PART = Path("small") / "fedavg" / "a" / "seed-0"
 
 
-class StopAfter(Quiet):
+class StopAfter(Reporter):
     """Ends the process, as it were, after a number of rounds."""
 
     def __init__(self, rounds: int) -> None:
@@ -339,7 +339,7 @@ def test_another_experiment_while_this_one_waits(tmp_path: Path) -> None:
     options = experiment(sites(tmp_path), protocol={"targets": ["a", "b"], "seeds": [0]})
     other = {**options, "training": {"rounds": 1}, "protocol": {"targets": ["b"], "seeds": [0]}}
 
-    class Meanwhile(Quiet):
+    class Meanwhile(Reporter):
         def finished(self, part: Part, result: RunResult, resumed: bool) -> None:
             if part.target == "a":
                 fedshift.run(other, tmp_path / "runs")

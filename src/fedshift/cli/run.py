@@ -20,6 +20,7 @@ from rich.progress import (
 
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.experiment.loop import run_experiment
+from fedshift.experiment.part import Reporter
 from fedshift.experiment.protocol import Part
 from fedshift.experiment.schema import Experiment, load
 from fedshift.report.collect import collect
@@ -63,7 +64,7 @@ def _run(experiment: Experiment, runs: Path, errors: Console) -> None:
     errors.print(f"page: {write_page(folder, collected)}", markup=False, highlight=False, soft_wrap=True)
 
 
-class Bars:
+class Bars(Reporter):
     """Progress of an experiment as two bars: runs, and mini-batches of the present run."""
 
     def __init__(self, progress: Progress) -> None:

@@ -10,7 +10,9 @@ import torch.nn.functional as F
 
 from fedshift.data.domain import DataSet
 from fedshift.data.view import SiteData, epoch_batches
-from fedshift.experiment.loop import check_fit, data_fingerprint, data_for, pooled_bytes, resolve_device
+from fedshift.experiment.environment import data_fingerprint, resolve_device
+from fedshift.experiment.loop import check_fit
+from fedshift.experiment.part import data_for, pooled_bytes
 from fedshift.experiment.protocol import budgets, rounds_needed, split_of, targets_of
 from fedshift.experiment.schema import Experiment
 from fedshift.methods.base import Method

@@ -169,7 +169,7 @@ class RunFolder:
         if not file.exists():
             return None
         content, header = read_message(file)
-        if header.get("format") != FORMAT or header.get("identity") != _identity(self.identity):
+        if header.get("format") != FORMAT or _identity(header.get("identity")) != _identity(self.identity):
             raise UserError(f"{file} belongs to another experiment or version: delete {self.path} and run again")
         weights = content.get("weights")
         if not isinstance(weights, Weights):
@@ -220,7 +220,11 @@ class RunFolder:
 
 
 def _identity(settings: Any) -> dict[str, Any]:
-    return {key: value for key, value in dict(settings or {}).items() if key not in _NOT_IDENTITY}
+    identity = {key: value for key, value in dict(settings or {}).items() if key not in _NOT_IDENTITY}
+    if isinstance(identity.get("data"), dict):
+        # Where files lie is not what they hold: their fingerprint says that.
+        identity["data"] = {key: value for key, value in identity["data"].items() if key not in ("root", "sites")}
+    return identity
 
 
 def _first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any] | None:

@@ -58,6 +58,16 @@ class LeaveOneOut(_Section):
         "trained on (disjoint), or on all of them (shared, as the literature seems to)",
     )
 
+    @field_validator("targets", mode="before")
+    @classmethod
+    def _one_target(cls, targets: object) -> object:
+        return (targets,) if isinstance(targets, str) and targets != "all" else targets
+
+    @field_validator("seeds", mode="before")
+    @classmethod
+    def _one_seed(cls, seeds: object) -> object:
+        return (seeds,) if isinstance(seeds, int) else seeds
+
     @field_validator("seeds")
     @classmethod
     def _no_seed_twice(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:

@@ -19,7 +19,6 @@ from fedshift.federation.messages import Reply
 from fedshift.federation.training import Training
 from fedshift.models import registry as models
 
-
 USER_MODULE = "fedshift_user_"
 """How the modules are called that `import_file` makes."""
 

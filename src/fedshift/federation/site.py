@@ -170,8 +170,7 @@ class Site:
         return module.to(self.device)
 
     def optimizer(self, *modules: nn.Module, memory: str | None = None) -> torch.optim.Optimizer:
-        """The experiment's optimiser over the modules' parameters; ``memory`` names where momentum is kept, if it is.
-        """
+        """The experiment's optimiser over the modules' parameters; ``memory`` names where momentum is kept, if so."""
         parameters = [parameter for module in modules for parameter in module.parameters()]
         optimizer = self.training.build_optimizer(parameters, self.learning_rate)
         if memory is not None and not self.training.reset_optimizer_each_round and memory in self.memory:

@@ -10,12 +10,18 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeF
 from torch import Tensor
 
 from fedshift.data.transforms import Augmentation, preset
+from fedshift.errors import UserError
 from fedshift.functional import schedules
 
 
 def _augmentation(value: object) -> object:
     """A preset's name stands for its parts."""
-    return preset(value) if isinstance(value, str) else value
+    if not isinstance(value, str):
+        return value
+    try:
+        return preset(value)
+    except UserError as error:
+        raise ValueError(str(error)) from error  # pydantic adds the field's path
 
 
 class Training(BaseModel):

@@ -20,6 +20,7 @@ from fedshift.errors import UserError, nearest
 from fedshift.evaluation.records import RoundRecord, RunResult
 
 RESULT, ROUNDS, ORDER = "result.json", "rounds.jsonl", "order.json"
+_MOST_NAMES = 12
 _SEED = re.compile(r"seed-\d+")
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -90,7 +91,7 @@ def collect(folder: str | os.PathLike[str]) -> Collected:
         raise UserError(f"'{folder}' holds no run: give a folder that 'fedshift run' made, such as runs/<experiment>")
     experiments = sorted({part.parents[2] for part in folders})
     if len(experiments) > 1:
-        names = ", ".join(experiment.name for experiment in experiments)
+        names = ", ".join(str(experiment.relative_to(root)) for experiment in experiments)
         raise UserError(f"'{folder}' holds {len(experiments)} experiments ({names}): give the folder of one of them")
     parts = [Part(part, read_result(part / RESULT)) for part in folders if (part / RESULT).exists()]
     if not parts:
@@ -180,7 +181,8 @@ def _check_is_folder(root: Path, asked: str | os.PathLike[str]) -> None:
     if root.exists():
         raise UserError(f"'{asked}' is a file: give the folder that 'fedshift run' made, such as runs/<experiment>")
     beside = [path.name for path in root.parent.iterdir() if path.is_dir()] if root.parent.is_dir() else []
-    raise UserError(f"no folder '{asked}': {nearest(root.name, beside) if beside else 'run an experiment first'}")
+    hint = nearest(root.name, beside) if 0 < len(beside) <= _MOST_NAMES else "run an experiment first"
+    raise UserError(f"no folder '{asked}': {hint}")
 
 
 def _part_folders(root: Path) -> Iterable[Path]:

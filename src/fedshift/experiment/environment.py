@@ -1,0 +1,63 @@
+"""What results depend on beside the experiment file: the data's bytes, versions, the device, threads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+import numpy as np
+import torch
+
+from fedshift.data.domain import DataSet, SparseRows
+from fedshift.errors import UserError
+
+
+def data_fingerprint(data: DataSet) -> str:
+    """A checksum over every array of a data set: another version of the data never resumes a run."""
+    digest = hashlib.sha256(json.dumps([data.name, list(data.classes), list(data.domains)]).encode())
+    for domain in data.domains.values():
+        inputs = domain.inputs
+        arrays = [inputs.data, inputs.indices, inputs.indptr] if isinstance(inputs, SparseRows) else [inputs]
+        for array in (*arrays, domain.labels):
+            digest.update(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
+    return digest.hexdigest()[:16]
+
+
+def versions() -> dict[str, str]:
+    """Versions that results depend on."""
+    names = ("fedshift", "torch", "torchvision", "numpy")
+    found = {"python": sys.version.split()[0]}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def resolve_device(name: str) -> str:
+    """``auto`` is the first accelerator, else the CPU. Raises UserError for a device this machine lacks."""
+    if name == "auto":
+        if torch.cuda.is_available():
+            return "cuda"
+        return "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.zeros(1, device=name).item()
+    except (RuntimeError, AssertionError, NotImplementedError):
+        raise UserError(f"device: '{name}' is not available here; write auto or cpu") from None
+    return name
+
+
+@contextmanager
+def threads_set(number: int) -> Iterator[None]:
+    """Run a block with this many torch threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

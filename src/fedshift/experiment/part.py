@@ -1,0 +1,277 @@
+"""One run: a method, an unseen target, a seed; from its last checkpoint, or its beginning, to its result."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fedshift.data.domain import DataSet, SparseRows
+from fedshift.errors import FedshiftError, TrainingDiverged, UserError
+from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.evaluation.selection import selected_rounds
+from fedshift.experiment.environment import versions
+from fedshift.experiment.evaluate import Evaluator
+from fedshift.experiment.folder import RunFolder
+from fedshift.experiment.protocol import Part, Split, budgets, rounds_needed, site_budget, site_plans, split_of
+from fedshift.experiment.schema import Experiment, method_record
+from fedshift.federation.federation import Federation
+from fedshift.federation.local import LocalFederation, Setting
+from fedshift.federation.messages import RawData
+from fedshift.federation.pool import PoolFederation, WorkerPool
+from fedshift.methods.base import State
+from fedshift.weights import Weights
+
+
+class Reporter:
+    """Told how an experiment goes on. This one says nothing; the command line draws progress bars."""
+
+    def begin(self, parts: int) -> None:
+        """The experiment has so many parts."""
+
+    def part(self, part: Part, mini_batches: int, done: int) -> None:
+        """A part begins or goes on: ``done`` of ``mini_batches`` are trained."""
+
+    def trained(self, site: str, mini_batches: int) -> None:
+        """A site answered after so many mini-batches."""
+
+    def round(self, part: Part, record: RoundRecord) -> None:
+        """A round was measured and written down."""
+
+    def finished(self, part: Part, result: RunResult, resumed: bool) -> None:
+        """A part is done; ``resumed``: it had been done before."""
+
+    def skipped(self, part: Part) -> None:
+        """Another process has this part."""
+
+    def warn(self, message: str) -> None:
+        """Something a person should know that stops nothing."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What all parts of an experiment share."""
+
+    experiment: Experiment
+    data: DataSet
+    fingerprint: str
+    device: str
+    threads: int
+    pool: WorkerPool | None
+    reporter: Reporter
+
+
+def run_part(context: Context, part: Part, folder: RunFolder) -> RunResult:
+    """One run from its last checkpoint, or its beginning, to its result."""
+    experiment, method = context.experiment, part.method
+    data = data_for(experiment, context.data, part.target)
+    context = replace(context, data=data)
+    split = split_of(experiment.protocol, data, part.target, part.seed)
+    budget = budgets(experiment.methods, experiment.training, split)
+    setting = Setting(
+        method=method,
+        training=experiment.training,
+        network=experiment.model,
+        preprocessing=data.preprocessing,
+        input_shape=data.input_shape,
+        classes=len(data.classes),
+        seed=part.seed,
+        device=context.device,
+        refuse=frozenset(experiment.engine.refuse),
+    )
+    network = setting.build_network().to(context.device)
+    folder.claim()
+    evaluator = Evaluator(data, split, torch.device(context.device))
+    options: dict[str, Any] = {
+        "budget": site_budget(method, budget),
+        "rounds": max(1, rounds_needed(method, experiment.training, split, budget)),
+        "on_answer": context.reporter.trained,
+    }
+    plans = site_plans(method, data, split)
+    federation: Federation = (
+        PoolFederation(context.pool, plans, setting, **options)
+        if context.pool
+        else LocalFederation(plans, setting, **options)
+    )
+    run = _Run(context, part, folder, federation, evaluator, split)
+    try:
+        return run.to_the_end(network)
+    except TrainingDiverged as error:
+        lr = f"{experiment.training.lr:g}"
+        more = "" if lr in str(error) else f" (training.lr is {lr})"
+        where = f"{method.display}, target {part.target}, seed {part.seed}"
+        raise TrainingDiverged(f"{where}: {error}{more}") from error
+    except torch.OutOfMemoryError as error:
+        raise FedshiftError(
+            f"out of memory on {context.device}: lower training.batch_size or engine.workers"
+        ) from error
+
+
+class _Run:
+    """The state of one run in this process."""
+
+    def __init__(
+        self,
+        context: Context,
+        part: Part,
+        folder: RunFolder,
+        federation: Federation,
+        evaluator: Evaluator,
+        split: Split,
+    ) -> None:
+        self.context, self.part, self.folder = context, part, folder
+        self.federation, self.evaluator, self.split = federation, evaluator, split
+        self.records: list[RoundRecord] = []
+        self.seconds = 0.0
+        self.clock = time.perf_counter()
+
+    def to_the_end(self, network: Any) -> RunResult:
+        """Resume or start, then round after round until the budget is used."""
+        method, federation = self.part.method, self.federation
+        state = self._resume()
+        total = sum(federation.budget[site] for site in federation.sources)
+        self.context.reporter.part(self.part, total, sum(federation.progress.used.values()))
+        if state is None:
+            start = Weights({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()})
+            self.folder.restart()
+            self._record_pooling()
+            state = method.start(federation, start)
+            self._close_round(network, state, measured=federation.progress.exchange > 0)
+        while not federation.exhausted():
+            before = sum(federation.progress.used.values())
+            federation.round = state.round + 1
+            state = method.round(federation, state)
+            if state.round != federation.round:
+                raise FedshiftError(f"{method.name}: round() must return state.advance(...)")
+            self._close_round(network, state, measured=True)
+            if sum(federation.progress.used.values()) == before and state.round >= federation.rounds:
+                break  # a method that trains nothing has had its rounds
+        return self._finish(state)
+
+    def _resume(self) -> State | None:
+        found = self.folder.load_checkpoint()
+        if found is None:
+            return None
+        state, header = found
+        progress, ledger = self.federation.progress, self.federation.ledger
+        progress.exchange, progress.used = header["exchange"], header["used"]
+        ledger.total = header["bytes"]
+        self.seconds = header["seconds"]
+        try:
+            self.federation.load_memory(self.folder.memory, header["memory"])
+        except UserError as error:
+            raise UserError(f"{error}; to begin this run again, delete {self.folder.path}") from None
+        self.records = self.folder.records(state.round)
+        return state
+
+    def _record_pooling(self) -> None:
+        """A pooled baseline begins with every sample leaving its site."""
+        if not self.part.method.pooled:
+            return
+        for name, size in pooled_bytes(self.context.data, self.split).items():
+            samples = RawData({"samples": torch.empty(size, dtype=torch.uint8, device="meta")})
+            self.federation.ledger.record(0, "pool", name, "up", {"samples": samples})
+
+    def _close_round(self, network: Any, state: State, *, measured: bool) -> None:
+        """Measure, write the line, then the checkpoint: a kill between any two loses nothing but this round."""
+        self.federation.settle()
+        if not measured and state.round == 0:
+            return  # nothing has been trained: a run that is killed now begins again
+        if measured:
+            results = self.evaluator.measure(self.part.method, network, state.weights)
+            _, page = self.federation.ledger.settle()
+            now = time.perf_counter()
+            seconds, self.clock = now - self.clock, now
+            self.seconds += seconds
+            report = dict(state.report)
+            record = RoundRecord(
+                round=state.round,
+                seconds=seconds,
+                mini_batches=self._mini_batches(),
+                bytes=page,
+                losses=report.pop("losses", {}),
+                aggregation_weights=report.pop("aggregation_weights", {}),
+                extra=report,
+                **results,
+            )
+            self.records.append(record)
+            self.folder.append(record)
+            self.context.reporter.round(self.part, record)
+        memory = self.federation.save_memory(self.folder.memory)
+        progress = self.federation.progress
+        header = {
+            "exchange": progress.exchange,
+            "used": progress.used,
+            "bytes": self.federation.ledger.total,
+            "seconds": self.seconds,
+        }
+        self.folder.save_checkpoint(state, memory, header)
+
+    def _mini_batches(self) -> int:
+        """Mini-batches so far per source domain, the mean over them; a pool does the work of all its domains."""
+        return round(sum(self.federation.progress.used.values()) / len(self.split.train))
+
+    def _finish(self, state: State) -> RunResult:
+        context, part = self.context, self.part
+        result = RunResult(
+            method=part.method.display,
+            target=part.target,
+            seed=part.seed,
+            selected=selected_rounds(self.records),
+            classes=list(context.data.classes),
+            rounds=state.round,
+            seconds=self.seconds,
+            mini_batches=self._mini_batches(),
+            bytes_up=self.federation.ledger.total["up"],
+            bytes_down=self.federation.ledger.total["down"],
+            versions=versions(),
+            threads=context.threads,
+            device=context.device,
+            warnings=list(context.data.warnings),
+            options=self.folder.identity,
+            data={
+                "name": context.data.name,
+                "fingerprint": context.fingerprint,
+                "training_samples": {name: len(rows) for name, rows in self.split.train.items()},
+                "held_out_samples": {name: len(rows) for name, rows in self.split.held_out.items()},
+                "measured_samples": {name: len(rows) for name, rows in self.split.measured.items()},
+            },
+        )
+        self.folder.save_model(state.weights, model_metadata(context, part))
+        self.folder.finish(result)
+        return result
+
+
+def model_metadata(context: Context, part: Part) -> dict[str, Any]:
+    """What a model file says of itself, enough to predict with it."""
+    return {
+        "method": method_record(part.method),
+        "model": context.experiment.model.model_dump(mode="json"),
+        "input_shape": list(context.data.input_shape),
+        "classes": list(context.data.classes),
+        "preprocessing": context.data.preprocessing.model_dump(mode="json"),
+        "sources": [name for name in context.data.domains if name != part.target],
+        "unseen": part.target,
+        "seed": part.seed,
+        "experiment": context.experiment.name,
+        "versions": versions(),
+    }
+
+
+def data_for(experiment: Experiment, data: DataSet, target: str) -> DataSet:
+    """The experiment's ``data`` in an encoding in which the unseen site ``target`` has no say."""
+    source = experiment.data.without(target)
+    return data if source == experiment.data else source.build()
+
+
+def pooled_bytes(data: DataSet, split: Split) -> dict[str, int]:
+    """Bytes of the training samples of each source, which leave it when data are pooled."""
+    sizes = {}
+    for name, rows in split.train.items():
+        inputs = data.domains[name].inputs
+        item = 4 if isinstance(inputs, SparseRows) else inputs.itemsize
+        sizes[name] = len(rows) * math.prod(inputs.shape[1:]) * item
+    return sizes
