@@ -146,20 +146,19 @@ def timed(block: Callable[[int], None], rounds: int, device: str = "cpu") -> Sec
 
 
 def interleaved(
-    blocks: Mapping[str, Callable[[int], None]], rounds: int, repeats: int, device: str = "cpu"
+    blocks: Mapping[str, Callable[[int], None]], seconds: float, repeats: int, device: str = "cpu"
 ) -> dict[str, list[Seconds]]:
-    """A B C A B C …: so that all blocks see the same machine, whatever else it does."""
+    """Seconds of one round of every block: A B C A B C …, so that all see the same machine, whatever else it does.
+
+    Blocks have run before. Each turn takes about ``seconds``, or one round.
+    """
+    rounds = {name: max(1, round(seconds / timed(block, 1, device)[0])) for name, block in blocks.items()}
     found: dict[str, list[Seconds]] = {name: [] for name in blocks}
     for _ in range(repeats):
         for name, block in blocks.items():
-            found[name].append(timed(block, rounds, device))
+            wall, processor = timed(block, rounds[name], device)
+            found[name].append((wall / rounds[name], processor / rounds[name]))
     return found
-
-
-def rounds_for(block: Callable[[int], None], seconds: float, device: str = "cpu") -> int:
-    """Rounds that take about ``seconds``; the block has been called before, or this warms it up."""
-    block(1)
-    return max(1, round(seconds / timed(block, 1, device)[0]))
 
 
 def median(samples: Sequence[Seconds], clock: int = 0) -> float:
@@ -235,9 +234,8 @@ def engine(quick: bool, device: str) -> list[Row]:
         )
         for name, loop in bare.items()
     }
-    rounds = rounds_for(ours, 0.5 if quick else 1.2, device)
-    seconds = interleaved(blocks, rounds, 7 if quick else 11, device)
-    images = rounds * sum(len(rows) for plan in work.plans for _, rows, _ in plan.parts)
+    seconds = interleaved(blocks, 0.5 if quick else 1.2, 5 if quick else 11, device)
+    images = sum(len(rows) for plan in work.plans for _, rows, _ in plan.parts)
     return [
         {
             "data": data["name"],
@@ -274,13 +272,13 @@ class Both:
 
 
 def workers(quick: bool) -> list[Row]:
-    """One worker of one thread against two workers, two threads and two runs. Four equal sites, two epochs a round."""
+    """One worker of one thread against two workers, two threads and two runs. Four equal sites, one epoch a round."""
     found = []
     pools = WorkerPool(2, 1), WorkerPool(1, 1), WorkerPool(1, 1)
     try:
         for name, (shape, model) in WORKER_MODELS.items():
             data = Synthetic(shape=shape, samples=512 if len(shape) == 3 else 4096)
-            work = Work({"name": "fedavg", "local_epochs": 2}, data, model, {"batch_size": 64})
+            work = Work({"name": "fedavg", "local_epochs": 1}, data, model, {"batch_size": 64})
             one, two_workers, two_threads = Rounds(work), Rounds(work, pools[0]), Rounds(work, threads=2)
             both = Both([Rounds(work, pool) for pool in pools[1:]])
             blocks: dict[str, Callable[[int], None]] = {
@@ -291,11 +289,8 @@ def workers(quick: bool) -> list[Row]:
             }
             for block in blocks.values():
                 block(1)
-            rounds = rounds_for(one, 0.5 if quick else 1.2)
-            before = one.mini_batches
-            one(1)
-            mini_batches = one.mini_batches - before
-            seconds = interleaved(blocks, rounds, 4 if quick else 7)
+            mini_batches = one.mini_batches
+            seconds = interleaved(blocks, 0.4 if quick else 1.2, 3 if quick else 7)
             gains = {
                 "two_workers": paired(seconds["one"], seconds["workers"]),
                 "two_threads": paired(seconds["one"], seconds["threads"]),
@@ -304,7 +299,7 @@ def workers(quick: bool) -> list[Row]:
             found.append(
                 {
                     "model": name,
-                    "mini_batches_per_second_one_worker": rounds * mini_batches / median(seconds["one"]),
+                    "mini_batches_per_second_one_worker": mini_batches / median(seconds["one"]),
                     **gains,
                     "winner_of_one_run": "workers" if gains["two_workers"] > gains["two_threads"] else "threads",
                     # Any number of workers gives the same weights; so must a bench that claims equal work.
@@ -373,7 +368,7 @@ class LocalSteps:
 
 
 def csac(quick: bool, device: str) -> list[Row]:
-    """Seconds of a local mini-batch of FedAvg, CSAC's acquisition and its calibration, in turn, one site, one thread."""
+    """Seconds of a local mini-batch of FedAvg and of both phases of CSAC, in turn, at one site with one thread."""
     torch.set_num_threads(1)
     found = []
     for name, (shape, model, training, samples, steps) in CSAC_CASES.items():
