@@ -154,12 +154,9 @@ def _table(part: str, rows: list[Row]) -> Table:
                 row["winner_of_one_run"],
             )
     elif part == "csac":
-        table.caption = (
-            "whole run: 30 epochs of acquisition and 40 rounds of 5; arithmetic: multiply-accumulates, no MMD"
-        )
-        _columns(
-            table, "ms per batch", "FedAvg", "acquire", "calibrate", "ratio", "of CPU time", "arithmetic", "whole run"
-        )
+        table.caption = "whole run: 30 + 40×5 epochs; arithmetic: multiply-accumulates of layers, without MMD"
+        headings = ("FedAvg", "acquire", "calibrate", "ratio", "of CPU time", "arithmetic", "whole run")
+        _columns(table, "ms per mini-batch", *headings)
         for row in rows:
             per_batch = row["milliseconds_per_mini_batch"]
             table.add_row(
@@ -171,7 +168,7 @@ def _table(part: str, rows: list[Row]) -> Table:
                 f"{row['whole_run_ratio']:.2f}",
             )
     else:
-        _columns(table, "aggregation", "sites", "growth MiB", "process MiB", "ms per site")
+        _columns(table, "aggregation", "sites", "growth MiB", "with libraries", "ms per site")
         for row in rows:
             table.add_row(
                 _CSAC_MEMORY[row["part"]],
@@ -194,8 +191,8 @@ def _remarks(part: str, rows: list[Row]) -> list[str]:
         wins = [row["model"] for row in rows if row["two_runs"] > max(row["two_workers"], row["two_threads"])]
         where = f"fastest for {'; '.join(wins)}" if wins else "not faster than one divided run here"
         return [
-            f"Two runs at once (engine.parallel_runs: 2): {where}. They never wait for each other, whatever the sizes of "
-            "the sites; workers are for when only one run is left."
+            f"Two runs at once (engine.parallel_runs: 2): {where}.",
+            "They never wait for each other, whatever the sizes of the sites; workers are for when one run is left.",
         ]
     if part == "memory" and not any(row["part"] == "csac_kept" and row["sites"] == 1000 for row in rows):
         return ["Kept replies are 45 MB of disk a site, 45 GB for 1,000: there the models are made anew instead."]

@@ -185,9 +185,7 @@ def test_content_per_site() -> None:
     assert [float(update.weights["seen"]) for update in replies] == [0.0, 1.0, 2.0]
     assert where.ledger.total["down"] == {"statistics": 3 * 8, "numbers": 3 * 16}
     lacking = where.ask(probe.look, to=where.sources, bank=bank, number=PerSite({where.sources[0]: 1.0}))
-    with pytest.raises(
-        FedshiftError, match=f"'number' differs between sites and has nothing for '{where.sources[1]}'"
-    ):
+    with pytest.raises(FedshiftError, match=f"'number' differs between sites and has nothing for '{where.sources[1]}'"):
         list(lacking)
 
 

@@ -15,7 +15,7 @@ from tiny import NORMED, domains, setting
 from torch import Tensor
 
 from fedshift.errors import FedshiftError, UserError
-from fedshift.federation.files import read_message, write_bytes, write_message
+from fedshift.federation.files import read_message, write_message
 from fedshift.federation.ledger import Ledger
 from fedshift.federation.messages import (
     KINDS,
@@ -31,6 +31,7 @@ from fedshift.federation.messages import (
     reply_content,
     unshared,
 )
+from fedshift.files import write_bytes
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.weights import NamedTensors, Weights
 

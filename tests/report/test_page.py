@@ -113,13 +113,14 @@ def test_written_whole_or_not_at_all(experiment: Path, monkeypatch: pytest.Monke
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(page_module.os, "fsync", full)
+    monkeypatch.setattr("fedshift.files.os.fsync", full)
     with pytest.raises(UserError, match=r"report\.html.*No space left"):
         write_page(experiment, collect(experiment / "csac"))
     assert path.read_text(encoding="utf-8") == before
     assert [entry.name for entry in experiment.iterdir() if entry.name.startswith(".")] == []
-    with pytest.raises(UserError, match="No such file"):
-        write_page(experiment / "absent", collect(experiment))
+    (experiment / "taken").write_text("a file", encoding="utf-8")
+    with pytest.raises(UserError, match="cannot write"):
+        write_page(experiment / "taken", collect(experiment))
 
 
 def test_curves_average_targets_within_a_seed(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:

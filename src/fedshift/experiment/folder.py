@@ -14,8 +14,9 @@ from pydantic import ValidationError
 
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RoundRecord, RunResult
-from fedshift.federation.files import read_message, write_bytes, write_message
+from fedshift.federation.files import read_message, write_message
 from fedshift.federation.messages import Content
+from fedshift.files import write_bytes
 from fedshift.methods.base import State
 from fedshift.weights import Weights
 

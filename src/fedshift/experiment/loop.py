@@ -17,8 +17,8 @@ from fedshift.experiment.folder import RunFolder
 from fedshift.experiment.part import Context, Reporter, run_part
 from fedshift.experiment.protocol import Part, budgets, parts_of, split_of, targets_of
 from fedshift.experiment.schema import Experiment, method_record
-from fedshift.federation.files import write_bytes
 from fedshift.federation.pool import WorkerPool
+from fedshift.files import write_bytes
 from fedshift.models import registry as models
 
 

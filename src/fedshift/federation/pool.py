@@ -24,7 +24,7 @@ import torch
 
 from fedshift import errors
 from fedshift.data.domain import Domain, SparseRows
-from fedshift.errors import FedshiftError
+from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.federation import Answer, Federation, Request
 from fedshift.federation.local import Setting, SitePlan
 from fedshift.federation.messages import Statistics, decode, encode
@@ -33,6 +33,7 @@ from fedshift.federation.recipes import reply_from, setting_recipe
 BUFFERED_ANSWERS = 4
 """Answers that may wait for an earlier site's before workers pause: bounds the server's memory."""
 _START_SECONDS = 120
+_SOCKET_PATH = 100
 
 
 class WorkerPool:
@@ -44,7 +45,11 @@ class WorkerPool:
         key = secrets.token_bytes(32)
         self._processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Connection] = []
-        address = str(Path(self._folder.name) / "pool.sock")
+        # A socket's path has room for about 100 characters, and TMPDIR may be longer.
+        whole = str(Path(self._folder.name) / "pool.sock")
+        address = min(whole, os.path.relpath(whole), key=len)
+        if len(address) > _SOCKET_PATH:
+            raise UserError(f"the folder of temporary files ({tempfile.gettempdir()}) has too long a path: set TMPDIR")
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
         with Listener(address, "AF_UNIX", backlog=workers, authkey=key) as listener:
             for number in range(workers):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
@@ -11,10 +9,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from fedshift.errors import UserError
 from fedshift.evaluation.records import RoundRecord, RunResult, Selection
 from fedshift.evaluation.selection import RULES
 from fedshift.evaluation.summary import paired_difference
+from fedshift.files import write_bytes
 from fedshift.report import plots
 from fedshift.report.collect import ROUNDS, Collected, Part, read_rounds
 from fedshift.report.table import MISSING, Table, table_of
@@ -38,23 +36,8 @@ def write_page(folder: Path, collected: Collected) -> Path:
     Raises:
         UserError: the page cannot be written there, or a `rounds.jsonl` is corrupt.
     """
-    text = page(collected)
     path = folder / PAGE
-    beside: str | None = None
-    try:
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, prefix=".report-", delete=False) as file:
-            beside = file.name
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(beside, 0o644)  # the temporary file is the owner's alone
-        os.replace(beside, path)
-    except OSError as error:
-        if beside is not None:
-            Path(beside).unlink(missing_ok=True)
-        raise UserError(
-            f"cannot write {path}: {error.strerror or error}; free some space or choose a folder you may write to"
-        ) from error
+    write_bytes(path, page(collected).encode())
     return path
 
 
