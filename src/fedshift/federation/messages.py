@@ -104,22 +104,27 @@ def encode(content: Mapping[str, Content], header: Mapping[str, object] | None =
     """``content`` as safetensors bytes, with an optional JSON ``header``. `decode` is its inverse, bit for bit."""
     tensors: dict[str, Tensor] = {}
     layout: dict[str, object] = {}
-
-    def add(path: str, value: Any) -> object:
-        if isinstance(value, NamedTensors):
-            for key, tensor in value.items():
-                tensors[f"{path}|{key}"] = tensor.detach().cpu().contiguous()
-            return {"kind": value.kind, "keys": list(value)}
-        if isinstance(value, Mapping):
-            return {"by_site": {key: add(_below(path, key), item) for key, item in value.items()}}
-        if isinstance(value, float) and not math.isfinite(value):
-            return {"float": repr(value)}
-        return {"number": value}
-
     for name, value in content.items():
-        layout[name] = add(name, value)
+        layout[name] = _laid_out(name, value, tensors)
     metadata = {"content": json.dumps(layout), "header": json.dumps(dict(header or {}))}
     return save_tensors(unshared(tensors), metadata)
+
+
+# A function of the module, not a closure: one that calls itself is a reference cycle, and would keep the tensors of every
+# message in memory until the garbage collector comes by.
+
+
+def _laid_out(path: str, value: Any, tensors: dict[str, Tensor]) -> object:
+    """How ``value`` is put together, as JSON; its tensors are added to ``tensors`` under names that begin with ``path``."""
+    if isinstance(value, NamedTensors):
+        for key, tensor in value.items():
+            tensors[f"{path}|{key}"] = tensor.detach().cpu().contiguous()
+        return {"kind": value.kind, "keys": list(value)}
+    if isinstance(value, Mapping):
+        return {"by_site": {key: _laid_out(_below(path, key), item, tensors) for key, item in value.items()}}
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": repr(value)}
+    return {"number": value}
 
 
 def decode(data: bytes) -> tuple[dict[str, Content], dict[str, Any]]:
