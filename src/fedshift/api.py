@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedshift.errors import UserError
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.experiment import check as checks
 from fedshift.experiment.loop import run_experiment
 from fedshift.experiment.part import Reporter
 from fedshift.experiment.schema import Experiment, parse
 from fedshift.experiment.schema import load as load_file
+from fedshift.federation.recipes import CHILD
 from fedshift.report.collect import Collected, collect
 from fedshift.report.table import markdown, table_of
 
@@ -48,6 +51,11 @@ def run(
 
     Raises fedshift.errors.UserError for a mistake in the experiment, FedshiftError when training fails.
     """
+    if os.environ.get(CHILD):
+        raise UserError(
+            "fedshift.run was called while a worker imported this file for its method: put the call under "
+            "if __name__ == '__main__', or the method into a file of its own"
+        )
     resolved = experiment if isinstance(experiment, Experiment) else parse(experiment)
     folder = run_experiment(resolved, Path(runs), reporter)
     return Results(folder, collect(folder))

@@ -133,39 +133,45 @@ SITE_SIZES = st.dictionaries(st.sampled_from("abcd"), st.integers(1, 90), min_si
 def test_equal_work(
     sizes: Mapping[str, int], epochs: int, acquisition: int, rounds: int, batch_size: int, fixed: int | None
 ) -> None:
-    """Every site gets what the most demanding method needs, and every method has the rounds to use it up."""
-    nothing = np.zeros(0, np.int64)
-    split = Split({name: np.arange(size) for name, size in sizes.items()}, {}, {"t": nothing})
+    """All methods do the same work in total, and the sites of a method are done in the same round."""
+    split = Split({name: np.arange(size) for name, size in sizes.items()}, {}, {"t": np.zeros(0, np.int64)})
     csac = CSAC(acquisition_epochs=acquisition + 1, calibration_epochs=epochs)
-    fedavg, deepall = FedAvg(local_epochs=2), DeepAll()
+    steps = CSAC(label="steps", acquisition_steps=acquisition + 1, calibration_steps=epochs)
+    methods = [FedAvg(local_epochs=2), csac, steps, DeepAll()]
     training = Training(rounds=rounds, batch_size=batch_size, mini_batches=fixed)
-    budget = budgets([fedavg, csac, deepall], training, split)
-    for name, size in sizes.items():
-        per_epoch = batches_per_epoch(size, batch_size)
-        most = max((acquisition + 1 + rounds * epochs) * per_epoch, rounds * 2 * per_epoch)
-        assert budget[name] == (fixed or most)
-    assert site_budget(fedavg, budget) == budget
-    assert site_budget(deepall, budget) == {POOL: sum(budget.values())}
-    for method in (fedavg, csac):
+    per_epoch = {name: batches_per_epoch(size, batch_size) for name, size in sizes.items()}
+    needs = [sum(method.mini_batches(number, rounds) for number in per_epoch.values()) for method in methods]
+    total = fixed * len(sizes) if fixed else max(needs)
+    for method in methods:
+        budget = budgets(method, methods, training, split)
+        assert total <= sum(budget.values()) < total + len(sizes)
+        if method.pooled:
+            assert site_budget(method, budget) == {POOL: sum(budget.values())}
+            continue
+        assert site_budget(method, budget) == budget
         needed = rounds_needed(method, training, split, budget)
-        enough = [
-            method.mini_batches(batches_per_epoch(size, batch_size), needed) >= budget[name]
-            for name, size in sizes.items()
-        ]
-        assert all(enough)
-        if needed > 0:
-            fewer = [
-                method.mini_batches(batches_per_epoch(size, batch_size), needed - 1) >= budget[name]
-                for name, size in sizes.items()
-            ]
-            assert not all(fewer)
-    # The pool spends ⌈budget / rounds⌉ a round until nothing is left.
-    left, share, count = sum(budget.values()), -(-sum(budget.values()) // rounds), 0
-    while left > 0:
-        left, count = left - share, count + 1
-    needed = rounds_needed(deepall, training, split, budget)
-    assert needed == count <= rounds
-    assert -(-sum(budget.values()) // needed) == share  # what the federation hands out with that many rounds
+        for name, number in per_epoch.items():
+            assert method.mini_batches(number, max(needed, 1)) >= budget[name]
+            if needed > 1:  # in the last round every site still has something to do
+                assert method.mini_batches(number, needed - 1) < budget[name]
+
+
+def test_the_pool_spreads_its_work_over_the_rounds() -> None:
+    split = Split({"a": np.arange(40), "b": np.arange(10)}, {}, {"t": np.zeros(0, np.int64)})
+    methods = [FedAvg(local_epochs=3), DeepAll()]
+    training = Training(rounds=7, batch_size=8)
+    budget = budgets(methods[1], methods, training, split)
+    assert sum(budget.values()) == 3 * 7 * (5 + 2)
+    assert rounds_needed(methods[1], training, split, budget) == 7
+
+
+def test_sites_counted_in_epochs_and_steps_end_together() -> None:
+    split = Split({"big": np.arange(400), "small": np.arange(40)}, {}, {"t": np.zeros(0, np.int64)})
+    fedavg, csac = FedAvg(), CSAC(acquisition_steps=10, calibration_steps=40)
+    training = Training(rounds=5, batch_size=20)
+    budget = budgets(fedavg, [fedavg, csac], training, split)
+    assert budget == {"big": 382, "small": 39}  # 420 in all, 10 to 1 as the batches of an epoch
+    assert rounds_needed(fedavg, training, split, budget) == 20
 
 
 def test_the_target_is_not_among_the_sites() -> None:

@@ -262,9 +262,10 @@ def test_all_methods_train_on_the_same_number_of_mini_batches() -> None:
     data = data_set([*domains(), images("hidden", 12)])
     split = protocol.split_of(LeaveOneOut(test_fraction=0), data, "hidden", 0)
     methods = [method_of(name) for name in registry.names()]
-    budget = protocol.budgets(methods, training(), split)
-    assert budget["large"] > 2 * 5  # acquisition costs something
+    totals = set()
     for method in methods:
+        budget = protocol.budgets(method, methods, training(), split)
+        assert budget["large"] > 2 * 5  # acquisition costs something
         allowed = protocol.site_budget(method, budget)
         rounds = protocol.rounds_needed(method, training(), split, budget)
         whole = Setting(method, training(), models.parse(CNN), data.preprocessing, (1, 12, 12), CLASSES, 0, "cpu")
@@ -274,7 +275,8 @@ def test_all_methods_train_on_the_same_number_of_mini_batches() -> None:
             state = step_on(method, where, state)
         assert where.progress.used == allowed, method.name
         assert state.round == rounds, method.name
-        assert sum(where.progress.used.values()) == sum(budget.values())
+        totals.add(sum(where.progress.used.values()))
+    assert len(totals) == 1
 
 
 @every_method

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import sys
 
 _NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -11,6 +12,8 @@ _NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 def main() -> None:
     """Entry point of ``fedshift``. Exit codes: 0 done, 1 failure, 2 a person's mistake, 130 interrupted."""
+    # Schedulers stop programs with SIGTERM: end as with Ctrl-C, so that workers stop and temporary files go.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sys.exit(_run())
     except KeyboardInterrupt:

@@ -52,6 +52,8 @@ def check_file(path: Path, overrides: Sequence[str]) -> None:
     console.print(
         f"all runs together: about {sum(method.hours for method in found.methods):.2f} hours", highlight=False
     )
+    for kind in found.encoding_shares:
+        console.print(f"before training, {kind} of each source leave it, to agree on one encoding", highlight=False)
     for warning in found.warnings:
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
 

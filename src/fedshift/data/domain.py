@@ -141,6 +141,11 @@ class DataSource(BaseModel):
     def build(self) -> DataSet:
         raise UserError(f"data set {self.name} cannot be built")
 
+    @property
+    def shares(self) -> tuple[str, ...]:
+        """Kinds of content that leave sites to agree on the encoding, before any training; nothing for most."""
+        return ()
+
     def without(self, unseen: str) -> DataSource:
         """The same source with nothing in its preprocessing that comes from the domain ``unseen``; itself for most."""
         return self

@@ -4,9 +4,9 @@ The encoding is agreed without pooling rows. What each site gives is a `TableSta
 sum and sum of squares of the values that are there and whether any is missing; per categorical column the set of its
 values. Counts and sums are added up, sets are united.
 
-Encoded columns, in order: each numeric column (value - mean) / std, a missing value being filled as
-`TableEncoding.fill` says; one 0/1 column per numeric column that can be missing; for each categorical column one 0/1
-column per category, all zero when the value is missing or was never seen.
+Encoded columns, in order: each numeric column (value - mean) / std, a missing value being 0; one 0/1 column per numeric
+column that can be missing; for each categorical column one 0/1 column per category, all zero when the value is missing
+or was never seen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -120,17 +119,12 @@ class CategoricalColumn(BaseModel):
 
 
 class TableEncoding(BaseModel):
-    """How rows become features, the same at every site.
-
-    fill: a missing number becomes the mean over the sites (0 after standardising), or the median of the same column in
-    the same file where it has any value (else the mean).
-    """
+    """How rows become features, the same at every site."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     numeric: tuple[NumericColumn, ...]
     categorical: tuple[CategoricalColumn, ...]
-    fill: Literal["mean", "site_median"] = "mean"
 
     @property
     def width(self) -> int:
@@ -230,10 +224,8 @@ def encode(table: Columns, encoding: TableEncoding) -> npt.NDArray[np.float32]:
     for numeric in encoding.numeric:
         values = numbers(table, numeric.name, numeric.missing_values)
         gone = np.isnan(values)
-        fill = numeric.mean
-        if encoding.fill == "site_median" and not gone.all():
-            fill = float(np.median(values[~gone]))
-        scaled.append((np.where(gone, fill, values) - numeric.mean) / numeric.std)
+        # Never a statistic of the file at hand: a patient's encoding must not depend on who else is in it.
+        scaled.append((np.where(gone, numeric.mean, values) - numeric.mean) / numeric.std)
         if numeric.can_be_missing:
             absent.append(gone.astype(np.float64))
     for categorical in encoding.categorical:

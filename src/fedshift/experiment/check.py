@@ -20,8 +20,6 @@ from fedshift.models import registry as models
 from fedshift.models.payload import Payload, payload
 
 _TIMED_BATCHES = 8
-ASSUMED_COST = {"csac": 1.5}
-"""Seconds of a mini-batch relative to plain cross-entropy, where measured to differ; a rough guide."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,7 @@ class Check:
     threads: int
     methods: tuple[MethodCheck, ...]
     warnings: tuple[str, ...]
+    encoding_shares: tuple[str, ...]
 
 
 def check(experiment: Experiment) -> Check:
@@ -94,12 +93,12 @@ def check(experiment: Experiment) -> Check:
         work = up = down = rounds = 0
         seconds = 0.0
         for (target, _), split in splits.items():
-            budget = budgets(experiment.methods, experiment.training, split)
+            budget = budgets(method, experiment.methods, experiment.training, split)
             needed = rounds_needed(method, experiment.training, split, budget)
             rounds = max(rounds, needed)
             work = max(work, round(sum(budget.values()) / len(split.train)))
             speed_up = experiment.engine.parallel_runs if method.pooled else processes
-            seconds += sum(budget.values()) * per_batch * ASSUMED_COST.get(method.name, 1.0) / speed_up
+            seconds += sum(budget.values()) * per_batch * method.relative_cost / speed_up
             traffic = method.traffic(sizes[target], len(split.train), needed)
             up, down = up + traffic.up, down + traffic.down
             if method.pooled:
@@ -119,6 +118,7 @@ def check(experiment: Experiment) -> Check:
         threads=threads,
         methods=tuple(found),
         warnings=data.warnings,
+        encoding_shares=experiment.data.shares,
     )
 
 

@@ -56,8 +56,11 @@ def resolve_device(name: str) -> str:
 def threads_set(number: int) -> Iterator[None]:
     """Run a block with this many torch threads."""
     before = torch.get_num_threads()
+    cudnn = torch.backends.cudnn
     torch.set_num_threads(number)
     try:
-        yield
+        # cuDNN may otherwise choose among algorithms that add up in different orders from run to run.
+        with cudnn.flags(deterministic=True, benchmark=False, allow_tf32=cudnn.allow_tf32):
+            yield
     finally:
         torch.set_num_threads(before)

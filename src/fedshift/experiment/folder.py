@@ -52,9 +52,12 @@ class RunFolder:
             ) from None
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             os.close(handle)
             return False
+        except OSError as error:
+            os.close(handle)
+            raise UserError(f"cannot lock {self.path}: {error.strerror}; choose a local folder with --runs") from None
         self._lock = handle
         for half in self.path.glob(".*.part"):  # what a killed process was writing
             half.unlink(missing_ok=True)

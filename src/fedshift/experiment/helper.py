@@ -12,11 +12,13 @@ from pathlib import Path
 from fedshift.errors import FedshiftError
 from fedshift.experiment.loop import run_experiment
 from fedshift.experiment.schema import parse
+from fedshift.federation.recipes import CHILD
 
 
 def main() -> int:
     """Take parts that no other process holds until none is left."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # an end in order: workers and their files go too
+    os.environ[CHILD] = "1"
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         run_experiment(parse(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2]), helper=True)

@@ -79,6 +79,11 @@ def run_experiment(
 
 def check_fit(experiment: Experiment, data: DataSet) -> None:
     """Raises UserError when a method, the network, the data and what sites refuse do not fit; nothing is trained."""
+    for kind in experiment.data.shares:
+        if kind in experiment.engine.refuse:
+            raise UserError(
+                f"engine.refuse: sites refuse {kind}, which data set {experiment.data.name} needs for a common encoding"
+            )
     for method in experiment.methods:
         network = models.build(experiment.model, data.input_shape, len(data.classes), 0)
         method.check(method.adapt_network(network))
@@ -94,7 +99,7 @@ def _folder(experiment: Experiment, data: DataSet, fingerprint: str, part: Part,
     whole = experiment.dump()
     protocol = {key: value for key, value in whole["protocol"].items() if key not in ("targets", "seeds")}
     split = split_of(experiment.protocol, data, part.target, part.seed)
-    budget = budgets(experiment.methods, experiment.training, split)
+    budget = budgets(part.method, experiment.methods, experiment.training, split)
     identity = {
         "name": experiment.name,
         "data": {**whole["data"], "fingerprint": fingerprint},

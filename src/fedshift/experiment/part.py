@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -62,15 +62,25 @@ class Context:
     threads: int
     pool: WorkerPool | None
     reporter: Reporter
+    encoded: dict[str, DataSet] = field(default_factory=dict)
+
+    def encoded_for(self, target: str) -> DataSet:
+        """The data with the unseen ``target`` kept out of the encoding; kept until another target's turn."""
+        if target not in self.encoded:
+            self.encoded.clear()
+            self.encoded[target] = data_for(self.experiment, self.data, target)
+            if self.pool is not None and self.encoded[target] is not self.data:
+                self.pool.forget()
+        return self.encoded[target]
 
 
 def run_part(context: Context, part: Part, folder: RunFolder) -> RunResult:
     """One run from its last checkpoint, or its beginning, to its result."""
     experiment, method = context.experiment, part.method
-    data = data_for(experiment, context.data, part.target)
+    data = context.encoded_for(part.target)
     context = replace(context, data=data)
     split = split_of(experiment.protocol, data, part.target, part.seed)
-    budget = budgets(experiment.methods, experiment.training, split)
+    budget = budgets(method, experiment.methods, experiment.training, split)
     setting = Setting(
         method=method,
         training=experiment.training,
@@ -160,6 +170,13 @@ class _Run:
         progress.exchange, progress.used = header["exchange"], header["used"]
         ledger.total = header["bytes"]
         self.seconds = header["seconds"]
+        now = {"threads": self.context.threads, "device": self.context.device, **versions()}
+        for name, then in header.get("environment", {}).items():
+            if now.get(name) != then:
+                self.context.reporter.warn(
+                    f"{self.folder.path} was begun with {name} {then} and goes on with {now.get(name)}: weights may "
+                    "differ in their last bits from an uninterrupted run"
+                )
         try:
             self.federation.load_memory(self.folder.memory, header["memory"])
         except UserError as error:
@@ -207,6 +224,7 @@ class _Run:
             "used": progress.used,
             "bytes": self.federation.ledger.total,
             "seconds": self.seconds,
+            "environment": {"threads": self.context.threads, "device": self.context.device, **versions()},
         }
         self.folder.save_checkpoint(state, memory, header)
 

@@ -116,20 +116,31 @@ def _domain_rows(protocol: LeaveOneOut, domain: Domain, seed: int) -> tuple[Rows
 def batches_per_epoch(samples: int, batch_size: int) -> int:
     """Mini-batches of one pass; a last batch of one sample is joined to the one before it."""
     full, rest = divmod(samples, batch_size)
-    return max(1, full + (rest > 1 or (rest == 1 and batch_size == 1)))
+    return max(1, full + (rest > 1))
 
 
-def budgets(methods: Sequence[Method], training: Training, split: Split) -> dict[str, int]:
-    """Mini-batches that each source may train on in a run: what the most demanding method needs, or `mini_batches`."""
-    if training.mini_batches is not None:
-        return dict.fromkeys(split.train, training.mini_batches)
-    return {
-        site: max(
-            method.mini_batches(batches_per_epoch(len(rows), training.batch_size), training.rounds)
-            for method in methods
-        )
-        for site, rows in split.train.items()
-    }
+def budgets(method: Method, methods: Sequence[Method], training: Training, split: Split) -> dict[str, int]:
+    """Mini-batches that each source may train on in a run of ``method``.
+
+    The sources together get what the most demanding of ``methods`` needs (or `mini_batches` times their number), the
+    same for every method. They share it as the method itself spends it, so all of them are done in the same round: a
+    site that is done early would go on voting with a model it did not train. Methods that count in epochs all share it
+    alike.
+    """
+
+    def needs(candidate: Method) -> dict[str, int]:
+        return {
+            site: candidate.mini_batches(batches_per_epoch(len(rows), training.batch_size), training.rounds)
+            for site, rows in split.train.items()
+        }
+
+    fixed = training.mini_batches
+    total = fixed * len(split.train) if fixed else max(sum(needs(candidate).values()) for candidate in methods)
+    own = needs(method)
+    whole = sum(own.values())
+    if whole == 0:  # a method that announces no training
+        return dict.fromkeys(own, -(-total // len(own)))
+    return {site: -(-need * total // whole) for site, need in own.items()}
 
 
 def rounds_needed(method: Method, training: Training, split: Split, budget: Mapping[str, int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -136,7 +137,8 @@ def method_record(method: Method) -> dict[str, Any]:
     file, _, kind = name.rpartition(":")
     if not file.endswith(".py"):
         return {"name": name, **method.model_dump(mode="json")}
-    checksum = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    module = sys.modules[type(method).__module__]
+    checksum = getattr(module, "__sha256__", None) or hashlib.sha256(Path(file).read_bytes()).hexdigest()
     return {"name": f"{Path(file).name}:{kind}", "sha256": checksum, **method.model_dump(mode="json")}
 
 

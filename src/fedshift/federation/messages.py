@@ -23,6 +23,7 @@ from fedshift.weights import NamedTensors, Weights
 
 NUMBERS = "numbers"
 BYTES_PER_NUMBER = 8
+LONGEST_TEXT = 64
 
 
 class Statistics(NamedTensors):
@@ -85,6 +86,10 @@ def pieces(content: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
         elif isinstance(value, bool | int | float):
             yield name, NUMBERS, BYTES_PER_NUMBER
         elif isinstance(value, str):
+            if len(value.encode()) > LONGEST_TEXT:
+                raise FedshiftError(
+                    f"'{name}' is a text of {len(value)} characters: only short names travel as numbers"
+                )
             yield name, NUMBERS, len(value.encode())
         elif isinstance(value, Mapping):
             yield from ((name, kind, size) for _, kind, size in pieces(value))
@@ -110,12 +115,12 @@ def encode(content: Mapping[str, Content], header: Mapping[str, object] | None =
     return save_tensors(unshared(tensors), metadata)
 
 
-# A function of the module, not a closure: one that calls itself is a reference cycle, and would keep the tensors of every
-# message in memory until the garbage collector comes by.
+# A function of the module, not a closure: one that calls itself is a reference cycle, and would keep the tensors of
+# every message in memory until the garbage collector comes by.
 
 
 def _laid_out(path: str, value: Any, tensors: dict[str, Tensor]) -> object:
-    """How ``value`` is put together, as JSON; its tensors are added to ``tensors`` under names that begin with ``path``."""
+    """How ``value`` is put together, as JSON; its tensors go to ``tensors`` under names that begin with ``path``."""
     if isinstance(value, NamedTensors):
         for key, tensor in value.items():
             tensors[f"{path}|{key}"] = tensor.detach().cpu().contiguous()

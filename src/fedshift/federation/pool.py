@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -40,7 +41,7 @@ class WorkerPool:
     """``workers`` processes with ``threads`` threads each, kept for as many runs as one likes."""
 
     def __init__(self, workers: int, threads: int) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="fedshift-pool-")
+        self._folder = tempfile.TemporaryDirectory(prefix="fedshift-pool-", ignore_cleanup_errors=True)
         self._shared: dict[int, tuple[Domain, str]] = {}
         key = secrets.token_bytes(32)
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -79,8 +80,7 @@ class WorkerPool:
     def share(self, domain: Domain) -> str:
         """The folder with the domain's arrays as files that every worker maps into memory; written once."""
         if id(domain) not in self._shared:
-            folder = Path(self._folder.name) / f"domain-{len(self._shared)}"
-            folder.mkdir()
+            folder = Path(tempfile.mkdtemp(prefix="domain-", dir=self._folder.name))
             inputs = domain.inputs
             if isinstance(inputs, SparseRows):
                 for part in ("data", "indices", "indptr"):
@@ -91,6 +91,12 @@ class WorkerPool:
             np.save(folder / "labels.npy", domain.labels)
             self._shared[id(domain)] = (domain, str(folder))  # the domain is kept, or its id could come again
         return self._shared[id(domain)][1]
+
+    def forget(self) -> None:
+        """Remove the shared files; workers keep what they have mapped."""
+        for _, folder in self._shared.values():
+            shutil.rmtree(folder, ignore_errors=True)
+        self._shared.clear()
 
     def call(self, worker: int, command: Mapping[str, Any], **content: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Send a command to one worker and wait for its answer."""

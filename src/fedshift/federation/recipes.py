@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
-import importlib.util
 import sys
 import zlib
 from collections.abc import Mapping
@@ -19,6 +19,8 @@ from fedshift.federation.messages import Reply
 from fedshift.federation.training import Training
 from fedshift.models import registry as models
 
+CHILD = "FEDSHIFT_CHILD"
+"""Set in worker processes: an experiment must not begin another one while a method's file is imported."""
 USER_MODULE = "fedshift_user_"
 """How the modules are called that `import_file` makes."""
 
@@ -36,16 +38,18 @@ def find(place: str) -> Any:
 def import_file(path: str) -> ModuleType:
     """A person's own method file as a module; the same file is imported once."""
     whole = Path(path).resolve()
-    name = f"{USER_MODULE}{whole.stem}_{zlib.crc32(str(whole).encode()):08x}"
+    text = whole.read_bytes()
+    checksum = hashlib.sha256(text).hexdigest()
+    # The checksum is part of the name: an edited file is another module, and results name the code that really ran.
+    name = f"{USER_MODULE}{whole.stem}_{zlib.crc32(str(whole).encode()):08x}_{checksum[:8]}"
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, whole)
-    if spec is None or spec.loader is None or not whole.is_file():
-        raise OSError(f"no file {whole}")
-    module = importlib.util.module_from_spec(spec)
+    module = ModuleType(name)
+    module.__file__ = str(whole)
+    module.__dict__["__sha256__"] = checksum
     sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        exec(compile(text, str(whole), "exec"), module.__dict__)
     except BaseException:
         del sys.modules[name]  # half a module must not be found the next time
         raise

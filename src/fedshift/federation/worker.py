@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import traceback
 from collections.abc import Callable
@@ -16,7 +18,7 @@ from fedshift.data.domain import Domain, SparseRows
 from fedshift.errors import FedshiftError
 from fedshift.federation.local import Setting, SitePlan, SiteRunner
 from fedshift.federation.messages import decode, encode, reply_content
-from fedshift.federation.recipes import place_of, setting_from
+from fedshift.federation.recipes import CHILD, place_of, setting_from
 from fedshift.federation.site import Envelope
 
 Answer = tuple[dict[str, Any], dict[str, Any]]
@@ -99,9 +101,15 @@ def main() -> None:
     address, threads, number = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(threads)
     key = sys.stdin.buffer.read()
-    with Client(address, "AF_UNIX", authkey=key) as connection:
-        connection.send_bytes(number.encode())
-        Worker().serve(connection)
+    os.environ[CHILD] = "1"
+    folder = Path(address).resolve().parent
+    try:
+        with Client(address, "AF_UNIX", authkey=key) as connection:
+            connection.send_bytes(number.encode())
+            Worker().serve(connection)
+    finally:
+        # The folder holds every site's samples. The server removes it; if the server was killed, this worker does.
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ class Method(BaseModel, ABC):
     steps.
 
     Class attributes: ``name`` in experiment files; ``title`` and ``citation``; ``shares``: kinds of content that
-    leave a site; ``memory_names``: what a site keeps between exchanges; ``pooled``: needs all sources' data in one
-    place.
+    leave a site; ``memory_names``: what a site keeps between exchanges; ``pooled``: needs all data in one place;
+    ``relative_cost``: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -63,6 +63,7 @@ class Method(BaseModel, ABC):
     shares: ClassVar[tuple[str, ...]] = ("weights", "numbers")
     memory_names: ClassVar[tuple[str, ...]] = ()
     pooled: ClassVar[bool] = False
+    relative_cost: ClassVar[float] = 1.0
 
     label: str | None = Field(None, description="name in tables and folders; needed when a method appears twice")
 

@@ -48,6 +48,10 @@ class Arrays(DataSource):
             "them), never of a site that is unseen. Without classes, labels must be 0 to C - 1, each at some site.",
         )
 
+    @property
+    def shares(self) -> tuple[str, ...]:
+        return ("statistics",) if self.standardise else ()
+
     def without(self, unseen: str) -> DataSource:
         if not self.standardise:
             return self

@@ -66,7 +66,8 @@ class FiveDigits(DataSource):
             counts={"mnist": 70000, "mnist_m": 9001, "usps": 9298, "font": 10160, "natural": 885},
             notes="Fonts and photographs stand in for the SVHN and synthetic digits of Digit-5. MNIST and USPS keep "
             "their own training and test rows. The fonts are black on white as found, MNIST and USPS white on black. "
-            "MNIST-M is its 9,001-image test part.",
+            "MNIST-M is its 9,001-image test part, which was made from MNIST test images: with one of the two unseen, "
+            "base_images: disjoint does not keep the other's versions of its images out.",
         )
 
     def build(self) -> DataSet:

@@ -1,13 +1,13 @@
 """Heart disease at four hospitals, thirteen measurements: Detrano et al., American Journal of Cardiology 1989 (UCI).
 
-What is done with missing values. A number that is missing becomes the median of the same column at the same hospital;
-where the hospital measured it for nobody, the mean of the scale (0 after standardising). Either way a 0/1 column says
+What is done with missing values. A number that is missing becomes the mean of the scale (0 after standardising), never
+a statistic of the hospital at hand: a patient's encoding must not depend on who else is in the file. A 0/1 column says
 that it was missing, one for each number that can be missing (all but age). A missing category gives zeros in all
 columns of that category. A cholesterol or blood pressure of 0 is taken as missing (all Swiss rows and some of Long
 Beach have it).
 
 Numbers are standardised with the fixed constants below, near the moments of the Cleveland patients in the published
-file, so that no hospital's statistics are needed and the scale is the same whichever hospital is unseen.
+file, so that the scale is the same whichever hospital is unseen (with Cleveland unseen, it is known beforehand).
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ ENCODING = TableEncoding(
         CategoricalColumn(name="slope", categories=("1", "2", "3")),
         CategoricalColumn(name="thal", categories=("3", "6", "7")),
     ),
-    fill="site_median",
 )
 _CANDIDATES = (
     "heart_disease_uci/heart_disease_uci.csv",

@@ -61,6 +61,10 @@ class Table(DataSource):
             "each number that is missing anywhere; categories: all zeros. A site that is unseen gives no statistics.",
         )
 
+    @property
+    def shares(self) -> tuple[str, ...]:
+        return ("statistics",)
+
     def without(self, unseen: str) -> DataSource:
         chosen = self.statistics_from or tuple(self.sites)
         return self.model_copy(update={"statistics_from": tuple(site for site in chosen if site != unseen)})

@@ -6,17 +6,14 @@ Data. AISTATS 2017, Algorithm 1.
 Setting: domain generalization (the reference row of every table); the target is never seen.
 Wire: one model up and one down per site and round, 2·K·S(θ), and the sample count N_k.
 
-    θ ← Σ_k (N_k / ΣN) θ_k        after E local epochs of cross-entropy at every site
-    (Algorithm 1)
+    θ ← Σ_k (N_k / ΣN) θ_k        after E local epochs of cross-entropy at every site      (Algorithm 1)
 
 Where papers and code differ
-* CSAC's released code rounds the shares N_k/ΣN to four decimals and takes integer buffers from the last site. Here:
-exact
-  shares; integer buffers are the maximum.
+* CSAC's released code rounds the shares N_k/ΣN to four decimals and takes integer buffers from the last site.
+  Here: exact shares; integer buffers are the maximum.
 * CCST, FedSR and FedADG weigh all sites alike: ``weighting: uniform``.
 * FedBN and others leave BatchNorm statistics at the sites. Here they are averaged like weights.
-* Equal work: CSAC trains its sites before the first round (30 epochs). FedAvg gets those mini-batches as further
-rounds.
+* Equal work: CSAC trains its sites before the first round (30 epochs). FedAvg gets those as further rounds.
 
 Should reproduce: Rotated MNIST average 92.65 ± 0.08, PACS ResNet-18 82.36 ± 0.44 (as printed by CSAC).
 """

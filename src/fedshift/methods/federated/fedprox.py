@@ -4,14 +4,12 @@ Li, Sahu, Zaheer, Sanjabi, Talwalkar, Smith: Federated Optimization in Heterogen
 
 Setting and wire: as FedAvg.
 
-    min_w  F_k(w) + μ/2 · ‖w − w_global‖²        at every site, over parameters, not buffers
-    (equation 2)
+    min_w  F_k(w) + μ/2 · ‖w − w_global‖²        over parameters, not buffers      (equation 2)
 
 Where papers and code differ
 * The paper lets slow sites do fewer epochs; here every site does the same work.
 * CCST's port applies the penalty from the second step on and only after round 0. The first step's penalty is zero
-anyway
-  (w = w_global); here the term is always on, which is the equation.
+  anyway (w = w_global); here the term is always on, which is the equation.
 * μ = 0 is FedAvg, bit for bit.
 
 Should reproduce: no published table of this setting is known to us; with μ = 0 the rows of FedAvg.
