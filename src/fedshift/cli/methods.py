@@ -16,16 +16,16 @@ def show_methods(name: str | None) -> None:
     console = Console()
     if name is None:
         table = Table(box=None, pad_edge=False)
-        for column in ("name", "method", "setting", "leaves a site", "source"):
+        for column in ("name", "for", "leaves a site", "source"):
             table.add_column(column, overflow="fold")
         for known in registry.names():
             method = registry.method_class(known)
             setting = method.setting + (", pooled" if method.pooled else "")
-            table.add_row(known, method.title, setting, ", ".join(method.shares), method.citation)
+            table.add_row(known, setting, ", ".join(method.shares), method.citation)
         console.print(table)
         return
     method = registry.method_class(name)
-    console.print((sys.modules[method.__module__].__doc__ or "").strip(), markup=False, highlight=False)
+    console.print((sys.modules[method.__module__].__doc__ or "").strip(), markup=False, highlight=False, soft_wrap=True)
     console.print()
     table = Table(box=None, pad_edge=False, title="options", title_justify="left")
     for column in ("field", "default", "meaning"):

@@ -59,7 +59,7 @@ class Method(BaseModel, ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     citation: ClassVar[str]
-    setting: ClassVar[str] = "domain generalization"
+    setting: ClassVar[str] = "unseen target"
     shares: ClassVar[tuple[str, ...]] = ("weights", "numbers")
     memory_names: ClassVar[tuple[str, ...]] = ()
     pooled: ClassVar[bool] = False
