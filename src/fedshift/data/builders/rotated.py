@@ -7,6 +7,7 @@ Ghifary, Kleijn, Zhang, Balduzzi, *Domain Generalization for Object Recognition 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -66,9 +67,9 @@ class _Rotated(DataSource):
     base_seed: int = Field(0, ge=0, description="seed of the draw of the base images")
     normalise: bool = Field(True, description="subtract the mean and divide by the deviation, not only divide by 255")
 
+    @abstractmethod
     def base(self) -> tuple[Pixels, Labels]:
         """The base images (n, h, w) and their labels (n,)."""
-        raise NotImplementedError
 
     def build(self) -> DataSet:
         """Domains named by letter and angle; ``groups`` is the number of the base image, shared by all domains."""
