@@ -35,7 +35,7 @@ def check_file(path: Path, overrides: Sequence[str]) -> None:
         highlight=False,
     )
     methods = Table(box=None, pad_edge=False)
-    for column in ("method", "runs", "rounds", "mini-batches per site", "hours", "up", "down", "leaves a site"):
+    for column in ("method", "runs", "rounds", "mini-batches per site", "time", "up", "down", "leaves a site"):
         methods.add_column(column, justify="left" if column in ("method", "leaves a site") else "right")
     for method in found.methods:
         methods.add_row(
@@ -43,19 +43,26 @@ def check_file(path: Path, overrides: Sequence[str]) -> None:
             str(method.runs),
             str(method.rounds),
             str(method.mini_batches_per_site),
-            f"{method.hours:.2f}",
+            _duration(method.hours),
             _size(method.bytes_up),
             _size(method.bytes_down),
             ", ".join(method.shares),
         )
     console.print(methods)
     console.print(
-        f"all runs together: about {sum(method.hours for method in found.methods):.2f} hours", highlight=False
+        f"all runs together: about {_duration(sum(method.hours for method in found.methods))}", highlight=False
     )
     for kind in found.encoding_shares:
         console.print(f"before training, {kind} of each source leave it, to agree on one encoding", highlight=False)
     for warning in found.warnings:
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _duration(hours: float) -> str:
+    """Hours in the unit that reads best."""
+    if hours >= 1:
+        return f"{hours:.1f} h"
+    return f"{hours * 60:.0f} min" if hours * 60 >= 1 else f"{hours * 3600:.0f} s"
 
 
 def _size(number: float) -> str:
