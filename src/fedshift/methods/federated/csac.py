@@ -47,6 +47,7 @@ from torch import Tensor, nn
 from fedshift.errors import UserError, nearest
 from fedshift.federation.federation import Federation, Replies
 from fedshift.federation.messages import BYTES_PER_NUMBER, Update
+from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.aggregation import divergence_aggregate
 from fedshift.functional.attention import cross_layer_attention
@@ -172,9 +173,9 @@ class CSAC(Method):
             alignment: Tensor = self.alignment_weight * aligner(logits, features, batch)
             return F.cross_entropy(logits, batch.targets) + alignment if self.cross_entropy else alignment
 
-        # Two optimisers with the same settings are one optimiser over both modules' parameters.
         if self.reset_projection_each_round:
             site.memory.pop("optimizer", None)  # momentum of other projections
+        # The code's two optimisers have the same settings: they are one over the parameters of both modules.
         optimizer = site.optimizer(*trained, memory="optimizer")
         mean = site.minimise(
             loss,
@@ -220,11 +221,19 @@ class _Aligner(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             layers = [projection_layer(shape, method.projection_channels, size) for shape in (*shapes, *shapes)]
-            keys = [nn.Conv2d(method.projection_channels, method.projection_channels, 1) for _ in layers]
         self.projections = site.place(nn.ModuleList(layers).to(memory_format=torch.channels_last))
         if persistent:
             self.projections.load_state_dict(dict(site.memory.weights("projections")))
-        self._keys = (site.place(nn.ModuleList(keys)).requires_grad_(False),)
+        self._keys = [self._query_keys(len(layers))] if method.query_key else []  # a list: not trained
+
+    def _query_keys(self, number: int) -> nn.ModuleList:
+        """The 1×1 convolutions of ``query_key``: random, never trained, and as long-lived as the projections."""
+        exchange = self.site.envelope.exchange if self.method.reset_projection_each_round else 0
+        channels = self.method.projection_channels
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(derive_seed(self.site.seed, self.site.name, exchange, "query_key"))
+            keys = nn.ModuleList(nn.Conv2d(channels, channels, 1) for _ in range(number))
+        return self.site.place(keys).requires_grad_(False)
 
     def forward(self, logits: Tensor, features: dict[str, Tensor], batch: Batch) -> Tensor:
         method = self.method
@@ -272,7 +281,8 @@ class _Aligner(nn.Module):
         return logits, list(features.values())
 
     def _measure(self) -> list[Tensor]:
-        return self._compute(next(self.site.all_batches()).inputs[:1])[1]
+        """The frozen features of one sample, for their shapes."""
+        return self._compute(self.site.data.batch(torch.zeros(1, dtype=torch.int64))[0])[1]
 
     def _frozen(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         if self._cache is None:
