@@ -28,6 +28,7 @@ from fedshift.experiment.protocol import (
     split_of,
 )
 from fedshift.experiment.schema import LeaveOneOut, parse
+from fedshift.federation.local import SitePlan
 from fedshift.federation.training import Training
 from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg
@@ -146,9 +147,9 @@ def test_equal_work(
         budget = budgets(method, methods, training, split)
         assert total <= sum(budget.values()) < total + len(sizes)
         if method.pooled:
-            assert site_budget(method, budget) == {POOL: sum(budget.values())}
+            assert site_budget(budget, [SitePlan(POOL, "source", ())]) == {POOL: sum(budget.values())}
             continue
-        assert site_budget(method, budget) == budget
+        assert site_budget(budget, [SitePlan(name, "source", ()) for name in sizes]) == budget
         needed = rounds_needed(method, training, split, budget)
         for name, number in per_epoch.items():
             assert method.mini_batches(number, max(needed, 1)) >= budget[name]

@@ -15,6 +15,7 @@ from fedshift.federation.site import Role
 from fedshift.federation.training import Training
 from fedshift.methods.base import Method, State
 from fedshift.models import registry as models
+from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 CLASSES = 3
@@ -71,16 +72,26 @@ def setting(
     """``options`` are those of `Training`."""
     data = data_set(found)
     return Setting(
-        method, training(**options), models.parse(network), data.preprocessing, data.input_shape, CLASSES, seed, "cpu",
-        frozenset(refuse),
+        method, training(**options), models.parse(network), data.preprocessing, data.input_shape, CLASSES, len(found),
+        seed, "cpu", frozenset(refuse),
     )  # fmt: skip
 
 
 def plans(method: Any, found: Sequence[Domain], roles: Mapping[str, Role] | None = None) -> list[SitePlan]:
-    """Every domain as a site with all its rows, or all in one pool for a pooled baseline."""
+    """Every domain as a site with all its rows, or all in one pool for a pooled baseline.
+
+    A method that needs a target gets one more domain without labels, unless ``roles`` name one.
+    """
     parts = [(domain, np.arange(len(domain)), number) for number, domain in enumerate(found)]
+    extra = []
+    if getattr(method, "needs_target", False) and not roles:
+        target = unlabelled_like(found[0])
+        extra = [(target, np.arange(len(target)), len(parts))]
+    if getattr(method, "supervised_target", False):
+        return [SitePlan(extra[0][0].name, "source", extra)]
     if getattr(method, "pooled", False):
-        return [SitePlan("pool", "source", parts)]
+        return [SitePlan("pool", "source", parts, extra)]
+    parts, roles = parts + extra, {**(roles or {}), **{part[0].name: "target" for part in extra}}
     return [SitePlan(part[0].name, (roles or {}).get(part[0].name, "source"), [part]) for part in parts]
 
 
@@ -110,6 +121,22 @@ def start_of(
     """The common start of a run."""
     built = setting(method, domains(network) if found is None else found, network, seed).build_network()
     return Weights({name: tensor.contiguous() for name, tensor in built.state_dict().items()})
+
+
+def unlabelled_like(domain: Domain) -> Domain:
+    """A target for sites of the same kind of data: 14 samples."""
+    made = images("target", 14) if domain.inputs.dtype == np.uint8 else vectors("target", 14)
+    return made if made.inputs.shape[1:] == domain.inputs.shape[1:] else Domain("target", domain.inputs, domain.labels)
+
+
+def evaluated(
+    method: Method, weights: Weights, found: Sequence[Domain] | None = None, network: Mapping[str, object] = CNN
+) -> Network:
+    """The network that a state's weights belong to, holding them."""
+    found = domains(network) if found is None else found
+    built = method.evaluated_network(setting(method, found, network).build_network(), len(found))
+    built.load_state_dict(dict(weights))
+    return built.eval()
 
 
 def step_on(method: Method, where: Federation, state: State) -> State:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -49,6 +51,20 @@ def test_inverse_power() -> None:
         assert schedules.inverse_power(progress, 2.0) == pytest.approx(2 * factor, abs=2e-6)
 
 
+def test_ramp() -> None:
+    for progress, value in ((0, 0.0), (0.1, 0.462117), (0.2, 0.761594), (0.5, 0.986614), (1, 0.999909)):
+        assert schedules.ramp(progress) == pytest.approx(value, abs=1e-6)
+    assert schedules.ramp(0) == 0
+    assert schedules.ramp(0.7, 0.0) == 0
+
+
+@given(st.floats(0, 1), st.floats(0, 1), st.floats(0, 100))
+def test_ramp_rises_as_the_formula_says(first: float, second: float, gamma: float) -> None:
+    early, late = sorted((first, second))
+    assert schedules.ramp(early, gamma) == pytest.approx(2 / (1 + math.exp(-gamma * early)) - 1, abs=1e-12)
+    assert 0 <= schedules.ramp(early, gamma) <= schedules.ramp(late, gamma) <= 1
+
+
 @given(st.floats(0, 1), st.floats(0, 1))
 def test_learning_rates_fall_between_their_ends(first: float, second: float) -> None:
     early, late = sorted((first, second))
@@ -61,3 +77,5 @@ def test_progress_beyond_the_ends_stays_there() -> None:
     assert schedules.cosine(1.5, 0.1, 0.01) == pytest.approx(0.01)
     assert schedules.linear(-1, 0.1, 0.2) == 0.1
     assert schedules.inverse_power(2, 1.0) == schedules.inverse_power(1, 1.0)
+    assert schedules.ramp(-1) == 0
+    assert schedules.ramp(7) == schedules.ramp(1)

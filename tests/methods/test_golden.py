@@ -16,7 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "federation"))
 
-from tiny import NORMED, domains, run
+from tiny import NORMED, domains, evaluated, run
 
 from fedshift.data.domain import Domain
 from fedshift.federation.local import LocalFederation
@@ -24,7 +24,10 @@ from fedshift.methods import registry
 
 FILE = Path(__file__).with_name("golden.json")
 SIZES = {"north": 30, "south": 22, "west": 14}
-OPTIONS: dict[str, dict[str, Any]] = {"csac": {"acquisition_epochs": 2, "calibration_epochs": 1}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "csac": {"acquisition_epochs": 2, "calibration_epochs": 1},
+    "kd3a": {"gate_start": 0.4, "gate_end": 0.5},
+}
 
 
 def record(name: str) -> dict[str, Any]:
@@ -37,8 +40,8 @@ def record(name: str) -> dict[str, Any]:
         state, where = run(method, found, rounds=3, lr=0.05, momentum=0.9, budget=30, **given)
         assert isinstance(where, LocalFederation)
         right = total = 0
-        for runner in where._runners.values():
-            model = runner.site.model(state.weights).eval()
+        model = evaluated(method, state.weights, found, **given)
+        for runner in (runner for runner in where._runners.values() if runner.site.role == "source"):
             with torch.no_grad():
                 for batch in runner.site.all_batches():
                     right += int((method.predict(model, batch.inputs).argmax(1) == batch.targets).sum())

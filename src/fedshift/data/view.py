@@ -138,3 +138,9 @@ def epoch_batches(samples: int, batch_size: int, generator: torch.Generator) -> 
     if batch_size > 1 and len(batches) > 1 and len(batches[-1]) == 1:
         batches[-2:] = [torch.cat(batches[-2:])]
     return batches
+
+
+def batches_per_epoch(samples: int, batch_size: int) -> int:
+    """How many mini-batches `epoch_batches` makes."""
+    full, rest = divmod(samples, batch_size)
+    return max(1, full + (rest > 1))

@@ -13,7 +13,7 @@ from fedshift.data.view import SiteData, epoch_batches
 from fedshift.experiment.environment import data_fingerprint, resolve_device
 from fedshift.experiment.loop import check_fit
 from fedshift.experiment.part import data_for, pooled_bytes
-from fedshift.experiment.protocol import budgets, rounds_needed, split_of, targets_of
+from fedshift.experiment.protocol import budgets, rounds_needed, split_of, taking_part, targets_of
 from fedshift.experiment.schema import Experiment
 from fedshift.methods.base import Method
 from fedshift.models import registry as models
@@ -74,7 +74,7 @@ def check(experiment: Experiment) -> Check:
 
     Raises UserError for whatever would stop the experiment later.
     """
-    data = experiment.data.build()
+    data = taking_part(experiment.protocol, experiment.data.build())
     device = resolve_device(experiment.device)
     targets = targets_of(experiment.protocol, data)
     check_fit(experiment, data)
@@ -101,8 +101,7 @@ def check(experiment: Experiment) -> Check:
             seconds += sum(budget.values()) * per_batch * method.relative_cost / speed_up
             traffic = method.traffic(sizes[target], len(split.train), needed)
             up, down = up + traffic.up, down + traffic.down
-            if method.pooled:
-                up += sum(pooled_bytes(encoded[target], split).values())
+            up += sum(pooled_bytes(method, encoded[target], split).values())
         found.append(MethodCheck(method.display, len(splits), rounds, work, seconds / 3600, up, down, method.shares))
     size = _size(experiment, None, data)
     return Check(
@@ -125,7 +124,7 @@ def check(experiment: Experiment) -> Check:
 def _size(experiment: Experiment, method: Method | None, data: DataSet) -> Payload:
     """What the network carries: the experiment's, or the one that ``method`` makes of it."""
     network = models.build(experiment.model, data.input_shape, len(data.classes), 0)
-    return payload(network if method is None else method.adapt_network(network))
+    return payload(network if method is None else method.adapt_network(network, len(data.domains) - 1))
 
 
 def _domain(experiment: Experiment, data: DataSet, name: str) -> DomainCheck:

@@ -15,7 +15,7 @@ from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.environment import data_fingerprint, resolve_device, threads_set, versions
 from fedshift.experiment.folder import RunFolder
 from fedshift.experiment.part import Context, Reporter, run_part
-from fedshift.experiment.protocol import Part, budgets, parts_of, split_of, targets_of
+from fedshift.experiment.protocol import Part, budgets, parts_of, split_of, taking_part, targets_of
 from fedshift.experiment.schema import Experiment, method_record
 from fedshift.federation.pool import WorkerPool
 from fedshift.files import write_bytes
@@ -35,7 +35,7 @@ def run_experiment(
     folder = runs / experiment.name
     device = resolve_device(experiment.device)
     threads = experiment.engine.thread_count()
-    data = experiment.data.build()
+    data = taking_part(experiment.protocol, experiment.data.build())
     for warning in data.warnings if not helper else ():
         reporter.warn(warning)
     parts = parts_of(experiment, data)
@@ -86,7 +86,7 @@ def check_fit(experiment: Experiment, data: DataSet) -> None:
             )
     for method in experiment.methods:
         network = models.build(experiment.model, data.input_shape, len(data.classes), 0)
-        method.check(method.adapt_network(network))
+        method.check(method.adapt_network(network, len(data.domains) - 1))
         refused = sorted(set(method.shares) & set(experiment.engine.refuse))
         if refused:
             raise UserError(

@@ -16,13 +16,23 @@ from fedshift.evaluation.selection import selected_rounds
 from fedshift.experiment.environment import versions
 from fedshift.experiment.evaluate import Evaluator
 from fedshift.experiment.folder import RunFolder
-from fedshift.experiment.protocol import Part, Split, budgets, rounds_needed, site_budget, site_plans, split_of
-from fedshift.experiment.schema import Experiment, method_record
+from fedshift.experiment.protocol import (
+    Part,
+    Split,
+    budgets,
+    rounds_needed,
+    site_budget,
+    site_plans,
+    split_of,
+    with_wrong_labels,
+)
+from fedshift.experiment.schema import Experiment, LeaveOneOut, method_record
 from fedshift.federation.federation import Federation
 from fedshift.federation.local import LocalFederation, Setting
 from fedshift.federation.messages import RawData
 from fedshift.federation.pool import PoolFederation, WorkerPool
-from fedshift.methods.base import State
+from fedshift.methods.base import Method, State
+from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 
@@ -88,19 +98,23 @@ def run_part(context: Context, part: Part, folder: RunFolder) -> RunResult:
         preprocessing=data.preprocessing,
         input_shape=data.input_shape,
         classes=len(data.classes),
+        sources=len(split.train),
         seed=part.seed,
         device=context.device,
         refuse=frozenset(experiment.engine.refuse),
     )
+    shown = with_wrong_labels(experiment.protocol, data, split, part.seed)
+    if context.pool is not None and shown is not data:
+        context.pool.forget()  # of the labels of an earlier part
+    plans = site_plans(method, shown, split)
     network = setting.build_network().to(context.device)
     folder.claim()
     evaluator = Evaluator(data, split, torch.device(context.device))
     options: dict[str, Any] = {
-        "budget": site_budget(method, budget),
+        "budget": site_budget(budget, plans),
         "rounds": max(1, rounds_needed(method, experiment.training, split, budget)),
         "on_answer": context.reporter.trained,
     }
-    plans = site_plans(method, data, split)
     federation: Federation = (
         PoolFederation(context.pool, plans, setting, **options)
         if context.pool
@@ -108,7 +122,7 @@ def run_part(context: Context, part: Part, folder: RunFolder) -> RunResult:
     )
     run = _Run(context, part, folder, federation, evaluator, split)
     try:
-        return run.to_the_end(network)
+        return run.to_the_end(network, method.evaluated_network(network, setting.sources))
     except TrainingDiverged as error:
         lr = f"{experiment.training.lr:g}"
         more = "" if lr in str(error) else f" (training.lr is {lr})"
@@ -138,25 +152,28 @@ class _Run:
         self.seconds = 0.0
         self.clock = time.perf_counter()
 
-    def to_the_end(self, network: Any) -> RunResult:
-        """Resume or start, then round after round until the budget is used."""
+    def to_the_end(self, trained: Network, evaluated: Network) -> RunResult:
+        """Resume or start, then round after round until the budget is used.
+
+        trained: what sites train, with the weights that a run starts from. evaluated: what ``state.weights`` belong to.
+        """
         method, federation = self.part.method, self.federation
         state = self._resume()
-        total = sum(federation.budget[site] for site in federation.sources)
+        total = sum(federation.budget.values())
         self.context.reporter.part(self.part, total, sum(federation.progress.used.values()))
         if state is None:
-            start = Weights({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()})
+            start = Weights({name: tensor.cpu().contiguous() for name, tensor in trained.state_dict().items()})
             self.folder.restart()
             self._record_pooling()
             state = method.start(federation, start)
-            self._close_round(network, state, measured=federation.progress.exchange > 0)
+            self._close_round(evaluated, state, measured=federation.progress.exchange > 0)
         while not federation.exhausted():
             before = sum(federation.progress.used.values())
             federation.round = state.round + 1
             state = method.round(federation, state)
             if state.round != federation.round:
                 raise FedshiftError(f"{method.name}: round() must return state.advance(...)")
-            self._close_round(network, state, measured=True)
+            self._close_round(evaluated, state, measured=True)
             if sum(federation.progress.used.values()) == before and state.round >= federation.rounds:
                 break  # a method that trains nothing has had its rounds
         return self._finish(state)
@@ -188,11 +205,11 @@ class _Run:
         """A pooled baseline begins with every sample leaving its site."""
         if not self.part.method.pooled:
             return
-        for name, size in pooled_bytes(self.context.data, self.split).items():
+        for name, size in pooled_bytes(self.part.method, self.context.data, self.split).items():
             samples = RawData({"samples": torch.empty(size, dtype=torch.uint8, device="meta")})
             self.federation.ledger.record(0, "pool", name, "up", {"samples": samples})
 
-    def _close_round(self, network: Any, state: State, *, measured: bool) -> None:
+    def _close_round(self, network: Network, state: State, *, measured: bool) -> None:
         """Measure, write the line, then the checkpoint: a kill between any two loses nothing but this round."""
         self.federation.settle()
         if not measured and state.round == 0:
@@ -272,7 +289,7 @@ def model_metadata(context: Context, part: Part) -> dict[str, Any]:
         "classes": list(context.data.classes),
         "preprocessing": context.data.preprocessing.model_dump(mode="json"),
         "sources": [name for name in context.data.domains if name != part.target],
-        "unseen": part.target,
+        "unseen" if isinstance(context.experiment.protocol, LeaveOneOut) else "adapted_to": part.target,
         "seed": part.seed,
         "experiment": context.experiment.name,
         "versions": versions(),
@@ -280,15 +297,21 @@ def model_metadata(context: Context, part: Part) -> dict[str, Any]:
 
 
 def data_for(experiment: Experiment, data: DataSet, target: str) -> DataSet:
-    """The experiment's ``data`` in an encoding in which the unseen site ``target`` has no say."""
+    """The experiment's ``data`` in an encoding in which an unseen site ``target`` has no say.
+
+    A target that takes part without labels shares in the encoding as the sources do.
+    """
+    if not isinstance(experiment.protocol, LeaveOneOut):
+        return data
     source = experiment.data.without(target)
     return data if source == experiment.data else source.build()
 
 
-def pooled_bytes(data: DataSet, split: Split) -> dict[str, int]:
-    """Bytes of the training samples of each source, which leave it when data are pooled."""
+def pooled_bytes(method: Method, data: DataSet, split: Split) -> dict[str, int]:
+    """Bytes of the training samples of each site, which leave it when ``method`` pools data."""
     sizes = {}
-    for name, rows in split.train.items():
+    pooled = {**split.train, **(split.unlabelled if method.needs_target else {})} if method.pooled else {}
+    for name, rows in pooled.items():
         inputs = data.domains[name].inputs
         item = 4 if isinstance(inputs, SparseRows) else inputs.itemsize
         sizes[name] = len(rows) * math.prod(inputs.shape[1:]) * item

@@ -78,9 +78,11 @@ def load_model(path: Path, own_method: str | None = None) -> TrainedModel:
         preprocessing = Preprocessing.model_validate(metadata["preprocessing"])
         method = _method(metadata["method"], own_method, file)
         options = {key: value for key, value in metadata["model"].items() if key != "pretrained"}
+        sources = len(metadata["sources"])
         network = method.adapt_network(
-            models.build(models.parse(options), tuple(metadata["input_shape"]), len(metadata["classes"]), 0)
+            models.build(models.parse(options), tuple(metadata["input_shape"]), len(metadata["classes"]), 0), sources
         )
+        network = method.evaluated_network(network, sources)
         network.load_state_dict(tensors)
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, OSError):
         raise UserError(f"{file} is damaged or was not written by fedshift") from None

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from fedshift.data.domain import DataSet, Domain, Rows
 from fedshift.data.splits import part_rows
+from fedshift.data.view import batches_per_epoch
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.summary import AVERAGE
-from fedshift.experiment.schema import Experiment, LeaveOneOut
+from fedshift.experiment.schema import AdaptToOne, Experiment, LeaveOneOut, Protocol
 from fedshift.federation.local import SitePlan
 from fedshift.federation.training import Training
+from fedshift.functional.poisoning import wrong_labels
 from fedshift.methods.base import Method
 
 POOL = "pool"
@@ -23,7 +25,7 @@ POOL = "pool"
 
 @dataclass(frozen=True)
 class Part:
-    """One run of an experiment: a method, the domain that is unseen, a seed."""
+    """One run of an experiment: a method, the domain that is the target, a seed."""
 
     method: Method
     target: str
@@ -34,22 +36,24 @@ class Part:
 class Split:
     """Rows of one (target, seed).
 
-    train: of each source. held_out: of each source, may be empty. measured: of the target.
+    train: of each source. held_out: of each source, may be empty. measured: of the target. unlabelled: of a target that
+    takes part.
     """
 
     train: Mapping[str, Rows]
     held_out: Mapping[str, Rows]
     measured: Mapping[str, Rows]
+    unlabelled: Mapping[str, Rows] = field(default_factory=dict)
 
 
-def targets_of(protocol: LeaveOneOut, data: DataSet) -> tuple[str, ...]:
+def targets_of(protocol: Protocol, data: DataSet) -> tuple[str, ...]:
     """The domains that take their turn as the target.
 
     Raises UserError for one that does not exist or stands twice, for a lone domain, and for one whose name cannot be
     that of a folder.
     """
     if len(data.domains) < 2:
-        raise UserError(f"data: leave_one_out needs at least 2 domains, there is only '{next(iter(data.domains))}'")
+        raise UserError(f"data: {protocol.kind} needs at least 2 domains, there is only '{next(iter(data.domains))}'")
     for name in data.domains:
         if not name or name.startswith(".") or "/" in name or "\\" in name or not name.isprintable():
             raise UserError(
@@ -79,59 +83,67 @@ def parts_of(experiment: Experiment, data: DataSet) -> list[Part]:
     ]
 
 
-def split_of(protocol: LeaveOneOut, data: DataSet, target: str, seed: int) -> Split:
+def split_of(protocol: Protocol, data: DataSet, target: str, seed: int) -> Split:
     """The rows of one (target, seed); the same for every method.
 
     Raises UserError when a careful split is asked for with nothing held out, a source would have nothing to train on,
     or nothing of the target would be measured.
     """
     rows = {name: _domain_rows(protocol, domain, seed) for name, domain in data.domains.items()}
-    domain = data.domains[target]
-    measured: Rows = np.arange(len(domain), dtype=np.int64)
-    if domain.groups is not None and protocol.base_images == "disjoint":
-        if protocol.test_fraction == 0:
-            raise UserError(
-                "protocol.test_fraction: 0 leaves no base sample to test the target on; choose a fraction, or write "
-                "base_images: shared to test on base samples that the sources trained on"
-            )
-        measured = rows[target][1]
-        if len(measured) == 0:
-            raise UserError(
-                f"protocol: no base sample of '{target}' is held out to test on; raise protocol.test_fraction or write "
-                "base_images: shared"
-            )
     train = {name: pair[0] for name, pair in rows.items() if name != target}
+    held_out = {name: pair[1] for name, pair in rows.items() if name != target}
     for name, chosen in train.items():
         if len(chosen) == 0:
             raise UserError(f"protocol: site '{name}' has no training samples left; lower protocol.test_fraction")
-    return Split(train, {name: pair[1] for name, pair in rows.items() if name != target}, {target: measured})
+    if isinstance(protocol, LeaveOneOut):
+        return Split(train, held_out, {target: _unseen_rows(protocol, data.domains[target], rows[target][1])})
+    unlabelled, measured = rows[target]
+    if len(unlabelled) == 0 or len(measured) == 0:
+        raise UserError(
+            f"protocol: '{target}' has {len(unlabelled)} samples to adapt to and {len(measured)} to be measured on; "
+            "change protocol.test_fraction"
+        )
+    return Split(train, held_out, {target: measured}, {target: unlabelled})
 
 
-def _domain_rows(protocol: LeaveOneOut, domain: Domain, seed: int) -> tuple[Rows, Rows]:
+def _unseen_rows(protocol: LeaveOneOut, domain: Domain, held_out: Rows) -> Rows:
+    """What an unseen target is measured on: all of it, or the base samples that no source trained on."""
+    if domain.groups is None or protocol.base_images == "shared":
+        return np.arange(len(domain), dtype=np.int64)
+    if protocol.test_fraction == 0:
+        raise UserError(
+            "protocol.test_fraction: 0 leaves no base sample to test the target on; choose a fraction, or write "
+            "base_images: shared to test on base samples that the sources trained on"
+        )
+    if len(held_out) == 0:
+        raise UserError(
+            f"protocol: no base sample of '{domain.name}' is held out to test on; raise protocol.test_fraction or "
+            "write base_images: shared"
+        )
+    return held_out
+
+
+def _domain_rows(protocol: Protocol, domain: Domain, seed: int) -> tuple[Rows, Rows]:
     official = domain.train_rows is not None and domain.test_rows is not None
     kind = protocol.split if protocol.split != "auto" else ("official" if official else "random")
     return part_rows(domain, protocol.test_fraction, seed, kind)
 
 
-def batches_per_epoch(samples: int, batch_size: int) -> int:
-    """Mini-batches of one pass; a last batch of one sample is joined to the one before it."""
-    full, rest = divmod(samples, batch_size)
-    return max(1, full + (rest > 1))
-
-
 def budgets(method: Method, methods: Sequence[Method], training: Training, split: Split) -> dict[str, int]:
-    """Mini-batches that each source may train on in a run of ``method``.
+    """Mini-batches that each site may train on in a run of ``method``.
 
-    The sources together get what the most demanding of ``methods`` needs (or `mini_batches` times their number), the
+    All sites together get what the most demanding of ``methods`` needs (or `mini_batches` times their number), the
     same for every method. They share it as the method itself spends it, so all of them are done in the same round: a
     site that is done early would go on voting with a model it did not train. Methods that count in epochs all share it
-    alike.
+    alike. What a method trains at an unlabelled target counts like any other mini-batch.
     """
 
     def needs(candidate: Method) -> dict[str, int]:
-        return {
-            site: candidate.mini_batches(batches_per_epoch(len(rows), training.batch_size), training.rounds)
-            for site, rows in split.train.items()
+        def epoch(rows: Rows) -> int:
+            return batches_per_epoch(len(rows), training.batch_size)
+
+        return {site: candidate.mini_batches(epoch(rows), training.rounds) for site, rows in split.train.items()} | {
+            site: candidate.target_mini_batches(epoch(rows), training.rounds) for site, rows in split.unlabelled.items()
         }
 
     fixed = training.mini_batches
@@ -144,35 +156,72 @@ def budgets(method: Method, methods: Sequence[Method], training: Training, split
 
 
 def rounds_needed(method: Method, training: Training, split: Split, budget: Mapping[str, int]) -> int:
-    """Rounds until every source has used its budget: ``training.rounds``, or more for a method that needs less in each.
+    """Rounds until every site has used its budget: ``training.rounds``, or more for a method that needs less in each.
 
     0 when the budget is used up before the first round.
     """
-    if method.pooled:
+    if method.pooled or method.supervised_target:
         total = sum(budget.values())
         return math.ceil(total / math.ceil(total / training.rounds))
-    rounds = 0
-    for site, rows in split.train.items():
-        per_epoch = batches_per_epoch(len(rows), training.batch_size)
-        per_round = method.mini_batches(per_epoch, 2) - method.mini_batches(per_epoch, 1)
-        before = method.mini_batches(per_epoch, 1) - per_round
-        if per_round <= 0:  # a method that trains nothing in its rounds has those of the experiment
-            return training.rounds
-        rounds = max(rounds, math.ceil((budget[site] - before) / per_round))
-    return rounds
+    needed: list[int] = []
+    for trained, chosen in ((method.mini_batches, split.train), (method.target_mini_batches, split.unlabelled)):
+        for site, rows in chosen.items():
+            per_epoch = batches_per_epoch(len(rows), training.batch_size)
+            per_round = trained(per_epoch, 2) - trained(per_epoch, 1)
+            before = trained(per_epoch, 1) - per_round
+            if per_round > 0:
+                needed.append(math.ceil((budget[site] - before) / per_round))
+    # A method that trains nothing in its rounds has those of the experiment.
+    return max(0, *needed) if needed else training.rounds
 
 
 def site_plans(method: Method, data: DataSet, split: Split) -> list[SitePlan]:
-    """The sites a method talks to: one per source, or one pool of all sources. The unseen target is not among them."""
-    parts = [
-        (data.domains[name], rows, number)
-        for number, (name, rows) in enumerate((name, split.train[name]) for name in data.domains if name in split.train)
+    """The sites a method talks to: one per source and per target that takes part, or one pool. An unseen target is not
+    among them.
+    """
+    names = [name for name in data.domains if name in split.train]
+    parts = [(data.domains[name], split.train[name], number) for number, name in enumerate(names)]
+    unlabelled = [
+        (data.domains[name], rows, number) for number, (name, rows) in enumerate(split.unlabelled.items(), len(names))
     ]
+    if method.supervised_target:
+        return [SitePlan(domain.name, "source", [(domain, rows, 0)]) for domain, rows, _ in unlabelled]
     if method.pooled:
-        return [SitePlan(POOL, "source", parts)]
-    return [SitePlan(domain.name, "source", [(domain, rows, number)]) for domain, rows, number in parts]
+        return [SitePlan(POOL, "source", parts, unlabelled if method.needs_target else ())]
+    sources = [SitePlan(part[0].name, "source", [part]) for part in parts]
+    return sources + [SitePlan(part[0].name, "target", [part]) for part in unlabelled]
 
 
-def site_budget(method: Method, budget: Mapping[str, int]) -> dict[str, int]:
-    """The budget by site as the method sees it: the pool may do the work of all sources together."""
-    return {POOL: sum(budget.values())} if method.pooled else dict(budget)
+def site_budget(budget: Mapping[str, int], plans: Sequence[SitePlan]) -> dict[str, int]:
+    """The budget by site as the method sees it: one site in place of all may do the work of all."""
+    return {plans[0].name: sum(budget.values())} if len(plans) == 1 else dict(budget)
+
+
+def taking_part(protocol: Protocol, data: DataSet) -> DataSet:
+    """The data without the domains that ``protocol.drop`` names. Raises UserError for one that does not exist."""
+    dropped = protocol.drop if isinstance(protocol, AdaptToOne) else ()
+    for name in dropped:
+        if name not in data.domains:
+            raise UserError(f"protocol.drop: no domain is called '{name}'; {nearest(name, data.domains)}")
+    kept = {name: domain for name, domain in data.domains.items() if name not in dropped}
+    return replace(data, domains=kept) if dropped else data
+
+
+def with_wrong_labels(protocol: Protocol, data: DataSet, split: Split, seed: int) -> DataSet:
+    """The data as malicious sources show it: a share of their training labels is wrong, held-out labels are true.
+
+    Raises UserError for a domain that does not exist.
+    """
+    if not isinstance(protocol, AdaptToOne) or not protocol.wrong_labels:
+        return data
+    domains = dict(data.domains)
+    for name, share in protocol.wrong_labels.items():
+        if name not in domains:
+            raise UserError(f"protocol.wrong_labels: no domain is called '{name}'; {nearest(name, domains)}")
+        if name not in split.train:  # as the target it has no labels to make wrong
+            continue
+        labels = domains[name].labels.copy()
+        rows = split.train[name]
+        labels[rows] = wrong_labels(labels[rows], share, len(data.classes), seed, protocol.wrong_labels_rule)
+        domains[name] = replace(domains[name], labels=labels)
+    return replace(data, domains=domains)

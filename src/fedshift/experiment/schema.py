@@ -37,13 +37,11 @@ class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class LeaveOneOut(_Section):
-    """Each chosen domain in turn is unseen, all others are sources: does it work at a new site?"""
+class _OneTarget(_Section):
+    """What protocols share in which each domain takes its turn as the target."""
 
-    kind: Literal["leave_one_out"] = Field("leave_one_out", description="the protocol")
-    targets: Literal["all"] | tuple[str, ...] = Field(
-        "all", description="which domains take their turn as the unseen one"
-    )
+    kind: str = Field(description="the protocol")
+    targets: Literal["all"] | tuple[str, ...] = Field("all", description="which domains take their turn as the target")
     seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Field(min_length=1)] = Field(
         (0, 1, 2), description="one run for each"
     )
@@ -52,11 +50,6 @@ class LeaveOneOut(_Section):
     )
     split: Literal["auto", "random", "official"] = Field(
         "auto", description="auto: the data set's own train/test parts where it has them, else random and stratified"
-    )
-    base_images: Literal["disjoint", "shared"] = Field(
-        "disjoint",
-        description="for domains that show the same base samples: test the target only on base samples that no source "
-        "trained on (disjoint), or on all of them (shared, as the literature seems to)",
     )
 
     @field_validator("targets", mode="before")
@@ -75,6 +68,44 @@ class LeaveOneOut(_Section):
         if len(set(seeds)) != len(seeds):
             raise ValueError("a seed stands twice")
         return seeds
+
+
+class LeaveOneOut(_OneTarget):
+    """Each chosen domain in turn is unseen, all others are sources: does it work at a new site?"""
+
+    kind: Literal["leave_one_out"] = Field("leave_one_out", description="the protocol")
+    base_images: Literal["disjoint", "shared"] = Field(
+        "disjoint",
+        description="for domains that show the same base samples: test the target only on base samples that no source "
+        "trained on (disjoint), or on all of them (shared, as the literature seems to)",
+    )
+
+
+class AdaptToOne(_OneTarget):
+    """Each chosen domain in turn gives its training part without labels and is measured on its test part, all others
+    are labelled sources: does it work at a site without labels?
+    """
+
+    kind: Literal["adapt_to_one"] = Field("adapt_to_one", description="the protocol")
+    test_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.2, description="share of every domain that is held out; the target is measured on its own"
+    )
+    drop: tuple[str, ...] = Field((), description="domains that take no part (domain drop)")
+    wrong_labels: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(
+        default_factory=dict, description="share of a source's training labels that is made wrong, by source"
+    )
+    wrong_labels_rule: Literal["uniform", "shift"] = Field(
+        "uniform", description="a wrong label is drawn from the other classes, or is the next class (released code)"
+    )
+
+    @field_validator("drop", mode="before")
+    @classmethod
+    def _one_name(cls, drop: object) -> object:
+        return (drop,) if isinstance(drop, str) else drop
+
+
+Protocol = LeaveOneOut | AdaptToOne
+PROTOCOLS: dict[str, type[Protocol]] = {"leave_one_out": LeaveOneOut, "adapt_to_one": AdaptToOne}
 
 
 class LocalEngine(_Section):
@@ -107,7 +138,7 @@ class Experiment(_Section):
 
     name: str = Field(description="names the folder of the runs")
     data: SerializeAsAny[DataSource]
-    protocol: LeaveOneOut = Field(default_factory=LeaveOneOut)
+    protocol: Protocol = Field(default_factory=LeaveOneOut, discriminator="kind")
     model: SerializeAsAny[NetworkOptions]
     training: Training = Field(default_factory=Training)
     methods: tuple[SerializeAsAny[Method], ...]
@@ -121,7 +152,7 @@ class Experiment(_Section):
         return out
 
 
-_PARTS: dict[str, type[BaseModel]] = {"protocol": LeaveOneOut, "training": Training, "engine": LocalEngine}
+_PARTS: dict[str, type[BaseModel]] = {"training": Training, "engine": LocalEngine}
 
 
 def method_name(method: Method) -> str:
@@ -163,6 +194,8 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
     fields["data"] = _data(fields["data"], folder or Path())
     fields["model"] = _model(fields["model"])
     fields["methods"] = _methods(fields["methods"], folder or Path())
+    if "protocol" in fields and not isinstance(fields["protocol"], _OneTarget):
+        fields["protocol"] = _protocol(fields["protocol"])
     for part, kind in _PARTS.items():
         if part in fields and not isinstance(fields[part], kind):
             fields[part] = _section(kind, fields[part], part)
@@ -170,6 +203,12 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
         experiment = Experiment(**fields)
     except ValidationError as error:
         raise UserError(describe(error, "", Experiment)) from None
+    for method in experiment.methods:
+        if method.needs_target and isinstance(experiment.protocol, LeaveOneOut):
+            raise UserError(
+                f"methods: {method.display} adapts to a target that takes part without labels; write protocol: "
+                "{kind: adapt_to_one, …}"
+            )
     training = experiment.training
     if training.optimizer == "sgd" and training.nesterov and training.momentum == 0:
         raise UserError("training.nesterov: needs training.momentum above 0")
@@ -185,6 +224,13 @@ def _section(kind: type[BaseModel], value: Any, path: str) -> BaseModel:
         raise UserError(describe(error, path, kind)) from None
     except UserError as error:  # a name inside the section that is not known
         raise UserError(f"{path}: {error}") from None
+
+
+def _protocol(value: Any) -> BaseModel:
+    kind = value.get("kind", "leave_one_out") if isinstance(value, Mapping) else "leave_one_out"
+    if kind not in PROTOCOLS:
+        raise UserError(f"protocol.kind: there is no protocol '{kind}'; {nearest(str(kind), PROTOCOLS)}")
+    return _section(PROTOCOLS[kind], value, "protocol")
 
 
 def _named(value: Any, path: str) -> dict[str, Any]:

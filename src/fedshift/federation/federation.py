@@ -32,7 +32,7 @@ class StepOwner(Protocol):
     @property
     def shares(self) -> tuple[str, ...]: ...
 
-    def adapt_network(self, network: Network) -> Network: ...
+    def adapt_network(self, network: Network, sources: int) -> Network: ...
 
     def recipe(self) -> dict[str, Any]: ...
 
@@ -178,7 +178,7 @@ class Federation(ABC):
         self.method = method
         self.sources = tuple(sources)
         self.targets = tuple(targets)
-        self.budget = dict(budget)
+        self.budget = {site: budget.get(site, 0) for site in (*sources, *targets)}
         self.rounds = rounds
         self.ledger = Ledger()
         self.progress = Progress(used=dict.fromkeys((*sources, *targets), 0))
@@ -200,8 +200,8 @@ class Federation(ABC):
             raise FedshiftError(f"{type(self).__name__} cannot restore what sites remember")
 
     def exhausted(self) -> bool:
-        """Whether every source has used up its mini-batches."""
-        return all(self.progress.used[site] >= self.budget[site] for site in self.sources)
+        """Whether every site has used up its mini-batches."""
+        return all(self.progress.used[site] >= self.budget[site] for site in self.progress.used)
 
     def share(self, site: str) -> int:
         """Mini-batches of one round if ``site`` spreads its budget evenly over the planned rounds."""

@@ -24,12 +24,13 @@ from fedshift.models.options import NetworkOptions
 @dataclass(frozen=True)
 class SitePlan:
     """Everything that makes a site, in any process. ``parts``: (domain, training rows, domain number); one unless
-    pooled.
+    pooled. ``unlabelled``: the same of a target whose samples lie in the pool too.
     """
 
     name: str
     role: Role
     parts: Sequence[tuple[Domain, Rows, int]]
+    unlabelled: Sequence[tuple[Domain, Rows, int]] = ()
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Setting:
     preprocessing: Preprocessing
     input_shape: tuple[int, ...]
     classes: int
+    sources: int
     seed: int
     device: str
     refuse: frozenset[str] = frozenset()
@@ -49,7 +51,7 @@ class Setting:
     def build_network(self) -> Network:
         """The network that the method trains, with the weights that belong to the seed; the same in every process."""
         network = models.build(self.network, self.input_shape, self.classes, self.seed)
-        return self.method.adapt_network(network)
+        return self.method.adapt_network(network, self.sources)
 
 
 class SiteRunner:
@@ -77,6 +79,9 @@ class SiteRunner:
             device=device,
             network=network,
             data=SiteData(plan.parts, setting.preprocessing, setting.training.augmentation, device),
+            unlabelled=SiteData(plan.unlabelled, setting.preprocessing, setting.training.augmentation, device)
+            if plan.unlabelled
+            else None,
         )
 
     def run(self, step: str, envelope: Envelope, content: Mapping[str, Any]) -> tuple[Reply, int]:

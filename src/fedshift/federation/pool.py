@@ -170,13 +170,14 @@ class PoolFederation(Federation):
         for worker in range(len(load)):
             pool.call(worker, {"do": "setting", "setting": recipe})
         for plan in plans:
-            parts = [
-                {"folder": pool.share(domain), "name": domain.name, "number": number}
-                for domain, _, number in plan.parts
-            ]
-            rows = Statistics({str(i): torch.from_numpy(rows) for i, (_, rows, _) in enumerate(plan.parts)})
-            command = {"do": "site", "name": plan.name, "role": plan.role, "parts": parts}
-            pool.call(self._worker_of[plan.name], command, rows=rows)
+            command: dict[str, Any] = {"do": "site", "name": plan.name, "role": plan.role}
+            rows: dict[str, Statistics] = {}
+            for group, parts in (("parts", plan.parts), ("unlabelled", plan.unlabelled)):
+                command[group] = [
+                    {"folder": pool.share(domain), "name": domain.name, "number": number} for domain, _, number in parts
+                ]
+                rows[group] = Statistics({str(i): torch.from_numpy(chosen) for i, (_, chosen, _) in enumerate(parts)})
+            pool.call(self._worker_of[plan.name], command, **rows)
 
     def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
         """Hand requests out as workers become free; yield answers in the order asked, at most a few waiting."""

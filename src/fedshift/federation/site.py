@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedshift.data.view import SiteData, epoch_batches
+from fedshift.data.view import SiteData, batches_per_epoch, epoch_batches
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.federation.files import read_message, write_message
 from fedshift.federation.messages import Content, Statistics
@@ -25,6 +25,7 @@ from fedshift.weights import Weights
 
 Role = Literal["source", "target"]
 M = TypeVar("M", bound=nn.Module)
+B = TypeVar("B")
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class Site:
     device: torch.device
     network: Network = field(repr=False)
     data: SiteData = field(repr=False)
+    unlabelled: SiteData | None = field(default=None, repr=False)
     scratch: dict[str, Any] = field(default_factory=dict, repr=False)
     mini_batches: int = 0
     _orders: int = 0
@@ -148,6 +150,11 @@ class Site:
     def samples(self) -> int:
         """N_k: training samples at this site."""
         return self.data.samples
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Mini-batches of one pass over this site's data."""
+        return batches_per_epoch(self.samples, self.training.batch_size)
 
     @property
     def learning_rate(self) -> float:
@@ -205,6 +212,31 @@ class Site:
                 yield Batch(inputs, labels if self.role == "source" else None, domains, rows)
             epoch += 1
 
+    def domain_batches(self, steps: int) -> Iterator[tuple[tuple[Batch, ...], Batch | None]]:
+        """For a pool, ``steps`` times: a mini-batch of every source domain, and one of the target's where its samples
+        lie in the pool too (without labels).
+
+        Each of them counts as a mini-batch; a domain that is through begins anew. Ends early like `batches`.
+        """
+        numbers = self.data.domain_numbers.cpu()
+        rows = [torch.nonzero(numbers == number).flatten() for number in range(self.domains)]
+        sources = [self._endless(self.data, chosen, f"domain {number}") for number, chosen in enumerate(rows)]
+        target = self._endless(self.unlabelled, None, "target") if self.unlabelled is not None else None
+        for _ in range(steps):
+            if self.mini_batches >= self.envelope.mini_batches_left:
+                return
+            self.mini_batches += len(sources) + (target is not None)
+            yield tuple(next(source) for source in sources), next(target) if target is not None else None
+
+    def _endless(self, data: SiteData, rows: Tensor | None, purpose: str) -> Iterator[Batch]:
+        """Mini-batches of the given rows (all of them if none are given), pass after pass. Unlabelled data stay so."""
+        order, augmentation = self.generator_for(f"{purpose} order"), self.generator_for(f"{purpose} augmentation")
+        while True:
+            for places in epoch_batches(data.samples if rows is None else len(rows), self.training.batch_size, order):
+                chosen = places if rows is None else rows[places]
+                inputs, labels, domains = data.batch(chosen, augmentation)
+                yield Batch(inputs, None if data is self.unlabelled else labels, domains, chosen)
+
     def all_batches(self) -> Iterator[Batch]:
         """Every sample once, in order and without augmentation: for statistics and caches, not counted as training."""
         first = 0
@@ -224,13 +256,25 @@ class Site:
         """Train: for every batch one step down the gradient of ``loss_of(batch)``. Returns the mean loss.
 
         ``modules`` are what is trained, with one optimiser unless ``optimizers`` are given (their gradients are
-        cleared and stepped together). Raises TrainingDiverged, naming site, round and learning rate, when the loss is
-        not a number.
+        cleared and stepped together). Raises TrainingDiverged as `minimise_over`.
+        """
+        return self.minimise_over(self.batches(epochs, steps), loss_of, *modules, optimizers=optimizers)
+
+    def minimise_over(
+        self,
+        batches: Iterable[B],
+        loss_of: Callable[[B], Tensor],
+        *modules: nn.Module,
+        optimizers: Iterable[torch.optim.Optimizer] | None = None,
+    ) -> float:
+        """The same over given batches, such as those of `domain_batches`.
+
+        Raises TrainingDiverged, naming site, round and learning rate, when the loss is not a number.
         """
         steppers = list(optimizers) if optimizers is not None else [self.optimizer(*modules)]
         parameters = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
         losses: list[Tensor] = []  # read once at the end: a look at each would make an accelerator wait
-        for batch in self.batches(epochs, steps):
+        for batch in batches:
             for optimizer in steppers:
                 optimizer.zero_grad(set_to_none=True)
             loss = loss_of(batch)

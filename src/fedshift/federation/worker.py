@@ -37,11 +37,15 @@ class Worker:
 
     def site(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
         assert self._setting is not None
-        parts = [
-            (read_domain(part["name"], Path(part["folder"])), content["rows"][str(i)].numpy(), part["number"])
-            for i, part in enumerate(header["parts"])
-        ]
-        self._runners[header["name"]] = SiteRunner(SitePlan(header["name"], header["role"], parts), self._setting)
+        parts, unlabelled = (
+            [
+                (read_domain(part["name"], Path(part["folder"])), content[group][str(i)].numpy(), part["number"])
+                for i, part in enumerate(header[group])
+            ]
+            for group in ("parts", "unlabelled")
+        )
+        plan = SitePlan(header["name"], header["role"], parts, unlabelled)
+        self._runners[plan.name] = SiteRunner(plan, self._setting)
         return {}, {}
 
     def step(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:

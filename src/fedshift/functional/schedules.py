@@ -28,5 +28,10 @@ def inverse_power(progress: float, start: float, gamma: float = 10.0, power: flo
     return start * float((1 + gamma * _clamped(progress)) ** -power)
 
 
+def ramp(progress: float, gamma: float = 10.0) -> float:
+    """``2/(1 + e^(−γp)) − 1`` with γ = 10, from 0 almost to 1: an adversary's strength (DANN; sections 9.7, 9.8)."""
+    return math.tanh(gamma * _clamped(progress) / 2)
+
+
 def _clamped(progress: float) -> float:
     return min(max(progress, 0.0), 1.0)

@@ -51,7 +51,8 @@ class Method(BaseModel, ABC):
 
     Class attributes: ``name`` in experiment files; ``title`` and ``citation``; ``shares``: kinds of content that
     leave a site; ``memory_names``: what a site keeps between exchanges; ``pooled``: needs all data in one place;
-    ``relative_cost``: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
+    ``needs_target``: a target without labels takes part; ``supervised_target``: trains on the target's labels alone, an
+    upper bound; ``relative_cost``: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -63,6 +64,8 @@ class Method(BaseModel, ABC):
     shares: ClassVar[tuple[str, ...]] = ("weights", "numbers")
     memory_names: ClassVar[tuple[str, ...]] = ()
     pooled: ClassVar[bool] = False
+    needs_target: ClassVar[bool] = False
+    supervised_target: ClassVar[bool] = False
     relative_cost: ClassVar[float] = 1.0
 
     label: str | None = Field(None, description="name in tables and folders; needed when a method appears twice")
@@ -75,9 +78,13 @@ class Method(BaseModel, ABC):
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         """Mini-batches that a site with ``batches_per_epoch`` trains on in a run of ``rounds``, everything included."""
 
+    def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
+        """The same for a target without labels that has ``batches_per_epoch``; most methods do not train there."""
+        return 0
+
     def traffic(self, payload: int, sites: int, rounds: int) -> Traffic:
-        """Bytes of a run by formula: here one model of ``payload`` bytes down, one with two numbers up, per site and
-        round.
+        """Bytes of a run with ``sites`` sources by formula: here one model of ``payload`` bytes down, one with two
+        numbers up, per source and round.
         """
         return Traffic(up=rounds * sites * (payload + 2 * BYTES_PER_NUMBER), down=rounds * sites * payload)
 
@@ -88,8 +95,12 @@ class Method(BaseModel, ABC):
     def check(self, network: Network) -> None:
         """Raises UserError when the options do not fit the network; called before any training."""
 
-    def adapt_network(self, network: Network) -> Network:
-        """The network this method trains and evaluates, from the experiment's; unchanged for most."""
+    def adapt_network(self, network: Network, sources: int) -> Network:
+        """The network that sites train, from the experiment's, for so many source domains; unchanged for most."""
+        return network
+
+    def evaluated_network(self, network: Network, sources: int) -> Network:
+        """The network that ``state.weights`` belong to, from the one that sites train; the same for most."""
         return network
 
     def predict(self, network: Network, inputs: Tensor) -> Tensor:

@@ -1,0 +1,79 @@
+"""BatchNorm-MMD: how far BatchNorm's statistics of several models are from a batch and from each other (KD3A, Feng et
+al., ICML 2021; section 7.3). Its closed-form minimiser is `fedshift.weights.merge_moments`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from fedshift.errors import UserError
+from fedshift.weights import Weights, is_buffer
+
+_MEAN = "running_mean"
+_VARIANCE = "running_var"
+
+
+def batchnorm_objective(batch_features: Tensor, means: Tensor, variances: Tensor, shares: Tensor) -> Tensor:
+    """``Σ_k α_k (‖mean(π) − m_k‖² + ‖mean(π²) − (v_k + m_k²)‖²)`` of one BatchNorm layer, a scalar (KD3A, section 7.3).
+
+    batch_features: π, what enters the layer, (n, c) or (n, c, …); means run over samples and positions. means,
+    variances: m_k and v_k, each model's running statistics, (K, c). shares: α_k, (K,). Differentiable by all of them.
+    Raises UserError for other shapes or an empty batch.
+    """
+    if (
+        batch_features.dim() < 2
+        or not batch_features.numel()
+        or means.shape != (len(shares), batch_features.shape[1])
+        or variances.shape != means.shape
+    ):
+        raise UserError(
+            "BatchNorm-MMD needs features (n, c, …), means and variances (K, c) and shares (K,), found "
+            f"{tuple(batch_features.shape)}, {tuple(means.shape)}, {tuple(variances.shape)} and {tuple(shares.shape)}"
+        )
+    axes = [axis for axis in range(batch_features.dim()) if axis != 1]
+    first = batch_features.mean(axes) - means
+    second = batch_features.square().mean(axes) - (variances + means.square())
+    return (shares[:, None] * (first.square() + second.square())).sum()
+
+
+def quadratic_kernel_mmd(first: Tensor, second: Tensor, *, diagonal: bool = False) -> Tensor:
+    """Squared MMD (biased) of two batches under the kernel ``(⟨a, b⟩ + ½)²``, a scalar (KD3A, section 7.3).
+
+    Computed as what it equals, ``‖Δ mean‖² + ‖Δ E[ππᵀ]‖²``, so never below 0. diagonal: keep only the diagonal of the
+    second moments, as `batchnorm_objective` does.
+
+    first, second: (n, d) and (m, d). Raises UserError for other shapes or an empty batch.
+    """
+    if first.dim() != 2 or second.dim() != 2 or first.shape[1] != second.shape[1] or 0 in (len(first), len(second)):
+        raise UserError(
+            f"MMD needs two batches (n, d) and (m, d), found {tuple(first.shape)} and {tuple(second.shape)}"
+        )
+    if diagonal:
+        moments = first.square().mean(0) - second.square().mean(0)
+    else:
+        moments = first.mT @ first / len(first) - second.mT @ second / len(second)
+    return (first.mean(0) - second.mean(0)).square().sum() + moments.square().sum()
+
+
+def batchnorm_distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
+    """``Σ_l ‖Δ m‖² + ‖Δ (v + m²)‖²`` over two models' BatchNorm layers, in float64 (section 7.3, 7.5).
+
+    The layers are known by keys that end in ``running_mean`` and ``running_var``; 0 when there is none.
+    Raises UserError when the two models' layers differ.
+    """
+    left, right = Weights(first).select(is_buffer), Weights(second).select(is_buffer)
+    left.check_like(right, "BatchNorm distance")
+    total = 0.0
+    for name in left:
+        layer = name.removesuffix(_MEAN)
+        if layer != name and layer + _VARIANCE in left:
+            (mean, moment), (other_mean, other_moment) = _moments(left, layer), _moments(right, layer)
+            total += ((mean - other_mean).square().sum() + (moment - other_moment).square().sum()).item()
+    return total
+
+
+def _moments(weights: Weights, layer: str) -> tuple[Tensor, Tensor]:
+    """First and second moment of one layer's inputs."""
+    mean = weights[layer + _MEAN].double()
+    return mean, weights[layer + _VARIANCE].double() + mean.square()

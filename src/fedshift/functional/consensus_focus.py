@@ -1,0 +1,297 @@
+"""How much each source counts: KD3A's consensus focus (Feng et al., ICML 2021; section 7) and what it is compared with.
+
+Shares are lists of floats, one per source, in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from fedshift.errors import UserError
+from fedshift.functional.knowledge_vote import UNSUPPORTED, Ballots, check_predictions
+
+EXACT_UP_TO = 10
+"""Teachers up to which `shapley_focus` goes through all coalitions: 2¹⁰."""
+
+_ORDERS = 128
+
+# Numbers per piece when many coalitions vote: 4 MiB in float64.
+_CHUNK = 524_288
+
+
+def coalition_quality(
+    predictions: Tensor, gate: float, coalition: Sequence[int], *, ballots: Ballots = "rows"
+) -> float:
+    """``Q(S) = Σ_x n_p(S) · max_c p_c(S)`` with the vote held among the teachers S alone (KD3A, section 7.1, step 4).
+
+    In float64; 0 for the empty coalition. A sum over samples: the values of batches add up, and so do the focuses.
+
+    predictions: (K, n, C), each teacher's probabilities. gate: g, at least 0 and below 1. coalition: teachers' numbers.
+    ballots: as in `knowledge_vote`; for ``"top1"`` samples on which nobody passes the gate count 0 as in the released
+        code (7.4.2, 7.4.4), so that Q never falls when a teacher joins.
+    Raises UserError for other shapes, an impossible gate or a teacher that is not there.
+    """
+    check_predictions(predictions, gate)
+    teachers = len(predictions)
+    if not all(0 <= teacher < teachers for teacher in coalition):
+        raise UserError(f"a coalition of {teachers} teachers has numbers 0 to {teachers - 1}, found {list(coalition)}")
+    members = torch.zeros(1, teachers, dtype=torch.bool)
+    members[0, list(coalition)] = True
+    return _qualities(predictions, gate, members, ballots).item()
+
+
+def leave_one_out_focus(predictions: Tensor, gate: float, *, ballots: Ballots = "rows") -> Tensor:
+    """``CF_k = Q(all) − Q(all but k)``: (K,) float64 on the CPU (KD3A, eq. 8; section 7.1).
+
+    With ballots ``"rows"`` it can be negative: `domain_weights` clamps. Arguments and errors of `coalition_quality`.
+    """
+    check_predictions(predictions, gate)
+    members = torch.cat([torch.ones(1, len(predictions)), 1 - torch.eye(len(predictions))]).bool()
+    qualities = _qualities(predictions, gate, members, ballots)
+    return qualities[0] - qualities[1:]
+
+
+def shapley_focus(
+    predictions: Tensor,
+    gate: float,
+    *,
+    ballots: Ballots = "rows",
+    permutations: int | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """The teachers' Shapley values of Q, their mean gain over all orders of joining: (K,) float64 on the CPU (7.4.5).
+
+    They sum to Q(all). Exact for up to 10 teachers; for more, or when ``permutations`` is given, the mean over that
+    many sampled orders (128 by default), every second the reverse of the one before.
+
+    generator: of the orders, on the CPU; none = PyTorch's global generator. Other arguments and errors as in
+    `coalition_quality`; also UserError when ``permutations`` is below 1.
+    """
+    check_predictions(predictions, gate)
+    teachers = len(predictions)
+    if permutations is None and teachers <= EXACT_UP_TO:
+        return _exact_shapley(predictions, gate, ballots)
+    count = _ORDERS if permutations is None else permutations
+    if count < 1:
+        raise UserError(f"Shapley values need at least one order of the teachers, found {count}")
+    drawn = torch.stack([torch.randperm(teachers, generator=generator) for _ in range((count + 1) // 2)])
+    orders = torch.stack([drawn, drawn.flip(1)], 1).flatten(0, 1)[:count]
+    # Teacher k is in the coalition of the first j when its place in the order is below j.
+    members = orders.argsort(1)[:, None, :] < torch.arange(teachers + 1)[:, None]
+    coalitions, number = torch.unique(members.flatten(0, 1), dim=0, return_inverse=True)
+    qualities = _qualities(predictions, gate, coalitions, ballots)[number].view(count, teachers + 1)
+    focus = torch.zeros(teachers, dtype=torch.float64)
+    return focus.index_add_(0, orders.flatten(), qualities.diff(dim=1).flatten()) / count
+
+
+def domain_weights(
+    focus: Sequence[float] | Tensor, samples: Sequence[int], target_samples: int
+) -> tuple[list[float], float]:
+    """The sources' shares and the target's, ``α_T = N_T / (ΣN + N_T)``, ``α_k = (1 − α_T) · N_k CF_k / Σ_j N_j CF_j``.
+
+    Negative focus counts as 0; when all are 0 the sources share equally. Together they sum to 1 (KD3A, section 7.1,
+    step 4; 7.4.5, 7.4.7).
+
+    focus: (K,). samples: N_k, at least 1 each. target_samples: N_T, at least 0.
+    Raises UserError for other numbers, different lengths and focus that is not finite.
+    """
+    counts = _counts(samples, len(focus))
+    if target_samples < 0:
+        raise UserError(f"the number of target samples must be at least 0, found {target_samples}")
+    target = target_samples / (sum(samples) + target_samples)
+    return _shares(_focus(focus) * counts, 1 - target), target
+
+
+def released_domain_weights(
+    focus: Sequence[float] | Tensor, confident_fraction: float, *, decimals: int | None = None
+) -> tuple[list[float], float]:
+    """The sources' shares and the target's in KD3A's released code: ``α_T = fraction / (K + 1)``, ``α_k ∝ CF_k``.
+
+    Numbers of samples do not enter; negative and all-zero focus as in `domain_weights` (section 7.4.6).
+
+    focus: (K,). confident_fraction: the share of target samples on which a teacher passes the gate, 0 to 1.
+    decimals: the code rounds every share to 4; then they need not sum to exactly 1.
+    Raises UserError for another fraction, no focus, or one that is not finite.
+    """
+    if not 0 <= confident_fraction <= 1:
+        raise UserError(f"the confident fraction must be between 0 and 1, found {confident_fraction}")
+    target = confident_fraction / (len(focus) + 1)
+    if decimals is None:
+        return _shares(_focus(focus), 1 - target), target
+    target = round(target, decimals)
+    return [round(share, decimals) for share in _shares(_focus(focus), 1 - target)], target
+
+
+def smoothed_weights(previous: Sequence[float], new: Sequence[float], momentum: float = 0.9) -> list[float]:
+    """``m · previous + (1 − m) · new``, for the weights of all sites (section 7.4.6).
+
+    Raises UserError when lengths differ or momentum is outside [0, 1].
+    """
+    if not 0 <= momentum <= 1:
+        raise UserError(f"the momentum of domain weights must be between 0 and 1, found {momentum}")
+    if len(previous) != len(new):
+        raise UserError(f"{len(previous)} previous weights but {len(new)} new ones: the sites must stay the same")
+    return [momentum * old + (1 - momentum) * now for old, now in zip(previous, new, strict=True)]
+
+
+def sample_weights(samples: Sequence[int]) -> list[float]:
+    """``α_k = N_k / Σ_j N_j``: no focus. Raises UserError when a number is below 1 or there is none."""
+    return _shares(_counts(samples, len(samples)), 1.0)
+
+
+def distance_weights(samples: Sequence[int], distances: Sequence[float]) -> list[float]:
+    """``α_k ∝ N_k exp(−d_k)`` with d_k the distance of source k to the target (H-divergence; section 7.5).
+
+    Raises UserError for different lengths, numbers of samples below 1, and distances that are negative or not finite.
+    """
+    counts = _counts(samples, len(distances))
+    for distance in distances:
+        if not (math.isfinite(distance) and distance >= 0):
+            raise UserError(f"distance {distance} to the target must be a finite number of at least 0")
+    gaps = torch.tensor(distances, dtype=torch.float64)
+    return _shares(counts * torch.exp(gaps.min() - gaps), 1.0)
+
+
+def gain_weights(gains: Sequence[float]) -> list[float]:
+    """Softmax of the gains in `compactness` that each source's update brings (FADA, section 9.2).
+
+    Raises UserError when there is none or one is not finite.
+    """
+    weights: list[float] = _finite(gains, "gain").softmax(0).tolist()
+    return weights
+
+
+def compactness(features: Tensor, labels: Tensor) -> float:
+    """The gap statistic ``I = Σ_r 1/(2n_r) Σ_{i,j∈r} ‖f_i − f_j‖²``; smaller is tighter (FADA, section 9.2).
+
+    Computed as what it equals, the sum of squared distances to the clusters' means, in float64.
+
+    features: (n, d). labels: (n,), each row's cluster, any integers. Raises UserError for other shapes.
+    """
+    if features.dim() != 2 or labels.shape != features.shape[:1]:
+        raise UserError(
+            f"compactness needs features (n, d) and labels (n,), found {tuple(features.shape)} and "
+            f"{tuple(labels.shape)}"
+        )
+    clusters, number, sizes = torch.unique(labels, return_inverse=True, return_counts=True)
+    rows = features.double()
+    means = rows.new_zeros(len(clusters), rows.shape[1]).index_add_(0, number, rows) / sizes[:, None]
+    total: float = (rows - means[number]).square().sum().item()
+    return total
+
+
+def _exact_shapley(predictions: Tensor, gate: float, ballots: Ballots) -> Tensor:
+    teachers = len(predictions)
+    numbers = torch.arange(2**teachers)
+    members = (numbers[:, None] >> torch.arange(teachers)) & 1 == 1
+    qualities = _qualities(predictions, gate, members, ballots)
+    # In |S|! (K − |S| − 1)! of the K! orders exactly the members of S come before k.
+    chances = torch.tensor(
+        [1 / (teachers * math.comb(teachers - 1, size)) for size in range(teachers)], dtype=torch.float64
+    )
+    focus = []
+    for teacher in range(teachers):
+        without = numbers[~members[:, teacher]]
+        gains = qualities[without + 2**teacher] - qualities[without]
+        focus.append(chances[members[without].sum(1)] @ gains)
+    return torch.stack(focus)
+
+
+def _qualities(predictions: Tensor, gate: float, members: Tensor, ballots: Ballots) -> Tensor:
+    """Q of every coalition, one per row of ``members`` (M, K), bool: (M,) float64 on the CPU."""
+    vote = _row_qualities if ballots == "rows" else _top_qualities
+    teachers, _, classes = predictions.shape
+    inside = members.to(predictions.device).double()
+    total = torch.zeros(len(members), dtype=torch.float64, device=predictions.device)
+    for piece in torch.split(predictions, max(1, _CHUNK // max(len(members), teachers * classes)), dim=1):
+        total += vote(piece.double(), gate, inside)
+    return total.cpu()
+
+
+def _top_qualities(rows: Tensor, gate: float, inside: Tensor) -> Tensor:
+    """Q over the samples of ``rows`` (K, n, C) when votes are top-1 probabilities: the winner's sum is n_p · max p."""
+    confidence, choice = rows.max(2)
+    votes = confidence * (confidence > gate)
+    best = inside.new_zeros(len(inside), rows.shape[1])
+    for candidate in choice:
+        best = torch.maximum(best, inside @ (votes * (choice == candidate)))
+    return best.sum(1)
+
+
+def _row_qualities(rows: Tensor, gate: float, inside: Tensor) -> Tensor:
+    """Q over the samples of ``rows`` (K, n, C) when votes are whole rows.
+
+    Wanted for every coalition and sample: the class with the largest sum over voters, and that sum. Almost always it
+    is some teacher's first, so only those classes are summed. Where the others could reach as much (no more than the
+    sum of each voter's best among them), all classes are.
+    """
+    confidence, choice = rows.max(2)
+    passing = (confidence > gate).double()
+    passed = inside @ passing > 0
+    sizes = inside.sum(1, keepdim=True)
+
+    def tally(values: Tensor) -> Tensor:
+        return torch.where(passed, inside @ (values * passing), inside @ values)
+
+    # In order of classes, so that the first of equal ones wins.
+    candidates = choice.sort(0).values
+    heights = torch.full_like(passed, -1.0, dtype=torch.float64)
+    winners = torch.zeros_like(passed, dtype=torch.int64)
+    for candidate in candidates:
+        sums = tally(rows.gather(2, candidate.expand(len(rows), -1)[..., None])[..., 0])
+        better = sums > heights
+        heights, winners = torch.where(better, sums, heights), torch.where(better, candidate, winners)
+    others = rows.scatter(2, candidates.T.expand(len(rows), -1, -1), 0.0).amax(2)
+    for sample, coalition in _by_sample((heights <= tally(others)) & (sizes > 0)):
+        voting = torch.where(passed[coalition, sample, None], inside[coalition] * passing[:, sample], inside[coalition])
+        heights[coalition, sample], winners[coalition, sample] = (voting @ rows[:, sample]).max(1)
+
+    quality = torch.zeros_like(heights)
+    for teacher, vote in enumerate(confidence * passing):
+        quality += torch.where(choice[teacher] == winners, inside[:, teacher, None] * vote, 0.0)
+    quality = torch.where(passed, quality, UNSUPPORTED * heights / sizes.clamp(min=1))
+    # The elected class can be no voter's first; then everyone's mean counts, whether past the gate or not.
+    for sample, coalition in _by_sample(passed & (quality == 0)):
+        highest = (inside[coalition] @ rows[:, sample]).amax(1)
+        quality[coalition, sample] = UNSUPPORTED * highest / sizes[coalition, 0]
+    return quality.sum(1)
+
+
+def _by_sample(mask: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The samples with anything set in ``mask`` (M, n), and for each the numbers of its coalitions."""
+    for sample in mask.any(0).nonzero()[:, 0].tolist():
+        yield sample, mask[:, sample].nonzero()[:, 0]
+
+
+def _shares(values: Tensor, total: float) -> list[float]:
+    """``total`` in proportion to ``values``, equally when all are 0."""
+    largest = values.max()
+    # Divided by the largest first: neither the sum nor a quotient leaves the range of float64.
+    values = values / largest if largest > 0 else torch.ones_like(values)
+    shares: list[float] = (total * values / values.sum()).tolist()
+    return shares
+
+
+def _focus(focus: Sequence[float] | Tensor) -> Tensor:
+    return _finite(focus, "consensus focus").clamp(min=0)
+
+
+def _finite(values: Sequence[float] | Tensor, what: str) -> Tensor:
+    tensor = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+    if not len(tensor):
+        raise UserError(f"there is no source to weigh: not one {what} was given")
+    if not tensor.isfinite().all():
+        raise UserError(f"every {what} must be a finite number, found {tensor.tolist()}")
+    return tensor
+
+
+def _counts(samples: Sequence[int], sources: int) -> Tensor:
+    if len(samples) != sources or not sources:
+        raise UserError(f"{sources} sources but {len(samples)} numbers of samples: give one for each of at least one")
+    if min(samples) < 1:
+        raise UserError(f"every source needs at least one sample, found {list(samples)}")
+    return torch.tensor(samples, dtype=torch.float64)

@@ -1,0 +1,176 @@
+"""BatchNorm-MMD: worked numbers, its closed form as the minimum, the kernel itself, gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from fedshift.errors import UserError
+from fedshift.functional.batchnorm import batchnorm_distance, batchnorm_objective, quadratic_kernel_mmd
+from fedshift.weights import Weights, merge_moments, weighted_average
+
+MEANS, VARIANCES = torch.tensor([[0.0], [2.0]]).double(), torch.tensor([[1.0], [3.0]]).double()
+SHARES = torch.tensor([0.25, 0.75]).double()
+
+
+def model(mean: Tensor, variance: Tensor) -> Weights:
+    return Weights({"bn.running_mean": mean, "bn.running_var": variance, "bn.num_batches_tracked": torch.tensor(3)})
+
+
+def with_moments(mean: float, second: float) -> Tensor:
+    """A batch of one feature that has these moments."""
+    spread = (second - mean**2) ** 0.5
+    return torch.tensor([[mean - spread], [mean + spread]]).double()
+
+
+def random(seed: int, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_worked_numbers_of_the_closed_form() -> None:
+    models = [model(mean, variance) for mean, variance in zip(MEANS, VARIANCES, strict=True)]
+    merged = merge_moments(models, SHARES.tolist())
+    mean, variance = merged["bn.running_mean"].item(), merged["bn.running_var"].item()
+    assert (mean, variance + mean**2, variance) == pytest.approx((1.5, 5.5, 3.25), abs=1e-12)
+    linear = weighted_average(models, SHARES.tolist(), bn_merge="mean")
+    assert linear["bn.running_var"].item() == pytest.approx(2.5, abs=1e-12)
+    assert merge_moments(models[:1], [0.3]).equal(models[0])
+
+
+def test_worked_numbers_of_the_objective() -> None:
+    batch = torch.tensor([[1.0], [2.0], [3.0], [6.0]]).double()
+    assert batchnorm_objective(batch, MEANS, VARIANCES, SHARES).item() == pytest.approx(58.75, abs=1e-12)
+    assert batchnorm_objective(with_moments(1.5, 5.5), MEANS, VARIANCES, SHARES).item() == pytest.approx(7.5, abs=1e-9)
+
+
+@given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 999))
+@settings(deadline=None, max_examples=25)
+def test_the_closed_form_is_the_minimum(models: int, channels: int, seed: int) -> None:
+    means, variances = random(seed, models, channels), random(seed + 1, models, channels).abs() + 0.1
+    shares = random(seed + 2, models).softmax(0)
+    stack = [model(mean, variance) for mean, variance in zip(means, variances, strict=True)]
+    best = merge_moments(stack, shares.tolist())
+    mean, deviation = best["bn.running_mean"], best["bn.running_var"].sqrt()
+    batch = torch.stack([mean - deviation, mean + deviation]).requires_grad_()
+    least = batchnorm_objective(batch, means, variances, shares)
+    (gradient,) = torch.autograd.grad(least, batch)
+    assert gradient.abs().max() < 1e-9
+    other = batch.detach() + random(seed + 3, 2, channels)
+    assert batchnorm_objective(other, means, variances, shares) >= least - 1e-12
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 999))
+@settings(deadline=None, max_examples=25)
+def test_objective_against_its_sums(models: int, channels: int, seed: int) -> None:
+    maps, shares = random(seed, 3, channels, 2, 4), random(seed + 1, models).softmax(0)
+    means, variances = random(seed + 2, models, channels), random(seed + 3, models, channels).abs()
+    expected = 0.0
+    for k in range(models):
+        for c in range(channels):
+            values = maps[:, c].flatten().tolist()
+            m, v = means[k, c].item(), variances[k, c].item()
+            first = sum(values) / len(values) - m
+            second = sum(value**2 for value in values) / len(values) - (v + m**2)
+            expected += shares[k].item() * (first**2 + second**2)
+    found = batchnorm_objective(maps, means, variances, shares)
+    assert found.item() == pytest.approx(expected)
+    flat = maps.permute(0, 2, 3, 1).reshape(-1, channels)
+    torch.testing.assert_close(batchnorm_objective(flat, means, variances, shares), found)
+
+
+def test_objective_is_zero_for_a_models_own_batch() -> None:
+    batch = random(0, 16, 3, 2, 2).float()
+    layer = nn.BatchNorm2d(3, momentum=1.0)
+    layer(batch)
+    assert layer.running_mean is not None
+    biased = batch.transpose(0, 1).flatten(1).var(1, correction=0)
+    objective = batchnorm_objective(batch, layer.running_mean[None], biased[None], torch.ones(1))
+    assert objective.item() == pytest.approx(0, abs=1e-10)
+
+
+def test_gradient_of_the_objective() -> None:
+    inputs = [random(0, 4, 2, 2, 1), random(1, 3, 2), random(2, 3, 2).abs() + 0.5, random(3, 3).softmax(0)]
+    assert torch.autograd.gradcheck(batchnorm_objective, [tensor.requires_grad_() for tensor in inputs])
+
+
+def test_objective_of_what_does_not_match() -> None:
+    for shapes in (
+        ((4,), (2, 1), (2, 1), (2,)),
+        ((4, 3), (2, 2), (2, 2), (2,)),
+        ((4, 3), (2, 3), (2, 1), (2,)),
+        ((4, 3), (2, 3), (2, 3), (3,)),
+        ((0, 3), (2, 3), (2, 3), (2,)),
+    ):
+        with pytest.raises(UserError, match="BatchNorm-MMD needs"):
+            batchnorm_objective(*(torch.zeros(shape) for shape in shapes))
+
+
+def test_worked_numbers_of_the_quadratic_kernel() -> None:
+    x, y = torch.tensor([[1.0, 2], [3, 0]]).double(), torch.tensor([[0.0, 1], [2, 2]]).double()
+    assert quadratic_kernel_mmd(x, y).item() == pytest.approx(12.5, abs=1e-12)
+    assert quadratic_kernel_mmd(x, y, diagonal=True).item() == pytest.approx(10.5, abs=1e-12)
+    assert quadratic_kernel_mmd(x, x.flip(0)).item() == 0
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5), st.integers(0, 999))
+@settings(deadline=None, max_examples=25)
+def test_moments_against_the_kernel(first: int, second: int, width: int, seed: int) -> None:
+    x, y = random(seed, first, width), random(seed + 1, second, width) + 1
+
+    def kernel(a: Tensor, b: Tensor) -> Tensor:
+        return (a @ b.mT + 0.5).square().mean()
+
+    expected = kernel(x, x) + kernel(y, y) - 2 * kernel(x, y)
+    torch.testing.assert_close(quadratic_kernel_mmd(x, y), expected, rtol=1e-9, atol=1e-9)
+    # A model whose statistics are those of the second batch.
+    diagonal = quadratic_kernel_mmd(x, y, diagonal=True)
+    statistics = [(batch.mean(0), batch.var(0, correction=0)) for batch in (x, y)]
+    mean, variance = statistics[1]
+    torch.testing.assert_close(batchnorm_objective(x, mean[None], variance[None], torch.ones(1).double()), diagonal)
+    distance = batchnorm_distance(*(model(*pair) for pair in statistics))
+    assert distance == pytest.approx(diagonal.item(), abs=1e-9)
+
+
+@pytest.mark.parametrize("diagonal", [False, True])
+def test_gradient_of_the_quadratic_kernel(diagonal: bool) -> None:
+    inputs = (random(0, 3, 2).requires_grad_(), random(1, 4, 2).requires_grad_())
+    assert torch.autograd.gradcheck(lambda x, y: quadratic_kernel_mmd(x, y, diagonal=diagonal), inputs)
+
+
+def test_kernel_of_what_does_not_match() -> None:
+    for first, second in (((3,), (3,)), ((3, 2), (3, 1)), ((0, 2), (3, 2))):
+        with pytest.raises(UserError, match="two batches"):
+            quadratic_kernel_mmd(torch.zeros(first), torch.zeros(second))
+
+
+def test_worked_numbers_of_the_distance() -> None:
+    first, second = (model(mean, variance) for mean, variance in zip(MEANS, VARIANCES, strict=True))
+    # Means 2 apart, second moments 1 and 7.
+    assert batchnorm_distance(first, second) == pytest.approx(4 + 36)
+    assert batchnorm_distance(second, first) == batchnorm_distance(first, second)
+    assert batchnorm_distance(first, first) == 0
+
+
+def test_distance_of_whole_models() -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Sequential(nn.BatchNorm2d(4)))
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    network(torch.randn(8, 3, 2, 2))
+    after = network.state_dict()
+    expected = 0.0
+    for layer in ("1.", "2.0."):
+        means = [weights[layer + "running_mean"] for weights in (before, after)]
+        seconds = [
+            weights[layer + "running_var"] + mean**2 for weights, mean in zip((before, after), means, strict=True)
+        ]
+        expected += ((means[0] - means[1]) ** 2).sum().item() + ((seconds[0] - seconds[1]) ** 2).sum().item()
+    assert batchnorm_distance(before, after) == pytest.approx(expected, rel=1e-5)
+    plain = nn.Linear(2, 2).state_dict()
+    assert batchnorm_distance(plain, plain) == 0
+    with pytest.raises(UserError, match="BatchNorm distance"):
+        batchnorm_distance(before, plain)
+    with pytest.raises(UserError, match="BatchNorm distance"):
+        batchnorm_distance(plain, before)

@@ -1,0 +1,340 @@
+"""Weights of sources: worked numbers, Shapley values over all orders, invariants."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedshift.errors import UserError
+from fedshift.functional import consensus_focus
+from fedshift.functional.consensus_focus import (
+    coalition_quality,
+    compactness,
+    distance_weights,
+    domain_weights,
+    gain_weights,
+    leave_one_out_focus,
+    released_domain_weights,
+    sample_weights,
+    shapley_focus,
+    smoothed_weights,
+)
+from fedshift.functional.knowledge_vote import knowledge_vote
+
+TEACHERS = torch.tensor(
+    [
+        [[0.95, 0.03, 0.02], [0.91, 0.05, 0.04]],
+        [[0.92, 0.05, 0.03], [0.10, 0.30, 0.60]],
+        [[0.02, 0.96, 0.02], [0.05, 0.93, 0.02]],
+    ],
+    dtype=torch.float64,
+)
+LEAVE_ONE_OUT = (0.91, 0.91, 0.02)
+SHAPLEY = (1.233233, 0.763533, 0.803233)
+RELEASED = (1.233333, 0.763333, 0.803333)
+NEGATIVE = torch.tensor([[[0.95, 0.05, 0.0]], [[0.0, 0.91, 0.09]]], dtype=torch.float64)
+BALLOTS = st.sampled_from(["rows", "top1"])
+FOCUS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=8)
+
+
+def random_teachers(teachers: int, samples: int, classes: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (2 * torch.randn(teachers, samples, classes, generator=generator, dtype=torch.float64)).softmax(2)
+
+
+def naive_quality(predictions: Tensor, gate: float, coalition: tuple[int, ...], ballots: str) -> float:
+    """Q by the vote itself, which has its own reference."""
+    if not coalition:
+        return 0.0
+    consensus = knowledge_vote(predictions[sorted(coalition)], gate, ballots=ballots)  # type: ignore[arg-type]
+    support = consensus.support if ballots == "rows" else consensus.support.floor()
+    return (support * consensus.probabilities.amax(1)).sum().item()
+
+
+def naive_shapley(predictions: Tensor, gate: float, ballots: str) -> list[float]:
+    """The mean gain of every teacher over all K! orders."""
+    teachers = len(predictions)
+    focus = [0.0] * teachers
+    for order in itertools.permutations(range(teachers)):
+        for place, teacher in enumerate(order):
+            with_it = naive_quality(predictions, gate, order[: place + 1], ballots)
+            focus[teacher] += with_it - naive_quality(predictions, gate, order[:place], ballots)
+    return [value / math.factorial(teachers) for value in focus]
+
+
+@pytest.mark.parametrize(
+    ("coalition", "quality"),
+    [
+        ((), 0),
+        ((0,), 1.86),
+        ((1,), 0.9206),
+        ((2,), 1.89),
+        ((0, 1), 2.78),
+        ((0, 2), 1.89),
+        ((1, 2), 1.89),
+        ((0, 1, 2), 2.80),
+    ],
+)
+def test_worked_numbers_of_quality(coalition: tuple[int, ...], quality: float) -> None:
+    assert coalition_quality(TEACHERS, 0.9, coalition) == pytest.approx(quality, abs=1e-12)
+    released = 0.92 if coalition == (1,) else quality
+    assert coalition_quality(TEACHERS, 0.9, coalition, ballots="top1") == pytest.approx(released, abs=1e-12)
+
+
+@pytest.mark.parametrize(("gate", "quality"), [(0.9, 1.87), (0.94, 0.96), (0.97, 0)])
+def test_worked_numbers_of_the_released_confidence(gate: float, quality: float) -> None:
+    found = coalition_quality(TEACHERS[:, :1], gate, [0, 1, 2], ballots="top1")
+    assert found == pytest.approx(quality, abs=1e-12)
+
+
+def test_worked_numbers_of_focus() -> None:
+    assert leave_one_out_focus(TEACHERS, 0.9).tolist() == pytest.approx(LEAVE_ONE_OUT, abs=1e-12)
+    focus = shapley_focus(TEACHERS, 0.9)
+    assert focus.tolist() == pytest.approx(SHAPLEY, abs=1e-6)
+    assert focus.sum().item() == pytest.approx(2.80, abs=1e-12)
+    assert shapley_focus(TEACHERS, 0.9, ballots="top1").tolist() == pytest.approx(RELEASED, abs=1e-6)
+
+
+def test_focus_can_be_negative() -> None:
+    assert coalition_quality(NEGATIVE, 0.9, [0]) == pytest.approx(0.95)
+    assert coalition_quality(NEGATIVE, 0.9, [1]) == pytest.approx(0.91)
+    assert coalition_quality(NEGATIVE, 0.9, [0, 1]) == pytest.approx(0.91)
+    focus = leave_one_out_focus(NEGATIVE, 0.9)
+    assert focus.tolist() == pytest.approx([0, -0.04], abs=1e-12)
+    sources, target = domain_weights(focus, [100, 300], 100)
+    assert sources == pytest.approx([0.4, 0.4])
+    assert target == pytest.approx(0.2)
+
+
+def test_only_who_passes_the_gate_votes() -> None:
+    rows = [[0.55, 0.45, 0.0, 0.0], [0.0, 0.45, 0.55, 0.0], [0.45, 0.0, 0.15, 0.4]]
+    predictions = torch.tensor(rows, dtype=torch.float64)[:, None]
+    # The first two elect class 1, nobody's first; with the third's row it would be class 0.
+    assert coalition_quality(predictions, 0.5, [0, 1, 2]) == pytest.approx(0.001 * 1.0 / 3)
+    assert coalition_quality(predictions, 0.5, [0, 1]) == pytest.approx(0.001 * 0.9 / 2)
+
+
+@given(
+    st.integers(1, 5),
+    st.integers(0, 9),
+    st.integers(1, 4),
+    st.sampled_from([0, 0.4, 0.6]),
+    BALLOTS,
+    st.integers(0, 999),
+)
+@settings(deadline=None, max_examples=15)
+def test_focus_against_all_orders(
+    teachers: int, samples: int, classes: int, gate: float, ballots: str, seed: int
+) -> None:
+    predictions = random_teachers(teachers, samples, classes, seed)
+    everyone = tuple(range(teachers))
+    for coalition in (everyone, everyone[1:], everyone[::2]):
+        found = coalition_quality(predictions, gate, coalition, ballots=ballots)  # type: ignore[arg-type]
+        assert found == pytest.approx(naive_quality(predictions, gate, coalition, ballots), abs=1e-12)
+    total = naive_quality(predictions, gate, everyone, ballots)
+    expected = [
+        total - naive_quality(predictions, gate, tuple(k for k in everyone if k != out), ballots) for out in everyone
+    ]
+    found = leave_one_out_focus(predictions, gate, ballots=ballots)  # type: ignore[arg-type]
+    assert found.tolist() == pytest.approx(expected, abs=1e-12)
+    focus = shapley_focus(predictions, gate, ballots=ballots)  # type: ignore[arg-type]
+    assert focus.dtype == torch.float64
+    assert focus.tolist() == pytest.approx(naive_shapley(predictions, gate, ballots), abs=1e-12)
+
+
+@given(st.integers(1, 6), st.integers(0, 999), BALLOTS, st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=25)
+def test_what_holds_for_any_teachers(teachers: int, seed: int, ballots, random) -> None:  # type: ignore[no-untyped-def]
+    predictions = random_teachers(teachers, 30, 4, seed)
+    focus = shapley_focus(predictions, 0.6, ballots=ballots)
+    total = coalition_quality(predictions, 0.6, range(teachers), ballots=ballots)
+    assert focus.sum().item() == pytest.approx(total, abs=1e-12)
+    order = random.sample(range(teachers), teachers)
+    torch.testing.assert_close(shapley_focus(predictions[order], 0.6, ballots=ballots), focus[order])
+    alone = leave_one_out_focus(predictions, 0.6, ballots=ballots)
+    torch.testing.assert_close(leave_one_out_focus(predictions[order], 0.6, ballots=ballots), alone[order])
+    # Batches add up.
+    halves = [shapley_focus(half, 0.6, ballots=ballots) for half in (predictions[:, :11], predictions[:, 11:])]
+    torch.testing.assert_close(halves[0] + halves[1], focus)
+    if ballots == "top1":
+        assert min(alone.min().item(), focus.min().item()) >= -1e-12
+
+
+@given(st.integers(1, 8), st.integers(0, 999), BALLOTS)
+@settings(deadline=None, max_examples=25)
+def test_identical_teachers_have_equal_focus(teachers: int, seed: int, ballots) -> None:  # type: ignore[no-untyped-def]
+    predictions = random_teachers(1, 20, 3, seed).expand(teachers, -1, -1)
+    for focus in (
+        shapley_focus(predictions, 0.7, ballots=ballots),
+        leave_one_out_focus(predictions, 0.7, ballots=ballots),
+    ):
+        assert (focus.max() - focus.min()).item() < 1e-12
+
+
+def test_sampled_orders() -> None:
+    # Two orders of two teachers are all orders.
+    pair = random_teachers(2, 40, 3, 0)
+    for permutations in (2, 10):
+        torch.testing.assert_close(shapley_focus(pair, 0.6, permutations=permutations), shapley_focus(pair, 0.6))
+    predictions = random_teachers(5, 200, 4, 1)
+    exact = shapley_focus(predictions, 0.6)
+    sampled = shapley_focus(predictions, 0.6, permutations=2000, generator=torch.Generator().manual_seed(0))
+    assert (sampled - exact).abs().max() < 0.02 * exact.max()
+    assert sampled.sum().item() == pytest.approx(exact.sum().item(), abs=1e-9)
+    again = shapley_focus(predictions, 0.6, permutations=2000, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(sampled, again)
+    odd = shapley_focus(predictions, 0.6, permutations=3, generator=torch.Generator().manual_seed(0))
+    assert odd.sum().item() == pytest.approx(exact.sum().item(), abs=1e-9)
+    with pytest.raises(UserError, match="at least one order"):
+        shapley_focus(predictions, 0.6, permutations=0)
+
+
+@pytest.mark.parametrize("ballots", ["rows", "top1"])
+def test_many_teachers_are_sampled(ballots) -> None:  # type: ignore[no-untyped-def]
+    predictions = random_teachers(11, 30, 3, 0)
+    predictions[1] = predictions[0]
+    total = coalition_quality(predictions, 0.6, range(11), ballots=ballots)
+    exact = consensus_focus._exact_shapley(predictions, 0.6, ballots)
+    focus = shapley_focus(predictions, 0.6, ballots=ballots, generator=torch.Generator().manual_seed(0))
+    assert focus.sum().item() == pytest.approx(total, abs=1e-9)
+    assert (focus - exact).abs().max() < 0.15 * exact.max()
+    assert not torch.equal(focus, exact)
+
+
+@pytest.mark.parametrize("ballots", ["rows", "top1"])
+def test_pieces_do_not_matter(ballots, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    predictions = random_teachers(4, 50, 6, 3)
+    whole = shapley_focus(predictions, 0.5, ballots=ballots)
+    monkeypatch.setattr(consensus_focus, "_CHUNK", 100)
+    torch.testing.assert_close(shapley_focus(predictions, 0.5, ballots=ballots), whole)
+
+
+def test_no_coalition_of_strangers() -> None:
+    for coalition in ([3], [-1], [0, 7]):
+        with pytest.raises(UserError, match="numbers 0 to 2"):
+            coalition_quality(TEACHERS, 0.9, coalition)
+    for function in (shapley_focus, leave_one_out_focus):
+        with pytest.raises(UserError, match="gate"):
+            function(TEACHERS, 1.0)
+        with pytest.raises(UserError, match="at least one teacher"):
+            function(torch.zeros(0, 2, 3), 0.9)
+
+
+@pytest.mark.parametrize(
+    ("focus", "expected"),
+    [
+        (LEAVE_ONE_OUT, (0.195699, 0.391398, 0.012903)),
+        (SHAPLEY, (0.143122, 0.177222, 0.279656)),
+        ((0.0, 0.0, 0.0), (0.2, 0.2, 0.2)),
+        ((-1.0, -2.0, 0.0), (0.2, 0.2, 0.2)),
+        ((-5.0, 0.5, 0.0), (0, 0.6, 0)),
+    ],
+)
+def test_worked_numbers_of_domain_weights(focus: tuple[float, ...], expected: tuple[float, ...]) -> None:
+    for given_focus in (focus, torch.tensor(focus, dtype=torch.float64)):
+        sources, target = domain_weights(given_focus, [100, 200, 300], 400)
+        assert target == pytest.approx(0.4)
+        assert sources == pytest.approx(expected, abs=1e-6)
+        assert sum(sources) == pytest.approx(0.6)
+
+
+def test_worked_numbers_of_the_released_weights() -> None:
+    focus = shapley_focus(TEACHERS, 0.9, ballots="top1")
+    sources, target = released_domain_weights(focus, 1.0, decimals=4)
+    assert (target, sources) == (0.25, [0.3304, 0.2045, 0.2152])
+    smoothed = smoothed_weights([0.25] * 4, [target, *sources])
+    assert smoothed == pytest.approx([0.25, 0.2580, 0.2454, 0.2465], abs=5.1e-5)
+    exact, target = released_domain_weights(focus, 0.5)
+    assert target == 0.125
+    assert sum(exact) == pytest.approx(0.875)
+    assert released_domain_weights([0.0, -1.0], 0.0) == ([0.5, 0.5], 0.0)
+
+
+@given(FOCUS, st.integers(0, 1000), st.floats(0, 1), st.data())
+@settings(deadline=None, max_examples=25)
+def test_shares_sum_to_one(focus: list[float], target_samples: int, fraction: float, data: st.DataObject) -> None:
+    samples = data.draw(st.lists(st.integers(1, 10**6), min_size=len(focus), max_size=len(focus)))
+    gaps = [abs(value) for value in focus]
+    for sources, target in (
+        domain_weights(focus, samples, target_samples),
+        released_domain_weights(focus, fraction),
+        (sample_weights(samples), 0.0),
+        (distance_weights(samples, gaps), 0.0),
+        (gain_weights(focus), 0.0),
+    ):
+        assert sum(sources) + target == pytest.approx(1)
+        assert min(*sources, target) >= 0
+
+
+def test_weights_they_are_compared_with() -> None:
+    assert sample_weights([100, 200, 300]) == pytest.approx([1 / 6, 1 / 3, 1 / 2])
+    expected = (0.665241, 0.244728, 0.090031)
+    assert distance_weights([7, 7, 7], [0, 1, 2]) == pytest.approx(expected, abs=1e-6)
+    # Only differences of distances matter, however large.
+    assert distance_weights([7, 7, 7], [5000, 5001, 5002]) == pytest.approx(expected, abs=1e-6)
+    assert distance_weights([1, 3], [2.0, 2.0]) == pytest.approx([0.25, 0.75])
+    assert gain_weights([0.5, 0.1, -0.2]) == pytest.approx([0.461488, 0.309344, 0.229168], abs=1e-6)
+    assert gain_weights([0.3] * 4) == pytest.approx([0.25] * 4)
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=6), st.floats(0, 1))
+@settings(max_examples=25)
+def test_smoothing_keeps_the_sum(weights: list[float], momentum: float) -> None:
+    new = weights[::-1]
+    smoothed = smoothed_weights(weights, new, momentum)
+    assert sum(smoothed) == pytest.approx(sum(weights))
+    assert smoothed_weights(weights, new, 1.0) == weights
+    assert smoothed_weights(weights, new, 0.0) == new
+
+
+def test_weights_that_cannot_be() -> None:
+    for samples, target in (([1, 2], 5), ([1, 2, 0], 5), ([1, 2, 3], -1)):
+        with pytest.raises(UserError):
+            domain_weights([1.0, 1.0, 1.0], samples, target)
+    for focus in ([], [math.nan], [math.inf]):
+        with pytest.raises(UserError):
+            domain_weights(focus, [1] * len(focus), 1)
+        with pytest.raises(UserError):
+            released_domain_weights(focus, 0.5)
+        with pytest.raises(UserError):
+            gain_weights(focus)
+    for fraction in (-0.1, 1.1, math.nan):
+        with pytest.raises(UserError, match="fraction"):
+            released_domain_weights([1.0], fraction)
+        with pytest.raises(UserError, match="momentum"):
+            smoothed_weights([1.0], [1.0], fraction)
+    with pytest.raises(UserError, match="sites must stay"):
+        smoothed_weights([1.0], [0.5, 0.5])
+    with pytest.raises(UserError, match="at least one"):
+        sample_weights([])
+    for distances in ([-1.0, 0.0], [math.nan, 0.0], [math.inf, 0.0], [1.0]):
+        with pytest.raises(UserError):
+            distance_weights([1, 1], distances)
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 4), st.integers(0, 999))
+@settings(deadline=None, max_examples=25)
+def test_compactness_is_that_of_all_pairs(rows: int, width: int, clusters: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(rows, width, generator=generator, dtype=torch.float64) + 5
+    labels = torch.randint(clusters, (rows,), generator=generator) * 3 - 1
+    expected = 0.0
+    for label in set(labels.tolist()):
+        members = features[labels == label].tolist()
+        pairs = sum(math.dist(a, b) ** 2 for a in members for b in members)
+        expected += pairs / (2 * len(members))
+    assert compactness(features, labels) == pytest.approx(expected, abs=1e-9)
+
+
+def test_compactness_of_what_does_not_match() -> None:
+    assert compactness(torch.tensor([[0.0, 0], [2, 0], [9, 9]]), torch.tensor([4, 4, 0])) == 2
+    assert compactness(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64)) == 0
+    for shape, count in (((3,), 3), ((3, 2), 2)):
+        with pytest.raises(UserError, match="compactness needs"):
+            compactness(torch.zeros(shape), torch.zeros(count, dtype=torch.int64))
