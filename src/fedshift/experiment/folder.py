@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.experiment.identity import comparable, first_difference
 from fedshift.federation.files import read_message, write_message
 from fedshift.federation.messages import Content
 from fedshift.files import write_bytes
@@ -28,7 +29,6 @@ _CHECKPOINT, _ROUNDS, _RESULT, _EXPERIMENT = (
     "result.json",
     "experiment.yaml",
 )
-_NOT_IDENTITY = ("engine", "device", "versions")
 
 
 class RunFolder:
@@ -85,10 +85,10 @@ class RunFolder:
                 )
             return
         try:
-            there = _identity(yaml.safe_load(file.read_text(encoding="utf-8")))
+            there = comparable(yaml.safe_load(file.read_text(encoding="utf-8")))
         except (OSError, yaml.YAMLError, ValueError, TypeError):
             raise UserError(f"{file} is damaged: delete {self.path} and run again") from None
-        difference = _first_difference(there, _identity(self.identity))
+        difference = first_difference(there, comparable(self.identity))
         if difference is not None:
             path, old, new = difference
             raise UserError(
@@ -158,7 +158,7 @@ class RunFolder:
             "round": state.round,
             "numbers": dict(state.numbers),
             "memory": memory,
-            "identity": _identity(self.identity),
+            "identity": comparable(self.identity),
             **header,
         }
         write_message(self.path / _CHECKPOINT, content, whole)
@@ -173,7 +173,7 @@ class RunFolder:
         if not file.exists():
             return None
         content, header = read_message(file)
-        if header.get("format") != FORMAT or _identity(header.get("identity")) != _identity(self.identity):
+        if header.get("format") != FORMAT or comparable(header.get("identity")) != comparable(self.identity):
             raise UserError(f"{file} belongs to another experiment or version: delete {self.path} and run again")
         weights = content.get("weights")
         if not isinstance(weights, Weights):
@@ -221,21 +221,3 @@ class RunFolder:
             folder.rmdir()
         if self.memory.exists():
             self.memory.rmdir()
-
-
-def _identity(settings: Any) -> dict[str, Any]:
-    identity = {key: value for key, value in dict(settings or {}).items() if key not in _NOT_IDENTITY}
-    if isinstance(identity.get("data"), dict):
-        # Where files lie is not what they hold: their fingerprint says that.
-        identity["data"] = {key: value for key, value in identity["data"].items() if key not in ("root", "sites")}
-    return identity
-
-
-def _first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any] | None:
-    if isinstance(old, dict) and isinstance(new, dict):
-        for key in [*old, *(key for key in new if key not in old)]:
-            below = _first_difference(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
-            if below is not None:
-                return below
-        return None
-    return None if old == new else (path, old, new)
