@@ -273,6 +273,7 @@ class _Run:
                 "training_samples": {name: len(rows) for name, rows in self.split.train.items()},
                 "held_out_samples": {name: len(rows) for name, rows in self.split.held_out.items()},
                 "measured_samples": {name: len(rows) for name, rows in self.split.measured.items()},
+                "unlabelled_samples": {name: len(rows) for name, rows in self.split.unlabelled.items()},
             },
         )
         self.folder.save_model(state.weights, model_metadata(context, part))

@@ -198,27 +198,27 @@ def site_budget(budget: Mapping[str, int], plans: Sequence[SitePlan]) -> dict[st
 
 
 def taking_part(protocol: Protocol, data: DataSet) -> DataSet:
-    """The data without the domains that ``protocol.drop`` names. Raises UserError for one that does not exist."""
-    dropped = protocol.drop if isinstance(protocol, AdaptToOne) else ()
-    for name in dropped:
-        if name not in data.domains:
-            raise UserError(f"protocol.drop: no domain is called '{name}'; {nearest(name, data.domains)}")
-    kept = {name: domain for name, domain in data.domains.items() if name not in dropped}
-    return replace(data, domains=kept) if dropped else data
+    """The data without the domains that ``protocol.drop`` names.
+
+    Raises UserError when it or ``protocol.wrong_labels`` names a domain that does not exist.
+    """
+    if not isinstance(protocol, AdaptToOne):
+        return data
+    for field_name, names in (("drop", protocol.drop), ("wrong_labels", protocol.wrong_labels)):
+        for name in names:
+            if name not in data.domains:
+                raise UserError(f"protocol.{field_name}: no domain is called '{name}'; {nearest(name, data.domains)}")
+    kept = {name: domain for name, domain in data.domains.items() if name not in protocol.drop}
+    return replace(data, domains=kept) if protocol.drop else data
 
 
 def with_wrong_labels(protocol: Protocol, data: DataSet, split: Split, seed: int) -> DataSet:
-    """The data as malicious sources show it: a share of their training labels is wrong, held-out labels are true.
-
-    Raises UserError for a domain that does not exist.
-    """
+    """The data as malicious sources show it: a share of their training labels is wrong, held-out labels are true."""
     if not isinstance(protocol, AdaptToOne) or not protocol.wrong_labels:
         return data
     domains = dict(data.domains)
     for name, share in protocol.wrong_labels.items():
-        if name not in domains:
-            raise UserError(f"protocol.wrong_labels: no domain is called '{name}'; {nearest(name, domains)}")
-        if name not in split.train:  # as the target it has no labels to make wrong
+        if name not in split.train:  # as the target it has no labels to make wrong; or it takes no part
             continue
         labels = domains[name].labels.copy()
         rows = split.train[name]

@@ -228,7 +228,7 @@ def _section(kind: type[BaseModel], value: Any, path: str) -> BaseModel:
 
 def _protocol(value: Any) -> BaseModel:
     kind = value.get("kind", "leave_one_out") if isinstance(value, Mapping) else "leave_one_out"
-    if kind not in PROTOCOLS:
+    if not isinstance(kind, str) or kind not in PROTOCOLS:
         raise UserError(f"protocol.kind: there is no protocol '{kind}'; {nearest(str(kind), PROTOCOLS)}")
     return _section(PROTOCOLS[kind], value, "protocol")
 

@@ -136,9 +136,8 @@ class KD3A(Method):
 
     def check(self, network: Network) -> None:
         normalised = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())
-        for option in ("h_divergence",) if self.focus == "h_divergence" else ():
-            if not normalised:
-                raise UserError(f"kd3a.focus: {option} compares BatchNorm statistics and the network has none")
+        if self.focus == "h_divergence" and not normalised:
+            raise UserError("kd3a.focus: h_divergence compares BatchNorm statistics and the network has none")
         if self.batch_norm == "loss" and not normalised:
             raise UserError("kd3a.batch_norm: loss aligns BatchNorm statistics and the network has none")
 
@@ -292,11 +291,15 @@ class KD3A(Method):
     def _compactness(self, site: Site, weights: Weights) -> float:
         """How far the target's features lie from their clusters' centres under a model (information gain of FADA)."""
         from sklearn.cluster import KMeans
+        from threadpoolctl import threadpool_limits
 
         model = site.model(weights).eval()
         features = torch.cat([model.features(batch.inputs).flatten(1) for batch in site.all_batches()]).cpu()
-        clusters = KMeans(min(site.classes, len(features)), n_init=1, random_state=derive_seed(site.seed) % 2**32)
-        return focus.compactness(features, torch.from_numpy(clusters.fit_predict(features.numpy())).long())
+        number = min(site.classes, len(torch.unique(features, dim=0)))
+        with threadpool_limits(1):  # sums whose order does not depend on the number of threads
+            clusters = KMeans(number, n_init=4, random_state=derive_seed(site.seed) % 2**32)
+            labels = clusters.fit_predict(features.numpy())
+        return focus.compactness(features, torch.from_numpy(labels).long())
 
     # What stays at a site -----------------------------------------------------------------------------------------
 
@@ -346,8 +349,14 @@ class _Teachers:
         return said
 
     def seen(self) -> Tensor:
-        """The probabilities (K, n, C) of all samples of this exchange."""
-        return self._all if self._all is not None else torch.cat(self._said, dim=1)
+        """The probabilities (K, n, C) of all samples of this exchange; of all the site has where no batch was left."""
+        if self._all is not None:
+            return self._all
+        if not self._said:
+            for network in self._networks:
+                network.eval()
+            return self._ask_all()
+        return torch.cat(self._said, dim=1)
 
     def weights(self, models: Mapping[str, Weights]) -> Mapping[str, Weights]:
         """The models that are aggregated: as they came, or with the statistics that target batches left in them."""
