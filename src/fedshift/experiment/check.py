@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from fedshift.data.domain import DataSet
-from fedshift.data.view import SiteData, epoch_batches
+from fedshift.data.domain import DataSet, Rows
+from fedshift.data.view import SiteData, batches_per_epoch, epoch_batches
 from fedshift.experiment.environment import data_fingerprint, resolve_device
 from fedshift.experiment.loop import check_fit
 from fedshift.experiment.part import data_for, pooled_bytes
@@ -17,7 +18,8 @@ from fedshift.experiment.protocol import budgets, rounds_needed, split_of, takin
 from fedshift.experiment.schema import Experiment
 from fedshift.methods.base import Method
 from fedshift.models import registry as models
-from fedshift.models.payload import Payload, payload
+from fedshift.models.network import Network
+from fedshift.models.payload import payload
 
 _TIMED_BATCHES = 8
 
@@ -89,7 +91,7 @@ def check(experiment: Experiment) -> Check:
     processes = experiment.engine.parallel_runs * min(experiment.engine.workers, max(1, len(data.domains) - 1))
     found = []
     for method in experiment.methods:
-        sizes = {target: _size(experiment, method, encoded[target]).bytes for target in targets}
+        networks = {target: _network(experiment, method, encoded[target]) for target in targets}
         work = up = down = rounds = 0
         seconds = 0.0
         for (target, _), split in splits.items():
@@ -99,11 +101,16 @@ def check(experiment: Experiment) -> Check:
             work = max(work, round(sum(budget.values()) / len(split.train)))
             speed_up = experiment.engine.parallel_runs if method.pooled else processes
             seconds += sum(budget.values()) * per_batch * method.relative_cost / speed_up
-            traffic = method.traffic(sizes[target], len(split.train), needed)
-            up, down = up + traffic.up, down + traffic.down
+            network = networks[target]
+            samples = _samples(experiment, budget, {**split.train, **split.unlabelled})
+            for traffic in (
+                method.traffic(payload(network).bytes, len(split.train), needed),
+                method.feature_traffic(samples, network.embedding_size),
+            ):
+                up, down = up + traffic.up, down + traffic.down
             up += sum(pooled_bytes(method, encoded[target], split).values())
         found.append(MethodCheck(method.display, len(splits), rounds, work, seconds / 3600, up, down, method.shares))
-    size = _size(experiment, None, data)
+    size = payload(_network(experiment, None, data))
     return Check(
         data=data.name,
         fingerprint=data_fingerprint(data),
@@ -121,10 +128,16 @@ def check(experiment: Experiment) -> Check:
     )
 
 
-def _size(experiment: Experiment, method: Method | None, data: DataSet) -> Payload:
-    """What the network carries: the experiment's, or the one that ``method`` makes of it."""
+def _network(experiment: Experiment, method: Method | None, data: DataSet) -> Network:
+    """The experiment's network, or the one that ``method`` makes of it."""
     network = models.build(experiment.model, data.input_shape, len(data.classes), 0)
-    return payload(network if method is None else method.adapt_network(network, len(data.domains) - 1))
+    return network if method is None else method.adapt_network(network, len(data.domains) - 1)
+
+
+def _samples(experiment: Experiment, budget: Mapping[str, int], rows: Mapping[str, Rows]) -> int:
+    """Samples in the mini-batches of ``budget`` at sites that hold ``rows``, all sites together."""
+    size = experiment.training.batch_size
+    return round(sum(budget[site] * len(own) / batches_per_epoch(len(own), size) for site, own in rows.items()))
 
 
 def _domain(experiment: Experiment, data: DataSet, name: str) -> DomainCheck:

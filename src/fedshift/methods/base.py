@@ -88,6 +88,12 @@ class Method(BaseModel, ABC):
         """
         return Traffic(up=rounds * sites * (payload + 2 * BYTES_PER_NUMBER), down=rounds * sites * payload)
 
+    def feature_traffic(self, samples: int, width: int) -> Traffic:
+        """Bytes beside `traffic` of a method that sends something for single samples: ``samples`` trained on in a run
+        by all sites together, features of ``width`` numbers each. None for most.
+        """
+        return Traffic(0, 0)
+
     def start(self, federation: Federation, weights: Weights) -> State:
         """The state before the first round, from the common start ``weights``."""
         return State(weights)

@@ -20,6 +20,11 @@ METHODS: Mapping[str, str] = {
     "source_only": "fedshift.methods.pooled.source_only:SourceOnly",
     "oracle": "fedshift.methods.federated.oracle:Oracle",
     "kd3a": "fedshift.methods.federated.kd3a:KD3A",
+    "mdan": "fedshift.methods.pooled.mdan:MDAN",
+    "m3sda": "fedshift.methods.pooled.m3sda:M3SDA",
+    "dael": "fedshift.methods.pooled.dael:DAEL",
+    "cmss": "fedshift.methods.pooled.cmss:CMSS",
+    "dsbn": "fedshift.methods.pooled.dsbn:DSBN",
 }
 
 

@@ -1,0 +1,143 @@
+"""What the pooled baselines of domain adaptation share: their rounds, their batches, and what trains beside the model.
+
+The model that is evaluated is an ordinary network. Discriminators, second classifiers and the like stay in the pool's
+memory, seeded there by the experiment's seed: a model file then holds nothing that prediction does not use.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fedshift.federation.federation import Federation
+from fedshift.federation.messages import Update
+from fedshift.federation.randomness import derive_seed
+from fedshift.federation.site import Batch, Site
+from fedshift.methods.base import State
+from fedshift.methods.pooled.deepall import DeepAll
+from fedshift.models.network import Network
+
+B = TypeVar("B")
+M = TypeVar("M", bound=nn.Module)
+DomainBatches = tuple[tuple[Batch, ...], Batch]
+"""A mini-batch of every source domain, and one of the target's without labels."""
+
+
+class PooledAdaptation(DeepAll):
+    """A pool of all sources and of the target's samples without labels; subclasses write `fit`."""
+
+    setting: ClassVar[str] = "target without labels"
+    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts")
+    needs_target: ClassVar[bool] = True
+
+    def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
+        return self.mini_batches(batches_per_epoch, rounds) if self.needs_target else 0
+
+    def round(self, federation: Federation, state: State) -> State:
+        (pool,) = federation.sources
+        due = federation.round * federation.share(pool) - federation.progress.used[pool]
+        update = federation.ask(self.fit, to=federation.sources, weights=state.weights, steps=max(0, due)).only()
+        return state.advance(update.weights, report={"losses": {pool: update.loss}})
+
+    def batches(self, site: Site, due: int) -> Iterator[tuple[tuple[Batch, ...], Batch | None]]:
+        """Batches of every domain until ``due`` mini-batches are used, or all that are left.
+
+        A step uses one of every domain at a time. What does not make a whole step waits for the next round, in the last
+        round it makes one.
+        """
+        domains = site.domains + (site.unlabelled is not None)
+        last = due >= site.envelope.mini_batches_left
+        return site.domain_batches(-(-due // domains) if last else due // domains)
+
+    def with_target(self, site: Site, due: int) -> Iterator[DomainBatches]:
+        """The same, where the target's batch is always there."""
+        for sources, target in self.batches(site, due):
+            assert target is not None  # the protocol sees to it
+            yield sources, target
+
+    def progress(self, site: Site) -> float:
+        """The share of the run's mini-batches that are done, those of the present step included."""
+        begun, left = site.envelope.progress, site.envelope.mini_batches_left
+        return begun + (1 - begun) * site.mini_batches / max(1, left)
+
+    def parts(self, site: Site, build: Callable[[], M]) -> M:
+        """What trains beside the model: made from the experiment's seed at first, later as the pool remembers it."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(derive_seed(site.seed, site.name, "parts"))
+            module = build()
+        if "parts" in site.memory:
+            module.load_state_dict(dict(site.memory.weights("parts")))
+        return site.place(module)
+
+    def trained(
+        self,
+        site: Site,
+        batches: Iterable[B],
+        loss_of: Callable[[B], Tensor],
+        model: Network,
+        parts: nn.Module | None = None,
+    ) -> Update:
+        """Train the model and its parts together, and remember the parts."""
+        modules = [model] if parts is None else [model, parts]
+        optimizer = site.optimizer(*modules, memory="optimizer")
+        loss = site.minimise_over(batches, loss_of, *modules, optimizers=[optimizer])
+        site.remember_optimizer(optimizer, "optimizer")
+        if parts is not None:
+            site.memory["parts"] = site.weights_of(parts)
+        return Update(site.weights_of(model), site.samples, loss)
+
+
+class Experts(nn.Module):
+    """One classifier per source domain on common features; together they answer with the mean of their softmax."""
+
+    def __init__(self, heads: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(heads)
+
+    def probabilities(self, features: Tensor) -> Tensor:
+        """Every head's probabilities, (K, n, C)."""
+        return torch.stack([head(features) for head in self.heads]).softmax(2)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """The logarithm of the mean probabilities, (n, C): its softmax is the mean."""
+        each = torch.stack([head(features) for head in self.heads]).log_softmax(2)
+        return each.logsumexp(0) - torch.tensor(float(len(self.heads))).log()
+
+
+def with_experts(network: Network, number: int) -> Network:
+    """The network with so many classifiers, the first of which is its own; the others have weights of their own.
+
+    Those follow from the first one's weights: the experiment's seed is in them, and every process finds the same.
+    """
+    own = network.classifier
+    first = [float(value) for value in next(own.parameters()).detach().flatten()[:8]]
+    heads = [own, *(redrawn(own, derive_seed("expert", head, *first)) for head in range(1, number))]
+    return Network(
+        network.features,
+        Experts(heads),
+        embedding_size=network.embedding_size,
+        classes=network.classes,
+        stages=network.stages,
+        alignment_stages=network.alignment_stages,
+    )
+
+
+def redrawn(module: M, seed: int | None = None) -> M:
+    """A copy of a module with fresh weights: of ``seed``, or of torch's generator as it stands."""
+    fresh = copy.deepcopy(module)
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+        for layer in fresh.modules():
+            if callable(reset := getattr(layer, "reset_parameters", None)):
+                reset()
+    return fresh
+
+
+def domain_classifier(features: int, width: int) -> nn.Sequential:
+    """Features (n, d) → the logit of "source", (n, 1)."""
+    return nn.Sequential(nn.Linear(features, width), nn.ReLU(), nn.Linear(width, 1))

@@ -1,0 +1,130 @@
+"""M3SDA: steps A, B and C by hand, what each leaves alone, and the pairs of classifiers."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pooling import assert_same, descend, first_batches, fit, moved, pool_of, start, trainable
+from tiny import LINEAR, MLP, NORMED, domains, setting
+from torch import Tensor, nn
+
+from fedshift.errors import UserError
+from fedshift.federation.site import Site
+from fedshift.methods.pooled.adaptation import Experts, redrawn
+from fedshift.methods.pooled.m3sda import M3SDA, step_loss
+from fedshift.models.network import Network
+
+
+def both_at(method: M3SDA, site: Site) -> tuple[Network, nn.ModuleList, nn.ModuleList]:
+    model = site.model(start(method))
+    heads = cast(Experts, model.classifier).heads
+    return model, heads, method.parts(site, lambda: nn.ModuleList(redrawn(head) for head in heads))
+
+
+def errors(model: Network, heads: nn.ModuleList, rivals: nn.ModuleList, site: Site) -> Tensor:
+    terms = []
+    for head, rival, batch in zip(heads, rivals, first_batches(site)[0], strict=True):
+        features = model.features(batch.inputs)
+        terms.append(F.cross_entropy(head(features), batch.targets) + F.cross_entropy(rival(features), batch.targets))
+    return sum(terms) / 3  # type: ignore[return-value]
+
+
+def gap(model: Network, heads: nn.ModuleList, rivals: nn.ModuleList, site: Site) -> Tensor:
+    features = model.features(first_batches(site)[1].inputs)
+    gaps = [(h(features).softmax(1) - r(features).softmax(1)).abs().mean() for h, r in zip(heads, rivals, strict=True)]
+    return sum(gaps) / 3  # type: ignore[return-value]
+
+
+def distance(model: Network, site: Site, moments: str) -> Tensor:
+    sources, target = first_batches(site)
+    features = [model.features(batch.inputs) for batch in (*sources, target)]
+    second = (lambda f: f.var(0)) if moments == "mean_variance" else (lambda f: f.pow(2).mean(0))
+    pairs = [
+        ((a.mean(0) - b.mean(0)).norm() + (second(a) - second(b)).norm()) / 2 for a, b in combinations(features, 2)
+    ]
+    assert len(pairs) == 6
+    return sum(pairs) / 6  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("moments", ["mean_variance", "raw"])
+def test_a_step_by_hand(moments: Any) -> None:
+    method = M3SDA(moments=moments, moment_weight=0.3, generator_steps=2)
+    site = pool_of(method)
+    model, heads, rivals = both_at(method, site)
+    first = errors(model, heads, rivals, site) + 0.3 * distance(model, site, moments)
+    descend(first, trainable(model, rivals))
+    descend(errors(model, heads, rivals, site) - gap(model, heads, rivals, site), trainable(heads, rivals))
+    for _ in range(2):
+        descend(gap(model, heads, rivals, site), trainable(model.features))
+    update = fit(method, site, start(method))
+    assert update.loss == pytest.approx(first.item(), rel=1e-5)
+    assert_same(update.weights, model)
+    assert_same(site.memory.weights("parts"), rivals)
+
+
+def test_step_b_leaves_the_features_alone_and_step_c_the_classifiers() -> None:
+    method = M3SDA()
+    site = pool_of(method)
+    model, heads, rivals = both_at(method, site)
+    features, classifiers = trainable(model.features), trainable(heads, rivals)
+    for phase, still, goes in (("B", features, classifiers), ("C", classifiers, features)):
+        model.zero_grad()
+        rivals.zero_grad()
+        step_loss(method, phase, model, rivals, *first_batches(site)).backward()  # type: ignore[no-untyped-call]
+        assert all(parameter.grad is None for parameter in still)
+        assert all(parameter.grad is not None for parameter in goes)
+
+
+def test_they_stay_alone_with_momentum() -> None:
+    """A momentum from step A moves nothing in the steps that leave a parameter alone."""
+    shared: dict[str, Any] = {"momentum": 0.9}
+    one, two = (pool_of(M3SDA(generator_steps=steps), **shared) for steps in (0, 3))
+    first, second = (fit(M3SDA(generator_steps=steps), site, start(M3SDA())) for site, steps in ((one, 0), (two, 3)))
+    assert all(name.startswith("features") for name in moved(first.weights, second.weights))
+    assert one.memory.weights("parts") == two.memory.weights("parts")
+
+
+def test_pairs_differ_at_the_start_and_only_the_first_ones_are_published() -> None:
+    method = M3SDA()
+    site = pool_of(method)
+    model, heads, rivals = both_at(method, site)
+    matrices = [layer.weight for layer in (*heads, *rivals)]
+    assert not any(torch.equal(a, b) for a, b in combinations(matrices, 2))  # type: ignore[arg-type]
+    weights = start(method)
+    assert [name for name in weights if name.startswith("classifier")] == [
+        f"classifier.heads.{number}.{kind}" for number in range(3) for kind in ("weight", "bias")
+    ]
+    inputs = torch.rand(4, 5)
+    mean = torch.stack([head(model.features(inputs)).softmax(1) for head in heads]).mean(0)
+    torch.testing.assert_close(method.predict(model, inputs).softmax(1), mean)
+
+
+def test_new_classifiers_follow_from_the_seed() -> None:
+    def built(seed: int) -> Network:
+        return setting(M3SDA(), domains(MLP), MLP, seed).build_network()
+
+    first, again, other = (cast(Experts, built(seed).classifier).heads for seed in (3, 3, 4))
+    for number in range(3):
+        assert torch.equal(first[number].weight, again[number].weight)  # type: ignore[arg-type]
+        assert not torch.equal(first[number].weight, other[number].weight)  # type: ignore[arg-type]
+
+
+def test_the_sixfold_step_counts_its_batches_once() -> None:
+    for steps in (0, 4):
+        method = M3SDA(generator_steps=steps)
+        site = pool_of(method)
+        fit(method, site, start(method), steps=2)
+        assert site.mini_batches == 8
+
+
+def test_errors() -> None:
+    M3SDA().check(setting(M3SDA(), domains(NORMED), NORMED).build_network())
+    with pytest.raises(UserError, match="no features to train"):
+        M3SDA().check(setting(M3SDA(), domains(LINEAR), LINEAR).build_network())
+    site = pool_of(M3SDA(), batch_size=1)
+    with pytest.raises(UserError, match="at least 2 samples"):
+        fit(M3SDA(), site, start(M3SDA()))
