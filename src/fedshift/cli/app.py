@@ -93,6 +93,51 @@ def predict(
     print_predictions(model, data, format, method)
 
 
+audit = typer.Typer(
+    help="What could be learned from what leaves a site.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(audit, name="audit")
+
+
+@audit.command()
+def leakage(
+    experiment: ExperimentFile,
+    overrides: Overrides = None,
+    site: Annotated[str | None, typer.Option("--site", help="The source that is attacked; else the first.")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option("--batch", min=1, help="Samples in a mini-batch; again for more. [1, 4, 8]")
+    ] = None,
+    attack: Annotated[str, typer.Option("--attack", help="l2, cosine or both.")] = "both",
+    iterations: Annotated[int, typer.Option("--iterations", min=1, help="Evaluations of each attempt.")] = 300,
+    starts: Annotated[int, typer.Option("--starts", min=1, help="Attempts of each attack; the best counts.")] = 4,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="A finished run's folder: attack after training.", metavar="RUN")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder of the results; else runs/NAME/audit.", metavar="DIR")
+    ] = None,
+) -> None:
+    """Try to reconstruct a site's samples from the gradient of a mini-batch, and from the model after an epoch.
+
+    Example: fedshift audit leakage digits.yaml --site D15 --batch 1 --batch 4
+    """
+    from fedshift.cli.audit import audit_file
+
+    audit_file(
+        experiment,
+        overrides or [],
+        out,
+        site=site,
+        batches=batch or (1, 4, 8),
+        attack=attack,
+        iterations=iterations,
+        starts=starts,
+        model=model,
+    )
+
+
 def _version(value: bool) -> None:
     if value:
         from fedshift import __version__

@@ -1,0 +1,131 @@
+"""``fedshift audit leakage``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fedshift.errors import UserError
+from fedshift.experiment.leakage import Case, LeakageAudit, Watcher, audit_leakage
+from fedshift.experiment.schema import load
+from fedshift.files import write_bytes
+
+RECORD, PICTURE = "leakage.json", "leakage.png"
+
+
+def audit_file(path: Path, overrides: Sequence[str], out: Path | None, **options: Any) -> None:
+    """Attack an experiment file's site with a progress bar, print the table, write record and picture below ``out``.
+
+    ``options``: those of `audit_leakage`.
+    """
+    errors = Console(stderr=True)
+    try:
+        experiment = load(path, overrides)
+        folder = out or Path("runs") / experiment.name / "audit"
+        _make(folder)  # before minutes of work
+        found = _watched(errors, experiment, options)
+        record = {"command": shlex.join(["fedshift", *sys.argv[1:]]), **found.record()}
+        write_bytes(folder / RECORD, (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode())
+        written = [RECORD]
+        if found.images:
+            from fedshift.report.leakage import picture
+
+            write_bytes(folder / PICTURE, picture(found.cases))
+            written.append(PICTURE)
+    except KeyboardInterrupt:
+        errors.print("interrupted: nothing was written", highlight=False)
+        sys.exit(130)
+    _print(found)
+    for name in written:
+        errors.print(f"wrote {folder / name}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: cannot make the folder {folder}: {error.strerror or error}") from None
+
+
+def _watched(errors: Console, experiment: Any, options: dict[str, Any]) -> LeakageAudit:
+    progress = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+        console=errors,
+        disable=not errors.is_terminal,
+    )
+    try:
+        return audit_leakage(experiment, watcher=Bar(progress), **options)
+    finally:
+        progress.stop()
+
+
+class Bar(Watcher):
+    """Progress of an audit as one bar."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._task = progress.add_task("audit", total=None)
+
+    def begin(self, evaluations: int) -> None:
+        self._progress.update(self._task, total=evaluations)
+        self._progress.start()
+
+    def case(self, title: str) -> None:
+        self._progress.update(self._task, description=title)
+
+    def evaluated(self, number: int) -> None:
+        self._progress.advance(self._task, number)
+
+
+def _print(found: LeakageAudit) -> None:
+    console = Console()
+    say = {"markup": False, "highlight": False, "soft_wrap": True}
+    console.print(
+        f"site {found.site} of {found.data}: {found.samples} training samples; {found.model}, {found.parameters:,} "
+        f"parameters, weights: {found.weights}",
+        **say,  # type: ignore[arg-type]
+    )
+    likeness = ("PSNR", "guess", "SSIM", "guess") if found.images else ("guess", "correlation", "guess")
+    table = Table(box=None, pad_edge=False)
+    for column in ("sent", "size", "steps", "attack", "MSE", *likeness, "labels"):
+        table.add_column(column, justify="left" if column in ("sent", "attack") else "right", no_wrap=True)
+    for case in found.cases:
+        table.add_row(*_row(case))
+    console.print(table)
+    console.print(
+        "Means over the reconstructions, each beside the original that it resembles most: of the mini-batch, or of all "
+        "training samples of the site for an epoch. guess: the site's mean sample in place of a reconstruction. "
+        "labels: how many of the batch's were inferred. An attack that fails says nothing about better ones.",
+        **say,  # type: ignore[arg-type]
+    )
+    for note in found.notes:
+        console.print(f"note: {note}", **say)  # type: ignore[arg-type]
+
+
+def _row(case: Case) -> list[str]:
+    cells = ["gradient" if case.exchange == "batch" else "epoch", str(case.batch), str(case.steps or "–"), case.attack]
+    cells.append(f"{fmean(case.mse):.4f}")
+    if case.psnr is not None and case.ssim is not None:
+        cells += [
+            f"{fmean(case.psnr):.1f}",
+            f"{case.guess_psnr:.1f}",
+            f"{fmean(case.ssim):.2f}",
+            f"{case.guess_ssim:.2f}",
+        ]
+    elif case.correlation is not None:
+        cells += [f"{case.guess_mse:.4f}", f"{fmean(case.correlation):.2f}", f"{case.guess_correlation:.2f}"]
+    return [*cells, "–" if case.labels_right is None else f"{case.labels_right}/{case.batch}"]

@@ -1,0 +1,185 @@
+"""What a gradient tells of the samples it was computed from: distances that an attack lowers, direct inversions, and
+measures of how like two samples are.
+
+Zhu, Liu, Han: Deep Leakage from Gradients. NeurIPS 2019. Zhao, Mopuri, Bilen: iDLG: Improved Deep Leakage from
+Gradients. 2020. Geiping, Bauermeister, Dröge, Moeller: Inverting Gradients. NeurIPS 2020.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedshift.errors import UserError
+
+_WINDOW, _SIGMA = 11, 1.5
+_K1, _K2 = 0.01, 0.03
+
+
+def squared_distance(gradient: Sequence[Tensor], observed: Sequence[Tensor]) -> Tensor:
+    """``‖g − g*‖²`` over all parameters together, a scalar (Deep Leakage, eq. 4).
+
+    gradient, observed: one tensor per parameter, of the parameter's shape. Raises UserError when they do not fit.
+    """
+    _check_alike(gradient, observed)
+    return torch.stack([(a - b).square().sum() for a, b in zip(gradient, observed, strict=True)]).sum()
+
+
+def cosine_distance(gradient: Sequence[Tensor], observed: Sequence[Tensor]) -> Tensor:
+    """``1 − ⟨g, g*⟩ / (‖g‖‖g*‖)`` over all parameters together, in [0, 2] (Inverting Gradients, eq. 4).
+
+    Shapes and errors as `squared_distance`. The scale of either gradient does not matter; beside a gradient of zeros
+    the distance is 1.
+    """
+    _check_alike(gradient, observed)
+    a = torch.cat([part.flatten() for part in gradient])
+    b = torch.cat([part.flatten() for part in observed])
+    # The norm's own gradient at zero is 0, and the quotient stays finite there.
+    norms: Tensor = torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b)
+    return 1 - (a @ b) / norms.clamp_min(torch.finfo(norms.dtype).tiny)
+
+
+def total_variation(images: Tensor) -> Tensor:
+    """Mean absolute difference of neighbours, down plus across: images (n, c, h, w) → a scalar (Geiping et al.)."""
+    down, across = images.diff(dim=-2).abs(), images.diff(dim=-1).abs()
+    # One row or column has no neighbour that way.
+    return down.sum() / max(1, down.numel()) + across.sum() / max(1, across.numel())
+
+
+def pseudo_gradient(before: Iterable[Tensor], after: Iterable[Tensor], lr: float) -> list[Tensor]:
+    """``(θ_before − θ_after) / η`` of each parameter: what a model that was sent tells of the gradients in between
+    (KD3A, section 7.5). Raises UserError unless the learning rate is above 0.
+    """
+    if not lr > 0:
+        raise UserError(f"a pseudo-gradient needs a learning rate above 0, found {lr}")
+    return [(a - b) / lr for a, b in zip(before, after, strict=True)]
+
+
+def gradients_in_update(steps: int, momentum: float = 0.0, nesterov: bool = False) -> float:
+    """How many gradients a pseudo-gradient of so many steps of SGD sums up, momentum included.
+
+    Step t of T passes on ``Σ_(j ≤ T−t) m^j`` times its gradient, so the sum is ``Σ_(k=1..T) (1 − m^k) / (1 − m)``. In
+    Nesterov's form each gradient counts once, and m times that sum besides. Raises UserError for a momentum outside
+    [0, 1) or no step at all.
+    """
+    if steps < 1 or not 0 <= momentum < 1:
+        raise UserError(f"an update needs at least 1 step and a momentum in [0, 1), found {steps} and {momentum}")
+    # Σ (1 − m^k) in closed form: T − m(1 − m^T)/(1 − m).
+    total = (steps - momentum * (1 - momentum**steps) / (1 - momentum)) / (1 - momentum)
+    return steps + momentum * total if nesterov else total
+
+
+def invert_linear(weight_gradient: Tensor, bias_gradient: Tensor) -> Tensor:
+    """The one input (d,) of a linear layer with bias from the gradients of its weight (u, d) and its bias (u,).
+
+    ``∂ℓ/∂W_i = ∂ℓ/∂b_i · x``, so every row divided by its bias gradient is x, exactly (section 7.7, test 14); here the
+    least-squares quotient over all units, ``Σ_i b_i W_i / Σ_i b_i²``. Of several inputs it is a mean weighted by how
+    much each moved the units. Raises UserError when the shapes do not fit, or no bias has a gradient.
+    """
+    if weight_gradient.dim() != 2 or bias_gradient.shape != weight_gradient.shape[:1]:
+        raise UserError(
+            f"a linear layer's gradients are (u, d) and (u,), found {tuple(weight_gradient.shape)} and "
+            f"{tuple(bias_gradient.shape)}"
+        )
+    power = bias_gradient.square().sum()
+    if power == 0:
+        raise UserError("the bias has no gradient: nothing can be inferred about the layer's input")
+    return bias_gradient @ weight_gradient / power
+
+
+def infer_label(bias_gradient: Tensor) -> int:
+    """The label of a single sample from the last layer's bias gradient (C,): the one negative entry (iDLG).
+
+    Exact for cross-entropy, whose gradient there is ``p − 1[c = y]``.
+    """
+    return int(bias_gradient.argmin())
+
+
+def infer_labels(bias_gradient: Tensor, probabilities: Tensor, number: int) -> list[int]:
+    """The likeliest labels, sorted, of ``number`` samples from the last layer's bias gradient (C,) of their mean loss.
+
+    It is ``p̄ − n_c/n``, so class c has about ``n·(p̄_c − g_c)`` samples; probabilities (C,): p̄ as the attacker
+    estimates it. Labels are given out one by one to the class that is owed most. For one sample as `infer_label`.
+    """
+    if number == 1:
+        return [infer_label(bias_gradient)]
+    owed = (number * (probabilities - bias_gradient)).double().clone()
+    labels: list[int] = []
+    for _ in range(number):
+        labels.append(int(owed.argmax()))
+        owed[labels[-1]] -= 1
+    return sorted(labels)
+
+
+def mean_squared_errors(reconstructed: Tensor, originals: Tensor) -> Tensor:
+    """Mean squared error of every pair: (n, …), (m, …) → (n, m)."""
+    a, b = reconstructed.flatten(1), originals.flatten(1)
+    # Differences and not the expanded square, which loses the small errors that matter here.
+    return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").square() / a.shape[1]
+
+
+def best_match(errors: Tensor) -> Tensor:
+    """Which original each reconstruction shows: errors (n, m) → (n,), no original twice, least total error.
+
+    Raises UserError when there are more reconstructions than originals.
+    """
+    from scipy.optimize import linear_sum_assignment  # slow to import, and only this function needs it
+
+    if errors.shape[0] > errors.shape[1]:
+        raise UserError(f"{errors.shape[0]} reconstructions cannot each show one of {errors.shape[1]} originals")
+    _, columns = linear_sum_assignment(errors.detach().cpu().double().numpy())
+    return torch.as_tensor(columns, dtype=torch.int64)
+
+
+def psnr(error: float, peak: float = 1.0) -> float:
+    """Peak signal-to-noise ratio in dB of a mean squared ``error`` of values in [0, ``peak``]; inf for no error."""
+    return 10 * math.log10(peak**2 / error) if error > 0 else math.inf
+
+
+def ssim(first: Tensor, second: Tensor, peak: float = 1.0) -> Tensor:
+    """Structural similarity of images (n, c, h, w) with values in [0, ``peak``]: (n,), 1 for equal images.
+
+    Wang, Bovik, Sheikh, Simoncelli (2004): Gaussian window of 11 pixels, σ = 1.5, K = (0.01, 0.03), the mean over all
+    places where the window fits and over channels. Images below 11 pixels: the largest odd window that fits. Raises
+    UserError when the shapes differ or are not those of images.
+    """
+    if first.dim() != 4 or first.shape != second.shape:
+        raise UserError(
+            f"SSIM compares two batches of images (n, c, h, w), found {tuple(first.shape)} and {tuple(second.shape)}"
+        )
+    fits = min(_WINDOW, *first.shape[2:])
+    size = fits if fits % 2 else fits - 1
+    places = torch.arange(size, dtype=first.dtype, device=first.device) - size // 2
+    line = torch.exp(-places.square() / (2 * _SIGMA**2))
+    line = line / line.sum()
+    window = torch.outer(line, line)[None, None]
+
+    def local_mean(values: Tensor) -> Tensor:
+        return F.conv2d(values.flatten(0, 1).unsqueeze(1), window)
+
+    mean_x, mean_y = local_mean(first), local_mean(second)
+    variance_x = local_mean(first.square()) - mean_x.square()
+    variance_y = local_mean(second.square()) - mean_y.square()
+    covariance = local_mean(first * second) - mean_x * mean_y
+    c1, c2 = (_K1 * peak) ** 2, (_K2 * peak) ** 2
+    luminance = (2 * mean_x * mean_y + c1) / (mean_x.square() + mean_y.square() + c1)
+    structure = (2 * covariance + c2) / (variance_x + variance_y + c2)
+    return (luminance * structure).view(first.shape[0], -1).mean(1)
+
+
+def correlation(first: Tensor, second: Tensor) -> Tensor:
+    """Pearson's correlation of each pair of samples: (n, …), (n, …) → (n,); 0 where one of them is constant."""
+    a, b = first.flatten(1), second.flatten(1)
+    a, b = a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)
+    norms: Tensor = torch.linalg.vector_norm(a, dim=1) * torch.linalg.vector_norm(b, dim=1)
+    return (a * b).sum(1) / norms.clamp_min(torch.finfo(norms.dtype).tiny)
+
+
+def _check_alike(gradient: Sequence[Tensor], observed: Sequence[Tensor]) -> None:
+    found, wanted = ([tuple(part.shape) for part in parts] for parts in (gradient, observed))
+    if found != wanted or not found:
+        raise UserError(f"two gradients of one network are compared, found shapes {found} and {wanted}")
