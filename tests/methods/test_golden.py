@@ -27,6 +27,8 @@ SIZES = {"north": 30, "south": 22, "west": 14}
 OPTIONS: dict[str, dict[str, Any]] = {
     "csac": {"acquisition_epochs": 2, "calibration_epochs": 1},
     "kd3a": {"gate_start": 0.4, "gate_end": 0.5},
+    "shot": {"source_epochs": 3},
+    "fada": {"steps_per_round": 10},
     "dael": {"threshold": 0.4},
     "dsbn": {"first_stage": 0.25},
 }

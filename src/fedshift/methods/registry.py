@@ -20,6 +20,8 @@ METHODS: Mapping[str, str] = {
     "source_only": "fedshift.methods.pooled.source_only:SourceOnly",
     "oracle": "fedshift.methods.federated.oracle:Oracle",
     "kd3a": "fedshift.methods.federated.kd3a:KD3A",
+    "shot": "fedshift.methods.federated.shot:SHOT",
+    "fada": "fedshift.methods.federated.fada:FADA",
     "mdan": "fedshift.methods.pooled.mdan:MDAN",
     "m3sda": "fedshift.methods.pooled.m3sda:M3SDA",
     "dael": "fedshift.methods.pooled.dael:DAEL",
