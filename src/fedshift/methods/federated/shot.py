@@ -30,7 +30,7 @@ Where papers and code differ (and what is done here)
  7. In a round the target's mini-batches are shared among the K models (``target_epochs: K`` is an epoch for each).
     Batches are drawn anew in every round, so a model's epoch that spans rounds is a pass only on average, and its
     optimiser begins anew.
-Several models are trained on several sources' data and never averaged: sources that have drifted apart do no harm.
+The mean counts every model alike: a source too far from the target stays a confident and wrong voice in it.
 
 Should reproduce: as KD3A reports it with several sources, Digit-5 90.2, Office-Caltech10 97.7, DomainNet 44.2.
 """
