@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from calling import Cli
+from safetensors.numpy import load_file
 from small import (
     Stop,
     experiment,
@@ -216,3 +218,22 @@ def test_a_run_goes_on_whatever_the_size_of_the_others(tmp_path: Path) -> None:
     fedshift.run(one, tmp_path / "one")
     fedshift.run(other, tmp_path / "other")
     assert outcome(tmp_path / "one") == outcome(tmp_path / "other")
+
+
+def test_measuring_every_other_round_changes_no_weight(tmp_path: Path) -> None:
+    """Rounds in between have a line without accuracy; the last is measured whatever its number."""
+    where = sites(tmp_path)
+    options = experiment(where, training={"rounds": 5, "batch_size": 8, "lr": 0.05})
+    fedshift.run(options, tmp_path / "each")
+    options["training"]["measure_every"] = 2
+    fedshift.run(options, tmp_path / "second")
+    part = Path("small") / "fedavg" / "a" / "seed-0"
+    each, second = (
+        [json.loads(line) for line in (tmp_path / runs / part / "rounds.jsonl").read_text().splitlines()]
+        for runs in ("each", "second")
+    )
+    assert [bool(line["target_accuracy"]) for line in second] == [False, True, False, True, True]
+    assert [line["losses"] for line in each] == [line["losses"] for line in second]
+    assert second[-1]["target_accuracy"] == each[-1]["target_accuracy"]
+    pair = [load_file(tmp_path / runs / part / "model.safetensors") for runs in ("each", "second")]
+    assert all((pair[0][name] == pair[1][name]).all() for name in pair[0])

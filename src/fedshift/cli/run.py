@@ -86,8 +86,9 @@ class Bars(Reporter):
         self._progress.advance(self._part, mini_batches)
 
     def round(self, part: Part, record: RoundRecord) -> None:
-        name = escape(f"{part.method.display} → {part.target}, seed {part.seed}: {record.target_mean:.2f} %")
-        self._progress.update(self._part, description=name)
+        if record.target_mean is not None:
+            name = escape(f"{part.method.display} → {part.target}, seed {part.seed}: {record.target_mean:.2f} %")
+            self._progress.update(self._part, description=name)
 
     def finished(self, part: Part, result: RunResult, resumed: bool) -> None:
         self._progress.advance(self._whole)

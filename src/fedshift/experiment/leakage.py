@@ -38,6 +38,7 @@ from fedshift.federation.site import Envelope, Site, SiteMemory
 from fedshift.functional import leakage
 from fedshift.models import registry as models
 from fedshift.models.network import Network
+from fedshift.models.wide import WideLinear
 
 Exchange = Literal["batch", "epoch"]
 Attack = Literal["l2", "cosine", "analytic"]
@@ -364,7 +365,8 @@ class _Attacker:
         weight, bias = self._gradient(sent, self.first.weight), self._gradient(sent, self.first.bias)
         assert weight is not None
         assert bias is not None
-        inputs = leakage.invert_linear(weight, bias).view(1, *self.site.data.input_shape)
+        rows = weight.t() if isinstance(self.first, WideLinear) else weight
+        inputs = leakage.invert_linear(rows, bias).view(1, *self.site.data.input_shape)
         labels = self._labels(sent)
         return _Found(inputs, labels or [], "sign" if labels else "nothing", None)
 
@@ -551,14 +553,14 @@ def _seen_by_attacker(network: Network) -> Network:
     return network
 
 
-def _fully_connected(network: Network, inputs: int) -> nn.Linear | None:
+def _fully_connected(network: Network, inputs: int) -> nn.Linear | WideLinear | None:
     """The network's first layer with weights if it is fully connected, has a bias, is trained and reads all of a
     sample.
     """
     for module in network.modules():
         if next(module.children(), None) is not None or isinstance(module, nn.Flatten | nn.Identity | nn.Dropout):
             continue
-        if not isinstance(module, nn.Linear) or module.in_features != inputs or module.bias is None:
+        if not isinstance(module, nn.Linear | WideLinear) or module.in_features != inputs or module.bias is None:
             return None
         return module if module.weight.requires_grad and module.bias.requires_grad else None
     return None

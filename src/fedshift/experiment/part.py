@@ -166,16 +166,19 @@ class _Run:
             self.folder.restart()
             self._record_pooling()
             state = method.start(federation, start)
-            self._close_round(evaluated, state, measured=federation.progress.exchange > 0)
+            self._close_round(evaluated, state, last=False)
         while not federation.exhausted():
             before = sum(federation.progress.used.values())
             federation.round = state.round + 1
             state = method.round(federation, state)
             if state.round != federation.round:
                 raise FedshiftError(f"{method.name}: round() must return state.advance(...)")
-            self._close_round(evaluated, state, measured=True)
-            if sum(federation.progress.used.values()) == before and state.round >= federation.rounds:
-                break  # a method that trains nothing has had its rounds
+            federation.settle()
+            # A method that trains nothing has had its rounds, too.
+            idle = sum(federation.progress.used.values()) == before and state.round >= federation.rounds
+            self._close_round(evaluated, state, last=idle or federation.exhausted())
+            if idle:
+                break
         return self._finish(state)
 
     def _resume(self) -> State | None:
@@ -209,31 +212,33 @@ class _Run:
             samples = RawData({"samples": torch.empty(size, dtype=torch.uint8, device="meta")})
             self.federation.ledger.record(0, "pool", name, "up", {"samples": samples})
 
-    def _close_round(self, network: Network, state: State, *, measured: bool) -> None:
+    def _close_round(self, network: Network, state: State, *, last: bool) -> None:
         """Measure, write the line, then the checkpoint: a kill between any two loses nothing but this round."""
         self.federation.settle()
-        if not measured and state.round == 0:
+        if state.round == 0 and self.federation.progress.exchange == 0:
             return  # nothing has been trained: a run that is killed now begins again
-        if measured:
-            results = self.evaluator.measure(self.part.method, network, state.weights)
-            _, page = self.federation.ledger.settle()
-            now = time.perf_counter()
-            seconds, self.clock = now - self.clock, now
-            self.seconds += seconds
-            report = dict(state.report)
-            record = RoundRecord(
-                round=state.round,
-                seconds=seconds,
-                mini_batches=self._mini_batches(),
-                bytes=page,
-                losses=report.pop("losses", {}),
-                aggregation_weights=report.pop("aggregation_weights", {}),
-                extra=report,
-                **results,
-            )
-            self.records.append(record)
-            self.folder.append(record)
-            self.context.reporter.round(self.part, record)
+        measured = last or state.round % self.context.experiment.training.measure_every == 0
+        results = (
+            self.evaluator.measure(self.part.method, network, state.weights) if measured else {"target_accuracy": {}}
+        )
+        _, page = self.federation.ledger.settle()
+        now = time.perf_counter()
+        seconds, self.clock = now - self.clock, now
+        self.seconds += seconds
+        report = dict(state.report)
+        record = RoundRecord(
+            round=state.round,
+            seconds=seconds,
+            mini_batches=self._mini_batches(),
+            bytes=page,
+            losses=report.pop("losses", {}),
+            aggregation_weights=report.pop("aggregation_weights", {}),
+            extra=report,
+            **results,
+        )
+        self.records.append(record)
+        self.folder.append(record)
+        self.context.reporter.round(self.part, record)
         memory = self.federation.save_memory(self.folder.memory)
         progress = self.federation.progress
         header = {

@@ -47,6 +47,9 @@ class Training(BaseModel):
     mini_batches: PositiveInt | None = Field(
         None, description="mini-batches each site may train on in a run; none = what the most demanding method needs"
     )
+    measure_every: PositiveInt = Field(
+        1, description="rounds from one measurement of the model to the next; the last round is always measured"
+    )
     augmentation: Annotated[Augmentation, BeforeValidator(_augmentation)] = Field(
         default_factory=Augmentation, description="a preset's name or its parts"
     )

@@ -11,6 +11,7 @@ from torch import nn
 
 from fedshift.models.network import Network
 from fedshift.models.options import NetworkOptions
+from fedshift.models.wide import linear
 
 
 class Mlp(NetworkOptions):
@@ -33,7 +34,8 @@ class Mlp(NetworkOptions):
         inputs = math.prod(input_shape)
         for number, width in enumerate(self.hidden, start=1):
             normalise = [nn.BatchNorm1d(width)] if self.batch_norm else []
-            layers[f"hidden{number}"] = nn.Sequential(nn.Linear(inputs, width), *normalise, nn.ReLU())
+            weighted = linear(inputs, width) if input_shape == (inputs,) else nn.Linear(inputs, width)
+            layers[f"hidden{number}"] = nn.Sequential(weighted, *normalise, nn.ReLU())
             if self.dropout:
                 layers[f"dropout{number}"] = nn.Dropout(self.dropout)
             stages.append(f"hidden{number}")

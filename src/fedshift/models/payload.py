@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedshift.models.wide import WideLinear
+
 _RUNNING_STATISTICS = ("running_mean", "running_var")
 
 
@@ -64,7 +66,7 @@ def forward_cost(network: nn.Module, input_shape: tuple[int, ...]) -> int:
         if isinstance(module, nn.Conv2d):
             window = module.kernel_size[0] * module.kernel_size[1]
             total += output.numel() * module.in_channels // module.groups * window
-        elif isinstance(module, nn.Linear):
+        elif isinstance(module, nn.Linear | WideLinear):
             total += output.numel() * module.in_features
 
     handles = [module.register_forward_hook(count) for module in network.modules()]
