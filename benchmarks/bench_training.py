@@ -1,4 +1,6 @@
-"""The parts of `bench.py` that train: the engine against a bare loop, workers against threads, CSAC against FedAvg."""
+"""The parts of `bench.py` that train: the engine against a bare loop, workers against threads, CSAC against FedAvg, an
+epoch of KD3A against a bare loop.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedshift.data.domain import DataSet, DataSource, Domain, Preprocessing
+from fedshift.data.domain import DataSet, DataSource, Domain, Preprocessing, SparseRows
 from fedshift.data.domain import Manifest as DataManifest
 from fedshift.data.transforms import to_network
 from fedshift.experiment.protocol import site_plans, split_of
@@ -26,6 +28,8 @@ from fedshift.federation.local import LocalFederation, Setting, SitePlan, SiteRu
 from fedshift.federation.pool import PoolFederation, WorkerPool
 from fedshift.federation.randomness import generator
 from fedshift.federation.site import Batch, Envelope
+from fedshift.functional.consensus_focus import domain_weights, shapley_focus
+from fedshift.functional.knowledge_vote import distillation_loss, knowledge_vote
 from fedshift.functional.projection import projection_layer
 from fedshift.methods.base import Method, State
 from fedshift.models.payload import forward_cost
@@ -77,12 +81,13 @@ class Work:
         model: Mapping[str, Any],
         training: Mapping[str, Any],
         device: str = "cpu",
+        protocol: Mapping[str, Any] | None = None,
     ) -> None:
         self.experiment = parse(
             {
                 "name": "bench",
                 "data": data,
-                "protocol": {"seeds": [0], "test_fraction": 0.0, "base_images": "shared"},
+                "protocol": protocol or {"seeds": [0], "test_fraction": 0.0, "base_images": "shared"},
                 "model": model,
                 "training": training,
                 "methods": [method],
@@ -100,6 +105,7 @@ class Work:
             preprocessing=self.data.preprocessing,
             input_shape=self.data.input_shape,
             classes=len(self.data.classes),
+            sources=len(split.train),
             seed=0,
             device=device,
         )
@@ -319,6 +325,116 @@ def one_round(work: Work, pool: WorkerPool | None) -> Weights:
     run = Rounds(work, pool)
     run(1)
     return run.state.weights
+
+
+# KD3A ------------------------------------------------------------------------------------------------------------
+
+
+class BareKD3A:
+    """An epoch of KD3A as one would write it with PyTorch alone: dense batches from memory, all teachers asked once."""
+
+    def __init__(self, work: Work) -> None:
+        self.training, self.gate = work.setting.training, 0.9
+        self.network = work.setting.build_network().train()
+        self.sites: dict[str, tuple[Tensor, Tensor]] = {}
+        for plan in work.plans:
+            ((domain, rows, _),) = plan.parts
+            inputs = domain.inputs.dense(rows) if isinstance(domain.inputs, SparseRows) else domain.inputs[rows]
+            self.sites[plan.name] = torch.from_numpy(inputs).float(), torch.from_numpy(domain.labels[rows])
+        (self.target,) = (plan.name for plan in work.plans if plan.role == "target")
+        self.exchange = 0
+
+    def _trained(self, name: str, loss_of: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
+        model = copy.deepcopy(self.network)
+        optimizer = torch.optim.SGD(
+            model.parameters(),
+            lr=self.training.lr,
+            momentum=self.training.momentum,
+            weight_decay=self.training.weight_decay,
+            fused=True,
+        )
+        order = torch.randperm(len(self.sites[name][1]), generator=generator(0, name, self.exchange, "batches"))
+        for rows in torch.split(order, self.training.batch_size):
+            optimizer.zero_grad()
+            loss_of(model, rows).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        return model
+
+    def __call__(self, rounds: int) -> None:
+        torch.set_num_threads(1)
+        for _ in range(rounds):
+            self.exchange += 1
+            sources = [name for name in self.sites if name != self.target]
+            models = []
+            for name in sources:
+                inputs, labels = self.sites[name]
+
+                def supervised(
+                    model: nn.Module, rows: Tensor, inputs: Tensor = inputs, labels: Tensor = labels
+                ) -> Tensor:
+                    return F.cross_entropy(model(inputs[rows]), labels[rows])
+
+                models.append(self._trained(name, supervised))
+            self.exchange += 1
+            inputs, _ = self.sites[self.target]
+            with torch.no_grad():
+                said = torch.stack(
+                    [torch.cat([model(part).softmax(1) for part in inputs.split(500)]) for model in models]
+                )
+
+            def distilled(model: nn.Module, rows: Tensor, inputs: Tensor = inputs, said: Tensor = said) -> Tensor:
+                consensus = knowledge_vote(said[:, rows], self.gate)
+                return distillation_loss(model(inputs[rows]), consensus.probabilities, consensus.support)
+
+            models.append(self._trained(self.target, distilled))
+            sizes = [len(self.sites[name][1]) for name in sources]
+            shares, own = domain_weights(shapley_focus(said, self.gate), sizes, len(inputs))
+            states = [model.state_dict() for model in models]
+            self.network.load_state_dict(
+                {
+                    key: sum(state[key] * share for state, share in zip(states, [*shares, own], strict=True))
+                    for key in states[0]
+                }
+            )
+
+
+def kd3a(quick: bool) -> list[Row]:
+    """Seconds of an epoch on Amazon Review, one thread, and of a bare loop; no row without the data."""
+    if not os.environ.get("FEDSHIFT_DATA"):
+        return []
+    training = {
+        "batch_size": 50,
+        "optimizer": "sgd",
+        "lr": 0.05,
+        "momentum": 0.9,
+        "weight_decay": 0.0005,
+        "reset_optimizer_each_round": True,
+    }
+    work = Work(
+        {"name": "kd3a", "mixup": 0},  # which the bare loop leaves out
+        {"name": "amazon_reviews", "scaling": "raw"},
+        {"name": "mlp", "hidden": [1000, 500, 100]},
+        training,
+        protocol={"kind": "adapt_to_one", "targets": ["kitchen"], "seeds": [0]},
+    )
+    ours, bare = Rounds(work), BareKD3A(work)
+    blocks: dict[str, Callable[[int], None]] = {"fedshift": ours, "bare": bare}
+    for block in blocks.values():
+        block(1)
+    network = bare.network.state_dict()
+    difference = max((ours.state.weights[key] - tensor).abs().max().item() for key, tensor in network.items())
+    seconds = interleaved(blocks, 1.0, 3 if quick else 7)
+    return [
+        {
+            "data": "amazon_reviews",
+            "mini_batches": sum(-(-len(rows) // 50) for plan in work.plans for _, rows, _ in plan.parts),
+            "fedshift_seconds_per_epoch": median(seconds["fedshift"]),
+            "bare_seconds_per_epoch": median(seconds["bare"]),
+            "ratio": paired(seconds["bare"], seconds["fedshift"]),
+            "ratio_of_processor_seconds": paired(seconds["bare"], seconds["fedshift"], clock=1),
+            "difference_of_weights_after_a_round": difference,
+        }
+    ]
 
 
 # CSAC ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,16 @@ from fedshift.report.collect import Collected, collect
 from fedshift.report.table import markdown, table_of
 
 HERE = Path(__file__).parent
-PUBLISHED = {"rotated_mnist_paper": "rotated_mnist", "pacs_features": "pacs"}
+PUBLISHED = {
+    "rotated_mnist_paper": "rotated_mnist",
+    "pacs_features": "pacs",
+    "amazon_reviews": "amazon_reviews",
+    "five_digits": "digit5",
+    "office_caltech_surf": "office_caltech",
+}
+TITLES = {"csac": "CSAC", "kd3a": "KD3A", "fedavg": "FedAvg", "source_only": "Source-only"}
+PAIRS = ("csac", "fedavg"), ("kd3a", "fedavg"), ("kd3a", "source_only")
+"""Methods whose difference over all (target, seed) pairs is tested where a table has both."""
 MARKER = re.compile(r"<!-- table (\w+)(?: (\w+))? -->.*?<!-- end -->", re.DOTALL)
 
 
@@ -31,10 +40,10 @@ def facts(found: Collected) -> str:
     if found.unfinished:
         text += f" **{found.unfinished} of {found.planned} runs are still to come.**"
     by_method = {label: [r for r in results if r.method == label] for label in found.order.methods}
-    if "fedavg" in by_method and "csac" in by_method:
-        pair = paired_difference(by_method["csac"], by_method["fedavg"])
+    for better, baseline in PAIRS:
+        pair = paired_difference(by_method.get(better, []), by_method.get(baseline, []))
         if pair is not None and pair.p is not None:
-            text += f" CSAC − FedAvg over {pair.n} (target, seed) pairs: {pair.mean:+.2f} points, "
+            text += f" {TITLES[better]} − {TITLES[baseline]} over {pair.n} (target, seed) pairs: {pair.mean:+.2f} points, "
             text += f"paired t-test p = {pair.p:.2g}."
     return text
 
