@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
+from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.local import LocalFederation, Setting, SitePlan
 from fedshift.federation.pool import PoolFederation, WorkerPool
@@ -24,6 +25,7 @@ VECTOR = Preprocessing(kind="features")
 CNN: dict[str, object] = {"name": "mnist_cnn", "channels": [3, 4], "hidden": 6}
 MLP: dict[str, object] = {"name": "mlp", "hidden": [8, 6]}
 NORMED: dict[str, object] = {"name": "mlp", "hidden": [8, 6], "batch_norm": True}
+NORMED_CNN: dict[str, object] = {"name": "digit_cnn", "variant": "paper"}
 LINEAR: dict[str, object] = {"name": "linear"}
 SIZES = {"large": 41, "small": 5, "one": 1}
 """Sites of a batch size of 8: a last batch of one, fewer samples than a batch, a single sample."""
@@ -49,7 +51,17 @@ def vectors(name: str, number: int, width: int = 5) -> Domain:
 
 def domains(network: Mapping[str, object] = CNN, sizes: Mapping[str, int] = SIZES) -> list[Domain]:
     """One domain per entry of ``sizes``, of the kind that ``network`` reads."""
-    return [(images if network["name"] == "mnist_cnn" else vectors)(name, number) for name, number in sizes.items()]
+    reads_images = network["name"] in ("mnist_cnn", "digit_cnn")
+    return [(images if reads_images else vectors)(name, number) for name, number in sizes.items()]
+
+
+def normed_for(method: Method) -> dict[str, object]:
+    """A network with BatchNorm: on vectors, or on images for a method that works on these alone."""
+    try:
+        method.check_samples((5,))
+    except UserError:
+        return NORMED_CNN
+    return NORMED
 
 
 def data_set(found: Sequence[Domain]) -> DataSet:

@@ -16,6 +16,8 @@ from pydantic import BaseModel, ConfigDict
 from fedshift.errors import UserError
 
 Rows = npt.NDArray[np.int64]
+Task = Literal["classification", "segmentation"]
+"""What is predicted: the class of a sample, or a mask of every structure in an image."""
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,12 @@ class Domain:
     """The samples of one domain, decoded once, in memory or memory-mapped.
 
     inputs: uint8 images (n, channels, height, width), float32 features (n, d) or `SparseRows`.
-    labels: int64 (n,), class numbers in the order of the data set's ``classes``.
+    labels: int64 (n,), class numbers in the order of the data set's ``classes``; all 0 where there are masks.
     groups: int64 (n,) or None. Rows of *any* domain with the same number show the same base sample (Rotated MNIST); a
         careful split keeps such rows on one side.
     train_rows, test_rows: the data set's own split, where it has one.
+    masks: for segmentation, uint8 (n, structures, height, width) of 0 and 1, one mask per entry of ``classes``, which
+        then names structures; they may overlap.
     """
 
     name: str
@@ -69,6 +73,7 @@ class Domain:
     groups: npt.NDArray[np.int64] | None = None
     train_rows: Rows | None = None
     test_rows: Rows | None = None
+    masks: npt.NDArray[np.uint8] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -117,6 +122,11 @@ class DataSet:
     preprocessing: Preprocessing
     manifest: Manifest
     warnings: tuple[str, ...] = ()
+
+    @property
+    def task(self) -> Task:
+        """Segmentation where the domains have masks, else classification."""
+        return "classification" if next(iter(self.domains.values())).masks is None else "segmentation"
 
     @property
     def input_shape(self) -> tuple[int, ...]:

@@ -106,6 +106,16 @@ def normalised(values: Tensor, preprocessing: Preprocessing) -> Tensor:
     return (values - mean) / std
 
 
+def to_pixels(values: Tensor, preprocessing: Preprocessing) -> Tensor:
+    """The inverse of `normalised`: pixels in [0, 1] from what a network reads."""
+    if preprocessing.mean is None or preprocessing.std is None:
+        return values
+    shape = (1, -1, 1, 1)
+    mean = torch.tensor(preprocessing.mean, dtype=values.dtype, device=values.device).view(shape)
+    std = torch.tensor(preprocessing.std, dtype=values.dtype, device=values.device).view(shape)
+    return values * std + mean
+
+
 def to_network(inputs: Tensor, preprocessing: Preprocessing, device: torch.device | str) -> Tensor:
     """What a network reads, from stored samples (n, c, h, w) uint8 or (n, d) float: float32 on ``device``."""
     return normalised(to_unit(inputs, device), preprocessing)

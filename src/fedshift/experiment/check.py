@@ -79,7 +79,7 @@ def check(experiment: Experiment) -> Check:
     data = taking_part(experiment.protocol, experiment.data.build())
     device = resolve_device(experiment.device)
     targets = targets_of(experiment.protocol, data)
-    check_fit(experiment, data)
+    warnings = check_fit(experiment, data)
     encoded = {target: data_for(experiment, data, target) for target in targets}
     splits = {
         (target, seed): split_of(experiment.protocol, encoded[target], target, seed)
@@ -106,6 +106,7 @@ def check(experiment: Experiment) -> Check:
             for traffic in (
                 method.traffic(payload(network).bytes, len(split.train), needed),
                 method.feature_traffic(samples, network.embedding_size),
+                method.start_traffic({site: len(rows) for site, rows in split.train.items()}, data.input_shape),
             ):
                 up, down = up + traffic.up, down + traffic.down
             up += sum(pooled_bytes(method, encoded[target], split).values())
@@ -123,7 +124,7 @@ def check(experiment: Experiment) -> Check:
         device=device,
         threads=threads,
         methods=tuple(found),
-        warnings=data.warnings,
+        warnings=(*data.warnings, *warnings),
         encoding_shares=experiment.data.shares,
     )
 

@@ -39,7 +39,9 @@ def run_experiment(
     for warning in data.warnings if not helper else ():
         reporter.warn(warning)
     parts = parts_of(experiment, data)
-    check_fit(experiment, data)
+    for warning in check_fit(experiment, data):
+        if not helper:
+            reporter.warn(warning)
     fingerprint = data_fingerprint(data)
     folders = {part: _folder(experiment, data, fingerprint, part, folder) for part in parts}
     unfinished = 0
@@ -77,8 +79,12 @@ def run_experiment(
     return folder
 
 
-def check_fit(experiment: Experiment, data: DataSet) -> None:
-    """Raises UserError when a method, the network, the data and what sites refuse do not fit; nothing is trained."""
+def check_fit(experiment: Experiment, data: DataSet) -> tuple[str, ...]:
+    """Warnings of the methods about their options on these data.
+
+    Raises UserError when a method, the network, the data and what sites refuse do not fit; nothing is trained.
+    """
+    warnings: list[str] = []
     for kind in experiment.data.shares:
         if kind in experiment.engine.refuse:
             raise UserError(
@@ -93,6 +99,8 @@ def check_fit(experiment: Experiment, data: DataSet) -> None:
                 f"engine.refuse: sites refuse {refused[0]}, which {method.display} shares: choose another method or "
                 "take the kind out of engine.refuse"
             )
+        warnings += method.check_samples(data.input_shape)
+    return tuple(warnings)
 
 
 def _folder(experiment: Experiment, data: DataSet, fingerprint: str, part: Part, folder: Path) -> RunFolder:

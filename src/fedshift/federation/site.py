@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fedshift.data.transforms import normalised, to_pixels
 from fedshift.data.view import SiteData, batches_per_epoch, epoch_batches
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.federation.files import read_message, write_message
@@ -188,6 +189,14 @@ class Site:
         """Keep momentum and moments for the next exchange, if the experiment asks for it."""
         if not self.training.reset_optimizer_each_round:
             self.memory[memory] = _optimizer_state(optimizer)
+
+    def pixels(self, inputs: Tensor) -> Tensor:
+        """A batch's images (b, c, h, w) with values in [0, 1], as they were before normalisation."""
+        return to_pixels(inputs, self.data.preprocessing)
+
+    def inputs_of(self, pixels: Tensor) -> Tensor:
+        """The inverse of `pixels`: what a network reads, in the memory format of a batch."""
+        return normalised(pixels, self.data.preprocessing).contiguous(memory_format=torch.channels_last)
 
     def batches(self, epochs: int = 1, steps: int | None = None) -> Iterator[Batch]:
         """Shuffled, augmented training batches: ``epochs`` passes over the site's data, or ``steps`` batches.

@@ -163,3 +163,16 @@ def _total(parts: Iterable[Tensor]) -> float:
     for part in parts:
         total = part if total is None else total + part
     return 0.0 if total is None else total.item()
+
+
+def rounded_shares(samples: Mapping[str, int], decimals: int = 2) -> dict[str, float]:
+    """``N_k/ΣN`` rounded, the last site's share completing the others to 1 (the released code of ELCFS, 3.3.6).
+
+    Raises UserError when there is no sample.
+    """
+    total = sum(samples.values())
+    if total <= 0:
+        raise UserError("shares need at least one sample")
+    *others, last = samples
+    shares = {site: round(samples[site] / total, decimals) for site in others}
+    return {**shares, last: 1.0 - sum(shares.values())}

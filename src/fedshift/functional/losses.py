@@ -10,6 +10,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedshift.errors import UserError
+from fedshift.functional.segmentation import dice_loss
+
+
+def task_loss(scores: Tensor, targets: Tensor) -> Tensor:
+    """What a model is trained for: cross-entropy in nats, or the Dice loss of the sigmoid.
+
+    scores: logits, (n, C) with targets (n,) class numbers, or (n, C, h, w) with targets (n, C, h, w) masks of 0 and 1.
+    """
+    if targets.dim() == 1:
+        return functional.cross_entropy(scores, targets)
+    return dice_loss(scores.sigmoid(), targets)
 
 
 def smoothed_cross_entropy(

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
+from fedshift.data.domain import Task
 from fedshift.errors import FedshiftError
 from fedshift.federation.federation import Federation, Replies
 from fedshift.federation.messages import BYTES_PER_NUMBER, Content, Number, Update
@@ -52,7 +53,8 @@ class Method(BaseModel, ABC):
     Class attributes: ``name`` in experiment files; ``title`` and ``citation``; ``shares``: kinds of content that
     leave a site; ``memory_names``: what a site keeps between exchanges; ``pooled``: needs all data in one place;
     ``needs_target``: a target without labels takes part; ``supervised_target``: trains on the target's labels alone, an
-    upper bound; ``relative_cost``: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
+    upper bound; ``tasks``: what it can learn, ``classification`` for most; ``relative_cost``: seconds of a mini-batch
+    beside plain cross-entropy, a rough guide for estimates.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -66,6 +68,7 @@ class Method(BaseModel, ABC):
     pooled: ClassVar[bool] = False
     needs_target: ClassVar[bool] = False
     supervised_target: ClassVar[bool] = False
+    tasks: ClassVar[tuple[Task, ...]] = ("classification",)
     relative_cost: ClassVar[float] = 1.0
 
     label: str | None = Field(None, description="name in tables and folders; needed when a method appears twice")
@@ -94,12 +97,25 @@ class Method(BaseModel, ABC):
         """
         return Traffic(0, 0)
 
+    def start_traffic(self, samples: Mapping[str, int], input_shape: tuple[int, ...]) -> Traffic:
+        """Bytes beside `traffic` of a method that sends something for the samples sites hold, once, before the first
+        round. samples: training samples by source. None for most.
+        """
+        return Traffic(0, 0)
+
     def start(self, federation: Federation, weights: Weights) -> State:
         """The state before the first round, from the common start ``weights``."""
         return State(weights)
 
     def check(self, network: Network) -> None:
         """Raises UserError when the options do not fit the network; called before any training."""
+
+    def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
+        """Warnings about these options on samples of ``input_shape``, before any training.
+
+        Raises UserError when the method cannot work on such samples.
+        """
+        return ()
 
     def adapt_network(self, network: Network, sources: int) -> Network:
         """The network that sites train, from the experiment's, for so many source domains; unchanged for most."""
@@ -124,16 +140,18 @@ class Method(BaseModel, ABC):
         return {"class": place_of(type(self)), "options": self.model_dump(mode="json")}
 
 
-def trained_mean(updates: Replies[Update], by: str = "samples") -> tuple[Weights, dict[str, float], dict[str, float]]:
+def trained_mean(
+    updates: Replies[Update], by: str | Mapping[str, float] = "samples"
+) -> tuple[Weights, dict[str, float], dict[str, float]]:
     """The mean of the sites' models: ``(weights, share per site, loss per site)``, taken in one streaming pass.
 
-    ``by``: ``samples`` weighs sites by N_k/ΣN (FedAvg), ``uniform`` by 1/K.
+    ``by``: ``samples`` weighs sites by N_k/ΣN (FedAvg), ``uniform`` by 1/K, a mapping by what it gives each site.
     """
     mean = MeanAccumulator()
     raw: dict[str, float] = {}
     losses: dict[str, float] = {}
     for site, update in updates.items():
-        raw[site] = float(update.samples) if by == "samples" else 1.0
+        raw[site] = by[site] if isinstance(by, Mapping) else float(update.samples) if by == "samples" else 1.0
         losses[site] = update.loss
         mean.add(update.weights, raw[site])
     if not raw:

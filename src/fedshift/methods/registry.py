@@ -17,6 +17,7 @@ METHODS: Mapping[str, str] = {
     "fedavg": "fedshift.methods.federated.fedavg:FedAvg",
     "fedprox": "fedshift.methods.federated.fedprox:FedProx",
     "csac": "fedshift.methods.federated.csac:CSAC",
+    "elcfs": "fedshift.methods.federated.elcfs:ELCFS",
     "source_only": "fedshift.methods.pooled.source_only:SourceOnly",
     "oracle": "fedshift.methods.federated.oracle:Oracle",
     "kd3a": "fedshift.methods.federated.kd3a:KD3A",

@@ -1,0 +1,91 @@
+"""Amplitude and phase spectra of images, the low-frequency window, and interpolation between two amplitudes.
+
+FedDG-ELCFS (Liu et al., CVPR 2021) and FACT (Xu et al., CVPR 2021). Images are real, so one half of their spectrum
+mirrors the other and only the half that `torch.fft.rfft2` returns is kept: frequencies u of rows in FFT order, v of
+columns from 0 to ⌊W/2⌋.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedshift.errors import UserError
+
+
+def amplitude(images: Tensor) -> Tensor:
+    """``A = |F(x)|`` per channel: (…, H, W) → (…, H, ⌊W/2⌋ + 1), in units of the pixels times H·W."""
+    return _spectrum(images).abs()
+
+
+def phase(images: Tensor) -> Tensor:
+    """``P = arg F(x)`` per channel, in radians: (…, H, W) → (…, H, ⌊W/2⌋ + 1)."""
+    return _spectrum(images).angle()
+
+
+def half_width(share: float, height: int, width: int) -> int:
+    """``b = ⌊L·min(H, W)⌋``: the window is the square of side 2b + 1 around frequency zero (ELCFS, 3.1).
+
+    share: L in [0, 0.5). Raises UserError outside; b is at most ⌊(min(H, W) − 1)/2⌋, so that no frequency counts twice.
+    """
+    if not 0 <= share < 0.5:
+        raise UserError(f"the window's share of the image must be at least 0 and below 0.5, found {share}")
+    smallest = min(height, width)
+    return min(int(share * smallest + 1e-9), (smallest - 1) // 2)
+
+
+def low_frequencies(images: Tensor, half: int) -> Tensor:
+    """Amplitudes in the low-frequency window, (…, H, W) → (…, 2b + 1, b + 1): rows u = −b … b, columns v = 0 … b.
+
+    The columns v < 0 of the square mirror these. half: b ≥ 0. Raises UserError where the window exceeds the spectrum.
+    """
+    height, width = images.shape[-2:]
+    return _window(_spectrum(images), height, width, half).abs()
+
+
+def interpolated(images: Tensor, donors: Tensor, rate: Tensor, half: int | None) -> Tensor:
+    """``x' = Re F⁻¹(A'·e^{iP})`` with ``A' = A(1−M) + [(1−λ)A + λA_j]M``: images under the amplitudes of others.
+
+    images: (…, H, W), own A and P. donors: A_j, as `low_frequencies` gives them, or with ``half`` None the whole
+    spectrum as `amplitude` does (FACT). rate: λ, of a shape that goes with (…, 1, 1). Where the own amplitude is zero
+    the phase is taken as zero. Values may leave the range of pixels. Raises UserError for donors of another window.
+    """
+    height, width = images.shape[-2:]
+    spectrum = _spectrum(images)
+    own = spectrum if half is None else _window(spectrum, height, width, half)
+    if donors.shape[-2:] != own.shape[-2:]:
+        raise UserError(
+            f"amplitudes of {donors.shape[-2]}×{donors.shape[-1]} frequencies do not fit a window of "
+            f"{own.shape[-2]}×{own.shape[-1]}: spectra of images of different sizes cannot mix"
+        )
+    amplitudes = own.abs()
+    directions = torch.where(amplitudes > 0, own / amplitudes, 1)
+    change = rate * (donors - amplitudes) * directions
+    if half is None:
+        return images + _image(change, height, width)
+    # Outside the window nothing changes: what is added is the inverse of the change alone.
+    whole = torch.zeros_like(spectrum)
+    whole[..., : half + 1, : half + 1] = change[..., half:, :]
+    if half:
+        whole[..., height - half :, : half + 1] = change[..., :half, :]
+    return images + _image(whole, height, width)
+
+
+def _spectrum(images: Tensor) -> Tensor:
+    found: Tensor = torch.fft.rfft2(images)
+    return found
+
+
+def _image(spectrum: Tensor, height: int, width: int) -> Tensor:
+    found: Tensor = torch.fft.irfft2(spectrum, s=(height, width))
+    return found
+
+
+def _window(spectrum: Tensor, height: int, width: int, half: int) -> Tensor:
+    """The part of a half spectrum with |u| ≤ b and 0 ≤ v ≤ b, u in rising order."""
+    if half < 0 or 2 * half + 1 > min(height, width):
+        raise UserError(f"a window of half-width {half} does not fit the spectrum of images of {height}×{width}")
+    columns = spectrum[..., : half + 1]
+    if half == 0:
+        return columns[..., :1, :]
+    return torch.cat([columns[..., height - half :, :], columns[..., : half + 1, :]], dim=-2)

@@ -1,0 +1,43 @@
+"""The inner step and known gradients: numbers by hand, and autograd through two steps as the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedshift.functional.meta_learning import inner_step, with_gradient
+
+
+def train(w: Tensor) -> Tensor:
+    return (w**2).sum()
+
+
+def test_first_and_second_order_by_hand() -> None:
+    """L(w) = Σ(w − 1)² at θ̂ = θ − β·2θ: first order 2(θ̂ − 1), second order (1 − 2β)·2(θ̂ − 1)."""
+    theta = torch.tensor([2.0, -3.0], dtype=torch.float64, requires_grad=True)
+    for second, factor in ((False, 1.0), (True, 1 - 2 * 0.1)):
+        (gradient,) = torch.autograd.grad(train(theta), [theta], create_graph=second)
+        ahead = inner_step({"w": theta}, [gradient], 0.1, second_order=second)["w"]
+        torch.testing.assert_close(ahead, torch.tensor([1.6, -2.4]).double())
+        (found,) = torch.autograd.grad((ahead - 1).square().sum(), [theta])
+        torch.testing.assert_close(found, factor * 2 * (ahead.detach() - 1))
+
+
+def test_clipping_is_element_wise() -> None:
+    theta = torch.zeros(3)
+    ahead = inner_step({"w": theta}, [torch.tensor([-250.0, 40.0, 101.0])], 1.0, 100)["w"]
+    assert ahead.tolist() == [100.0, -40.0, -100.0]
+    assert inner_step({"w": theta}, [torch.tensor([-250.0, 40.0, 101.0])], 1.0)["w"].tolist() == [250, -40, -101]
+
+
+def test_a_known_gradient_is_handed_on() -> None:
+    theta = torch.tensor([2.0, -3.0], requires_grad=True)
+    other = torch.tensor(5.0, requires_grad=True)
+    value = with_gradient(torch.tensor(7.0), [theta, other], [torch.tensor([1.0, 4.0]), torch.tensor(2.0)])
+    assert value.item() == 7
+    (3 * value + (theta * 2).sum()).backward()  # type: ignore[no-untyped-call]
+    assert theta.grad is not None
+    assert theta.grad.tolist() == pytest.approx([5, 14])
+    assert other.grad is not None
+    assert other.grad.item() == pytest.approx(6)

@@ -1,0 +1,249 @@
+"""FedDG-ELCFS: a round beside a plain re-implementation, every option of 3.3, what crosses the wire, bad input."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import CNN, NORMED_CNN, domains, federation, images, run, setting, start_of, vectors
+from torch import Tensor
+
+import fedshift
+from fedshift.errors import UserError
+from fedshift.federation.local import LocalFederation
+from fedshift.federation.messages import Spectra
+from fedshift.federation.randomness import generator
+from fedshift.methods.federated.elcfs import ELCFS, _Bank
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.weights import Weights
+
+WIDE = 0.2  # of 12 pixels: b = 2
+
+
+def transformed(image: Tensor, donor: Tensor, rate: float, half: int) -> Tensor:
+    """By NumPy's whole transform, one channel, pixels in [0, 1]."""
+    own, other = np.fft.fft2(image.numpy()), np.fft.fft2(donor.numpy())
+    mixed = np.abs(own)
+    for u in range(-half, half + 1):
+        for v in range(-half, half + 1):
+            mixed[u, v] = (1 - rate) * mixed[u, v] + rate * np.abs(other)[u, v]
+    return torch.from_numpy(np.clip(np.real(np.fft.ifft2(mixed * np.exp(1j * np.angle(own)))), 0, 1)).float()
+
+
+def plain_round(method: ELCFS, second: bool) -> Weights:
+    """One round at the sites ``a`` and ``b`` by the equations, without functional calls, windows or shared code."""
+    found = [images("a", 16), images("b", 8)]
+    whole = setting(method, found, momentum=0.0, lr=0.05)
+    start = whole.build_network()
+    trained: list[dict[str, Tensor]] = []
+    for own, other in ((0, 1), (1, 0)):
+        name, pixels = found[own].name, torch.from_numpy(found[own].inputs).float() / 255
+        foreign, labels = torch.from_numpy(found[other].inputs).float() / 255, torch.from_numpy(found[own].labels)
+        order, donors = generator(3, name, 3, "batches"), generator(3, name, 3, "donors")
+        model = copy.deepcopy(start).train()
+        for rows in torch.split(torch.randperm(len(labels), generator=order), 8):
+            torch.randint(1, (len(rows),), generator=donors)  # which site: there is one
+            chosen = (torch.rand(len(rows), generator=donors) * len(foreign)).long()
+            rates = torch.rand(len(rows), generator=donors)
+            mixed = torch.stack(
+                [
+                    transformed(pixels[i, 0], foreign[j, 0], float(r), 2)[None]
+                    for i, j, r in zip(rows, chosen, rates, strict=True)
+                ]
+            )
+            inputs, copies = ((values - 0.5) / 0.25 for values in (pixels[rows], mixed))
+            parameters = list(model.parameters())
+            gradients = torch.autograd.grad(
+                F.cross_entropy(model(inputs), labels[rows]), parameters, create_graph=second
+            )
+            if second:
+                ahead = [p - method.inner_rate * g for p, g in zip(parameters, gradients, strict=True)]
+                named = dict(zip(dict(model.named_parameters()), ahead, strict=True))
+                moved = torch.func.functional_call(model, named, (copies,))
+                extra = torch.autograd.grad(F.cross_entropy(moved, labels[rows]), parameters)
+            else:
+                twin = copy.deepcopy(model)
+                with torch.no_grad():
+                    for p, g in zip(twin.parameters(), gradients, strict=True):
+                        p -= method.inner_rate * g
+                extra = torch.autograd.grad(F.cross_entropy(twin(copies), labels[rows]), list(twin.parameters()))
+            with torch.no_grad():
+                for p, g, more in zip(parameters, gradients, extra, strict=True):
+                    p -= 0.05 * (g + more)
+        trained.append(model.state_dict())
+    return Weights({key: (16 * trained[0][key] + 8 * trained[1][key]) / 24 for key in trained[0]})
+
+
+@pytest.mark.parametrize("order", ["first", "second"])
+def test_a_round_is_the_equations(order: Any) -> None:
+    method = ELCFS(window=WIDE, inner_rate=0.5, meta_gradient=order)
+    state, _ = run(method, [images("a", 16), images("b", 8)], rounds=1, momentum=0.0, lr=0.05)
+    for key, tensor in plain_round(method, order == "second").items():
+        torch.testing.assert_close(state.weights[key], tensor, atol=2e-5, rtol=1e-4)
+
+
+def test_first_and_second_order_differ_by_the_inner_rate_alone() -> None:
+    def trained(rate: float, order: Any) -> Weights:
+        return run(ELCFS(window=WIDE, inner_rate=rate, meta_gradient=order), rounds=1)[0].weights
+
+    for key, tensor in trained(0.0, "second").items():
+        torch.testing.assert_close(trained(0.0, "first")[key], tensor, atol=1e-6, rtol=1e-5)
+    assert trained(0.5, "first") != trained(0.5, "second")
+
+
+def test_without_an_inner_step_it_is_the_loss_on_images_and_copies() -> None:
+    """β = 0: the meta loss is the plain loss on the transformed batch, so two domains that look alike give 2·CE."""
+    twins = [images("a", 16), images("a", 16)]
+    twins[1] = type(twins[1])("b", twins[1].inputs, twins[1].labels)
+    one = [images("a", 8)]
+    state, _ = run(ELCFS(inner_rate=0.0), one, rounds=1, momentum=0.0, lr=0.02)  # one site: the copies are the images
+    plain, _ = run(FedAvg(), one, rounds=1, momentum=0.0, lr=0.04)
+    for key, tensor in plain.weights.items():
+        torch.testing.assert_close(state.weights[key], tensor, atol=1e-6, rtol=1e-5)
+
+
+def test_the_ports_meta_loss_changes_nothing() -> None:
+    found = [images("a", 8), images("b", 8)]  # one batch each, whatever the order of the samples
+    ported, _ = run(ELCFS(meta_gradient="none"), found, rounds=1)
+    plain, _ = run(FedAvg(), found, rounds=1)
+    for key, tensor in plain.weights.items():
+        torch.testing.assert_close(ported.weights[key], tensor, atol=1e-6, rtol=1e-5)
+    assert ported.report["losses"] != plain.report["losses"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 0.0},
+        {"window": 0.3},
+        {"rates": "released"},
+        {"rates": "ccst"},
+        {"rates": "demo"},
+        {"copies": "all"},
+        {"bank_share": 0.125},
+        {"inner_rate": 0.5},
+        {"inner_rate": 0.5, "clip": 1e-3},
+        {"local_epochs": 2},
+        {"weighting": "rounded"},
+        {"weighting": "uniform"},
+    ],
+    ids=str,
+)
+def test_every_option_is_read(options: dict[str, Any]) -> None:
+    usual = {"inner_rate": 0.5, "window": WIDE} if "clip" in options else {"window": WIDE}
+    assert run(ELCFS(**{**usual, **options}), rounds=1)[0].weights != run(ELCFS(**usual), rounds=1)[0].weights
+
+
+def test_laws_of_the_rate() -> None:
+    method = ELCFS()
+    where = federation(method)
+    method.start(where, start_of(method))
+    site = where._runners["large"].site  # type: ignore[attr-defined]
+    expected = {
+        "released": {1.0},
+        "ccst": {0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9},
+        "demo": {0.2, 0.4, 0.6, 0.8, 1.0},
+    }
+    for law, values in expected.items():
+        drawn = _Bank(ELCFS(rates=law), site)._rates(500)  # type: ignore[arg-type]
+        assert {round(value, 6) for value in drawn.tolist()} == values
+    uniform = _Bank(ELCFS(), site)._rates(4000)
+    assert 0 <= uniform.min() < 0.01
+    assert 0.99 < uniform.max() < 1
+    assert uniform.mean().item() == pytest.approx(0.5, abs=0.02)
+
+
+def test_copies_for_all_foreign_sites() -> None:
+    """K − 1 copies in the order of the sites' names, each under an amplitude of its site."""
+    method = ELCFS(window=0.0, copies="all", rates="released")
+    flat = [
+        type(images("x", 1))(n, np.full((4, 1, 12, 12), v, np.uint8), np.arange(4) % 3)
+        for n, v in zip("abc", (51, 102, 204), strict=True)
+    ]
+    where = federation(method, flat)
+    method.start(where, start_of(method, flat))
+    site = where._runners["a"].site  # type: ignore[attr-defined]
+    inputs = next(iter(site.all_batches())).inputs
+    copies = site.pixels(_Bank(method, site).copies(inputs))
+    assert copies.shape == (8, 1, 12, 12)
+    torch.testing.assert_close(copies.mean((1, 2, 3)), torch.tensor([0.4] * 4 + [0.8] * 4))
+
+
+# The wire -------------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_window_travels_and_only_once() -> None:
+    method = ELCFS(window=WIDE, bank_share=0.5)
+    found = domains(NORMED_CNN, {"a": 20, "b": 10, "c": 4})
+    _, where = run(method, found, NORMED_CNN, rounds=2)
+    each = 4 * 1 * 5 * 3
+    assert where.ledger.total["up"]["spectra"] == each * (10 + 5 + 2)
+    assert where.ledger.total["down"]["spectra"] == 2 * each * (10 + 5 + 2)
+    kinds = {(entry.step, entry.kind) for entry in where.ledger.entries if entry.kind == "spectra"}
+    assert kinds == {("share_spectra", "spectra"), ("receive", "spectra")}
+    assert isinstance(where, LocalFederation)
+    bank = where._runners["a"].site.memory["bank"]
+    assert sorted(bank) == ["b", "c"]  # type: ignore[arg-type]
+    assert isinstance(bank["b"], Spectra)  # type: ignore[index]
+    assert bank["b"]["amplitude"].shape == (5, 1, 5, 3)  # type: ignore[index]
+
+
+def test_a_site_that_refuses_spectra_ends_the_run_at_once(tmp_path: Any) -> None:
+    with pytest.raises(UserError, match="site 'large' refuses to send spectra"):
+        federation(ELCFS(), refuse=["spectra"])
+    experiment = {
+        "name": "refused",
+        "data": {"name": "rotated_digits", "per_class": 3},
+        "protocol": {"targets": "D0", "seeds": 0},
+        "model": "mnist_cnn",
+        "methods": ["elcfs"],
+        "engine": {"refuse": ["spectra"]},
+    }
+    with pytest.raises(UserError, match="sites refuse spectra, which elcfs shares"):
+        fedshift.run(experiment, tmp_path)
+
+
+def test_rounded_shares() -> None:
+    found = domains(CNN, {"a": 7, "b": 5, "c": 9})
+    state, _ = run(ELCFS(weighting="rounded"), found, rounds=1)
+    assert state.report["aggregation_weights"] == pytest.approx({"a": 0.33, "b": 0.24, "c": 0.43})
+    exact, _ = run(ELCFS(), found, rounds=1)
+    assert exact.report["aggregation_weights"] == pytest.approx({"a": 7 / 21, "b": 5 / 21, "c": 9 / 21})
+
+
+def test_batch_norm_statistics_are_averaged() -> None:
+    state, _ = run(ELCFS(), network=NORMED_CNN, rounds=1)
+    start = start_of(ELCFS(), network=NORMED_CNN)
+    moved = [name for name in start if "running" in name]
+    assert moved
+    assert all(not torch.equal(state.weights[name], start[name]) for name in moved)
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+
+def test_images_of_different_sizes_say_which_sites() -> None:
+    method = ELCFS()
+    where = federation(method, [images("a", 4), images("b", 4, size=16), images("c", 4)])
+    with pytest.raises(UserError, match=r"cannot mix: site 'a' has 1×12×12, site 'b' has 1×16×16"):
+        method.start(where, start_of(method))
+
+
+def test_vectors_have_no_spectra() -> None:
+    with pytest.raises(UserError, match="the samples are not images"):
+        ELCFS().check_samples(vectors("a", 3).inputs.shape[1:])
+
+
+def test_a_window_below_one_frequency_is_a_warning() -> None:
+    (warning,) = ELCFS().check_samples((1, 28, 28))
+    assert "window of 3×3" in warning
+    assert "0.036" in warning
+    assert ELCFS(window=0.05).check_samples((1, 28, 28)) == ()
+    assert ELCFS(window=0).check_samples((1, 28, 28)) == ()
+    assert ELCFS().check_samples((3, 224, 224)) == ()
+    assert ELCFS()._half_width(28, 28) == 1
+    assert ELCFS(window=0)._half_width(28, 28) == 0
