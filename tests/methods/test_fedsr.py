@@ -1,0 +1,241 @@
+"""FedSR, FedL2R and FedCMI against their equations, step by step, and what is shared, private and averaged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import CNN, MLP, NORMED, domains, evaluated, federation, run, setting, start_of, vectors
+from torch import Tensor
+from torch.distributions import Normal, kl_divergence
+
+from fedshift.federation.local import LocalFederation
+from fedshift.federation.randomness import generator
+from fedshift.methods.base import Method
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.federated.fedsr import FedCMI, FedL2R, FedSR
+from fedshift.models import registry as models
+from fedshift.models.payload import payload
+from fedshift.weights import Weights
+
+RESNET: dict[str, object] = {"name": "resnet18"}
+
+
+def one_round(method: Method, steps: int, **options: Any) -> Weights:
+    """One site of 8 samples, one round of plain gradient descent."""
+    options = {"momentum": 0.0, "lr": 0.05, "batch_size": 8, **options}
+    return run(method, [vectors("alone", 8)], MLP, rounds=1, **options)[0].weights
+
+
+def by_hand(method: Any, steps: int, *, deterministic: bool) -> dict[str, Tensor]:
+    """The same with plain tensors: mlp 5-8-6, a code of Z numbers, a linear classifier."""
+    found = [vectors("alone", 8)]
+    tensors = {name: value.clone() for name, value in start_of(method, found, MLP).items()}
+    where = federation(method, found, MLP, rounds=1, batch_size=8)
+    assert isinstance(where, LocalFederation)
+    site = where._runners["alone"].site
+    site.begin(type(site.envelope)(1, 1, 0.0, 100))
+    noise = generator(3, "alone", 1, "codes")
+    for batch in site.batches(steps=steps):
+        values = {name: value.clone().requires_grad_() for name, value in tensors.items()}
+        hidden = batch.inputs
+        for layer in ("hidden1", "hidden2"):
+            place = f"features.backbone.{layer}.0"
+            hidden = (hidden @ values[f"{place}.weight"].T + values[f"{place}.bias"]).relu()
+        out = hidden @ values["features.encoder.linear.weight"].T + values["features.encoder.linear.bias"]
+        loss = torch.zeros(())
+        if deterministic:
+            codes = out
+        else:
+            half = out.shape[1] // 2
+            mean, scale = out[:, :half], (1 + out[:, half:].exp()).log()
+            codes = mean + scale * torch.randn(mean.shape, generator=noise)
+            labels = batch.targets
+            reference = Normal(
+                values["features.encoder.references.means"][labels],
+                F.softplus(values["features.encoder.references.raw_scales"][labels]),
+            )
+            divergence = kl_divergence(Normal(mean, scale), reference).sum(1).mean()
+            loss = loss + getattr(method, "cmi_weight", 0) * divergence
+        loss = loss + getattr(method, "l2r_weight", 0) * sum((code**2).sum() for code in codes) / len(codes)
+        logits = codes @ values["classifier.weight"].T + values["classifier.bias"]
+        loss = loss - logits.log_softmax(1)[torch.arange(8), batch.targets].mean()
+        slopes = torch.autograd.grad(loss, list(values.values()))
+        tensors = {name: values[name].detach() - 0.05 * slope for name, slope in zip(values, slopes, strict=True)}
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("method", "deterministic"),
+    [
+        (FedSR(steps_per_round=3, l2r_weight=0.2, cmi_weight=0.3), False),
+        (FedCMI(steps_per_round=3, cmi_weight=0.3, representation=4), False),
+        (FedL2R(steps_per_round=3, l2r_weight=0.2, representation=4), True),
+    ],
+    ids=["fedsr", "fedcmi", "fedl2r"],
+)
+def test_a_round_is_the_equations(method: Method, deterministic: bool) -> None:
+    found, expected = one_round(method, 3), by_hand(method, 3, deterministic=deterministic)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=2e-6, rtol=1e-5, msg=lambda text, name=name: name + text)
+        assert not torch.equal(found[name], start_of(method, [vectors("alone", 8)], MLP)[name]), name
+
+
+def test_without_penalties_and_spread_it_is_fedavgs_loss() -> None:
+    """α's = 0 and σ → 0: the cross-entropy of the means."""
+    method = FedSR(l2r_weight=0, cmi_weight=0, steps_per_round=1, representation=4)
+    found = [vectors("alone", 8)]
+    start = start_of(method, found, MLP)
+    bias = start["features.encoder.linear.bias"].clone()
+    bias[4:] = -60.0  # softplus(−60) is 1e-26
+    start = start.merge({"features.encoder.linear.bias": bias})
+    where = federation(method, found, MLP, rounds=1, batch_size=8)
+    loss = where.ask(method.fit, to=where.sources, weights=start).only().loss
+    network = evaluated(method, start, found, MLP)
+    inputs, labels, _ = next(where._runners["alone"].site.data.all_batches(8))  # type: ignore[attr-defined]
+    assert loss == pytest.approx(F.cross_entropy(network(inputs), labels).item(), abs=1e-6)
+
+
+def test_only_l2r_remains_without_the_divergence_and_the_sampling() -> None:
+    """FedL2R without its norm is FedAvg with one more layer."""
+    options: dict[str, Any] = {"network": MLP, "rounds": 2}
+    parts = run(FedL2R(l2r_weight=0, steps_per_round=None, weighting="samples"), **options)[0]
+
+    class Deeper(FedAvg):
+        def adapt_network(self, network: Any, sources: int) -> Any:
+            return FedL2R().adapt_network(network, sources)
+
+    assert parts.weights == run(Deeper(), **options)[0].weights
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "steps_per_round": {"steps_per_round": 2},
+    "local_epochs": {"steps_per_round": None, "local_epochs": 2},
+    "independent_batches": {"independent_batches": True},
+    "weighting": {"weighting": "samples"},
+    "representation": {"representation": 3},
+    "l2r_weight": {"l2r_weight": 0.3},
+    "norm": {"norm": "norm"},
+    "cmi_weight": {"cmi_weight": 0.3},
+    "share_reference": {"share_reference": False},
+    "learned_factor": {"learned_factor": True},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_an_option_changes_the_result(option: str) -> None:
+    assert set(OPTIONS) == set(FedSR.model_fields) - {"label", "samples"}
+    base: dict[str, Any] = {"cmi_weight": 0.1, "steps_per_round": 4}
+    if option == "local_epochs":
+        base["steps_per_round"] = None
+    plain, changed = (run(FedSR(**{**base, **more}))[0].weights for more in ({}, OPTIONS[option]))
+    assert plain != changed
+
+
+def test_the_parts_have_no_option_of_the_other() -> None:
+    assert set(FedSR.model_fields) == set(FedL2R.model_fields) | set(FedCMI.model_fields)
+    assert set(FedL2R.model_fields) & {"cmi_weight", "share_reference", "learned_factor", "samples"} == set()
+    assert set(FedCMI.model_fields) & {"l2r_weight", "norm"} == set()
+
+
+def test_a_common_reference_travels_and_a_private_one_stays() -> None:
+    sizes = {}
+    for shared in (True, False):
+        method = FedCMI(share_reference=shared, representation=7, cmi_weight=0.5)
+        state, where = run(method)
+        assert isinstance(where, LocalFederation)
+        sizes[shared] = payload(start_of(method)).bytes
+        names = {name for name in state.weights if "references" in name}
+        kept = {name: runner.site.memory.get("references") for name, runner in where._runners.items()}
+        if shared:
+            assert names == {f"features.encoder.references.{part}" for part in ("means", "raw_scales")}
+            assert set(kept.values()) == {None}
+        else:
+            assert not names
+            large, small = (kept[site]["means"] for site in ("large", "small"))  # type: ignore[index]
+            assert not torch.equal(large, small)  # each its own
+            assert large.shape == (3, 7)
+    assert sizes[True] - sizes[False] == 4 * 2 * 3 * 7  # 4·2·C·Z
+
+
+def test_the_learned_factor_is_trained() -> None:
+    state, _ = run(FedCMI(learned_factor=True, cmi_weight=0.5))
+    assert state.weights["features.encoder.references.factor"].item() != 1.0
+
+
+# Prediction -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_is_the_mean_over_samples_and_depends_on_nothing_else() -> None:
+    method = FedSR(samples=6)
+    network = evaluated(method, start_of(method))
+    inputs = torch.rand(5, 1, 12, 12)
+    with torch.no_grad():
+        torch.rand(3)
+        scores = method.predict(network, inputs)
+        torch.testing.assert_close(scores.exp().sum(1), torch.ones(5))
+        assert torch.equal(scores, method.predict(network, inputs))
+        for row in range(5):  # alone as in a batch
+            torch.testing.assert_close(method.predict(network, inputs[row : row + 1])[0], scores[row])
+        out = network.features.encoder.linear(network.features.backbone(inputs))  # type: ignore[operator, union-attr]
+        mean, scale = out[:, :6], F.softplus(out[:, 6:])
+        draws = generator("prediction")
+        each = []
+        for _ in range(6):
+            z = mean + scale * torch.randn(1, 6, generator=draws)
+            each.append((z @ network.classifier.weight.T + network.classifier.bias).softmax(1))  # type: ignore[union-attr, operator]
+    torch.testing.assert_close(scores.exp(), sum(each) / 6)
+    assert not torch.allclose(scores, FedSR(samples=1).predict(network, inputs))
+
+
+def test_many_samples_approach_the_expectation() -> None:
+    method = FedCMI(samples=4000)
+    network = evaluated(method, start_of(method))
+    inputs = torch.rand(2, 1, 12, 12)
+    with torch.no_grad():
+        few, many = method.predict(network, inputs).exp(), FedCMI(samples=9000).predict(network, inputs).exp()
+    torch.testing.assert_close(few, many, atol=0.02, rtol=0)
+
+
+def test_the_deterministic_variant_has_no_samples() -> None:
+    method = FedL2R()
+    network = evaluated(method, start_of(method))
+    inputs = torch.rand(3, 1, 12, 12)
+    with torch.no_grad():
+        assert torch.equal(method.predict(network, inputs), method.predict(network, inputs))
+        assert torch.equal(method.predict(network, inputs), network(inputs))
+
+
+@pytest.mark.parametrize("network", [CNN, NORMED, RESNET], ids=["mnist_cnn", "mlp", "resnet18"])
+def test_it_fits_any_network(network: dict[str, object]) -> None:
+    shape = (5,) if network is NORMED else ((1, 12, 12) if network is CNN else (1, 32, 32))
+    plain = models.build(models.parse(network), shape, 3, 0)
+    for method, factor in ((FedSR(), 2), (FedL2R(), 1)):
+        adapted = method.adapt_network(models.build(models.parse(network), shape, 3, 0), 3)
+        width = plain.embedding_size
+        assert adapted.features.encoder.linear.weight.shape == (factor * width, width)  # type: ignore[union-attr]
+        inputs = torch.rand(4, *shape)
+        assert adapted(inputs).shape == (4, 3)
+        assert method.predict(adapted.eval(), inputs).shape == (4, 3)
+        _, stages = adapted.with_stages(inputs, adapted.alignment_stages)
+        assert len(stages) == len(plain.alignment_stages)
+
+
+def test_resnet18_at_512_is_the_published_size() -> None:
+    """Mean and scale heads, Z = 512, 7 classes: 46,860,220 bytes, and the references on top when they are shared."""
+    network = models.build(models.parse({"name": "resnet18"}), (3, 224, 224), 7, 0)
+    private = payload(FedSR(share_reference=False).adapt_network(network, 3)).bytes
+    assert private == 46_860_220
+    assert payload(FedSR().adapt_network(network, 3)).bytes == private + 4 * 2 * 7 * 512
+
+
+def test_momentum_is_kept_for_private_references_too() -> None:
+    method = FedSR(share_reference=False, cmi_weight=0.2)
+    kept, fresh = (
+        run(method, momentum=0.9, rounds=3, reset_optimizer_each_round=reset)[0].weights for reset in (False, True)
+    )
+    assert kept != fresh
+    assert setting(method, domains(), CNN).build_network()  # the network is made without the private part
