@@ -15,8 +15,8 @@ from fedshift.data.transforms import PRESETS, Augmentation
 from fedshift.experiment.schema import parse
 from fedshift.federation.recipes import setting_from, setting_recipe
 from fedshift.federation.site import Site
-from fedshift.methods.pooled.adaptation import Experts
-from fedshift.methods.pooled.dael import DAEL, STRONG, strong_view
+from fedshift.methods.blocks import STRONG, Experts, strong_view
+from fedshift.methods.pooled.dael import DAEL
 from fedshift.models.network import Network
 
 

@@ -1,16 +1,26 @@
-"""Networks with one more block between features and classifier, whose weights follow from the network's own."""
+"""What several methods build on: networks with one more block or several classifiers, whose weights follow from the
+network's own; strong views of images."""
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from fedshift.data.domain import Preprocessing
+from fedshift.data.transforms import Augmentation, augment, normalised
 from fedshift.federation.randomness import derive_seed
 from fedshift.models.network import Network
+
+M = TypeVar("M", bound=nn.Module)
+
+STRONG = Augmentation(crop_scale=(0.5, 1.0), brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, greyscale=0.2)
+"""No mirror image: where one keeps the class, the weak view has it."""
 
 
 @contextmanager
@@ -52,3 +62,64 @@ def with_block(
         stages={name: path.replace("features", f"features.{inner}", 1) for name, path in network.stages.items()},
         alignment_stages=network.alignment_stages,
     )
+
+
+class Experts(nn.Module):
+    """One classifier per source domain on common features; together they answer with the mean of their softmax."""
+
+    def __init__(self, heads: Iterable[nn.Module]) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(heads)
+
+    def probabilities(self, features: Tensor) -> Tensor:
+        """Every head's probabilities, (K, n, C)."""
+        return torch.stack([head(features) for head in self.heads]).softmax(2)
+
+    def forward(self, features: Tensor) -> Tensor:
+        """The logarithm of the mean probabilities, (n, C): its softmax is the mean."""
+        each = torch.stack([head(features) for head in self.heads]).log_softmax(2)
+        return each.logsumexp(0) - torch.tensor(float(len(self.heads))).log()
+
+
+def with_experts(network: Network, number: int) -> Network:
+    """The network with so many classifiers, the first of which is its own; the others have weights of their own.
+
+    Those follow from the first one's weights: the experiment's seed is in them, and every process finds the same.
+    """
+    own = network.classifier
+    first = [float(value) for value in next(own.parameters()).detach().flatten()[:8]]
+    heads = [own, *(redrawn(own, derive_seed("expert", head, *first)) for head in range(1, number))]
+    return Network(
+        network.features,
+        Experts(heads),
+        embedding_size=network.embedding_size,
+        classes=network.classes,
+        stages=network.stages,
+        alignment_stages=network.alignment_stages,
+    )
+
+
+def redrawn(module: M, seed: int | None = None) -> M:
+    """A copy of a module with fresh weights: of ``seed``, or of torch's generator as it stands."""
+    fresh = copy.deepcopy(module)
+    with torch.random.fork_rng(devices=[], enabled=seed is not None):
+        if seed is not None:
+            torch.default_generator.manual_seed(seed)
+        for layer in fresh.modules():
+            if callable(reset := getattr(layer, "reset_parameters", None)):
+                reset()
+    return fresh
+
+
+def strong_view(
+    inputs: Tensor, augmentation: Augmentation, preprocessing: Preprocessing, generator: torch.Generator
+) -> Tensor:
+    """Images (n, c, h, w), as a network reads them, changed once more; vectors as they are."""
+    if inputs.dim() != 4:
+        return inputs
+    images = inputs
+    if preprocessing.mean is not None and preprocessing.std is not None:
+        mean, std = (inputs.new_tensor(part).view(1, -1, 1, 1) for part in (preprocessing.mean, preprocessing.std))
+        images = (inputs * std + mean).clamp(0, 1)
+    changed = normalised(augment(images, augmentation, generator), preprocessing)
+    return changed.contiguous(memory_format=torch.channels_last)

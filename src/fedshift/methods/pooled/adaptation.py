@@ -6,7 +6,6 @@ memory, seeded there by the experiment's seed: a model file then holds nothing t
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Iterator
 from typing import ClassVar, TypeVar
 
@@ -89,53 +88,6 @@ class PooledAdaptation(DeepAll):
         if parts is not None:
             site.memory["parts"] = site.weights_of(parts)
         return Update(site.weights_of(model), site.samples, loss)
-
-
-class Experts(nn.Module):
-    """One classifier per source domain on common features; together they answer with the mean of their softmax."""
-
-    def __init__(self, heads: Iterable[nn.Module]) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList(heads)
-
-    def probabilities(self, features: Tensor) -> Tensor:
-        """Every head's probabilities, (K, n, C)."""
-        return torch.stack([head(features) for head in self.heads]).softmax(2)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """The logarithm of the mean probabilities, (n, C): its softmax is the mean."""
-        each = torch.stack([head(features) for head in self.heads]).log_softmax(2)
-        return each.logsumexp(0) - torch.tensor(float(len(self.heads))).log()
-
-
-def with_experts(network: Network, number: int) -> Network:
-    """The network with so many classifiers, the first of which is its own; the others have weights of their own.
-
-    Those follow from the first one's weights: the experiment's seed is in them, and every process finds the same.
-    """
-    own = network.classifier
-    first = [float(value) for value in next(own.parameters()).detach().flatten()[:8]]
-    heads = [own, *(redrawn(own, derive_seed("expert", head, *first)) for head in range(1, number))]
-    return Network(
-        network.features,
-        Experts(heads),
-        embedding_size=network.embedding_size,
-        classes=network.classes,
-        stages=network.stages,
-        alignment_stages=network.alignment_stages,
-    )
-
-
-def redrawn(module: M, seed: int | None = None) -> M:
-    """A copy of a module with fresh weights: of ``seed``, or of torch's generator as it stands."""
-    fresh = copy.deepcopy(module)
-    with torch.random.fork_rng(devices=[], enabled=seed is not None):
-        if seed is not None:
-            torch.default_generator.manual_seed(seed)
-        for layer in fresh.modules():
-            if callable(reset := getattr(layer, "reset_parameters", None)):
-                reset()
-    return fresh
 
 
 def domain_classifier(features: int, width: int) -> nn.Sequential:

@@ -34,18 +34,15 @@ import torch
 from pydantic import Field, NonNegativeFloat, field_validator
 from torch import Tensor
 
-from fedshift.data.domain import Preprocessing
-from fedshift.data.transforms import Augmentation, augment, normalised, preset
+from fedshift.data.transforms import Augmentation, preset
 from fedshift.errors import UserError
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import experts as terms
-from fedshift.methods.pooled.adaptation import Experts, PooledAdaptation, with_experts
+from fedshift.methods.blocks import STRONG, Experts, strong_view, with_experts
+from fedshift.methods.pooled.adaptation import PooledAdaptation
 from fedshift.models.network import Network
 from fedshift.weights import Weights
-
-STRONG = Augmentation(crop_scale=(0.5, 1.0), brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, greyscale=0.2)
-"""No mirror image: where one keeps the class, the weak view has it."""
 
 
 class DAEL(PooledAdaptation):
@@ -116,17 +113,3 @@ class DAEL(PooledAdaptation):
                 experts.probabilities(model.features(target.inputs)), self.threshold
             )
         return terms.unlabelled_ensemble_loss(experts.probabilities(model.features(strong)), labels, sure)
-
-
-def strong_view(
-    inputs: Tensor, augmentation: Augmentation, preprocessing: Preprocessing, generator: torch.Generator
-) -> Tensor:
-    """Images (n, c, h, w), as a network reads them, changed once more; vectors as they are."""
-    if inputs.dim() != 4:
-        return inputs
-    images = inputs
-    if preprocessing.mean is not None and preprocessing.std is not None:
-        mean, std = (inputs.new_tensor(part).view(1, -1, 1, 1) for part in (preprocessing.mean, preprocessing.std))
-        images = (inputs * std + mean).clamp(0, 1)
-    changed = normalised(augment(images, augmentation, generator), preprocessing)
-    return changed.contiguous(memory_format=torch.channels_last)

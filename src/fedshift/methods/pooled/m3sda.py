@@ -44,7 +44,8 @@ from fedshift.errors import UserError
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.moments import classifier_discrepancy, moment_distance
-from fedshift.methods.pooled.adaptation import DomainBatches, Experts, PooledAdaptation, redrawn, with_experts
+from fedshift.methods.blocks import Experts, redrawn, with_experts
+from fedshift.methods.pooled.adaptation import DomainBatches, PooledAdaptation
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
