@@ -42,13 +42,13 @@ from fedshift.federation.recipes import setting_from, setting_recipe
 from fedshift.methods import registry
 from fedshift.methods.base import Method
 from fedshift.models import registry as models
-from fedshift.models.payload import payload
 from fedshift.weights import Weights
 
 SMALL: dict[str, dict[str, Any]] = {
     "csac": {"acquisition_epochs": 2, "calibration_epochs": 1},
     "m3sda": {"generator_steps": 1},
     "fada": {"steps_per_round": 6},
+    "copa": {"local_epochs": 2},
 }
 """Options that keep a method's run short; a method that is not named runs with its defaults."""
 every_method = pytest.mark.parametrize("name", registry.names())
@@ -207,7 +207,7 @@ def test_the_unseen_site_is_never_touched(name: str) -> None:
     with pytest.raises(AssertionError, match="of the unseen site was read"):
         _ = poisoned.domains["hidden"].inputs
     plans = protocol.site_plans(method, poisoned, split)
-    whole = Setting(method, training(), models.parse(CNN), data.preprocessing, (1, 12, 12), CLASSES, 2, 0, "cpu")
+    whole = Setting(method, training(), models.parse(CNN), data.preprocessing, (1, 12, 12), CLASSES, 3, 0, "cpu")
     names = [plan.name for plan in plans]
     assert "hidden" not in names
     where = LocalFederation(plans, whole, budget=dict.fromkeys(names, 100), rounds=1)
@@ -258,13 +258,12 @@ def test_bytes_are_those_of_the_formula(name: str, normed: bool, monkeypatch: py
 
     monkeypatch.setattr(SiteData, "batch", counted)
     _, where = run(method, network=network, rounds=rounds)
-    size = payload(start_of(method, network=network)).bytes
-    width = setting(method, domains(network), network).build_network().embedding_size
+    built, shape = setting(method, domains(network), network).build_network(), domains(network)[0].inputs.shape[1:]
     samples = {name: number for name, number in SIZES.items() if name in where.sources}
     formulas = (
-        method.traffic(size, len(where.sources), rounds),
-        method.feature_traffic(trained, width),
-        method.start_traffic(samples, domains(network)[0].inputs.shape[1:]),
+        method.network_traffic(built, shape, len(where.sources), rounds),
+        method.feature_traffic(trained, built.embedding_size),
+        method.start_traffic(samples, shape),
     )
     assert sum(where.ledger.total["up"].values()) == sum(formula.up for formula in formulas)
     assert sum(where.ledger.total["down"].values()) == sum(formula.down for formula in formulas)

@@ -29,6 +29,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "kd3a": {"gate_start": 0.4, "gate_end": 0.5},
     "shot": {"source_epochs": 3},
     "fada": {"steps_per_round": 10},
+    "copa": {"local_epochs": 2},
     "dael": {"threshold": 0.4},
     "dsbn": {"first_stage": 0.25},
 }

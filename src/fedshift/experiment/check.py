@@ -104,7 +104,7 @@ def check(experiment: Experiment) -> Check:
             network = networks[target]
             samples = _samples(experiment, budget, {**split.train, **split.unlabelled})
             for traffic in (
-                method.traffic(payload(network).bytes, len(split.train), needed),
+                method.network_traffic(network, data.input_shape, len(split.train), needed),
                 method.feature_traffic(samples, network.embedding_size),
                 method.start_traffic({site: len(rows) for site, rows in split.train.items()}, data.input_shape),
             ):

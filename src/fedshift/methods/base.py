@@ -16,6 +16,7 @@ from fedshift.federation.federation import Federation, Replies
 from fedshift.federation.messages import BYTES_PER_NUMBER, Content, Number, Update
 from fedshift.federation.recipes import place_of
 from fedshift.models.network import Network
+from fedshift.models.payload import payload
 from fedshift.weights import MeanAccumulator, Weights
 
 
@@ -90,6 +91,12 @@ class Method(BaseModel, ABC):
         numbers up, per source and round.
         """
         return Traffic(up=rounds * sites * (payload + 2 * BYTES_PER_NUMBER), down=rounds * sites * payload)
+
+    def network_traffic(self, network: Network, input_shape: tuple[int, ...], sites: int, rounds: int) -> Traffic:
+        """The same, from the network that sites train and the shape of a sample. What is asked; a method overrides it
+        where parts of the network go different ways, or more than the network travels.
+        """
+        return self.traffic(payload(network).bytes, sites, rounds)
 
     def feature_traffic(self, samples: int, width: int) -> Traffic:
         """Bytes beside `traffic` of a method that sends something for single samples: ``samples`` trained on in a run

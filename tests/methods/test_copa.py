@@ -1,0 +1,278 @@
+"""COPA against its equations: what is averaged, what is collected, what is lent and stays frozen; adaptation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiny import CLASSES, MLP, NORMED, domains, evaluated, federation, images, run, setting, start_of, step_on, vectors
+from torch import Tensor, nn
+
+import fedshift
+from fedshift.errors import UserError
+from fedshift.federation.federation import Federation
+from fedshift.federation.local import LocalFederation
+from fedshift.federation.site import Site
+from fedshift.methods.blocks import BatchInstanceNorm2d
+from fedshift.methods.federated.copa import COPA
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.models import registry as models
+from fedshift.models.network import Network
+from fedshift.models.payload import payload
+from fedshift.weights import Weights
+
+SIZES = {"b": 8, "a": 6, "c": 7}
+
+
+def short(**options: Any) -> COPA:
+    return COPA(**{"local_epochs": 1, **options})
+
+
+def site_of(where: Federation, name: str) -> Site:
+    assert isinstance(where, LocalFederation)
+    return where._runners[name].site
+
+
+def everything(where: Federation, name: str) -> tuple[Tensor, Tensor]:
+    """A site's samples and labels, read past what the method may see."""
+    inputs, labels, _ = next(iter(site_of(where, name).data.all_batches(500)))
+    return inputs, labels
+
+
+def mlp(values: dict[str, Tensor], inputs: Tensor) -> Tensor:
+    """Features of the tiny mlp, written out."""
+    for layer in ("hidden1", "hidden2"):
+        inputs = (inputs @ values[f"features.{layer}.0.weight"].T + values[f"features.{layer}.0.bias"]).relu()
+    return inputs
+
+
+def head(values: dict[str, Tensor], number: int, features: Tensor) -> Tensor:
+    return features @ values[f"classifier.heads.{number}.weight"].T + values[f"classifier.heads.{number}.bias"]
+
+
+# The equations --------------------------------------------------------------------------------------------------------
+
+
+def test_two_rounds_are_the_equations() -> None:
+    """Three sites, full batches, plain gradient descent: losses, frozen classifiers and the mean, by hand."""
+    method, found = short(), domains(MLP, SIZES)
+    where = federation(method, found, MLP, momentum=0.0)
+    state = method.start(where, start_of(method, found, MLP))
+    values = {name: tensor.clone() for name, tensor in state.weights.items()}
+    names = ["a", "b", "c"]
+    for _ in range(2):
+        state = step_on(method, where, state)
+        trained: dict[str, dict[str, Tensor]] = {}
+        for number, name in enumerate(names):
+            inputs, labels = everything(where, name)
+            own = {key: value.clone().requires_grad_() for key, value in values.items()}
+            features = mlp(own, inputs)
+            loss = sum(
+                -head(own, k, features).log_softmax(1)[torch.arange(len(labels)), labels].mean() for k in range(3)
+            )
+            assert state.report["losses"][name] == pytest.approx(loss.item(), abs=1e-5)  # type: ignore[union-attr]
+            kept = [key for key in own if key.startswith(("features", f"classifier.heads.{number}"))]
+            slopes = torch.autograd.grad(loss, [own[key] for key in kept])  # type: ignore[arg-type]
+            trained[name] = {key: own[key].detach() - 0.05 * s for key, s in zip(kept, slopes, strict=True)}
+        for key in values:
+            if key.startswith("features"):
+                values[key] = sum(SIZES[name] * trained[name][key] for name in names) / sum(SIZES.values())  # type: ignore[assignment]
+            else:
+                values[key] = trained[names[int(key.split(".")[2])]][key]
+    for key, expected in values.items():
+        torch.testing.assert_close(state.weights[key], expected, atol=2e-6, rtol=1e-5)
+
+
+def test_with_equal_classifiers_the_loss_is_k_times_cross_entropy() -> None:
+    method, found = short(steps_per_round=1), domains(MLP, SIZES)
+    start = start_of(method, found, MLP)
+    same = {
+        f"classifier.heads.{k}.{part}": start[f"classifier.heads.0.{part}"]
+        for k in range(3)
+        for part in ("weight", "bias")
+    }
+    where = federation(method, found, MLP)
+    for name in SIZES:  # as if each had kept this classifier from an earlier round
+        site_of(where, name).memory["classifier"] = Weights(
+            {p: same[f"classifier.heads.0.{p}"] for p in ("weight", "bias")}
+        )
+    state = step_on(method, where, method.start(where, start.merge(same)))
+    network = evaluated(method, start.merge(same), found, MLP)
+    for name in SIZES:
+        inputs, labels = everything(where, name)
+        loss = F.cross_entropy(network(inputs), labels).item()  # the mean of equal answers is each of them
+        assert state.report["losses"][name] == pytest.approx(3 * loss, abs=1e-5)
+
+
+def test_one_site_alone_is_fedavg() -> None:
+    options: dict[str, Any] = {"found": [vectors("alone", 21)], "network": MLP, "rounds": 3, "momentum": 0.9}
+    alone, plain = run(short(local_epochs=2), **options)[0], run(FedAvg(local_epochs=2), **options)[0]
+    renamed = {name.replace("classifier.heads.0", "classifier"): tensor for name, tensor in alone.weights.items()}
+    assert plain.weights == Weights(renamed)
+
+
+def test_the_answer_is_the_mean_of_all_classifiers() -> None:
+    method, found = short(), domains(MLP, SIZES)
+    state, where = run(method, found, MLP)
+    inputs, _ = everything(where, "a")
+    values = dict(state.weights)
+    expected = sum(head(values, k, mlp(values, inputs)).softmax(1) for k in range(3)) / 3
+    scores = method.predict(evaluated(method, state.weights, found, MLP), inputs)
+    torch.testing.assert_close(scores.softmax(1), expected)
+
+
+def test_a_site_changes_its_own_classifier_only() -> None:
+    method, found = short(), domains(MLP, SIZES)
+    where = federation(method, found, MLP, budget={"a": 9, "b": 0, "c": 0})
+    start = start_of(method, found, MLP)
+    state = step_on(method, where, method.start(where, start))
+    for number, changed in ((0, True), (1, False), (2, False)):
+        name = f"classifier.heads.{number}.weight"
+        assert torch.equal(state.weights[name], start[name]) != changed
+
+
+def test_what_crosses_the_wire() -> None:
+    """2·K·S(F) and K·K·|C| a round, and who gets whose classifier."""
+    method, found = short(), domains(NORMED, SIZES)
+    where = federation(method, found, NORMED)
+    state = method.start(where, start_of(method, found, NORMED))
+    step_on(method, where, state)
+    network = setting(method, found, NORMED).build_network()
+    features, one = payload(network.features).bytes, payload(network.classifier).bytes // 3
+    total = sum(where.ledger.total[way]["weights"] for way in ("up", "down"))
+    assert total == 2 * 3 * features + 3 * 3 * one
+    lent = [entry for entry in where.ledger.entries if entry.field == "others"]
+    assert {(entry.site, entry.bytes) for entry in lent} == {(name, 2 * one) for name in SIZES}
+
+
+# Adaptation -----------------------------------------------------------------------------------------------------------
+
+
+def adapted(method: COPA, rounds: int = 1, **options: Any) -> tuple[Any, Federation]:
+    return run(method, domains(MLP, SIZES), MLP, rounds=rounds, **{"momentum": 0.0, **options})
+
+
+def test_an_adapted_round_is_the_equations() -> None:
+    """The target trains the mean of the sources' features on what all classifiers are sure of, and joins the mean."""
+    target = federation(short(adaptation=True), domains(MLP, SIZES), MLP)
+    inputs, _ = everything(target, "target")
+    sources, _ = adapted(short(local_epochs=2), lr=0.2, batch_size=14)  # the same without a target
+    values = {name: tensor.clone() for name, tensor in sources.weights.items()}
+    answer = sum(head(values, k, mlp(values, inputs)).softmax(1) for k in range(3)) / 3
+    best = answer.amax(1).sort().values  # type: ignore[union-attr]
+    gap = (best[1:] - best[:-1])[4:10].argmax().item() + 4
+    threshold = (best[gap : gap + 2].sum() / 2).item()  # between two samples, far from both
+    state, _ = adapted(short(adaptation=True, threshold=threshold, local_epochs=2), lr=0.2, batch_size=14)
+    losses = []
+    for _ in range(2):
+        own = {name: tensor.clone().requires_grad_(name.startswith("features")) for name, tensor in values.items()}
+        p = sum(head(own, k, mlp(own, inputs)).softmax(1) for k in range(3)) / 3
+        best, labels = p.detach().max(1)  # type: ignore[union-attr]
+        sure = best >= threshold
+        assert 0 < sure.sum() < len(sure)
+        loss = -(sure * (p[torch.arange(len(labels)), labels] + 1e-5).log()).mean()  # type: ignore[index]
+        kept = [name for name in own if name.startswith("features")]
+        for name, slope in zip(kept, torch.autograd.grad(loss, [own[name] for name in kept]), strict=True):
+            values[name] = values[name] - 0.2 * slope
+        losses.append(loss.item())
+    assert state.report["losses"]["target"] == pytest.approx(sum(losses) / 2, abs=1e-5)
+    share = 14 / (14 + sum(SIZES.values()))
+    assert state.report["aggregation_weights"]["target"] == pytest.approx(share)
+    for name, tensor in state.weights.items():
+        expected = (1 - share) * sources.weights[name] + share * values[name] if "features" in name else values[name]
+        torch.testing.assert_close(tensor, expected, atol=3e-6, rtol=1e-5)
+
+
+def test_without_a_sure_answer_the_target_changes_nothing() -> None:
+    state, _ = adapted(short(adaptation=True, threshold=1.0))
+    plain, _ = adapted(short())
+    for name, tensor in state.weights.items():
+        torch.testing.assert_close(tensor, plain.weights[name], atol=1e-6, rtol=1e-5)
+    assert state.report["confident"] == 0
+    assert state.report["losses"]["target"] == 0
+
+
+def test_images_are_seen_in_a_strong_view() -> None:
+    options: dict[str, Any] = {"found": [images("a", 9), images("b", 9)], "rounds": 1}
+    method = short(adaptation=True, threshold=0.3)
+    assert (
+        run(method, **options)[0].weights
+        != run(short(adaptation=True, threshold=0.3, strong="none"), **options)[0].weights
+    )
+
+
+def test_the_labels_of_the_target_change_nothing_and_its_bytes_are_those_of_the_formula() -> None:
+    method = short(adaptation=True, threshold=0.3)
+    where = federation(method, domains(NORMED, SIZES), NORMED)
+    state = method.start(where, start_of(method, domains(NORMED, SIZES), NORMED))
+    with pytest.MonkeyPatch.context() as patch:
+        data = site_of(where, "target").data
+        patch.setattr(data, "labels", torch.full_like(data.labels, CLASSES - 1))
+        changed = step_on(method, where, state)
+    again = federation(method, domains(NORMED, SIZES), NORMED)
+    assert step_on(method, again, method.start(again, state.weights)).weights == changed.weights
+    network = setting(method, domains(NORMED, SIZES), NORMED).build_network()
+    formula = method.network_traffic(network, (5,), 3, 1)
+    assert (sum(where.ledger.total["up"].values()), sum(where.ledger.total["down"].values())) == (
+        formula.up,
+        formula.down,
+    )
+    assert method.target_mini_batches(5, 2) == 10
+    assert short().target_mini_batches(5, 2) == 0
+
+
+def test_adaptation_needs_its_protocol() -> None:
+    with pytest.raises(UserError, match="adapt_to_one"):
+        fedshift.run({"data": "rotated_digits", "model": "linear", "methods": [{"name": "copa", "adaptation": True}]})
+
+
+# Options --------------------------------------------------------------------------------------------------------------
+
+
+def test_options() -> None:
+    plain = run(short())[0].weights
+    assert run(short(local_epochs=2))[0].weights != plain
+    assert run(short(weighting="uniform"))[0].weights != plain
+    stepped, where = run(short(steps_per_round=3))
+    assert stepped.weights != plain
+    assert where.progress.used == {"large": 6, "small": 6, "one": 6}
+    one, other = (adapted(short(adaptation=True, threshold=t))[0].weights for t in (0.0, 1.0))
+    assert one != other
+
+
+def resnet() -> Network:
+    return models.build(models.parse({"name": "resnet18"}), (1, 32, 32), CLASSES, 0)
+
+
+def test_hybrid_normalisation() -> None:
+    """At first it is BatchNorm; with the gate shut every image is normalised by itself."""
+    network, plain = COPA(hybrid_normalisation=True).adapt_network(resnet(), 3), COPA().adapt_network(resnet(), 3)
+    norms = [module for module in network.modules() if isinstance(module, BatchInstanceNorm2d)]
+    assert len(norms) == sum(type(module) is nn.BatchNorm2d for module in plain.modules()) == 20
+    inputs = torch.rand(4, 1, 32, 32)
+    torch.testing.assert_close(network(inputs), plain(inputs))
+    norm, maps = norms[0], torch.rand(3, 64, 4, 4)
+    with torch.no_grad():
+        norm.gate.zero_()
+        norm.weight.fill_(2.0)
+        norm.bias.fill_(0.5)
+    centred = maps - maps.mean((2, 3), keepdim=True)
+    expected = 2 * centred / (maps.var((2, 3), unbiased=False, keepdim=True) + norm.eps).sqrt() + 0.5
+    torch.testing.assert_close(norm.eval()(maps), expected, atol=1e-5, rtol=1e-5)
+    with torch.no_grad():
+        norm.gate.fill_(0.25)
+        whole = (
+            2 * (maps - norm.running_mean.view(1, -1, 1, 1)) / (norm.running_var.view(1, -1, 1, 1) + norm.eps).sqrt()
+        )  # type: ignore[union-attr]
+    torch.testing.assert_close(norm(maps), 0.25 * (whole + 0.5) + 0.75 * expected, atol=1e-5, rtol=1e-5)
+    norm.gate.data.fill_(-3.0)  # training may push it out of [0, 1]
+    torch.testing.assert_close(norm(maps), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_hybrid_normalisation_needs_batch_norm_of_images() -> None:
+    method = COPA(hybrid_normalisation=True)
+    with pytest.raises(UserError, match=r"copa\.hybrid_normalisation: the network has no BatchNorm"):
+        method.check(setting(method, domains(NORMED), NORMED).build_network())
+    method.check(method.adapt_network(resnet(), 2))
