@@ -48,7 +48,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "csac": {"acquisition_epochs": 2, "calibration_epochs": 1},
     "m3sda": {"generator_steps": 1},
     "fada": {"steps_per_round": 6},
+    "fedsr": {"steps_per_round": 6},
+    "fedl2r": {"steps_per_round": 6},
+    "fedcmi": {"steps_per_round": 6},
     "copa": {"local_epochs": 2},
+    "fedadg": {"task_epochs": 1, "adversarial_epochs": 1},
 }
 """Options that keep a method's run short; a method that is not named runs with its defaults."""
 every_method = pytest.mark.parametrize("name", registry.names())

@@ -30,6 +30,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shot": {"source_epochs": 3},
     "fada": {"steps_per_round": 10},
     "copa": {"local_epochs": 2},
+    "fedadg": {"task_epochs": 1, "adversarial_epochs": 1},
     "dael": {"threshold": 0.4},
     "dsbn": {"first_stage": 0.25},
 }

@@ -188,7 +188,12 @@ def site_plans(method: Method, data: DataSet, split: Split) -> list[SitePlan]:
         return [SitePlan(domain.name, "source", [(domain, rows, 0)]) for domain, rows, _ in unlabelled]
     if method.pooled:
         return [SitePlan(POOL, "source", parts, unlabelled if method.needs_target else ())]
-    sources = [SitePlan(part[0].name, "source", [part]) for part in parts]
+    held_out = {
+        name: [(data.domains[name], rows, 0)]
+        for name, rows in split.held_out.items()
+        if method.uses_held_out and len(rows)
+    }
+    sources = [SitePlan(part[0].name, "source", [part], held_out=held_out.get(part[0].name, ())) for part in parts]
     return sources + [SitePlan(part[0].name, "target", [part]) for part in unlabelled]
 
 

@@ -24,13 +24,15 @@ from fedshift.models.options import NetworkOptions
 @dataclass(frozen=True)
 class SitePlan:
     """Everything that makes a site, in any process. ``parts``: (domain, training rows, domain number); one unless
-    pooled. ``unlabelled``: the same of a target whose samples lie in the pool too.
+    pooled. ``unlabelled``: the same of a target whose samples lie in the pool too. ``held_out``: the same with the rows
+    that are not trained on, for a method that looks at them.
     """
 
     name: str
     role: Role
     parts: Sequence[tuple[Domain, Rows, int]]
     unlabelled: Sequence[tuple[Domain, Rows, int]] = ()
+    held_out: Sequence[tuple[Domain, Rows, int]] = ()
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,7 @@ class SiteRunner:
             unlabelled=SiteData(plan.unlabelled, setting.preprocessing, setting.training.augmentation, device)
             if plan.unlabelled
             else None,
+            held_out=SiteData(plan.held_out, setting.preprocessing, None, device) if plan.held_out else None,
         )
 
     def run(self, step: str, envelope: Envelope, content: Mapping[str, Any]) -> tuple[Reply, int]:

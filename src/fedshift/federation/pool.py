@@ -172,7 +172,7 @@ class PoolFederation(Federation):
         for plan in plans:
             command: dict[str, Any] = {"do": "site", "name": plan.name, "role": plan.role}
             rows: dict[str, Statistics] = {}
-            for group, parts in (("parts", plan.parts), ("unlabelled", plan.unlabelled)):
+            for group, parts in (("parts", plan.parts), ("unlabelled", plan.unlabelled), ("held_out", plan.held_out)):
                 command[group] = [
                     {"folder": pool.share(domain), "name": domain.name, "number": number} for domain, _, number in parts
                 ]

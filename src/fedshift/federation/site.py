@@ -134,6 +134,7 @@ class Site:
     network: Network = field(repr=False)
     data: SiteData = field(repr=False)
     unlabelled: SiteData | None = field(default=None, repr=False)
+    held_out: SiteData | None = field(default=None, repr=False)
     scratch: dict[str, Any] = field(default_factory=dict, repr=False)
     mini_batches: int = 0
     _orders: int = 0
@@ -250,6 +251,16 @@ class Site:
         """Every sample once, in order and without augmentation: for statistics and caches, not counted as training."""
         first = 0
         for inputs, labels, domains in self.data.all_batches(max(self.training.batch_size, 256)):
+            rows = torch.arange(first, first + len(labels))
+            first += len(labels)
+            yield Batch(inputs, labels if self.role == "source" else None, domains, rows)
+
+    def held_out_batches(self) -> Iterator[Batch]:
+        """The samples that are not trained on, once and in order; none unless the method has ``uses_held_out`` and the
+        protocol holds some out.
+        """
+        first = 0
+        for inputs, labels, domains in self.held_out.all_batches(256) if self.held_out is not None else ():
             rows = torch.arange(first, first + len(labels))
             first += len(labels)
             yield Batch(inputs, labels if self.role == "source" else None, domains, rows)

@@ -37,14 +37,14 @@ class Worker:
 
     def site(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
         assert self._setting is not None
-        parts, unlabelled = (
+        parts, unlabelled, held_out = (
             [
                 (read_domain(part["name"], Path(part["folder"])), content[group][str(i)].numpy(), part["number"])
                 for i, part in enumerate(header[group])
             ]
-            for group in ("parts", "unlabelled")
+            for group in ("parts", "unlabelled", "held_out")
         )
-        plan = SitePlan(header["name"], header["role"], parts, unlabelled)
+        plan = SitePlan(header["name"], header["role"], parts, unlabelled, held_out)
         self._runners[plan.name] = SiteRunner(plan, self._setting)
         return {}, {}
 

@@ -54,7 +54,8 @@ class Method(BaseModel, ABC):
     Class attributes: ``name`` in experiment files; ``title`` and ``citation``; ``shares``: kinds of content that
     leave a site; ``memory_names``: what a site keeps between exchanges; ``pooled``: needs all data in one place;
     ``needs_target``: a target without labels takes part; ``supervised_target``: trains on the target's labels alone, an
-    upper bound; ``tasks``: what it can learn, ``classification`` for most; ``relative_cost``: seconds of a mini-batch
+    upper bound; ``uses_held_out``: sites choose by their held-out parts; ``tasks``: what it can learn,
+    ``classification`` for most; ``relative_cost``: seconds of a mini-batch
     beside plain cross-entropy, a rough guide for estimates.
     """
 
@@ -69,6 +70,7 @@ class Method(BaseModel, ABC):
     pooled: ClassVar[bool] = False
     needs_target: ClassVar[bool] = False
     supervised_target: ClassVar[bool] = False
+    uses_held_out: ClassVar[bool] = False
     tasks: ClassVar[tuple[Task, ...]] = ("classification",)
     relative_cost: ClassVar[float] = 1.0
 

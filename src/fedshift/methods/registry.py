@@ -21,6 +21,7 @@ METHODS: Mapping[str, str] = {
     "fedsr": "fedshift.methods.federated.fedsr:FedSR",
     "fedl2r": "fedshift.methods.federated.fedsr:FedL2R",
     "fedcmi": "fedshift.methods.federated.fedsr:FedCMI",
+    "fedadg": "fedshift.methods.federated.fedadg:FedADG",
     "copa": "fedshift.methods.federated.copa:COPA",
     "source_only": "fedshift.methods.pooled.source_only:SourceOnly",
     "oracle": "fedshift.methods.federated.oracle:Oracle",

@@ -1,0 +1,329 @@
+"""FedADG: federated adversarial domain generalization.
+
+Zhang, Lei, Shi, Huang, Chen: Federated Learning with Domain Generalization. arXiv 2021.
+
+Setting: domain generalization; the target is never seen.
+Wire: feature extractor F, classifier Cl and generator G up and down per site and round, 2·K·4·(|F| + |Cl| + |G|), and
+two numbers. The discriminator D and its random projection are private: they stay at their site.
+
+Every site moves its class-conditional features to one *reference distribution* that a common generator makes:
+h = F(x), h' = G(z, y) with z uniform on [0, 1), D(·|y) ∈ (0, 1).
+    D:      min E (1 − D(h'|y))² + E D(h|y)²                                                 features detached
+    F, Cl:  min (1 − λ)·L_err + λ·E (1 − D(h|y))²,  L_err cross-entropy with labels 1 − ε and ε/(C − 1)
+    G:      min E (1 − D(h'|y))²
+In every round a site first trains F and Cl on L_err alone for E₀ epochs, then for E₁ epochs all three in turn on every
+mini-batch, with one z for D and G; it keeps the epoch that is best on its held-out part. The server takes the mean of
+F, Cl and G.
+
+Where the paper and its code differ (and what is done here)
+ 1. The VLCS code detaches h' before G's loss, so G is never trained; the PACS code lets G minimise D(h')², that is go
+    to where the features are. Here: the formula; ``generator: frozen`` and ``towards_features``.
+ 2. D's loss is −(D(h')² + (1 − D(h))²) in the paper and the VLCS code, least squares (above) in the PACS code. The
+    optimum is the same. Here: least squares; ``discriminator_loss: formula``.
+ 3. The projection is said to be random; in the code D's optimiser trains it. Here it is frozen;
+    ``trainable_projection``. It reads h and y on VLCS, h alone on PACS with y put beside what comes out (here);
+    ``condition: before``.
+ 4. The code's learning rate grows from 1e-7 over 500 or 100 epochs, more than a run has. Here the experiment's;
+    ``warm_up: 500``, counted in local epochs over all rounds.
+ 5. D and its optimiser outlive rounds. D does here; momentum does with ``training.reset_optimizer_each_round: false``.
+ 6. The code's classifier is two linear layers with nothing between; here the network's own.
+ 7. The best epoch is kept by the accuracy on the data that the protocol holds out at a site: numbers selected by
+    source are then a little too good. A site with nothing held out keeps the last epoch; ``keep: last``.
+ 8. The code averages sites alike (``weighting: uniform``, the default).
+Widths of G and D follow the features' width d, as in the paper's AlexNet: noise d/2, hidden units d, projection d/4.
+On VLCS: 5 and 10 epochs, ε = 0.2, condition 0.6.
+
+Should reproduce (PACS, ResNet-18, as printed by CSAC): 77.8, 74.7, 92.9, 79.5, average 81.2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal, cast
+
+import torch
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+
+from fedshift.federation.federation import Federation
+from fedshift.federation.messages import Reply
+from fedshift.federation.randomness import derive_seed
+from fedshift.federation.randomness import generator as seeded
+from fedshift.federation.site import Batch, Site
+from fedshift.functional import reference_distribution as reference
+from fedshift.functional.losses import smoothed_cross_entropy
+from fedshift.methods.base import Method, State
+from fedshift.methods.blocks import drawn_from
+from fedshift.models.network import Network
+from fedshift.weights import MeanAccumulator, Weights
+
+_LEAST_RATE = 1e-7
+
+
+@dataclass(frozen=True)
+class Update(Reply):
+    """What a site sends: feature extractor and classifier, the generator, N_k and the mean loss of F and Cl."""
+
+    weights: Weights
+    generator: Weights
+    samples: int
+    loss: float
+
+
+class Generator(nn.Module):
+    """G: noise and class to features of that class, (n, noise) and (n, C) → (n, d)."""
+
+    def __init__(self, noise: int, classes: int, hidden: int, width: int) -> None:
+        super().__init__()
+        self.noise = noise
+        self.layers = nn.Sequential(
+            nn.Linear(noise + classes, hidden), nn.LeakyReLU(), nn.Linear(hidden, width), nn.ReLU()
+        )
+        for layer in (self.layers[0], self.layers[2]):
+            nn.init.xavier_uniform_(cast(Tensor, layer.weight), gain=0.5)
+
+    def forward(self, noise: Tensor, condition: Tensor) -> Tensor:
+        features: Tensor = self.layers(torch.cat([noise, condition], 1))
+        return features
+
+
+class Discriminator(nn.Module):
+    """D with its random projection: features and class to the probability that the features were generated, (n, 1)."""
+
+    def __init__(self, projection: Tensor, classes: int, *, before: bool, trainable: bool) -> None:
+        super().__init__()
+        self.before = before
+        if trainable:
+            self.projection: Tensor = nn.Parameter(projection)
+        else:
+            self.register_buffer("projection", projection)
+        size = len(projection)
+        inputs = size if before else size + classes
+        self.layers = nn.Sequential(nn.Linear(inputs, size), nn.LeakyReLU(), nn.Linear(size, 1), nn.Sigmoid())
+
+    def forward(self, features: Tensor, condition: Tensor) -> Tensor:
+        if self.before:
+            projected = torch.cat([features, condition], 1) @ self.projection.T
+        else:
+            projected = torch.cat([features @ self.projection.T, condition], 1)
+        answer: Tensor = self.layers(projected)
+        return answer
+
+
+class WithGenerator(Network):
+    """A network and the generator that is trained and sent with it."""
+
+    def __init__(self, network: Network, generator: Generator) -> None:
+        super().__init__(
+            network.features,
+            network.classifier,
+            embedding_size=network.embedding_size,
+            classes=network.classes,
+            stages=network.stages,
+            alignment_stages=network.alignment_stages,
+        )
+        self.generator = generator
+
+
+class FedADG(Method):
+    """Features of all sites go to one reference distribution, which learns too."""
+
+    name: ClassVar[str] = "fedadg"
+    title: ClassVar[str] = "FedADG"
+    citation: ClassVar[str] = "Zhang et al., arXiv 2021"
+    memory_names: ClassVar[tuple[str, ...]] = (
+        "discriminator",
+        "optimizer",
+        "generator_optimizer",
+        "discriminator_optimizer",
+    )
+    relative_cost: ClassVar[float] = 1.8
+
+    task_epochs: NonNegativeInt = Field(3, description="E₀: epochs of F and Cl on L_err alone, in every round")
+    adversarial_epochs: PositiveInt = Field(7, description="E₁: epochs in which D, F with Cl, and G take turns")
+    adversarial_weight: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.15, description="λ: L_F against L_err; 0 = without"
+    )
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = Field(0.01, description="ε of L_err")
+    generator: Literal["formula", "towards_features", "frozen"] = Field(
+        "formula", description="G raises D(h'), lowers it (PACS code), or is not trained (VLCS code)"
+    )
+    discriminator_loss: Literal["least_squares", "formula"] = Field(
+        "least_squares", description="(1 − D(h'))² + D(h)² (PACS code), or −(D(h')² + (1 − D(h))²)"
+    )
+    trainable_projection: bool = Field(False, description="D's projection is trained (code); off = stays random")
+    condition: Literal["before", "after"] = Field(
+        "after", description="y joins before the projection (VLCS) or after it"
+    )
+    condition_value: PositiveFloat = Field(0.7, description="what stands for 1 in the one-hot y (0.6 on VLCS)")
+    adversary_rate: NonNegativeFloat = Field(0.7, description="learning rate of G and D, times that of F and Cl")
+    warm_up: PositiveInt | None = Field(
+        None, description="local epochs in which the learning rate grows from 1e-7 (code)"
+    )
+    noise: PositiveInt | None = Field(None, description="numbers in z; none = d/2")
+    generator_hidden: PositiveInt | None = Field(None, description="hidden units of G; none = d")
+    projection: PositiveInt | None = Field(None, description="width of D's projection; none = d/4")
+    keep: Literal["best", "last"] = Field("best", description="the local epoch that is sent: best on held-out data")
+    weighting: Literal["samples", "uniform"] = Field("uniform", description="shares N_k/ΣN, or 1/K (code)")
+
+    @property
+    def uses_held_out(self) -> bool:  # type: ignore[override]
+        """Whether sites look at their held-out parts."""
+        return self.keep == "best"
+
+    def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
+        return rounds * (self.task_epochs + self.adversarial_epochs) * batches_per_epoch
+
+    def adapt_network(self, network: Network, sources: int) -> Network:
+        width = network.embedding_size
+        first = [float(value) for value in next(network.parameters()).detach().flatten()[:8]]
+        with drawn_from(derive_seed("generator", *first)):
+            made = Generator(self.noise or max(1, width // 2), network.classes, self.generator_hidden or width, width)
+        return WithGenerator(network, made)
+
+    def evaluated_network(self, network: Network, sources: int) -> Network:
+        return Network(
+            network.features,
+            network.classifier,
+            embedding_size=network.embedding_size,
+            classes=network.classes,
+            stages=network.stages,
+            alignment_stages=network.alignment_stages,
+        )
+
+    # Server -------------------------------------------------------------------------------------------------------
+
+    def start(self, federation: Federation, weights: Weights) -> State:
+        return State(weights.without("generator"), parts={"generator": weights.select("generator")})
+
+    def round(self, federation: Federation, state: State) -> State:
+        made = cast(Weights, state.parts["generator"])
+        updates = federation.ask(self.fit, to=federation.sources, weights=state.weights, generator=made)
+        mean, shares = MeanAccumulator(), {}
+        for site, update in updates.items():
+            shares[site] = float(update.samples) if self.weighting == "samples" else 1.0
+            mean.add(update.weights.merge(update.generator), shares[site], f"site '{site}'")
+        whole, total = mean.result(), sum(shares.values())
+        report = {
+            "losses": updates.numbers("loss"),
+            "aggregation_weights": {site: share / total for site, share in shares.items()},
+        }
+        parts = {"generator": whole.select("generator")}
+        return state.advance(whole.without("generator"), parts=parts, report=report)
+
+    # Site ---------------------------------------------------------------------------------------------------------
+
+    def fit(self, site: Site, weights: Weights, generator: Weights) -> Update:
+        """At a site: E₀ epochs on the task, E₁ epochs of the game; the best of them is sent."""
+        model = cast(WithGenerator, site.model(weights.merge(generator)))
+        game = _Game(self, site, model)
+        best: tuple[float, Weights, Weights] | None = None
+        total, before = 0.0, site.mini_batches
+        for epoch in range(self.task_epochs + self.adversarial_epochs):
+            game.set_rates((site.envelope.round - 1) * (self.task_epochs + self.adversarial_epochs) + epoch)
+            begun, adversarial = site.mini_batches, epoch >= self.task_epochs
+            loss = site.minimise(
+                game.adversarial_loss if adversarial else game.task_loss,
+                model.features,
+                model.classifier,
+                optimizers=[game.optimizer],
+            )
+            total += loss * (site.mini_batches - begun)
+            if self.keep == "best" and adversarial and site.held_out is not None:
+                right = _accuracy(site, model)
+                if best is None or right > best[0]:
+                    best = right, site.weights_of(model), site.weights_of(game.discriminator)
+        game.remember()
+        _, kept, discriminator = best or (0.0, site.weights_of(model), site.weights_of(game.discriminator))
+        site.memory["discriminator"] = discriminator
+        mean = total / max(1, site.mini_batches - before)
+        return Update(kept.without("generator"), kept.select("generator"), site.samples, mean)
+
+
+class _Game:
+    """The three players at a site in one exchange, and what each of them minimises."""
+
+    def __init__(self, method: FedADG, site: Site, model: WithGenerator) -> None:
+        self.method, self.site, self.model = method, site, model
+        self.discriminator = _discriminator(method, site, model)
+        self.optimizer = site.optimizer(model.features, model.classifier, memory="optimizer")
+        self._for_generator = site.optimizer(model.generator, memory="generator_optimizer")
+        self._for_discriminator = site.optimizer(self.discriminator, memory="discriminator_optimizer")
+        self._noise = site.generator_for("noise")
+
+    def set_rates(self, epoch: int) -> None:
+        """Learning rates of this local epoch, counted from 0 over all rounds."""
+        rate, warm_up = self.site.learning_rate, self.method.warm_up
+        if warm_up is not None:
+            rate = max(_LEAST_RATE, rate * min(1.0, epoch / warm_up))
+        for optimizer, factor in (
+            (self.optimizer, 1.0),
+            (self._for_generator, self.method.adversary_rate),
+            (self._for_discriminator, self.method.adversary_rate),
+        ):
+            for group in optimizer.param_groups:
+                group["lr"] = factor * rate
+
+    def remember(self) -> None:
+        """Keep momentum, if the experiment asks for it."""
+        self.site.remember_optimizer(self.optimizer, "optimizer")
+        self.site.remember_optimizer(self._for_generator, "generator_optimizer")
+        self.site.remember_optimizer(self._for_discriminator, "discriminator_optimizer")
+
+    def task_loss(self, batch: Batch) -> Tensor:
+        """L_err."""
+        return self._error(self.model.features(batch.inputs), batch.targets)
+
+    def adversarial_loss(self, batch: Batch) -> Tensor:
+        """One step of D and one of G; the loss of F and Cl."""
+        method, model, critic = self.method, self.model, self.discriminator
+        condition = reference.scaled_one_hot(batch.targets, self.site.classes, method.condition_value)
+        noise = torch.rand(len(batch.inputs), model.generator.noise, generator=self._noise).to(condition)
+        with torch.no_grad():
+            model.eval()
+            extracted = model.features(batch.inputs)
+            model.train()
+            generated = model.generator(noise, condition)
+        answers = critic(generated, condition), critic(extracted, condition)
+        self._step(reference.discriminator_loss(*answers, method.discriminator_loss), self._for_discriminator, critic)
+        if method.generator != "frozen":
+            # The paper's third step. G's loss has no part in F and F's none in G, so it may as well come before F's.
+            answer = critic(model.generator(noise, condition), condition)
+            self._step(reference.reference_loss(answer, method.generator), self._for_generator, model.generator)
+        features = model.features(batch.inputs)
+        alignment = reference.alignment_loss(critic(features, condition))
+        return reference.total_loss(self._error(features, batch.targets), alignment, method.adversarial_weight)
+
+    def _error(self, features: Tensor, labels: Tensor) -> Tensor:
+        return smoothed_cross_entropy(self.model.classifier(features), labels, self.method.label_smoothing, "others")
+
+    def _step(self, loss: Tensor, optimizer: torch.optim.Optimizer, module: nn.Module) -> None:
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self.site.training.clip_norm is not None:
+            nn.utils.clip_grad_norm_(module.parameters(), self.site.training.clip_norm)
+        optimizer.step()
+
+
+def _discriminator(method: FedADG, site: Site, model: WithGenerator) -> Discriminator:
+    """The site's own: made from its own seed at first, later as the site remembers it."""
+    width = model.embedding_size
+    size = method.projection or max(1, width // 4)
+    before = method.condition == "before"
+    matrix = reference.random_projection(
+        width + site.classes if before else width, size, seeded(site.seed, site.name, "projection")
+    )
+    with drawn_from(derive_seed(site.seed, site.name, "discriminator")):
+        made = Discriminator(matrix, site.classes, before=before, trainable=method.trainable_projection)
+    if "discriminator" in site.memory:
+        made.load_state_dict(dict(site.memory.weights("discriminator")))
+    return site.place(made)
+
+
+@torch.no_grad()
+def _accuracy(site: Site, model: Network) -> float:
+    """Share of the held-out samples that the model gets right."""
+    model.eval()
+    right = [(model(batch.inputs).argmax(1) == batch.targets).float() for batch in site.held_out_batches()]
+    model.train()
+    return float(torch.cat(right).mean())
