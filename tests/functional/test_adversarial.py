@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from fedshift.errors import UserError
 from fedshift.functional.adversarial import (
+    certainty_weights,
     combine_domains,
+    conditional_adversarial_loss,
+    conditioned,
     curriculum_weights,
     domain_identifier_loss,
     generator_loss,
@@ -198,3 +201,38 @@ def test_what_cannot_be_combined() -> None:
                 loss(*sides)
     with pytest.raises(UserError, match=r"weights \(2,\) for logits \(2, 1\)"):
         weighted_adversarial_loss(torch.zeros(2, 1), torch.zeros(2, 1), torch.ones(2))
+
+
+def test_conditioning_has_the_right_support() -> None:
+    features = numbers(2, 3)
+    onehot = torch.eye(4).double()[[1, 3]]
+    found = conditioned(features, onehot).view(2, 4, 3)
+    for row, label in enumerate((1, 3)):
+        assert torch.equal(found[row, label], features[row])
+        assert found[row].count_nonzero() == 3
+    uniform = conditioned(features, torch.full((2, 4), 0.25).double()).view(2, 4, 3)
+    torch.testing.assert_close(uniform, (features / 4)[:, None].expand(2, 4, 3))
+
+
+def test_a_random_projection_keeps_inner_products_on_average() -> None:
+    features, probabilities = numbers(3, 5), numbers(3, 4, seed=1).softmax(1)
+    projections = numbers(5, 20000, seed=2), numbers(4, 20000, seed=3)
+    whole, projected = conditioned(features, probabilities), conditioned(features, probabilities, projections)
+    assert projected.shape == (3, 20000)
+    torch.testing.assert_close(projected @ projected.T, whole @ whole.T, atol=0.15, rtol=0.1)
+
+
+def test_certainty_weights() -> None:
+    weights = certainty_weights(torch.tensor([0.0, math.log(2)]).double())
+    torch.testing.assert_close(weights, torch.tensor([2.0, 1.5]).double() / 3.5)
+    assert torch.autograd.gradcheck(lambda h: 1 + (-h).exp(), (numbers(3).requires_grad_(),))
+
+
+def test_the_conditional_loss_is_the_mean_binary_cross_entropy() -> None:
+    source, target = numbers(4, 1), numbers(4, 1, seed=1)
+    even = torch.full((4,), 0.25).double()
+    logits, labels = torch.cat([source, target]), torch.cat([torch.ones(4, 1), torch.zeros(4, 1)]).double()
+    expected = nn.functional.binary_cross_entropy_with_logits(logits, labels)
+    torch.testing.assert_close(conditional_adversarial_loss(source, target, even, even), expected)
+    zeros = torch.zeros(4, 1).double()
+    assert conditional_adversarial_loss(zeros, zeros, even, even).item() == pytest.approx(math.log(2), abs=1e-12)

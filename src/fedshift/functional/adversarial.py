@@ -1,4 +1,4 @@
-"""Domains told apart by a classifier that the features learn to fool: gradient reversal, FADA, MDAN and CMSS.
+"""Domains told apart by a classifier that the features learn to fool: gradient reversal, FADA, MDAN, CMSS and CDAN.
 
 The domain classifier D answers in logits; a positive one means "source". All losses are in nats.
 """
@@ -96,6 +96,39 @@ def combine_domains(
     if not gamma > 0:
         raise UserError(f"gamma must be positive, found {gamma}")
     return (gamma * (source_losses + mu * domain_losses)).logsumexp(0) / gamma
+
+
+def conditioned(features: Tensor, probabilities: Tensor, projections: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Features conditioned on predictions, ``p ⊗ f`` flattened: (n, d), (n, C) → (n, C·d) (CDAN, Long et al., NeurIPS
+    2018, section 9.8).
+
+    projections: random matrices R_f (d, m) and R_p (C, m) for ``(f R_f ⊙ p R_p)/√m`` (n, m) in its place.
+    """
+    if projections is None:
+        return (probabilities[:, :, None] * features[:, None, :]).flatten(1)
+    of_features, of_predictions = projections
+    return (features @ of_features) * (probabilities @ of_predictions) / of_features.shape[1] ** 0.5
+
+
+def certainty_weights(entropies: Tensor) -> Tensor:
+    """``1 + e^(−H)`` of each sample, divided by their sum: (n,) → (n,), which sums to 1 (CDAN+E, section 9.8).
+
+    1 + e^(−H) is 2 for a certain prediction, 1 + 1/C for one that knows nothing.
+    """
+    weights = 1 + (-entropies).exp()
+    return weights / weights.sum().detach()
+
+
+def conditional_adversarial_loss(
+    source_logits: Tensor, target_logits: Tensor, source_weights: Tensor, target_weights: Tensor
+) -> Tensor:
+    """``−½ Σ_s w·log D(s) − ½ Σ_t w·log(1 − D(t))``, a scalar; weights of each side sum to 1 (CDAN, section 9.8).
+
+    source_logits, target_logits: (n, 1), (m, 1). source_weights, target_weights: (n,), (m,). ln 2 at D = ½. Errors as
+    `domain_identifier_loss`.
+    """
+    source, target = _surprise(source_logits).flatten(), _surprise(-target_logits).flatten()
+    return ((source_weights * source).sum() + (target_weights * target).sum()) / 2
 
 
 def _surprise(logits: Tensor) -> Tensor:

@@ -1,0 +1,52 @@
+"""Numbers of the federation in which some sites have labels and some have not: MDFNet's schedule, and what a pair of
+sites has in common.
+"""
+
+from __future__ import annotations
+
+import math
+
+from fedshift.errors import UserError
+
+
+def progressive_weight(r: float, rho: float = 10.0) -> float:
+    """``η = (1 − e^(−ρr)) / (2(1 + e^(−ρr)))``, the unlabelled sites' share, from 0 towards ½ (MDFNet, section 8.3).
+
+    r: progress in [0, 1], or the number of the round (the paper's word, for which it is over after one round). Raises
+    UserError when r or ρ is negative.
+    """
+    if r < 0 or rho < 0:
+        raise UserError(f"the progressive weight needs r and rho of at least 0, found {r} and {rho}")
+    return math.tanh(rho * r / 2) / 2
+
+
+def decayed_rate(r: float, start: float) -> float:
+    """``lr = lr₀/(1 + 10r)^0.75`` (MDFNet, section 8.3); r as for `progressive_weight`, so it may exceed 1."""
+    if r < 0:
+        raise UserError(f"the learning rate needs r of at least 0, found {r}")
+    return start * float((1 + 10 * r) ** -0.75)
+
+
+def collaborative_shares(labelled: int, unlabelled: int, weight: float) -> tuple[float, float]:
+    """``(1 − η)/L`` of each labelled and ``η/U`` of each unlabelled site (MDFNet, section 8.3, step 4); all sum to 1.
+
+    weight: η. Raises UserError without a labelled site, without an unlabelled one, or when η is outside [0, 1].
+    """
+    if labelled < 1 or unlabelled < 1:
+        raise UserError(
+            f"the federation has {labelled} labelled and {unlabelled} unlabelled sites: at least one of each is needed"
+        )
+    if not 0 <= weight <= 1:
+        raise UserError(f"the unlabelled sites' share must lie in [0, 1], found {weight}")
+    return (1 - weight) / labelled, weight / unlabelled
+
+
+def proxy_distance(error: float) -> float:
+    """``d_A = 2(1 − 2ε)``, at least 0, from the error of a classifier that tells two domains apart (Ben-David et al.,
+    Machine Learning 2010): 0 for domains that cannot be told apart, 2 for domains that always can.
+
+    error: ε in [0, 1], both domains counting alike. Raises UserError for another value.
+    """
+    if not 0 <= error <= 1:
+        raise UserError(f"an error rate lies in [0, 1], found {error}")
+    return max(0.0, 2 * (1 - 2 * error))

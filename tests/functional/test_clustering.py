@@ -1,0 +1,102 @@
+"""Clusters: the worked numbers of the specification, a plain loop as reference, lost classes, gradients."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedshift.errors import UserError
+from fedshift.functional.clustering import (
+    auxiliary_distribution,
+    class_means,
+    soft_cross_entropy,
+    spherical_kmeans,
+    student_assignment,
+)
+
+POINTS = torch.tensor([(2, 0), (3, 1), (0, 1), (1, 4), (2, 3)], dtype=torch.float64)
+
+
+def test_the_specification() -> None:
+    start = torch.tensor([0, 0, 1, 1, 0])
+    means, present = class_means(POINTS, start, 2)
+    torch.testing.assert_close(means, torch.tensor([(2.333333, 1.333333), (0.5, 2.5)]).double(), atol=1e-6, rtol=0)
+    assert present.all()
+    distances = (1 - torch.nn.functional.cosine_similarity(POINTS[4], means)) / 2
+    assert distances.tolist() == pytest.approx([0.052786, 0.037661], abs=5e-7)
+    found = spherical_kmeans(POINTS, start, 2)
+    assert found.labels.tolist() == [0, 0, 1, 1, 1]
+    assert found.passes == 2  # the second pass changed nothing
+    expected = torch.tensor([(1.948683, 0.316228), (0.797236, 2.802193)]).double()
+    torch.testing.assert_close(found.centroids, expected, atol=1e-6, rtol=0)
+
+
+def plain(points: list[list[float]], labels: list[int], classes: int) -> list[int]:
+    """The same as loops over numbers."""
+
+    def cosine(a: list[float], b: list[float]) -> float:
+        return sum(x * y for x, y in zip(a, b, strict=True)) / (math.hypot(*a) * math.hypot(*b) or 1.0)
+
+    def total(rows: list[list[float]]) -> list[float]:
+        return [sum(column) for column in zip(*rows, strict=True)]
+
+    centroids = {k: total([p for p, y in zip(points, labels, strict=True) if y == k]) for k in set(labels)}
+    for _ in range(100):
+        new = [max(sorted(centroids), key=lambda k, p=p: cosine(p, centroids[k])) for p in points]  # type: ignore[misc]
+        if new == labels:
+            break
+        labels = new
+        for k in set(labels):
+            rows = [[x / math.hypot(*p) for x in p] for p, y in zip(points, labels, strict=True) if y == k]
+            centroids[k] = total(rows)
+    return labels
+
+
+@given(st.integers(0, 400))
+@settings(deadline=None, max_examples=40)
+def test_against_loops(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    points = torch.randn(12, 3, generator=generator, dtype=torch.float64)
+    labels = torch.randint(0, 4, (12,), generator=generator)
+    found = spherical_kmeans(points, labels, 5)
+    assert found.labels.tolist() == plain(points.tolist(), labels.tolist(), 5)
+    # The length of a sample says nothing once it is assigned.
+    assert not found.centroids[4].any()
+
+
+def test_a_class_that_loses_its_samples_keeps_its_centroid() -> None:
+    # Class 1's mean is half-way, so class 0 and 2 take both of its samples.
+    points = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [0.1, 1.0]])
+    found = spherical_kmeans(points, torch.tensor([0, 2, 1, 1]), 3)
+    assert found.labels.tolist() == [0, 2, 0, 2]
+    torch.testing.assert_close(found.centroids[1], torch.tensor([0.55, 0.55]))
+
+
+def test_a_class_without_samples_takes_no_part_and_zero_vectors_go_somewhere() -> None:
+    found = spherical_kmeans(torch.zeros(3, 2), torch.tensor([1, 1, 1]), 3)
+    assert found.labels.tolist() == [1, 1, 1]
+    with pytest.raises(UserError, match="k-means needs"):
+        spherical_kmeans(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64), 3)
+
+
+def test_auxiliary_distribution() -> None:
+    p = torch.tensor([[0.6, 0.4], [0.3, 0.7]], dtype=torch.float64)
+    expected = torch.tensor([[0.623821, 0.376179], [0.321484, 0.678516]], dtype=torch.float64)
+    torch.testing.assert_close(auxiliary_distribution(p), expected, atol=1e-6, rtol=0)
+    sharp = torch.eye(3).double()
+    torch.testing.assert_close(auxiliary_distribution(sharp), sharp)
+    assert torch.isfinite(auxiliary_distribution(torch.tensor([[1.0, 0.0]]))).all()
+
+
+def test_student_assignment_and_cross_entropy() -> None:
+    features, centres = torch.randn(5, 3).double(), torch.randn(4, 3).double()
+    kernel = 1 / (1 + torch.cdist(features, centres).square())
+    torch.testing.assert_close(student_assignment(features, centres).exp(), kernel.softmax(1))
+    labels = torch.tensor([0, 3, 1, 1, 2])
+    loss = soft_cross_entropy(torch.nn.functional.one_hot(labels, 4).double(), student_assignment(features, centres))
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(kernel, labels))
+    assert torch.autograd.gradcheck(student_assignment, (features.requires_grad_(), centres.requires_grad_()))
