@@ -73,7 +73,8 @@ def test_selected_round_carries_what_was_measured() -> None:
         update={"target_accuracy": {"a": 40.0, "b": 60.0}, "per_class": [None, 5]}
     )
     last = selected_rounds([measured])["last"]
-    assert last == SelectedRound(round=7, accuracy=50.0, source_accuracy=65.0, per_class=[None, 5])
+    sites = {**measured.target_accuracy, **measured.source_accuracy}
+    assert last == SelectedRound(round=7, accuracy=50.0, source_accuracy=65.0, sites=sites, per_class=[None, 5])
 
 
 def test_rule_by_name() -> None:

@@ -93,7 +93,7 @@ class Bars(Reporter):
     def finished(self, part: Part, result: RunResult, resumed: bool) -> None:
         self._progress.advance(self._whole)
         if self._progress.disable and not resumed:
-            name = f"{part.method.display} → {part.target}, seed {part.seed}: {result.accuracy():.2f} %"
+            name = f"{part.method.display} → {part.target}, seed {part.seed}: {result.score():.2f} %"
             self._progress.console.print(name, markup=False, highlight=False, soft_wrap=True)
 
     def skipped(self, part: Part) -> None:

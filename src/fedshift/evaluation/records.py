@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from fedshift.evaluation.metrics import harmonic_mean
+
 Selection = Literal["last", "source", "oracle"]
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
@@ -54,6 +56,13 @@ class RoundRecord(_Record):
         """Unweighted mean accuracy over the sources' held-out parts; None if no source has one."""
         return fmean(self.source_accuracy.values()) if self.source_accuracy else None
 
+    def score(self, both: bool) -> float | None:
+        """The target mean, or where ``both`` sides are measured its harmonic mean with the source mean."""
+        at_target, at_source = self.target_mean, self.source_mean
+        if not both or at_target is None:
+            return at_target
+        return None if at_source is None else harmonic_mean(at_source, at_target)
+
 
 class SelectedRound(_Record):
     """The round that a selection rule chose and what was measured in it."""
@@ -61,6 +70,7 @@ class SelectedRound(_Record):
     round: Count
     accuracy: Percent = Field(description="mean over the measured targets, percent")
     source_accuracy: Percent | None = Field(default=None, description="mean over the sources' held-out parts, percent")
+    sites: dict[str, Percent] = Field(default_factory=dict, description="each target and each source that was measured")
     per_class: list[Percent | None] = Field(default_factory=list)
 
 
@@ -68,7 +78,9 @@ class RunResult(_Record):
     """The content of `result.json`: one finished part of an experiment, that is one (method, target, seed)."""
 
     method: str = Field(description="the method's label in the experiment")
-    target: str
+    target: str = Field(description="the target domain, or the name of a pair")
+    labelled: list[str] = Field(default_factory=list, description="labelled sites, where both sides are measured")
+    unlabelled: list[str] = Field(default_factory=list, description="unlabelled sites, likewise")
     seed: int
     headline: Literal["last"] = Field(default="last", description="the selection rule whose number is quoted")
     selected: dict[Selection, SelectedRound | None] = Field(description="the round per rule; None if unavailable")
@@ -92,6 +104,18 @@ class RunResult(_Record):
         return self
 
     def accuracy(self, select: Selection = "last") -> float | None:
-        """Accuracy in percent in the round that the rule ``select`` chose; None if the rule had nothing to go by."""
+        """Accuracy in percent at the target(s) in the round that ``select`` chose; None if it had nothing to go by."""
         chosen = self.selected.get(select)
         return None if chosen is None else chosen.accuracy
+
+    def source_accuracy(self, select: Selection = "last") -> float | None:
+        """The same on the sources' held-out parts."""
+        chosen = self.selected.get(select)
+        return None if chosen is None else chosen.source_accuracy
+
+    def score(self, select: Selection = "last") -> float | None:
+        """What methods are compared by: the accuracy, or where both sides are measured the harmonic mean of the two."""
+        at_target, at_source = self.accuracy(select), self.source_accuracy(select)
+        if not self.labelled or at_target is None:
+            return at_target
+        return None if at_source is None else harmonic_mean(at_source, at_target)

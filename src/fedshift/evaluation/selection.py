@@ -101,5 +101,6 @@ def _selected(rounds: Sequence[RoundRecord], index: int | None) -> SelectedRound
         round=record.round,
         accuracy=record.target_mean,
         source_accuracy=record.source_mean,
+        sites={**record.target_accuracy, **record.source_accuracy},
         per_class=record.per_class,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
@@ -14,11 +14,15 @@ from fedshift.evaluation.records import RunResult, Selection
 AVERAGE = "average"
 
 
+Value = Callable[[RunResult, Selection], float | None]
+"""What a table is about: a number of a finished run in the round that a rule chose; None where there is none."""
+
+
 class Row(BaseModel):
     """One method at one target, or (target "average") the mean over its targets. Accuracies in percent.
 
-    ``seeds`` holds the accuracy of every seed, in the order of the seeds' numbers; ``n``, ``mean`` and
-    ``standard_error`` follow from it.
+    ``seeds`` holds the accuracy (or what else the table is about) of every seed, in the order of the seeds' numbers;
+    ``n``, ``mean`` and ``standard_error`` follow from it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -51,6 +55,7 @@ def rows(
     select: Selection = "last",
     methods: Sequence[str] = (),
     targets: Sequence[str] = (),
+    value: Value = RunResult.score,
 ) -> list[Row]:
     """One row per (method, target), and after a method's targets its row "average".
 
@@ -63,6 +68,7 @@ def rows(
         select: the selection rule whose round is taken.
         methods: their order; those that are not named follow in the order of first appearance.
         targets: their order, likewise.
+        value: what is averaged.
 
     Raises:
         ValueError: a (method, target, seed) occurs twice.
@@ -72,7 +78,7 @@ def rows(
     for result in results:
         by_target = table.setdefault(result.method, {})
         order.setdefault(result.target)
-        accuracy = result.accuracy(select)
+        accuracy = value(result, select)
         if accuracy is None:
             continue
         by_seed = by_target.setdefault(result.target, {})
@@ -139,5 +145,5 @@ def paired_difference(
 
 
 def _by_pair(results: Iterable[RunResult], select: Selection) -> dict[tuple[str, int], float]:
-    accuracies = ((result, result.accuracy(select)) for result in results)
+    accuracies = ((result, result.score(select)) for result in results)
     return {(result.target, result.seed): accuracy for result, accuracy in accuracies if accuracy is not None}

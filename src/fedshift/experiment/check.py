@@ -14,8 +14,8 @@ from fedshift.data.view import SiteData, batches_per_epoch, epoch_batches
 from fedshift.experiment.environment import data_fingerprint, resolve_device
 from fedshift.experiment.loop import check_fit
 from fedshift.experiment.part import data_for, pooled_bytes
-from fedshift.experiment.protocol import budgets, rounds_needed, split_of, taking_part, targets_of
-from fedshift.experiment.schema import Experiment
+from fedshift.experiment.protocol import budgets, roles_of, rounds_needed, split_of, taking_part, targets_of
+from fedshift.experiment.schema import Experiment, SourceTarget
 from fedshift.methods.base import Method
 from fedshift.models import registry as models
 from fedshift.models.network import Network
@@ -88,10 +88,12 @@ def check(experiment: Experiment) -> Check:
     }
     threads = experiment.engine.thread_count()
     per_batch = _seconds_per_batch(experiment, data, device, threads)
-    processes = experiment.engine.parallel_runs * min(experiment.engine.workers, max(1, len(data.domains) - 1))
     found = []
     for method in experiment.methods:
-        networks = {target: _network(experiment, method, encoded[target]) for target in targets}
+        networks = {
+            target: _network(experiment, method, encoded[target], len(roles_of(experiment.protocol, data, target)[0]))
+            for target in targets
+        }
         work = up = down = rounds = 0
         seconds = 0.0
         for (target, _), split in splits.items():
@@ -99,19 +101,22 @@ def check(experiment: Experiment) -> Check:
             needed = rounds_needed(method, experiment.training, split, budget)
             rounds = max(rounds, needed)
             work = max(work, round(sum(budget.values()) / len(split.train)))
-            speed_up = experiment.engine.parallel_runs if method.pooled else processes
+            sites = 1 if method.pooled else len(split.train)
+            speed_up = experiment.engine.parallel_runs * min(experiment.engine.workers, sites)
             seconds += sum(budget.values()) * per_batch * method.relative_cost / speed_up
             network = networks[target]
+            size = payload(network).bytes
             samples = _samples(experiment, budget, {**split.train, **split.unlabelled})
             for traffic in (
                 method.network_traffic(network, data.input_shape, len(split.train), needed),
+                method.target_traffic(size, len(split.unlabelled), needed),
                 method.feature_traffic(samples, network.embedding_size),
                 method.start_traffic({site: len(rows) for site, rows in split.train.items()}, data.input_shape),
             ):
                 up, down = up + traffic.up, down + traffic.down
             up += sum(pooled_bytes(method, encoded[target], split).values())
         found.append(MethodCheck(method.display, len(splits), rounds, work, seconds / 3600, up, down, method.shares))
-    size = payload(_network(experiment, None, data))
+    plain = payload(models.build(experiment.model, data.input_shape, len(data.classes), 0))
     return Check(
         data=data.name,
         fingerprint=data_fingerprint(data),
@@ -119,8 +124,8 @@ def check(experiment: Experiment) -> Check:
         input_shape=data.input_shape,
         domains=tuple(_domain(experiment, data, name) for name in data.domains),
         model=experiment.model.name,
-        parameters=size.parameters,
-        payload=size.bytes,
+        parameters=plain.parameters,
+        payload=plain.bytes,
         device=device,
         threads=threads,
         methods=tuple(found),
@@ -129,10 +134,9 @@ def check(experiment: Experiment) -> Check:
     )
 
 
-def _network(experiment: Experiment, method: Method | None, data: DataSet) -> Network:
-    """The experiment's network, or the one that ``method`` makes of it."""
-    network = models.build(experiment.model, data.input_shape, len(data.classes), 0)
-    return network if method is None else method.adapt_network(network, len(data.domains) - 1)
+def _network(experiment: Experiment, method: Method, data: DataSet, sources: int) -> Network:
+    """The network that sites train under ``method``."""
+    return method.adapt_network(models.build(experiment.model, data.input_shape, len(data.classes), 0), sources)
 
 
 def _samples(experiment: Experiment, budget: Mapping[str, int], rows: Mapping[str, Rows]) -> int:
@@ -142,18 +146,20 @@ def _samples(experiment: Experiment, budget: Mapping[str, int], rows: Mapping[st
 
 
 def _domain(experiment: Experiment, data: DataSet, name: str) -> DomainCheck:
-    seed = experiment.protocol.seeds[0]
-    other = next(other for other in data.domains if other != name)
-    as_source = split_of(experiment.protocol, data, other, seed)
-    as_target = split_of(experiment.protocol, data, name, seed)
+    protocol, seed = experiment.protocol, experiment.protocol.seeds[0]
+    targets = targets_of(protocol, data) if isinstance(protocol, SourceTarget) else tuple(data.domains)
+    roles = {target: roles_of(protocol, data, target) for target in targets}
+    as_source = next((target for target, (sources, _) in roles.items() if name in sources), None)
+    as_target = next((target for target, (_, others) in roles.items() if name in others), None)
+    given = split_of(protocol, data, as_source, seed) if as_source is not None else None
     domain = data.domains[name]
     present = set(domain.labels.tolist())
     return DomainCheck(
         name,
         len(domain),
-        len(as_source.train[name]),
-        len(as_source.held_out[name]),
-        len(as_target.measured[name]),
+        len(given.train[name]) if given else 0,
+        len(given.held_out[name]) if given else 0,
+        len(split_of(protocol, data, as_target, seed).measured[name]) if as_target is not None else 0,
         tuple(label for number, label in enumerate(data.classes) if number not in present),
     )
 

@@ -31,6 +31,7 @@ class Evaluator:
             }
 
         self._targets, self._sources = views(split.measured), views(split.held_out)
+        self._trained_at = tuple(split.train)
         self._classes = len(data.classes)
 
     def measure(self, method: Method, network: Network, weights: Weights) -> dict[str, Any]:
@@ -42,7 +43,10 @@ class Evaluator:
         return {
             "target_accuracy": {name: accuracy(predicted[name], labels[name]) for name in labels},
             "source_accuracy": {
-                name: accuracy(predictions(method, network, view), view.labels.cpu().numpy())
+                name: accuracy(
+                    predictions(method, method.network_at(network, name, self._trained_at), view),
+                    view.labels.cpu().numpy(),
+                )
                 for name, view in self._sources.items()
             },
             "per_class": per_class_accuracy(

@@ -10,7 +10,7 @@ from pydantic_core import to_jsonable_python
 
 from fedshift.data import registry as data_registry
 from fedshift.errors import UserError
-from fedshift.experiment.schema import PROTOCOLS
+from fedshift.experiment.schema import EXTENT, PROTOCOLS
 from fedshift.federation.training import Training
 from fedshift.methods import registry as method_registry
 from fedshift.models import registry as model_registry
@@ -67,6 +67,5 @@ def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
     return {
         name: to_jsonable_python(field.get_default(call_default_factory=True))
         for name, field in kind.model_fields.items()
-        # Which targets and seeds an experiment has is not a property of one of its runs.
-        if not field.is_required() and name not in (*_PLACES, "targets", "seeds")
+        if not field.is_required() and name not in (*_PLACES, *EXTENT)
     }

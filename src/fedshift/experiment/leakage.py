@@ -31,7 +31,7 @@ from fedshift.errors import UserError, nearest
 from fedshift.experiment.environment import data_fingerprint, resolve_device, threads_set, versions
 from fedshift.experiment.part import data_for
 from fedshift.experiment.predict import load_model
-from fedshift.experiment.protocol import split_of, taking_part, targets_of, with_wrong_labels
+from fedshift.experiment.protocol import roles_of, split_of, taking_part, targets_of, with_wrong_labels
 from fedshift.experiment.schema import Experiment
 from fedshift.federation.randomness import generator
 from fedshift.federation.site import Envelope, Site, SiteMemory
@@ -244,7 +244,7 @@ def _target_and_site(experiment: Experiment, data: DataSet, site: str | None) ->
     if site is not None and site not in data.domains:
         raise UserError(f"--site: no site is called '{site}'; {nearest(site, data.domains)}")
     for target in targets:
-        sources = [name for name in data.domains if name != target and site in (None, name)]
+        sources = [name for name in roles_of(experiment.protocol, data, target)[0] if site in (None, name)]
         if sources:
             return target, sources[0]
     others = [name for name in data.domains if name != site]

@@ -15,8 +15,8 @@ from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.environment import data_fingerprint, resolve_device, threads_set, versions
 from fedshift.experiment.folder import RunFolder
 from fedshift.experiment.part import Context, Reporter, run_part
-from fedshift.experiment.protocol import Part, budgets, parts_of, split_of, taking_part, targets_of
-from fedshift.experiment.schema import Experiment, method_record
+from fedshift.experiment.protocol import Part, budgets, parts_of, roles_of, split_of, taking_part, targets_of
+from fedshift.experiment.schema import EXTENT, Experiment, method_record
 from fedshift.federation.pool import WorkerPool
 from fedshift.files import write_bytes
 from fedshift.models import registry as models
@@ -90,9 +90,12 @@ def check_fit(experiment: Experiment, data: DataSet) -> tuple[str, ...]:
             raise UserError(
                 f"engine.refuse: sites refuse {kind}, which data set {experiment.data.name} needs for a common encoding"
             )
+    protocol = experiment.protocol
+    numbers = {len(roles_of(protocol, data, target)[0]) for target in targets_of(protocol, data)}
     for method in experiment.methods:
-        network = models.build(experiment.model, data.input_shape, len(data.classes), 0)
-        method.check(method.adapt_network(network, len(data.domains) - 1))
+        for sources in sorted(numbers):
+            network = models.build(experiment.model, data.input_shape, len(data.classes), 0)
+            method.check(method.adapt_network(network, sources))
         refused = sorted(set(method.shares) & set(experiment.engine.refuse))
         if refused:
             raise UserError(
@@ -105,7 +108,7 @@ def check_fit(experiment: Experiment, data: DataSet) -> tuple[str, ...]:
 
 def _folder(experiment: Experiment, data: DataSet, fingerprint: str, part: Part, folder: Path) -> RunFolder:
     whole = experiment.dump()
-    protocol = {key: value for key, value in whole["protocol"].items() if key not in ("targets", "seeds")}
+    protocol = {key: value for key, value in whole["protocol"].items() if key not in EXTENT}
     split = split_of(experiment.protocol, data, part.target, part.seed)
     budget = budgets(part.method, experiment.methods, experiment.training, split)
     identity = {

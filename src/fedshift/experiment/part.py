@@ -20,13 +20,14 @@ from fedshift.experiment.protocol import (
     Part,
     Split,
     budgets,
+    roles_of,
     rounds_needed,
     site_budget,
     site_plans,
     split_of,
     with_wrong_labels,
 )
-from fedshift.experiment.schema import Experiment, LeaveOneOut, method_record
+from fedshift.experiment.schema import Experiment, LeaveOneOut, SourceTarget, method_record
 from fedshift.federation.federation import Federation
 from fedshift.federation.local import LocalFederation, Setting
 from fedshift.federation.messages import RawData
@@ -75,7 +76,7 @@ class Context:
     encoded: dict[str, DataSet] = field(default_factory=dict)
 
     def encoded_for(self, target: str) -> DataSet:
-        """The data with the unseen ``target`` kept out of the encoding; kept until another target's turn."""
+        """The data with whoever is unseen kept out of the encoding; kept until another target's turn."""
         if target not in self.encoded:
             self.encoded.clear()
             self.encoded[target] = data_for(self.experiment, self.data, target)
@@ -256,9 +257,13 @@ class _Run:
 
     def _finish(self, state: State) -> RunResult:
         context, part = self.context, self.part
+        labelled, unlabelled = roles_of(context.experiment.protocol, context.data, part.target)
+        both = isinstance(context.experiment.protocol, SourceTarget)
         result = RunResult(
             method=part.method.display,
             target=part.target,
+            labelled=list(labelled) if both else [],
+            unlabelled=list(unlabelled) if both else [],
             seed=part.seed,
             selected=selected_rounds(self.records),
             classes=list(context.data.classes),
@@ -288,14 +293,15 @@ class _Run:
 
 def model_metadata(context: Context, part: Part) -> dict[str, Any]:
     """What a model file says of itself, enough to predict with it."""
+    sources, targets = roles_of(context.experiment.protocol, context.data, part.target)
     return {
         "method": method_record(part.method),
         "model": context.experiment.model.model_dump(mode="json"),
         "input_shape": list(context.data.input_shape),
         "classes": list(context.data.classes),
         "preprocessing": context.data.preprocessing.model_dump(mode="json"),
-        "sources": [name for name in context.data.domains if name != part.target],
-        "unseen" if isinstance(context.experiment.protocol, LeaveOneOut) else "adapted_to": part.target,
+        "sources": list(sources),
+        "unseen" if isinstance(context.experiment.protocol, LeaveOneOut) else "adapted_to": "+".join(targets),
         "seed": part.seed,
         "experiment": context.experiment.name,
         "versions": versions(),
@@ -303,13 +309,16 @@ def model_metadata(context: Context, part: Part) -> dict[str, Any]:
 
 
 def data_for(experiment: Experiment, data: DataSet, target: str) -> DataSet:
-    """The experiment's ``data`` in an encoding in which an unseen site ``target`` has no say.
+    """The experiment's ``data`` in an encoding in which a site that is unseen, or not in the pair, has no say.
 
     A target that takes part without labels shares in the encoding as the sources do.
     """
-    if not isinstance(experiment.protocol, LeaveOneOut):
-        return data
-    source = experiment.data.without(target)
+    sources, targets = roles_of(experiment.protocol, data, target)
+    unseen = isinstance(experiment.protocol, LeaveOneOut)
+    source = experiment.data
+    for name in data.domains:
+        if name not in sources and (unseen or name not in targets):
+            source = source.without(name)
     return data if source == experiment.data else source.build()
 
 

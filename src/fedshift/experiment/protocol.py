@@ -13,7 +13,7 @@ from fedshift.data.splits import part_rows
 from fedshift.data.view import batches_per_epoch
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.summary import AVERAGE
-from fedshift.experiment.schema import AdaptToOne, Experiment, LeaveOneOut, Protocol
+from fedshift.experiment.schema import AdaptToOne, Experiment, LeaveOneOut, Protocol, SourceTarget
 from fedshift.federation.local import SitePlan
 from fedshift.federation.training import Training
 from fedshift.functional.poisoning import wrong_labels
@@ -25,7 +25,7 @@ POOL = "pool"
 
 @dataclass(frozen=True)
 class Part:
-    """One run of an experiment: a method, the domain that is the target, a seed."""
+    """One run of an experiment: a method, the domain that is the target (or the name of a pair), a seed."""
 
     method: Method
     target: str
@@ -36,8 +36,8 @@ class Part:
 class Split:
     """Rows of one (target, seed).
 
-    train: of each source. held_out: of each source, may be empty. measured: of the target. unlabelled: of a target that
-    takes part.
+    train: of each source. held_out: of each source, may be empty. measured: of each target. unlabelled: of each target
+    that takes part.
     """
 
     train: Mapping[str, Rows]
@@ -47,7 +47,7 @@ class Split:
 
 
 def targets_of(protocol: Protocol, data: DataSet) -> tuple[str, ...]:
-    """The domains that take their turn as the target.
+    """The domains that take their turn as the target, or the names of the pairs.
 
     Raises UserError for one that does not exist or stands twice, for a lone domain, and for one whose name cannot be
     that of a folder.
@@ -61,6 +61,8 @@ def targets_of(protocol: Protocol, data: DataSet) -> tuple[str, ...]:
             )
         if name == AVERAGE:
             raise UserError(f"data: a site cannot be called '{AVERAGE}', which is a column of the table; rename it")
+    if isinstance(protocol, SourceTarget):
+        return tuple(_pairs(protocol, data))
     if protocol.targets == "all":
         return tuple(data.domains)
     for target in protocol.targets:
@@ -71,6 +73,34 @@ def targets_of(protocol: Protocol, data: DataSet) -> tuple[str, ...]:
     if not protocol.targets:
         raise UserError("protocol.targets: name at least one domain, or write all")
     return protocol.targets
+
+
+def _pairs(protocol: SourceTarget, data: DataSet) -> dict[str, tuple[tuple[str, ...], tuple[str, ...]]]:
+    """Name of a pair, such as "north-south" or "north+west-south": its labelled and its unlabelled sites."""
+    chosen = protocol.pairs
+    if chosen == "all":
+        chosen = tuple(((first,), (second,)) for first in data.domains for second in data.domains if first != second)
+    named = {}
+    for labelled, unlabelled in chosen:
+        for name in (*labelled, *unlabelled):
+            if name not in data.domains:
+                raise UserError(f"protocol.pairs: no domain is called '{name}'; {nearest(name, data.domains)}")
+        pair = f"{'+'.join(labelled)}-{'+'.join(unlabelled)}"
+        if pair in named:
+            raise UserError(f"protocol.pairs: '{pair}' stands twice, or two pairs are called so; rename a site")
+        named[pair] = labelled, unlabelled
+    return named
+
+
+def roles_of(protocol: Protocol, data: DataSet, target: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The sources, and the targets: one domain and all others, or the two sides of a pair, in the order of the data."""
+    if not isinstance(protocol, SourceTarget):
+        return tuple(name for name in data.domains if name != target), (target,)
+    labelled, unlabelled = _pairs(protocol, data)[target]
+    return (
+        tuple(name for name in data.domains if name in labelled),
+        tuple(name for name in data.domains if name in unlabelled),
+    )
 
 
 def parts_of(experiment: Experiment, data: DataSet) -> list[Part]:
@@ -89,6 +119,8 @@ def split_of(protocol: Protocol, data: DataSet, target: str, seed: int) -> Split
     Raises UserError when a careful split is asked for with nothing held out, a source would have nothing to train on,
     or nothing of the target would be measured.
     """
+    if isinstance(protocol, SourceTarget):
+        return _pair_split(protocol, data, target, seed)
     rows = {name: _domain_rows(protocol, domain, seed) for name, domain in data.domains.items()}
     train = {name: pair[0] for name, pair in rows.items() if name != target}
     held_out = {name: pair[1] for name, pair in rows.items() if name != target}
@@ -104,6 +136,22 @@ def split_of(protocol: Protocol, data: DataSet, target: str, seed: int) -> Split
             "change protocol.test_fraction"
         )
     return Split(train, held_out, {target: measured}, {target: unlabelled})
+
+
+def _pair_split(protocol: SourceTarget, data: DataSet, target: str, seed: int) -> Split:
+    """Labelled sites: a part to train on and one to be measured on; unlabelled sites: all their samples for both."""
+    labelled, unlabelled = roles_of(protocol, data, target)
+    train, held_out = {}, {}
+    for name in labelled:
+        domain = data.domains[name]
+        train[name], held_out[name] = part_rows(domain, protocol.labelled_test_fraction, seed, "random")
+        if len(train[name]) == 0 or len(held_out[name]) == 0:
+            raise UserError(
+                f"protocol: labelled site '{name}' has {len(domain)} sample(s), {len(train[name])} to train on and "
+                f"{len(held_out[name])} to be measured on; change protocol.labelled_test_fraction or leave it out"
+            )
+    whole = {name: np.arange(len(data.domains[name]), dtype=np.int64) for name in unlabelled}
+    return Split(train, held_out, whole, dict(whole))
 
 
 def _unseen_rows(protocol: LeaveOneOut, domain: Domain, held_out: Rows) -> Rows:
@@ -123,7 +171,7 @@ def _unseen_rows(protocol: LeaveOneOut, domain: Domain, held_out: Rows) -> Rows:
     return held_out
 
 
-def _domain_rows(protocol: Protocol, domain: Domain, seed: int) -> tuple[Rows, Rows]:
+def _domain_rows(protocol: LeaveOneOut | AdaptToOne, domain: Domain, seed: int) -> tuple[Rows, Rows]:
     official = domain.train_rows is not None and domain.test_rows is not None
     kind = protocol.split if protocol.split != "auto" else ("official" if official else "random")
     return part_rows(domain, protocol.test_fraction, seed, kind)

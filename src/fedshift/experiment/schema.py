@@ -104,8 +104,61 @@ class AdaptToOne(_OneTarget):
         return (drop,) if isinstance(drop, str) else drop
 
 
-Protocol = LeaveOneOut | AdaptToOne
-PROTOCOLS: dict[str, type[Protocol]] = {"leave_one_out": LeaveOneOut, "adapt_to_one": AdaptToOne}
+Names = Annotated[tuple[str, ...], Field(min_length=1)]
+
+
+class SourceTarget(_Section):
+    """Some sites have labels and some have not, and both are measured: labelled ones on the part of their samples that
+    is held out, unlabelled ones on all their samples, which they train on without labels. Does everybody win?
+    """
+
+    kind: Literal["source_target"] = Field("source_target", description="the protocol")
+    pairs: Literal["all"] | Annotated[tuple[tuple[Names, Names], ...], Field(min_length=1)] = Field(
+        "all",
+        description="[labelled, unlabelled] each, a site or a list of sites on either side; all: every ordered pair",
+    )
+    splits: PositiveInt = Field(10, description="how often the labelled sites' samples are parted; seeds 0, 1, …")
+    labelled_test_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
+        0.5, description="share of a labelled site's samples that is held out to measure it on (0.7: the 3:7 split)"
+    )
+
+    @field_validator("pairs", mode="before")
+    @classmethod
+    def _two_sides(cls, pairs: object) -> object:
+        if isinstance(pairs, str) or not isinstance(pairs, Sequence):
+            return pairs
+        return tuple(_pair(pair) for pair in pairs)
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seed of each split."""
+        return tuple(range(self.splits))
+
+
+def _pair(pair: object) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(labelled, unlabelled) site names. Raises ValueError when one side is empty or a site has no or two roles."""
+    sides = list(pair) if isinstance(pair, Sequence) and not isinstance(pair, str) else []
+    if len(sides) != 2:
+        raise ValueError("a pair is [labelled, unlabelled], such as [a, b] or [[a, b], c]")
+    labelled, unlabelled = ((side,) if isinstance(side, str) else tuple(side or ()) for side in sides)
+    for names, role in ((labelled, "labelled"), (unlabelled, "unlabelled")):
+        if not names:
+            raise ValueError(f"a pair has no {role} site; [labelled, unlabelled] needs at least one of each")
+    both = [*labelled, *unlabelled]
+    twice = next((name for name in both if both.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"site '{twice}' stands twice in a pair")
+    return labelled, unlabelled
+
+
+Protocol = LeaveOneOut | AdaptToOne | SourceTarget
+PROTOCOLS: dict[str, type[Protocol]] = {
+    "leave_one_out": LeaveOneOut,
+    "adapt_to_one": AdaptToOne,
+    "source_target": SourceTarget,
+}
+EXTENT = ("targets", "seeds", "pairs", "splits")
+"""Which runs an experiment has; not a property of one of its runs."""
 
 
 class LocalEngine(_Section):
@@ -194,7 +247,7 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
     fields["data"] = _data(fields["data"], folder or Path())
     fields["model"] = _model(fields["model"])
     fields["methods"] = _methods(fields["methods"], folder or Path())
-    if "protocol" in fields and not isinstance(fields["protocol"], _OneTarget):
+    if "protocol" in fields and not isinstance(fields["protocol"], Protocol):
         fields["protocol"] = _protocol(fields["protocol"])
     for part, kind in _PARTS.items():
         if part in fields and not isinstance(fields[part], kind):
@@ -208,6 +261,12 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
             raise UserError(
                 f"methods: {method.display} adapts to a target that takes part without labels; write protocol: "
                 "{kind: adapt_to_one, …}"
+            )
+        pairs = experiment.protocol.pairs if isinstance(experiment.protocol, SourceTarget) else "all"
+        if method.one_target and pairs != "all" and any(len(unlabelled) > 1 for _, unlabelled in pairs):
+            raise UserError(
+                f"methods: {method.display} adapts to one target; protocol.pairs has a pair with several unlabelled "
+                "sites, which only methods for several can train on, such as mdfnet"
             )
     training = experiment.training
     if training.optimizer == "sgd" and training.nesterov and training.momentum == 0:

@@ -5,6 +5,7 @@ The domain classifier D answers in logits; a positive one means "source". All lo
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -107,7 +108,8 @@ def conditioned(features: Tensor, probabilities: Tensor, projections: tuple[Tens
     if projections is None:
         return (probabilities[:, :, None] * features[:, None, :]).flatten(1)
     of_features, of_predictions = projections
-    return (features @ of_features) * (probabilities @ of_predictions) / of_features.shape[1] ** 0.5
+    projected: Tensor = (features @ of_features) * (probabilities @ of_predictions) / math.sqrt(of_features.shape[1])
+    return projected
 
 
 def certainty_weights(entropies: Tensor) -> Tensor:

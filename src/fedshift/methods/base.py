@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -54,9 +54,9 @@ class Method(BaseModel, ABC):
     Class attributes: ``name`` in experiment files; ``title`` and ``citation``; ``shares``: kinds of content that
     leave a site; ``memory_names``: what a site keeps between exchanges; ``pooled``: needs all data in one place;
     ``needs_target``: a target without labels takes part; ``supervised_target``: trains on the target's labels alone, an
-    upper bound; ``uses_held_out``: sites choose by their held-out parts; ``tasks``: what it can learn,
-    ``classification`` for most; ``relative_cost``: seconds of a mini-batch
-    beside plain cross-entropy, a rough guide for estimates.
+    upper bound; ``one_target``: adapts to one target, no more; ``uses_held_out``: sites choose by their held-out parts;
+    ``tasks``: what it can learn, classification for most; ``relative_cost``: seconds of a mini-batch beside plain
+    cross-entropy, a rough guide for estimates.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,6 +72,7 @@ class Method(BaseModel, ABC):
     supervised_target: ClassVar[bool] = False
     uses_held_out: ClassVar[bool] = False
     tasks: ClassVar[tuple[Task, ...]] = ("classification",)
+    one_target: ClassVar[bool] = False
     relative_cost: ClassVar[float] = 1.0
 
     label: str | None = Field(None, description="name in tables and folders; needed when a method appears twice")
@@ -99,6 +100,10 @@ class Method(BaseModel, ABC):
         where parts of the network go different ways, or more than the network travels.
         """
         return self.traffic(payload(network).bytes, sites, rounds)
+
+    def target_traffic(self, payload: int, targets: int, rounds: int) -> Traffic:
+        """Bytes beside `traffic` of a method that trains at any number of targets; others count theirs in `traffic`."""
+        return Traffic(0, 0)
 
     def feature_traffic(self, samples: int, width: int) -> Traffic:
         """Bytes beside `traffic` of a method that sends something for single samples: ``samples`` trained on in a run
@@ -132,6 +137,10 @@ class Method(BaseModel, ABC):
 
     def evaluated_network(self, network: Network, sources: int) -> Network:
         """The network that ``state.weights`` belong to, from the one that sites train; the same for most."""
+        return network
+
+    def network_at(self, network: Network, site: str, sources: Sequence[str]) -> Network:
+        """The part of a network with ``state.weights`` that answers at one of the ``sources``; for most, all of it."""
         return network
 
     def predict(self, network: Network, inputs: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ METHODS: Mapping[str, str] = {
     "source_only": "fedshift.methods.pooled.source_only:SourceOnly",
     "oracle": "fedshift.methods.federated.oracle:Oracle",
     "kd3a": "fedshift.methods.federated.kd3a:KD3A",
+    "alone": "fedshift.methods.federated.alone:Alone",
     "shot": "fedshift.methods.federated.shot:SHOT",
     "fada": "fedshift.methods.federated.fada:FADA",
     "mdan": "fedshift.methods.pooled.mdan:MDAN",

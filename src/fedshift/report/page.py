@@ -49,7 +49,7 @@ def page(collected: Collected) -> str:
     records = {part.folder: read_rounds(part.folder / ROUNDS) for part in collected.parts}
     sections = [
         _header(collected),
-        _section("result", "Result", _main_result(headline), _how_to_read()),
+        _section("result", "Result", _main_result(headline), _how_to_read(bool(results[0].labelled))),
         _section("curves", "Accuracy over training", _curves(collected.parts, records, headline.methods)),
         _section("others", "Other selection rules", *(_other(collected, rule) for rule in ("source", "oracle"))),
         _section("differences", "Differences between methods", _differences(results, headline.methods)),
@@ -132,12 +132,13 @@ def _table(table: Table) -> str:
         mean = f"<b>{cell.mean}</b>" if cell.best else cell.mean
         return f'<td title="seeds: {seeds}">{mean}{error}</td>'
 
-    grid = _grid(
+    title = f"<h3>{escape(table.title)}</h3>" if table.title else ""
+    grid = title + _grid(
         ["method", *map(escape, table.columns)],
         ([escape(method), *(entry(method, column) for column in table.columns)] for method in table.methods),
         "accuracies",
     )
-    return grid + "".join(_paragraph(note, "note") for note in table.notes)
+    return "".join([grid, *(_paragraph(note, "note") for note in table.notes), *map(_table, table.more)])
 
 
 def _main_result(headline: Table) -> str:
@@ -145,10 +146,16 @@ def _main_result(headline: Table) -> str:
     return _table(headline) + f"<figure>{figure}<figcaption>Mean and standard error over seeds.</figcaption></figure>"
 
 
-def _how_to_read() -> str:
+def _how_to_read(both: bool) -> str:
+    number = (
+        "Each column is a pair, labelled sites before the dash, unlabelled ones after it. The first table's number is "
+        "the harmonic mean of the accuracies on both sides, so it is low when one side pays for the other. "
+        if both
+        else "Each column is a target; the number is the share of its samples that the model of the last round got "
+        "right. "
+    )
     points = [
-        "Each column is a target; the number is the share of its samples that the model of the last round got right. "
-        "The last column is the unweighted mean over targets.",
+        number + f"The last column is the unweighted mean over {'pairs' if both else 'targets'}.",
         "± is the standard error over seeds. Two methods whose intervals overlap have not been shown to differ; "
         "with three seeds even a gap of two standard errors is weak evidence.",
         "The highest figure of a column is bold. That alone does not make it better.",
@@ -161,7 +168,7 @@ def _how_to_read() -> str:
 
 
 def _other(collected: Collected, rule: Selection) -> str:
-    if all(result.accuracy(rule) is None for result in collected.results):
+    if all(result.score(rule) is None for result in collected.results):
         return _paragraph(f"Not available: {RULES[rule].description}; no source kept a held-out part.", "note")
     return f"<h3>{escape(rule)}</h3>" + _table(table_of(collected, rule))
 
@@ -194,7 +201,7 @@ def _mean_over_targets(
     Only seeds with every target of the method and only rounds that all of their runs measured; else the line would jump
     where a target drops out.
     """
-    targets = {result.target for result, _ in runs}
+    targets, both = {result.target for result, _ in runs}, all(result.labelled for result, _ in runs)
     by_seed: dict[int, dict[str, dict[int, RoundRecord]]] = defaultdict(dict)
     for result, rounds in runs:
         by_seed[result.seed][result.target] = {record.round: record for record in rounds if record.target_accuracy}
@@ -204,7 +211,7 @@ def _mean_over_targets(
     common = set[int].intersection(*(set(rounds) for by_target in whole for rounds in by_target.values()))
     points = []
     for number in sorted(common):
-        seeds = [fmean(rounds[number].target_mean or 0.0 for rounds in by_target.values()) for by_target in whole]
+        seeds = [fmean(rounds[number].score(both) or 0.0 for rounds in by_target.values()) for by_target in whole]
         batches = fmean(rounds[number].mini_batches for by_target in whole for rounds in by_target.values())
         points.append((number, batches, fmean(seeds), stdev(seeds) if len(seeds) > 1 else None))
     return points

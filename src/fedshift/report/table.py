@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.selection import RULES
 from fedshift.evaluation.summary import AVERAGE, Row, rows
+from fedshift.report import pairs
 from fedshift.report.collect import Collected
+from fedshift.report.pairs import ACCURACY, Measure
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -41,7 +43,10 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A matrix of cells: ``cells[method][column]``, None where nothing was measured; the last column is the average."""
+    """A matrix of cells: ``cells[method][column]``, None where nothing was measured; the last column is the average.
+
+    more: tables that are shown beneath it, with titles of their own.
+    """
 
     select: Selection
     methods: tuple[str, ...]
@@ -49,6 +54,8 @@ class Table:
     cells: dict[str, dict[str, Cell | None]]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
+    title: str = ""
+    more: tuple[Table, ...] = ()
 
 
 def table(
@@ -58,6 +65,7 @@ def table(
     methods: Sequence[str] = (),
     targets: Sequence[str] = (),
     progress: str | None = None,
+    measure: Measure = ACCURACY,
 ) -> Table:
     """Arrange ``results`` as methods × targets and mark the best of each column.
 
@@ -67,12 +75,13 @@ def table(
         methods: order of the methods (else that of first appearance).
         targets: order of the targets, likewise.
         progress: what is unfinished; becomes a note.
+        measure: what the table is about.
 
     Raises:
         UserError: the rule chose no round in any result.
     """
     results = list(results)
-    found = rows(results, select, methods, targets)
+    found = rows(results, select, methods, targets, measure.value)
     if not found:
         raise UserError(
             f"no result has a round selected by '{select}': the sources keep no held-out part; "
@@ -93,13 +102,27 @@ def table(
             row = by_place.get((method, column))
             average_of_fewer = column == AVERAGE and method in partial
             cells[method][column] = Cell(row, (method, column) in best, average_of_fewer) if row else None
-    return Table(select, names, columns, cells, tuple(found), tuple(_notes(select, cells, columns, progress)))
+    notes = tuple(_notes(select, cells, columns, progress, measure))
+    return Table(select, names, columns, cells, tuple(found), notes, measure.title)
 
 
 def table_of(collected: Collected, select: Selection = "last") -> Table:
     """The table of everything that `collect` found. Raises as `table` does."""
     order = collected.order
-    return table(collected.results, select, methods=order.methods, targets=order.targets, progress=collected.progress)
+    results = collected.results
+    measure = pairs.HARMONIC_MEAN if all(result.labelled for result in results) else ACCURACY
+    whole = table(
+        results, select, methods=order.methods, targets=order.targets, progress=collected.progress, measure=measure
+    )
+    if measure is ACCURACY:
+        return whole
+    more = []
+    for one, chosen in pairs.beside(results, select):
+        methods = [name for name in order.methods if any(result.method == name for result in chosen)]
+        beneath = table(chosen, select, methods=methods, targets=order.targets, measure=one)
+        more.append(replace(beneath, notes=one.notes))
+    found = tuple(pairs.rows_of(results, whole.rows, select))
+    return replace(whole, rows=found, notes=(*whole.notes, *pairs.notes(found)), more=tuple(more))
 
 
 def _best(found: Sequence[Row], partial: set[str]) -> set[tuple[str, str]]:
@@ -121,17 +144,19 @@ def _notes(
     cells: dict[str, dict[str, Cell | None]],
     columns: Sequence[str],
     progress: str | None,
+    measure: Measure,
 ) -> Iterable[str]:
     yield f"Selection: {RULES[select].description}."
     present = [cell for line in cells.values() for cell in line.values() if cell is not None]
     most = max(cell.row.n for cell in present)
     if most == 1:
-        yield "Accuracy in percent, n = 1 seed, so there is no standard error."
+        yield f"{measure.what}, n = 1 {measure.repeat}, so there is no standard error."
     else:
         fewer = [f"{cell.row.method} at {cell.row.target} ({cell.row.n})" for cell in present if cell.row.n < most]
         more = f" and {len(fewer) - _MOST_EXCEPTIONS} more" if len(fewer) > _MOST_EXCEPTIONS else ""
         exceptions = f", except {', '.join(fewer[:_MOST_EXCEPTIONS])}{more}" if fewer else ""
-        yield f"Accuracy in percent, mean ± standard error over seeds (n−1), n = {most} seeds{exceptions}."
+        over = f"{measure.repeat}s"
+        yield f"{measure.what}, mean ± standard error over {over} (n−1), n = {most} {over}{exceptions}."
     if any(cell.partial for cell in present):
         yield f"* average over fewer than the table's {len(columns) - 1} targets: not comparable."
     if progress:
@@ -141,9 +166,17 @@ def _notes(
 def terminal(table: Table) -> RenderableType:
     """For people: print it with a `rich.console.Console`. Where the screen is too narrow, one line per entry."""
     from rich.console import Group
+
+    return Group(*(part for one in (table, *table.more) for part in _titled(one)))
+
+
+def _titled(table: Table) -> Iterable[RenderableType]:
     from rich.text import Text
 
-    return Group(_Fitting(table), *(Text(note, style="dim") for note in table.notes))
+    if table.title:
+        yield Text(table.title, style="bold")
+    yield _Fitting(table)
+    yield from (Text(note, style="dim") for note in table.notes)
 
 
 @dataclass(frozen=True)
@@ -206,7 +239,11 @@ def _rich_entry(cell: Cell | None) -> Text:
 
 
 def markdown(table: Table) -> str:
-    """A pipe table with its notes beneath."""
+    """A pipe table with its notes beneath; where there are more tables, each under its title."""
+    return "\n".join(_pipes(one) for one in (table, *table.more))
+
+
+def _pipes(table: Table) -> str:
 
     def entry(cell: Cell | None) -> str:
         if cell is None:
@@ -223,11 +260,16 @@ def markdown(table: Table) -> str:
         *([escape(method), *map(entry, table.cells[method].values())] for method in table.methods),
     ]
     grid = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return grid + "\n\n" + "\n\n".join(map(escape, table.notes)) + "\n"
+    title = [f"**{escape(table.title)}**"] if table.title else []
+    return "\n\n".join([*title, grid, *map(escape, table.notes)]) + "\n"
 
 
 def latex(table: Table) -> str:
-    """A `table` environment that needs the package booktabs."""
+    """A `table` environment for each table; they need the package booktabs."""
+    return "\n".join(_environment(one) for one in (table, *table.more))
+
+
+def _environment(table: Table) -> str:
 
     def entry(cell: Cell | None) -> str:
         if cell is None:
@@ -239,7 +281,7 @@ def latex(table: Table) -> str:
     lines = [
         r"\begin{table}",
         r"\centering",
-        r"\caption{" + " ".join(map(escape_latex, table.notes)) + "}",
+        r"\caption{" + " ".join(map(escape_latex, [f"{table.title}."] * bool(table.title) + [*table.notes])) + "}",
         r"\begin{tabular}{l" + "r" * len(table.columns) + "}",
         r"\toprule",
         " & ".join(["method", *map(escape_latex, table.columns)]) + r" \\",
@@ -278,7 +320,7 @@ def escape_latex(text: str) -> str:
 
 
 def as_json(table: Table) -> str:
-    """A list of rows `{method, target, select, n, mean, standard_error, seeds}`; see `Row`."""
+    """A list of rows `{method, target, select, n, mean, standard_error, seeds}`; see `Row`, and for pairs `PairRow`."""
     return json.dumps([row.model_dump() for row in table.rows], indent=2, ensure_ascii=False) + "\n"
 
 

@@ -97,6 +97,7 @@ class FADA(Method):
     shares: ClassVar[tuple[str, ...]] = ("weights", "features", "numbers")
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "disentangler")
     needs_target: ClassVar[bool] = True
+    one_target: ClassVar[bool] = True
     relative_cost: ClassVar[float] = 2.0
 
     steps_per_round: PositiveInt = Field(20, description="mini-batches of every site in a round (paper: 1)")

@@ -88,6 +88,7 @@ class KD3A(Method):
     setting: ClassVar[str] = "target without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "private")
     needs_target: ClassVar[bool] = True
+    one_target: ClassVar[bool] = True
 
     aggregations_per_epoch: PositiveFloat = Field(1.0, description="r: aggregations in each epoch of the sources")
     gate_start: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="g₀: confidence gate at the beginning")

@@ -31,3 +31,4 @@ class Oracle(DeepAll):
     pooled: ClassVar[bool] = False
     needs_target: ClassVar[bool] = True
     supervised_target: ClassVar[bool] = True
+    one_target: ClassVar[bool] = True

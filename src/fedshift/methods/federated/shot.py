@@ -78,6 +78,7 @@ class SHOT(Method):
     setting: ClassVar[str] = "target without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("models", "labels", "trained")
     needs_target: ClassVar[bool] = True
+    one_target: ClassVar[bool] = True
 
     source_epochs: PositiveInt = Field(1, description="epochs at a source per round of the run, all before the first")
     target_epochs: PositiveInt = Field(1, description="epochs at the target in a round, shared among the K models")

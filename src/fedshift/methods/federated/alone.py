@@ -1,0 +1,81 @@
+"""Alone: every labelled site trains by itself.
+
+The reference of the question whether a site gains from taking part ("win-win", the protocol source_target).
+
+Setting: no federation; every site has labels. At a site without labels nobody can train alone.
+Wire: nothing for the training. The K·S(θ) a round that the ledger shows are the sites' models on their way to be
+measured and handed out.
+
+    site k:  min_θk  Σ_i CE(f_θk(x_i^k), y_i^k)
+
+At a site that trained, its own model answers; elsewhere the mean of the softmax outputs of all.
+
+Where papers and code differ: nothing to choose. With a single labelled site this is Source-only. Equal work: the sites
+together train on as many mini-batches as under every other method.
+
+Should reproduce: MDFNet's Source-only rows, where one site has labels (ACC_s of Image-CLEF and Office-Home).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch.nn.functional as F
+from pydantic import Field, PositiveInt
+
+from fedshift.federation.federation import Federation
+from fedshift.federation.messages import BYTES_PER_NUMBER, Update
+from fedshift.federation.site import Site
+from fedshift.methods.base import Method, State, Traffic
+from fedshift.methods.federated.shot import Ensemble, ensemble_weights
+from fedshift.models.network import Network
+from fedshift.weights import Weights
+
+
+class Alone(Method):
+    """Cross-entropy at every labelled site, and no exchange."""
+
+    name: ClassVar[str] = "alone"
+    title: ClassVar[str] = "Alone"
+    citation: ClassVar[str] = "reference row of the win-win gain, fedshift 2026"
+    memory_names: ClassVar[tuple[str, ...]] = ("model", "optimizer")
+
+    local_epochs: PositiveInt = Field(1, description="passes over a site's data per round")
+
+    def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
+        return rounds * self.local_epochs * batches_per_epoch
+
+    def traffic(self, payload: int, sites: int, rounds: int) -> Traffic:
+        return Traffic(up=rounds * sites * (payload + 2 * BYTES_PER_NUMBER), down=0)
+
+    def evaluated_network(self, network: Network, sources: int) -> Network:
+        return Ensemble(network, sources)
+
+    def network_at(self, network: Network, site: str, sources: Sequence[str]) -> Network:
+        assert isinstance(network, Ensemble)
+        member = network.members[sorted(sources).index(site)]
+        assert isinstance(member, Network)
+        return member
+
+    def start(self, federation: Federation, weights: Weights) -> State:
+        return State(ensemble_weights(dict.fromkeys(federation.sources, weights)))
+
+    def round(self, federation: Federation, state: State) -> State:
+        updates = federation.ask(self.fit, to=federation.sources)
+        models = {site: update.weights for site, update in updates.items()}
+        return state.advance(ensemble_weights(models), report={"losses": updates.numbers("loss")})
+
+    def fit(self, site: Site) -> Update:
+        """At a site: cross-entropy from its own model; the first time from the common start, which it makes itself."""
+        model = site.model(site.memory.weights("model") if "model" in site.memory else None)
+        optimizer = site.optimizer(model, memory="optimizer")
+        loss = site.minimise(
+            lambda batch: F.cross_entropy(model(batch.inputs), batch.targets),
+            model,
+            epochs=self.local_epochs,
+            optimizers=[optimizer],
+        )
+        site.remember_optimizer(optimizer, "optimizer")
+        site.memory["model"] = trained = site.weights_of(model)
+        return Update(trained, site.samples, loss)

@@ -1,0 +1,183 @@
+"""What is said of runs in which labelled and unlabelled sites are both measured: harmonic means, gains, distances."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from pydantic import Field
+
+from fedshift.evaluation.metrics import harmonic_mean
+from fedshift.evaluation.records import RunResult, Selection
+from fedshift.evaluation.summary import AVERAGE, Row, Value, rows
+
+ALONE = "alone"
+"""Name of the method in which every labelled site trains by itself."""
+PAIR = "between the sites"
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a table is about. what: the same in a note. repeat: what is averaged over. notes: in place of the usual."""
+
+    title: str
+    what: str
+    value: Value
+    repeat: str = "seed"
+    notes: tuple[str, ...] = ()
+
+
+ACCURACY = Measure("", "Accuracy in percent", RunResult.score)
+HARMONIC_MEAN = Measure(
+    "Harmonic mean of both accuracies",
+    "Harmonic mean, per split, of the accuracies at the labelled sites (part held out) and the unlabelled sites (all "
+    "samples), in percent",
+    RunResult.score,
+    "split",
+)
+
+
+class PairRow(Row):
+    """A row of the table: labelled and unlabelled sites, joined by "+"; "average" is the mean over the pairs.
+
+    harmonic_mean: mean over splits of each split's, and over pairs for the average; `mean`, `standard_error` and
+    `seeds` belong to it. harmonic_mean_of_averages: of the row's accuracy_source and accuracy_target. gain: points over
+    the best that a site can train alone, by site (for the average: labelled, unlabelled).
+    """
+
+    labelled: str
+    unlabelled: str
+    accuracy_source: float
+    accuracy_target: float
+    harmonic_mean: float
+    harmonic_mean_of_averages: float
+    gain: dict[str, float] = Field(default_factory=dict)
+    proxy_a_distance: float | None = None
+
+
+def rows_of(results: Sequence[RunResult], found: Iterable[Row], select: Selection) -> Iterable[PairRow]:
+    """The rows ``found`` of harmonic means, with everything else that is known of the same runs."""
+    at_source, at_target, distances, labelled_gain, unlabelled_gain = (
+        {(row.method, row.target): row.mean for row in rows(results, select, value=value)}
+        for value in (
+            RunResult.source_accuracy,
+            RunResult.accuracy,
+            _distance,
+            _Gain(results, "labelled"),
+            _Gain(results, "unlabelled"),
+        )
+    )
+    for row in found:
+        key = row.method, row.target
+        here = [result for result in results if (result.method, result.target) == key]
+        first = here[0] if here else None
+        if first is None:
+            gain = {"labelled": labelled_gain.get(key), "unlabelled": unlabelled_gain.get(key)}
+        else:
+            gain = _mean_by_site([_gains(result, _references(results), select) for result in here])
+        yield PairRow(
+            **row.model_dump(),
+            labelled="+".join(first.labelled) if first else AVERAGE,
+            unlabelled="+".join(first.unlabelled) if first else AVERAGE,
+            accuracy_source=at_source[key],
+            accuracy_target=at_target[key],
+            harmonic_mean=row.mean,
+            harmonic_mean_of_averages=harmonic_mean(at_source[key], at_target[key]),
+            gain={name: value for name, value in gain.items() if value is not None},
+            proxy_a_distance=distances.get(key),
+        )
+
+
+def notes(found: Sequence[PairRow]) -> Iterable[str]:
+    """What the averages do not say."""
+    averages = [row for row in found if row.target == AVERAGE]
+    if averages:
+        listing = ", ".join(f"{row.method} {row.harmonic_mean_of_averages:.2f}" for row in averages)
+        yield f"Harmonic mean of the average accuracies, which is another number and not the headline: {listing}."
+    gains = [row for row in averages if "unlabelled" in row.gain]
+    if gains:
+        listing = ", ".join(f"{row.method} {row.gain['unlabelled']:+.2f}" for row in gains).replace("-", "−")
+        yield (
+            "Win-win gain of the unlabelled sites: alone they have no name for any class and can only guess, which is "
+            f"right once in as many times as there are classes; points above that: {listing}."
+        )
+
+
+def beside(results: Sequence[RunResult], select: Selection) -> Iterable[tuple[Measure, Sequence[RunResult]]]:
+    """The tables beneath that of harmonic means that something is known of, and the results that each is made of."""
+    gain = _Gain(results, "labelled")
+    own = "Points over the model that each labelled site trains alone, at equal work."
+    apart = "2(1 − 2ε), ε the error of a linear classifier that tells the sites' inputs apart; 2: it always can."
+    for measure, chosen in (
+        (Measure("Accuracy at the labelled sites, part held out", "", RunResult.source_accuracy), results),
+        (Measure("Accuracy at the unlabelled sites", "", RunResult.accuracy), results),
+        (Measure("Win-win gain of the labelled sites", "", gain, notes=(own,)), results),
+        (Measure("Proxy A-distance", "", _distance, notes=(apart,)), _one_method(results)),
+    ):
+        if any(measure.value(result, select) is not None for result in chosen):
+            yield measure, chosen
+
+
+def _one_method(results: Sequence[RunResult]) -> Sequence[RunResult]:
+    """One result for each (pair, split): the distance of two sites is the same whatever is trained."""
+    first = {(result.target, result.seed): result for result in reversed(results)}
+    return [result.model_copy(update={"method": PAIR}) for result in first.values()]
+
+
+def _distance(result: RunResult, select: Selection) -> float | None:
+    """Mean proxy A-distance over the labelled and unlabelled sites of a run."""
+    found = result.data.get("proxy_a_distance") or {}
+    return fmean(found.values()) if found else None
+
+
+Reference = dict[tuple[str, int], RunResult]
+
+
+def _references(results: Sequence[RunResult]) -> Reference:
+    """The run in which the labelled sites of a (pair, split) trained alone.
+
+    With one labelled site the pool of Source-only is that site, so that run serves where there is no other.
+    """
+    out: Reference = {}
+    for result in results:
+        name = (result.options.get("method") or {}).get("name")
+        key = result.target, result.seed
+        if name == ALONE or (name == "source_only" and len(result.labelled) == 1 and key not in out):
+            out[key] = result
+    return out
+
+
+def _gains(result: RunResult, references: Reference, select: Selection) -> dict[str, float]:
+    """Points over the best that each site can train alone; sites of which that is not known are left out."""
+    chosen = result.selected.get(select)
+    if chosen is None:
+        return {}
+    reference = references.get((result.target, result.seed))
+    alone = reference.selected.get(select) if reference is not None else None
+    out = {}
+    for site in result.labelled:
+        if alone is not None and site in alone.sites and site in chosen.sites:
+            out[site] = chosen.sites[site] - alone.sites[site]
+    for site in result.unlabelled:
+        if site in chosen.sites:
+            out[site] = chosen.sites[site] - 100 / len(result.classes)
+    return out
+
+
+def _mean_by_site(gains: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
+    """The mean over splits."""
+    sites = dict.fromkeys(site for one in gains for site in one)
+    return {site: fmean(one[site] for one in gains if site in one) for site in sites}
+
+
+class _Gain:
+    """The mean gain of one side's sites in a run, as a `Value`."""
+
+    def __init__(self, results: Sequence[RunResult], side: str) -> None:
+        self._references, self._side = _references(results), side
+
+    def __call__(self, result: RunResult, select: Selection) -> float | None:
+        gains = _gains(result, self._references, select)
+        own = [gains[site] for site in getattr(result, self._side) if site in gains]
+        return fmean(own) if own else None
