@@ -29,6 +29,7 @@ METHODS: Mapping[str, str] = {
     "alone": "fedshift.methods.federated.alone:Alone",
     "shot": "fedshift.methods.federated.shot:SHOT",
     "fada": "fedshift.methods.federated.fada:FADA",
+    "mdfnet": "fedshift.methods.federated.mdfnet:MDFNet",
     "mdan": "fedshift.methods.pooled.mdan:MDAN",
     "m3sda": "fedshift.methods.pooled.m3sda:M3SDA",
     "dael": "fedshift.methods.pooled.dael:DAEL",
