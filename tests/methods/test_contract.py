@@ -53,6 +53,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "fedcmi": {"steps_per_round": 6},
     "copa": {"local_epochs": 2},
     "fedadg": {"task_epochs": 1, "adversarial_epochs": 1},
+    "mdfnet": {"local_epochs": 2, "decay": False, "rho": 1},
 }
 """Options that keep a method's run short; a method that is not named runs with its defaults."""
 every_method = pytest.mark.parametrize("name", registry.names())
@@ -266,6 +267,7 @@ def test_bytes_are_those_of_the_formula(name: str, normed: bool, monkeypatch: py
     samples = {name: number for name, number in SIZES.items() if name in where.sources}
     formulas = (
         method.network_traffic(built, shape, len(where.sources), rounds),
+        method.target_traffic(payload(start_of(method, network=network)).bytes, len(where.targets), rounds),
         method.feature_traffic(trained, built.embedding_size),
         method.start_traffic(samples, shape),
     )

@@ -13,6 +13,7 @@ from fedshift.data.domain import DataSet, SparseRows
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.selection import selected_rounds
+from fedshift.experiment.distance import proxy_distances
 from fedshift.experiment.environment import versions
 from fedshift.experiment.evaluate import Evaluator
 from fedshift.experiment.folder import RunFolder
@@ -74,6 +75,7 @@ class Context:
     pool: WorkerPool | None
     reporter: Reporter
     encoded: dict[str, DataSet] = field(default_factory=dict)
+    distances: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)
 
     def encoded_for(self, target: str) -> DataSet:
         """The data with whoever is unseen kept out of the encoding; kept until another target's turn."""
@@ -83,6 +85,14 @@ class Context:
             if self.pool is not None and self.encoded[target] is not self.data:
                 self.pool.forget()
         return self.encoded[target]
+
+    def distances_of(self, part: Part, data: DataSet, split: Split) -> dict[str, float]:
+        """The distances between the sites of a pair, which every method of the experiment shares."""
+        key = part.target, part.seed
+        if key not in self.distances:
+            refuse = self.experiment.engine.refuse
+            self.distances[key] = proxy_distances(data, split, part.seed, self.device, refuse)
+        return self.distances[key]
 
 
 def run_part(context: Context, part: Part, folder: RunFolder) -> RunResult:
@@ -259,6 +269,7 @@ class _Run:
         context, part = self.context, self.part
         labelled, unlabelled = roles_of(context.experiment.protocol, context.data, part.target)
         both = isinstance(context.experiment.protocol, SourceTarget)
+        apart = {"proxy_a_distance": context.distances_of(part, context.data, self.split)} if both else {}
         result = RunResult(
             method=part.method.display,
             target=part.target,
@@ -284,6 +295,7 @@ class _Run:
                 "held_out_samples": {name: len(rows) for name, rows in self.split.held_out.items()},
                 "measured_samples": {name: len(rows) for name, rows in self.split.measured.items()},
                 "unlabelled_samples": {name: len(rows) for name, rows in self.split.unlabelled.items()},
+                **apart,
             },
         )
         self.folder.save_model(state.weights, model_metadata(context, part))

@@ -35,6 +35,8 @@ METHODS: Mapping[str, str] = {
     "dael": "fedshift.methods.pooled.dael:DAEL",
     "cmss": "fedshift.methods.pooled.cmss:CMSS",
     "dsbn": "fedshift.methods.pooled.dsbn:DSBN",
+    "cdan": "fedshift.methods.pooled.cdan:CDAN",
+    "srdc": "fedshift.methods.pooled.srdc:SRDC",
 }
 
 

@@ -1,0 +1,131 @@
+"""How far apart two sites are, measured without moving a sample: the proxy A-distance.
+
+d_A = 2(1 − 2ε), ε the error of a linear classifier that tells the two sites' inputs apart (Ben-David et al., Machine
+Learning 2010). Each site keeps its samples: it gets the classifier, answers with the gradient of the logistic loss on
+one half of them, and in the end with the share of the other half that the classifier gets wrong. What crosses the
+border is of the kinds weights and numbers; a site that refuses one of them is not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedshift.data.domain import DataSet
+from fedshift.experiment.protocol import Split
+from fedshift.federation.federation import Federation
+from fedshift.federation.local import LocalFederation, Setting, SitePlan
+from fedshift.federation.messages import Reply
+from fedshift.federation.randomness import generator
+from fedshift.federation.site import Role, Site
+from fedshift.federation.training import Training
+from fedshift.functional.win_win import proxy_distance
+from fedshift.methods.base import Method, State
+from fedshift.models import registry as models
+from fedshift.weights import Weights
+
+_ITERATIONS = 50
+_RIDGE = 1e-3
+"""Weight of the classifier's squared norm: without it, separable sites have no best classifier."""
+
+
+@dataclass(frozen=True)
+class Slope(Reply):
+    """The mean logistic loss on one half of a site's samples, and its gradient."""
+
+    gradient: Weights
+    loss: float
+
+
+@dataclass(frozen=True)
+class Wrong(Reply):
+    """The share of the other half that the classifier takes for the other site's."""
+
+    share: float
+
+
+class SiteClassifier(Method):
+    """Logistic regression between one source and one target: which of the two does a sample come from?"""
+
+    name: ClassVar[str] = "site_classifier"
+    title: ClassVar[str] = "Site classifier"
+    citation: ClassVar[str] = "Ben-David et al., Machine Learning 2010"
+
+    def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
+        return 0
+
+    def round(self, federation: Federation, state: State) -> State:
+        """All of it: the classifier that `torch.optim.LBFGS` finds when it asks the sites for gradients."""
+        sites = (*federation.sources, *federation.targets)
+        plane = {name: tensor.clone().requires_grad_() for name, tensor in state.weights.items()}
+        optimizer = torch.optim.LBFGS(list(plane.values()), max_iter=_ITERATIONS, line_search_fn="strong_wolfe")
+
+        def closure() -> float:
+            replies = list(federation.ask(self.slope, to=sites, weights=Weights(plane).clone()))
+            for name, tensor in plane.items():
+                ridge = 2 * _RIDGE * tensor.detach() if name == "weight" else torch.zeros_like(tensor)
+                tensor.grad = sum((reply.gradient[name] / len(sites) for reply in replies), start=ridge)
+            penalty = _RIDGE * float(plane["weight"].detach().square().sum())
+            return penalty + sum(reply.loss for reply in replies) / len(sites)
+
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
+        return state.advance(Weights(plane).clone())
+
+    def slope(self, site: Site, weights: Weights) -> Slope:
+        """At a site: loss and gradient on the first half of its samples, both sites counting alike."""
+        plane = {name: tensor.to(site.device).requires_grad_() for name, tensor in weights.items()}
+        loss = -F.logsigmoid(_side(site) * _scores(site, 0, plane)).mean()
+        gradients = torch.autograd.grad(loss, list(plane.values()))
+        return Slope(Weights(dict(zip(plane, (found.cpu() for found in gradients), strict=True))), loss.item())
+
+    def wrong(self, site: Site, weights: Weights) -> Wrong:
+        """At a site: the error on the second half; a score of 0 is half wrong."""
+        with torch.no_grad():
+            scores = _side(site) * _scores(site, 1, weights.to(site.device))
+        return Wrong(float((scores < 0).double().mean() + (scores == 0).double().mean() / 2))
+
+
+def _side(site: Site) -> int:
+    return 1 if site.role == "source" else -1
+
+
+def _scores(site: Site, half: int, plane: Weights | dict[str, Tensor]) -> Tensor:
+    """The classifier's scores of one half of a site's samples (a lone sample is in both)."""
+    if "inputs" not in site.scratch:
+        site.scratch["inputs"] = torch.cat([batch.inputs.flatten(1) for batch in site.all_batches()])
+    inputs: Tensor = site.scratch["inputs"]
+    order = torch.randperm(len(inputs), generator=generator(site.seed, site.name, 0, "halves"))
+    chosen = order[half::2] if len(order) > 1 else order
+    scores: Tensor = inputs[chosen.to(inputs.device)] @ plane["weight"] + plane["bias"]
+    return scores
+
+
+def proxy_distances(data: DataSet, split: Split, seed: int, device: str, refuse: Sequence[str]) -> dict[str, float]:
+    """The proxy A-distance of every labelled and unlabelled site, by "labelled-unlabelled"; empty where refused."""
+    method = SiteClassifier()
+    if set(refuse) & set(method.shares):
+        return {}
+    width = torch.Size(data.input_shape).numel()
+    setting = Setting(
+        method, Training(batch_size=256), models.parse({"name": "linear"}), data.preprocessing, data.input_shape, 2, 1,
+        seed, device, frozenset(refuse),
+    )  # fmt: skip
+    start = State(Weights({"weight": torch.zeros(width), "bias": torch.zeros(())}))
+    found = {}
+    for source, rows in split.train.items():
+        for target, others in split.unlabelled.items():
+            roles: dict[str, Role] = {source: "source", target: "target"}
+            plans = [
+                SitePlan(name, roles[name], [(data.domains[name], chosen, 0)])
+                for name, chosen in ((source, rows), (target, others))
+            ]
+            where = LocalFederation(plans, setting, budget={}, rounds=1)
+            plane = method.round(where, start).weights
+            errors = [reply.share for reply in where.ask(method.wrong, to=(source, target), weights=plane)]
+            found[f"{source}-{target}"] = proxy_distance(sum(errors) / 2)
+    return found
