@@ -43,6 +43,17 @@ def check(experiment: ExperimentFile, overrides: Overrides = None) -> None:
 
 
 @app.command()
+def features(experiment: ExperimentFile, overrides: Overrides = None) -> None:
+    """Run a frozen backbone over the experiment's images once, and keep what it says for every later run.
+
+    Example: fedshift features office.yaml device=cuda
+    """
+    from fedshift.cli.features import features_file
+
+    features_file(experiment, overrides or [])
+
+
+@app.command()
 def table(
     folder: Annotated[Path, typer.Argument(help="An experiment's folder, or one that holds it.", metavar="DIR")],
     format: Annotated[str, typer.Option("--format", help="terminal, markdown, latex or json.")] = "terminal",

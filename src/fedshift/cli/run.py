@@ -18,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from fedshift.cli.features import FeatureBar
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.experiment.loop import run_experiment
 from fedshift.experiment.part import Reporter
@@ -73,8 +74,16 @@ class Bars(Reporter):
         self._progress = progress
         self._whole = progress.add_task("runs", total=None, unit="runs")
         self._part = progress.add_task("", total=None, unit="mini-batches", visible=False)
+        self._features = FeatureBar(progress.console)
+
+    def extraction(self, site: str, images: int, done: int) -> None:
+        self._features.extraction(site, images, done)
+
+    def extracted(self, images: int) -> None:
+        self._features.extracted(images)
 
     def begin(self, parts: int) -> None:
+        self._features.stop()
         self._progress.update(self._whole, total=parts)
         self._progress.start()
 

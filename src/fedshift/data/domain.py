@@ -84,7 +84,8 @@ class Preprocessing(BaseModel):
 
     Images: ``value / 255``, then ``(value - mean) / std`` per channel. Features: as stored unless mean and std are
     given (per column). ``table`` holds the encoding of a table (see `fedshift.data.tables`). ``shape`` is that of one
-    stored sample, (channels, height, width) or (d,); `fedshift.data.checks.checked` fills it in.
+    stored sample, (channels, height, width) or (d,); `fedshift.data.checks.checked` fills it in. ``backbone`` says
+    which frozen network made features from images, and how (see `fedshift.experiment.features`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -96,6 +97,7 @@ class Preprocessing(BaseModel):
     std: tuple[float, ...] | None = None
     shape: tuple[int, ...] | None = None
     table: dict[str, object] | None = None
+    backbone: dict[str, object] | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from fedshift.data.domain import DataSet, Rows
 from fedshift.data.view import SiteData, batches_per_epoch, epoch_batches
 from fedshift.experiment.environment import data_fingerprint, resolve_device
+from fedshift.experiment.features import built
 from fedshift.experiment.loop import check_fit
 from fedshift.experiment.part import data_for, pooled_bytes
 from fedshift.experiment.protocol import budgets, roles_of, rounds_needed, split_of, taking_part, targets_of
@@ -76,7 +77,7 @@ def check(experiment: Experiment) -> Check:
 
     Raises UserError for whatever would stop the experiment later.
     """
-    data = taking_part(experiment.protocol, experiment.data.build())
+    data = taking_part(experiment.protocol, built(experiment))
     device = resolve_device(experiment.device)
     targets = targets_of(experiment.protocol, data)
     warnings = check_fit(experiment, data)

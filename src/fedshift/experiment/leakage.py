@@ -29,6 +29,7 @@ from fedshift.data.transforms import normalised
 from fedshift.data.view import SiteData
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.environment import data_fingerprint, resolve_device, threads_set, versions
+from fedshift.experiment.features import built
 from fedshift.experiment.part import data_for
 from fedshift.experiment.predict import load_model
 from fedshift.experiment.protocol import roles_of, split_of, taking_part, targets_of, with_wrong_labels
@@ -191,7 +192,7 @@ def audit_leakage(
     sizes = list(dict.fromkeys(batches))
     if not sizes or min(sizes) < 1 or iterations < 1 or starts < 1:
         raise UserError("--batch, --iterations and --starts: give whole numbers of at least 1")
-    whole = taking_part(experiment.protocol, experiment.data.build())
+    whole = taking_part(experiment.protocol, built(experiment))
     target, name = _target_and_site(experiment, whole, site)
     seed = experiment.protocol.seeds[0]
     data = data_for(experiment, whole, target)

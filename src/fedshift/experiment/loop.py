@@ -13,6 +13,7 @@ from pathlib import Path
 from fedshift.data.domain import DataSet
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.environment import data_fingerprint, resolve_device, threads_set, versions
+from fedshift.experiment.features import built
 from fedshift.experiment.folder import RunFolder
 from fedshift.experiment.part import Context, Reporter, run_part
 from fedshift.experiment.protocol import Part, budgets, parts_of, roles_of, split_of, taking_part, targets_of
@@ -35,7 +36,7 @@ def run_experiment(
     folder = runs / experiment.name
     device = resolve_device(experiment.device)
     threads = experiment.engine.thread_count()
-    data = taking_part(experiment.protocol, experiment.data.build())
+    data = taking_part(experiment.protocol, built(experiment, watcher=None if helper else reporter))
     for warning in data.warnings if not helper else ():
         reporter.warn(warning)
     parts = parts_of(experiment, data)

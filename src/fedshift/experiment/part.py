@@ -16,6 +16,7 @@ from fedshift.evaluation.selection import selected_rounds
 from fedshift.experiment.distance import proxy_distances
 from fedshift.experiment.environment import versions
 from fedshift.experiment.evaluate import Evaluator
+from fedshift.experiment.features import Watcher, built
 from fedshift.experiment.folder import RunFolder
 from fedshift.experiment.protocol import (
     Part,
@@ -38,7 +39,7 @@ from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 
-class Reporter:
+class Reporter(Watcher):
     """Told how an experiment goes on. This one says nothing; the command line draws progress bars."""
 
     def begin(self, parts: int) -> None:
@@ -58,9 +59,6 @@ class Reporter:
 
     def skipped(self, part: Part) -> None:
         """Another process has this part."""
-
-    def warn(self, message: str) -> None:
-        """Something a person should know that stops nothing."""
 
 
 @dataclass(frozen=True)
@@ -331,7 +329,7 @@ def data_for(experiment: Experiment, data: DataSet, target: str) -> DataSet:
     for name in data.domains:
         if name not in sources and (unseen or name not in targets):
             source = source.without(name)
-    return data if source == experiment.data else source.build()
+    return data if source == experiment.data else built(experiment, source)
 
 
 def pooled_bytes(method: Method, data: DataSet, split: Split) -> dict[str, int]:

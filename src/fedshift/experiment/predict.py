@@ -14,6 +14,7 @@ from fedshift.data.domain import Preprocessing
 from fedshift.data.inference import load_for_prediction
 from fedshift.data.transforms import to_network
 from fedshift.errors import UserError
+from fedshift.experiment.features import backbone_of
 from fedshift.experiment.folder import MODEL
 from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
@@ -45,10 +46,14 @@ class TrainedModel:
     @torch.no_grad()
     def predict(self, data: Path) -> list[Prediction]:
         """Predictions for an image, a folder of images, an .npz or a .csv, in order. UserError for unfit data."""
-        names, inputs = load_for_prediction(data, self.preprocessing)
+        extractor, stored = backbone_of(self.preprocessing)
+        names, inputs = load_for_prediction(data, stored)
         out: list[Prediction] = []
         for begin in range(0, len(names), _BATCH):
-            batch = to_network(torch.from_numpy(inputs[begin : begin + _BATCH]), self.preprocessing, "cpu")
+            rows = torch.from_numpy(inputs[begin : begin + _BATCH])
+            if extractor is not None:
+                rows = extractor(rows).half()  # as they are kept in the cache
+            batch = to_network(rows, self.preprocessing, "cpu")
             probabilities = self.method.predict(self.network, batch).softmax(dim=1)
             for name, row in zip(names[begin : begin + _BATCH], probabilities, strict=True):
                 out.append(Prediction(name, self.classes[int(row.argmax())], tuple(row.tolist())))

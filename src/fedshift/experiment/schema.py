@@ -30,6 +30,7 @@ from fedshift.federation.training import Training
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method
 from fedshift.models import registry as model_registry
+from fedshift.models.frozen import Frozen
 from fedshift.models.options import NetworkOptions
 
 
@@ -269,6 +270,10 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
                 "sites, which only methods for several can train on, such as mdfnet"
             )
     training = experiment.training
+    if isinstance(experiment.model, Frozen) and not training.augmentation.is_identity:
+        raise UserError(
+            "training.augmentation: a frozen backbone sees every image once, so images cannot change; leave it out"
+        )
     if training.optimizer == "sgd" and training.nesterov and training.momentum == 0:
         raise UserError("training.nesterov: needs training.momentum above 0")
     return experiment

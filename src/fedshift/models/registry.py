@@ -24,6 +24,7 @@ _NETWORKS = {
     "resnet101": "fedshift.models.vision:ResNet101",
     "alexnet": "fedshift.models.vision:AlexNet",
     "mobilenet_v2": "fedshift.models.vision:MobileNetV2",
+    "frozen": "fedshift.models.frozen:Frozen",
 }
 
 

@@ -1,0 +1,104 @@
+"""A frozen backbone with a small network on its features: features are computed once, only the head is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from pydantic import Field, PositiveInt, SerializeAsAny, field_validator
+from torch import Tensor, nn
+from torch.nn import functional
+
+from fedshift.errors import UserError
+from fedshift.models import registry
+from fedshift.models.mlp import Mlp
+from fedshift.models.network import Network
+from fedshift.models.options import NetworkOptions
+
+_SCALES: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+}
+
+
+class Frozen(NetworkOptions):
+    """A pre-trained network without its last layer, which never changes and never travels, and a head that is trained.
+
+    An experiment replaces its images by the backbone's features, computed once and kept in the cache (`fedshift
+    features` does it ahead of time); the network that methods train is the head. Its stages are the head's.
+    """
+
+    name: Literal["frozen"] = "frozen"
+    backbone: SerializeAsAny[NetworkOptions] = Field(description="a network with pre-trained weights")
+    head: SerializeAsAny[NetworkOptions] = Field(
+        default_factory=lambda: Mlp(hidden=(512, 128)), description="the network that is trained on the features"
+    )
+    size: PositiveInt | None = Field(None, description="height and width that images are scaled to; none = as they are")
+    scale: Literal["imagenet", "half"] = Field(
+        "imagenet", description="what the weights expect: ImageNet's mean and deviation, or values in [-1, 1]"
+    )
+
+    @field_validator("backbone", "head", mode="before")
+    @classmethod
+    def _named(cls, value: object) -> object:
+        if isinstance(value, str):
+            value = {"name": value}
+        if not isinstance(value, Mapping):
+            return value
+        try:
+            return registry.parse(value)
+        except UserError as error:
+            raise ValueError(str(error).removeprefix("model.")) from error
+
+    @field_validator("backbone")
+    @classmethod
+    def _pretrained(cls, backbone: NetworkOptions) -> NetworkOptions:
+        if not getattr(backbone, "pretrained", False):
+            raise ValueError("a frozen backbone needs pre-trained weights: give its field pretrained")
+        return backbone
+
+    def build(self, input_shape: tuple[int, ...], classes: int) -> Network:
+        if len(input_shape) != 1:
+            raise UserError("model 'frozen' trains on features: run it through an experiment, which computes them")
+        return self.head.build(input_shape, classes)
+
+    def transform(self) -> dict[str, Any]:
+        """What happens to stored images before the backbone, as plain data."""
+        mean, std = _SCALES[self.scale]
+        return {"size": self.size, "mean": mean, "std": std}
+
+    def extractor(self, input_shape: tuple[int, ...]) -> Extractor:
+        """The backbone for images of ``input_shape``, the transform before it. UserError if it cannot read them."""
+        channels, height, width = input_shape
+        shape = (channels, self.size or height, self.size or width)
+        return Extractor(registry.build(self.backbone, shape, 2, 0).features, self)
+
+
+class Extractor(nn.Module):
+    """Stored images (n, c, h, w) uint8 → features (n, d), in evaluation mode for good."""
+
+    def __init__(self, backbone: nn.Module, options: Frozen) -> None:
+        super().__init__()
+        self.backbone = backbone.requires_grad_(False)
+        self._size = options.size
+        mean, std = _SCALES[options.scale]
+        self.register_buffer("mean", torch.tensor(mean).view(1, 3, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(1, 3, 1, 1), persistent=False)
+        self.eval()
+
+    def train(self, mode: bool = True) -> Extractor:
+        """Stays in evaluation mode: BatchNorm's statistics are those of the weights."""
+        return super().train(False)
+
+    @torch.no_grad()
+    def forward(self, images: Tensor) -> Tensor:
+        """Images on the extractor's device."""
+        values = images.float().div_(255)
+        if self._size is not None and values.shape[2:] != (self._size, self._size):
+            values = functional.interpolate(values, (self._size, self._size), mode="bilinear", antialias=True)
+        channels = values.shape[1]
+        mean, std = (self.get_buffer(name)[:, :channels] for name in ("mean", "std"))
+        values = ((values - mean) / std).contiguous(memory_format=torch.channels_last)
+        features: Tensor = self.backbone(values).flatten(1)
+        return features
