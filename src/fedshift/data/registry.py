@@ -20,6 +20,7 @@ SOURCES: Mapping[str, str] = {
     "image_folder": "fedshift.data.builders.image_folder:ImageFolder",
     "arrays": "fedshift.data.builders.arrays:Arrays",
     "table": "fedshift.data.builders.table:Table",
+    "sites": "fedshift.data.builders.at_sites:AtSites",
 }
 
 

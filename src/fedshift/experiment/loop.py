@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from fedshift.experiment.environment import data_fingerprint, resolve_device, th
 from fedshift.experiment.features import built
 from fedshift.experiment.folder import RunFolder
 from fedshift.experiment.part import Context, Reporter, run_part
-from fedshift.experiment.protocol import Part, budgets, parts_of, roles_of, split_of, taking_part, targets_of
+from fedshift.experiment.protocol import Part, Split, budgets, parts_of, roles_of, split_of, taking_part, targets_of
 from fedshift.experiment.schema import EXTENT, Experiment, method_record
 from fedshift.federation.pool import WorkerPool
 from fedshift.files import write_bytes
@@ -32,6 +32,8 @@ def run_experiment(
     the rest. Raises UserError for a mistake in the experiment or a folder of another one, FedshiftError when training
     fails.
     """
+    if experiment.engine.name != "local":
+        raise UserError(f"engine.name: {experiment.engine.name} runs over a network: use fedshift deploy")
     reporter = reporter or Reporter()
     folder = runs / experiment.name
     device = resolve_device(experiment.device)
@@ -44,18 +46,16 @@ def run_experiment(
         if not helper:
             reporter.warn(warning)
     fingerprint = data_fingerprint(data)
-    folders = {part: _folder(experiment, data, fingerprint, part, folder) for part in parts}
+    folders = {}
+    for part in parts:
+        split = split_of(experiment.protocol, data, part.target, part.seed)
+        folders[part] = run_folder(experiment, split, fingerprint, part, folder)
     unfinished = 0
     for place in folders.values():
         place.check_identity()
         unfinished += place.result() is None
     if not helper:
-        order = {
-            "methods": [method.display for method in experiment.methods],
-            "targets": list(targets_of(experiment.protocol, data)),
-            "seeds": list(experiment.protocol.seeds),
-        }
-        write_bytes(folder / "order.json", (json.dumps(order, indent=2) + "\n").encode())
+        write_order(experiment, targets_of(experiment.protocol, data), folder)
     reporter.begin(len(parts))
     engine = experiment.engine
     helpers = 0 if helper else max(0, min(engine.parallel_runs, unfinished) - 1)
@@ -107,10 +107,20 @@ def check_fit(experiment: Experiment, data: DataSet) -> tuple[str, ...]:
     return tuple(warnings)
 
 
-def _folder(experiment: Experiment, data: DataSet, fingerprint: str, part: Part, folder: Path) -> RunFolder:
+def write_order(experiment: Experiment, targets: Sequence[str], folder: Path) -> None:
+    """Say beside the methods' folders what was planned, in the order of the tables."""
+    order = {
+        "methods": [method.display for method in experiment.methods],
+        "targets": list(targets),
+        "seeds": list(experiment.protocol.seeds),
+    }
+    write_bytes(folder / "order.json", (json.dumps(order, indent=2) + "\n").encode())
+
+
+def run_folder(experiment: Experiment, split: Split, fingerprint: str, part: Part, folder: Path) -> RunFolder:
+    """The folder of one run below the experiment's, with the settings that make it this run."""
     whole = experiment.dump()
     protocol = {key: value for key, value in whole["protocol"].items() if key not in EXTENT}
-    split = split_of(experiment.protocol, data, part.target, part.seed)
     budget = budgets(part.method, experiment.methods, experiment.training, split)
     identity = {
         "name": experiment.name,

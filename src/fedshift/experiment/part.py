@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -129,9 +129,31 @@ def run_part(context: Context, part: Part, folder: RunFolder) -> RunResult:
         if context.pool
         else LocalFederation(plans, setting, **options)
     )
+    return conduct(context, part, folder, federation, evaluator, split, network)
+
+
+class Measuring(Protocol):
+    """What measures a model after a round."""
+
+    def measure(self, method: Method, network: Network, weights: Weights) -> dict[str, Any]:
+        """``target_accuracy``, ``source_accuracy`` and ``per_class``, as a `RoundRecord` holds them."""
+        ...
+
+
+def conduct(
+    context: Context,
+    part: Part,
+    folder: RunFolder,
+    federation: Federation,
+    evaluator: Measuring,
+    split: Split,
+    network: Network,
+) -> RunResult:
+    """A run over a federation that is ready, whatever its engine. ``network``: with the weights a run starts from."""
+    experiment, method = context.experiment, part.method
     run = _Run(context, part, folder, federation, evaluator, split)
     try:
-        return run.to_the_end(network, method.evaluated_network(network, setting.sources))
+        return run.to_the_end(network, method.evaluated_network(network, len(split.train)))
     except TrainingDiverged as error:
         lr = f"{experiment.training.lr:g}"
         more = "" if lr in str(error) else f" (training.lr is {lr})"
@@ -152,7 +174,7 @@ class _Run:
         part: Part,
         folder: RunFolder,
         federation: Federation,
-        evaluator: Evaluator,
+        evaluator: Measuring,
         split: Split,
     ) -> None:
         self.context, self.part, self.folder = context, part, folder

@@ -121,14 +121,14 @@ def split_of(protocol: Protocol, data: DataSet, target: str, seed: int) -> Split
     """
     if isinstance(protocol, SourceTarget):
         return _pair_split(protocol, data, target, seed)
-    rows = {name: _domain_rows(protocol, domain, seed) for name, domain in data.domains.items()}
+    rows = {name: domain_rows(protocol, domain, seed) for name, domain in data.domains.items()}
     train = {name: pair[0] for name, pair in rows.items() if name != target}
     held_out = {name: pair[1] for name, pair in rows.items() if name != target}
     for name, chosen in train.items():
         if len(chosen) == 0:
             raise UserError(f"protocol: site '{name}' has no training samples left; lower protocol.test_fraction")
     if isinstance(protocol, LeaveOneOut):
-        return Split(train, held_out, {target: _unseen_rows(protocol, data.domains[target], rows[target][1])})
+        return Split(train, held_out, {target: unseen_rows(protocol, data.domains[target], rows[target][1])})
     unlabelled, measured = rows[target]
     if len(unlabelled) == 0 or len(measured) == 0:
         raise UserError(
@@ -154,7 +154,7 @@ def _pair_split(protocol: SourceTarget, data: DataSet, target: str, seed: int) -
     return Split(train, held_out, whole, dict(whole))
 
 
-def _unseen_rows(protocol: LeaveOneOut, domain: Domain, held_out: Rows) -> Rows:
+def unseen_rows(protocol: LeaveOneOut, domain: Domain, held_out: Rows) -> Rows:
     """What an unseen target is measured on: all of it, or the base samples that no source trained on."""
     if domain.groups is None or protocol.base_images == "shared":
         return np.arange(len(domain), dtype=np.int64)
@@ -171,7 +171,8 @@ def _unseen_rows(protocol: LeaveOneOut, domain: Domain, held_out: Rows) -> Rows:
     return held_out
 
 
-def _domain_rows(protocol: LeaveOneOut | AdaptToOne, domain: Domain, seed: int) -> tuple[Rows, Rows]:
+def domain_rows(protocol: LeaveOneOut | AdaptToOne, domain: Domain, seed: int) -> tuple[Rows, Rows]:
+    """Training and held-out rows of one domain; they depend on no other domain."""
     official = domain.train_rows is not None and domain.test_rows is not None
     kind = protocol.split if protocol.split != "auto" else ("official" if official else "random")
     return part_rows(domain, protocol.test_fraction, seed, kind)

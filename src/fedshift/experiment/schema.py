@@ -8,13 +8,14 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PositiveFloat,
     PositiveInt,
     SerializeAsAny,
     ValidationError,
@@ -162,12 +163,9 @@ EXTENT = ("targets", "seeds", "pairs", "splits")
 """Which runs an experiment has; not a property of one of its runs."""
 
 
-class LocalEngine(_Section):
-    """All sites on this machine."""
+class _Engine(_Section):
+    """What all engines have."""
 
-    name: Literal["local"] = Field("local", description="the engine")
-    workers: PositiveInt = Field(1, description="processes that the sites of one run are spread over")
-    parallel_runs: PositiveInt = Field(1, description="runs (method, target, seed) that go on at the same time")
     threads: PositiveInt | None = Field(
         None, description="threads of each process; none = the cores divided by the processes"
     )
@@ -181,10 +179,50 @@ class LocalEngine(_Section):
                 raise ValueError(f"unknown kind '{kind}'; {nearest(kind, known_kinds())}")
         return refuse
 
+    @property
+    def processes(self) -> int:
+        """Processes on this machine that train at the same time."""
+        return 1
+
     def thread_count(self) -> int:
         """Threads per process."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return self.threads or max(1, cores // (self.workers * self.parallel_runs))
+        return self.threads or max(1, cores // self.processes)
+
+
+class LocalEngine(_Engine):
+    """All sites on this machine."""
+
+    name: Literal["local"] = Field("local", description="the engine")
+    workers: PositiveInt = Field(1, description="processes that the sites of one run are spread over")
+    parallel_runs: PositiveInt = Field(1, description="runs (method, target, seed) that go on at the same time")
+
+    @property
+    def processes(self) -> int:
+        return self.workers * self.parallel_runs
+
+
+class FlareEngine(_Engine):
+    """Sites on machines of their own, through NVIDIA FLARE (`fedshift deploy`)."""
+
+    name: Literal["flare"] = Field("flare", description="the engine")
+    deadline: PositiveFloat = Field(3600.0, description="seconds that a site has to answer an exchange")
+    quorum: PositiveInt | None = Field(
+        None, description="sites that must answer an exchange for the run to go on without the others; none = all"
+    )
+    patience: PositiveFloat = Field(
+        15.0, description="seconds that a site which was lost before has to fetch its next request"
+    )
+    wire: Literal["float32", "bf16", "int8"] = Field(
+        "float32", description="how weights cross: as they are, or rounded, with error feedback at the sites"
+    )
+    tries: PositiveInt = Field(5, description="jobs that may die without finishing a round before the run is given up")
+    workers: ClassVar[int] = 1
+    parallel_runs: ClassVar[int] = 1
+
+
+Engine = LocalEngine | FlareEngine
+ENGINES: dict[str, type[Engine]] = {"local": LocalEngine, "flare": FlareEngine}
 
 
 class Experiment(_Section):
@@ -196,7 +234,7 @@ class Experiment(_Section):
     model: SerializeAsAny[NetworkOptions]
     training: Training = Field(default_factory=Training)
     methods: tuple[SerializeAsAny[Method], ...]
-    engine: LocalEngine = Field(default_factory=LocalEngine)
+    engine: Engine = Field(default_factory=LocalEngine, discriminator="name")
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps …")
 
     def dump(self) -> dict[str, Any]:
@@ -206,7 +244,7 @@ class Experiment(_Section):
         return out
 
 
-_PARTS: dict[str, type[BaseModel]] = {"training": Training, "engine": LocalEngine}
+_PARTS: dict[str, type[BaseModel]] = {"training": Training}
 
 
 def method_name(method: Method) -> str:
@@ -245,7 +283,7 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
         raise UserError(f"name: '{name}' names a folder: letters, digits, '-', '_' and '.' only")
     fields["name"] = name
-    fields["data"] = _data(fields["data"], folder or Path())
+    fields["data"] = data_source(fields["data"], folder or Path())
     fields["model"] = _model(fields["model"])
     fields["methods"] = _methods(fields["methods"], folder or Path())
     if "protocol" in fields and not isinstance(fields["protocol"], Protocol):
@@ -253,6 +291,8 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
     for part, kind in _PARTS.items():
         if part in fields and not isinstance(fields[part], kind):
             fields[part] = _section(kind, fields[part], part)
+    if "engine" in fields and not isinstance(fields["engine"], _Engine):
+        fields["engine"] = _engine(fields["engine"])
     try:
         experiment = Experiment(**fields)
     except ValidationError as error:
@@ -297,6 +337,13 @@ def _protocol(value: Any) -> BaseModel:
     return _section(PROTOCOLS[kind], value, "protocol")
 
 
+def _engine(value: Any) -> BaseModel:
+    name = value.get("name", "local") if isinstance(value, Mapping) else "local"
+    if not isinstance(name, str) or name not in ENGINES:
+        raise UserError(f"engine.name: there is no engine '{name}'; {nearest(str(name), ENGINES)}")
+    return _section(ENGINES[name], value, "engine")
+
+
 def _named(value: Any, path: str) -> dict[str, Any]:
     if isinstance(value, str):
         return {"name": value}
@@ -305,13 +352,17 @@ def _named(value: Any, path: str) -> dict[str, Any]:
     return dict(value)
 
 
-def _data(value: Any, folder: Path) -> DataSource:
+def data_source(value: Any, folder: Path) -> DataSource:
+    """The builder of a ``data:`` section; relative paths are below ``folder``. Raises UserError as `parse`."""
     if isinstance(value, DataSource):
         return value
     fields = _named(value, "data")
     for name in ("root", "sites"):
         if name in fields:
             fields[name] = _below(fields[name], folder)
+    if isinstance(fields.get("unseen"), Mapping):  # the coordinator's own set, beside data at sites
+        own = dict(fields["unseen"])
+        fields["unseen"] = own | {name: _below(own[name], folder) for name in ("root", "sites") if name in own}
     try:
         return data_registry.parse(fields)
     except ValidationError as error:

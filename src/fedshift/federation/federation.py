@@ -53,6 +53,8 @@ class Answer(Generic[R]):
     site: str
     reply: R
     mini_batches: int
+    crossed: Mapping[str, Content] | None = None
+    """The reply's content as it crossed the network, where that differs."""
 
 
 class Replies(Generic[R]):
@@ -63,11 +65,16 @@ class Replies(Generic[R]):
     """
 
     def __init__(self, sites: Sequence[str], answers: Generator[tuple[str, R], None, None]) -> None:
-        self.sites = tuple(sites)
+        self._sites = tuple(sites)
         self._answers = answers
         self._numbers: dict[str, dict[str, Number]] = {}
         self._kept: _Kept[R] | None = None
-        self._begun = False
+        self._begun = self._ended = False
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """The sites that were asked; once all has been gone over, those that answered (a network may lose some)."""
+        return tuple(self._numbers) if self._ended else self._sites
 
     def items(self) -> Iterator[tuple[str, R]]:
         """``(site, reply)`` in the order asked. Raises FedshiftError on a second pass without `keep`."""
@@ -90,6 +97,7 @@ class Replies(Generic[R]):
             if self._kept is not None:
                 self._kept.add(site, reply)
             yield site, reply
+        self._ended = True
 
     def __iter__(self) -> Iterator[R]:
         return (reply for _, reply in self.items())
@@ -190,6 +198,10 @@ class Federation(ABC):
     def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
         """Carry the requests to their sites and yield the answers in the same order (engines implement this)."""
 
+    def crossing(self, content: Mapping[str, Content]) -> Mapping[str, Content]:
+        """``content`` as it goes to a site, for the ledger; an engine may make it smaller on the way."""
+        return content
+
     def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:
         """Write what sites remember below ``folder``; returns site → entry → file name. Here: they remember nothing."""
         return {}
@@ -240,7 +252,7 @@ class Federation(ABC):
         def requests() -> Iterator[Request]:
             for site in to:
                 own = {name: _content_for(site, name, value) for name, value in content.items()}
-                self.ledger.record(number, step, site, "down", own)
+                self.ledger.record(number, step, site, "down", self.crossing(own))
                 used, budget = self.progress.used[site], self.budget.get(site, 0)
                 yield Request(
                     site, Envelope(number, self.round, min(1.0, used / budget) if budget else 0.0, budget - used), own
@@ -248,7 +260,7 @@ class Federation(ABC):
 
         for answer in self.deliver(step, requests()):
             sent = reply_content(answer.reply)
-            self.ledger.record(number, step, answer.site, "up", sent)
+            self.ledger.record(number, step, answer.site, "up", answer.crossed or sent)
             for tensors in _tensors(sent):
                 tensors.check_finite(f"the reply of site '{answer.site}' in round {self.round}")
             self.progress.used[answer.site] += answer.mini_batches

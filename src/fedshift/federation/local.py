@@ -59,7 +59,8 @@ class Setting:
 class SiteRunner:
     """Holds one site and runs a method's steps at it. Every engine runs its sites through this class."""
 
-    def __init__(self, plan: SitePlan, setting: Setting) -> None:
+    def __init__(self, plan: SitePlan, setting: Setting, memory: Sequence[str] = ()) -> None:
+        """``memory``: names that the engine itself keeps things under, beside the method's."""
         device = torch.device(setting.device)
         network = setting.build_network().to(device)
         refused = sorted(setting.refuse.intersection(setting.method.shares))
@@ -76,7 +77,7 @@ class SiteRunner:
             classes=setting.classes,
             domains=len(plan.parts),
             training=setting.training,
-            memory=SiteMemory(setting.method.memory_names),
+            memory=SiteMemory((*setting.method.memory_names, *memory)),
             seed=setting.seed,
             device=device,
             network=network,

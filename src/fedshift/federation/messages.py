@@ -156,6 +156,8 @@ def _read(path: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     if "float" in entry:
         return float(entry["float"])
     number: Number = entry["number"]
+    if not isinstance(number, bool | int | float | str):  # a stranger may have written it
+        raise FedshiftError(f"'{path}' is a {type(number).__name__}, which may not travel")
     return number
 
 

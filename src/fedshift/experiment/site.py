@@ -1,0 +1,484 @@
+"""A site of a deployed federation: its own file, its data, and what it answers to a coordinator's requests.
+
+A site runs nothing but steps of methods that are installed here. It checks version, method and policy before a step
+runs and everything that would leave after it, writes each exchange to its audit log, and keeps what it remembers on its
+own disk. What it has answered since the last checkpoint is kept as well: a request that comes again, because a job
+died, is answered again without training again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+import traceback
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+
+from fedshift import __version__
+from fedshift.data.domain import DataSet, Domain, Rows, SparseRows
+from fedshift.data.splits import part_rows
+from fedshift.data.view import SiteData
+from fedshift.errors import FedshiftError, UserError, nearest
+from fedshift.evaluation.metrics import accuracy
+from fedshift.experiment.describe import describe
+from fedshift.experiment.environment import data_fingerprint, resolve_device, versions
+from fedshift.experiment.evaluate import predictions
+from fedshift.experiment.schema import data_source
+from fedshift.federation.local import Setting, SitePlan, SiteRunner
+from fedshift.federation.messages import Statistics, reply_content
+from fedshift.federation.policy import ACCURACY, AuditLog, Policy, Refused, described
+from fedshift.federation.recipes import setting_from
+from fedshift.federation.remote import PROTOCOL, reply_type
+from fedshift.federation.site import Envelope
+from fedshift.federation.wire import Message, Residuals, body_of, seal, unseal
+from fedshift.methods import registry as methods
+from fedshift.methods.base import Method
+from fedshift.models.network import Network
+from fedshift.weights import Weights
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_RESIDUALS = "wire-residuals"
+"""The site memory that holds what rounding took from the models it sent."""
+_WATCHED_FILES = 10_000
+
+
+class SiteFile(BaseModel):
+    """SITE.yaml: what a site holds and what it allows. It stays at the site."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    site: str = Field(description="the site's name, as in the project")
+    kit: Path = Field(Path("."), description="the start-up kit's folder, relative to this file")
+    data: dict[str, Any] = Field(description="the data set, as under data: of an experiment; one site or domain of it")
+    domain: str | None = Field(
+        None, description="which domain of the data set; none = the only one, or the site's name"
+    )
+    classes: tuple[str, ...] | None = Field(
+        None, description="all classes of the federation in order, where this site may lack samples of some"
+    )
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps …")
+    threads: PositiveInt | None = Field(None, description="threads of the site's process; none = torch's own choice")
+    memory: Path = Field(Path("memory"), description="where the site remembers, relative to this file")
+    policy: Policy = Field(default_factory=Policy)
+
+
+@dataclass(frozen=True)
+class SitePlace:
+    """A SITE.yaml that was read: its content, and where it lies."""
+
+    path: Path
+    file: SiteFile
+
+    @property
+    def kit(self) -> Path:
+        return (self.path.parent / self.file.kit).resolve()
+
+    @property
+    def memory(self) -> Path:
+        return (self.path.parent / self.file.memory).resolve()
+
+    @property
+    def audit_log(self) -> Path:
+        return self.memory / "audit.jsonl"
+
+
+def load_site(path: Path) -> SitePlace:
+    """The site that a SITE.yaml describes. Raises UserError, one line, for a mistake in it."""
+    try:
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"cannot read the site's file {path}: {error}".splitlines()[0]) from None
+    if not isinstance(options, Mapping):
+        raise UserError(f"{path}: a site's file is a mapping of site, data, device, policy …")
+    try:
+        file = SiteFile.model_validate(dict(options))
+    except ValidationError as error:
+        raise UserError(f"{path}: {describe(error, '', SiteFile)}") from None
+    if not _NAME.fullmatch(file.site):
+        raise UserError(f"{path}: site '{file.site}': letters, digits, '.', '_' and '-' only")
+    return SitePlace(path.resolve(), file)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a site holds: the data set it lies in, and its own domain."""
+
+    data: DataSet
+    domain: Domain
+    fingerprint: str
+
+
+def read_holding(place: SitePlace) -> Holding:
+    """The site's data as they would be used. Raises UserError for data that cannot be."""
+    source = data_source(place.file.data, place.path.parent)
+    if place.file.classes is not None and "classes" in type(source).model_fields:
+        source = source.model_copy(update={"classes": place.file.classes})
+    data = source.build()
+    name = place.file.domain or (place.file.site if place.file.site in data.domains else None)
+    if name is None and len(data.domains) == 1:
+        name = next(iter(data.domains))
+    if name is None or name not in data.domains:
+        raise UserError(
+            f"{place.path}: domain: say which domain of the data this site holds; {nearest(name or '', data.domains)}"
+        )
+    domain = replace(data.domains[name], name=place.file.site)
+    if place.file.classes is not None and data.classes != place.file.classes:
+        domain, data = _renumbered(place, data, domain)
+    own = replace(data, domains={place.file.site: domain})
+    return Holding(own, domain, data_fingerprint(own))
+
+
+def _renumbered(place: SitePlace, data: DataSet, domain: Domain) -> tuple[Domain, DataSet]:
+    """Labels as numbers of the federation's classes, where the data set itself knows only those it has."""
+    wanted = place.file.classes or ()
+    unknown = [name for name in data.classes if name not in wanted]
+    if unknown:
+        raise UserError(f"{place.path}: classes: the data hold '{unknown[0]}', which is not listed")
+    numbers = np.array([wanted.index(name) for name in data.classes], dtype=np.int64)
+    return replace(domain, labels=numbers[domain.labels]), replace(data, classes=wanted)
+
+
+def file_stamp(options: Mapping[str, Any], folder: Path) -> str:
+    """A short text that changes when a data file does: names, sizes and times of what ``root`` and ``sites`` name."""
+    digest = hashlib.sha256()
+    for path in _files_of([options.get("root"), options.get("sites")], folder):
+        with contextlib.suppress(OSError):
+            found = path.stat()
+            digest.update(f"{path}|{found.st_size}|{found.st_mtime_ns}|{stat.S_IFMT(found.st_mode)}\n".encode())
+    return digest.hexdigest()
+
+
+def _files_of(value: Any, folder: Path) -> Iterator[Path]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _files_of(item, folder)
+    elif isinstance(value, str | Path):
+        path = folder / value
+        yield path
+        if path.is_dir():
+            for number, below in enumerate(sorted(path.rglob("*"))):
+                if number >= _WATCHED_FILES:
+                    return
+                yield below
+
+
+class SiteProgram:
+    """Answers a coordinator's requests at one site; one for a job's whole life."""
+
+    def __init__(self, place: SitePlace) -> None:
+        self.place = place
+        self.name = place.file.site
+        self.policy = place.file.policy
+        self.log = AuditLog(place.audit_log)
+        self.device = resolve_device(place.file.device)
+        if place.file.threads is not None:
+            torch.set_num_threads(place.file.threads)
+        self._stamp = self._stamp_now()
+        self.holding = read_holding(place)
+        self._runner: tuple[str, SiteRunner, dict[str, str]] | None = None
+        self._measurer: tuple[str, Network, SiteData] | None = None
+
+    def handle(self, message: Message, coordinator: str) -> Message:
+        """The answer to a request; whatever goes wrong is an answer, too."""
+        header: dict[str, Any] = {}
+        entry: dict[str, Any] = {"coordinator": coordinator}
+        try:
+            header, content, _ = unseal(message)
+            entry |= _entry(header, message)
+            if header.get("protocol") != PROTOCOL:
+                raise UserError(
+                    f"site '{self.name}' speaks version {PROTOCOL} of the requests, the coordinator "
+                    f"{header.get('protocol')}: install the same fedshift at both"
+                )
+            work = {"hello": self._hello, "step": self._step, "measure": self._measure, "end": self._end}
+            do = header.get("do")
+            if not isinstance(do, str) or do not in work:
+                raise UserError(f"site '{self.name}' does not know the request '{do}'")
+            answer = work[do](header, content, entry)
+            entry |= {"sent_bytes": answer.size, "sent_digest": answer.digest}
+            self.log.append(**entry)
+            return answer
+        except Exception as error:
+            text = str(error) if isinstance(error, FedshiftError) else "".join(traceback.format_exception(error))
+            with contextlib.suppress(UserError):
+                self.log.append(**{**entry, "refused" if isinstance(error, Refused) else "failed": text[:500]})
+            kind = type(error).__name__ if isinstance(error, FedshiftError) else "FedshiftError"
+            # A defect's traceback may show values of the site's data; it stays in the site's own log.
+            said = text if isinstance(error, FedshiftError) else f"site '{self.name}' failed ({type(error).__name__})"
+            if not isinstance(error, FedshiftError):
+                print(text, flush=True)
+            return seal({"error": kind, "message": said, "answers": header.get("key")}, body_of({}))
+
+    # Before a run -----------------------------------------------------------------------------------------------------
+
+    def _hello(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+        """Who this site is: versions, shapes, classes, how many samples of each part, which kinds may leave."""
+        if header["version"] != __version__:
+            raise Refused(
+                f"site '{self.name}' has fedshift {__version__}, the coordinator {header['version']}: install the same "
+                "version at both"
+            )
+        for wanted in header["methods"]:
+            self.policy.check_method(self.name, wanted["name"], self._method(wanted).shares)
+        self._check_unchanged()
+        rows = {
+            str(seed): [len(part) for part in self._rows({**header["split"], "seed": seed})] for seed in header["seeds"]
+        }
+        for train, held_out in rows.values():
+            self.policy.check_group(self.name, "numbers", train, "the count of its training samples")
+            if held_out:
+                self.policy.check_group(self.name, ACCURACY, held_out, "the count of its held-out samples")
+        data, domain = self.holding.data, self.holding.domain
+        card = {
+            "versions": versions(),
+            "shape": list(domain.inputs.shape[1:]),
+            "type": "sparse" if isinstance(domain.inputs, SparseRows) else str(domain.inputs.dtype),
+            "preprocessing": data.preprocessing.model_dump(mode="json"),
+            "classes": list(data.classes),
+            "samples": len(domain),
+            "rows": rows,
+            "grouped": domain.groups is not None,
+            "fingerprint": self.holding.fingerprint,
+            "send": list(self.policy.send),
+            "device": self.device,
+            "threads": torch.get_num_threads(),
+        }
+        entry["sent"] = {"card": {"kind": "numbers"}}
+        return seal({"answers": header["key"], "card": card}, body_of({}))
+
+    def _rows(self, split: Mapping[str, Any]) -> tuple[Rows, Rows]:
+        domain = self.holding.domain
+        official = domain.train_rows is not None and domain.test_rows is not None
+        own = split["split"] == "official" or (split["split"] == "auto" and official)
+        return part_rows(domain, float(split["test_fraction"]), int(split["seed"]), "official" if own else "random")
+
+    def _method(self, recipe: Mapping[str, Any]) -> Method:
+        """The method installed here under the name a request gives. Raises Refused for anything else."""
+        name = recipe["name"]
+        allowed = self.policy.methods if self.policy.methods != "all" else ()
+        installed = isinstance(name, str) and (name in methods.METHODS or (name in allowed and ".py:" not in name))
+        if not installed:
+            raise Refused(
+                f"site '{self.name}' has no method '{name}' (only methods of the installed fedshift run, and those that "
+                "rule policy.methods names as package.module:Class)"
+            )
+        kind = methods.method_class(name)
+        if kind.pooled:
+            raise Refused(f"site '{self.name}' refuses '{name}', which needs the samples themselves")
+        try:
+            return kind.model_validate(recipe["options"])
+        except ValidationError as error:
+            raise UserError(f"method '{name}': {describe(error, 'methods', kind)}") from None
+
+    def _stamp_now(self) -> str:
+        return file_stamp(self.place.file.data, self.place.path.parent)
+
+    def _check_unchanged(self, fingerprint: str | None = None) -> None:
+        """Raises UserError when the data are not those the run began with."""
+        if self._stamp_now() != self._stamp or (fingerprint is not None and fingerprint != self.holding.fingerprint):
+            raise UserError(
+                f"site '{self.name}': the data changed during the run; put the files back as they were and go on with "
+                "fedshift deploy resume, or begin a new experiment"
+            )
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def _step(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+        """Run one step, or answer again what was answered already."""
+        envelope = Envelope(**header["envelope"])
+        run = _plain_name(header["run"])
+        folder = self.place.memory / run
+        method = self._method(header["setting"]["method"])
+        self.policy.check_method(self.name, header["setting"]["method"]["name"], method.shares)
+        self.log.check_rate(self.name, self.policy, run, envelope.round)
+        reply_type(method, header["step"])
+        self._check_unchanged(header["part"]["fingerprint"])
+        runner = self._runner_for(header, method)
+        self._tidy(folder, header)
+        before = _answer_from(folder, header)
+        if before is not None:
+            entry["again"] = True
+            return before
+        memory = runner.site.memory
+        self._remember(runner, folder, header["memory"])
+        self._runner = None  # until the step is done: one that fails may leave half of what it wanted to remember
+        reply, mini_batches = runner.run(header["step"], envelope, content)
+        sent = reply_content(reply)
+        entry["sent"] = described(sent)
+        for path, piece in entry["sent"].items():
+            self.policy.check_kind(self.name, piece["kind"], f"field '{path}' of step {header['step']}")
+            self.policy.check_group(self.name, piece["kind"], runner.site.samples, f"field '{path}'")
+        body = self._narrow(runner, header, sent)
+        files = memory.save(folder, envelope.exchange)
+        self._runner = (_digest_of(header), runner, dict(files))
+        answer = seal({"answers": header["key"], "mini_batches": mini_batches, "memory": files}, body)
+        _keep_answer(folder, header, answer)
+        return answer
+
+    def _narrow(self, runner: SiteRunner, header: Mapping[str, Any], sent: Mapping[str, Any]) -> Any:
+        """The reply as bytes; what rounding takes away is remembered for the step's next reply."""
+        if header["wire"] == "float32":
+            return body_of(sent)
+        remembered = runner.site.memory.get(_RESIDUALS)
+        whole: Residuals = dict(remembered) if isinstance(remembered, Statistics) else {}
+        prefix = f"{header['step']}|"
+        own = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
+        body = body_of(sent, header["wire"], own)
+        whole |= {f"{prefix}{name}": value for name, value in own.items()}
+        runner.site.memory[_RESIDUALS] = Statistics(whole)
+        return body
+
+    def _runner_for(self, header: Mapping[str, Any], method: Method) -> SiteRunner:
+        digest = _digest_of(header)
+        if self._runner is not None and self._runner[0] == digest:
+            return self._runner[1]
+        part, recipe = header["part"], header["setting"]
+        train, _ = self._rows(part["split"])
+        setting = self._setting(recipe, method)
+        plan = SitePlan(self.name, part["role"], [(self.holding.domain, train, int(part["number"]))])
+        runner = SiteRunner(plan, setting, memory=(_RESIDUALS,))
+        self._runner = (digest, runner, {})
+        return runner
+
+    def _setting(self, recipe: Mapping[str, Any], method: Method) -> Setting:
+        """The setting of a request, with this site's own device; data that differ are refused."""
+        if tuple(recipe["input_shape"]) != self.holding.data.input_shape:
+            raise UserError(f"site '{self.name}': samples have the shape {self.holding.data.input_shape}")
+        whole = {**recipe, "method": method.recipe(), "device": self.device}
+        return setting_from(whole)
+
+    def _remember(self, runner: SiteRunner, folder: Path, files: Mapping[str, str]) -> None:
+        """Bring the site's memory to where the coordinator's run stands."""
+        assert self._runner is not None
+        if self._runner[2] != dict(files):
+            for file in files.values():
+                _plain_name(file)
+            runner.site.memory.load(folder, files)
+
+    def _tidy(self, folder: Path, header: Mapping[str, Any]) -> None:
+        """Drop answers that a checkpoint covers, and memory that nobody points to any more."""
+        folder.mkdir(parents=True, exist_ok=True)
+        wanted = {*header["kept"].values(), *header["memory"].values()}
+        checkpoint = int(header["checkpoint"])
+        for file in folder.glob("answer-*.json"):
+            number = file.name.split("-")[1]
+            if number.isdecimal() and int(number) <= checkpoint:
+                file.with_suffix(".safetensors").unlink(missing_ok=True)
+                file.unlink(missing_ok=True)
+            else:
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                    wanted |= set(json.loads(json.loads(file.read_text())["header"])["memory"].values())
+        for file in folder.glob("*.safetensors"):
+            if not file.name.startswith("answer-") and file.name not in wanted:
+                file.unlink(missing_ok=True)
+
+    # Measuring and the end --------------------------------------------------------------------------------------------
+
+    def _measure(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+        """This site's accuracy under the given weights, on samples that no step trains on."""
+        self.policy.check_kind(self.name, ACCURACY, "measuring a model")
+        method = self._method(header["setting"]["method"])
+        self._check_unchanged(header["part"]["fingerprint"])
+        _, held_out = self._rows(header["part"]["split"])
+        if header["part"]["role"] == "unseen" and header["part"]["whole"]:
+            held_out = np.arange(len(self.holding.domain), dtype=np.int64)
+        self.policy.check_group(self.name, ACCURACY, len(held_out), "measuring a model")
+        weights = content["weights"]
+        if not isinstance(weights, Weights):
+            raise FedshiftError("a request to measure holds no weights")
+        digest = _digest_of(header)
+        if self._measurer is None or self._measurer[0] != digest:
+            setting = self._setting(header["setting"], method)
+            network = method.evaluated_network(setting.build_network(), setting.sources).to(self.device)
+            view = SiteData([(self.holding.domain, held_out, 0)], setting.preprocessing, None, self.device)
+            self._measurer = (digest, network, view)
+        _, network, view = self._measurer
+        network.load_state_dict(dict(weights))
+        network.eval()
+        found, labels = predictions(method, network, view), view.labels.cpu().numpy()
+        pairs: list[list[int] | None] = []
+        for number in range(len(self.holding.data.classes)):
+            of = int(np.count_nonzero(labels == number))
+            right = int(np.count_nonzero((labels == number) & (found == number)))
+            # A class of few samples would tell of single ones.
+            pairs.append([right, of] if of == 0 or of >= self.policy.smallest_group else None)
+        entry["sent"] = {"measures": {"kind": ACCURACY}}
+        measures = {"accuracy": accuracy(found, labels), "samples": len(labels), "classes": pairs}
+        return seal({"answers": header["key"], "measures": measures}, body_of({}))
+
+    def _end(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+        """A run is over: forget what was remembered for it."""
+        shutil.rmtree(self.place.memory / _plain_name(header["run"]), ignore_errors=True)
+        self._runner = self._measurer = None
+        return seal({"answers": header["key"]}, body_of({}))
+
+
+def _plain_name(name: Any) -> str:
+    """A name that a message gives, to be used in a path. Raises FedshiftError for one that could lead elsewhere."""
+    if not isinstance(name, str) or not re.fullmatch(r"[\w=+-][\w.=+-]{0,200}", name):
+        raise FedshiftError("a message names a file that it may not")
+    return name
+
+
+def _digest_of(header: Mapping[str, Any]) -> str:
+    own = [header["run"], header["setting"], header["part"]]
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+
+
+def _entry(header: Mapping[str, Any], message: Message) -> dict[str, Any]:
+    """What the audit log says of a request."""
+    setting = header.get("setting")
+    method = setting.get("method") if isinstance(setting, Mapping) else None
+    envelope = header.get("envelope")
+    envelope = envelope if isinstance(envelope, Mapping) else {}
+    return {
+        "run": str(header.get("run"))[:200],
+        "do": str(header.get("do"))[:40],
+        "method": str(method.get("name"))[:100] if isinstance(method, Mapping) else None,
+        "step": str(header.get("step"))[:100] if "step" in header else None,
+        "round": envelope.get("round", header.get("round", 0)),
+        "exchange": envelope.get("exchange", 0),
+        "received_bytes": message.size,
+        "received_digest": message.digest,
+    }
+
+
+def _answer_file(folder: Path, header: Mapping[str, Any]) -> Path:
+    return folder / f"answer-{int(header['envelope']['exchange'])}-{_plain_name(header['key'])[:16]}.json"
+
+
+def _keep_answer(folder: Path, header: Mapping[str, Any], answer: Message) -> None:
+    """Keep an answer until a checkpoint covers it. Not flushed: half an answer is known by its digest."""
+    file = _answer_file(folder, header)
+    try:
+        file.with_suffix(".safetensors").write_bytes(answer.body)
+        side = file.with_suffix(".part")
+        side.write_text(json.dumps({"header": answer.header, "digest": answer.digest}))
+        os.replace(side, file)
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}; free some space at the site") from None
+
+
+def _answer_from(folder: Path, header: Mapping[str, Any]) -> Message | None:
+    file = _answer_file(folder, header)
+    try:
+        kept = json.loads(file.read_text())
+        answer = Message(kept["header"], file.with_suffix(".safetensors").read_bytes(), kept["digest"])
+        whole, _, _ = unseal(answer)
+    except (OSError, ValueError, KeyError, TypeError, FedshiftError):
+        return None
+    return answer if whole.get("answers") == header["key"] else None

@@ -1,0 +1,177 @@
+"""What a site lets happen: its policy, and the log of every exchange that only the site writes.
+
+Both belong to the site. The coordinator learns of the policy what it needs to say early that a run will not work; a
+site checks every exchange again, whatever the coordinator says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
+
+from fedshift.errors import FedshiftError, UserError, nearest
+from fedshift.federation.federation import known_kinds
+from fedshift.federation.messages import NUMBERS, Content
+from fedshift.weights import NamedTensors
+
+ACCURACY = "accuracy"
+"""The kind of what a site reports after measuring a model on its own held-out samples."""
+_DAY = 24 * 3600
+_START = "0" * 64
+_AGGREGATES = ("statistics", "weights", NUMBERS, ACCURACY)
+"""Kinds that stand for many samples at once: `Policy.smallest_group` bounds how many."""
+
+
+class Refused(UserError):
+    """A site's policy forbids an exchange; the message names site and rule."""
+
+
+class Policy(BaseModel):
+    """What may happen at a site. Everything that is not allowed here is refused there."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    send: tuple[str, ...] = Field(
+        ("weights", NUMBERS, ACCURACY),
+        description="kinds that may leave: weights, numbers (counts, losses), accuracy (of a model on held-out "
+        "samples), statistics (means, styles, sums that encode a table), spectra, features",
+    )
+    smallest_group: PositiveInt = Field(
+        10, description="fewest samples behind a model, a statistic, a count or an accuracy that leaves"
+    )
+    methods: Literal["all"] | tuple[str, ...] = Field(
+        "all", description="methods that may run, by name; `package.module:Class` for one you installed yourself"
+    )
+    rounds_per_day: PositiveInt | None = Field(None, description="most rounds in any 24 hours; none = any number")
+
+    @field_validator("send")
+    @classmethod
+    def _kinds(cls, send: tuple[str, ...]) -> tuple[str, ...]:
+        known = (*known_kinds(), ACCURACY)
+        for kind in send:
+            if kind not in known:
+                raise ValueError(f"unknown kind '{kind}'; {nearest(kind, known)}")
+        return send
+
+    def check_method(self, site: str, method: str, shares: Sequence[str]) -> None:
+        """Raises Refused unless ``method``, which sends the kinds ``shares``, may run."""
+        if self.methods != "all" and method not in self.methods:
+            raise Refused(f"site '{site}' refuses method '{method}' (rule policy.methods: {', '.join(self.methods)})")
+        for kind in shares:
+            self.check_kind(site, kind, f"method '{method}'")
+
+    def check_kind(self, site: str, kind: str, what: str) -> None:
+        """Raises Refused unless ``kind`` may leave."""
+        if kind not in self.send:
+            raise Refused(f"site '{site}' refuses to send {kind} for {what} (rule policy.send: {', '.join(self.send)})")
+
+    def check_group(self, site: str, kind: str, samples: int, what: str) -> None:
+        """Raises Refused when fewer samples than `smallest_group` stand behind an aggregate."""
+        if kind in _AGGREGATES and samples < self.smallest_group:
+            raise Refused(
+                f"site '{site}' refuses to send {kind} of {samples} samples for {what} (rule policy.smallest_group: "
+                f"{self.smallest_group})"
+            )
+
+
+class AuditLog:
+    """A site's own log: one line of JSON per exchange, each with the digest of the line before it.
+
+    A line that is changed or taken out breaks the chain from there on, and `check` says where. Lines cut off the end
+    cannot be seen from the file alone: note the last digest elsewhere (``fedshift site check`` prints it).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._rounds: dict[tuple[str, int], float] = {}
+        lines, self._last = self.check(path)
+        for line in lines:
+            self._count(line)
+
+    def append(self, **entry: Any) -> None:
+        """Add a line and flush it to the disk. Raises UserError when it cannot be written: nothing leaves unlogged."""
+        line = json.dumps({"time": time.time(), **entry, "previous": self._last}, ensure_ascii=False)
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(line + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(f"cannot write the audit log {self.path}: {error.strerror}; nothing was sent") from None
+        self._last = _line_digest(line)
+        self._count(json.loads(line))
+
+    def check_rate(self, site: str, policy: Policy, run: str, round_number: int) -> None:
+        """Raises Refused when one more round would be more than ``policy.rounds_per_day`` in 24 hours."""
+        since = time.time() - _DAY
+        self._rounds = {key: when for key, when in self._rounds.items() if when >= since}
+        limit = policy.rounds_per_day
+        if limit is not None and (run, round_number) not in self._rounds and len(self._rounds) >= limit:
+            raise Refused(f"site '{site}' has done {limit} rounds in 24 hours (rule policy.rounds_per_day: {limit})")
+
+    @property
+    def last(self) -> str:
+        """The digest of the last line."""
+        return self._last
+
+    def _count(self, line: Mapping[str, Any]) -> None:
+        if line.get("do") == "step" and not line.get("refused"):
+            self._rounds.setdefault((str(line.get("run")), int(line.get("round", 0))), float(line["time"]))
+
+    @staticmethod
+    def check(path: Path) -> tuple[list[dict[str, Any]], str]:
+        """``(lines, digest of the last)``. Raises FedshiftError, with the line's number, where the chain is broken."""
+        lines: list[dict[str, Any]] = []
+        last = _START
+        if not path.exists():
+            return lines, last
+        text = path.read_text(encoding="utf-8")
+        whole, _, rest = text.rpartition("\n")
+        if rest:  # the line that was being written when the machine stopped: its exchange did not happen
+            with open(path, "r+", encoding="utf-8") as file:
+                file.truncate(len(whole.encode()) + (1 if whole else 0))
+        for number, line in enumerate(whole.split("\n") if whole else [], 1):
+            try:
+                entry = json.loads(line)
+                chained = entry["previous"] == last
+            except (ValueError, KeyError, TypeError):
+                chained = False
+            if not chained:
+                raise FedshiftError(
+                    f"{path}, line {number}: the audit log was changed here; keep it, and start a new one in its place"
+                )
+            lines.append(entry)
+            last = _line_digest(line)
+        return lines, last
+
+
+def _line_digest(line: str) -> str:
+    return hashlib.sha256(line.encode()).hexdigest()
+
+
+def described(content: Mapping[str, Content]) -> dict[str, Any]:
+    """Kinds, shapes and bytes of content, as an audit log says them: no values."""
+    out: dict[str, Any] = {}
+    for path, value in _leaves("", content):
+        if isinstance(value, NamedTensors):
+            shapes = {name: list(tensor.shape) for name, tensor in value.items()}
+            out[path] = {"kind": value.kind, "bytes": value.nbytes, "shapes": shapes}
+        else:
+            out[path] = {"kind": NUMBERS}
+    return out
+
+
+def _leaves(path: str, content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in content.items():
+        if isinstance(value, Mapping) and not isinstance(value, NamedTensors):
+            yield from _leaves(f"{path}{name}/", value)
+        else:
+            yield f"{path}{name}", value

@@ -1,0 +1,167 @@
+"""Messages as they cross a network: a header of plain values, a body of bytes, a digest over both.
+
+Requests and replies are written here and read here, so what a stranger could send is decoded in one place. Nothing but
+JSON and safetensors is ever parsed. ``wire`` says how weights travel: as they are, as bfloat16, or as 8-bit integers
+with one scale for 256 numbers. Such weights are packed into one flat array per message, with a manifest of names, types
+and shapes. What rounding took away can be kept by the sender and added to its next message (error feedback: Seide et
+al., 1-bit SGD, Interspeech 2014).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fedshift.errors import FedshiftError
+from fedshift.federation.messages import Content, decode, encode, pieces
+from fedshift.weights import NamedTensors, Weights
+
+Wire = Literal["float32", "bf16", "int8"]
+Residuals = dict[str, Tensor]
+"""What rounding took from each field that was sent, flat float32 (n,)."""
+
+BLOCK = 256
+_KEPT = "="
+_FLOATS = {str(kind): kind for kind in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message: ``header`` is JSON text, ``body`` are safetensors bytes, ``digest`` is SHA-256 over both."""
+
+    header: str
+    body: bytes
+    digest: str
+
+    @property
+    def size(self) -> int:
+        """Bytes that cross the network, the transport's own framing not counted."""
+        return len(self.header.encode()) + len(self.body) + len(self.digest)
+
+
+@dataclass(frozen=True)
+class Body:
+    """Content as bytes, written once for all sites that get the same. ``content``: as it crosses, for the ledger."""
+
+    data: bytes
+    sha256: str
+    content: Mapping[str, Content]
+
+
+def body_of(content: Mapping[str, Content], wire: Wire = "float32", residuals: Residuals | None = None) -> Body:
+    """``content`` as bytes; with ``residuals``, what rounding takes away is put there and added the next time."""
+    crossing, manifest = narrowed(content, wire, residuals)
+    data = encode(crossing, {"packed": manifest})
+    return Body(data, hashlib.sha256(data).hexdigest(), crossing)
+
+
+def seal(header: Mapping[str, Any], body: Body) -> Message:
+    """A message ready to be sent."""
+    text = json.dumps(header, allow_nan=False)
+    return Message(text, body.data, _digest(text, body.sha256))
+
+
+def unseal(message: Message) -> tuple[dict[str, Any], dict[str, Content], dict[str, Content]]:
+    """``(header, content, content as it crossed)``. Raises FedshiftError for anything that `seal` did not write."""
+    if not (isinstance(message.header, str) and isinstance(message.body, bytes) and isinstance(message.digest, str)):
+        raise FedshiftError("a message is not a header of text, a body of bytes and a digest")
+    if _digest(message.header, hashlib.sha256(message.body).hexdigest()) != message.digest:
+        raise FedshiftError("a message was changed on its way: its digest is wrong")
+    try:
+        header = json.loads(message.header)
+    except (ValueError, RecursionError) as error:
+        raise FedshiftError("a message's header cannot be read") from error
+    if not isinstance(header, dict):
+        raise FedshiftError("a message's header is not a mapping")
+    content, packed = decode(message.body)
+    list(pieces(content))  # nothing but what may travel
+    return header, widened(content, packed.get("packed")), content
+
+
+def _digest(header: str, body_sha256: str) -> str:
+    return hashlib.sha256(f"{body_sha256}\n{header}".encode(errors="replace")).hexdigest()
+
+
+# Narrow numbers -------------------------------------------------------------------------------------------------------
+
+
+def narrowed(
+    content: Mapping[str, Content], wire: Wire, residuals: Residuals | None = None
+) -> tuple[dict[str, Content], dict[str, Any]]:
+    """``(content as it crosses, manifest)``: the float tensors of every `Weights` as one flat narrow array."""
+    if wire == "float32":
+        return dict(content), {}
+    manifest: dict[str, Any] = {}
+    return {name: _narrow(name, value, wire, residuals, manifest) for name, value in content.items()}, manifest
+
+
+def _narrow(path: str, value: Any, wire: Wire, residuals: Residuals | None, manifest: dict[str, Any]) -> Any:
+    if isinstance(value, Mapping) and not isinstance(value, NamedTensors):
+        return {key: _narrow(f"{path}/{key}", item, wire, residuals, manifest) for key, item in value.items()}
+    if not isinstance(value, Weights):
+        return value
+    floats = {name: tensor for name, tensor in value.items() if str(tensor.dtype) in _FLOATS and tensor.numel()}
+    if not floats:
+        return value
+    flat = torch.cat([tensor.detach().cpu().reshape(-1).to(torch.float32) for tensor in floats.values()])
+    if residuals is not None and path in residuals and len(residuals[path]) == len(flat):
+        flat = flat + residuals[path]
+    sent = {"bf16": flat.to(torch.bfloat16)} if wire == "bf16" else _to_int8(flat)
+    if residuals is not None:
+        residuals[path] = flat - _flat_of(sent, len(flat))
+    manifest[path] = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in floats.items()]
+    kept = {f"{_KEPT}{name}": tensor for name, tensor in value.items() if name not in floats}
+    return Weights({**sent, **kept})
+
+
+def widened(content: Mapping[str, Content], manifest: Any) -> dict[str, Content]:
+    """The inverse of `narrowed`, but for what rounding took. Raises FedshiftError when the manifest does not fit."""
+    if not manifest:
+        return dict(content)
+    try:
+        return {name: _widen(name, value, dict(manifest)) for name, value in content.items()}
+    except Exception as error:
+        raise FedshiftError("a message's packed weights do not fit their manifest") from error
+
+
+def _widen(path: str, value: Any, manifest: Mapping[str, Any]) -> Any:
+    if isinstance(value, Mapping) and not isinstance(value, NamedTensors):
+        return {key: _widen(f"{path}/{key}", item, manifest) for key, item in value.items()}
+    if path not in manifest or not isinstance(value, Weights):
+        return value
+    sizes = [math.prod(int(size) for size in shape) for _, _, shape in manifest[path]]
+    flat = _flat_of(value, sum(sizes))
+    tensors = {
+        name: part.to(_FLOATS[dtype]).reshape([int(size) for size in shape]).clone()
+        for (name, dtype, shape), part in zip(manifest[path], torch.split(flat, sizes), strict=True)
+    }
+    kept = {name.removeprefix(_KEPT): tensor for name, tensor in value.items() if name.startswith(_KEPT)}
+    return Weights({**tensors, **kept})
+
+
+def _to_int8(flat: Tensor) -> dict[str, Tensor]:
+    """Blocks of 256 numbers as integers −127…127 and one float32 scale each."""
+    blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).reshape(-1, BLOCK)
+    scale = blocks.abs().amax(dim=1) / 127
+    steps = torch.where(scale > 0, scale, torch.ones_like(scale))
+    values = torch.round(blocks / steps[:, None]).clamp_(-127, 127).to(torch.int8)
+    return {"int8": values.reshape(-1)[: len(flat)].clone(), "scales": scale}
+
+
+def _flat_of(sent: Mapping[str, Tensor], length: int) -> Tensor:
+    """The numbers that the receiver makes of a narrow array, float32 (length,)."""
+    if "bf16" in sent:
+        flat = sent["bf16"].to(torch.float32)
+    else:
+        blocks = torch.nn.functional.pad(sent["int8"].to(torch.float32), (0, -len(sent["int8"]) % BLOCK))
+        flat = (blocks.reshape(-1, BLOCK) * sent["scales"][:, None]).reshape(-1)[: len(sent["int8"])]
+    if flat.shape != (length,):
+        raise FedshiftError("a message's packed weights have another length than their manifest says")
+    return flat
