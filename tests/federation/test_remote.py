@@ -8,10 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import SITES, Loopback, deploy, events, options_of, simulate, site_file, write_data
+from loopback import SITES, deploy, options_of, simulate
 from safetensors.torch import load_file
-
-from fedshift.errors import FedshiftError, UserError
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"local_epochs": 1},

@@ -149,6 +149,153 @@ def leakage(
     )
 
 
+project = typer.Typer(
+    help="A federation over a network: who takes part, their start-up kits; or a whole one on this machine, to try.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(project, name="project")
+ProjectFile = Annotated[Path, typer.Argument(help="The project's file.", metavar="PROJECT.yaml")]
+
+
+@project.command("init")
+def project_init(
+    path: ProjectFile,
+    site: Annotated[list[str], typer.Option("--site", help="A site's name; again for more.")],
+    server: Annotated[str, typer.Option("--server", help="The name under which sites reach the coordinator.")],
+    contact: Annotated[str, typer.Option("--contact", help="An e-mail address.")],
+    name: Annotated[str, typer.Option("--name", help="The project's name.")] = "federation",
+    port: Annotated[int, typer.Option("--port", help="The coordinator's one port.")] = 8002,
+) -> None:
+    """Write a project's file.
+
+    Example: fedshift project init project.yaml --site north --site south --server fl.example.org --contact a@b.org
+    """
+    from fedshift.cli.project import init_project
+
+    init_project(path, name, contact, server, port, site)
+
+
+@project.command("provision")
+def project_provision(
+    path: ProjectFile,
+    out: Annotated[Path, typer.Option("--out", help="Folder of the kits.", metavar="DIR")] = Path("kits"),
+    renew: Annotated[bool, typer.Option("--renew", help="Make all kits anew, with a new authority.")] = False,
+) -> None:
+    """Make a start-up kit for the coordinator and one per site; again, for sites that were added."""
+    from fedshift.cli.project import provision_project
+
+    provision_project(path, out, renew)
+
+
+@project.command("try")
+def project_try(
+    experiment: Annotated[
+        Path | None, typer.Argument(help="An experiment with data on this machine.", metavar="[EXPERIMENT.yaml]")
+    ] = None,
+    overrides: Overrides = None,
+    runs: Runs = Path("runs"),
+    port: Annotated[int | None, typer.Option("--port", help="The coordinator's port; else a free one.")] = None,
+    keep: Annotated[Path | None, typer.Option("--keep", help="Leave kits and logs here.", metavar="DIR")] = None,
+) -> None:
+    """Play a whole federation on this machine: a process per role, mutual TLS over loopback."""
+    from fedshift.cli.project import try_project
+
+    try_project(experiment, overrides or [], runs, port, keep)
+
+
+coordinator = typer.Typer(
+    help="The coordinator's service.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(coordinator, name="coordinator")
+KitFolder = Annotated[
+    Path, typer.Option("--kit", help="The coordinator's kit.", metavar="DIR", envvar="FEDSHIFT_COORDINATOR")
+]
+Foreground = Annotated[bool, typer.Option("--foreground", help="Stay, for systemd and containers.")]
+
+
+@coordinator.command("start")
+def coordinator_start(kit: KitFolder = Path("coordinator"), foreground: Foreground = False) -> None:
+    """Start the coordinator's service; deployments that are not finished go on."""
+    from fedshift.cli.site import start_coordinator
+
+    start_coordinator(kit, foreground)
+
+
+@coordinator.command("status")
+def coordinator_status(kit: KitFolder = Path("coordinator")) -> None:
+    """Say whether the coordinator's service runs, and until when its kit is valid."""
+    from fedshift.cli.site import show_coordinator
+
+    show_coordinator(kit)
+
+
+@coordinator.command("stop")
+def coordinator_stop(kit: KitFolder = Path("coordinator")) -> None:
+    """Stop the coordinator's service."""
+    from fedshift.cli.site import stop_coordinator
+
+    stop_coordinator(kit)
+
+
+site = typer.Typer(
+    help="A site's service: what it holds, what it allows.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.add_typer(site, name="site")
+SiteFile = Annotated[Path, typer.Argument(help="The site's own file.", metavar="SITE.yaml")]
+
+
+@site.command("check")
+def site_check(path: SiteFile = Path("SITE.yaml")) -> None:
+    """Read the site's data as they would be used; say what would and what would not leave it."""
+    from fedshift.cli.site import check_site
+
+    check_site(path)
+
+
+@site.command("start")
+def site_start(path: SiteFile = Path("SITE.yaml"), foreground: Foreground = False) -> None:
+    """Start the site's service: it dials out to the coordinator, and listens to nobody."""
+    from fedshift.cli.site import start_site
+
+    start_site(path, foreground)
+
+
+@site.command("stop")
+def site_stop(path: SiteFile = Path("SITE.yaml")) -> None:
+    """Stop the site's service."""
+    from fedshift.cli.site import stop_site
+
+    stop_site(path)
+
+
+@app.command()
+def deploy(
+    what: Annotated[
+        str,
+        typer.Argument(help="An experiment's file; or status, logs, abort, resume.", metavar="EXPERIMENT.yaml|ACTION"),
+    ],
+    rest: Annotated[
+        list[str] | None,
+        typer.Argument(help="Fields to set; or the deployment's name.", metavar="[KEY.PATH=VALUE|NAME]..."),
+    ] = None,
+    kit: KitFolder = Path("coordinator"),
+    runs: Runs = Path("runs"),
+    detach: Annotated[bool, typer.Option("--detach", help="Do not wait for the end.")] = False,
+) -> None:
+    """Run an experiment over the sites of a project; on the coordinator's machine.
+
+    Examples: fedshift deploy study.yaml; fedshift deploy status; fedshift deploy resume study
+    """
+    from fedshift.cli.deploy import deploy
+
+    deploy(what, rest or [], kit, runs, detach)
+
+
 def _version(value: bool) -> None:
     if value:
         from fedshift import __version__

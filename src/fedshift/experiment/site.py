@@ -42,7 +42,7 @@ from fedshift.federation.policy import ACCURACY, AuditLog, Policy, Refused, desc
 from fedshift.federation.recipes import setting_from
 from fedshift.federation.remote import PROTOCOL, reply_type
 from fedshift.federation.site import Envelope
-from fedshift.federation.wire import Message, Residuals, body_of, seal, unseal
+from fedshift.federation.wire import Message, Residuals, body_of, error_answer, seal, unseal
 from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
 from fedshift.models.network import Network
@@ -176,6 +176,11 @@ def _files_of(value: Any, folder: Path) -> Iterator[Path]:
                 yield below
 
 
+def open_site(path: Path) -> SiteProgram:
+    """The program of the site that a SITE.yaml describes."""
+    return SiteProgram(load_site(path))
+
+
 class SiteProgram:
     """Answers a coordinator's requests at one site; one for a job's whole life."""
 
@@ -216,12 +221,9 @@ class SiteProgram:
             text = str(error) if isinstance(error, FedshiftError) else "".join(traceback.format_exception(error))
             with contextlib.suppress(UserError):
                 self.log.append(**{**entry, "refused" if isinstance(error, Refused) else "failed": text[:500]})
-            kind = type(error).__name__ if isinstance(error, FedshiftError) else "FedshiftError"
-            # A defect's traceback may show values of the site's data; it stays in the site's own log.
-            said = text if isinstance(error, FedshiftError) else f"site '{self.name}' failed ({type(error).__name__})"
             if not isinstance(error, FedshiftError):
-                print(text, flush=True)
-            return seal({"error": kind, "message": said, "answers": header.get("key")}, body_of({}))
+                print(text, flush=True)  # to the site's own log
+            return error_answer(message, error)
 
     # Before a run -----------------------------------------------------------------------------------------------------
 
@@ -273,8 +275,8 @@ class SiteProgram:
         installed = isinstance(name, str) and (name in methods.METHODS or (name in allowed and ".py:" not in name))
         if not installed:
             raise Refused(
-                f"site '{self.name}' has no method '{name}' (only methods of the installed fedshift run, and those that "
-                "rule policy.methods names as package.module:Class)"
+                f"site '{self.name}' has no method '{name}' (only methods of the installed fedshift run, and those "
+                "that rule policy.methods names as package.module:Class)"
             )
         kind = methods.method_class(name)
         if kind.pooled:

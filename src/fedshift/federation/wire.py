@@ -85,6 +85,18 @@ def unseal(message: Message) -> tuple[dict[str, Any], dict[str, Content], dict[s
     return header, widened(content, packed.get("packed")), content
 
 
+def error_answer(request: Message | None, error: Exception) -> Message:
+    """The answer to a request that went wrong. A defect is only named: its text might show a site's data."""
+    known = isinstance(error, FedshiftError)
+    text = str(error) if known else f"the site's process failed ({type(error).__name__}); its own log says more"
+    try:
+        key = json.loads(request.header).get("key") if request else None
+    except (ValueError, AttributeError, TypeError, RecursionError):
+        key = None
+    kind = type(error).__name__ if known else "FedshiftError"
+    return seal({"error": kind, "message": text, "answers": key if isinstance(key, str) else None}, body_of({}))
+
+
 def _digest(header: str, body_sha256: str) -> str:
     return hashlib.sha256(f"{body_sha256}\n{header}".encode(errors="replace")).hexdigest()
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fedshift.data.checks import check_finite, checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Inputs, Manifest, Preprocessing, SparseRows
@@ -32,9 +32,22 @@ class Arrays(DataSource):
     standardise: bool = Field(
         False, description="scale every channel or column by mean and deviation, from sums that the sites add up"
     )
+    mean: tuple[float, ...] | None = Field(
+        None,
+        description="with std, per channel (of values / 255) or column: numbers to scale by that were known before",
+    )
+    std: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(None, description="see mean")
     statistics_from: tuple[str, ...] | None = Field(
         None, description="the sites whose sums are used to standardise; all when left out"
     )
+
+    @model_validator(mode="after")
+    def _scales_once(self) -> Self:
+        if (self.mean is None) != (self.std is None) or len(self.mean or ()) != len(self.std or ()):
+            raise ValueError("mean and std go together, one number each per channel or column")
+        if self.mean is not None and self.standardise:
+            raise ValueError("give mean and std, or standardise, not both")
+        return self
 
     @classmethod
     def manifest(cls) -> Manifest:
@@ -70,6 +83,10 @@ class Arrays(DataSource):
             )
         else:
             preprocessing = Preprocessing(kind="features")
+        if self.mean is not None:
+            if len(self.mean) != shape[0]:
+                raise UserError(f"data.mean: {len(self.mean)} numbers for samples of {shape[0]} channels or columns")
+            preprocessing = preprocessing.model_copy(update={"mean": self.mean, "std": self.std})
         dataset = checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
         if not self.standardise:
             return dataset

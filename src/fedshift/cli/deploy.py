@@ -1,0 +1,160 @@
+"""``fedshift deploy``: hand an experiment to the coordinator on this machine, watch it, fetch its results."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from fedshift.errors import FedshiftError, UserError
+from fedshift.experiment.deployed import EXPERIMENT, check_deployable
+from fedshift.experiment.schema import Experiment, load
+from fedshift.federation import roles
+from fedshift.federation.deployment import ENDS, Deployment
+from fedshift.files import write_bytes
+from fedshift.report.collect import collect
+from fedshift.report.page import write_page
+from fedshift.report.table import table_of, terminal
+
+_ACTIONS = ("status", "logs", "abort", "resume")
+
+
+def deploy(what: str, rest: Sequence[str], kit: Path, runs: Path, detach: bool) -> None:
+    """Deploy an experiment's file, or do one of status, logs, abort and resume."""
+    if what not in _ACTIONS:
+        follow(kit, load(Path(what), rest), runs, detach=detach)
+        return
+    found = roles.load_kit(kit, "coordinator")
+    name = rest[0] if rest else None
+    if what == "status":
+        _status(found.folder, name)
+    elif what == "logs":
+        _logs(found.folder, name)
+    elif what == "abort":
+        Deployment.named(found.folder, name).want("abort")
+    else:
+        deployment = Deployment.named(found.folder, name)
+        _check_running(kit)
+        deployment.want("run")
+        if not detach:
+            _watch(deployment, runs)
+
+
+def follow(kit: Path, experiment: Experiment, runs: Path, *, detach: bool = False) -> Path:
+    """Deploy an experiment and watch it to its end; the folder of its results."""
+    check_deployable(experiment)
+    found = roles.load_kit(kit, "coordinator")
+    _check_running(kit)
+    deployment = Deployment(found.folder, experiment.name)
+    text = json.dumps(experiment.dump(), indent=2) + "\n"
+    file = deployment.folder / EXPERIMENT
+    if deployment.state["state"] == "running" and file.read_text(encoding="utf-8") != text:
+        raise UserError(
+            f"deployment '{experiment.name}' runs with other settings: abort it first, or name this one anew"
+        )
+    write_bytes(file, text.encode())
+    deployment.want("run")
+    if detach:
+        Console().print(f"deployed as {experiment.name}: fedshift deploy status {experiment.name}", highlight=False)
+        return runs / experiment.name
+    return _watch(deployment, runs)
+
+
+def _check_running(kit: Path) -> None:
+    state = roles.status(roles.load_kit(kit, "coordinator"))
+    if state.pid is None:
+        raise UserError(
+            f"the coordinator in {kit} does not run ({state.message or state.state}): fedshift coordinator start"
+        )
+
+
+def _watch(deployment: Deployment, runs: Path) -> Path:
+    """Show what happens until the deployment ends; then fetch its results. Ctrl-C stops watching only."""
+    console = Console(stderr=True)
+    since = deployment.wanted.get("since", 0.0)
+    seen = sum(event.get("time", 0) < since for event in deployment.events())
+    shown = ""
+    try:
+        while True:
+            for event in deployment.events(seen):
+                seen += 1
+                _show(console, event)
+            state = deployment.state
+            line = f"{state['state']}{': ' if state.get('message') else ''}{state.get('message', '')}"
+            if line != shown and state.get("time", 0) >= since:
+                shown = line
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
+            if state["state"] in ENDS and state.get("time", 0) >= since:
+                break
+            time.sleep(0.2)
+    except KeyboardInterrupt:
+        console.print(f"it goes on at the coordinator: fedshift deploy status {deployment.name}", highlight=False)
+        sys.exit(130)
+    folder = fetch(deployment, runs)
+    if state["state"] == "finished":
+        collected = collect(folder)
+        Console().print(terminal(table_of(collected)))
+        console.print(f"page: {write_page(folder, collected)}", markup=False, highlight=False, soft_wrap=True)
+        return folder
+    message = f"deployment '{deployment.name}' {state['state']}: {state.get('message', '')}"
+    raise UserError(message) if state.get("exit_code") == UserError.exit_code else FedshiftError(message)
+
+
+def fetch(deployment: Deployment, runs: Path) -> Path:
+    """Copy a deployment's run folders below ``runs``, where every other command finds them."""
+    source, folder = deployment.folder / "runs" / deployment.name, runs / deployment.name
+    if source.exists():
+        shutil.copytree(
+            source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "checkpoint*", "memory")
+        )
+    return folder
+
+
+def _show(console: Console, event: dict[str, Any]) -> None:
+    """One event as a line, or nothing: what is asked and answered is shown where a terminal has room for it."""
+    what, state = event.get("what"), event.get("is")
+    where = f"round {event['round']}, {what}" if "round" in event and "exchange" in event else what
+    if what == "round":
+        accuracy = "" if event.get("accuracy") is None else f": {event['accuracy']:.2f} %"
+        text = f"{event['method']} → {event['target']}, seed {event['seed']}, round {event['round']}{accuracy}"
+    elif state in ("lost", "refused"):
+        text = f"{where}: site {event['site']} {state}: {event.get('reason', '')}"
+    elif state == "answered" and console.is_terminal:
+        text = f"{where}: {event['site']} answered ({event['bytes']:,} bytes)"
+    elif what == "warning":
+        text = f"warning: {event['message']}"
+    elif what in ("site", "job"):
+        text = f"{what} {event.get('site', event.get('job', ''))} {state}"
+    else:
+        return
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def _status(kit: Path, name: str | None) -> None:
+    console = Console()
+    chosen = [Deployment.named(kit, name)] if name else Deployment.all(kit)
+    if not chosen:
+        console.print("nothing was deployed here", highlight=False)
+    for deployment in chosen:
+        state = deployment.state
+        rounds = [event for event in deployment.events() if event.get("what") == "round"]
+        last = f", {rounds[-1]['method']} → {rounds[-1]['target']} round {rounds[-1]['round']}" if rounds else ""
+        console.print(
+            f"{deployment.name}: {state['state']}{last} {state.get('message', '')}".rstrip(),
+            highlight=False,
+            markup=False,
+        )
+
+
+def _logs(kit: Path, name: str | None) -> None:
+    console = Console()
+    for event in Deployment.named(kit, name).events():
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.pop("time", 0)))
+        words = " ".join(f"{key}={value}" for key, value in event.items() if value not in (None, ""))
+        console.print(f"{moment} {words}", highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,161 @@
+"""``fedshift project``: the project's file, its start-up kits, and a whole federation on one machine to try."""
+
+from __future__ import annotations
+
+import json
+import socket
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import yaml
+from rich.console import Console
+
+from fedshift.data.domain import DataSet, Domain, SparseRows
+from fedshift.errors import UserError
+from fedshift.experiment.part import data_for
+from fedshift.experiment.protocol import taking_part, targets_of
+from fedshift.experiment.schema import Experiment, FlareEngine, LeaveOneOut, LocalEngine, load, parse
+from fedshift.federation import roles
+
+_FILE = """\
+name: {name}
+contact: {contact}
+server: {server}   # the name under which every site reaches the coordinator
+port: {port}
+sites: [{sites}]
+"""
+
+
+def init_project(path: Path, name: str, contact: str, server: str, port: int, sites: Sequence[str]) -> None:
+    """Write a project's file."""
+    if path.exists():
+        raise UserError(f"{path} exists: edit it, or give another name")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_FILE.format(name=name, contact=contact, server=server, port=port, sites=", ".join(sites)))
+    try:
+        roles.load_project(path)
+    except UserError:
+        path.unlink()
+        raise
+    Console().print(f"{path}: look it over, then fedshift project provision {path}", highlight=False, markup=False)
+
+
+def provision_project(path: Path, out: Path, renew: bool) -> None:
+    """Make the kits and say what to do with them."""
+    console = Console()
+    made = roles.provision(roles.load_project(path), out, renew=renew)
+    console.print(f"coordinator: {made.coordinator}", highlight=False, markup=False)
+    for site, kit in made.sites.items():
+        new = "" if site in made.new else " (as before)"
+        console.print(f"site {site}: {kit}{new}: hand it to {site} alone; it holds a private key", highlight=False)
+    console.print(
+        f"keep {made.folder / 'authority'} secret: whoever has it can make sites", highlight=False, markup=False
+    )
+
+
+def try_project(path: Path | None, overrides: Sequence[str], runs: Path, port: int | None, keep: Path | None) -> None:
+    """Play a federation on this machine: own processes, TLS over loopback, data written apart for each site."""
+    experiment = load(path, overrides) if path else load(Path(__file__).with_name("try.yaml"), overrides)
+    roles.installed()
+    if keep is not None:
+        play(experiment, keep, runs, port)
+        return
+    with tempfile.TemporaryDirectory(prefix="fedshift-try-", ignore_cleanup_errors=True) as folder:
+        play(experiment, Path(folder), runs, port)
+
+
+def play(experiment: Experiment, folder: Path, runs: Path, port: int | None) -> Path:
+    """Provision, start, deploy and stop a federation for an experiment whose data lie on this machine; the results."""
+    from fedshift.cli.deploy import follow
+
+    console = Console(stderr=True)
+    deployed, sites = spread(experiment, folder)
+    project = {
+        "name": "try",
+        "contact": "try@fedshift.example.org",
+        "server": "localhost",
+        "port": port or free_port(),
+        "sites": list(sites),
+    }
+    file = folder / "project.yaml"
+    file.write_text(yaml.safe_dump(project))
+    made = roles.provision(roles.load_project(file), folder)
+    started: list[tuple[Path, str]] = []
+    try:
+        console.print(f"starting a coordinator and {len(sites)} sites on this machine …", highlight=False)
+        roles.start(roles.load_kit(made.coordinator, "coordinator"))
+        started.append((made.coordinator, "coordinator"))
+        for site, options in sites.items():
+            place = made.sites[site] / "SITE.yaml"
+            place.write_text(yaml.safe_dump(options))
+            roles.start(roles.load_kit(made.sites[site], "site"), place, wait=0)
+            started.append((made.sites[site], "site"))
+        return follow(made.coordinator, deployed, runs)
+    finally:
+        for kit, role in reversed(started):
+            roles.stop(roles.load_kit(kit, role))
+
+
+def spread(experiment: Experiment, folder: Path) -> tuple[Experiment, dict[str, dict[str, object]]]:
+    """The experiment as it is deployed, and a SITE.yaml's content per site; data are written below ``folder``."""
+    data = taking_part(experiment.protocol, experiment.data.build())
+    targets = targets_of(experiment.protocol, data)
+    unseen = isinstance(experiment.protocol, LeaveOneOut) and len(targets) == 1
+    if unseen:
+        data = data_for(experiment, data, targets[0])
+    if data.preprocessing.kind == "table":
+        raise UserError(
+            "data: project try writes arrays, not tables; give each site its own file and use fedshift deploy"
+        )
+    own = targets if unseen else ()
+    sites: dict[str, dict[str, object]] = {}
+    threads = experiment.engine.threads or 1
+    for name, domain in data.domains.items():
+        _write(folder / "data" / f"{name}.npz", domain)
+        if name not in own:
+            sites[name] = {
+                "site": name,
+                "kit": ".",
+                "data": _described(data, [name], folder),
+                "device": experiment.device,
+                "threads": threads,
+                "policy": {
+                    "send": ["weights", "numbers", "accuracy", "statistics", "spectra", "features"],
+                    "smallest_group": 1,
+                },
+            }
+    engine = experiment.engine if isinstance(experiment.engine, FlareEngine) else FlareEngine(threads=threads)
+    if isinstance(experiment.engine, LocalEngine):
+        engine = engine.model_copy(update={"refuse": experiment.engine.refuse})
+    whole = experiment.dump() | {
+        "data": {"name": "sites", "unseen": _described(data, own, folder) if own else None},
+        "engine": engine.model_dump(mode="json"),
+    }
+    return parse(json.loads(json.dumps(whole))), sites
+
+
+def _write(path: Path, domain: Domain) -> None:
+    if isinstance(domain.inputs, SparseRows) or domain.train_rows is not None:
+        raise UserError(f"data: '{domain.name}' cannot be written as an .npz for a site; try another data set")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if domain.groups is None:
+        np.savez(path, x=domain.inputs, y=domain.labels)
+    else:
+        np.savez(path, x=domain.inputs, y=domain.labels, groups=domain.groups)
+
+
+def _described(data: DataSet, names: Sequence[str], folder: Path) -> dict[str, object]:
+    files = {name: str((folder / "data" / f"{name}.npz").resolve()) for name in names}
+    described: dict[str, object] = {"name": "arrays", "sites": files, "classes": list(data.classes)}
+    if data.preprocessing.mean is not None and data.preprocessing.std is not None:
+        described |= {"mean": list(data.preprocessing.mean), "std": list(data.preprocessing.std)}
+    return described
+
+
+def free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

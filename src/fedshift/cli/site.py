@@ -1,0 +1,123 @@
+"""``fedshift site`` and ``fedshift coordinator``: check, start, stop and look at a role."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from fedshift.data.domain import SparseRows
+from fedshift.errors import FedshiftError, UserError
+from fedshift.experiment.environment import resolve_device, versions
+from fedshift.experiment.site import SitePlace, load_site, read_holding
+from fedshift.federation import roles
+from fedshift.federation.federation import known_kinds
+from fedshift.federation.policy import ACCURACY, AuditLog
+from fedshift.methods import registry as methods
+
+
+def check_site(path: Path) -> None:
+    """Read a site's data as they would be used, say what there is and what would and would not leave."""
+    console = Console()
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    place = load_site(path)
+    holding = read_holding(place)
+    domain, data = holding.domain, holding.data
+    shape = "×".join(map(str, domain.inputs.shape[1:]))
+    say(f"site {place.file.site}: {len(domain)} samples of {shape}, data fingerprint {holding.fingerprint}")
+    counts = np.bincount(domain.labels, minlength=len(data.classes))
+    say("classes: " + ", ".join(f"{name} {count}" for name, count in zip(data.classes, counts, strict=True)))
+    if not isinstance(domain.inputs, SparseRows) and domain.inputs.dtype == np.float32:
+        constant = int((domain.inputs.reshape(len(domain), -1).std(axis=0) == 0).sum())
+        missing = int((~np.isfinite(domain.inputs)).sum())
+        say(f"values: {missing} missing or not finite, {constant} columns that never change")
+    for warning in data.warnings:
+        say(f"warning: {warning}")
+    place.memory.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(place.memory).free
+    say(f"disk: {free / 1e9:.1f} GB free at {place.memory}")
+    say(f"device: {resolve_device(place.file.device)}; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
+    _say_policy(place, say)
+    try:
+        lines, last = AuditLog.check(place.audit_log)
+        say(f"audit log: {len(lines)} lines, unbroken, last digest {last}")
+    except FedshiftError as error:
+        say(f"warning: {error}")
+    _say_kit(place, say)
+
+
+def _say_policy(place: SitePlace, say: object) -> None:
+    assert callable(say)
+    policy = place.file.policy
+    every = (*known_kinds(), ACCURACY)
+    say(f"may leave: {', '.join(policy.send)}; of at least {policy.smallest_group} samples")
+    say(f"never leaves: {', '.join(kind for kind in every if kind not in policy.send)}")
+    allowed = []
+    for name in methods.names() if policy.methods == "all" else policy.methods:
+        kind = methods.method_class(name)
+        if not kind.pooled and set(kind.shares) <= set(policy.send):
+            allowed.append(name)
+    rate = f"; at most {policy.rounds_per_day} rounds a day" if policy.rounds_per_day else ""
+    say(f"methods that can run: {', '.join(allowed) or 'none'}{rate}")
+
+
+def _say_kit(place: SitePlace, say: object) -> None:
+    assert callable(say)
+    if not (place.kit / "kit.json").exists():
+        say(f"kit: none at {place.kit} yet")
+        return
+    kit = roles.load_kit(place.kit, "site")
+    _same_name(place, kit.name)
+    say(f"kit: project {kit.project.name}, valid until {roles.expiry(kit)}, contact {kit.project.contact}")
+    reason = roles.unreachable(kit)
+    say(f"coordinator: {'can be reached' if reason is None else f'cannot be reached: {reason}'}")
+
+
+def _same_name(place: SitePlace, name: str) -> None:
+    if place.file.site != name:
+        raise UserError(f"{place.path}: site is '{place.file.site}', and the kit is for '{name}'")
+
+
+def start_site(path: Path, foreground: bool) -> None:
+    """Check what can be checked, then start the site's service."""
+    place = load_site(path)
+    kit = roles.load_kit(place.kit, "site")
+    _same_name(place, kit.name)
+    AuditLog.check(place.audit_log)
+    read_holding(place)
+    _tell(kit.name, roles.start(kit, place.path, foreground=foreground))
+
+
+def stop_site(path: Path) -> None:
+    """Stop the site's service."""
+    kit = roles.load_kit(load_site(path).kit, "site")
+    Console().print(f"site {kit.name}: {'stopped' if roles.stop(kit) else 'did not run'}", highlight=False)
+
+
+def start_coordinator(folder: Path, foreground: bool) -> None:
+    """Start the coordinator's service."""
+    kit = roles.load_kit(folder, "coordinator")
+    _tell("coordinator", roles.start(kit, foreground=foreground))
+
+
+def show_coordinator(folder: Path) -> None:
+    """Say how the coordinator's service is."""
+    kit = roles.load_kit(folder, "coordinator")
+    _tell("coordinator", roles.status(kit))
+    Console().print(f"kit valid until {roles.expiry(kit)}", highlight=False)
+
+
+def stop_coordinator(folder: Path) -> None:
+    """Stop the coordinator's service; what is deployed goes on when it is started again."""
+    kit = roles.load_kit(folder, "coordinator")
+    Console().print(f"coordinator: {'stopped' if roles.stop(kit) else 'did not run'}", highlight=False)
+
+
+def _tell(name: str, status: roles.Status) -> None:
+    pid = f" (process {status.pid})" if status.pid else ""
+    Console().print(f"{name}: {status.state}{pid} {status.message}".rstrip(), highlight=False, markup=False)
