@@ -40,7 +40,7 @@ from fedshift.federation.federation import known_kinds
 from fedshift.federation.local import LocalFederation, Setting
 from fedshift.federation.recipes import setting_from, setting_recipe
 from fedshift.methods import registry
-from fedshift.methods.base import Method
+from fedshift.methods.base import Method, RunPlan
 from fedshift.models import registry as models
 from fedshift.weights import Weights
 
@@ -263,16 +263,17 @@ def test_bytes_are_those_of_the_formula(name: str, normed: bool, monkeypatch: py
 
     monkeypatch.setattr(SiteData, "batch", counted)
     _, where = run(method, network=network, rounds=rounds)
-    built, shape = setting(method, domains(network), network).build_network(), domains(network)[0].inputs.shape[1:]
-    samples = {name: number for name, number in SIZES.items() if name in where.sources}
-    formulas = (
-        method.network_traffic(built, shape, len(where.sources), rounds),
-        method.target_traffic(payload(start_of(method, network=network)).bytes, len(where.targets), rounds),
-        method.feature_traffic(trained, built.embedding_size),
-        method.start_traffic(samples, shape),
+    plan = RunPlan.of(
+        setting(method, domains(network), network).build_network(),
+        input_shape=domains(network)[0].inputs.shape[1:],
+        samples={site: number for site, number in SIZES.items() if site in where.sources},
+        targets=len(where.targets),
+        rounds=rounds,
+        trained=trained,
     )
-    assert sum(where.ledger.total["up"].values()) == sum(formula.up for formula in formulas)
-    assert sum(where.ledger.total["down"].values()) == sum(formula.down for formula in formulas)
+    formula = method.traffic(plan)
+    assert sum(where.ledger.total["up"].values()) == formula.up
+    assert sum(where.ledger.total["down"].values()) == formula.down
 
 
 @every_method

@@ -15,6 +15,7 @@ from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.local import LocalFederation
 from fedshift.federation.site import Site
+from fedshift.methods.base import RunPlan
 from fedshift.methods.blocks import BatchInstanceNorm2d
 from fedshift.methods.federated.copa import COPA
 from fedshift.methods.federated.fedavg import FedAvg
@@ -214,7 +215,7 @@ def test_the_labels_of_the_target_change_nothing_and_its_bytes_are_those_of_the_
     again = federation(method, domains(NORMED, SIZES), NORMED)
     assert step_on(method, again, method.start(again, state.weights)).weights == changed.weights
     network = setting(method, domains(NORMED, SIZES), NORMED).build_network()
-    formula = method.network_traffic(network, (5,), 3, 1)
+    formula = method.traffic(RunPlan.of(network, samples=dict.fromkeys("abc", 1), rounds=1))
     assert (sum(where.ledger.total["up"].values()), sum(where.ledger.total["down"].values())) == (
         formula.up,
         formula.down,

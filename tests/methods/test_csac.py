@@ -14,7 +14,7 @@ from fedshift.errors import UserError
 from fedshift.federation.local import LocalFederation
 from fedshift.federation.site import Batch, Envelope, Site
 from fedshift.functional.mmd import MULTIPLIERS
-from fedshift.methods.base import State
+from fedshift.methods.base import RunPlan, State
 from fedshift.methods.federated import csac as csac_module
 from fedshift.methods.federated.csac import CSAC, _Aligner
 from fedshift.methods.federated.fedavg import FedAvg
@@ -128,7 +128,7 @@ def test_work() -> None:
     method = CSAC()
     assert method.mini_batches(7, 40) == 30 * 7 + 40 * 10 * 7
     assert CSAC(acquisition_steps=1800, calibration_steps=200).mini_batches(7, 40) == 1800 + 40 * 200
-    traffic = method.traffic(1000, 3, 40)
+    traffic = method.traffic(RunPlan(1000, dict.fromkeys("abc", 1), 40))
     assert (traffic.up, traffic.down) == (41 * 3 * 1016, 40 * 3 * 1000)
 
 

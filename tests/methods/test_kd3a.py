@@ -28,7 +28,7 @@ from fedshift.federation.local import LocalFederation
 from fedshift.federation.pool import WorkerPool
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Batch, Envelope, Site
-from fedshift.methods.base import State
+from fedshift.methods.base import RunPlan, State
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.kd3a import KD3A, Aggregate
 from fedshift.models.network import Network
@@ -720,6 +720,7 @@ def test_a_run_goes_on_from_its_files(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("sites", [SITES, {"east": 19, "south": 9}, {"alone": 11}])
 def test_what_travels(sites: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Up K models, down to the target those and the aggregate before, up the aggregate, down to every source."""
+    start = warm_start()  # before anybody listens
     method, delivered = kd3a(), list[tuple[str, Request]]()
 
     def deliver(self: LocalFederation, step: str, requests: Iterator[Request]) -> Iterator[Answer[Any]]:
@@ -733,7 +734,6 @@ def test_what_travels(sites: dict[str, int], monkeypatch: pytest.MonkeyPatch) ->
     original = LocalFederation.deliver
     monkeypatch.setattr(LocalFederation, "deliver", deliver)
     where = around(method, sites)
-    start = warm_start()
     first = step_on(method, where, State(start))
     second = step_on(method, where, first)
     size, number = start.nbytes, len(sites)
@@ -757,7 +757,7 @@ def test_what_travels(sites: dict[str, int], monkeypatch: pytest.MonkeyPatch) ->
         == expected
     )
     assert {entry.kind for entry in entries} == {"weights", "numbers"}
-    traffic = method.traffic(size, number, 2)
+    traffic = method.traffic(RunPlan(size, sites, 2))
     assert sum(where.ledger.total["up"].values()) == traffic.up
     assert sum(where.ledger.total["down"].values()) == traffic.down
     # A source gets the aggregate and nothing beside it, no model of another source.
@@ -771,7 +771,7 @@ def test_what_travels(sites: dict[str, int], monkeypatch: pytest.MonkeyPatch) ->
 
 def test_bytes_of_domainnet() -> None:
     """The paper's count, without the coordinator's second leg: 2·K·S(θ) a round."""
-    traffic = KD3A().traffic(173_250_468, 5, 1)
+    traffic = KD3A().traffic(RunPlan(173_250_468, dict.fromkeys("abcde", 1), 1))
     models = (traffic.up - 5 * 16 - 8 * 8 - 173_250_468) + (traffic.down - 5 * 8 - 6 * 173_250_468)
     assert models == 1_732_504_680
 

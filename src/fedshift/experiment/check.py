@@ -17,7 +17,7 @@ from fedshift.experiment.loop import check_fit
 from fedshift.experiment.part import data_for, pooled_bytes
 from fedshift.experiment.protocol import budgets, roles_of, rounds_needed, split_of, taking_part, targets_of
 from fedshift.experiment.schema import Experiment, SourceTarget
-from fedshift.methods.base import Method
+from fedshift.methods.base import Method, RunPlan
 from fedshift.models import registry as models
 from fedshift.models.network import Network
 from fedshift.models.payload import payload
@@ -106,15 +106,16 @@ def check(experiment: Experiment) -> Check:
             speed_up = experiment.engine.parallel_runs * min(experiment.engine.workers, sites)
             seconds += sum(budget.values()) * per_batch * method.relative_cost / speed_up
             network = networks[target]
-            size = payload(network).bytes
-            samples = _samples(experiment, budget, {**split.train, **split.unlabelled})
-            for traffic in (
-                method.network_traffic(network, data.input_shape, len(split.train), needed),
-                method.target_traffic(size, len(split.unlabelled), needed),
-                method.feature_traffic(samples, network.embedding_size),
-                method.start_traffic({site: len(rows) for site, rows in split.train.items()}, data.input_shape),
-            ):
-                up, down = up + traffic.up, down + traffic.down
+            plan = RunPlan.of(
+                network,
+                input_shape=data.input_shape,
+                samples={site: len(rows) for site, rows in split.train.items()},
+                targets=len(split.unlabelled),
+                rounds=needed,
+                trained=_samples(experiment, budget, {**split.train, **split.unlabelled}),
+            )
+            traffic = method.traffic(plan)
+            up, down = up + traffic.up, down + traffic.down
             up += sum(pooled_bytes(method, encoded[target], split).values())
         found.append(MethodCheck(method.display, len(splits), rounds, work, seconds / 3600, up, down, method.shares))
     plain = payload(models.build(experiment.model, data.input_shape, len(data.classes), 0))

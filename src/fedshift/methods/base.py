@@ -46,6 +46,43 @@ class Traffic:
     up: int
     down: int
 
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(self.up + other.up, self.down + other.down)
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """What the bytes of a run depend on.
+
+    payload: bytes of the network that sites train; classifier: those of its classifier. width: numbers of its features.
+    input_shape: of a sample. samples: training samples by source. targets: sites without labels that take part.
+    trained: samples in the mini-batches of the whole run, all sites together.
+    """
+
+    payload: int
+    samples: Mapping[str, int]
+    rounds: int
+    targets: int = 0
+    classifier: int = 0
+    width: int = 0
+    input_shape: tuple[int, ...] = ()
+    trained: int = 0
+
+    @property
+    def sources(self) -> int:
+        """K: how many sources there are."""
+        return len(self.samples)
+
+    @classmethod
+    def of(cls, network: Network, **numbers: Any) -> RunPlan:
+        """The plan of a run in which sites train ``network``; ``numbers`` are the other fields."""
+        return cls(
+            payload=payload(network).bytes,
+            classifier=payload(network.classifier).bytes,
+            width=network.embedding_size,
+            **numbers,
+        )
+
 
 class Method(BaseModel, ABC):
     """Base of all methods. A subclass names itself, declares its hyper-parameters as fields, and writes `round` and
@@ -89,33 +126,10 @@ class Method(BaseModel, ABC):
         """The same for a target without labels that has ``batches_per_epoch``; most methods do not train there."""
         return 0
 
-    def traffic(self, payload: int, sites: int, rounds: int) -> Traffic:
-        """Bytes of a run with ``sites`` sources by formula: here one model of ``payload`` bytes down, one with two
-        numbers up, per source and round.
-        """
-        return Traffic(up=rounds * sites * (payload + 2 * BYTES_PER_NUMBER), down=rounds * sites * payload)
-
-    def network_traffic(self, network: Network, input_shape: tuple[int, ...], sites: int, rounds: int) -> Traffic:
-        """The same, from the network that sites train and the shape of a sample. What is asked; a method overrides it
-        where parts of the network go different ways, or more than the network travels.
-        """
-        return self.traffic(payload(network).bytes, sites, rounds)
-
-    def target_traffic(self, payload: int, targets: int, rounds: int) -> Traffic:
-        """Bytes beside `traffic` of a method that trains at any number of targets; others count theirs in `traffic`."""
-        return Traffic(0, 0)
-
-    def feature_traffic(self, samples: int, width: int) -> Traffic:
-        """Bytes beside `traffic` of a method that sends something for single samples: ``samples`` trained on in a run
-        by all sites together, features of ``width`` numbers each. None for most.
-        """
-        return Traffic(0, 0)
-
-    def start_traffic(self, samples: Mapping[str, int], input_shape: tuple[int, ...]) -> Traffic:
-        """Bytes beside `traffic` of a method that sends something for the samples sites hold, once, before the first
-        round. samples: training samples by source. None for most.
-        """
-        return Traffic(0, 0)
+    def traffic(self, plan: RunPlan) -> Traffic:
+        """Bytes of a run by formula: here one model down, one with two numbers up, per source and round."""
+        models = plan.rounds * plan.sources
+        return Traffic(up=models * (plan.payload + 2 * BYTES_PER_NUMBER), down=models * plan.payload)
 
     def start(self, federation: Federation, weights: Weights) -> State:
         """The state before the first round, from the common start ``weights``."""

@@ -27,7 +27,7 @@ from pydantic import Field, PositiveInt
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Update
 from fedshift.federation.site import Site
-from fedshift.methods.base import Method, State, Traffic
+from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.federated.shot import Ensemble, ensemble_weights
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -46,8 +46,8 @@ class Alone(Method):
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return rounds * self.local_epochs * batches_per_epoch
 
-    def traffic(self, payload: int, sites: int, rounds: int) -> Traffic:
-        return Traffic(up=rounds * sites * (payload + 2 * BYTES_PER_NUMBER), down=0)
+    def traffic(self, plan: RunPlan) -> Traffic:
+        return Traffic(up=plan.rounds * plan.sources * (plan.payload + 2 * BYTES_PER_NUMBER), down=0)
 
     def evaluated_network(self, network: Network, sources: int) -> Network:
         return Ensemble(network, sources)

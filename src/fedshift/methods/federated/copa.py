@@ -48,10 +48,9 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, PerSite, Reply
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.experts import confident_pseudo_labels, unlabelled_ensemble_loss
-from fedshift.methods.base import Method, State, Traffic
+from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.blocks import STRONG, Experts, hybrid_normalised, strong_view, with_experts
 from fedshift.models.network import Network
-from fedshift.models.payload import payload
 from fedshift.weights import MeanAccumulator, Weights
 
 _HEADS = "classifier.heads"
@@ -116,13 +115,14 @@ class COPA(Method):
     def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return self.mini_batches(batches_per_epoch, rounds) if self.adaptation else 0
 
-    def network_traffic(self, network: Network, input_shape: tuple[int, ...], sites: int, rounds: int) -> Traffic:
-        features, heads = payload(network.features).bytes, payload(network.classifier).bytes
-        up = sites * (features + 2 * BYTES_PER_NUMBER) + heads
-        down = sites * features + (sites - 1) * heads
+    def traffic(self, plan: RunPlan) -> Traffic:
+        heads = plan.classifier
+        features = plan.payload - heads
+        up = plan.sources * (features + 2 * BYTES_PER_NUMBER) + heads
+        down = plan.sources * features + (plan.sources - 1) * heads
         if self.adaptation:
             up, down = up + features + 3 * BYTES_PER_NUMBER, down + features + heads
-        return Traffic(up=rounds * up, down=rounds * down)
+        return Traffic(up=plan.rounds * up, down=plan.rounds * down)
 
     def check(self, network: Network) -> None:
         if self.hybrid_normalisation and not any("gate" in name for name in network.state_dict()):

@@ -54,7 +54,7 @@ from fedshift.functional.attention import cross_layer_attention
 from fedshift.functional.losses import smoothed_cross_entropy
 from fedshift.functional.mmd import cross_multi_kernel_mmd, multi_kernel_mmd
 from fedshift.functional.projection import projection_layer
-from fedshift.methods.base import Method, State, Traffic
+from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -104,9 +104,8 @@ class CSAC(Method):
         acquisition = self.acquisition_steps or self.acquisition_epochs * batches_per_epoch
         return acquisition + rounds * (self.calibration_steps or self.calibration_epochs * batches_per_epoch)
 
-    def traffic(self, payload: int, sites: int, rounds: int) -> Traffic:
-        exchanges = super().traffic(payload, sites, rounds)
-        return Traffic(up=exchanges.up + sites * (payload + 2 * BYTES_PER_NUMBER), down=exchanges.down)
+    def traffic(self, plan: RunPlan) -> Traffic:
+        return super().traffic(plan) + Traffic(plan.sources * (plan.payload + 2 * BYTES_PER_NUMBER), 0)
 
     def check(self, network: Network) -> None:
         if self.alignment_weight == 0 and not self.cross_entropy:

@@ -59,7 +59,7 @@ from fedshift.functional.losses import task_loss
 from fedshift.functional.meta_learning import inner_step, with_gradient
 from fedshift.functional.segmentation import boundary_loss
 from fedshift.functional.spectra import half_width, interpolated, low_frequencies
-from fedshift.methods.base import Method, State, Traffic, trained_mean
+from fedshift.methods.base import Method, RunPlan, State, Traffic, trained_mean
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -121,15 +121,13 @@ class ELCFS(Method):
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return rounds * self.local_epochs * batches_per_epoch
 
-    def start_traffic(self, samples: Mapping[str, int], input_shape: tuple[int, ...]) -> Traffic:
-        channels, height, width = input_shape
+    def traffic(self, plan: RunPlan) -> Traffic:
+        channels, height, width = plan.input_shape
         half = self._half_width(height, width)
         each = 4 * channels * (2 * half + 1) * (half + 1)
-        spectra = sum(each * self._shared(number) for number in samples.values())
-        return Traffic(
-            up=spectra + len(samples) * 4 * BYTES_PER_NUMBER,
-            down=(len(samples) - 1) * spectra,
-        )
+        spectra = sum(each * self._shared(number) for number in plan.samples.values())
+        once = Traffic(up=spectra + plan.sources * 4 * BYTES_PER_NUMBER, down=(plan.sources - 1) * spectra)
+        return super().traffic(plan) + once
 
     def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
         if len(input_shape) != 3:

@@ -63,7 +63,7 @@ from fedshift.functional.adversarial import domain_identifier_loss, generator_lo
 from fedshift.functional.consensus_focus import compactness, gain_weights
 from fedshift.functional.information import mutual_information
 from fedshift.functional.losses import entropy
-from fedshift.methods.base import Method, State, Traffic
+from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.blocks import drawn_from, with_block
 from fedshift.models.network import Network
 from fedshift.weights import Weights, is_buffer, weighted_average
@@ -116,16 +116,11 @@ class FADA(Method):
     def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return rounds * self.steps_per_round
 
-    def traffic(self, payload: int, sites: int, rounds: int) -> Traffic:
-        exchanges = super().traffic(payload, sites, rounds)
-        return Traffic(
-            up=exchanges.up + rounds * (payload + BYTES_PER_NUMBER * sites),
-            down=exchanges.down + rounds * (sites + 1) * payload,
-        )
-
-    def feature_traffic(self, samples: int, width: int) -> Traffic:
-        size = _BYTES_OF_FLOAT * samples * width
-        return Traffic(up=size, down=size)
+    def traffic(self, plan: RunPlan) -> Traffic:
+        features = _BYTES_OF_FLOAT * plan.trained * plan.width
+        aggregate = plan.payload + BYTES_PER_NUMBER * plan.sources
+        models = (plan.sources + 1) * plan.payload
+        return super().traffic(plan) + Traffic(plan.rounds * aggregate + features, plan.rounds * models + features)
 
     def adapt_network(self, network: Network, sources: int) -> Network:
         if self.variant != "III":

@@ -58,7 +58,7 @@ from fedshift.functional import consensus_focus as focus
 from fedshift.functional import knowledge_vote as votes
 from fedshift.functional import schedules
 from fedshift.functional.batchnorm import batchnorm_distance, batchnorm_objective
-from fedshift.methods.base import Method, State, Traffic
+from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.models.network import Network
 from fedshift.weights import Weights, is_buffer, weighted_average
 
@@ -126,14 +126,11 @@ class KD3A(Method):
     def _steps(self, batches_per_epoch: int, exchanges: float) -> int:
         return max(1, round(batches_per_epoch / exchanges))
 
-    def traffic(self, payload: int, sites: int, rounds: int) -> Traffic:
-        exchanges = super().traffic(payload, sites, rounds)
-        numbers = BYTES_PER_NUMBER * (sites + 3)
-        remembered = BYTES_PER_NUMBER * sites * (rounds - 1)
-        return Traffic(
-            up=exchanges.up + rounds * (payload + numbers),
-            down=exchanges.down + rounds * ((sites + 1) * payload + BYTES_PER_NUMBER * sites) + remembered,
-        )
+    def traffic(self, plan: RunPlan) -> Traffic:
+        aggregate = plan.payload + BYTES_PER_NUMBER * (plan.sources + 3)
+        models = (plan.sources + 1) * plan.payload + BYTES_PER_NUMBER * plan.sources
+        remembered = BYTES_PER_NUMBER * plan.sources * (plan.rounds - 1)
+        return super().traffic(plan) + Traffic(plan.rounds * aggregate, plan.rounds * models + remembered)
 
     def check(self, network: Network) -> None:
         normalised = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())

@@ -54,7 +54,7 @@ from fedshift.functional.clustering import spherical_kmeans
 from fedshift.functional.losses import entropy
 from fedshift.functional.masking import draws_like, soft_interaction, straight_through_mask
 from fedshift.functional.win_win import collaborative_shares, decayed_rate, progressive_weight
-from fedshift.methods.base import Method, State, Traffic
+from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.blocks import drawn_from, with_block
 from fedshift.models.network import Network
 from fedshift.weights import MeanAccumulator, Weights
@@ -98,12 +98,10 @@ class MDFNet(Method):
     def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return self.mini_batches(batches_per_epoch, rounds)
 
-    def traffic(self, payload: int, sites: int, rounds: int) -> Traffic:
-        exchanges = super().traffic(payload, sites, rounds)
-        return Traffic(exchanges.up, exchanges.down + rounds * sites * BYTES_PER_NUMBER)
-
-    def target_traffic(self, payload: int, targets: int, rounds: int) -> Traffic:
-        return self.traffic(payload, targets, rounds)
+    def traffic(self, plan: RunPlan) -> Traffic:
+        exchanges = plan.rounds * (plan.sources + plan.targets)
+        up, down = plan.payload + 2 * BYTES_PER_NUMBER, plan.payload + BYTES_PER_NUMBER
+        return Traffic(exchanges * up, exchanges * down)
 
     def adapt_network(self, network: Network, sources: int) -> Network:
         hard = self.evaluation == "threshold"

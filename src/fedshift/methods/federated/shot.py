@@ -55,7 +55,7 @@ from fedshift.federation.site import Batch, Site
 from fedshift.functional import schedules
 from fedshift.functional.information import information_maximisation, pseudo_labels
 from fedshift.functional.losses import smoothed_cross_entropy
-from fedshift.methods.base import Method, State, Traffic
+from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.blocks import with_block
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -94,10 +94,11 @@ class SHOT(Method):
     def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return rounds * self.target_epochs * batches_per_epoch
 
-    def traffic(self, payload: int, sites: int, rounds: int) -> Traffic:
-        once = sites * (payload + 2 * BYTES_PER_NUMBER)
-        adapted = rounds * (sites * payload + BYTES_PER_NUMBER)
-        return Traffic(up=once + adapted, down=sites * (BYTES_PER_NUMBER + (payload if rounds else 0)))
+    def traffic(self, plan: RunPlan) -> Traffic:
+        once = plan.sources * (plan.payload + 2 * BYTES_PER_NUMBER)
+        adapted = plan.rounds * (plan.sources * plan.payload + BYTES_PER_NUMBER)
+        down = BYTES_PER_NUMBER + (plan.payload if plan.rounds else 0)
+        return Traffic(up=once + adapted, down=plan.sources * down)
 
     def adapt_network(self, network: Network, sources: int) -> Network:
         return with_block(

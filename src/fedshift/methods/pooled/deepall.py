@@ -24,7 +24,7 @@ from pydantic import Field, PositiveInt
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Update
 from fedshift.federation.site import Site
-from fedshift.methods.base import Method, State, Traffic
+from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.weights import Weights
 
 
@@ -45,9 +45,10 @@ class DeepAll(Method):
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return rounds * self.local_epochs * batches_per_epoch
 
-    def traffic(self, payload: int, sites: int, rounds: int) -> Traffic:
-        exchanges = super().traffic(payload, 1, rounds)  # between the pool and the server, which are one machine
-        return Traffic(up=exchanges.up, down=exchanges.down + rounds * BYTES_PER_NUMBER)
+    def traffic(self, plan: RunPlan) -> Traffic:
+        # Between the pool and the server, which are one machine.
+        up, down = plan.payload + 2 * BYTES_PER_NUMBER, plan.payload + BYTES_PER_NUMBER
+        return Traffic(plan.rounds * up, plan.rounds * down)
 
     def round(self, federation: Federation, state: State) -> State:
         (pool,) = federation.sources
