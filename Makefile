@@ -9,7 +9,7 @@ FEDSHIFT_WORKERS ?= 2
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,deploy]"
 	touch $(READY)
 
 demo: $(READY)  ## compare DeepAll, FedAvg and CSAC on rotated digits; ends with a table and runs/demo/report.html

@@ -28,7 +28,8 @@ def write_data(folder: Path, sizes: Mapping[str, int]) -> dict[str, str]:
     """One npz per site with made-up vectors of three classes."""
     folder.mkdir(parents=True, exist_ok=True)
     for domain in domains(VECTOR_MODEL, sizes):
-        np.savez(folder / f"{domain.name}.npz", x=domain.inputs, y=domain.labels)
+        if not (folder / f"{domain.name}.npz").exists():
+            np.savez(folder / f"{domain.name}.npz", x=domain.inputs, y=domain.labels)
     return {name: str(folder / f"{name}.npz") for name in sizes}
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import random
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ import yaml
 from rich.console import Console
 
 from fedshift.data.domain import DataSet, Domain, SparseRows
-from fedshift.errors import UserError
+from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.part import data_for
 from fedshift.experiment.protocol import taking_part, targets_of
 from fedshift.experiment.schema import Experiment, FlareEngine, LeaveOneOut, LocalEngine, load, parse
@@ -155,7 +157,13 @@ def _described(data: DataSet, names: Sequence[str], folder: Path) -> dict[str, o
 
 
 def free_port() -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nothing listens on now.
+
+    Not one that the system gives to outgoing connections: a site that dials again and again would one day get the
+    coordinator's own port, and be connected to itself.
+    """
+    for port in random.sample(range(20_000, 30_000), 200):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise FedshiftError("no free port between 20000 and 30000")

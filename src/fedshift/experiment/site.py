@@ -291,7 +291,10 @@ class SiteProgram:
 
     def _check_unchanged(self, fingerprint: str | None = None) -> None:
         """Raises UserError when the data are not those the run began with."""
-        if self._stamp_now() != self._stamp or (fingerprint is not None and fingerprint != self.holding.fingerprint):
+        stamp = self._stamp_now()
+        if stamp != self._stamp and read_holding(self.place).fingerprint == self.holding.fingerprint:
+            self._stamp = stamp  # written anew, and the same
+        if stamp != self._stamp or (fingerprint is not None and fingerprint != self.holding.fingerprint):
             raise UserError(
                 f"site '{self.name}': the data changed during the run; put the files back as they were and go on with "
                 "fedshift deploy resume, or begin a new experiment"

@@ -165,7 +165,9 @@ class FlareSite(Executor):  # type: ignore[misc]
             return shareable_of(error_answer(None, FedshiftError(message.reason)))
         try:
             self._program = self._program or find(_SITE)(Path(os.environ[SITE]))
-            answer = self._program.handle(message, str(fl_ctx.get_job_id()))
+            peer = fl_ctx.get_peer_context()
+            server = peer.get_identity_name() if peer else ""
+            answer = self._program.handle(message, f"{server} job {fl_ctx.get_job_id()}")
         except Exception as error:
             answer = error_answer(message, error)
         return shareable_of(answer)
@@ -185,4 +187,7 @@ def message_from(shareable: Any) -> Message | Lost:
     code = shareable.get_return_code()
     if code != ReturnCode.OK:
         return Lost(f"its process failed ({code})")
-    return Message(shareable.get("header"), shareable.get("body"), shareable.get("digest"))
+    header, body, digest = shareable.get("header"), shareable.get("body"), shareable.get("digest")
+    if not (isinstance(header, str) and isinstance(body, bytes) and isinstance(digest, str)):
+        return Lost("what it sent is no message")
+    return Message(header, body, digest)

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -315,17 +316,24 @@ def check_reachable(kit: Kit, seconds: float = 5.0) -> str | None:
         return f"{address[0]} port {address[1]}: {error.strerror or error}"
 
 
-def check_port(kit: Kit) -> None:
-    """Raises UserError when something else listens on the coordinator's port."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1" if kit.project.server == "localhost" else "", kit.project.port))
-        except OSError as error:
-            raise UserError(
-                f"port {kit.project.port} cannot be used ({error.strerror}): end what listens there, or provision with "
-                "another port"
-            ) from None
+def check_port(kit: Kit, seconds: float = 10.0) -> None:
+    """Raises UserError when something else listens on the coordinator's port, and still does after some seconds: what
+    was killed a moment ago may hold it that long.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1" if kit.project.server == "localhost" else "", kit.project.port))
+                return
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"port {kit.project.port} cannot be used ({error.strerror}): end what listens there, or "
+                        "provision with another port"
+                    ) from None
+        time.sleep(0.2)
 
 
 def job_folder(kit: Kit, deployment: str, sites: int, folder: Path) -> Path:

@@ -86,7 +86,8 @@ class Service:
         """FLARE's process from its start to its end."""
         flare_kits.check_certificates(self.kit)
         if self.kit.role == "coordinator":
-            flare_kits.check_port(self.kit)
+            if self._starts == 0:
+                flare_kits.check_port(self.kit)
         else:
             reason = flare_kits.check_reachable(self.kit)
             if reason:

@@ -111,7 +111,8 @@ def encode(content: Mapping[str, Content], header: Mapping[str, object] | None =
     layout: dict[str, object] = {}
     for name, value in content.items():
         layout[name] = _laid_out(name, value, tensors)
-    metadata = {"content": json.dumps(layout), "header": json.dumps(dict(header or {}))}
+    # One entry: safetensors writes several in any order, and equal messages are to have equal bytes.
+    metadata = {"message": json.dumps({"content": layout, "header": dict(header or {})})}
     return save_tensors(unshared(tensors), metadata)
 
 
@@ -137,7 +138,11 @@ def decode(data: bytes) -> tuple[dict[str, Content], dict[str, Any]]:
     try:
         length = int.from_bytes(data[:8], "little")
         metadata = json.loads(data[8 : 8 + length])["__metadata__"]
-        layout, header = json.loads(metadata["content"]), json.loads(metadata["header"])
+        if "message" in metadata:
+            whole = json.loads(metadata["message"])
+            layout, header = whole["content"], whole["header"]
+        else:  # checkpoints that were written before
+            layout, header = json.loads(metadata["content"]), json.loads(metadata["header"])
         tensors = load_tensors(data)
         return {name: _read(name, entry, tensors) for name, entry in layout.items()}, dict(header)
     except Exception as error:

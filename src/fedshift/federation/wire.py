@@ -43,7 +43,7 @@ class Message:
     @property
     def size(self) -> int:
         """Bytes that cross the network, the transport's own framing not counted."""
-        return len(self.header.encode()) + len(self.body) + len(self.digest)
+        return len(self.header.encode(errors="replace")) + len(self.body) + len(self.digest)
 
 
 @dataclass(frozen=True)
