@@ -130,7 +130,7 @@ def site_features(
     try:
         with open(part, "a+b") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX)  # another process may be at the same images: what it made is taken
-            known = _read(path, header, watcher)
+            known = _read(path, header, Watcher())
             if known is not None:
                 return SiteFeatures(known, path, 0, 0.0)
             began = time.perf_counter()

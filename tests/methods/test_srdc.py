@@ -1,0 +1,108 @@
+"""SRDC: a step by hand in the first round and in a later one, its clusters, its options."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pooling import LEFT, SIZES, assert_same, first_batches, fit, pool_of, start, trainable
+from tiny import MLP, domains, federation
+from torch import Tensor
+from torch.nn import functional
+
+from fedshift.federation.local import LocalFederation
+from fedshift.federation.messages import Statistics
+from fedshift.federation.site import Envelope
+from fedshift.functional.schedules import ramp
+from fedshift.methods.pooled.srdc import SRDC
+
+WORK = len(SIZES) + 1
+
+
+def cross_entropy(labels: Tensor, probabilities: Tensor) -> Tensor:
+    return -(labels * probabilities.log()).sum(1).mean()
+
+
+def sharpened(p: Tensor) -> Tensor:
+    q = p.detach() / p.detach().sum(0).sqrt()
+    return q / q.sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_a_step_by_hand(later: bool) -> None:
+    method = SRDC(beta=0.6, embedding_weight=0.8)
+    site, weights = pool_of(method), start(method)
+    means = torch.randn(3, 6, generator=torch.Generator().manual_seed(2))
+    if later:
+        site.memory["centres"] = Statistics({"centres": means})
+    sources, target = first_batches(site)
+    model = site.model(weights)
+    clusters, centres = method._clusters(site, model)
+    update = fit(method, site, weights)
+
+    rate = ramp(WORK / LEFT)
+    inputs, labels = torch.cat([b.inputs for b in sources]), torch.cat([b.targets for b in sources])
+    moving = centres.clone().requires_grad_()
+    features, at_target = model.features(inputs), model.features(target.inputs)
+
+    def assigned(rows: Tensor) -> Tensor:
+        return (1 / (1 + (rows[:, None] - moving[None]).square().sum(2))).softmax(1)
+
+    own = functional.one_hot(clusters[target.rows], 3).float()
+
+    def truth(p: Tensor) -> Tensor:
+        return 0.4 * own + 0.6 * sharpened(p) if later else own
+
+    p, soft = model.classifier(at_target).softmax(1), assigned(at_target)
+    weight = (1 + functional.cosine_similarity(features.detach(), centres[labels])) / 2
+    of_source = -assigned(features).log()[torch.arange(len(labels)), labels]
+    plain = functional.cross_entropy(model.classifier(features), labels, reduction="none")
+    loss = rate * (cross_entropy(truth(p), p) + 0.8 * cross_entropy(truth(soft), soft))
+    loss = loss + (weight * plain).mean() + rate * 0.8 * (weight * of_source).mean()
+    assert update.loss == pytest.approx(loss.item(), abs=1e-5)
+    for parameter, slope in zip(trainable(model), torch.autograd.grad(loss, trainable(model)), strict=True):
+        parameter.data -= 0.05 * slope
+    assert_same(update.weights, model)
+    # What the next k-means starts from are this one's centres, before training moved them.
+    kept = site.memory["centres"]
+    assert isinstance(kept, Statistics)
+    torch.testing.assert_close(kept["centres"], centres)
+
+
+def test_clusters_have_the_numbers_of_the_classes() -> None:
+    """Far apart classes: k-means from the sources' means finds the target's classes, without a look at its labels."""
+    method = SRDC()
+    site = pool_of(method, network={"name": "linear"})
+    clusters, centres = method._clusters(site, site.model())
+    assert site.unlabelled is not None
+    assert (clusters == site.unlabelled.labels).double().mean() > 0.9
+    assert centres.shape == (3, 5)
+
+
+def test_a_class_without_source_samples_takes_no_part_and_a_tiny_target_is_no_obstacle() -> None:
+    method = SRDC()
+    found = domains(MLP, {"north": 2, "south": 1})  # classes 0 and 1 alone
+    where = federation(method, found, MLP)
+    assert isinstance(where, LocalFederation)
+    site = where._runners["pool"].site
+    site.begin(Envelope(1, 1, 0.0, LEFT))
+    clusters, _ = method._clusters(site, site.model())
+    assert set(clusters.tolist()) <= {0, 1}
+    assert site.unlabelled is not None
+    site.unlabelled._rows = site.unlabelled._rows[:1]
+    assert method._clusters(site, site.model())[0].shape == (1,)
+
+
+@pytest.mark.parametrize(
+    "options", [{"beta": 0.2}, {"embedding_weight": 0}, {"source_selection": False}, {"centre_rate": 1.0}]
+)
+def test_every_option_is_read(options: dict[str, Any]) -> None:
+    def outcome(method: SRDC) -> dict[str, Tensor]:
+        site = pool_of(method)
+        site.memory["centres"] = Statistics({"centres": torch.eye(3, 6)})
+        site.begin(Envelope(2, 2, 0.3, LEFT))
+        return dict(fit(method, site, start(method), steps=3).weights)
+
+    first, second = outcome(SRDC()), outcome(SRDC(**options))
+    assert any(not torch.equal(first[name], second[name]) for name in first)
