@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,8 @@ from fedshift.data.transforms import Augmentation, augment, normalised, to_netwo
 from fedshift.errors import UserError
 
 Batch = tuple[Tensor, Tensor, Tensor]
+Restyle = Callable[[Tensor, Tensor, torch.Generator], Tensor]
+"""Changed samples from samples as stored (images in [0, 1]), their rows and a generator."""
 
 
 class SiteData:
@@ -50,6 +53,13 @@ class SiteData:
         self.input_shape = tuple(self._inputs[0].shape[1:])
         self._cacheable = 4 * self.samples * int(np.prod(self.input_shape)) <= cache_bytes
         self._cache: Tensor | None = None
+        self._restyle: Restyle | None = None
+
+    def restyled(self, restyle: Restyle) -> SiteData:
+        """The same samples, which ``restyle`` changes whenever they are drawn for training, before augmentation."""
+        other = copy.copy(self)
+        other._restyle = restyle
+        return other
 
     @property
     def samples(self) -> int:
@@ -64,7 +74,7 @@ class SiteData:
     @property
     def deterministic(self) -> bool:
         """Whether the same row always gives the same input (nothing is augmented)."""
-        return self.augmentation.is_identity or len(self.input_shape) != 3
+        return self._restyle is None and (self.augmentation.is_identity or len(self.input_shape) != 3)
 
     def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Batch:
         """Inputs (b, …) float32, labels (b,) int64 and domain numbers (b,) int64 of the given rows, on the device.
@@ -76,9 +86,18 @@ class SiteData:
         labels, numbers = self.labels.index_select(0, place), self.domain_numbers.index_select(0, place)
         if generator is None or self.deterministic:
             return self._plain(rows, place), labels, numbers
-        images = augment(to_unit(self._gather(rows.cpu().numpy()), self.device), self.augmentation, generator)
+        stored = self.stored(rows)
+        if self._restyle is not None:
+            stored = self._restyle(stored, rows, generator)
+        if stored.dim() != 4:
+            return normalised(stored, self.preprocessing), labels, numbers
+        images = augment(stored, self.augmentation, generator)
         inputs = normalised(images, self.preprocessing).contiguous(memory_format=torch.channels_last)
         return inputs, labels, numbers
+
+    def stored(self, rows: Tensor) -> Tensor:
+        """The given rows as they are stored, on the device: images with values in [0, 1], before normalisation."""
+        return to_unit(self._gather(rows.cpu().numpy()), self.device)
 
     def all_batches(self, size: int) -> Iterator[Batch]:
         """Every sample once, in order, without augmentation, ``size`` at a time."""

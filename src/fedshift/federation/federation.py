@@ -14,7 +14,7 @@ from fedshift.errors import FedshiftError, nearest
 from fedshift.federation.files import read_message, write_message
 from fedshift.federation.ledger import Ledger
 from fedshift.federation.messages import KINDS, NUMBERS, Content, Number, PerSite, Reply, pieces, reply_content
-from fedshift.federation.site import Envelope
+from fedshift.federation.site import Envelope, Site
 from fedshift.models.network import Network
 from fedshift.weights import NamedTensors
 
@@ -33,6 +33,10 @@ class StepOwner(Protocol):
     def shares(self) -> tuple[str, ...]: ...
 
     def adapt_network(self, network: Network, sources: int) -> Network: ...
+
+    def owns(self, step: Callable[..., Reply]) -> bool: ...
+
+    def run_step(self, step: str, site: Site, content: Mapping[str, Any]) -> Reply: ...
 
     def recipe(self) -> dict[str, Any]: ...
 
@@ -231,7 +235,7 @@ class Federation(ABC):
         unknown = [site for site in to if site not in self.progress.used]
         if unknown:
             raise FedshiftError(f"'{unknown[0]}' is not in this federation; {nearest(unknown[0], self.progress.used)}")
-        if getattr(step, "__self__", None) is not self.method:
+        if not self.method.owns(step):
             raise FedshiftError("ask takes a step of the method itself, such as self.fit")
         self.progress.exchange += 1
         replies = Replies(tuple(to), self._exchange(step.__name__, tuple(to), content))

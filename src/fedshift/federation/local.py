@@ -98,7 +98,7 @@ class SiteRunner:
             devices=cuda
         ):  # dropout draws from torch's own generators: seeded inside, restored after
             self.site.begin(envelope)
-            reply = getattr(self.method, step)(self.site, **content)
+            reply = self.method.run_step(step, self.site, content)
         if not isinstance(reply, Reply):
             raise FedshiftError(f"step {step} returned {type(reply).__name__}, not a Reply")
         for name, kind, _ in pieces(reply_content(reply)):

@@ -27,9 +27,15 @@ LONGEST_TEXT = 64
 
 
 class Statistics(NamedTensors):
-    """Summaries over many samples: means, variances, counts, styles, class centroids."""
+    """Summaries over many samples: means, variances, counts, class centroids."""
 
     kind: ClassVar[str] = "statistics"
+
+
+class Styles(NamedTensors):
+    """Styles of a site's images, of single ones or of all together: a few numbers per channel."""
+
+    kind: ClassVar[str] = "styles"
 
 
 class Spectra(NamedTensors):
@@ -50,7 +56,9 @@ class RawData(NamedTensors):
     kind: ClassVar[str] = "raw_data"
 
 
-KINDS: dict[str, type[NamedTensors]] = {cls.kind: cls for cls in (Weights, Statistics, Spectra, Features, RawData)}
+KINDS: dict[str, type[NamedTensors]] = {
+    cls.kind: cls for cls in (Weights, Statistics, Styles, Spectra, Features, RawData)
+}
 
 Number = int | float | bool | str
 Content = NamedTensors | Number | Mapping[str, "NamedTensors | Number"]

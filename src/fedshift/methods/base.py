@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -13,8 +13,9 @@ from torch import Tensor
 from fedshift.data.domain import Task
 from fedshift.errors import FedshiftError
 from fedshift.federation.federation import Federation, Replies
-from fedshift.federation.messages import BYTES_PER_NUMBER, Content, Number, Update
+from fedshift.federation.messages import BYTES_PER_NUMBER, Content, Number, Reply, Update
 from fedshift.federation.recipes import place_of
+from fedshift.federation.site import Site
 from fedshift.models.network import Network
 from fedshift.models.payload import payload
 from fedshift.weights import MeanAccumulator, Weights
@@ -161,6 +162,15 @@ class Method(BaseModel, ABC):
         """Class scores (n, classes) of a network that holds ``state.weights``; plain logits for most."""
         scores: Tensor = network(inputs)
         return scores
+
+    def owns(self, step: Callable[..., Reply]) -> bool:
+        """Whether ``step`` is one of this method's: a method in front of another one owns that one's steps too."""
+        return getattr(step, "__self__", None) is self
+
+    def run_step(self, step: str, site: Site, content: Mapping[str, Any]) -> Reply:
+        """Run one of its steps at a site; a method in front of another one prepares the site for that one's steps."""
+        reply: Reply = getattr(self, step)(site, **content)
+        return reply
 
     @property
     def display(self) -> str:

@@ -22,6 +22,8 @@ METHODS: Mapping[str, str] = {
     "fedl2r": "fedshift.methods.federated.fedsr:FedL2R",
     "fedcmi": "fedshift.methods.federated.fedsr:FedCMI",
     "fedadg": "fedshift.methods.federated.fedadg:FedADG",
+    "ccst": "fedshift.methods.federated.ccst:CCST",
+    "styles": "fedshift.methods.federated.ccst:StyleTransfer",
     "copa": "fedshift.methods.federated.copa:COPA",
     "source_only": "fedshift.methods.pooled.source_only:SourceOnly",
     "oracle": "fedshift.methods.federated.oracle:Oracle",
@@ -74,7 +76,7 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Method:
     name = fields.pop("name", None)
     if not isinstance(name, str):
         raise UserError(f"a method has no name; {nearest('', METHODS)}")
-    return method_class(name, folder).model_validate(fields)
+    return method_class(name, folder).model_validate(fields, context={"folder": folder})
 
 
 def _own_file(path: str, folder: Path | None) -> ModuleType:

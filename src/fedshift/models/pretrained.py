@@ -52,10 +52,10 @@ def load_pretrained(backbone: nn.Module, source: bool | Path, *, model: str, hea
     _copy(backbone, found, origin=origin, model=model, head=head)
 
 
-def find_file(path: Path) -> Path:
+def find_file(path: Path, field: str = "model.pretrained") -> Path:
     """Where a weights file is: absolute, else below FEDSHIFT_WEIGHTS, else below the working directory.
 
-    Raises UserError, with the places looked at, if it is nowhere.
+    Raises UserError, with the option's ``field`` and the places looked at, if it is nowhere.
     """
     path = path.expanduser()
     folder = os.environ.get("FEDSHIFT_WEIGHTS")
@@ -66,7 +66,7 @@ def find_file(path: Path) -> Path:
     looked = " and ".join(str(place.absolute()) for place in places)
     unset = not folder and not path.is_absolute()
     advice = "; relative paths are also looked up in FEDSHIFT_WEIGHTS, which is not set" if unset else ""
-    raise UserError(f"model.pretrained: no weights file at {looked}{advice}")
+    raise UserError(f"{field}: no weights file at {looked}{advice}")
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:

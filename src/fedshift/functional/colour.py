@@ -1,0 +1,44 @@
+"""CIE L*a*b* colours of sRGB images, for the D65 white (IEC 61966-2-1; CIE 15)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedshift.errors import UserError
+
+_TO_XYZ = (
+    (0.4124564, 0.3575761, 0.1804375),
+    (0.2126729, 0.7151522, 0.0721750),
+    (0.0193339, 0.1191920, 0.9503041),
+)
+_BEND = 6 / 29
+
+
+def rgb_to_lab(images: Tensor) -> Tensor:
+    """(n, 3, h, w) with values in [0, 1] → L* in [0, 100], a* and b*. Raises UserError for other channels."""
+    if images.dim() != 4 or images.shape[1] != 3:
+        raise UserError(f"Lab needs colour images (n, 3, h, w), found {tuple(images.shape)}")
+    linear = torch.where(images > 0.04045, ((images.clamp(min=0) + 0.055) / 1.055) ** 2.4, images / 12.92)
+    relative = torch.einsum("ij,njhw->nihw", _matrix(images), linear)
+    bent = torch.where(relative > _BEND**3, relative.clamp(min=1e-12) ** (1 / 3), relative / (3 * _BEND**2) + 4 / 29)
+    x, y, z = bent.unbind(1)
+    return torch.stack([116 * y - 16, 500 * (x - y), 200 * (y - z)], 1)
+
+
+def lab_to_rgb(images: Tensor) -> Tensor:
+    """The inverse of `rgb_to_lab`; colours that sRGB does not have fall outside [0, 1]."""
+    if images.dim() != 4 or images.shape[1] != 3:
+        raise UserError(f"Lab needs colour images (n, 3, h, w), found {tuple(images.shape)}")
+    lightness, a, b = images.unbind(1)
+    y = (lightness + 16) / 116
+    bent = torch.stack([y + a / 500, y, y - b / 200], 1)
+    relative = torch.where(bent > _BEND, bent**3, 3 * _BEND**2 * (bent - 4 / 29))
+    linear = torch.einsum("ij,njhw->nihw", _matrix(images).inverse(), relative)
+    return torch.where(linear > 0.0031308, 1.055 * linear.clamp(min=1e-12) ** (1 / 2.4) - 0.055, 12.92 * linear)
+
+
+def _matrix(like: Tensor) -> Tensor:
+    """Linear sRGB to X, Y, Z relative to white."""
+    matrix = torch.tensor(_TO_XYZ, dtype=torch.float64)
+    return (matrix / matrix.sum(1, keepdim=True)).to(like)

@@ -1,0 +1,80 @@
+"""Styles as channel statistics, and images that take on another style (CCST, Chen et al., WACV 2023, section 6).
+
+A style is a mean and a standard deviation per channel, ``σ = sqrt(variance + ε)`` with ε = 1e-5.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedshift.errors import UserError
+
+EPSILON = 1e-5
+
+
+def channel_styles(maps: Tensor, epsilon: float = EPSILON, *, unbiased: bool = False) -> tuple[Tensor, Tensor]:
+    """Mean and deviation of every channel of every image: (n, c, h, w) → twice (n, c) (section 6.1).
+
+    unbiased: the variance of the content as the released code has it, over n − 1. Raises UserError for other shapes.
+    """
+    if maps.dim() != 4 or not maps.numel():
+        raise UserError(f"styles need images or feature maps (n, c, h, w), found {tuple(maps.shape)}")
+    correction = 1 if unbiased and maps.shape[2:].numel() > 1 else 0
+    return maps.mean((2, 3)), (maps.var((2, 3), correction=correction) + epsilon).sqrt()
+
+
+def adain(
+    maps: Tensor, means: Tensor, deviations: Tensor, epsilon: float = EPSILON, *, unbiased: bool = False
+) -> Tensor:
+    """``σ_S · (F − μ(F))/σ(F) + μ_S`` per image and channel (Huang & Belongie, ICCV 2017; section 6.1).
+
+    maps: F, (n, c, h, w). means, deviations: μ_S and σ_S, (n, c). Raises UserError for other shapes.
+    """
+    own_means, own_deviations = channel_styles(maps, epsilon, unbiased=unbiased)
+    if means.shape != own_means.shape or deviations.shape != own_means.shape:
+        raise UserError(
+            f"{maps.shape[0]} images of {maps.shape[1]} channels need as many styles, found {tuple(means.shape)} and "
+            f"{tuple(deviations.shape)}"
+        )
+    scale = deviations / own_deviations
+    return maps * scale[:, :, None, None] + (means - own_means * scale)[:, :, None, None]
+
+
+class StyleAccumulator:
+    """The overall style of many images: mean and deviation per channel over all pixels of all images, in one pass.
+
+    Its variance is the mean of the images' variances plus the variance of their means (section 6.1). Sums are float64.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sums: Tensor | None = None
+        self._squares: Tensor | None = None
+
+    def add(self, values: Tensor) -> None:
+        """More images or maps (n, c, h, w), or vectors (n, d) whose columns count as channels."""
+        rows = values.detach().double().transpose(0, 1).flatten(1)  # (c, values of the channel)
+        self._count += rows.shape[1]
+        self._sums = rows.sum(1) if self._sums is None else self._sums + rows.sum(1)
+        squares = rows.square().sum(1)
+        self._squares = squares if self._squares is None else self._squares + squares
+
+    def result(self, epsilon: float = EPSILON) -> tuple[Tensor, Tensor]:
+        """Mean and deviation, (c,) float32 each. Raises UserError when nothing was added."""
+        if self._sums is None or self._squares is None or not self._count:
+            raise UserError("a style needs at least one image")
+        mean = self._sums / self._count
+        variance = (self._squares / self._count - mean.square()).clamp(min=0)
+        return mean.float(), (variance + epsilon).sqrt().float()
+
+
+def style_assignment(samples: int, domains: int, level: int, generator: torch.Generator) -> Tensor:
+    """Which L of K domains each sample takes its style from, without replacement: (samples, L) int64 (section 6.1).
+
+    With its own domain among the K the sample stays as it is there, so L = K keeps one untouched copy of each. Raises
+    UserError unless 1 ≤ L ≤ K.
+    """
+    if not 1 <= level <= domains:
+        raise UserError(f"a sample can take 1 to {domains} of {domains} styles, found level {level}")
+    return torch.rand(samples, domains, generator=generator).argsort(1)[:, :level]

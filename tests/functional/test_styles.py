@@ -1,0 +1,142 @@
+"""Styles, AdaIN and Lab: worked numbers, published colours, invariants, gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedshift.errors import UserError
+from fedshift.functional.colour import lab_to_rgb, rgb_to_lab
+from fedshift.functional.styles import StyleAccumulator, adain, channel_styles, style_assignment
+
+
+def maps(*shape: int, seed: int = 0) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def one(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64).view(1, 1, 1, -1)
+
+
+def test_worked_adain() -> None:
+    """Content (0, 2, 4, 6) in the style (10, 2)."""
+    style = torch.tensor([[10.0]]).double(), torch.tensor([[2.0]]).double()
+    biased = adain(one(0, 2, 4, 6), *style)
+    torch.testing.assert_close(biased, one(7.316721, 9.105574, 10.894426, 12.683279), atol=1e-6, rtol=0)
+    unbiased = adain(one(0, 2, 4, 6), *style, unbiased=True)
+    torch.testing.assert_close(unbiased, one(7.676212, 9.225404, 10.774596, 12.323788), atol=1e-6, rtol=0)
+    assert unbiased.std().item() == pytest.approx(1.999998, abs=1e-6)
+
+
+@given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 99))
+@settings(deadline=None, max_examples=25)
+def test_the_style_asked_for_comes_out(number: int, channels: int, seed: int) -> None:
+    content, styles = (
+        maps(number, channels, 5, 4, seed=seed),
+        channel_styles(maps(number, channels, 6, 3, seed=seed + 1)),
+    )
+    means, deviations = channel_styles(adain(content, *styles))
+    torch.testing.assert_close(means, styles[0])
+    torch.testing.assert_close(deviations, styles[1], atol=1e-3, rtol=0)  # up to ε
+    torch.testing.assert_close(adain(content, *channel_styles(content)), content, atol=1e-5, rtol=0)
+
+
+def test_worked_overall_style() -> None:
+    """Images (0, 2) and (4, 10): mean 4, variance 14 = 5 (mean of variances) + 9 (variance of means)."""
+    sums = StyleAccumulator()
+    sums.add(one(0, 2))
+    sums.add(one(4, 10))
+    mean, deviation = sums.result(epsilon=0.0)
+    assert mean.item() == 4
+    assert deviation.square().item() == pytest.approx(14, abs=1e-5)
+    first, second = one(0, 2).var(correction=0), one(4, 10).var(correction=0)
+    assert ((first + second) / 2).item() == 5
+    assert torch.tensor([1.0, 7.0]).var(correction=0).item() == 9
+
+
+def test_a_stream_has_the_statistics_of_the_whole() -> None:
+    images = maps(11, 3, 4, 5).float()
+    sums = StyleAccumulator()
+    for part in images.split(4):
+        sums.add(part)
+    mean, deviation = sums.result()
+    torch.testing.assert_close(mean, images.mean((0, 2, 3)))
+    torch.testing.assert_close(deviation, (images.var((0, 2, 3), correction=0) + 1e-5).sqrt())
+    columns = StyleAccumulator()
+    columns.add(images[:, :, 0, 0])
+    torch.testing.assert_close(columns.result()[0], images[:, :, 0, 0].mean(0))
+
+
+def test_a_constant_image_stays_finite() -> None:
+    changed = adain(torch.full((2, 1, 3, 3), 0.5), torch.ones(2, 1), torch.ones(2, 1))
+    torch.testing.assert_close(changed, torch.ones(2, 1, 3, 3))
+
+
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 99))
+@settings(deadline=None, max_examples=25)
+def test_assignment(samples: int, domains: int, seed: int) -> None:
+    """N·L versions without replacement; at L = K each sample has each domain once, its own among them."""
+    for level in range(1, domains + 1):
+        table = style_assignment(samples, domains, level, torch.Generator().manual_seed(seed))
+        assert table.shape == (samples, level)
+        assert all(len(set(row)) == level for row in table.tolist())
+    assert torch.equal(table.sort(1).values, torch.arange(domains).expand(samples, -1))
+
+
+def test_every_domain_is_chosen_alike() -> None:
+    table = style_assignment(6000, 4, 2, torch.Generator().manual_seed(0))
+    counts = torch.bincount(table.flatten(), minlength=4) / 6000
+    torch.testing.assert_close(counts, torch.full((4,), 0.5), atol=0.03, rtol=0)
+
+
+def test_gradient() -> None:
+    styles = torch.ones(2, 1).double(), torch.ones(2, 1).double()
+    assert torch.autograd.gradcheck(lambda x: adain(x, *styles), (maps(2, 1, 2, 3).requires_grad_(),))
+
+
+def test_mistakes() -> None:
+    with pytest.raises(UserError, match=r"\(n, c, h, w\), found \(3, 2\)"):
+        channel_styles(torch.zeros(3, 2))
+    with pytest.raises(UserError, match="2 images of 3 channels need as many styles"):
+        adain(torch.zeros(2, 3, 4, 4), torch.zeros(2, 1), torch.zeros(2, 1))
+    with pytest.raises(UserError, match="a style needs at least one image"):
+        StyleAccumulator().result()
+    for level in (0, 4):
+        with pytest.raises(UserError, match="1 to 3 of 3 styles"):
+            style_assignment(2, 3, level, torch.Generator())
+
+
+# Lab ------------------------------------------------------------------------------------------------------------------
+
+PUBLISHED = {
+    (1.0, 1.0, 1.0): (100.0, 0.0, 0.0),
+    (0.0, 0.0, 0.0): (0.0, 0.0, 0.0),
+    (1.0, 0.0, 0.0): (53.24, 80.09, 67.20),
+    (0.0, 1.0, 0.0): (87.73, -86.18, 83.18),
+    (0.0, 0.0, 1.0): (32.30, 79.19, -107.86),
+    (0.5, 0.5, 0.5): (53.39, 0.0, 0.0),
+}
+
+
+def colour(values: tuple[float, ...]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64).view(1, 3, 1, 1)
+
+
+@pytest.mark.parametrize("rgb", PUBLISHED)
+def test_published_colours(rgb: tuple[float, ...]) -> None:
+    torch.testing.assert_close(rgb_to_lab(colour(rgb)), colour(PUBLISHED[rgb]), atol=0.02, rtol=0)
+
+
+def test_there_and_back() -> None:
+    images = maps(4, 3, 5, 5)
+    torch.testing.assert_close(lab_to_rgb(rgb_to_lab(images)), images, atol=1e-7, rtol=0)
+    torch.testing.assert_close(lab_to_rgb(rgb_to_lab(images.float())), images.float(), atol=1e-4, rtol=0)
+
+
+def test_lab_needs_colours() -> None:
+    for function in (rgb_to_lab, lab_to_rgb):
+        with pytest.raises(UserError, match="Lab needs colour images"):
+            function(torch.zeros(2, 1, 3, 3))

@@ -1,0 +1,450 @@
+"""CCST and `styles`: what is shared, what samples look like then, and that the method behind stays what it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from tiny import CNN, IMAGE, MLP, domains, federation, images, plans, run, setting, start_of, step_on, vectors
+from torch import Tensor
+
+import fedshift
+from fedshift.data.domain import Domain
+from fedshift.data.view import SiteData
+from fedshift.errors import UserError
+from fedshift.experiment.predict import load_model
+from fedshift.experiment.schema import parse
+from fedshift.federation.federation import Federation
+from fedshift.federation.local import LocalFederation, Setting
+from fedshift.federation.pool import WorkerPool
+from fedshift.federation.recipes import setting_from, setting_recipe
+from fedshift.federation.site import Site
+from fedshift.functional.colour import rgb_to_lab
+from fedshift.functional.styles import channel_styles
+from fedshift.methods import registry
+from fedshift.methods.federated.ccst import CCST, StyleTransfer
+from fedshift.methods.federated.csac import CSAC
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.federated.fedprox import FedProx
+from fedshift.methods.federated.fedsr import FedSR
+from fedshift.models import registry as models
+from fedshift.models.style_transfer import decoder, encoder
+
+SIZES = {"b": 8, "a": 6, "c": 7}
+
+
+def site_of(where: Federation, name: str) -> Site:
+    assert isinstance(where, LocalFederation)
+    return where._runners[name].site
+
+
+def coloured(name: str, number: int) -> Domain:
+    return images(name, number, channels=3)
+
+
+def begun(method: Any, found: list[Domain], network: dict[str, object] = CNN) -> tuple[Federation, Any]:
+    """The federation after the styles went round."""
+    where = federation(method, found, network)
+    state = method.start(where, start_of(method, found, network))
+    where.settle()
+    return where, state
+
+
+def seen(method: Any, where: Federation, name: str, repeats: int = 40) -> dict[int, list[Tensor]]:
+    """What training draws of every row of a site, inside a step, un-normalised."""
+    site = site_of(where, name)
+    site.begin(type(site.envelope)(9, 1, 0.0, 10_000))
+    out: dict[int, list[Tensor]] = {row: [] for row in range(site.samples)}
+    with method._stylised(site):
+        for batch in site.batches(repeats):
+            for row, sample in zip(batch.rows.tolist(), batch.inputs * 0.25 + 0.5, strict=True):
+                if not any(torch.allclose(sample, known, atol=1e-5) for known in out[row]):
+                    out[row].append(sample)
+    return out
+
+
+# Versions of a sample -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", [None, 2, 1])
+def test_the_augmented_set_has_n_times_l_samples(level: int | None) -> None:
+    """At level K every image has one untouched copy and one in the style of every other site; labels stay."""
+    method, found = CCST(level=level), [images(name, number) for name, number in SIZES.items()]
+    where, _ = begun(method, found)
+    drawn = seen(method, where, "a")
+    assert sum(len(versions) for versions in drawn.values()) == 6 * (level or 3)
+    original = torch.from_numpy(found[1].inputs).float() / 255  # type: ignore[arg-type]
+    untouched = sum(torch.allclose(v, original[row], atol=1e-5) for row, versions in drawn.items() for v in versions)
+    domains_of = site_of(where, "a").scratch["styler"].domains
+    assert untouched == int((domains_of == 0).sum())
+    assert level is not None or untouched == 6
+    site = site_of(where, "a")
+    with method._stylised(site):
+        for batch in site.batches():
+            assert torch.equal(batch.targets, torch.from_numpy(found[1].labels)[batch.rows])
+        for batch in site.all_batches():  # not for training: as they are
+            torch.testing.assert_close(batch.inputs * 0.25 + 0.5, original[batch.rows])
+
+
+def test_overall_styles_are_those_of_the_sites_and_images_take_them_on() -> None:
+    method, found = CCST(), [images(name, number) for name, number in SIZES.items()]
+    where, _ = begun(method, found)
+    bank: Any = site_of(where, "a").memory["styles"]
+    assert set(bank) == set(SIZES)
+    for domain in found:
+        pixels = torch.from_numpy(domain.inputs).double() / 255  # type: ignore[arg-type]
+        assert bank[domain.name]["mean"].item() == pytest.approx(pixels.mean().item(), abs=1e-6)
+        assert bank[domain.name]["deviation"].item() == pytest.approx((pixels.var(correction=0) + 1e-5).sqrt().item())
+    original = torch.from_numpy(found[1].inputs).float() / 255  # type: ignore[arg-type]
+    for row, versions in seen(method, where, "a").items():
+        mean, deviation = channel_styles(original[row : row + 1])
+        for name in "bc":
+            style = bank[name]
+            expected = (original[row] - mean[0]) / deviation[0] * style["deviation"][0] + style["mean"][0]
+            assert any(torch.allclose(version, expected.clamp(0, 1), atol=1e-5) for version in versions)
+
+
+def test_single_styles_are_of_images_of_the_site() -> None:
+    method, found = CCST(style_mode="single", bank_size=5), [images(name, number) for name, number in SIZES.items()]
+    where, _ = begun(method, found)
+    bank: Any = site_of(where, "c").memory["styles"]
+    for domain in found:
+        means = channel_styles(torch.from_numpy(domain.inputs).float() / 255)[0].flatten().tolist()  # type: ignore[arg-type]
+        shared = bank[domain.name]["mean"].flatten().tolist()
+        assert len(shared) == 5
+        assert all(min(abs(mean - known) for known in means) < 1e-6 for mean in shared)
+        assert len({round(mean, 7) for mean in shared}) == 5  # five different images
+    few = CCST(style_mode="single", bank_size=9)
+    where, _ = begun(few, found)
+    assert len(site_of(where, "a").memory["styles"]["a"]["mean"]) == 9  # type: ignore[index]
+
+
+def test_one_style_per_batch() -> None:
+    options: dict[str, Any] = {"style_mode": "single", "bank_size": 6}
+    found = [images(name, 30) for name in "abc"]
+    spread: list[int] = []
+    for same in (False, True):
+        method = CCST(**options, one_style_per_batch=same)
+        where, _ = begun(method, found)
+        with method._stylised(site_of(where, "a")):
+            styler = site_of(where, "a").scratch["styler"]
+        first = {
+            (domain, number)
+            for row in range(8)  # the first mini-batch's number of images
+            for domain, number in zip(styler.domains[row].tolist(), styler.numbers[row].tolist(), strict=True)
+        }
+        spread.append(len(first))
+    assert spread[1] == 3 < spread[0]
+
+
+def test_the_target_is_in_no_bank() -> None:
+    method = StyleTransfer(method={"name": "kd3a"})  # type: ignore[arg-type]
+    _, where = run(method, domains(MLP), MLP, rounds=1)
+    bank: Any = site_of(where, "large").memory["styles"]
+    assert set(bank) == {"large", "small", "one"}
+    assert "styles" not in site_of(where, "target").memory
+    entries = [entry for entry in where.ledger.entries if entry.kind == "styles"]
+    assert {entry.site for entry in entries} == set(bank)
+
+
+def test_vectors_take_on_the_columns_of_a_site() -> None:
+    method, found = CCST(), [vectors(name, number) for name, number in SIZES.items()]
+    where, _ = begun(method, found, MLP)
+    site = site_of(where, "a")
+    bank: Any = site.memory["styles"]
+    x = torch.from_numpy(found[1].inputs)  # type: ignore[arg-type]
+    torch.testing.assert_close(bank["a"]["mean"][0], x.mean(0), atol=1e-6, rtol=0)
+    own, other = bank["a"], bank["b"]
+    expected = (x - own["mean"]) / own["deviation"] * other["deviation"] + other["mean"]
+    site.begin(type(site.envelope)(9, 1, 0.0, 10_000))
+    with method._stylised(site):
+        drawn = [(row, s) for b in site.batches(30) for row, s in zip(b.rows.tolist(), b.inputs, strict=True)]
+    for row in range(6):
+        assert any(number == row and torch.allclose(s, expected[row], atol=1e-5) for number, s in drawn)
+
+
+# Other spaces ---------------------------------------------------------------------------------------------------------
+
+
+def test_lab_moves_the_lab_statistics() -> None:
+    method, found = CCST(style_space="lab"), [coloured(name, number) for name, number in SIZES.items()]
+    where, _ = begun(method, found)
+    bank: Any = site_of(where, "a").memory["styles"]
+    pixels = torch.from_numpy(found[0].inputs).float() / 255  # type: ignore[arg-type]
+    torch.testing.assert_close(bank["b"]["mean"][0], rgb_to_lab(pixels).mean((0, 2, 3)), atol=1e-3, rtol=1e-4)
+    state, _ = run(method, found)
+    assert state.weights != run(CCST(), found)[0].weights
+
+
+def test_features_take_styles_on_after_the_stage_in_training_only() -> None:
+    method, found = CCST(style_space="feature"), [images(name, number) for name, number in SIZES.items()]
+    where, _ = begun(method, found)
+    site = site_of(where, "a")
+    assert site.memory["styles"]["b"]["mean"].shape == (1, 3)  # type: ignore[index]
+    site.begin(type(site.envelope)(9, 1, 0.0, 10_000))
+    with method._stylised(site):
+        model = site.model()
+        batch = next(iter(site.batches()))
+        _, styled = model.with_stages(batch.inputs, ("conv1",))
+        _, plain = model.eval().with_stages(batch.inputs, ("conv1",))
+        foreign = site.scratch["styler"]._now[1]
+    assert foreign.any()
+    for row in range(len(batch.inputs)):
+        assert torch.allclose(styled["conv1"][row], plain["conv1"][row]) != bool(foreign[row])
+    bank: Any = site.memory["styles"]
+    means = styled["conv1"].mean((2, 3))
+    for row in foreign.nonzero().flatten().tolist():
+        assert any(torch.allclose(means[row], bank[name]["mean"][0], atol=1e-4) for name in "bc")
+    outside = site.model()  # no hook is left behind
+    _, after = outside.with_stages(batch.inputs, ("conv1",))
+    assert torch.equal(after["conv1"], plain["conv1"])
+
+
+@pytest.fixture
+def vgg_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Random weights under the published names; the encoder's file also has layers that are not needed."""
+    monkeypatch.setenv("FEDSHIFT_WEIGHTS", str(tmp_path))
+    draws = torch.Generator().manual_seed(0)
+
+    def write(name: str, shapes: dict[int, tuple[int, int, int]]) -> None:
+        tensors = {}
+        for layer, (out, into, kernel) in shapes.items():
+            tensors[f"{layer}.weight"] = (
+                torch.randn(out, into, kernel, kernel, generator=draws) * (2 / (into * kernel**2)) ** 0.5
+            )
+            tensors[f"{layer}.bias"] = torch.zeros(out)
+        save_file(tensors, tmp_path / name)
+
+    write(
+        "vgg19_normalised.safetensors",
+        {0: (3, 3, 1), 2: (64, 3, 3), 5: (64, 64, 3), 9: (128, 64, 3), 12: (128, 128, 3), 16: (256, 128, 3)}
+        | {19: (256, 256, 3), 22: (256, 256, 3), 25: (256, 256, 3), 29: (512, 256, 3), 32: (4, 512, 3)},
+    )
+    write(
+        "adain_decoder.safetensors",
+        {1: (256, 512, 3), 5: (256, 256, 3), 8: (256, 256, 3), 11: (256, 256, 3), 14: (128, 256, 3)}
+        | {18: (128, 128, 3), 21: (64, 128, 3), 25: (64, 64, 3), 28: (3, 64, 3)},
+    )
+    return tmp_path
+
+
+def test_vgg(vgg_files: Path) -> None:
+    """512 means and 512 deviations a style, 4,096 bytes; grey and colour images; each version is made once."""
+    for make in (images, coloured):
+        method, found = CCST(style_space="vgg", vgg_size=16), [make("a", 3), make("b", 2)]
+        state, where = run(method, found, rounds=1)
+        assert where.ledger.total["up"]["styles"] == 2 * 4096
+        assert where.ledger.total["down"]["styles"] == 2 * 2 * 4096
+        state.weights.check_finite("a run")
+        styler = site_of(where, "a").scratch["styler"]
+        assert styler._cache.shape == (3, 2, *found[0].inputs.shape[1:])
+        formula = method.network_traffic(setting(method, found).build_network(), found[0].inputs.shape[1:], 2, 1)
+        assert sum(where.ledger.total["up"].values()) == formula.up
+    maps = encoder(Path("vgg19_normalised.safetensors"), "x")(torch.rand(1, 3, 32, 32))
+    assert maps.shape == (1, 512, 4, 4)
+    assert decoder(Path("adain_decoder.safetensors"), "x")(maps).shape == (1, 3, 32, 32)
+
+
+def test_vgg_without_its_files_says_which(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDSHIFT_WEIGHTS", str(tmp_path))
+    network = setting(FedAvg(), domains()).build_network()
+    with pytest.raises(UserError, match=rf"ccst\.style_space: no weights file at {tmp_path}/vgg19_normalised\.safe"):
+        CCST(style_space="vgg").check(network)
+    save_file({"0.weight": torch.zeros(2, 3, 1, 1)}, tmp_path / "vgg19_normalised.safetensors")
+    with pytest.raises(UserError, match=r"adain_decoder\.safetensors"):
+        CCST(style_space="vgg").check(network)
+    with pytest.raises(UserError, match=r"has \(2, 3, 1, 1\) under '0\.weight', expected \(3, 3, 1, 1\)"):
+        encoder(Path("vgg19_normalised.safetensors"), "ccst.style_space")
+
+
+# The method behind ----------------------------------------------------------------------------------------------------
+
+BEHIND: dict[str, Callable[[], Any]] = {
+    "fedavg": lambda: FedAvg(local_epochs=2),
+    "fedsr": lambda: FedSR(steps_per_round=4),
+    "csac": lambda: CSAC(acquisition_epochs=2, calibration_epochs=1),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_it_is_the_method_behind_with_other_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work, report and bytes are those of the method behind and the bank; with the samples as they are, its weights."""
+    behind = BEHIND[name]()
+    found = [images(site, number) for site, number in SIZES.items()]
+    method = StyleTransfer(method=behind)
+    state, where = run(method, found)
+    plain, alone = run(behind, found)
+    assert state.weights != plain.weights
+    assert state.weights.keys() == plain.weights.keys()
+    assert set(state.report) == set(plain.report)
+    assert where.progress.used == alone.progress.used
+    extra = sum(where.ledger.total["up"].values()) - sum(alone.ledger.total["up"].values())
+    assert extra == where.ledger.total["up"]["styles"] == 3 * 4 * 2
+    network = setting(method, found).build_network()
+    formula = method.network_traffic(network, (1, 12, 12), 3, 2)
+    assert sum(where.ledger.total["up"].values()) == formula.up
+    assert sum(where.ledger.total["down"].values()) == formula.down
+    # The bank's exchanges move the seeds of those that follow, so the same is asked at level 1 of one's own style.
+    monkeypatch.setattr(SiteData, "restyled", lambda self, restyle: self)
+    unstyled = run(method, found)[0].weights
+    again = federation(behind, found)
+    again.progress.exchange = 2
+    same = behind.start(again, start_of(behind, found))
+    for _ in range(2):
+        same = step_on(behind, again, same)
+    assert unstyled == same.weights
+
+
+def test_ccst_is_styles_in_front_of_fedavg() -> None:
+    found = [images(site, number) for site, number in SIZES.items()]
+    first = run(CCST(local_epochs=2), found)[0]
+    second = run(StyleTransfer(method=FedAvg(local_epochs=2, weighting="uniform")), found)[0]
+    assert first.weights == second.weights
+    pulled = run(CCST(local_epochs=2, proximal_weight=0.5), found)[0]
+    behind = FedProx(local_epochs=2, weighting="uniform", proximal_weight=0.5)
+    assert pulled.weights == run(StyleTransfer(method=behind), found)[0].weights != first.weights
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "deepall"}, "deepall does not train at source sites"),
+        ({"method": {"name": "ccst"}}, "ccst has styles of its own"),
+        ({"method": {"name": "fedavg", "local_epochs": 0}}, "local_epochs: Input should be greater than 0"),
+        ({"method": 3}, "name of a method, or a mapping"),
+    ],
+)
+def test_what_cannot_stand_behind(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        StyleTransfer(**options)
+    with pytest.raises(UserError, match=message):
+        parse({"data": "rotated_digits", "model": "linear", "methods": [{"name": "styles", **options}]})
+
+
+def test_an_unknown_method_behind_comes_with_the_nearest() -> None:
+    with pytest.raises(UserError, match="did you mean 'fedavg'"):
+        parse({"data": "rotated_digits", "model": "linear", "methods": [{"name": "styles", "method": "fedagv"}]})
+
+
+def test_another_process_makes_its_equal_and_the_same_bits() -> None:
+    method = StyleTransfer(method=CSAC(acquisition_epochs=1, calibration_epochs=1), style_mode="single", bank_size=3)
+    whole = setting(method, domains())
+    assert setting_from(json.loads(json.dumps(setting_recipe(whole)))) == whole
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pool = WorkerPool(2, threads=1)
+    try:
+        here, _ = run(method)
+        there, _ = run(method, pool=pool)
+    finally:
+        pool.close()
+        torch.set_num_threads(threads)
+    assert here.weights == there.weights
+
+
+def test_a_finished_run_predicts_and_a_file_brings_no_code(tmp_path: Path) -> None:
+    options = {
+        "name": "styled",
+        "data": {"name": "rotated_digits", "per_class": 8, "size": 8},
+        "protocol": {"targets": ["D30"], "seeds": [0], "test_fraction": 0.25},
+        "model": {"name": "mlp", "hidden": [16]},
+        "training": {"rounds": 2, "batch_size": 20},
+        "methods": [{"name": "styles", "label": "styles+fedsr", "method": {"name": "fedsr", "samples": 3}}],
+        "engine": {"threads": 1},
+        "device": "cpu",
+    }
+    results = fedshift.run(options, tmp_path)
+    folder = results.folder / "styles+fedsr" / "D30" / "seed-0"
+    model = load_model(folder)
+    assert isinstance(model.method, StyleTransfer)
+    assert isinstance(model.method.inner, FedSR)
+    assert fedshift.run(options, tmp_path).runs[0].rounds == 2  # recognised as its own folder
+    file = folder / "model.safetensors"
+    with safe_open(str(file), framework="pt") as opened:
+        metadata = json.loads(opened.metadata()["fedshift"])
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    metadata["method"]["method"]["name"] = f"{tmp_path}/evil.py:Evil"
+    (tmp_path / "evil.py").write_text("raise SystemExit('ran')")
+    save_file(tensors, file, {"fedshift": json.dumps(metadata)})
+    with pytest.raises(UserError, match="does not come with fedshift"):
+        load_model(folder)
+
+
+# Bad input ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", [CCST(), StyleTransfer(method={"name": "csac"})], ids=["ccst", "styles"])  # type: ignore[arg-type]
+def test_a_site_that_refuses_styles_ends_the_run_at_once(method: Any) -> None:
+    with pytest.raises(UserError, match="site 'large' refuses to send styles"):
+        federation(method, refuse=["styles"])
+    options = {
+        "data": {"name": "rotated_digits", "per_class": 5},
+        "model": "linear",
+        "methods": [{"name": method.name}],
+        "engine": {"refuse": ["styles"]},
+    }
+    with pytest.raises(UserError, match=f"sites refuse styles, which {method.name} shares"):
+        fedshift.run(options)
+    assert "styles" in registry.method_class(method.name).shares
+    assert "styles" not in FedAvg.shares
+
+
+def test_grey_and_colour_cannot_mix() -> None:
+    found = [images("a", 9), coloured("b", 9)]
+    method = CCST()
+    where = LocalFederation(
+        [*plans(method, found[:1]), *plans(method, found[1:])],
+        Setting(method, setting(method, found[:1]).training, models.parse(CNN), IMAGE, (1, 12, 12), 3, 2, 0, "cpu"),
+        budget={"a": 9, "b": 9},
+        rounds=1,
+    )
+    with pytest.raises(UserError, match=r"styles of site 'b' beside those of 'a' \(grey and colour\?\): tensor 'mean'"):
+        method.start(where, start_of(method, found[:1]))
+    with pytest.raises(UserError, match=r"site 'a': ccst\.style_space: lab needs colour images, these have 1"):
+        begun(CCST(style_space="lab"), found[:1])
+
+
+def test_options_that_do_not_fit() -> None:
+    for options in ({"style_mode": "single"}, {"style_space": "feature"}):
+        with pytest.raises(UserError, match=r"site 'large': ccst\.style_space: .* needs images"):
+            begun(CCST(**options), domains(MLP), MLP)
+    with pytest.raises(UserError, match=r"ccst\.level: 4 of 3 source domains"):
+        begun(CCST(level=4), domains())
+    with pytest.raises(UserError, match=r"ccst\.stage: the network has no stage 'conv9'; did you mean"):
+        CCST(style_space="feature", stage="conv9").check(setting(CCST(), domains()).build_network())
+
+
+def test_options_change_the_result() -> None:
+    found = [images(site, number) for site, number in SIZES.items()]
+    plain = run(CCST(), found)[0].weights
+    changes: list[dict[str, Any]] = [
+        {"style_space": "feature"},
+        {"style_mode": "single"},
+        {"level": 1},
+        {"unbiased_content": True},
+        {"local_epochs": 2},
+        {"steps_per_round": 3},
+        {"weighting": "samples"},
+    ]
+    for change in changes:
+        assert run(CCST(**change), found)[0].weights != plain, change
+    twice, pulled = (run(CCST(local_epochs=2, proximal_weight=weight), found)[0].weights for weight in (0, 0.5))
+    assert twice != pulled
+    single = run(CCST(style_mode="single"), found)[0].weights
+    assert run(CCST(style_mode="single", bank_size=2), found)[0].weights != single
+    assert run(CCST(style_mode="single", one_style_per_batch=True), found)[0].weights != single
+    stages = [run(CCST(style_space="feature", stage=stage), found)[0].weights for stage in ("conv1", "conv2")]
+    assert stages[0] != stages[1]
+
+
+def test_one_source_has_nobody_to_take_a_style_from() -> None:
+    found = [images("alone", 9)]
+    method = CCST()
+    where, _ = begun(method, found)
+    assert all(len(versions) == 1 for versions in seen(method, where, "alone", repeats=5).values())
