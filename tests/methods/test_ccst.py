@@ -28,6 +28,7 @@ from fedshift.federation.site import Site
 from fedshift.functional.colour import rgb_to_lab
 from fedshift.functional.styles import channel_styles
 from fedshift.methods import registry
+from fedshift.methods.base import RunPlan
 from fedshift.methods.federated.ccst import CCST, StyleTransfer
 from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg
@@ -244,7 +245,13 @@ def test_vgg(vgg_files: Path) -> None:
         state.weights.check_finite("a run")
         styler = site_of(where, "a").scratch["styler"]
         assert styler._cache.shape == (3, 2, *found[0].inputs.shape[1:])
-        formula = method.network_traffic(setting(method, found).build_network(), found[0].inputs.shape[1:], 2, 1)
+        plan = RunPlan.of(
+            setting(method, found).build_network(),
+            input_shape=found[0].inputs.shape[1:],
+            samples=dict.fromkeys("ab", 1),
+            rounds=1,
+        )
+        formula = method.traffic(plan)
         assert sum(where.ledger.total["up"].values()) == formula.up
     maps = encoder(Path("vgg19_normalised.safetensors"), "x")(torch.rand(1, 3, 32, 32))
     assert maps.shape == (1, 512, 4, 4)
@@ -287,7 +294,7 @@ def test_it_is_the_method_behind_with_other_samples(name: str, monkeypatch: pyte
     extra = sum(where.ledger.total["up"].values()) - sum(alone.ledger.total["up"].values())
     assert extra == where.ledger.total["up"]["styles"] == 3 * 4 * 2
     network = setting(method, found).build_network()
-    formula = method.network_traffic(network, (1, 12, 12), 3, 2)
+    formula = method.traffic(RunPlan.of(network, input_shape=(1, 12, 12), samples=dict.fromkeys("abc", 1), rounds=2))
     assert sum(where.ledger.total["up"].values()) == formula.up
     assert sum(where.ledger.total["down"].values()) == formula.down
     # The bank's exchanges move the seeds of those that follow, so the same is asked at level 1 of one's own style.

@@ -36,7 +36,15 @@ from fedshift.experiment.protocol import (
     site_plans,
     unseen_rows,
 )
-from fedshift.experiment.schema import AdaptToOne, Experiment, FlareEngine, LeaveOneOut, method_name, parse
+from fedshift.experiment.schema import (
+    AdaptToOne,
+    Experiment,
+    FlareEngine,
+    LeaveOneOut,
+    SourceTarget,
+    method_name,
+    parse,
+)
 from fedshift.federation.local import Setting
 from fedshift.federation.recipes import setting_recipe
 from fedshift.federation.remote import Lost, RemoteFederation, Transport, ask_plain
@@ -58,6 +66,10 @@ def check_deployable(experiment: Experiment) -> FlareEngine:
         raise UserError(
             f"data.name: {experiment.data.name} lies on this machine; write data: {{name: sites}}, and each site its "
             "own data in its SITE.yaml (fedshift project try plays such a federation with data on this machine)"
+        )
+    if isinstance(experiment.protocol, SourceTarget):
+        raise UserError(
+            "protocol.kind: source_target is a simulation; deploy leave_one_out or adapt_to_one"
         )
     for method in experiment.methods:
         if method.pooled:
@@ -104,7 +116,8 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
         agreed = agree(experiment, transport, [site for site in sites if site not in dropped], folder, engine, watch)
         for warning in agreed.data.warnings:
             watch.warn(warning)
-        check_fit(experiment, agreed.data)
+        targets = targets_of(experiment, agreed)
+        check_fit(experiment, agreed.data, targets)
         fingerprint = _fingerprint(agreed)
         context = Context(
             experiment,
@@ -115,7 +128,6 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
             None,
             watch,
         )
-        targets = targets_of(experiment, agreed)
         runs = folder / "runs" / experiment.name
         write_order(experiment, targets, runs)
         parts = [
@@ -221,6 +233,7 @@ def _part(
 
 
 def _split_rule(experiment: Experiment) -> dict[str, Any]:
+    assert not isinstance(experiment.protocol, SourceTarget)  # as `check_deployable` made sure
     return {"test_fraction": experiment.protocol.test_fraction, "split": experiment.protocol.split}
 
 
@@ -358,6 +371,7 @@ def _fingerprint(agreed: Agreed) -> str:
 
 def targets_of(experiment: Experiment, agreed: Agreed) -> tuple[str, ...]:
     """The targets in turn: as the protocol names them; ``all``: the coordinator's own domains, else every site."""
+    assert not isinstance(experiment.protocol, SourceTarget)  # as `check_deployable` made sure
     named = experiment.protocol.targets
     own = tuple(agreed.own.domains) if agreed.own else ()
     if named == "all":

@@ -80,10 +80,11 @@ def run_experiment(
     return folder
 
 
-def check_fit(experiment: Experiment, data: DataSet) -> tuple[str, ...]:
+def check_fit(experiment: Experiment, data: DataSet, targets: Sequence[str] | None = None) -> tuple[str, ...]:
     """Warnings of the methods about their options on these data.
 
-    Raises UserError when a method, the network, the data and what sites refuse do not fit; nothing is trained.
+    targets: those of a deployment, which has a name for all sites together; else the protocol's. Raises UserError when
+    a method, the network, the data and what sites refuse do not fit; nothing is trained.
     """
     warnings: list[str] = []
     for kind in experiment.data.shares:
@@ -92,7 +93,7 @@ def check_fit(experiment: Experiment, data: DataSet) -> tuple[str, ...]:
                 f"engine.refuse: sites refuse {kind}, which data set {experiment.data.name} needs for a common encoding"
             )
     protocol = experiment.protocol
-    numbers = {len(roles_of(protocol, data, target)[0]) for target in targets_of(protocol, data)}
+    numbers = {len(roles_of(protocol, data, target)[0]) for target in targets or targets_of(protocol, data)}
     for method in experiment.methods:
         for sources in sorted(numbers):
             network = models.build(experiment.model, data.input_shape, len(data.classes), 0)

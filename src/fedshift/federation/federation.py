@@ -34,7 +34,7 @@ class StepOwner(Protocol):
 
     def adapt_network(self, network: Network, sources: int) -> Network: ...
 
-    def owns(self, step: Callable[..., Reply]) -> bool: ...
+    def step_owner(self, step: str) -> StepOwner: ...
 
     def run_step(self, step: str, site: Site, content: Mapping[str, Any]) -> Reply: ...
 
@@ -235,7 +235,7 @@ class Federation(ABC):
         unknown = [site for site in to if site not in self.progress.used]
         if unknown:
             raise FedshiftError(f"'{unknown[0]}' is not in this federation; {nearest(unknown[0], self.progress.used)}")
-        if not self.method.owns(step):
+        if getattr(step, "__self__", None) is not self.method.step_owner(step.__name__):
             raise FedshiftError("ask takes a step of the method itself, such as self.fit")
         self.progress.exchange += 1
         replies = Replies(tuple(to), self._exchange(step.__name__, tuple(to), content))

@@ -58,9 +58,10 @@ class Transport(Protocol):
         ...
 
 
-def reply_type(method: object, step: str) -> type[Reply]:
+def reply_type(method: StepOwner, step: str) -> type[Reply]:
     """What a step of ``method`` returns. Raises FedshiftError when ``step`` is no step: a private name, server code."""
-    function = getattr(type(method), step, None) if isinstance(step, str) and not step.startswith("_") else None
+    named = isinstance(step, str) and not step.startswith("_")
+    function = getattr(type(method.step_owner(step)), step, None) if named else None
     if inspect.isfunction(function):
         parameters = list(inspect.signature(function).parameters)
         try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -55,7 +55,7 @@ class Traffic:
 class RunPlan:
     """What the bytes of a run depend on.
 
-    payload: bytes of the network that sites train; classifier: those of its classifier. width: numbers of its features.
+    network: what sites train. payload: its bytes; classifier: those of its classifier. width: numbers of its features.
     input_shape: of a sample. samples: training samples by source. targets: sites without labels that take part.
     trained: samples in the mini-batches of the whole run, all sites together.
     """
@@ -63,6 +63,7 @@ class RunPlan:
     payload: int
     samples: Mapping[str, int]
     rounds: int
+    network: Network | None = None
     targets: int = 0
     classifier: int = 0
     width: int = 0
@@ -78,6 +79,7 @@ class RunPlan:
     def of(cls, network: Network, **numbers: Any) -> RunPlan:
         """The plan of a run in which sites train ``network``; ``numbers`` are the other fields."""
         return cls(
+            network=network,
             payload=payload(network).bytes,
             classifier=payload(network.classifier).bytes,
             width=network.embedding_size,
@@ -163,13 +165,13 @@ class Method(BaseModel, ABC):
         scores: Tensor = network(inputs)
         return scores
 
-    def owns(self, step: Callable[..., Reply]) -> bool:
-        """Whether ``step`` is one of this method's: a method in front of another one owns that one's steps too."""
-        return getattr(step, "__self__", None) is self
+    def step_owner(self, step: str) -> Method:
+        """The method that has the step of this name: itself, or the one that it stands in front of."""
+        return self
 
     def run_step(self, step: str, site: Site, content: Mapping[str, Any]) -> Reply:
         """Run one of its steps at a site; a method in front of another one prepares the site for that one's steps."""
-        reply: Reply = getattr(self, step)(site, **content)
+        reply: Reply = getattr(self.step_owner(step), step)(site, **content)
         return reply
 
     @property

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import functools
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +66,7 @@ from fedshift.federation.recipes import place_of
 from fedshift.federation.site import Site
 from fedshift.functional.styles import style_assignment
 from fedshift.methods import registry
-from fedshift.methods.base import Method, State, Traffic
+from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedprox import FedProx
 from fedshift.methods.style_spaces import Channels, Columns, Lab, Style, Styler, StyleSpace, Vgg
@@ -153,11 +153,11 @@ class _StyleTransfer(Method):
     def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return self.inner.target_mini_batches(batches_per_epoch, rounds)
 
-    def network_traffic(self, network: Network, input_shape: tuple[int, ...], sites: int, rounds: int) -> Traffic:
-        behind = self.inner.network_traffic(network, input_shape, sites, rounds)
+    def traffic(self, plan: RunPlan) -> Traffic:
+        assert plan.network is not None
         styles = self.bank_size if self.style_mode == "single" else 1
-        one = 4 * styles * self._numbers(network, input_shape)
-        return Traffic(up=behind.up + sites * one, down=behind.down + sites * sites * one)
+        one = 4 * styles * self._numbers(plan.network, plan.input_shape)
+        return self.inner.traffic(plan) + Traffic(up=plan.sources * one, down=plan.sources**2 * one)
 
     def _numbers(self, network: Network, input_shape: tuple[int, ...]) -> int:
         """Numbers in one style."""
@@ -168,9 +168,6 @@ class _StyleTransfer(Method):
                 _, maps = network.eval().with_stages(torch.zeros(1, *input_shape), (self._stage(network),))
             return 2 * next(iter(maps.values())).shape[1]
         return 2 * input_shape[0]
-
-    def feature_traffic(self, samples: int, width: int) -> Traffic:
-        return self.inner.feature_traffic(samples, width)
 
     def check(self, network: Network) -> None:
         if self.style_space == "feature":
@@ -202,11 +199,12 @@ class _StyleTransfer(Method):
     def predict(self, network: Network, inputs: Tensor) -> Tensor:
         return self.inner.predict(network, inputs)
 
-    def owns(self, step: Callable[..., Reply]) -> bool:
-        return super().owns(step) or self.inner.owns(step)
+    def step_owner(self, step: str) -> Method:
+        own = step in (self.share_styles.__name__, self.receive_styles.__name__)
+        return self if own else self.inner.step_owner(step)
 
     def run_step(self, step: str, site: Site, content: Mapping[str, Any]) -> Reply:
-        if step in (self.share_styles.__name__, self.receive_styles.__name__):
+        if self.step_owner(step) is self:
             return super().run_step(step, site, content)
         with self._stylised(site):
             return self.inner.run_step(step, site, content)
