@@ -72,20 +72,20 @@ def test_only_the_coordinator_listens_to_others(network: Network) -> None:
 
 def test_a_run_survives_whatever_is_killed(network: Network, tmp_path: Path) -> None:
     """A site's job in mid-step, a whole site, the whole coordinator: each killed with -9, two of them started again."""
-    method = {"name": "slow_method:Slow", "label": "slow", "seconds": 1.0}
+    method = {"name": "slow_method:Slow", "label": "slow", "seconds": 0.6}
     options = options_of(method, name="faults")
-    options["training"] = {**options["training"], "rounds": 7}
+    options["training"] = {**options["training"], "rounds": 5}
     deployment = network.deploy(options)
 
     network.wait(deployment, lambda: asked(deployment, 2))
-    time.sleep(0.4)
+    time.sleep(0.3)
     assert network.kill(network.made.sites["north"], only="worker_process") == 1
 
-    network.wait(deployment, lambda: rounds(deployment) >= 3 and asked(deployment, 4))
+    network.wait(deployment, lambda: rounds(deployment) >= 2 and asked(deployment, 3))
     assert network.kill(network.made.sites["south"]) >= 2
     network.start("south")
 
-    network.wait(deployment, lambda: rounds(deployment) >= 5 and asked(deployment, 6))
+    network.wait(deployment, lambda: rounds(deployment) >= 3 and asked(deployment, 4))
     assert network.kill(network.coordinator) >= 2
     network.start("coordinator")
 
@@ -98,6 +98,6 @@ def test_a_run_survives_whatever_is_killed(network: Network, tmp_path: Path) -> 
     assert "died" in jobs
     assert any(event.get("what") == "site" and event["site"] == "south" for event in events)
     lines = [json.loads(line) for line in (there / "slow/west/seed-0/rounds.jsonl").read_text().splitlines()]
-    assert [line["round"] for line in lines] == list(range(1, 8))
+    assert [line["round"] for line in lines] == list(range(1, 6))
     for name in SITES:
         assert not list((network.made.sites[name] / "memory").glob("faults-*")), "a finished run is forgotten at sites"

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import socket
+import ssl
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -307,11 +308,26 @@ def check_certificates(kit: Kit, now: datetime.datetime | None = None) -> dateti
 
 
 def check_reachable(kit: Kit, seconds: float = 5.0) -> str | None:
-    """Why the coordinator cannot be reached from here; None when it can."""
+    """Why the coordinator cannot be reached from here; None when it can.
+
+    Raises UserError when what answers there is not the coordinator of this project, or does not accept this kit.
+    """
     address = (kit.project.server, kit.project.port)
+    startup = kit.flare / "startup"
+    context = ssl.create_default_context(cafile=str(startup / "rootCA.pem"))
+    context.check_hostname = False  # FLARE's own check is by the authority, too: the name may be an alias
+    context.load_cert_chain(startup / "client.crt", startup / "client.key")
     try:
-        with socket.create_connection(address, timeout=seconds):
+        with socket.create_connection(address, timeout=seconds) as plain, context.wrap_socket(plain) as connection:
+            connection.settimeout(0.5)
+            with contextlib.suppress(TimeoutError):
+                connection.recv(1)  # a certificate that is not accepted is only said now
             return None
+    except ssl.SSLError as error:
+        raise UserError(
+            f"{address[0]} port {address[1]} does not accept this kit, or is not the coordinator of project "
+            f"'{kit.project.name}' ({error.reason or error}): ask {kit.project.contact} for a new kit"
+        ) from None
     except OSError as error:
         return f"{address[0]} port {address[1]}: {error.strerror or error}"
 

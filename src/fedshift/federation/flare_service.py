@@ -297,12 +297,14 @@ class _Job:
         if outcome.get("outcome") == "failed":
             deployment.set_state("failed", message=outcome["message"], exit_code=outcome.get("exit_code", 1))
             return True
+        if outcome.get("outcome") == "again":  # what is left of that job ends beside the next one
+            return self._ended("")
         if time.monotonic() < self._next_status:
             return False
         self._next_status = time.monotonic() + 1.0
         status = str(session.get_job_meta(self._job).get("status", ""))
         if status.startswith("FINISHED"):
-            return self._ended(status, again=outcome.get("outcome") == "again")
+            return self._ended(status)
         if status == "RUNNING":
             self._look_for_returned_sites()
         return False
@@ -328,17 +330,17 @@ class _Job:
         self._state("running", "")
         return False
 
-    def _ended(self, status: str, *, again: bool) -> bool:
-        """A job ended before its deployment: go on in another one, or give up."""
+    def _ended(self, status: str) -> bool:
+        """A job ended before its deployment: go on in another one, or give up. ``status``: FLARE's, of one that died."""
         deployment = self.deployment
-        deployment.record({"what": "job", "is": "again" if again else "died", "job": self._job, "status": status})
+        deployment.record({"what": "job", "is": "died" if status else "again", "job": self._job, "status": status})
         rounds = self._count_rounds()
-        self._died = 0 if again or rounds > self._rounds else self._died + 1
+        self._died = 0 if rounds > self._rounds else self._died + 1
         self._rounds = rounds
         if self._died >= self.tries:
             message = (
-                f"{self._died} jobs died one after the other without finishing a round ({status}); see fedshift deploy "
-                "logs, then fedshift deploy resume"
+                f"{self._died} jobs ended one after the other without finishing a round; see fedshift "
+                "deploy logs, then fedshift deploy resume"
             )
             deployment.set_state("failed", message=message, exit_code=1)
             return True

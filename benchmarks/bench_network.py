@@ -1,0 +1,276 @@
+"""What a network costs: start-up, seconds of an exchange, memory and idle processor time of every process.
+
+A coordinator and three sites as processes of their own on this machine, mutual TLS over loopback:
+
+    python benchmarks/bench_network.py [--exchanges 7]
+
+Writes benchmarks/results/network/network.json, from which docs/deploy.md quotes. The method below is what is run: it
+sends weights of a given size to all sites, which send them back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from fedshift.federation.federation import Federation
+from fedshift.federation.messages import Reply
+from fedshift.federation.site import Site
+from fedshift.methods.base import Method, State
+from fedshift.weights import Weights
+
+RESULTS = Path(__file__).parent / "results" / "network" / "network.json"
+SITES = ("north", "south", "east")
+AIMS = {"empty": 0.25, "4 MB": 0.5, "45 MB": 3.5, "45 MB as bf16": 1.75}
+
+
+@dataclass(frozen=True)
+class Echoed(Reply):
+    """What came."""
+
+    weights: Weights
+
+
+@dataclass(frozen=True)
+class Nothing(Reply):
+    """That it came."""
+
+    number: float
+
+
+class Echo(Method):
+    """Sends weights to every site and has them sent back."""
+
+    name: ClassVar[str] = "bench_network:Echo"
+    title: ClassVar[str] = "Echo"
+    citation: ClassVar[str] = "none"
+
+    megabytes: float = Field(0.0, description="of float32 weights, each way; 0: an empty step")
+    exchanges: int = Field(1, description="in the one round")
+    sleep: float = Field(0.0, description="seconds that an empty step takes")
+
+    def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
+        return 0
+
+    def round(self, federation: Federation, state: State) -> State:
+        whole = Weights({"payload": torch.randn(int(self.megabytes * 250_000))})
+        seconds = []
+        for _ in range(self.exchanges):
+            begun = time.perf_counter()
+            if self.megabytes:
+                for _ in federation.ask(self.echo, to=federation.sources, weights=whole):
+                    pass
+            else:
+                for _ in federation.ask(self.nothing, to=federation.sources):
+                    pass
+            seconds.append(time.perf_counter() - begun)
+        return state.advance(state.weights, report={"seconds_of_exchanges": seconds})
+
+    def echo(self, site: Site, weights: Weights) -> Echoed:
+        """At a site: send back what came."""
+        return Echoed(weights)
+
+    def nothing(self, site: Site) -> Nothing:
+        """At a site: do nothing."""
+        time.sleep(self.sleep)
+        return Nothing(1.0)
+
+
+def measure(exchanges: int) -> dict[str, Any]:
+    """Everything, as it goes into the file."""
+    import yaml
+
+    from fedshift.cli.project import free_port
+    from fedshift.federation import roles
+
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    with tempfile.TemporaryDirectory(prefix="fedshift-bench-") as name, _clock() as provisioning:
+        folder = Path(name)
+        project = {
+            "name": "bench",
+            "contact": "bench@example.org",
+            "server": "localhost",
+            "port": free_port(),
+            "sites": list(SITES),
+        }
+        (folder / "project.yaml").write_text(yaml.safe_dump(project))
+        made = roles.provision(roles.load_project(folder / "project.yaml"), folder)
+        provisioning.stop()
+        for site in SITES:
+            np.savez(folder / f"{site}.npz", x=np.random.default_rng(0).normal(size=(60, 5)), y=np.arange(60) % 3)
+            options = {
+                "site": site,
+                "data": {"name": "arrays", "sites": {site: str(folder / f"{site}.npz")}},
+                "device": "cpu",
+                "threads": 1,
+                "policy": {"methods": ["bench_network:Echo"], "smallest_group": 1},
+            }
+            (made.sites[site] / "SITE.yaml").write_text(yaml.safe_dump(options))
+        try:
+            with _clock() as starting:
+                roles.start(roles.load_kit(made.coordinator, "coordinator"))
+                for site in SITES:
+                    roles.start(roles.load_kit(made.sites[site], "site"), made.sites[site] / "SITE.yaml", wait=0)
+                while any(
+                    roles.status(roles.load_kit(kit, "site")).state != "connected" for kit in made.sites.values()
+                ):
+                    time.sleep(0.05)
+            idle = _usage(made.folder, 10.0)
+            found = {"provision_seconds": provisioning.seconds, "start_seconds": starting.seconds, "idle": idle}
+            return found | _runs(made.coordinator, made.folder, exchanges)
+        finally:
+            for kit in made.sites.values():
+                roles.stop(roles.load_kit(kit, "site"))
+            roles.stop(roles.load_kit(made.coordinator, "coordinator"))
+
+
+def _runs(kit: Path, folder: Path, exchanges: int) -> dict[str, Any]:
+    """Exchanges of every size, and what the processes of a job use."""
+    rows: dict[str, Any] = {}
+    cases = (("empty", 0.0, "float32"), ("4 MB", 4.0, "float32"), ("45 MB", 45.0, "float32"))
+    for label, megabytes, wire in (*cases, ("45 MB as bf16", 45.0, "bf16"), ("45 MB as int8", 45.0, "int8")):
+        method = {"name": "bench_network:Echo", "label": "echo", "megabytes": megabytes, "exchanges": exchanges}
+        seconds, first, memory = _deploy(kit, folder, label, method, wire)
+        rows[label] = {
+            "median_seconds": statistics.median(seconds),
+            "fastest_seconds": min(seconds),
+            "slowest_seconds": max(seconds),
+            "exchanges": len(seconds),
+            "deployed_to_first_exchange_seconds": first,
+            "memory_mb": memory,
+        }
+    waiting = {"name": "bench_network:Echo", "label": "echo", "exchanges": 1, "sleep": 25.0}
+    _, _, _, used = _deploy(kit, folder, "waiting", waiting, "float32", watch=10.0)
+    return {"exchanges": rows, "waiting_in_a_job": used}
+
+
+def _deploy(
+    kit: Path, folder: Path, label: str, method: dict[str, Any], wire: str, watch: float | None = None
+) -> tuple[Any, ...]:
+    from fedshift.cli.deploy import follow
+    from fedshift.experiment.schema import parse
+    from fedshift.federation.deployment import ENDS, Deployment
+
+    experiment = parse(
+        {
+            "name": label.replace(" ", "-"),
+            "data": "sites",
+            "protocol": {"targets": ["sites"], "seeds": [0], "test_fraction": 0.3},
+            "model": {"name": "linear"},
+            "training": {"rounds": 1},
+            "methods": [method],
+            "device": "cpu",
+            "engine": {"name": "flare", "threads": 1, "wire": wire, "deadline": 600},
+        }
+    )
+    begun = time.time()
+    follow(kit, experiment, folder / "runs", detach=True)
+    deployment = Deployment(kit, experiment.name)
+    memory: dict[str, float] = {}
+    used = None
+    while deployment.state["state"] not in ENDS:
+        for name, process in _processes(folder):
+            memory[name] = max(memory.get(name, 0.0), process.memory_info().rss / 1e6)
+        asked = any(event.get("is") == "asked" and event.get("what") == "nothing" for event in deployment.events())
+        if watch and asked and used is None:
+            time.sleep(8.0)  # what a job does at its beginning is over
+            used = _usage(folder, watch)
+        time.sleep(0.1)
+    if deployment.state["state"] != "finished":
+        raise SystemExit(f"{label}: {deployment.state}")
+    place = deployment.folder / "runs" / experiment.name / "echo" / "sites" / "seed-0"
+    (line,) = (place / "rounds.jsonl").read_text().splitlines()
+    first = next(event["time"] for event in deployment.events() if event.get("is") == "answered") - begun
+    seconds = json.loads(line)["extra"]["seconds_of_exchanges"]
+    rounded = {name: round(size) for name, size in sorted(memory.items())}
+    return (seconds, first, rounded) if watch is None else (seconds, first, rounded, used)
+
+
+def _processes(folder: Path) -> Iterator[tuple[str, Any]]:
+    """``(what it is, process)`` of everything that works below a folder."""
+    import psutil
+
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        kit = next((word for word in words if word.startswith(str(folder))), None)
+        if kit is None:
+            continue
+        role = "coordinator" if "/coordinator" in kit else f"site {Path(kit).relative_to(folder).parts[1]}"
+        kinds = {"flare_service": "service", "_train": "FLARE", "runner_process": "job", "worker_process": "job"}
+        what = next((kind for part, kind in kinds.items() if any(part in word for word in words)), "other")
+        try:
+            process.memory_info()
+        except psutil.Error:
+            continue
+        yield f"{role}, {what}", process
+
+
+def _usage(folder: Path, seconds: float) -> dict[str, Any]:
+    """Memory and share of one core of every process while nothing is asked of it."""
+    before = {process.pid: (name, process, sum(process.cpu_times()[:2])) for name, process in _processes(folder)}
+    time.sleep(seconds)
+    return {
+        name: {
+            "memory_mb": round(process.memory_info().rss / 1e6),
+            "cpu_percent": round(100 * (sum(process.cpu_times()[:2]) - used) / seconds, 1),
+        }
+        for name, process, used in sorted(before.values(), key=lambda row: row[0])
+        if process.is_running()
+    }
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self._begun, self.seconds = time.perf_counter(), 0.0
+
+    def stop(self) -> None:
+        self.seconds = self.seconds or time.perf_counter() - self._begun
+
+
+@contextmanager
+def _clock() -> Iterator[_Clock]:
+    clock = _Clock()
+    yield clock
+    clock.stop()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--exchanges", type=int, default=7, help="of each size")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    from importlib.metadata import version
+
+    load = os.getloadavg()[0]
+    found = measure(arguments.exchanges)
+    found["machine"] = {
+        "cores": os.cpu_count(),
+        "load_average_before": round(load, 2),
+        "load_average_after": round(os.getloadavg()[0], 2),
+        "python": sys.version.split()[0],
+        "nvflare": version("nvflare"),
+        "torch": version("torch"),
+    }
+    found["aims_seconds"] = AIMS
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(found, indent=2) + "\n")
+    for label, row in found["exchanges"].items():
+        print(f"{label:16} {row['median_seconds']:.3f} s (aim {AIMS.get(label, '-')})")
+
+
+if __name__ == "__main__":
+    main()
