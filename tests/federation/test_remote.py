@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from loopback import SITES, Loopback, deploy, events, options_of, simulate, site_file, write_data
 from safetensors.torch import load_file
 
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.deployed import coordinate
+from fedshift.experiment.loop import run_experiment
 from fedshift.experiment.schema import parse
 from fedshift.experiment.site import SiteProgram, load_site
 from fedshift.federation.federation import Answer
@@ -81,6 +83,75 @@ def test_nobody_need_be_left_out(tmp_path: Path) -> None:
     there, _ = deploy(tmp_path, options, unseen={})
     last = json.loads((there / "fedavg/sites/seed-0/rounds.jsonl").read_text().splitlines()[-1])
     assert set(last["target_accuracy"]) == set(SITES) == set(last["source_accuracy"])
+
+
+TABLE = {"name": "table", "label": "outcome", "numeric": ["age", "pressure"], "categorical": ["sex"]}
+
+
+def write_tables(folder: Path) -> dict[str, str]:
+    """A CSV file per site; a missing value and a category that only one site has."""
+    draws = np.random.default_rng(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, site in enumerate((*SITES, "west")):
+        rows = ["age,pressure,sex,outcome"]
+        for row in range(24 + 3 * number):
+            pressure = "" if site == "south" and row == 3 else f"{draws.normal(100 + number, 9):.3f}"
+            age, sex = f"{draws.normal(50 + 20 * (row % 2), 9):.2f}", "fmx"[row % (2 + (site == "east"))]
+            rows.append(f"{age},{pressure},{sex},{'ny'[row % 2]}")
+        (folder / f"{site}.csv").write_text("\n".join(rows) + "\n")
+    return {site: str(folder / f"{site}.csv") for site in (*SITES, "west")}
+
+
+def begin(folder: Path, options: dict[str, Any], unseen: dict[str, Any] | None) -> Path:
+    """A deployment's folder."""
+    place = folder / "deployment"
+    place.mkdir()
+    whole = {**options, "data": {"name": "sites", "unseen": unseen}, "engine": {"name": "flare", "threads": 1}}
+    (place / "experiment.json").write_text(json.dumps(parse(whole).dump()))
+    return place
+
+
+def simulated(folder: Path, options: dict[str, Any], data: dict[str, Any]) -> Path:
+    return run_experiment(parse({**options, "data": data, "engine": {"threads": 1}}), folder / "simulated")
+
+
+@pytest.mark.parametrize("target", ["west", "east"])
+def test_tables_agree_on_one_encoding_without_an_unseen_target(target: str, tmp_path: Path) -> None:
+    """The target at the coordinator, or a site that is left out: the bits of a simulation either way."""
+    files = write_tables(tmp_path / "tables")
+    places = {}
+    for site in SITES:
+        places[site] = site_file(tmp_path, site, "", send=["weights", "numbers", "accuracy", "statistics"])
+        whole = yaml.safe_load(places[site].read_text())
+        whole |= {"data": {**TABLE, "sites": {site: files[site]}}, "classes": ["n", "y"]}
+        places[site].write_text(yaml.safe_dump(whole))
+    own = {"west": files["west"]} if target == "west" else {}
+    options = options_of({"name": "fedavg"}, protocol={"targets": [target], "seeds": [0], "test_fraction": 0.3})
+    here = simulated(tmp_path, options, {**TABLE, "sites": {**{site: files[site] for site in SITES}, **own}})
+    place = begin(tmp_path, options, {**TABLE, "sites": own} if own else None)
+    coordinate(place, Loopback(places), list(SITES))
+    there = place / "runs" / "tiny"
+    assert same(model(here, "fedavg", target), model(there, "fedavg", target))
+    assert result(here, "fedavg", target)["selected"] == result(there, "fedavg", target)["selected"]
+
+    places["north"].write_text(places["north"].read_text().replace("- statistics", "- spectra"))
+    with pytest.raises(UserError, match=r"refuses to send statistics for the encoding .*policy.send"):
+        coordinate(place, Loopback(places), list(SITES))
+
+
+def test_standardised_arrays_agree_on_one_scale(tmp_path: Path) -> None:
+    files = write_data(tmp_path / "data", {**SITES, "west": 30})
+    arrays = {"name": "arrays", "standardise": True, "classes": ["0", "1", "2"]}
+    places = {}
+    for site in SITES:
+        places[site] = site_file(tmp_path, site, "", send=["weights", "numbers", "accuracy", "statistics"])
+        whole = yaml.safe_load(places[site].read_text()) | {"data": {**arrays, "sites": {site: files[site]}}}
+        places[site].write_text(yaml.safe_dump(whole))
+    options = options_of({"name": "fedavg"})
+    here = simulated(tmp_path, options, {**arrays, "sites": files})
+    place = begin(tmp_path, options, {**arrays, "sites": {"west": files["west"]}})
+    coordinate(place, Loopback(places), list(SITES))
+    assert same(model(here, "fedavg", "west"), model(place / "runs" / "tiny", "fedavg", "west"))
 
 
 # What goes wrong on the way -----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import json
 import random
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +16,6 @@ from rich.console import Console
 
 from fedshift.data.domain import DataSet, Domain, SparseRows
 from fedshift.errors import FedshiftError, UserError
-from fedshift.experiment.part import data_for
 from fedshift.experiment.protocol import taking_part, targets_of
 from fedshift.experiment.schema import Experiment, FlareEngine, LeaveOneOut, LocalEngine, load, parse
 from fedshift.federation import roles
@@ -104,23 +103,27 @@ def spread(experiment: Experiment, folder: Path) -> tuple[Experiment, dict[str, 
     """The experiment as it is deployed, and a SITE.yaml's content per site; data are written below ``folder``."""
     data = taking_part(experiment.protocol, experiment.data.build())
     targets = targets_of(experiment.protocol, data)
-    unseen = isinstance(experiment.protocol, LeaveOneOut) and len(targets) == 1
-    if unseen:
-        data = data_for(experiment, data, targets[0])
-    if data.preprocessing.kind == "table":
-        raise UserError(
-            "data: project try writes arrays, not tables; give each site its own file and use fedshift deploy"
-        )
-    own = targets if unseen else ()
+    own = targets if isinstance(experiment.protocol, LeaveOneOut) and len(targets) == 1 else ()
+    files = getattr(experiment.data, "sites", None)  # of arrays, tables: each site gets its own file as it is
+
+    def described(names: Sequence[str]) -> dict[str, object]:
+        if isinstance(files, Mapping):
+            whole = experiment.data.model_dump(mode="json", exclude={"statistics_from"})
+            whole["sites"] = {name: str(Path(files[name]).resolve()) for name in names}
+            return whole
+        return _described(data, names, folder)
+
     sites: dict[str, dict[str, object]] = {}
     threads = experiment.engine.threads or 1
     for name, domain in data.domains.items():
-        _write(folder / "data" / f"{name}.npz", domain)
+        if not isinstance(files, Mapping):
+            _write(folder / "data" / f"{name}.npz", domain)
         if name not in own:
             sites[name] = {
                 "site": name,
                 "kit": ".",
-                "data": _described(data, [name], folder),
+                "data": described([name]),
+                "classes": list(data.classes),
                 "device": experiment.device,
                 "threads": threads,
                 "policy": {
@@ -132,7 +135,7 @@ def spread(experiment: Experiment, folder: Path) -> tuple[Experiment, dict[str, 
     if isinstance(experiment.engine, LocalEngine):
         engine = engine.model_copy(update={"refuse": experiment.engine.refuse})
     whole = experiment.dump() | {
-        "data": {"name": "sites", "unseen": _described(data, own, folder) if own else None},
+        "data": {"name": "sites", "unseen": described(own) if own else None},
         "engine": engine.model_dump(mode="json"),
     }
     return parse(json.loads(json.dumps(whole))), sites

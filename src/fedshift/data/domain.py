@@ -6,8 +6,8 @@ Nothing here decodes, downloads or trains; builders make these objects and every
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -157,6 +157,19 @@ class DataSource(BaseModel):
     def shares(self) -> tuple[str, ...]:
         """Kinds of content that leave sites to agree on the encoding, before any training; nothing for most."""
         return ()
+
+    def gives(self) -> dict[str, Any] | None:
+        """What a site that is alone with its data gives for an encoding common to all, as plain values (kind
+        `statistics`); None where there is nothing to agree on. `fedshift.data.agreement` makes an encoding of them.
+        """
+        return None
+
+    def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
+        """The data in an encoding that was agreed on, with the classes in the federation's order."""
+        data = self.build()
+        if data.classes != classes:
+            raise UserError(f"data set {self.name} has the classes {data.classes}, the federation {classes}")
+        return replace(data, preprocessing=preprocessing)
 
     def without(self, unseen: str) -> DataSource:
         """The same source with nothing in its preprocessing that comes from the domain ``unseen``; itself for most."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from fedshift import __version__
+from fedshift.data import agreement
 from fedshift.data import registry as data_registry
 from fedshift.data.builders.at_sites import AtSites
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing, Rows
@@ -97,6 +98,8 @@ class Agreed:
     rows: Mapping[str, Mapping[str, Sequence[int]]]
     grouped: Mapping[str, bool]
     fingerprints: Mapping[str, str]
+    given: Mapping[str, Mapping[str, Any]] | None
+    """What each site gives for an encoding common to all, where there is one to agree on."""
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -152,6 +155,8 @@ def _one(
 ) -> None:
     """One run from its last checkpoint, or its beginning, to its result."""
     experiment, method = context.experiment, part.method
+    agreed = encoded_for(experiment, agreed, part.target)
+    context = replace(context, data=agreed.data)
     split = split_for(experiment, agreed, part)
     place = run_folder(experiment, split, context.fingerprint, part, runs)
     place.identity["wire"] = engine.wire
@@ -286,20 +291,31 @@ def agree(
 def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> Agreed:
     try:
         first_name, first = next(iter(cards.items()))
+        given = {site: card["given"] for site, card in cards.items() if card["given"] is not None}
+        tables = bool(given) and all(card["preprocessing"]["kind"] == "table" for card in cards.values())
+        if given and len(given) < len(cards):
+            lacking = next(site for site in cards if site not in given)
+            raise UserError(
+                f"sites differ in how inputs are prepared: '{lacking}' gives no sums to standardise with, "
+                f"'{next(iter(given))}' does"
+            )
         for site, card in cards.items():
-            for what, key in (("classes", "classes"), ("a sample's shape", "shape"), ("a sample's type", "type")):
-                if card[key] != first[key]:
+            for what, key in (("classes", "classes"), ("a sample's type", "type"), ("a sample's shape", "shape")):
+                if card[key] != first[key] and not (key == "shape" and tables):
                     raise UserError(
                         f"sites differ in {what}: '{first_name}' has {_short(first[key])}, '{site}' has "
                         f"{_short(card[key])}; agree on them in each SITE.yaml (classes: lists all of the federation)"
                     )
-            if card["preprocessing"] != first["preprocessing"]:
+            if card["preprocessing"] != first["preprocessing"] and not given:
                 raise UserError(
                     f"sites differ in how inputs are prepared: '{first_name}' has {_short(first['preprocessing'])}, "
                     f"'{site}' has {_short(card['preprocessing'])}"
                 )
         shape, classes = tuple(int(size) for size in first["shape"]), tuple(str(name) for name in first["classes"])
         preprocessing = Preprocessing.model_validate(first["preprocessing"])
+        if given:
+            preprocessing = agreement.agreed(given, preprocessing)
+            shape = preprocessing.shape or shape
         domains = {site: _without_samples(site, int(card["samples"]), shape) for site, card in cards.items()}
         rows = {
             site: {seed: [int(n) for n in pair] for seed, pair in card["rows"].items()} for site, card in cards.items()
@@ -327,7 +343,21 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
         manifest=Manifest("Data at sites", "the sites", "the sites'", "", ""),
         warnings=warnings,
     )
-    return Agreed(data, own, rows, grouped, fingerprints)
+    return Agreed(data, own, rows, grouped, fingerprints, given or None)
+
+
+def encoded_for(experiment: Experiment, agreed: Agreed, target: str) -> Agreed:
+    """The same in an encoding in which an unseen ``target`` has no say."""
+    if agreed.given is None:
+        return agreed
+    unseen = isinstance(experiment.protocol, LeaveOneOut)
+    given = {site: one for site, one in agreed.given.items() if not (unseen and site == target)}
+    preprocessing = agreement.agreed(given, agreed.data.preprocessing)
+    shape = preprocessing.shape or agreed.data.input_shape
+    own = _own_set(experiment, shape, agreed.data.classes, preprocessing)
+    domains = {site: _without_samples(site, len(agreed.data.domains[site]), shape) for site in agreed.sites}
+    whole = {**domains, **(own.domains if own else {})}
+    return replace(agreed, data=replace(agreed.data, domains=whole, preprocessing=preprocessing), own=own)
 
 
 def _own_set(
@@ -340,6 +370,8 @@ def _own_set(
     source = data_registry.parse(experiment.data.unseen)
     if "classes" in type(source).model_fields and getattr(source, "classes", None) is None:
         source = source.model_copy(update={"classes": classes})
+    if source.shares:
+        return source.encoded(preprocessing, classes)
     data = source.build()
     for what, there, here in (
         ("classes", classes, data.classes),

@@ -27,7 +27,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from fedshift import __version__
-from fedshift.data.domain import DataSet, Domain, Rows, SparseRows
+from fedshift.data.domain import DataSet, DataSource, Domain, Rows, SparseRows
 from fedshift.data.splits import part_rows
 from fedshift.data.view import SiteData
 from fedshift.errors import FedshiftError, UserError, nearest
@@ -113,11 +113,13 @@ def load_site(path: Path) -> SitePlace:
 
 @dataclass(frozen=True)
 class Holding:
-    """What a site holds: the data set it lies in, and its own domain."""
+    """What a site holds: the data set it lies in, its own domain, and what it gives for an encoding common to all."""
 
+    source: DataSource
     data: DataSet
     domain: Domain
     fingerprint: str
+    given: dict[str, Any] | None
 
 
 def read_holding(place: SitePlace) -> Holding:
@@ -133,11 +135,13 @@ def read_holding(place: SitePlace) -> Holding:
         raise UserError(
             f"{place.path}: domain: say which domain of the data this site holds; {nearest(name or '', data.domains)}"
         )
+    if source.shares and len(data.domains) > 1:
+        raise UserError(f"{place.path}: data.sites: name this site's own file alone; the encoding is made of all of it")
     domain = replace(data.domains[name], name=place.file.site)
     if place.file.classes is not None and data.classes != place.file.classes:
         domain, data = _renumbered(place, data, domain)
     own = replace(data, domains={place.file.site: domain})
-    return Holding(own, domain, data_fingerprint(own))
+    return Holding(source, own, domain, data_fingerprint(own), source.gives())
 
 
 def _renumbered(place: SitePlace, data: DataSet, domain: Domain) -> tuple[Domain, DataSet]:
@@ -245,6 +249,9 @@ class SiteProgram:
             if held_out:
                 self.policy.check_group(self.name, ACCURACY, held_out, "the count of its held-out samples")
         data, domain = self.holding.data, self.holding.domain
+        if self.holding.given is not None:
+            self.policy.check_kind(self.name, "statistics", "the encoding of its data")
+            self.policy.check_group(self.name, "statistics", len(domain), "the encoding of its data")
         card = {
             "versions": versions(),
             "shape": list(domain.inputs.shape[1:]),
@@ -253,13 +260,15 @@ class SiteProgram:
             "classes": list(data.classes),
             "samples": len(domain),
             "rows": rows,
+            "given": self.holding.given,
             "grouped": domain.groups is not None,
             "fingerprint": self.holding.fingerprint,
             "send": list(self.policy.send),
             "device": self.device,
             "threads": torch.get_num_threads(),
         }
-        entry["sent"] = {"card": {"kind": "numbers"}}
+        given = {} if self.holding.given is None else {"encoding": {"kind": "statistics"}}
+        entry["sent"] = {"card": {"kind": "numbers"}, **given}
         return seal({"answers": header["key"], "card": card}, body_of({}))
 
     def _rows(self, split: Mapping[str, Any]) -> tuple[Rows, Rows]:
@@ -354,17 +363,27 @@ class SiteProgram:
         part, recipe = header["part"], header["setting"]
         train, _ = self._rows(part["split"])
         setting = self._setting(recipe, method)
-        plan = SitePlan(self.name, part["role"], [(self.holding.domain, train, int(part["number"]))])
+        domain = self._encoded(setting)
+        plan = SitePlan(self.name, part["role"], [(domain, train, int(part["number"]))])
         runner = SiteRunner(plan, setting, memory=(_RESIDUALS,))
         self._runner = (digest, runner, {})
         return runner
 
     def _setting(self, recipe: Mapping[str, Any], method: Method) -> Setting:
-        """The setting of a request, with this site's own device; data that differ are refused."""
-        if tuple(recipe["input_shape"]) != self.holding.data.input_shape:
-            raise UserError(f"site '{self.name}': samples have the shape {self.holding.data.input_shape}")
+        """The setting of a request, with this site's own device."""
         whole = {**recipe, "method": method.recipe(), "device": self.device}
         return setting_from(whole)
+
+    def _encoded(self, setting: Setting) -> Domain:
+        """This site's domain in the encoding of a request. Raises UserError for data of another shape."""
+        if self.holding.given is not None:
+            data = self.holding.source.encoded(setting.preprocessing, self.holding.data.classes)
+            domain = replace(next(iter(data.domains.values())), name=self.name)
+        else:
+            domain = self.holding.domain
+        if tuple(setting.input_shape) != tuple(domain.inputs.shape[1:]):
+            raise UserError(f"site '{self.name}': samples have the shape {tuple(domain.inputs.shape[1:])}")
+        return domain
 
     def _remember(self, runner: SiteRunner, folder: Path, files: Mapping[str, str]) -> None:
         """Bring the site's memory to where the coordinator's run stands."""
@@ -409,7 +428,7 @@ class SiteProgram:
         if self._measurer is None or self._measurer[0] != digest:
             setting = self._setting(header["setting"], method)
             network = method.evaluated_network(setting.build_network(), setting.sources).to(self.device)
-            view = SiteData([(self.holding.domain, held_out, 0)], setting.preprocessing, None, self.device)
+            view = SiteData([(self._encoded(setting), held_out, 0)], setting.preprocessing, None, self.device)
             self._measurer = (digest, network, view)
         _, network, view = self._measurer
         network.load_state_dict(dict(weights))

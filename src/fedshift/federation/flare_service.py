@@ -331,7 +331,7 @@ class _Job:
         return False
 
     def _ended(self, status: str) -> bool:
-        """A job ended before its deployment: go on in another one, or give up. ``status``: FLARE's, of one that died."""
+        """A job ended before its deployment: go on in another one, or give up. ``status``: of one that died."""
         deployment = self.deployment
         deployment.record({"what": "job", "is": "died" if status else "again", "job": self._job, "status": status})
         rounds = self._count_rounds()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, model_validator
 
+from fedshift.data.agreement import MOMENTS
 from fedshift.data.checks import check_finite, checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Inputs, Manifest, Preprocessing, SparseRows
 from fedshift.data.images import as_channels_first
@@ -70,6 +71,14 @@ class Arrays(DataSource):
             return self
         chosen = self.statistics_from or tuple(self.sites)
         return self.model_copy(update={"statistics_from": tuple(site for site in chosen if site != unseen)})
+
+    def gives(self) -> dict[str, Any] | None:
+        if not self.standardise:
+            return None
+        (inputs,) = (_read(site, path).inputs for site, path in self.sites.items())
+        assert not isinstance(inputs, SparseRows)
+        count, total, squares = _sums(inputs)
+        return {"kind": MOMENTS, "count": count, "total": total.tolist(), "squares": squares.tolist()}
 
     def build(self) -> DataSet:
         """Domains of uint8 images (n, c, h, w) or float32 features (n, d). Raises UserError, naming the file."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import numpy as np
 from pydantic import Field, model_validator
 
+from fedshift.data.agreement import table_given
 from fedshift.data.builders.arrays import sites_for_statistics
 from fedshift.data.checks import agreed_classes, checked
-from fedshift.data.domain import DataSet, DataSource, Domain, Manifest
+from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
 from fedshift.data.tables import (
     Columns,
+    TableEncoding,
     agreed_encoding,
     canonical,
     encode,
@@ -93,6 +95,25 @@ class Table(DataSource):
             for site, table in tables.items()
         }
         return checked(DataSet(self.name, domains, classes, encoding.preprocessing(), self.manifest()))
+
+    def gives(self) -> dict[str, Any] | None:
+        (table,) = (read_csv(path) for path in self.sites.values())
+        return table_given(site_statistics(table, self.numeric, self.categorical), self.numeric, self.categorical)
+
+    def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
+        encoding = TableEncoding.model_validate(preprocessing.table)
+        domains: dict[str, Domain] = {}
+        for site, path in self.sites.items():
+            table = read_csv(path)
+            labels = self._labels(table)
+            unknown = sorted(set(labels) - set(classes))
+            if unknown:
+                raise UserError(
+                    f"{path}: label '{unknown[0]}' is none of the federation's classes ({', '.join(classes)})"
+                )
+            numbers = np.array([classes.index(name) for name in labels], dtype=np.int64)
+            domains[site] = Domain(site, encode(table, encoding), numbers)
+        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
 
     def _labels(self, table: Columns) -> list[str]:
         cells = table.column(self.label)

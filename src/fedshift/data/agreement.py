@@ -1,0 +1,64 @@
+"""One encoding for sites that never see each other's data, from the sums and sets that each of them gives.
+
+The same numbers as in a simulation: each site's part is computed alone there, too, and added up in the same order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from fedshift.data.domain import Preprocessing
+from fedshift.data.tables import TableStatistics, agreed_encoding, moments
+from fedshift.errors import UserError
+
+MOMENTS, TABLE = "moments", "table"
+
+
+def table_given(statistics: TableStatistics, numeric: Sequence[str], categorical: Sequence[str]) -> dict[str, Any]:
+    """A table's statistics as plain values."""
+    return {
+        "kind": TABLE,
+        "numeric": list(numeric),
+        "categorical": list(categorical),
+        "count": statistics.count.tolist(),
+        "total": statistics.total.tolist(),
+        "squares": statistics.squares.tolist(),
+        "any_missing": statistics.any_missing.tolist(),
+        "categories": [sorted(names) for names in statistics.categories],
+    }
+
+
+def agreed(given: Mapping[str, Mapping[str, Any]], preprocessing: Preprocessing) -> Preprocessing:
+    """The encoding that follows from what the sites give; ``preprocessing``: that of any site, which it refines.
+
+    Raises UserError, naming the site, where they describe different columns, and for a column without any value.
+    """
+    first_name, first = next(iter(given.items()))
+    for site, one in given.items():
+        for what in ("kind", "numeric", "categorical"):
+            if one.get(what) != first.get(what):
+                raise UserError(
+                    f"sites differ in {what} columns: '{first_name}' has {first.get(what)}, '{site}' {one.get(what)}"
+                )
+    if first["kind"] == TABLE:
+        statistics = [
+            TableStatistics(
+                count=np.array(one["count"], dtype=np.int64),
+                total=np.array(one["total"], dtype=np.float64),
+                squares=np.array(one["squares"], dtype=np.float64),
+                any_missing=np.array(one["any_missing"], dtype=np.bool_),
+                categories=tuple(frozenset(map(str, names)) for names in one["categories"]),
+            )
+            for one in given.values()
+        ]
+        encoding = agreed_encoding(statistics, first["numeric"], first["categorical"])
+        return encoding.preprocessing().model_copy(update={"shape": (encoding.width,)})
+    count = sum(int(one["count"]) for one in given.values())
+    total, squares = (
+        sum(np.array(one[what], dtype=np.float64) for one in given.values()) for what in ("total", "squares")
+    )
+    mean, std = moments(count, np.asarray(total), np.asarray(squares))
+    return preprocessing.model_copy(update={"mean": tuple(mean.tolist()), "std": tuple(std.tolist())})
