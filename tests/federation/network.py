@@ -82,13 +82,12 @@ class Network:
 
     def kill(self, kit: Path, only: str = "") -> int:
         """kill -9 of a kit's processes whose command holds ``only``; how many."""
-        killed = 0
-        for process in self.processes(kit):
-            if only in " ".join(process.info["cmdline"]):
-                with contextlib.suppress(psutil.Error, OSError):
-                    os.kill(process.pid, signal.SIGKILL)
-                    killed += 1
-        return killed
+        killed = [process for process in self.processes(kit) if only in " ".join(process.info["cmdline"])]
+        for process in killed:
+            with contextlib.suppress(psutil.Error, OSError):
+                os.kill(process.pid, signal.SIGKILL)
+        psutil.wait_procs(killed, timeout=10)  # a busy machine takes a while to bury them
+        return len(killed)
 
     # Deployments ------------------------------------------------------------------------------------------------------
 
