@@ -301,7 +301,7 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
         if method.needs_target and isinstance(experiment.protocol, LeaveOneOut):
             raise UserError(
                 f"methods: {method.display} adapts to a target that takes part without labels; write protocol: "
-                "{kind: adapt_to_one, …}"
+                "{kind: adapt_to_one, …} or source_target"
             )
         pairs = experiment.protocol.pairs if isinstance(experiment.protocol, SourceTarget) else "all"
         if method.one_target and pairs != "all" and any(len(unlabelled) > 1 for _, unlabelled in pairs):

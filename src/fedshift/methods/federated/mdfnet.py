@@ -223,10 +223,11 @@ class _Halves:
         self._encoder, mask = (second, first) if method.mask == "inputs" else (first, second)
         assert isinstance(mask, Mask)
         self._invariant = mask
-        with drawn_from(derive_seed(site.seed, site.name, "private")):
+        kept = site.memory.weights("private").clone() if "private" in site.memory else None
+        with drawn_from(derive_seed(site.seed, site.name, "private")), torch.device("meta" if kept else "cpu"):
             self.private = Private(len(mask.logits), self.model.embedding_size, method.decoder, inputs)
-        if "private" in site.memory:
-            self.private.load_state_dict(dict(site.memory.weights("private")))
+        if kept is not None:
+            self.private.load_state_dict(dict(kept), assign=True)
         site.place(self.private)
 
     def __call__(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
