@@ -15,7 +15,7 @@ IMAGE_NETWORKS = ("mnist_cnn", "digit_cnn", "resnet18", "resnet50", "resnet101",
 
 
 def test_every_name_leads_to_options_of_that_name() -> None:
-    assert set(registry.names()) == {*IMAGE_NETWORKS, "mlp", "linear"}
+    assert set(registry.names()) == {*IMAGE_NETWORKS, "mlp", "linear", "frozen"}
     for name in registry.names():
         options = registry.parse({"name": name})
         assert options.name == name

@@ -26,7 +26,8 @@ Where the paper leaves things open or contradicts itself (and what is done here)
  4. L_r is a sum. Here: the mean over the entries of f, else it drowns the rest; ``reconstruction: sum``.
  5. One formula averages the decoder and the specific mask too, the text keeps them at the sites. Here: the text.
  6. Silent: masks in evaluation (``evaluation: threshold``), the start of m̂ (U(0, 1), drawn for each mask), ReLU between
-    layers (the network's), batch size and rounds (64 and 100 in our experiment files).
+    layers (the network's), batch size, rounds, and whether momentum outlives a round (``training``; where an epoch has
+    few steps and momentum begins anew, the first clusters fall into one class and stay there).
  7. τ = 0.1 lets nearly everything through: the largest of C probabilities is at least 1/C.
  8. A class that k-means loses keeps its last centroid; one that nothing is predicted as takes no part in the round.
 ``self_supervision: false`` is the ablation without pseudo-labels.
