@@ -17,7 +17,8 @@ IMAGE_NETWORKS = ("mnist_cnn", "digit_cnn", "resnet18", "resnet50", "resnet101",
 def test_every_name_leads_to_options_of_that_name() -> None:
     assert set(registry.names()) == {*IMAGE_NETWORKS, "mlp", "linear", "frozen"}
     for name in registry.names():
-        options = registry.parse({"name": name})
+        needed = {"backbone": {"name": "resnet18", "pretrained": True}} if name == "frozen" else {}
+        options = registry.parse({"name": name, **needed})
         assert options.name == name
         assert type(options) is registry.options_class(name)
         assert registry.parse(options.model_dump(mode="json")) == options
