@@ -183,6 +183,27 @@ def test_lab_moves_the_lab_statistics() -> None:
     assert state.weights != run(CCST(), found)[0].weights
 
 
+def test_low_frequencies_are_swapped() -> None:
+    """The mean of what comes out is the other site's; higher frequencies stay."""
+    method, found = CCST(style_space="lowfreq"), [images(name, number) for name, number in SIZES.items()]
+    where, _ = begun(method, found)
+    bank: Any = site_of(where, "a").memory["styles"]
+    pixels = [torch.from_numpy(domain.inputs).float() / 255 for domain in found]  # type: ignore[arg-type]
+    amplitudes = torch.fft.fft2(pixels[0]).abs().mean(0)[0]
+    expected = torch.stack([amplitudes[u, :2] for u in (-1, 0, 1)])
+    torch.testing.assert_close(bank["b"]["amplitude"][0, 0], expected, atol=1e-3, rtol=1e-4)
+    for row, versions in seen(method, where, "a").items():
+        for name, mean in (("b", pixels[0].mean()), ("c", pixels[2].mean())):
+            changed = [v for v in versions if v.min() > 0 and v.max() < 1 and abs(v.mean() - mean) < 1e-4]
+            for version in changed:
+                before, after = (torch.fft.fft2(image)[0] for image in (pixels[1][row], version))
+                torch.testing.assert_close(after[2:-1], before[2:-1], atol=1e-2, rtol=1e-3)
+            assert changed or any(v.min() == 0 or v.max() == 1 for v in versions), name
+    formula = method.network_traffic(setting(method, found).build_network(), (1, 12, 12), 3, 0)
+    assert where.ledger.total["up"]["styles"] == formula.up == 3 * 4 * 6
+    assert run(method, found)[0].weights != run(CCST(style_space="lowfreq", half_width=0), found)[0].weights
+
+
 def test_features_take_styles_on_after_the_stage_in_training_only() -> None:
     method, found = CCST(style_space="feature"), [images(name, number) for name, number in SIZES.items()]
     where, _ = begun(method, found)

@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from fedshift.data.transforms import grey
 from fedshift.errors import UserError
 from fedshift.functional.colour import lab_to_rgb, rgb_to_lab
+from fedshift.functional.spectra import interpolated, low_frequencies
 from fedshift.functional.styles import StyleAccumulator, adain, channel_styles
 from fedshift.models.style_transfer import decoder, encoder
 
@@ -106,6 +107,25 @@ class Vgg(Channels):
         images = self.decoder(maps)
         images = functional.interpolate(images, like.shape[2:], mode="bilinear", align_corners=False, antialias=True)
         return images if like.shape[1] == 3 else grey(images)
+
+
+class LowFrequencies(StyleSpace):
+    """Amplitudes of frequencies up to ``half`` on both axes, under each image's own phases."""
+
+    def __init__(self, half: int) -> None:
+        self.half = half
+
+    def of_each(self, samples: Tensor) -> Style:
+        return {"amplitude": low_frequencies(samples, self.half)}
+
+    def of_all(self, batches: Iterable[Tensor]) -> Style:
+        total, number = torch.zeros(()), 0
+        for samples in batches:
+            total, number = total + low_frequencies(samples, self.half).double().sum(0), number + len(samples)
+        return {"amplitude": (total / number).float()[None]}
+
+    def apply(self, samples: Tensor, style: Style) -> Tensor:
+        return interpolated(samples, style["amplitude"], torch.ones(()).to(samples), self.half).clamp(0, 1)
 
 
 class Columns(StyleSpace):

@@ -23,9 +23,9 @@ Where the paper and its code differ (and what is done here)
  3. The code's content deviation has n − 1 in the denominator, the overall style's n. Here n in both, so that what comes
     out has the style asked for; ``unbiased_content``.
  4. Φ is VGG-19 up to relu4_1 with a trained decoder, at 512 pixels: ``style_space: vgg``, which needs both files. Only
-    that is the paper. Without them: ``pixel`` (the image's own channels, default), ``lab``, or ``feature``: AdaIN after
-    a stage of the network that is trained, without a decoder, with the styles of the common start: meant for a
-    pre-trained network.
+    that is the paper. Without them: ``pixel`` (the image's own channels, default), ``lab``, ``lowfreq`` (amplitudes of
+    low frequencies in the place of μ and σ), or ``feature``: AdaIN after a stage of the network that is trained,
+    without a decoder, with the styles of the common start: meant for a pre-trained network.
  5. The paper writes N_k·L images and passes over all of them in an epoch. Here an epoch is N_k images, each in one of
     its L versions drawn anew, so that shares and work are those of the method behind. Versions are fixed for a run.
  6. Vectors: ``pixel`` means columns, whose μ and σ are the site's. Not in the paper.
@@ -43,7 +43,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
 from pydantic import (
@@ -58,6 +58,7 @@ from pydantic import (
 )
 from torch import Tensor
 
+from fedshift.data.domain import Task
 from fedshift.errors import UserError, nearest
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply, Styles
@@ -69,7 +70,7 @@ from fedshift.methods import registry
 from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedprox import FedProx
-from fedshift.methods.style_spaces import Channels, Columns, Lab, Style, Styler, StyleSpace, Vgg
+from fedshift.methods.style_spaces import Channels, Columns, Lab, LowFrequencies, Style, Styler, StyleSpace, Vgg
 from fedshift.models.network import Network
 from fedshift.models.pretrained import find_file
 from fedshift.models.style_transfer import CHANNELS
@@ -108,8 +109,8 @@ class _StyleTransfer(Method):
     shares: ClassVar[tuple[str, ...]] = _WithInner("shares", "styles")  # type: ignore[assignment]
     memory_names: ClassVar[tuple[str, ...]] = _WithInner("memory_names", "styles")  # type: ignore[assignment]
 
-    style_space: Literal["pixel", "lab", "feature", "vgg"] = Field(
-        "pixel", description="Φ: pixels (columns of vectors), Lab, a stage of the network, or VGG-19 (paper)"
+    style_space: Literal["pixel", "lab", "lowfreq", "feature", "vgg"] = Field(
+        "pixel", description="Φ: pixels (columns of vectors), Lab, low frequencies, the network, or VGG-19 (paper)"
     )
     style_mode: Literal["overall", "single"] = Field("overall", description="one style of a site, or J of its images")
     level: PositiveInt | None = Field(None, description="L: source domains whose styles an image takes; none = all K")
@@ -118,6 +119,9 @@ class _StyleTransfer(Method):
         False, description="images of a mini-batch's number share a single style per domain (code; style_mode: single)"
     )
     unbiased_content: bool = Field(False, description="n − 1 in the content's deviation (code)")
+    half_width: Annotated[int, Field(ge=0, le=1)] = Field(
+        1, description="b: frequencies up to b on both axes are swapped (style_space: lowfreq); 0 = brightness"
+    )
     stage: str | None = Field(None, description="stage of the network (style_space: feature); none = the first")
     vgg_encoder: Path = Field(
         Path("vgg19_normalised.safetensors"), description="VGG-19's weights, absolute or below FEDSHIFT_WEIGHTS"
@@ -141,6 +145,11 @@ class _StyleTransfer(Method):
     def uses_held_out(self) -> bool:  # type: ignore[override]
         """Whether sites look at their held-out parts in the method behind."""
         return self.inner.uses_held_out
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:  # type: ignore[override]
+        """What the method behind can learn."""
+        return self.inner.tasks
 
     @property
     def relative_cost(self) -> float:  # type: ignore[override]
@@ -167,6 +176,8 @@ class _StyleTransfer(Method):
             with torch.no_grad():
                 _, maps = network.eval().with_stages(torch.zeros(1, *input_shape), (self._stage(network),))
             return 2 * next(iter(maps.values())).shape[1]
+        if self.style_space == "lowfreq":
+            return input_shape[0] * (2 * self.half_width + 1) * (self.half_width + 1)
         return 2 * input_shape[0]
 
     def check(self, network: Network) -> None:
@@ -186,7 +197,7 @@ class _StyleTransfer(Method):
             )
         if self.style_space == "lab" and input_shape[0] != 3:
             raise UserError(f"{self._field}: lab needs colour images, these have {input_shape[0]} channel(s)")
-        return ()
+        return self.inner.check_samples(input_shape)
 
     def adapt_network(self, network: Network, sources: int) -> Network:
         if self.level is not None and self.level > sources:
@@ -277,6 +288,8 @@ class _StyleTransfer(Method):
         if self.style_space == "vgg":
             made = Vgg(self.unbiased_content, (self.vgg_encoder, self.vgg_decoder), self.vgg_size, self._field)
             return made.to(site.device)
+        if self.style_space == "lowfreq":
+            return LowFrequencies(self.half_width)
         return Lab(self.unbiased_content) if self.style_space == "lab" else Channels(self.unbiased_content)
 
     def _styler(self, site: Site) -> Styler:
