@@ -121,7 +121,7 @@ class LowFrequencies(StyleSpace):
     def of_all(self, batches: Iterable[Tensor]) -> Style:
         total, number = torch.zeros(()), 0
         for samples in batches:
-            total, number = total + low_frequencies(samples, self.half).double().sum(0), number + len(samples)
+            total, number = total + low_frequencies(samples, self.half).cpu().double().sum(0), number + len(samples)
         return {"amplitude": (total / number).float()[None]}
 
     def apply(self, samples: Tensor, style: Style) -> Tensor:

@@ -116,7 +116,7 @@ class _StyleTransfer(Method):
     level: PositiveInt | None = Field(None, description="L: source domains whose styles an image takes; none = all K")
     bank_size: PositiveInt = Field(32, description="J: styles a site sends (style_mode: single)")
     one_style_per_batch: bool = Field(
-        False, description="images of a mini-batch's number share a single style per domain (code; style_mode: single)"
+        False, description="as many images as a mini-batch has share one style per domain (code; style_mode: single)"
     )
     unbiased_content: bool = Field(False, description="n − 1 in the content's deviation (code)")
     half_width: Annotated[int, Field(ge=0, le=1)] = Field(

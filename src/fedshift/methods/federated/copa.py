@@ -199,7 +199,7 @@ class COPA(Method):
             return unlabelled_ensemble_loss(experts.probabilities(model.features(view)), labels, mask)
 
         loss = self._train(site, model, loss_of)
-        confident = float(torch.cat(sure).double().mean()) if sure else 0.0
+        confident = float(torch.cat(sure).float().mean()) if sure else 0.0
         return Adapted(site.weights_of(model).select("features"), site.samples, loss, confident)
 
     def _train(self, site: Site, model: Network, loss_of: Callable[[Batch], Tensor]) -> float:
