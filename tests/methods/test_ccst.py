@@ -199,7 +199,8 @@ def test_low_frequencies_are_swapped() -> None:
                 before, after = (torch.fft.fft2(image)[0] for image in (pixels[1][row], version))
                 torch.testing.assert_close(after[2:-1], before[2:-1], atol=1e-2, rtol=1e-3)
             assert changed or any(v.min() == 0 or v.max() == 1 for v in versions), name
-    formula = method.network_traffic(setting(method, found).build_network(), (1, 12, 12), 3, 0)
+    network = setting(method, found).build_network()
+    formula = method.traffic(RunPlan.of(network, input_shape=(1, 12, 12), samples=dict.fromkeys("abc", 1), rounds=0))
     assert where.ledger.total["up"]["styles"] == formula.up == 3 * 4 * 6
     assert run(method, found)[0].weights != run(CCST(style_space="lowfreq", half_width=0), found)[0].weights
 

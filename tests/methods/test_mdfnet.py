@@ -16,6 +16,7 @@ from fedshift.errors import UserError
 from fedshift.federation.local import LocalFederation
 from fedshift.federation.site import Batch, Envelope, Site
 from fedshift.functional.clustering import spherical_kmeans
+from fedshift.methods.base import RunPlan
 from fedshift.methods.federated.mdfnet import Mask, MDFNet, _Halves
 from fedshift.models import registry as models
 from fedshift.models.payload import payload
@@ -123,9 +124,9 @@ def test_several_unlabelled_sites_share_alike() -> None:
     shares = state.report["aggregation_weights"]
     assert shares == pytest.approx({"north": 0.500045, "south": 0.166652, "east": 0.166652, "west": 0.166652}, abs=1e-6)
     size = payload(start_of(method, found, MLP)).bytes
-    expected = [method.traffic(size, 1, 2), method.target_traffic(size, 3, 2)]
-    assert sum(where.ledger.total["up"].values()) == sum(one.up for one in expected)
-    assert sum(where.ledger.total["down"].values()) == sum(one.down for one in expected)
+    expected = method.traffic(RunPlan(size, {"north": 1}, rounds=2, targets=3))
+    assert sum(where.ledger.total["up"].values()) == expected.up
+    assert sum(where.ledger.total["down"].values()) == expected.down
 
 
 # What travels and what stays --------------------------------------------------------------------------------------

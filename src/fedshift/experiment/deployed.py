@@ -69,9 +69,7 @@ def check_deployable(experiment: Experiment) -> FlareEngine:
             "own data in its SITE.yaml (fedshift project try plays such a federation with data on this machine)"
         )
     if isinstance(experiment.protocol, SourceTarget):
-        raise UserError(
-            "protocol.kind: source_target is a simulation; deploy leave_one_out or adapt_to_one"
-        )
+        raise UserError("protocol.kind: source_target is a simulation; deploy leave_one_out or adapt_to_one")
     for method in experiment.methods:
         if method.pooled:
             raise UserError(f"methods: {method.display} needs all samples in one place and cannot be deployed")
