@@ -43,7 +43,9 @@ def facts(found: Collected) -> str:
     for better, baseline in PAIRS:
         pair = paired_difference(by_method.get(better, []), by_method.get(baseline, []))
         if pair is not None and pair.p is not None:
-            text += f" {TITLES[better]} − {TITLES[baseline]} over {pair.n} (target, seed) pairs: {pair.mean:+.2f} points, "
+            text += (
+                f" {TITLES[better]} − {TITLES[baseline]} over {pair.n} (target, seed) pairs: {pair.mean:+.2f} points, "
+            )
             text += f"paired t-test p = {pair.p:.2g}."
     return text
 
