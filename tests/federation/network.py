@@ -86,7 +86,7 @@ class Network:
         for process in killed:
             with contextlib.suppress(psutil.Error, OSError):
                 os.kill(process.pid, signal.SIGKILL)
-        psutil.wait_procs(killed, timeout=10)  # a busy machine takes a while to bury them
+        psutil.wait_procs(killed, timeout=30)  # a busy machine takes a while to bury them
         return len(killed)
 
     # Deployments ------------------------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,11 @@ from safetensors.torch import load_file
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedshift[deploy]'")
 
-from network import Network, asked, rounds
+from network import PATIENCE, Network, asked, rounds
+
+from fedshift.errors import UserError
+from fedshift.federation import roles
+from fedshift.federation.flare_kits import job_folder, load_kit
 
 pytestmark = pytest.mark.slow
 ADAPT = {"kind": "adapt_to_one", "targets": ["east"], "seeds": [0], "test_fraction": 0.3}
@@ -68,6 +74,55 @@ def test_only_the_coordinator_listens_to_others(network: Network) -> None:
             for connection in process.net_connections(kind="inet"):
                 if connection.status == psutil.CONN_LISTEN:
                     assert connection.laddr.ip.startswith("127."), (process.cmdline(), connection)
+
+
+def answers(network: Network, certificate: Path | None) -> bool:
+    """Whether the coordinator's port goes on speaking to a peer that shows this certificate, or none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if certificate is not None:
+        context.load_cert_chain(certificate / "client.crt", certificate / "client.key")
+    port = load_kit(network.coordinator).project.port
+    try:
+        with socket.create_connection(("localhost", port), 10) as plain, context.wrap_socket(plain) as connection:
+            connection.settimeout(2.0)
+            return connection.recv(1) != b""
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+
+
+def test_a_foreign_certificate_or_none_is_refused(network: Network, tmp_path: Path) -> None:
+    foreign = roles.provision(roles.load_project(network.folder / "project.yaml"), tmp_path)
+    assert answers(network, network.made.sites["north"] / "flare/startup")
+    assert not answers(network, None)
+    assert not answers(network, foreign.sites["north"] / "flare/startup")
+    with pytest.raises(UserError, match="does not accept this kit"):
+        roles.unreachable(load_kit(foreign.sites["north"]))
+
+
+def test_a_job_that_brings_code_is_refused(network: Network, tmp_path: Path) -> None:
+    """By FLARE itself, when it would be deployed, even from the coordinator's own administrator."""
+    from nvflare.fuel.flare_api.flare_api import new_secure_session
+
+    kit = load_kit(network.coordinator)
+    job = job_folder(kit, "code", 1, tmp_path / "job")
+    (job / "app" / "custom").mkdir()
+    (job / "app" / "custom" / "mine.py").write_text("print('mine')\n")
+    session = new_secure_session(kit.project.contact, str(network.coordinator / "admin"), timeout=30.0)
+    try:
+        number = session.submit_job(str(job))
+        deadline = time.monotonic() + PATIENCE
+        while not str(session.get_job_meta(number)["status"]).startswith("FINISHED"):
+            assert time.monotonic() < deadline
+            time.sleep(0.3)
+        meta = session.get_job_meta(number)
+        assert meta["status"] == "FINISHED:FAILED_TO_RUN"
+        assert "BYOC not permitted" in str(meta["job_deploy_detail"])
+    finally:
+        session.close()
+    assert not list(network.made.folder.glob("sites/*/flare/*/app_*/custom"))
 
 
 def test_a_run_survives_whatever_is_killed(network: Network, tmp_path: Path) -> None:
