@@ -1,0 +1,220 @@
+"""``fedshift project``, ``site``, ``coordinator`` and ``deploy``: what they print, without a federation that runs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from calling import Cli as Command
+
+from fedshift.cli.project import spread
+from fedshift.errors import UserError
+from fedshift.experiment.schema import parse
+from fedshift.federation import roles
+from fedshift.federation.deployment import Deployment
+from fedshift.federation.policy import AuditLog
+
+Cli = Callable[..., tuple[int, str, str]]
+
+pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedshift[deploy]'")
+
+INIT = ("--site", "north", "--site", "south", "--server", "localhost", "--contact", "a@example.org")
+
+
+@pytest.fixture
+def fedshift(cli: Command) -> Cli:
+    """A command's exit code, output and errors."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        said = cli(*arguments)
+        return said.code, said.out, said.err
+
+    return call
+
+
+@pytest.fixture
+def kits(fedshift: Cli, tmp_path: Path) -> Path:
+    """The folder of a provisioned project's kits."""
+    file = tmp_path / "project.yaml"
+    assert fedshift("project", "init", str(file), *INIT)[0] == 0
+    assert fedshift("project", "provision", str(file), "--out", str(tmp_path / "kits"))[0] == 0
+    return tmp_path / "kits" / "federation"
+
+
+def site_file(kits: Path, **changes: Any) -> Path:
+    """North's SITE.yaml, with data beside it."""
+    place = kits / "sites" / "north"
+    draws = np.random.default_rng(0)
+    np.savez(place / "data.npz", x=draws.normal(size=(24, 4)), y=np.arange(24) % 2)
+    options = yaml.safe_load((place / "SITE.yaml").read_text())
+    (place / "SITE.yaml").write_text(yaml.safe_dump({**options, "classes": ["well", "ill"], **changes}))
+    return place / "SITE.yaml"
+
+
+def test_init_writes_a_file_that_provisions(fedshift: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "project.yaml"
+    code, out, _ = fedshift("project", "init", str(file), *INIT, "--port", "9001")
+    assert code == 0
+    assert "fedshift project provision" in out
+    project = roles.load_project(file)
+    assert (project.sites, project.port, project.server) == (("north", "south"), 9001, "localhost")
+    code, _, err = fedshift("project", "init", str(file), *INIT)
+    assert (code, "exists" in err) == (2, True)
+    code, _, err = fedshift("project", "init", str(tmp_path / "b.yaml"), *INIT, "--site", "north")
+    assert (code, "two sites are called 'north'" in err) == (2, True)
+    assert not (tmp_path / "b.yaml").exists()
+
+
+def test_provision_says_what_to_do_with_kits(fedshift: Cli, kits: Path) -> None:
+    code, out, _ = fedshift("project", "provision", str(kits.parents[1] / "project.yaml"), "--out", str(kits.parent))
+    assert code == 0
+    assert "site north" in out
+    assert "(as before)" in out
+    assert "secret" in out
+
+
+def test_site_check_says_what_leaves(fedshift: Cli, kits: Path) -> None:
+    file = site_file(kits, policy={"send": ["weights", "numbers"], "methods": ["fedavg", "csac"], "rounds_per_day": 9})
+    code, out, _ = fedshift("site", "check", str(file))
+    assert code == 0, out
+    assert "24 samples of 4" in out
+    assert "well 12, ill 12" in out
+    assert "may leave: weights, numbers; of at least 10 samples" in out
+    assert "raw_data" in out.partition("never leaves:")[2].splitlines()[0]
+    assert "accuracy" in out.partition("never leaves:")[2].splitlines()[0]
+    assert "methods that can run: fedavg, csac; at most 9 rounds a day" in out
+    assert "audit log: 0 lines, unbroken" in out
+    assert "kit: project federation, valid until" in out
+    assert "coordinator: cannot be reached: localhost port 8002" in out
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"site": "south"}, "site is 'south', and the kit is for 'north'"),
+        ({"policy": {"send": ["wieghts"]}}, "unknown kind 'wieghts'; did you mean 'weights'"),
+        ({"polcy": {}}, "polcy: there is no such field"),
+        ({"classes": ["ill"]}, "classes|label"),
+        ({"data": {"name": "arrays", "sites": {"north": "gone.npz"}}}, "gone.npz"),
+        ({"data": "no-such"}, "unknown data set|mapping|valid"),
+        ({"site": "../x"}, "letters, digits"),
+    ],
+)
+def test_a_mistake_in_a_site_file_is_one_line(changes: dict[str, Any], message: str, fedshift: Cli, kits: Path) -> None:
+    import re
+
+    code, _, err = fedshift("site", "check", str(site_file(kits, **changes)))
+    assert code == 2, err
+    assert re.search(message, err), err
+    assert len(err.strip().splitlines()) == 1, err
+
+
+def test_a_broken_audit_log_is_said_and_stops_the_start(fedshift: Cli, kits: Path) -> None:
+    file = site_file(kits)
+    log = AuditLog(file.parent / "memory" / "audit.jsonl")
+    log.append(do="step", run="r", round=1)
+    log.append(do="step", run="r", round=2)
+    text = log.path.read_text()
+    log.path.write_text(text.replace('"round": 1', '"round": 7'))
+    code, out, _ = fedshift("site", "check", str(file))
+    assert (code, "the audit log was changed here" in out) == (0, True)
+    code, _, err = fedshift("site", "start", str(file))
+    assert code == 1
+    assert "line 2: the audit log was changed here" in err
+
+
+def test_roles_that_do_not_run(fedshift: Cli, kits: Path) -> None:
+    kit = str(kits / "coordinator")
+    assert "coordinator: stopped" in fedshift("coordinator", "status", "--kit", kit)[1]
+    assert "did not run" in fedshift("coordinator", "stop", "--kit", kit)[1]
+    assert "did not run" in fedshift("site", "stop", str(site_file(kits)))[1]
+    code, _, err = fedshift("coordinator", "status", "--kit", str(kits / "sites" / "north"))
+    assert (code, "is the kit of a site" in err) == (2, True)
+    assert "nothing was deployed" in fedshift("deploy", "status", "--kit", kit)[1]
+
+
+def deployable(folder: Path, **changes: Any) -> Path:
+    file = folder / "study.yaml"
+    options = {
+        "data": {"name": "sites"},
+        "protocol": {"targets": ["south"], "seeds": [0]},
+        "model": {"name": "linear"},
+        "methods": ["fedavg"],
+        "engine": {"name": "flare"},
+    }
+    file.write_text(yaml.safe_dump({**options, **changes}))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, "does not run"),
+        ({"engine": {"name": "local"}}, "engine: {name: flare}"),
+        ({"engine": {"name": "flower"}}, "there is no engine 'flower'"),
+        ({"engine": {"name": "flare", "wire": "int4"}}, "engine.wire"),
+        ({"data": "rotated_digits"}, "lies on this machine"),
+        ({"methods": ["deepall"]}, "all samples in one place"),
+        ({"methods": ["examples/trimmed_mean.py:TrimmedMean"]}, "no code travels"),
+    ],
+)
+def test_what_cannot_be_deployed_is_said(changes: dict[str, Any], message: str, fedshift: Cli, kits: Path) -> None:
+    code, _, err = fedshift("deploy", str(deployable(kits, **changes)), "--kit", str(kits / "coordinator"))
+    assert code == 2
+    assert message in err
+
+
+def test_a_deployed_experiment_is_not_run_here(fedshift: Cli, tmp_path: Path) -> None:
+    code, _, err = fedshift("run", str(deployable(tmp_path)), "--runs", str(tmp_path))
+    assert (code, "use fedshift deploy" in err) == (2, True)
+    code, _, err = fedshift("check", str(deployable(tmp_path)))
+    assert (code, "fedshift deploy" in err) == (2, True)
+
+
+def test_status_and_logs_of_a_deployment(fedshift: Cli, kits: Path) -> None:
+    deployment = Deployment(kits / "coordinator", "study")
+    deployment.want("run")
+    deployment.set_state("failed", message="site 'north' refuses (rule policy.methods: csac)", exit_code=2)
+    deployment.record({"what": "round", "method": "fedavg", "target": "south", "seed": 0, "round": 3, "accuracy": 81.0})
+    deployment.record({"what": "fit", "site": "north", "is": "lost", "reason": "no reply within 5 s", "round": 4})
+    kit = str(kits / "coordinator")
+    code, out, _ = fedshift("deploy", "status", "--kit", kit)
+    assert code == 0
+    assert "study: failed, fedavg → south round 3 site 'north' refuses" in out
+    assert "reason=no reply within 5 s" in fedshift("deploy", "logs", "study", "--kit", kit)[1]
+    assert fedshift("deploy", "abort", "study", "--kit", kit)[0] == 0
+    assert deployment.wanted["want"] == "abort"
+    code, _, err = fedshift("deploy", "logs", "stduy", "--kit", kit)
+    assert (code, "did you mean 'study'" in err) == (2, True)
+
+
+def test_without_the_engine_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roles, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'fedshift\[deploy\]'"):
+        roles.installed()
+
+
+def test_try_spreads_data_so_that_each_site_has_its_own(tmp_path: Path) -> None:
+    experiment = parse(
+        {
+            "data": {"name": "rotated_digits", "per_class": 6, "size": 8},
+            "protocol": {"targets": ["D0"], "seeds": [0]},
+            "model": "linear",
+            "methods": ["fedavg"],
+        }
+    )
+    deployed, sites = spread(experiment, tmp_path)
+    assert list(sites) == ["D15", "D30", "D45", "D60", "D75"]
+    for name, options in sites.items():
+        data: Any = options["data"]
+        assert list(data["sites"]) == [name]
+        with np.load(data["sites"][name]) as arrays:
+            assert len(arrays["x"]) == 60
+            assert "groups" in arrays
+    assert json.loads(deployed.model_dump_json())["data"]["unseen"]["sites"].keys() == {"D0"}
+    assert deployed.engine.name == "flare"
