@@ -31,14 +31,14 @@ def sharpened(p: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("later", [False, True])
 def test_a_step_by_hand(later: bool) -> None:
-    method = SRDC(beta=0.6, embedding_weight=0.8)
+    method = SRDC(beta=0.6, embedding_weight=0.8, totals="batch")
     site, weights = pool_of(method), start(method)
     means = torch.randn(3, 6, generator=torch.Generator().manual_seed(2))
     if later:
         site.memory["centres"] = Statistics({"centres": means})
     sources, target = first_batches(site)
     model = site.model(weights)
-    clusters, centres = method._clusters(site, model)
+    clusters, centres, _ = method._clusters(site, model)
     update = fit(method, site, weights)
 
     rate = ramp(WORK / LEFT)
@@ -74,7 +74,8 @@ def test_clusters_have_the_numbers_of_the_classes() -> None:
     """Far apart classes: k-means from the sources' means finds the target's classes, without a look at its labels."""
     method = SRDC()
     site = pool_of(method, network={"name": "linear"})
-    clusters, centres = method._clusters(site, site.model())
+    clusters, centres, totals = method._clusters(site, site.model())
+    torch.testing.assert_close(totals.sum(1), torch.full((2,), float(len(clusters))))
     assert site.unlabelled is not None
     assert (clusters == site.unlabelled.labels).double().mean() > 0.9
     assert centres.shape == (3, 5)
@@ -87,7 +88,7 @@ def test_a_class_without_source_samples_takes_no_part_and_a_tiny_target_is_no_ob
     assert isinstance(where, LocalFederation)
     site = where._runners["pool"].site
     site.begin(Envelope(1, 1, 0.0, LEFT))
-    clusters, _ = method._clusters(site, site.model())
+    clusters, *_ = method._clusters(site, site.model())
     assert set(clusters.tolist()) <= {0, 1}
     assert site.unlabelled is not None
     site.unlabelled._rows = site.unlabelled._rows[:1]
@@ -95,7 +96,15 @@ def test_a_class_without_source_samples_takes_no_part_and_a_tiny_target_is_no_ob
 
 
 @pytest.mark.parametrize(
-    "options", [{"beta": 0.2}, {"embedding_weight": 0}, {"source_selection": False}, {"centre_rate": 1.0}]
+    "options",
+    [
+        {"beta": 0.2},
+        {"totals": "batch"},
+        {"detach": False},
+        {"embedding_weight": 0},
+        {"source_selection": False},
+        {"centre_rate": 1.0},
+    ],
 )
 def test_every_option_is_read(options: dict[str, Any]) -> None:
     def outcome(method: SRDC) -> dict[str, Tensor]:

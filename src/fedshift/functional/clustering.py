@@ -65,12 +65,14 @@ def class_means(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor,
     return sums / counts.clamp(min=1)[:, None], counts > 0
 
 
-def auxiliary_distribution(probabilities: Tensor) -> Tensor:
+def auxiliary_distribution(probabilities: Tensor, totals: Tensor | None = None) -> Tensor:
     """``q_ic ∝ p_ic / √(Σ_i p_ic)``, rows sum to 1: (n, C) → (n, C) (SRDC, Tang et al., CVPR 2020, section 9.9).
 
-    Sure predictions become surer, classes that the batch predicts often count less. It is a label: detach it.
+    Classes that are predicted often count less. totals: Σ_i p_ic over more than these samples, (C,), up to a factor; in
+    a small batch a class that happens to be absent counts far too much.
     """
-    raw = probabilities / probabilities.sum(0, keepdim=True).clamp(min=torch.finfo(probabilities.dtype).tiny).sqrt()
+    sums = probabilities.sum(0) if totals is None else totals
+    raw = probabilities / sums.clamp(min=torch.finfo(probabilities.dtype).tiny).sqrt()
     return raw / raw.sum(1, keepdim=True)
 
 
