@@ -2,8 +2,8 @@
 labels, the same turned by 30 degrees without.
 
 Measured when the test was written, means over two splits (ACC_s / ACC_t / harmonic mean), 20 rounds: MDFNet 87.7 / 53.5
-/ 66.2, with the literal reading of r 48.7 / 30.7 / 37.6; Source-only 92.7 / 41.8 / 57.4; CDAN+E 90.8 / 51.6 / 65.7; SHOT
-68.0 / 57.8 / 62.5. Chance is 10.
+/ 66.2, with the literal reading of r 48.7 / 30.7 / 37.6; Source-only 92.7 / 41.8 / 57.4; CDAN+E 90.8 / 51.6 / 65.7;
+SHOT 68.0 / 57.8 / 62.5. Chance is 10.
 """
 
 from __future__ import annotations
