@@ -23,7 +23,7 @@ Where the paper and a re-implementation differ (no code of the authors is known 
  2. A benchmark's server for adaptation computes the ensemble and never uses it. Here: the paper.
  3. Shares: by samples; ``weighting: uniform``.
  4. The foreign classifiers' part is a sum, so that with equal classifiers the loss is K·CE and steps grow with K: lower
-    ``training.lr`` where many sites take part.
+    ``training.lr`` where many sites take part. (Rotated digits, K = 5: as good as FedAvg at 0.02, broken at 0.1.)
  5. Weak view: what ``training.augmentation`` makes; strong view: ``strong`` on top. Vectors have no strong view.
  6. BatchNorm statistics of F are averaged like weights.
 The number of classifiers is in the model, so a model file answers as the ensemble.
