@@ -33,7 +33,7 @@ class Results:
         return self.collected.results
 
     def rows(self, select: Selection = "last") -> list[dict[str, Any]]:
-        """Rows ``{method, target, select, n, mean, standard_error, seeds}``, accuracy in percent, averages included."""
+        """Rows ``{method, target, select, n, mean, standard_error, seeds}``, in percent, averages included."""
         return [row.model_dump() for row in table_of(self.collected, select).rows]
 
     def markdown(self, select: Selection = "last") -> str:

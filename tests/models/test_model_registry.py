@@ -15,7 +15,7 @@ IMAGE_NETWORKS = ("mnist_cnn", "digit_cnn", "resnet18", "resnet50", "resnet101",
 
 
 def test_every_name_leads_to_options_of_that_name() -> None:
-    assert set(registry.names()) == {*IMAGE_NETWORKS, "mlp", "linear", "frozen"}
+    assert set(registry.names()) == {*IMAGE_NETWORKS, "mlp", "linear", "frozen", "unet"}
     for name in registry.names():
         needed = {"backbone": {"name": "resnet18", "pretrained": True}} if name == "frozen" else {}
         options = registry.parse({"name": name, **needed})

@@ -126,7 +126,9 @@ def test_written_whole_or_not_at_all(experiment: Path, monkeypatch: pytest.Monke
 def test_curves_average_targets_within_a_seed(experiment: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = {}
     monkeypatch.setattr(
-        page_module.plots, "accuracy_over_rounds", lambda curves: drawn.update(curves) or accuracy_over_rounds(curves)
+        page_module.plots,
+        "accuracy_over_rounds",
+        lambda curves, _: drawn.update(curves) or accuracy_over_rounds(curves),
     )
     page(collect(experiment))
     # fedavg in round 1: seeds (81.5 + 71.5) / 2 = 76.5 and (83.5 + 75.5) / 2 = 79.5; csac has one whole seed.

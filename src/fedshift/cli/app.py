@@ -97,11 +97,14 @@ def predict(
     method: Annotated[
         str | None, typer.Option("--method", help="FILE.py:Class of a method of your own that made the model.")
     ] = None,
+    masks: Annotated[
+        Path | None, typer.Option("--masks", help="Segmentation: the folder that predicted masks are written to.")
+    ] = None,
 ) -> None:
     """Predict with a trained model."""
     from fedshift.cli.predict import print_predictions
 
-    print_predictions(model, data, format, method)
+    print_predictions(model, data, format, method, masks)
 
 
 audit = typer.Typer(

@@ -13,11 +13,18 @@ from fedshift.experiment.predict import load_model
 _FORMATS = ("terminal", "csv", "json")
 
 
-def print_predictions(model: Path, data: Path, format: str, own_method: str | None) -> None:
-    """Predict and print, one line per sample. Raises UserError for an unknown format, model or data."""
+def print_predictions(model: Path, data: Path, format: str, own_method: str | None, masks: Path | None = None) -> None:
+    """Predict and print, one line per sample; or write masks into a folder, one line per file.
+
+    Raises UserError for an unknown format, model or data.
+    """
     if format not in _FORMATS:
         raise UserError(f"--format: '{format}' is not a format; {nearest(format, _FORMATS)}")
     trained = load_model(model, own_method)
+    if masks is not None:
+        for file, share in trained.write_masks(data, masks):
+            print(f"{file}: {100 * share:.1f} % of the image")
+        return
     predictions = trained.predict(data)
     if format == "json":
         rows = [

@@ -19,20 +19,23 @@ _ROWS_AT_ONCE = 4096
 def checked(dataset: DataSet) -> DataSet:
     """The same data set, with warnings added and the input shape written into its preprocessing.
 
-    Raises UserError, naming the site, for: no domain, fewer than two classes, an empty domain, shapes or types that
-    differ between sites, labels that are not 0…C-1, inputs and labels (or groups) of different length, NaN or infinite
-    features.
+    Raises UserError, naming the site, for: no domain, fewer than two classes (no structure, for segmentation), an empty
+    domain, shapes or types that differ between sites, labels that are not 0…C-1, inputs and labels (or groups) of
+    different length, NaN or infinite features, masks that do not match their images.
     """
     where = f"data set {dataset.name}"
     if not dataset.domains:
         raise UserError(f"{where} has no domain")
-    if len(dataset.classes) < 2:
+    if len(dataset.classes) < (2 if dataset.task == "classification" else 1):
         raise UserError(
             f"{where} has fewer than two classes ({', '.join(dataset.classes) or 'none'}): nothing to tell apart"
         )
     first = next(iter(dataset.domains.values()))
     for name, domain in dataset.domains.items():
         _check_domain(f"{where}, site '{name}'", domain, len(dataset.classes))
+        if (domain.masks is None) != (first.masks is None):
+            with_masks, without = (domain, first) if first.masks is None else (first, domain)
+            raise UserError(f"{where}: site '{with_masks.name}' has masks, site '{without.name}' has none")
         if domain.inputs.shape[1:] != first.inputs.shape[1:]:
             raise UserError(
                 f"{where}: samples differ in shape between sites: '{first.name}' has {_shape(first)}, '{name}' has "
@@ -65,6 +68,12 @@ def _check_domain(where: str, domain: Domain, classes: int) -> None:
         raise UserError(f"{where}: {samples} samples but {len(domain.labels)} labels")
     if domain.groups is not None and len(domain.groups) != samples:
         raise UserError(f"{where}: {samples} samples but {len(domain.groups)} groups")
+    if domain.masks is not None:
+        expected = (samples, classes, *domain.inputs.shape[2:])
+        if domain.masks.shape != expected or domain.masks.dtype != np.uint8 or domain.masks.max() > 1:
+            raise UserError(
+                f"{where}: masks are {domain.masks.dtype} {domain.masks.shape}, expected uint8 {expected} of 0 and 1"
+            )
     if domain.labels.dtype != np.int64:
         raise UserError(f"{where}: labels are {domain.labels.dtype}, expected int64")
     lowest, highest = int(domain.labels.min()), int(domain.labels.max())
@@ -98,13 +107,24 @@ def check_finite(where: str, features: npt.NDArray[np.generic]) -> None:
 def _warnings(dataset: DataSet) -> list[str]:
     found = []
     for name, domain in dataset.domains.items():
-        counts = np.bincount(domain.labels, minlength=len(dataset.classes))
-        absent = [dataset.classes[number] for number in np.flatnonzero(counts == 0)]
+        absent = absent_classes(dataset, domain)
         if absent:
-            found.append(f"site '{name}' has no sample of class {', '.join(absent)}: reported per class, not an error")
+            what = "class" if domain.masks is None else "structure"
+            found.append(
+                f"site '{name}' has no sample of {what} {', '.join(absent)}: reported per {what}, not an error"
+            )
         if len(domain) < TINY_SITE:
             found.append(f"site '{name}' has only {len(domain)} samples: its numbers will be rough")
     return found
+
+
+def absent_classes(dataset: DataSet, domain: Domain) -> tuple[str, ...]:
+    """The classes (for segmentation: structures) of which a domain has no sample."""
+    if domain.masks is None:
+        counts = np.bincount(domain.labels, minlength=len(dataset.classes))
+    else:
+        counts = np.count_nonzero(domain.masks, axis=(0, 2, 3))
+    return tuple(dataset.classes[number] for number in np.flatnonzero(counts == 0))
 
 
 def agreed_classes(found: Mapping[str, Collection[str]], *, what: str, allow_missing: bool) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ SUFFIXES = frozenset(
 _GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "F", "I;16", "I;16B", "I;16L", "I;16N"})
 _FORMAT = "1"  # part of the cache key: raise it whenever decoding changes
 _THREADS = 2
+_ORIENTATION = 0x0112
 _UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, Image.DecompressionBombError)
 
 
@@ -73,8 +74,10 @@ def _mode(file: ImageFile) -> str:
         raise _does_not_decode(file) from error
 
 
-def decode(file: ImageFile, channels: int, height: int, width: int) -> npt.NDArray[np.uint8]:
+def decode(file: ImageFile, channels: int, height: int, width: int, *, mask: bool = False) -> npt.NDArray[np.uint8]:
     """One image as uint8 (channels, height, width): turned upright, scaled to cover that size, the centre cut out.
+
+    Of a ``mask`` everything that is not black is 1, cut at one half after scaling.
 
     Grey images are repeated to three channels where colour is asked for; colour becomes luma where grey is. 16-bit
     grey is scaled to 8 bits, transparency is dropped. Raises UserError, naming the file, when it does not decode.
@@ -84,12 +87,16 @@ def decode(file: ImageFile, channels: int, height: int, width: int) -> npt.NDArr
             image: Image.Image = Image.open(BytesIO(stream.read()))
         image.draft(None, (2 * width, 2 * height))  # lets JPEG skip detail that scaling would throw away
         image = ImageOps.exif_transpose(image)
+        if mask:
+            image = Image.fromarray(np.uint8(255) * (np.asarray(image.convert("RGB")).max(axis=2) > 0).astype(np.uint8))
         image = _eight_bits(image, file).convert("RGB" if channels == 3 else "L")
         if image.size != (width, height):
             image = ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)
     except _UNREADABLE as error:
         raise _does_not_decode(file) from error
     pixels = np.asarray(image, dtype=np.uint8)
+    if mask:
+        return (pixels[np.newaxis] > 127).astype(np.uint8)
     return np.ascontiguousarray(pixels.transpose(2, 0, 1)) if channels == 3 else pixels[np.newaxis]
 
 
@@ -105,14 +112,26 @@ def _eight_bits(image: Image.Image, file: ImageFile) -> Image.Image:
     return Image.fromarray((values // 257).astype(np.uint8))
 
 
-def decoded(files: Sequence[ImageFile], channels: int, height: int, width: int, label: str) -> npt.NDArray[np.uint8]:
+def size_of(file: ImageFile) -> tuple[int, int]:
+    """Width and height of an image as it is shown, without decoding its pixels."""
+    try:
+        with file.open() as stream, Image.open(stream) as image:
+            turned = image.getexif().get(_ORIENTATION, 1) > 4  # the longer half of EXIF's eight swap the sides
+            return (image.height, image.width) if turned else (image.width, image.height)
+    except _UNREADABLE as error:
+        raise _does_not_decode(file) from error
+
+
+def decoded(
+    files: Sequence[ImageFile], channels: int, height: int, width: int, label: str, *, mask: bool = False
+) -> npt.NDArray[np.uint8]:
     """All images as one read-only memory-mapped array (n, channels, height, width), decoded now or found in the cache.
 
     The cache file is named after ``label`` and a hash of names, stamps and shape, so a changed, added or removed file
     makes a new one. It is written to the side and renamed when whole. Raises UserError for an image that does not
     decode and for a cache folder that is full or cannot be written.
     """
-    digest = hashlib.sha256(f"{_FORMAT} {channels} {height} {width}\n".encode())
+    digest = hashlib.sha256(f"{_FORMAT} {'mask' if mask else channels} {height} {width}\n".encode())
     for file in files:
         digest.update(f"{file.name}\t{file.stamp}\n".encode())
     folder = cache_dir()
@@ -128,7 +147,7 @@ def decoded(files: Sequence[ImageFile], channels: int, height: int, width: int, 
             # Written in order, not through a memory map: on a full disk a write fails, a map would end the process.
             header = {"descr": "|u1", "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(stream, header)
-            for image in _in_order(files, channels, height, width):
+            for image in _in_order(files, channels, height, width, mask):
                 stream.write(image.tobytes())
         os.replace(aside, target)
     except OSError as error:
@@ -145,10 +164,14 @@ def decoded(files: Sequence[ImageFile], channels: int, height: int, width: int, 
     return written
 
 
-def _in_order(files: Sequence[ImageFile], channels: int, height: int, width: int) -> Iterator[npt.NDArray[np.uint8]]:
+def _in_order(
+    files: Sequence[ImageFile], channels: int, height: int, width: int, mask: bool
+) -> Iterator[npt.NDArray[np.uint8]]:
     with ThreadPoolExecutor(_THREADS) as pool:
         for begin in range(0, len(files), 256):  # in pieces: what waits to be written stays small
-            yield from pool.map(lambda file: decode(file, channels, height, width), files[begin : begin + 256])
+            yield from pool.map(
+                lambda file: decode(file, channels, height, width, mask=mask), files[begin : begin + 256]
+            )
 
 
 def _cached(path: Path, shape: tuple[int, ...]) -> npt.NDArray[np.uint8] | None:

@@ -17,6 +17,8 @@ SOURCES: Mapping[str, str] = {
     "pacs": "fedshift.data.builders.pacs:Pacs",
     "pacs_features": "fedshift.data.builders.pacs_features:PacsFeatures",
     "heart_disease": "fedshift.data.builders.heart_disease:HeartDisease",
+    "discs_and_cups": "fedshift.data.builders.discs_and_cups:DiscsAndCups",
+    "mask_folder": "fedshift.data.builders.mask_folder:MaskFolder",
     "image_folder": "fedshift.data.builders.image_folder:ImageFolder",
     "arrays": "fedshift.data.builders.arrays:Arrays",
     "table": "fedshift.data.builders.table:Table",

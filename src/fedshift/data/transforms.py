@@ -129,7 +129,24 @@ def augment(images: Tensor, augmentation: Augmentation, generator: torch.Generat
     """
     if augmentation.is_identity:
         return images
-    images = _crop_and_flip(images, augmentation, generator)
+    return _recolour(_crop_and_flip(images, augmentation, generator), augmentation, generator)
+
+
+def augment_with_masks(
+    images: Tensor, masks: Tensor, augmentation: Augmentation, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """The same for images and their masks (n, structures, h, w) of 0 and 1, which are cropped and mirrored together.
+
+    A mask is resampled bilinearly and cut at one half.
+    """
+    if augmentation.is_identity:
+        return images, masks
+    channels = images.shape[1]
+    moved = _crop_and_flip(torch.cat([images, masks], dim=1), augmentation, generator)
+    return _recolour(moved[:, :channels], augmentation, generator), (moved[:, channels:] > 0.5).to(masks.dtype)
+
+
+def _recolour(images: Tensor, augmentation: Augmentation, generator: torch.Generator) -> Tensor:
     images = _jitter(images, augmentation, generator)
     if augmentation.greyscale and images.shape[1] == 3:
         chosen = _uniform(len(images), 0, 1, images, generator) < augmentation.greyscale

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from fedshift.data.domain import Domain, Inputs, Preprocessing, Rows, SparseRows
-from fedshift.data.transforms import Augmentation, augment, normalised, to_network, to_unit
+from fedshift.data.transforms import Augmentation, augment, augment_with_masks, normalised, to_network, to_unit
 from fedshift.errors import UserError
 
 Batch = tuple[Tensor, Tensor, Tensor]
+"""Inputs, labels (class numbers or masks) and domain numbers."""
 Restyle = Callable[[Tensor, Tensor, torch.Generator], Tensor]
 """Changed samples from samples as stored (images in [0, 1]), their rows and a generator."""
 
@@ -46,6 +47,7 @@ class SiteData:
         self._inputs: list[Inputs] = [domain.inputs for domain, _, _ in kept]
         self._rows = np.concatenate([rows for _, rows, _ in kept])
         self._part = np.repeat(np.arange(len(kept)), [len(rows) for _, rows, _ in kept])
+        self._masks = [domain.masks for domain, _, _ in kept if domain.masks is not None]
         labels = np.concatenate([domain.labels[rows] for domain, rows, _ in kept])
         numbers = np.repeat([number for _, _, number in kept], [len(rows) for _, rows, _ in kept])
         self.labels = torch.from_numpy(labels).to(self.device)
@@ -79,25 +81,30 @@ class SiteData:
     def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Batch:
         """Inputs (b, …) float32, labels (b,) int64 and domain numbers (b,) int64 of the given rows, on the device.
 
+        For segmentation the labels are masks, (b, structures, h, w) float32, augmented together with their images.
         rows: int64 (b,). ``generator`` (CPU) draws the augmentation; without it, or where there is none, inputs come as
         they are.
         """
         place = rows.to(self.device)
         labels, numbers = self.labels.index_select(0, place), self.domain_numbers.index_select(0, place)
+        masks = self._gather(rows.cpu().numpy(), self._masks).to(self.device).float() if self._masks else None
         if generator is None or self.deterministic:
-            return self._plain(rows, place), labels, numbers
-        stored = self.stored(rows)
+            return self._plain(rows, place), labels if masks is None else masks, numbers
+        images = self.stored(rows)
         if self._restyle is not None:
-            stored = self._restyle(stored, rows, generator)
-        if stored.dim() != 4:
-            return normalised(stored, self.preprocessing), labels, numbers
-        images = augment(stored, self.augmentation, generator)
+            images = self._restyle(images, rows, generator)
+        if images.dim() != 4:
+            return normalised(images, self.preprocessing), labels, numbers
+        if masks is None:
+            images = augment(images, self.augmentation, generator)
+        else:
+            images, labels = augment_with_masks(images, masks, self.augmentation, generator)
         inputs = normalised(images, self.preprocessing).contiguous(memory_format=torch.channels_last)
         return inputs, labels, numbers
 
     def stored(self, rows: Tensor) -> Tensor:
         """The given rows as they are stored, on the device: images with values in [0, 1], before normalisation."""
-        return to_unit(self._gather(rows.cpu().numpy()), self.device)
+        return to_unit(self._gather(rows.cpu().numpy(), self._inputs), self.device)
 
     def all_batches(self, size: int) -> Iterator[Batch]:
         """Every sample once, in order, without augmentation, ``size`` at a time."""
@@ -107,7 +114,7 @@ class SiteData:
     def _plain(self, rows: Tensor, place: Tensor) -> Tensor:
         # Augmented data are converted batch by batch: a cache would only serve the few un-augmented reads.
         if not (self._cacheable and self.deterministic):
-            return to_network(self._gather(rows.cpu().numpy()), self.preprocessing, self.device)
+            return to_network(self._gather(rows.cpu().numpy(), self._inputs), self.preprocessing, self.device)
         if self._cache is None:
             self._cache = self._converted()
         chosen = self._cache.index_select(0, place)
@@ -120,21 +127,21 @@ class SiteData:
         out = torch.empty((self.samples, *shape), dtype=torch.float32, device=self.device)
         for begin in range(0, self.samples, 1024):
             rows = np.arange(begin, min(begin + 1024, self.samples))
-            values = to_network(self._gather(rows), self.preprocessing, self.device)
+            values = to_network(self._gather(rows, self._inputs), self.preprocessing, self.device)
             out[begin : begin + len(rows)] = values.permute(0, 2, 3, 1) if channels_last else values
         return out
 
-    def _gather(self, rows: npt.NDArray[np.int64]) -> Tensor:
-        """Stored samples of the given rows, as one tensor on the CPU."""
-        if len(self._inputs) == 1:
-            return torch.from_numpy(_take(self._inputs[0], self._rows[rows]))
+    def _gather(self, rows: npt.NDArray[np.int64], stored: Sequence[Inputs]) -> Tensor:
+        """What is stored of the given rows (inputs or masks), as one tensor on the CPU."""
+        if len(stored) == 1:
+            return torch.from_numpy(_take(stored[0], self._rows[rows]))
         parts = self._part[rows]
-        first = self._inputs[0]
+        first = stored[0]
         dtype = np.float32 if isinstance(first, SparseRows) else first.dtype
-        out = np.empty((len(rows), *self.input_shape), dtype=dtype)
+        out = np.empty((len(rows), *first.shape[1:]), dtype=dtype)
         for part in np.unique(parts):
             chosen = parts == part
-            out[chosen] = _take(self._inputs[part], self._rows[rows[chosen]])
+            out[chosen] = _take(stored[part], self._rows[rows[chosen]])
         return torch.from_numpy(out)
 
 

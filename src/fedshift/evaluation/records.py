@@ -10,9 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from fedshift.evaluation.metrics import harmonic_mean
 
 Selection = Literal["last", "source", "oracle"]
+Metric = Literal["accuracy", "dice"]
+"""What stands in the fields called accuracy, in percent: the accuracy, or for segmentation the Dice coefficient."""
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Pixels = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Record(BaseModel):
@@ -37,6 +40,9 @@ class RoundRecord(_Record):
     per_class: list[Percent | None] = Field(
         default_factory=list, description="accuracy per class at the target(s), percent; None where a class is absent"
     )
+    target_hausdorff: dict[str, Pixels] = Field(
+        default_factory=dict, description="for segmentation: Hausdorff distance at each target, in pixels"
+    )
     losses: dict[str, float] = Field(default_factory=dict, description="mean training loss of the round per site")
     aggregation_weights: dict[str, Any] = Field(default_factory=dict, description="as the method reports them")
     seconds: Seconds = Field(description="wall-clock seconds of this round, evaluation included")
@@ -50,6 +56,11 @@ class RoundRecord(_Record):
     def target_mean(self) -> float | None:
         """Unweighted mean accuracy over the measured targets; None if the round was not measured."""
         return fmean(self.target_accuracy.values()) if self.target_accuracy else None
+
+    @property
+    def hausdorff_mean(self) -> float | None:
+        """Unweighted mean Hausdorff distance over the measured targets; None if it was not measured."""
+        return fmean(self.target_hausdorff.values()) if self.target_hausdorff else None
 
     @property
     def source_mean(self) -> float | None:
@@ -72,6 +83,7 @@ class SelectedRound(_Record):
     source_accuracy: Percent | None = Field(default=None, description="mean over the sources' held-out parts, percent")
     sites: dict[str, Percent] = Field(default_factory=dict, description="each target and each source that was measured")
     per_class: list[Percent | None] = Field(default_factory=list)
+    hausdorff: Pixels | None = Field(default=None, description="for segmentation: mean over the measured targets")
 
 
 class RunResult(_Record):
@@ -82,6 +94,7 @@ class RunResult(_Record):
     labelled: list[str] = Field(default_factory=list, description="labelled sites, where both sides are measured")
     unlabelled: list[str] = Field(default_factory=list, description="unlabelled sites, likewise")
     seed: int
+    metric: Metric = Field(default="accuracy", description="what the fields called accuracy hold, in percent")
     headline: Literal["last"] = Field(default="last", description="the selection rule whose number is quoted")
     selected: dict[Selection, SelectedRound | None] = Field(description="the round per rule; None if unavailable")
     classes: list[str]
@@ -119,3 +132,8 @@ class RunResult(_Record):
         if not self.labelled or at_target is None:
             return at_target
         return None if at_source is None else harmonic_mean(at_source, at_target)
+
+    def hausdorff(self, select: Selection = "last") -> float | None:
+        """Hausdorff distance in pixels in that round; None if it was not measured."""
+        chosen = self.selected.get(select)
+        return None if chosen is None else chosen.hausdorff

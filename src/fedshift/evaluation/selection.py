@@ -103,4 +103,5 @@ def _selected(rounds: Sequence[RoundRecord], index: int | None) -> SelectedRound
         source_accuracy=record.source_mean,
         sites={**record.target_accuracy, **record.source_accuracy},
         per_class=record.per_class,
+        hausdorff=record.hausdorff_mean,
     )

@@ -21,8 +21,9 @@ Value = Callable[[RunResult, Selection], float | None]
 class Row(BaseModel):
     """One method at one target, or (target "average") the mean over its targets. Accuracies in percent.
 
-    ``seeds`` holds the accuracy (or what else the table is about) of every seed, in the order of the seeds' numbers;
-    ``n``, ``mean`` and ``standard_error`` follow from it.
+    ``seeds`` holds the accuracy (or what else the table is about, such as a Dice coefficient in percent or a Hausdorff
+    distance in pixels) of every seed, in the order of the seeds' numbers; ``n``, ``mean`` and ``standard_error`` follow
+    from it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -68,7 +69,7 @@ def rows(
         select: the selection rule whose round is taken.
         methods: their order; those that are not named follow in the order of first appearance.
         targets: their order, likewise.
-        value: what is averaged.
+        value: what is tabulated; a result of which it is None does not count.
 
     Raises:
         ValueError: a (method, target, seed) occurs twice.
@@ -78,13 +79,13 @@ def rows(
     for result in results:
         by_target = table.setdefault(result.method, {})
         order.setdefault(result.target)
-        accuracy = value(result, select)
-        if accuracy is None:
+        found_value = value(result, select)
+        if found_value is None:
             continue
         by_seed = by_target.setdefault(result.target, {})
         if result.seed in by_seed:
             raise ValueError(f"two results of {result.method} at {result.target} with seed {result.seed}")
-        by_seed[result.seed] = accuracy
+        by_seed[result.seed] = found_value
 
     found = []
     for method, by_target in table.items():

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
+from fedshift.data.checks import absent_classes
 from fedshift.data.domain import DataSet, Rows
 from fedshift.data.view import SiteData, batches_per_epoch, epoch_batches
 from fedshift.experiment.environment import data_fingerprint, resolve_device
@@ -17,6 +17,7 @@ from fedshift.experiment.loop import check_fit
 from fedshift.experiment.part import data_for, pooled_bytes
 from fedshift.experiment.protocol import budgets, roles_of, rounds_needed, split_of, taking_part, targets_of
 from fedshift.experiment.schema import Experiment, SourceTarget
+from fedshift.functional.losses import task_loss
 from fedshift.methods.base import Method, RunPlan
 from fedshift.models import registry as models
 from fedshift.models.network import Network
@@ -155,14 +156,13 @@ def _domain(experiment: Experiment, data: DataSet, name: str) -> DomainCheck:
     as_target = next((target for target, (_, others) in roles.items() if name in others), None)
     given = split_of(protocol, data, as_source, seed) if as_source is not None else None
     domain = data.domains[name]
-    present = set(domain.labels.tolist())
     return DomainCheck(
         name,
         len(domain),
         len(given.train[name]) if given else 0,
         len(given.held_out[name]) if given else 0,
         len(split_of(protocol, data, as_target, seed).measured[name]) if as_target is not None else 0,
-        tuple(label for number, label in enumerate(data.classes) if number not in present),
+        absent_classes(data, domain),
     )
 
 
@@ -183,7 +183,7 @@ def _seconds_per_batch(experiment: Experiment, data: DataSet, device: str, threa
                 began = time.perf_counter()
                 inputs, labels, _ = view.batch(batch, draws)
                 optimizer.zero_grad(set_to_none=True)
-                F.cross_entropy(network(inputs), labels).backward()  # type: ignore[no-untyped-call]
+                task_loss(network(inputs), labels).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 if device.startswith("cuda"):
                     torch.cuda.synchronize()

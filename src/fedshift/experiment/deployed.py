@@ -52,6 +52,7 @@ from fedshift.federation.remote import Lost, RemoteFederation, Transport, ask_pl
 from fedshift.files import write_bytes
 from fedshift.methods.base import Method
 from fedshift.models.network import Network
+from fedshift.models.options import NetworkOptions
 from fedshift.weights import Weights
 
 EXPERIMENT, CARDS, PROGRESS = "experiment.json", "cards.json", "progress.jsonl"
@@ -205,7 +206,7 @@ def _one(
             on_answer=watch.trained,
         )
         place.claim()
-        evaluator = _AtSites(agreed, split, federation, part, torch.device(context.device))
+        evaluator = _AtSites(agreed, split, federation, part, torch.device(context.device), experiment.model)
         result = conduct(context, part, place, federation, evaluator, split, network)
         ask_plain(transport, "end", run, {site: {} for site in agreed.sites}, engine.patience)
         watch.finished(part, result, resumed=False)
@@ -454,10 +455,16 @@ class _AtSites:
     """Measures a model where the samples are: at the sites, and here on the coordinator's own."""
 
     def __init__(
-        self, agreed: Agreed, split: Split, federation: RemoteFederation, part: Part, device: torch.device
+        self,
+        agreed: Agreed,
+        split: Split,
+        federation: RemoteFederation,
+        part: Part,
+        device: torch.device,
+        model: NetworkOptions,
     ) -> None:
         own = agreed.own is not None and part.target in agreed.own.domains
-        self._here = Evaluator(agreed.own, Split({}, {}, split.measured), device) if own and agreed.own else None
+        self._here = Evaluator(agreed.own, Split({}, {}, split.measured), device, model) if own and agreed.own else None
         self._targets = [] if own else list(split.measured)
         self._sources = [site for site, rows in split.held_out.items() if len(rows)]
         self._federation, self._classes = federation, len(agreed.data.classes)

@@ -22,7 +22,8 @@ def data_fingerprint(data: DataSet) -> str:
     for domain in data.domains.values():
         inputs = domain.inputs
         arrays = [inputs.data, inputs.indices, inputs.indptr] if isinstance(inputs, SparseRows) else [inputs]
-        for array in (*arrays, domain.labels):
+        masks = [] if domain.masks is None else [domain.masks]
+        for array in (*arrays, domain.labels, *masks):
             digest.update(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
     return digest.hexdigest()[:16]
 

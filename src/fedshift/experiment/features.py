@@ -30,6 +30,7 @@ from fedshift.errors import UserError
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.schema import Experiment
 from fedshift.files import write_bytes
+from fedshift.models import registry as models
 from fedshift.models.frozen import Extractor, Frozen
 
 Half = npt.NDArray[np.float16]
@@ -69,11 +70,11 @@ def built(experiment: Experiment, source: DataSource | None = None, watcher: Wat
     options = experiment.model
     if not isinstance(options, Frozen):
         return data
-    extractor = extractor_for(options, data.preprocessing, data.name)
     domains = {
         name: replace(data.domains[name], inputs=found.features.astype(np.float32))
         for name, found in all_features(experiment, data, watcher or Watcher())
     }
+    extractor = extractor_for(options, data.preprocessing, data.name)
     record = {
         "model": options.model_dump(mode="json"),
         "weights": weights_fingerprint(options, extractor),
@@ -88,6 +89,7 @@ def all_features(experiment: Experiment, data: DataSet, watcher: Watcher) -> Ite
     options = experiment.model
     if not isinstance(options, Frozen):
         raise UserError("model: only model frozen has features to compute; write {name: frozen, backbone: …, head: …}")
+    models.check_task(options, data.task, data.name)
     extractor = extractor_for(options, data.preprocessing, data.name)
     weights = weights_fingerprint(options, extractor)
     device = resolve_device(experiment.device)

@@ -193,6 +193,8 @@ def audit_leakage(
     if not sizes or min(sizes) < 1 or iterations < 1 or starts < 1:
         raise UserError("--batch, --iterations and --starts: give whole numbers of at least 1")
     whole = taking_part(experiment.protocol, built(experiment))
+    if whole.task != "classification":
+        raise UserError(f"data set {whole.name} is one of {whole.task}: the audit attacks the labels of classification")
     target, name = _target_and_site(experiment, whole, site)
     seed = experiment.protocol.seeds[0]
     data = data_for(experiment, whole, target)

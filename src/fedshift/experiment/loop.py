@@ -20,6 +20,7 @@ from fedshift.experiment.protocol import Part, Split, budgets, parts_of, roles_o
 from fedshift.experiment.schema import EXTENT, Experiment, method_record
 from fedshift.federation.pool import WorkerPool
 from fedshift.files import write_bytes
+from fedshift.methods import registry
 from fedshift.models import registry as models
 
 
@@ -92,9 +93,18 @@ def check_fit(experiment: Experiment, data: DataSet, targets: Sequence[str] | No
             raise UserError(
                 f"engine.refuse: sites refuse {kind}, which data set {experiment.data.name} needs for a common encoding"
             )
+    models.check_task(experiment.model, data.task, data.name)
     protocol = experiment.protocol
     numbers = {len(roles_of(protocol, data, target)[0]) for target in targets or targets_of(protocol, data)}
     for method in experiment.methods:
+        if data.task not in method.tasks:
+            known = {name: registry.method_class(name).tasks for name in registry.names()}
+            # A method in front of another one learns what that one can: its class alone does not say.
+            fitting = [name for name, tasks in known.items() if isinstance(tasks, tuple) and data.task in tasks]
+            raise UserError(
+                f"methods: {method.display} is a method of {' and '.join(method.tasks)}, data set {data.name} is one "
+                f"of {data.task}: choose {', '.join(fitting)}"
+            )
         for sources in sorted(numbers):
             network = models.build(experiment.model, data.input_shape, len(data.classes), 0)
             method.check(method.adapt_network(network, sources))

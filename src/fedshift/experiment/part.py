@@ -118,7 +118,7 @@ def run_part(context: Context, part: Part, folder: RunFolder) -> RunResult:
     plans = site_plans(method, shown, split)
     network = setting.build_network().to(context.device)
     folder.claim()
-    evaluator = Evaluator(data, split, torch.device(context.device))
+    evaluator = Evaluator(data, split, torch.device(context.device), experiment.model)
     options: dict[str, Any] = {
         "budget": site_budget(budget, plans),
         "rounds": max(1, rounds_needed(method, experiment.training, split, budget)),
@@ -296,6 +296,7 @@ class _Run:
             labelled=list(labelled) if both else [],
             unlabelled=list(unlabelled) if both else [],
             seed=part.seed,
+            metric="accuracy" if context.data.task == "classification" else "dice",
             selected=selected_rounds(self.records),
             classes=list(context.data.classes),
             rounds=state.round,
@@ -355,11 +356,14 @@ def data_for(experiment: Experiment, data: DataSet, target: str) -> DataSet:
 
 
 def pooled_bytes(method: Method, data: DataSet, split: Split) -> dict[str, int]:
-    """Bytes of the training samples of each site, which leave it when ``method`` pools data."""
+    """Bytes of the training samples of each site, masks included, which leave it when ``method`` pools data."""
     sizes = {}
     pooled = {**split.train, **(split.unlabelled if method.needs_target else {})} if method.pooled else {}
     for name, rows in pooled.items():
         inputs = data.domains[name].inputs
         item = 4 if isinstance(inputs, SparseRows) else inputs.itemsize
         sizes[name] = len(rows) * math.prod(inputs.shape[1:]) * item
+        masks = data.domains[name].masks
+        if masks is not None and name in split.train:
+            sizes[name] += len(rows) * math.prod(masks.shape[1:])
     return sizes

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from safetensors import SafetensorError, safe_open
 
 from fedshift.data.domain import Preprocessing
@@ -21,8 +23,12 @@ from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
 from fedshift.models import registry as models
 from fedshift.models.network import Network
+from fedshift.models.options import NetworkOptions
+from fedshift.models.unet import SegmentationOptions
 
 _BATCH = 256
+_MASKS = 16
+"""Images at a time, where every pixel has a score."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +49,16 @@ class TrainedModel:
     classes: tuple[str, ...]
     preprocessing: Preprocessing
     metadata: dict[str, Any]
+    options: NetworkOptions
 
     @torch.no_grad()
     def predict(self, data: Path) -> list[Prediction]:
-        """Predictions for an image, a folder of images, an .npz or a .csv, in order. UserError for unfit data."""
+        """Predictions for an image, a folder of images, an .npz or a .csv, in order.
+
+        Raises UserError for unfit data, and for a model of segmentation, see `write_masks`.
+        """
+        if isinstance(self.options, SegmentationOptions):
+            raise UserError("this model predicts masks: say where they go with --masks FOLDER")
         extractor, stored = backbone_of(self.preprocessing)
         names, inputs = load_for_prediction(data, stored)
         out: list[Prediction] = []
@@ -58,6 +70,28 @@ class TrainedModel:
             probabilities = self.method.predict(self.network, batch).softmax(dim=1)
             for name, row in zip(names[begin : begin + _BATCH], probabilities, strict=True):
                 out.append(Prediction(name, self.classes[int(row.argmax())], tuple(row.tolist())))
+        return out
+
+    @torch.no_grad()
+    def write_masks(self, data: Path, folder: Path) -> list[tuple[Path, float]]:
+        """Predicted masks of an image, a folder of images or an .npz as ``folder/<structure>/<name>.png``, black and
+        white, in the size that the network reads. Returns each file and the share of its pixels that is white.
+
+        Raises UserError for unfit data and for a model of classification.
+        """
+        if not isinstance(self.options, SegmentationOptions):
+            raise UserError("this model predicts classes, not masks: leave out --masks")
+        names, inputs = load_for_prediction(data, self.preprocessing)
+        out: list[tuple[Path, float]] = []
+        for begin in range(0, len(names), _MASKS):
+            batch = to_network(torch.from_numpy(inputs[begin : begin + _MASKS]), self.preprocessing, "cpu")
+            found = self.options.masks(self.method.predict(self.network, batch))
+            for name, masks in zip(names[begin : begin + _MASKS], found, strict=True):
+                for structure, mask in zip(self.classes, masks, strict=True):
+                    file = (folder / structure / name).with_suffix(".png")
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    Image.fromarray(mask.astype(np.uint8) * 255).save(file)
+                    out.append((file, float(mask.mean())))
         return out
 
 
@@ -85,14 +119,15 @@ def load_model(path: Path, own_method: str | None = None) -> TrainedModel:
         method = _method(metadata["method"], own_method, file)
         options = {key: value for key, value in metadata["model"].items() if key != "pretrained"}
         sources = len(metadata["sources"])
+        chosen = models.parse(options)
         network = method.adapt_network(
-            models.build(models.parse(options), tuple(metadata["input_shape"]), len(metadata["classes"]), 0), sources
+            models.build(chosen, tuple(metadata["input_shape"]), len(metadata["classes"]), 0), sources
         )
         network = method.evaluated_network(network, sources)
         network.load_state_dict(tensors)
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, OSError):
         raise UserError(f"{file} is damaged or was not written by fedshift") from None
-    return TrainedModel(network.eval(), method, tuple(metadata["classes"]), preprocessing, metadata)
+    return TrainedModel(network.eval(), method, tuple(metadata["classes"]), preprocessing, metadata, chosen)
 
 
 def _method(record: dict[str, Any], own_method: str | None, file: Path) -> Method:

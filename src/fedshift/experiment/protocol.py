@@ -270,6 +270,8 @@ def with_wrong_labels(protocol: Protocol, data: DataSet, split: Split, seed: int
     """The data as malicious sources show it: a share of their training labels is wrong, held-out labels are true."""
     if not isinstance(protocol, AdaptToOne) or not protocol.wrong_labels:
         return data
+    if data.task == "segmentation":
+        raise UserError("protocol.wrong_labels: masks have no other class that could be wrong; leave it out")
     domains = dict(data.domains)
     for name, share in protocol.wrong_labels.items():
         if name not in split.train:  # as the target it has no labels to make wrong; or it takes no part

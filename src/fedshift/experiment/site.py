@@ -128,6 +128,8 @@ def read_holding(place: SitePlace) -> Holding:
     if place.file.classes is not None and "classes" in type(source).model_fields:
         source = source.model_copy(update={"classes": place.file.classes})
     data = source.build()
+    if data.task != "classification":
+        raise UserError(f"{place.path}: data: '{data.name}' is one of {data.task}, which a deployment cannot train yet")
     name = place.file.domain or (place.file.site if place.file.site in data.domains else None)
     if name is None and len(data.domains) == 1:
         name = next(iter(data.domains))

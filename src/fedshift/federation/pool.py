@@ -89,6 +89,8 @@ class WorkerPool:
             else:
                 np.save(folder / "inputs.npy", inputs)
             np.save(folder / "labels.npy", domain.labels)
+            if domain.masks is not None:
+                np.save(folder / "masks.npy", domain.masks)
             self._shared[id(domain)] = (domain, str(folder))  # the domain is kept, or its id could come again
         return self._shared[id(domain)][1]
 

@@ -93,7 +93,10 @@ def read_domain(name: str, folder: Path) -> Domain:
     """The domain that `WorkerPool.share` wrote, its arrays mapped into memory."""
     labels = np.load(folder / "labels.npy", mmap_mode="r", allow_pickle=False)
     if (folder / "inputs.npy").exists():
-        return Domain(name, np.load(folder / "inputs.npy", mmap_mode="r", allow_pickle=False), labels)
+        inputs = np.load(folder / "inputs.npy", mmap_mode="r", allow_pickle=False)
+        masked = (folder / "masks.npy").exists()
+        masks = np.load(folder / "masks.npy", mmap_mode="r", allow_pickle=False) if masked else None
+        return Domain(name, inputs, labels, masks=masks)
     data, indices, indptr = (
         np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in ("data", "indices", "indptr")
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
+from fedshift.data.domain import Task
 from fedshift.errors import UserError
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ class NetworkOptions(BaseModel):
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    task: ClassVar[Task] = "classification"
 
     name: str
 

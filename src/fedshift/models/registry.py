@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from pydantic import ValidationError
 
+from fedshift.data.domain import Task
 from fedshift.errors import UserError, nearest
 from fedshift.models.options import NetworkOptions
 
@@ -23,6 +24,7 @@ _NETWORKS = {
     "resnet50": "fedshift.models.vision:ResNet50",
     "resnet101": "fedshift.models.vision:ResNet101",
     "alexnet": "fedshift.models.vision:AlexNet",
+    "unet": "fedshift.models.unet:UNet",
     "mobilenet_v2": "fedshift.models.vision:MobileNetV2",
     "frozen": "fedshift.models.frozen:Frozen",
 }
@@ -59,16 +61,26 @@ def parse(mapping: Mapping[str, object]) -> NetworkOptions:
         raise UserError(f"{path}: {fault['msg']} (got {fault['input']!r})") from None
 
 
+def check_task(options: NetworkOptions, task: Task, what: str) -> None:
+    """Raises UserError unless the network is one for the ``task`` of the data set called ``what``."""
+    if options.task != task:
+        fitting = [name for name in names() if options_class(name).task == task]
+        raise UserError(
+            f"model.name: '{options.name}' is a network of {options.task}, data set {what} is one of {task}: choose "
+            f"{' or '.join(fitting)}"
+        )
+
+
 def build(options: NetworkOptions, input_shape: tuple[int, ...], classes: int, seed: int) -> Network:
     """The network with weights drawn from ``seed`` alone; the caller's random state is neither read nor changed.
 
     Networks that read images come in the channels-last memory format, in which convolutions are faster on CPU and GPU.
     Values and shapes are unaffected, but call ``contiguous()`` before writing their tensors to a file that asks for it.
-    Raises UserError if the network cannot read samples of ``input_shape`` or there are fewer than two classes.
+    Raises UserError if the network cannot read samples of ``input_shape`` or a classifier has fewer than two classes.
     """
     import torch
 
-    if classes < 2:
+    if classes < 2 and options.task == "classification":
         raise UserError(f"model '{options.name}': a classifier needs at least 2 classes, data set gives {classes}")
     with torch.random.fork_rng(devices=[]):
         # The CPU generator alone: torch.manual_seed would also reset every accelerator's generator.

@@ -49,12 +49,12 @@ def page(collected: Collected) -> str:
     records = {part.folder: read_rounds(part.folder / ROUNDS) for part in collected.parts}
     sections = [
         _header(collected),
-        _section("result", "Result", _main_result(headline), _how_to_read(bool(results[0].labelled))),
-        _section("curves", "Accuracy over training", _curves(collected.parts, records, headline.methods)),
+        _section("result", "Result", _main_result(headline), _how_to_read(headline)),
+        _section("curves", f"{headline.measure.name} over training", _curves(collected.parts, records, headline)),
         _section("others", "Other selection rules", *(_other(collected, rule) for rule in ("source", "oracle"))),
         _section("differences", "Differences between methods", _differences(results, headline.methods)),
         _section("cost", "Cost", _cost(results, headline.methods)),
-        _section("classes", "Per class, at each method's worst target", _per_class(results, headline)),
+        _section("classes", f"Per {_unit(results)}, at each method's worst target", _per_class(results, headline)),
         _section("warnings", "Warnings", _warnings(results)),
         _section("settings", "Settings and versions", _settings(results, headline.methods)),
     ]
@@ -103,7 +103,7 @@ def _header(collected: Collected) -> str:
         ("methods", ", ".join(order.methods)),
         ("targets", ", ".join(order.targets)),
         ("seeds", ", ".join(map(str, order.seeds))),
-        ("classes", str(len(results[0].classes))),
+        ("structures" if _unit(results) == "structure" else "classes", str(len(results[0].classes))),
         (
             "parts",
             f"{len(results)} finished" + (f", {collected.unfinished} unfinished" if collected.unfinished else ""),
@@ -132,7 +132,7 @@ def _table(table: Table) -> str:
         mean = f"<b>{cell.mean}</b>" if cell.best else cell.mean
         return f'<td title="seeds: {seeds}">{mean}{error}</td>'
 
-    title = f"<h3>{escape(table.title)}</h3>" if table.title else ""
+    title = f"<h3>{escape(table.measure.title)}</h3>" if table.measure.title else ""
     grid = title + _grid(
         ["method", *map(escape, table.columns)],
         ([escape(method), *(entry(method, column) for column in table.columns)] for method in table.methods),
@@ -142,23 +142,18 @@ def _table(table: Table) -> str:
 
 
 def _main_result(headline: Table) -> str:
-    figure = plots.svg(plots.accuracy_per_target(headline), "Accuracy of every method at every target, last round")
+    figure = plots.svg(
+        plots.accuracy_per_target(headline), f"{headline.measure.name} of every method at every target, last round"
+    )
     return _table(headline) + f"<figure>{figure}<figcaption>Mean and standard error over seeds.</figcaption></figure>"
 
 
-def _how_to_read(both: bool) -> str:
-    number = (
-        "Each column is a pair, labelled sites before the dash, unlabelled ones after it. The first table's number is "
-        "the harmonic mean of the accuracies on both sides, so it is low when one side pays for the other. "
-        if both
-        else "Each column is a target; the number is the share of its samples that the model of the last round got "
-        "right. "
-    )
+def _how_to_read(headline: Table) -> str:
     points = [
-        number + f"The last column is the unweighted mean over {'pairs' if both else 'targets'}.",
+        headline.measure.meaning,
         "± is the standard error over seeds. Two methods whose intervals overlap have not been shown to differ; "
         "with three seeds even a gap of two standard errors is weak evidence.",
-        "The highest figure of a column is bold. That alone does not make it better.",
+        "The best figure of a column is bold. That alone does not make it better.",
         "All methods of an experiment do the same number of local mini-batches, unless the costs below say otherwise.",
         "The oracle looks at the labels of the target, which nobody has at a new site. "
         "It says what perfect selection could gain and is not a result.",
@@ -173,9 +168,9 @@ def _other(collected: Collected, rule: Selection) -> str:
     return f"<h3>{escape(rule)}</h3>" + _table(table_of(collected, rule))
 
 
-def _curves(parts: Sequence[Part], records: Mapping[Path, list[RoundRecord]], methods: Sequence[str]) -> str:
+def _curves(parts: Sequence[Part], records: Mapping[Path, list[RoundRecord]], headline: Table) -> str:
     curves: dict[str, dict[str, plots.Curve]] = {"round": {}, "local mini-batches per site": {}}
-    for method in methods:
+    for method in headline.methods:
         runs = [(part.result, records[part.folder]) for part in parts if part.result.method == method]
         points = _mean_over_targets([(result, rounds) for result, rounds in runs if rounds])
         if points:
@@ -185,7 +180,10 @@ def _curves(parts: Sequence[Part], records: Mapping[Path, list[RoundRecord]], me
             curves["local mini-batches per site"][method] = (batches, mean, band)
     if not curves["round"]:
         return _paragraph("No rounds.jsonl lies beside the results, so there is nothing to draw.", "note")
-    figure = plots.svg(plots.accuracy_over_rounds(curves), "Accuracy over rounds and over local mini-batches")
+    quantity = headline.measure.name
+    figure = plots.svg(
+        plots.accuracy_over_rounds(curves, quantity), f"{quantity} over rounds and over local mini-batches"
+    )
     caption = (
         "Mean over targets; the band is one standard deviation over seeds. "
         "The right panel compares at equal work, which includes what a method does before its first round."
@@ -285,6 +283,11 @@ def _mean_by_kind(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:
     return {kind: fmean(count.get(kind, 0) for count in counts) for kind in kinds}
 
 
+def _unit(results: Sequence[RunResult]) -> str:
+    """What ``classes`` are: of classification, or the structures of segmentation."""
+    return "structure" if results[0].metric == "dice" else "class"
+
+
 def _per_class(results: Sequence[RunResult], headline: Table) -> str:
     lines = []
     for method in headline.methods:
@@ -297,6 +300,8 @@ def _per_class(results: Sequence[RunResult], headline: Table) -> str:
         return _paragraph("No accuracies per class were recorded for one common list of classes.", "note")
     shown = list(range(len(classes)))
     note = "Last round: percent of a class's samples recognised, mean over seeds; – where the target lacks the class."
+    if _unit(results) == "structure":
+        note = "Last round: Dice coefficient of each structure in percent, mean over seeds."
     if len(classes) > _MOST_CLASSES:
         hardest = sorted(
             shown, key=lambda index: min((a[index] for *_, a in lines if a.get(index) is not None), default=101)

@@ -3,39 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from statistics import fmean
 
 from pydantic import Field
 
 from fedshift.evaluation.metrics import harmonic_mean
-from fedshift.evaluation.records import RunResult, Selection
-from fedshift.evaluation.summary import AVERAGE, Row, Value, rows
+from fedshift.evaluation.records import Metric, RunResult, Selection
+from fedshift.evaluation.summary import AVERAGE, Row, rows
+from fedshift.report.measures import HAUSDORFF, METRICS, Measure
 
 ALONE = "alone"
 """Name of the method in which every labelled site trains by itself."""
 PAIR = "between the sites"
 
 
-@dataclass(frozen=True)
-class Measure:
-    """What a table is about. what: the same in a note. repeat: what is averaged over. notes: in place of the usual."""
-
-    title: str
-    what: str
-    value: Value
-    repeat: str = "seed"
-    notes: tuple[str, ...] = ()
-
-
-ACCURACY = Measure("", "Accuracy in percent", RunResult.score)
-HARMONIC_MEAN = Measure(
-    "Harmonic mean of both accuracies",
-    "Harmonic mean, per split, of the accuracies at the labelled sites (part held out) and the unlabelled sites (all "
-    "samples), in percent",
-    RunResult.score,
-    "split",
-)
+_PLURALS: dict[Metric, str] = {"accuracy": "accuracies", "dice": "Dice coefficients"}
+HARMONIC_MEANS = {
+    metric: Measure(
+        "Harmonic mean",
+        RunResult.score,
+        f"Harmonic mean, per split, of the {plural} at the labelled sites (part held out) and the unlabelled sites "
+        "(all samples), in percent",
+        f"Harmonic mean of both {plural}",
+        repeat="split",
+        meaning="Each column is a pair, labelled sites before the dash, unlabelled ones after it. The first table's "
+        f"number is the harmonic mean of the {plural} on both sides, so it is low when one side pays for the other. "
+        "The last column is the unweighted mean over pairs.",
+    )
+    for metric, plural in _PLURALS.items()
+}
+"""What runs are compared by in which both sides are measured, for each metric."""
 
 
 class PairRow(Row):
@@ -89,12 +87,13 @@ def rows_of(results: Sequence[RunResult], found: Iterable[Row], select: Selectio
         )
 
 
-def notes(found: Sequence[PairRow]) -> Iterable[str]:
+def notes(found: Sequence[PairRow], metric: Metric) -> Iterable[str]:
     """What the averages do not say."""
     averages = [row for row in found if row.target == AVERAGE]
     if averages:
         listing = ", ".join(f"{row.method} {row.harmonic_mean_of_averages:.2f}" for row in averages)
-        yield f"Harmonic mean of the average accuracies, which is another number and not the headline: {listing}."
+        what = f"Harmonic mean of the average {_PLURALS[metric]}"
+        yield f"{what}, which is another number and not the headline: {listing}."
     gains = [row for row in averages if "unlabelled" in row.gain]
     if gains:
         listing = ", ".join(f"{row.method} {row.gain['unlabelled']:+.2f}" for row in gains).replace("-", "−")
@@ -104,19 +103,17 @@ def notes(found: Sequence[PairRow]) -> Iterable[str]:
         )
 
 
-def beside(results: Sequence[RunResult], select: Selection) -> Iterable[tuple[Measure, Sequence[RunResult]]]:
-    """The tables beneath that of harmonic means that something is known of, and the results that each is made of."""
-    gain = _Gain(results, "labelled")
+def beside(results: Sequence[RunResult]) -> Iterable[tuple[Measure, Sequence[RunResult]]]:
+    """What the tables beneath that of harmonic means can be about, and the results that each is made of."""
+    name = METRICS[results[0].metric].name
+    yield Measure(name, RunResult.source_accuracy, title=f"{name} at the labelled sites, part held out"), results
+    yield Measure(name, RunResult.accuracy, title=f"{name} at the unlabelled sites"), results
+    yield replace(HAUSDORFF, title=f"{HAUSDORFF.name} at the unlabelled sites", repeat="split"), results
     own = "Points over the model that each labelled site trains alone, at equal work."
+    gain = _Gain(results, "labelled")
+    yield Measure("Win-win gain", gain, title="Win-win gain of the labelled sites", notes=(own,)), results
     apart = "2(1 − 2ε), ε the error of a linear classifier that tells the sites' inputs apart; 2: it always can."
-    for measure, chosen in (
-        (Measure("Accuracy at the labelled sites, part held out", "", RunResult.source_accuracy), results),
-        (Measure("Accuracy at the unlabelled sites", "", RunResult.accuracy), results),
-        (Measure("Win-win gain of the labelled sites", "", gain, notes=(own,)), results),
-        (Measure("Proxy A-distance", "", _distance, notes=(apart,)), _one_method(results)),
-    ):
-        if any(measure.value(result, select) is not None for result in chosen):
-            yield measure, chosen
+    yield Measure("Proxy A-distance", _distance, title="Proxy A-distance", notes=(apart,)), _one_method(results)
 
 
 def _one_method(results: Sequence[RunResult]) -> Sequence[RunResult]:
@@ -159,7 +156,7 @@ def _gains(result: RunResult, references: Reference, select: Selection) -> dict[
     for site in result.labelled:
         if alone is not None and site in alone.sites and site in chosen.sites:
             out[site] = chosen.sites[site] - alone.sites[site]
-    for site in result.unlabelled:
+    for site in result.unlabelled if result.metric == "accuracy" else ():  # masks cannot be guessed
         if site in chosen.sites:
             out[site] = chosen.sites[site] - 100 / len(result.classes)
     return out

@@ -28,8 +28,9 @@ Curve = tuple[Sequence[float], Sequence[float], Sequence[float] | None]
 """x, mean and standard deviation (None for one seed) of a line."""
 
 
-def accuracy_over_rounds(curves: Mapping[str, Mapping[str, Curve]]) -> Figure:
-    """Accuracy against each horizontal axis in ``curves`` (its label → method → curve), one panel per axis.
+def accuracy_over_rounds(curves: Mapping[str, Mapping[str, Curve]], quantity: str = "Accuracy") -> Figure:
+    """A ``quantity`` in percent against each horizontal axis in ``curves`` (its label → method → curve), one panel per
+    axis.
 
     The band is one standard deviation over seeds.
     """
@@ -45,7 +46,7 @@ def accuracy_over_rounds(curves: Mapping[str, Mapping[str, Curve]]) -> Figure:
                 axes.fill_between(x, low, np.minimum(high, 100), color=color, alpha=0.16, linewidth=0)
         axes.set_xlabel(label)
         axes.set_xlim(left=0)
-    panels[0].set_ylabel("accuracy, %")
+    panels[0].set_ylabel(f"{quantity.lower()}, %")
     for axes in panels[1:]:
         axes.sharey(panels[0])
         axes.tick_params(labelleft=False)
@@ -77,7 +78,7 @@ def accuracy_per_target(table: Table) -> Figure:
     axes.get_xticklabels()[table.columns.index(AVERAGE)].set_fontweight("bold")
     axes.grid(axis="x", visible=False)
     axes.set_xlim(-0.5, len(columns) - 0.5)
-    axes.set_ylabel("accuracy, %")
+    axes.set_ylabel(f"{table.measure.name.lower()}, %")
     _legend(figure, axes)
     return figure
 

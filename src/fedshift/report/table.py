@@ -13,7 +13,7 @@ from fedshift.evaluation.selection import RULES
 from fedshift.evaluation.summary import AVERAGE, Row, rows
 from fedshift.report import pairs
 from fedshift.report.collect import Collected
-from fedshift.report.pairs import ACCURACY, Measure
+from fedshift.report.measures import ACCURACY, HAUSDORFF, METRICS, Measure
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -26,7 +26,7 @@ _MOST_EXCEPTIONS = 6
 
 @dataclass(frozen=True)
 class Cell:
-    """One entry. ``best``: highest of its column as printed. ``partial``: an average that lacks some of the targets."""
+    """One entry. ``best``: best of its column as printed. ``partial``: an average that lacks some of the targets."""
 
     row: Row
     best: bool
@@ -45,16 +45,16 @@ class Cell:
 class Table:
     """A matrix of cells: ``cells[method][column]``, None where nothing was measured; the last column is the average.
 
-    more: tables that are shown beneath it, with titles of their own.
+    measure: what the numbers are. more: tables that are shown beneath it, with titles of their own.
     """
 
     select: Selection
+    measure: Measure
     methods: tuple[str, ...]
     columns: tuple[str, ...]
     cells: dict[str, dict[str, Cell | None]]
     rows: tuple[Row, ...]
     notes: tuple[str, ...]
-    title: str = ""
     more: tuple[Table, ...] = ()
 
 
@@ -65,7 +65,7 @@ def table(
     methods: Sequence[str] = (),
     targets: Sequence[str] = (),
     progress: str | None = None,
-    measure: Measure = ACCURACY,
+    measure: Measure | None = None,
 ) -> Table:
     """Arrange ``results`` as methods × targets and mark the best of each column.
 
@@ -75,12 +75,13 @@ def table(
         methods: order of the methods (else that of first appearance).
         targets: order of the targets, likewise.
         progress: what is unfinished; becomes a note.
-        measure: what the table is about.
+        measure: what the table is about; else what the runs are compared by.
 
     Raises:
         UserError: the rule chose no round in any result.
     """
     results = list(results)
+    measure = measure or headline(results)
     found = rows(results, select, methods, targets, measure.value)
     if not found:
         raise UserError(
@@ -95,38 +96,45 @@ def table(
     partial = {
         method for method in names if any((method, target) not in by_place for target in columns[:-1])
     }  # averages over other targets cannot be compared, so they compete for nothing
-    best = _best(found, partial)
+    best = _best(found, partial, min if measure.less_is_better else max)
     cells: dict[str, dict[str, Cell | None]] = {method: {} for method in names}
     for method in names:
         for column in columns:
             row = by_place.get((method, column))
             average_of_fewer = column == AVERAGE and method in partial
             cells[method][column] = Cell(row, (method, column) in best, average_of_fewer) if row else None
-    notes = tuple(_notes(select, cells, columns, progress, measure))
-    return Table(select, names, columns, cells, tuple(found), notes, measure.title)
+    notes = tuple(_notes(select, cells, columns, progress, measure)) if measure.what else measure.notes
+    return Table(select, measure, names, columns, cells, tuple(found), notes)
+
+
+def headline(results: Sequence[RunResult]) -> Measure:
+    """What runs are compared by. Raises UserError where some classify and some segment."""
+    if len({result.metric for result in results}) > 1:
+        raise UserError("some of these results are accuracies and some Dice coefficients: no table can hold both")
+    if not results:
+        return ACCURACY
+    return (pairs.HARMONIC_MEANS if all(result.labelled for result in results) else METRICS)[results[0].metric]
 
 
 def table_of(collected: Collected, select: Selection = "last") -> Table:
     """The table of everything that `collect` found. Raises as `table` does."""
-    order = collected.order
-    results = collected.results
-    measure = pairs.HARMONIC_MEAN if all(result.labelled for result in results) else ACCURACY
-    whole = table(
-        results, select, methods=order.methods, targets=order.targets, progress=collected.progress, measure=measure
-    )
-    if measure is ACCURACY:
-        return whole
+    order, results = collected.order, collected.results
+    whole = table(results, select, methods=order.methods, targets=order.targets, progress=collected.progress)
+    both = whole.measure in pairs.HARMONIC_MEANS.values()
     more = []
-    for one, chosen in pairs.beside(results, select):
-        methods = [name for name in order.methods if any(result.method == name for result in chosen)]
-        beneath = table(chosen, select, methods=methods, targets=order.targets, measure=one)
-        more.append(replace(beneath, notes=one.notes))
+    for measure, chosen in pairs.beside(results) if both else [(HAUSDORFF, results)]:
+        if any(measure.value(result, select) is not None for result in chosen):
+            methods = [name for name in order.methods if any(result.method == name for result in chosen)]
+            more.append(table(chosen, select, methods=methods, targets=order.targets, measure=measure))
+    whole = replace(whole, more=tuple(more))
+    if not both:
+        return whole
     found = tuple(pairs.rows_of(results, whole.rows, select))
-    return replace(whole, rows=found, notes=(*whole.notes, *pairs.notes(found)), more=tuple(more))
+    return replace(whole, rows=found, notes=(*whole.notes, *pairs.notes(found, results[0].metric)))
 
 
-def _best(found: Sequence[Row], partial: set[str]) -> set[tuple[str, str]]:
-    """Where the highest mean of each column stands, as printed: equal figures share it, a lone entry beats none."""
+def _best(found: Sequence[Row], partial: set[str], choose: Callable[[Iterable[float]], float]) -> set[tuple[str, str]]:
+    """Where the best mean of each column stands, as printed: equal figures share it, a lone entry beats none."""
     columns: dict[str, list[Row]] = {}
     for row in found:
         if row.target != AVERAGE or row.method not in partial:
@@ -134,7 +142,7 @@ def _best(found: Sequence[Row], partial: set[str]) -> set[tuple[str, str]]:
     best = set()
     for column, entries in columns.items():
         if len(entries) > 1:
-            top = max(round(row.mean, 2) for row in entries)
+            top = choose(round(row.mean, 2) for row in entries)
             best |= {(row.method, column) for row in entries if round(row.mean, 2) == top}
     return best
 
@@ -173,8 +181,8 @@ def terminal(table: Table) -> RenderableType:
 def _titled(table: Table) -> Iterable[RenderableType]:
     from rich.text import Text
 
-    if table.title:
-        yield Text(table.title, style="bold")
+    if table.measure.title:
+        yield Text(table.measure.title, style="bold")
     yield _Fitting(table)
     yield from (Text(note, style="dim") for note in table.notes)
 
@@ -206,7 +214,7 @@ class _Fitting:
 
     def _list(self) -> Grid:
         grid = _grid("method", "target")
-        grid.add_column("accuracy", justify="right", no_wrap=True)
+        grid.add_column(self.table.measure.name.lower(), justify="right", no_wrap=True)
         for method in self.table.methods:
             for column, cell in self.table.cells[method].items():
                 grid.add_row(_plain(method), _plain(column), _rich_entry(cell))
@@ -260,7 +268,7 @@ def _pipes(table: Table) -> str:
         *([escape(method), *map(entry, table.cells[method].values())] for method in table.methods),
     ]
     grid = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    title = [f"**{escape(table.title)}**"] if table.title else []
+    title = [f"**{escape(table.measure.title)}**"] if table.measure.title else []
     return "\n\n".join([*title, grid, *map(escape, table.notes)]) + "\n"
 
 
@@ -278,10 +286,11 @@ def _environment(table: Table) -> str:
             rf" $\pm$ {cell.error}" if cell.error else ""
         )
 
+    title = [f"{table.measure.title}."] if table.measure.title else []
     lines = [
         r"\begin{table}",
         r"\centering",
-        r"\caption{" + " ".join(map(escape_latex, [f"{table.title}."] * bool(table.title) + [*table.notes])) + "}",
+        r"\caption{" + " ".join(map(escape_latex, [*title, *table.notes])) + "}",
         r"\begin{tabular}{l" + "r" * len(table.columns) + "}",
         r"\toprule",
         " & ".join(["method", *map(escape_latex, table.columns)]) + r" \\",

@@ -22,12 +22,13 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 
+from fedshift.data.domain import Task
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
+from fedshift.functional.losses import task_loss
 from fedshift.methods.base import Method, State, trained_mean
 from fedshift.weights import Weights
 
@@ -39,6 +40,7 @@ class FedAvg(Method):
     title: ClassVar[str] = "FedAvg"
     citation: ClassVar[str] = "McMahan et al., AISTATS 2017"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
+    tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
 
     local_epochs: PositiveInt = Field(1, description="E: passes over a site's data per round")
     steps_per_round: PositiveInt | None = Field(None, description="mini-batches per round instead of whole epochs")
@@ -53,11 +55,11 @@ class FedAvg(Method):
         return state.advance(weights, report={"losses": losses, "aggregation_weights": shares})
 
     def fit(self, site: Site, weights: Weights) -> Update:
-        """At a site: E epochs of cross-entropy from the common model."""
+        """At a site: E epochs of cross-entropy (of the Dice loss, for segmentation) from the common model."""
         model = site.model(weights)
         optimizer = site.optimizer(model, memory="optimizer")
         loss = site.minimise(
-            lambda batch: F.cross_entropy(model(batch.inputs), batch.targets),
+            lambda batch: task_loss(model(batch.inputs), batch.targets),
             model,
             epochs=self.local_epochs,
             steps=self.steps_per_round,

@@ -19,12 +19,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat
 
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.losses import proximal_penalty
+from fedshift.functional.losses import proximal_penalty, task_loss
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.weights import Weights
 
@@ -48,7 +47,7 @@ class FedProx(FedAvg):
 
         def loss(batch: Batch) -> object:
             penalty = proximal_penalty(model.named_parameters(), reference, self.proximal_weight)
-            return F.cross_entropy(model(batch.inputs), batch.targets) + penalty
+            return task_loss(model(batch.inputs), batch.targets) + penalty
 
         mean = site.minimise(loss, model, epochs=self.local_epochs, steps=self.steps_per_round, optimizers=[optimizer])  # type: ignore[arg-type]
         site.remember_optimizer(optimizer, "optimizer")

@@ -18,12 +18,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 
+from fedshift.data.domain import Task
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Update
 from fedshift.federation.site import Site
+from fedshift.functional.losses import task_loss
 from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.weights import Weights
 
@@ -37,6 +38,7 @@ class DeepAll(Method):
     shares: ClassVar[tuple[str, ...]] = ("raw_data", "weights", "numbers")
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
     pooled: ClassVar[bool] = True
+    tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
 
     local_epochs: PositiveInt = Field(
         1, description="passes over the data per round, when no other method asks for more"
@@ -62,7 +64,7 @@ class DeepAll(Method):
         model = site.model(weights)
         optimizer = site.optimizer(model, memory="optimizer")
         loss = site.minimise(
-            lambda batch: F.cross_entropy(model(batch.inputs), batch.targets),
+            lambda batch: task_loss(model(batch.inputs), batch.targets),
             model,
             steps=steps,
             optimizers=[optimizer],

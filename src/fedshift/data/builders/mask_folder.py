@@ -1,0 +1,138 @@
+"""Your own images with masks: ``root/<site>/images/<image>`` and ``root/<site>/masks/<structure>/<image>``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from pydantic import Field
+
+from fedshift.data.checks import agreed_classes, checked
+from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
+from fedshift.data.images import ImageFile, decoded, has_colour, is_image, on_disk, size_of
+from fedshift.errors import UserError
+
+_LAYOUT = (
+    "root/<site>/images/<name>.png and root/<site>/masks/<structure>/<name>.png: for every image one mask of each "
+    "structure, of the same name (endings may differ) and the same size; what is not black in a mask is the structure"
+)
+
+
+class MaskFolder(DataSource):
+    """A folder per site with images and, for each structure, masks. All are brought to one size."""
+
+    name: Literal["mask_folder"] = "mask_folder"
+    root: Path = Field(description="the folder that holds one folder per site")
+    size: int = Field(
+        384, ge=8, le=1024, description="height and width: the shorter side is scaled to it, the centre kept"
+    )
+    colour: bool | None = Field(None, description="three channels or one; left out: as all images are stored")
+
+    @classmethod
+    def manifest(cls) -> Manifest:
+        return Manifest(
+            title="Your own folders of images with masks (segmentation)",
+            source="yours",
+            licence="yours",
+            how_to_get="collect images and masks as described by the layout and give data.root",
+            layout=_LAYOUT,
+            notes="Decoded once into the cache folder (FEDSHIFT_CACHE); image and mask are scaled to cover size × "
+            "size, the centre cut out; values scaled to [-1, 1]. An all-black mask says that the structure is absent.",
+        )
+
+    def build(self) -> DataSet:
+        """Domains of images (n, 1 or 3, size, size) and masks (n, structures, size, size), memory-mapped.
+
+        Raises UserError, naming the file, for an image without its masks, a mask without its image and sizes that
+        differ; naming the sites, for structures that differ and for grey and colour images side by side.
+        """
+        if not self.root.is_dir():
+            raise UserError(f"data.root: folder {self.root} does not exist; expected {_LAYOUT}")
+        sites = _folders(self.root)
+        if not sites:
+            raise UserError(f"data.root: {self.root} holds no folder of a site; expected {_LAYOUT}")
+        found = {site.name: _of_site(site) for site in sites}
+        structures = agreed_classes(
+            {site: list(masks) for site, (_, masks) in found.items()}, what="folders of masks", allow_missing=False
+        )
+        for site, (_, masks) in found.items():
+            missing = next((name for name in structures if name not in masks), None)
+            if missing is not None:
+                raise UserError(
+                    f"site '{site}' has no masks of '{missing}': expected {self.root / site}/masks/{missing}"
+                )
+        channels = 3 if self._in_colour({site: list(images.values()) for site, (images, _) in found.items()}) else 1
+        domains = {}
+        for site, (images, masks) in found.items():
+            pixels = decoded(list(images.values()), channels, self.size, self.size, "mask_folder")
+            flat = [masks[structure][name] for name in images for structure in structures]
+            cut = decoded(flat, 1, self.size, self.size, "mask_folder-masks", mask=True)
+            domains[site] = Domain(
+                site,
+                pixels,
+                np.zeros(len(images), dtype=np.int64),
+                masks=cut.reshape(len(images), len(structures), self.size, self.size),
+            )
+        preprocessing = Preprocessing(
+            kind="image", channels=channels, size=self.size, mean=(0.5,) * channels, std=(0.5,) * channels
+        )
+        return checked(DataSet(self.name, domains, structures, preprocessing, self.manifest()))
+
+    def _in_colour(self, images: dict[str, list[ImageFile]]) -> bool:
+        """Whether images are read in colour. Raises UserError when nobody said so and sites differ."""
+        if self.colour is not None:
+            return self.colour
+        stored = {site: has_colour(files) for site, files in images.items()}
+        if len(set(stored.values())) > 1:
+            colour, grey = (next(site for site in stored if stored[site] is kind) for kind in (True, False))
+            raise UserError(
+                f"site '{colour}' has images in colour, site '{grey}' in grey: set data.colour=true to repeat grey to "
+                "three channels, or data.colour=false to read all in grey"
+            )
+        return all(stored.values())
+
+
+Files = dict[str, ImageFile]
+
+
+def _of_site(site: Path) -> tuple[Files, dict[str, Files]]:
+    """Images by name, and masks by structure and name, each mask beside its image."""
+    images = _images(site / "images")
+    if not images:
+        raise UserError(f"site '{site.name}' is empty: no images in {site / 'images'}; expected {_LAYOUT}")
+    masks = {folder.name: _images(folder) for folder in _folders(site / "masks")}
+    if not masks:
+        raise UserError(f"site '{site.name}' has no masks: no folder in {site / 'masks'}; expected {_LAYOUT}")
+    for structure, files in masks.items():
+        for name, file in images.items():
+            if name not in files:
+                raise UserError(f"image {file.name} has no mask: expected {site / 'masks' / structure / name}.png")
+            wide, high = size_of(file)
+            if size_of(files[name]) != (wide, high):
+                across, down = size_of(files[name])
+                raise UserError(
+                    f"mask {files[name].name} is {across}×{down} pixels, its image {wide}×{high}: masks must have the "
+                    "size of their images"
+                )
+        lone = next((file for name, file in files.items() if name not in images), None)
+        if lone is not None:
+            raise UserError(f"mask {lone.name} has no image of that name in {site / 'images'}")
+    return images, {structure: {name: files[name] for name in images} for structure, files in masks.items()}
+
+
+def _images(folder: Path) -> Files:
+    """Image files by name without ending, sorted. Raises UserError when two share a name."""
+    found: Files = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if is_image(path.name) and path.is_file():
+            if path.stem in found:
+                raise UserError(f"{path} and {found[path.stem].name} have the same name: rename one of them")
+            found[path.stem] = on_disk(path)
+    return found
+
+
+def _folders(place: Path) -> list[Path]:
+    if not place.is_dir():
+        return []
+    return sorted(path for path in place.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))

@@ -1,0 +1,51 @@
+"""What a table can be about: the numbers of finished runs, and how tables, figures and the page speak of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedshift.evaluation.records import Metric, RunResult
+from fedshift.evaluation.summary import Value
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What a table is about.
+
+    name: on axes and in headings. value: the number of a run. what: name and unit in a note, or "" where ``notes``
+    stand in place of the usual ones. title: above the table. repeat: what is averaged over. meaning: for people who do
+    not know it.
+    """
+
+    name: str
+    value: Value
+    what: str = ""
+    title: str = ""
+    repeat: str = "seed"
+    less_is_better: bool = False
+    notes: tuple[str, ...] = ()
+    meaning: str = ""
+
+
+ACCURACY = Measure(
+    "Accuracy",
+    RunResult.accuracy,
+    "Accuracy in percent",
+    meaning="Each column is a target; the number is the share of its samples that the model of the last round got "
+    "right. The last column is the unweighted mean over targets.",
+)
+DICE = Measure(
+    "Dice coefficient",
+    RunResult.accuracy,
+    "Dice coefficient in percent",
+    meaning="Each column is a target; the number is how far predicted and true masks overlap, mean over its images and "
+    "structures, last round. The last column is the unweighted mean over targets.",
+)
+HAUSDORFF = Measure(
+    "Hausdorff distance",
+    RunResult.hausdorff,
+    "Hausdorff distance in pixels (less is better)",
+    "Hausdorff distance",
+    less_is_better=True,
+)
+METRICS: dict[Metric, Measure] = {"accuracy": ACCURACY, "dice": DICE}

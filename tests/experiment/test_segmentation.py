@@ -1,0 +1,261 @@
+"""Segmentation from the experiment file to table, page and predicted masks; what does not go with it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+import fedshift
+from fedshift.api import Results
+from fedshift.cli.app import app
+from fedshift.data.builders.discs_and_cups import DiscsAndCups
+from fedshift.data.checks import checked
+from fedshift.data.domain import Domain
+from fedshift.errors import UserError
+from fedshift.evaluation.metrics import harmonic_mean
+from fedshift.experiment.leakage import audit_leakage
+from fedshift.experiment.predict import load_model
+from fedshift.experiment.schema import parse
+from fedshift.federation.local import LocalFederation, Setting, SitePlan
+from fedshift.federation.training import Training
+from fedshift.functional.losses import task_loss
+from fedshift.methods.base import Method
+from fedshift.methods.federated.elcfs import ELCFS
+from fedshift.models.unet import UNet
+from fedshift.report.collect import read_rounds
+from fedshift.report.page import page
+from fedshift.report.table import table_of
+from fedshift.weights import Weights
+
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "data": {"name": "discs_and_cups", "size": 32, "per_site": 6},
+    "protocol": {"targets": "east", "seeds": [0], "test_fraction": 0.34},
+    "model": {"name": "unet", "levels": 3, "width": 4, "threshold": 0.5},
+    "training": {"rounds": 3, "batch_size": 2, "optimizer": "adam", "lr": 0.01},
+    "methods": [{"name": "deepall"}, {"name": "fedavg"}, {"name": "elcfs", "window": 0.05}],
+    "engine": {"threads": 1},
+    "device": "cpu",
+}
+FROZEN = {"name": "frozen", "backbone": {"name": "resnet18", "pretrained": True}}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    return fedshift.run(TINY, tmp_path_factory.mktemp("runs"))
+
+
+def test_records_hold_dice_and_hausdorff(finished: Results) -> None:
+    for run in finished.runs:
+        assert run.metric == "dice"
+        assert run.classes == ["cup", "disc"]
+        last = run.selected["last"]
+        assert last is not None
+        assert last.hausdorff is not None
+        assert 0 < last.hausdorff < 31 * 2**0.5
+        assert last.accuracy == pytest.approx(np.mean([value for value in last.per_class if value is not None]))
+        assert len(last.per_class) == 2
+        assert last.source_accuracy is not None
+        folder = finished.folder / run.method / "east" / "seed-0"
+        records = read_rounds(folder / "rounds.jsonl")
+        assert records[-1].hausdorff_mean == last.hausdorff
+        assert set(records[-1].source_accuracy) == {"north", "south", "west"}
+        losses = list(records[-1].losses.values())
+        assert all(0 < loss < 3 for loss in losses)
+    assert {run.method: sorted(run.bytes_up) for run in finished.runs} == {
+        "deepall": ["numbers", "raw_data", "weights"],
+        "fedavg": ["numbers", "weights"],
+        "elcfs": ["numbers", "spectra", "weights"],
+    }
+
+
+def test_tables_and_page_name_the_metric(finished: Results) -> None:
+    text = finished.markdown()
+    assert "Dice coefficient in percent, n = 1 seed" in text
+    assert "Hausdorff distance in pixels (less is better), n = 1 seed" in text
+    assert "ccuracy" not in text
+    told = CliRunner().invoke(app, ["table", str(finished.folder), "--format", "latex"])
+    assert told.stdout.count(r"\begin{tabular}") == 2
+    rows = json.loads(CliRunner().invoke(app, ["table", str(finished.folder), "--format", "json"]).stdout)
+    assert [row["method"] for row in rows if row["target"] == "east"] == ["deepall", "fedavg", "elcfs"]
+    text = page(finished.collected)
+    for words in (
+        "Dice coefficient over training",
+        "Hausdorff distance in pixels",
+        "Per structure",
+        "dice coefficient, %",
+    ):
+        assert words in text
+
+
+def test_the_best_distance_is_the_smallest(finished: Results) -> None:
+    dice = table_of(finished.collected)
+    (distance,) = dice.more
+    for table, best in ((dice, max), (distance, min)):
+        cells = [table.cells[method]["east"] for method in table.methods]
+        means = [round(cell.row.mean, 2) for cell in cells if cell is not None]
+        assert [cell.best for cell in cells if cell is not None] == [mean == best(means) for mean in means]
+
+
+def test_workers_give_the_same_weights(finished: Results, tmp_path: Path) -> None:
+    pool = fedshift.run({**TINY, "engine": {"threads": 1, "workers": 2}}, tmp_path)
+    for method in ("fedavg", "elcfs"):
+        one, two = (
+            load_file(runs / method / "east" / "seed-0" / "model.safetensors")
+            for runs in (finished.folder, pool.folder)
+        )
+        assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_masks_are_predicted_into_a_folder(finished: Results, tmp_path: Path) -> None:
+    images = DiscsAndCups(size=32, per_site=6).build().domains["north"].inputs
+    (tmp_path / "images").mkdir()
+    for index in range(2):
+        Image.fromarray(np.asarray(images)[index].transpose(1, 2, 0)).save(tmp_path / "images" / f"eye{index}.png")
+    run = finished.folder / "fedavg" / "east" / "seed-0"
+    told = CliRunner().invoke(app, ["predict", str(run), str(tmp_path / "images"), "--masks", str(tmp_path / "out")])
+    assert told.exit_code == 0, told.output
+    model = load_model(run)
+    scores = model.network((torch.from_numpy(np.asarray(images)[:2]).float() / 255 - 0.5) / 0.5)
+    expected = UNet(levels=3, width=4, threshold=0.5).masks(scores.detach())
+    for index in range(2):
+        for number, structure in enumerate(("cup", "disc")):
+            file = tmp_path / "out" / structure / f"eye{index}.png"
+            assert str(file) in told.stdout
+            np.testing.assert_array_equal(np.asarray(Image.open(file)) > 0, expected[index, number])
+    with pytest.raises(UserError, match="--masks FOLDER"):
+        model.predict(tmp_path / "images")
+
+
+def test_both_sides_of_a_pair_and_a_style_before_training(tmp_path: Path) -> None:
+    protocol = {"kind": "source_target", "pairs": [[["north", "south"], "east"]], "splits": 1}
+    methods = [{"name": "fedavg"}, {"name": "ccst", "style_space": "pixel", "style_mode": "overall"}]
+    found = fedshift.run({**TINY, "protocol": protocol, "methods": methods}, tmp_path)
+    whole = table_of(found.collected)
+    titles = [each.measure.title for each in (whole, *whole.more)]
+    assert titles == [
+        "Harmonic mean of both Dice coefficients",
+        "Dice coefficient at the labelled sites, part held out",
+        "Dice coefficient at the unlabelled sites",
+        "Hausdorff distance at the unlabelled sites",
+        "Proxy A-distance",
+    ]
+    text = found.markdown()
+    assert "ccuracy" not in text
+    shown = page(found.collected)
+    for words in (
+        "harmonic mean of the Dice coefficients on both sides",
+        "harmonic mean, %",
+        "Hausdorff distance at the unlabelled sites",
+    ):
+        assert words in shown
+    for row in found.rows():
+        assert row["harmonic_mean"] == pytest.approx(harmonic_mean(row["accuracy_source"], row["accuracy_target"]))
+        assert row["gain"] == {}
+    assert {run.metric for run in found.runs} == {"dice"}
+    one, two = (
+        load_file(found.folder / name / "north+south-east" / "seed-0" / "model.safetensors")
+        for name in ("fedavg", "ccst")
+    )
+    assert any(not torch.equal(one[key], two[key]) for key in one)
+
+
+# ELCFS with masks -----------------------------------------------------------------------------------------------------
+
+
+def trained(method: Method, rounds: int = 1) -> Weights:
+    data = DiscsAndCups(size=32, per_site=4).build()
+    plans = [
+        SitePlan(name, "source", [(data.domains[name], np.arange(4), number)])
+        for number, name in enumerate(("north", "east"))
+    ]
+    network = UNet(levels=3, width=4)
+    whole = Setting(method, Training(batch_size=2, lr=0.1), network, data.preprocessing, (3, 32, 32), 2, 2, 0, "cpu")
+    where = LocalFederation(plans, whole, budget={"north": 9, "east": 9}, rounds=rounds)
+    state = method.start(where, Weights(whole.build_network().state_dict()))
+    where.round = 1
+    return method.round(where, state).weights
+
+
+@pytest.mark.parametrize(
+    "options", [{"boundary_weight": 0.0}, {"temperature": 0.5}, {"meta_gradient": "second"}, {"copies": "all"}], ids=str
+)
+def test_options_of_segmentation_are_read(options: dict[str, Any]) -> None:
+    usual = {"window": 0.1, "inner_rate": 0.5, "boundary_weight": 1.0}
+    first, second = trained(ELCFS(**usual)), trained(ELCFS(**{**usual, **options}))  # type: ignore[arg-type]
+    if options == {"copies": "all"}:  # of two sites each has one other, so the draws alone differ
+        assert first.keys() == second.keys()
+    else:
+        assert first != second
+
+
+def test_the_dice_loss_is_minimised() -> None:
+    data = DiscsAndCups(size=32, per_site=4).build()
+    network = UNet(levels=3, width=4).build((3, 32, 32), 2)
+    inputs = (torch.from_numpy(np.asarray(data.domains["north"].inputs)).float() / 255 - 0.5) / 0.5
+    masks = torch.from_numpy(np.asarray(data.domains["north"].masks)).float()
+    optimizer = torch.optim.Adam(network.parameters(), lr=0.01)
+    losses = []
+    for _ in range(25):
+        optimizer.zero_grad()
+        loss = task_loss(network(inputs), masks)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.15
+
+
+# What does not go together --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"methods": ["csac"]}, r"csac is a method of classification, .* one of segmentation: choose deepall, "),
+        ({"model": FROZEN}, r"'frozen' is a network of classification"),
+        ({"model": "mnist_cnn"}, r"model\.name: 'mnist_cnn' is a network of classification, .* choose unet"),
+        ({"data": "rotated_digits", "protocol": {"targets": "D0"}}, r"'unet' is a network of segmentation"),
+        ({"engine": {"refuse": ["spectra"]}}, r"sites refuse spectra, which elcfs shares"),
+        ({"model": {"name": "unet"}, "data": {"name": "discs_and_cups", "size": 40}}, r"multiples of 16"),
+    ],
+)  # fmt: skip
+def test_told_before_training(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    for call in (lambda options: fedshift.run(options, tmp_path), fedshift.check):
+        with pytest.raises(UserError, match=message) as told:
+            call({**TINY, **changes})
+        assert "\n" not in str(told.value)
+
+
+def test_wrong_labels_and_the_audit_are_for_classes(tmp_path: Path) -> None:
+    wrong = {"kind": "adapt_to_one", "targets": "east", "wrong_labels": {"north": 0.5}}
+    with pytest.raises(UserError, match=r"protocol\.wrong_labels: masks have no other class"):
+        fedshift.run({**TINY, "protocol": wrong, "methods": ["fedavg"]}, tmp_path)
+    with pytest.raises(UserError, match="one of segmentation: the audit attacks"):
+        audit_leakage(parse(TINY), batches=[1], attack="l2", iterations=1, starts=1)
+
+
+def test_a_window_below_one_frequency_is_told() -> None:
+    found = fedshift.check({**TINY, "methods": ["elcfs"]})
+    assert any("window of 3×3 is exchanged" in warning for warning in found.warnings)
+    assert found.methods[0].bytes_up > 0
+    assert all(domain.missing == () for domain in found.domains)
+
+
+def test_a_site_without_a_structure_is_told() -> None:
+    data = DiscsAndCups(size=32, per_site=3).build()
+    north = data.domains["north"]
+    assert north.masks is not None
+    masks = north.masks.copy()
+    masks[:, 0] = 0
+    bare = Domain("north", north.inputs, north.labels, masks=masks)
+    warnings = checked(replace(data, domains={**data.domains, "north": bare}, warnings=())).warnings
+    assert "site 'north' has no sample of structure cup: reported per structure, not an error" in warnings
