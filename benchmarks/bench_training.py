@@ -1,5 +1,5 @@
-"""The parts of `bench.py` that train: the engine against a bare loop, workers against threads, CSAC against FedAvg, an
-epoch of KD3A against a bare loop.
+"""The parts of `bench.py` that train: the engine against a bare loop, workers against threads, CSAC and ELCFS against
+FedAvg, an epoch of KD3A against a bare loop.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from fedshift.experiment.protocol import site_plans, split_of
 from fedshift.experiment.schema import parse
 from fedshift.federation.federation import Federation
 from fedshift.federation.local import LocalFederation, Setting, SitePlan, SiteRunner
+from fedshift.federation.messages import Reply
 from fedshift.federation.pool import PoolFederation, WorkerPool
 from fedshift.federation.randomness import generator
 from fedshift.federation.site import Batch, Envelope
@@ -32,6 +33,7 @@ from fedshift.functional.consensus_focus import domain_weights, shapley_focus
 from fedshift.functional.knowledge_vote import distillation_loss, knowledge_vote
 from fedshift.functional.projection import projection_layer
 from fedshift.methods.base import Method, State
+from fedshift.methods.federated.elcfs import SharedSpectra
 from fedshift.models.payload import forward_cost
 from fedshift.weights import Weights
 
@@ -52,17 +54,23 @@ class Synthetic(DataSource):
     samples: int = 512
     sites: int = 4
     classes: int = 10
+    masks: bool = False
 
     def build(self) -> DataSet:
         draw = np.random.default_rng(0)
         images = len(self.shape) == 3
         size = (self.samples, *self.shape)
         labels = (np.arange(self.samples) % self.classes).astype(np.int64)
+        masks = None
+        if self.masks:
+            labels = np.zeros(self.samples, dtype=np.int64)
+            masks = draw.integers(0, 2, (self.samples, self.classes, *self.shape[1:]), dtype=np.uint8)
         domains = {
             name: Domain(
                 name,
                 draw.integers(0, 256, size, dtype=np.uint8) if images else draw.standard_normal(size, dtype=np.float32),
                 labels,
+                masks=masks,
             )
             for name in ("unseen", *(f"site{number}" for number in range(self.sites)))
         }
@@ -474,10 +482,12 @@ class LocalSteps:
             self.seconds.append((now[0] - began[0], now[1] - began[1]))
             began = now
 
-    def run(self, step: str) -> None:
+    def run(self, step: str, content: Mapping[str, Any] | None = None) -> Reply:
+        """Run a step, with the content that belongs to the timed one unless other content is given."""
         self.exchange += 1
-        content = self.content if step == self.step else {}
-        self.runner.run(step, Envelope(self.exchange, self.exchange, 0.0, ENDLESS), content)
+        if content is None:
+            content = self.content if step == self.step else {}
+        return self.runner.run(step, Envelope(self.exchange, self.exchange, 0.0, ENDLESS), content)[0]
 
     def __call__(self) -> None:
         self.run(self.step)
@@ -522,6 +532,57 @@ def csac(quick: bool, device: str) -> list[Row]:
                 "calibration_ratio_of_processor_seconds": paired(columns("calibration"), columns("fedavg"), clock=1),
                 "calibration_ratio_of_multiply_accumulates": arithmetic(fedavg, training.get("augmentation") is None),
                 "whole_run_ratio": sum(number * ratios[part] for part, number in SETTINGS) / epochs,
+                "device": device,
+            }
+        )
+    return found
+
+
+# ELCFS ----------------------------------------------------------------------------------------------------
+
+_UNET: dict[str, Any] = {"name": "unet"}
+ELCFS_CASES: Mapping[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any], int, int, int]] = {
+    # name: shape of a sample, model, training, samples of the site, passes per image, mini-batches
+    "mnist_cnn, 28 px": ((1, 28, 28), {"name": "mnist_cnn"}, {"batch_size": 64}, 1000, 2, 15),
+    "resnet18, 64 px": ((3, 64, 64), _RESNET, {"batch_size": 32}, 96, 2, 3),
+    "unet, 64 px, with the boundary term": ((3, 64, 64), _UNET, {"batch_size": 5}, 20, 3, 4),
+}
+
+
+def elcfs(quick: bool, device: str) -> list[Row]:
+    """Seconds of a local mini-batch of FedAvg and of ELCFS at first order, per image that goes forward and backward.
+
+    ELCFS goes through each mini-batch itself and its copy; with the boundary term through the mini-batch once more.
+    """
+    torch.set_num_threads(1)
+    found = []
+    for name, (shape, model, training, samples, passes, steps) in ELCFS_CASES.items():
+        masked = model["name"] == "unet"
+        data = Synthetic(shape=shape, samples=samples, sites=2, classes=2 if masked else 10, masks=masked)
+        sites = {
+            "fedavg": LocalSteps(Work({"name": "fedavg"}, data, model, training, device), "fit"),
+            "elcfs": LocalSteps(Work({"name": "elcfs", "window": 0.05}, data, model, training, device), "fit"),
+        }
+        own = sites["elcfs"].run("share_spectra")
+        assert isinstance(own, SharedSpectra)
+        sites["elcfs"].run("receive", {"bank": {"site1": own.spectra}})
+        for site in sites.values():
+            site()
+        repeats: list[dict[str, Seconds]] = []
+        for _ in range((3 if quick else 9) * (2 if model["name"] == "mnist_cnn" else 1)):
+            for site in sites.values():
+                site.seconds.clear()
+                site()
+            assert all(len(site.seconds) >= steps for site in sites.values())
+            repeats.append({part: (median(site.seconds), median(site.seconds, 1)) for part, site in sites.items()})
+        columns = {part: [row[part] for row in repeats] for part in sites}
+        found.append(
+            {
+                "case": name,
+                "passes_per_image": passes,
+                "milliseconds_per_mini_batch": {part: 1000 * median(values) for part, values in columns.items()},
+                "ratio_per_image_gone_through": paired(columns["elcfs"], columns["fedavg"]) / passes,
+                "ratio_of_processor_seconds": paired(columns["elcfs"], columns["fedavg"], clock=1) / passes,
                 "device": device,
             }
         )
