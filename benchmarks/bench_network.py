@@ -64,7 +64,7 @@ class Echo(Method):
     sleep: float = Field(0.0, description="seconds that an empty step takes")
 
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
-        return 0
+        return rounds  # granted and never used: a run without any has no rounds
 
     def round(self, federation: Federation, state: State) -> State:
         whole = Weights({"payload": torch.randn(int(self.megabytes * 250_000))})
@@ -210,7 +210,13 @@ def _processes(folder: Path) -> Iterator[tuple[str, Any]]:
         if kit is None:
             continue
         role = "coordinator" if "/coordinator" in kit else f"site {Path(kit).relative_to(folder).parts[1]}"
-        kinds = {"flare_service": "service", "_train": "FLARE", "runner_process": "job", "worker_process": "job"}
+        kinds = {
+            "flare_service": "service",
+            "runner_process": "job",
+            "worker_process": "job",
+            "server_train": "FLARE",
+            "client_train": "FLARE",
+        }
         what = next((kind for part, kind in kinds.items() if any(part in word for word in words)), "other")
         try:
             process.memory_info()

@@ -243,6 +243,7 @@ class SiteProgram:
         for wanted in header["methods"]:
             self.policy.check_method(self.name, wanted["name"], self._method(wanted).shares)
         self._check_unchanged()
+        self.policy.check_kind(self.name, "numbers", "how many samples it has")
         rows = {
             str(seed): [len(part) for part in self._rows({**header["split"], "seed": seed})] for seed in header["seeds"]
         }

@@ -69,7 +69,9 @@ class FlareCoordinator(Controller):  # type: ignore[misc]
             return  # FLARE ends the job; whoever asked for that says why
         except FedshiftError as error:
             deployment.end("failed", str(error), error.exit_code)
-        # Anything else is a defect or a fault of the machine: it ends the job, and the service tries again.
+        except Exception as error:  # a defect, or a fault of the machine: the service tries again, and shows this
+            deployment.record({"what": "job", "is": "failed", "reason": repr(error)})
+            raise
 
 
 class Aborted(FedshiftError):

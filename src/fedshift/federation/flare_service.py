@@ -338,8 +338,9 @@ class _Job:
         self._died = 0 if rounds > self._rounds else self._died + 1
         self._rounds = rounds
         if self._died >= self.tries:
+            said = [str(event["reason"]) for event in deployment.events() if event.get("is") == "failed"]
             message = (
-                f"{self._died} jobs ended one after the other without finishing a round; see fedshift "
+                f"{self._died} jobs ended one after the other without finishing a round ({said[-1] if said else status}); see fedshift "
                 "deploy logs, then fedshift deploy resume"
             )
             deployment.set_state("failed", message=message, exit_code=1)

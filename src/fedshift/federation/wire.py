@@ -25,7 +25,7 @@ from fedshift.weights import NamedTensors, Weights
 
 Wire = Literal["float32", "bf16", "int8"]
 Residuals = dict[str, Tensor]
-"""What rounding took from each field that was sent, flat float32 (n,)."""
+"""What rounding took from each field that was sent, flat bfloat16 (n,)."""
 
 BLOCK = 256
 _KEPT = "="
@@ -124,10 +124,10 @@ def _narrow(path: str, value: Any, wire: Wire, residuals: Residuals | None, mani
         return value
     flat = torch.cat([tensor.detach().cpu().reshape(-1).to(torch.float32) for tensor in floats.values()])
     if residuals is not None and path in residuals and len(residuals[path]) == len(flat):
-        flat = flat + residuals[path]
+        flat = flat + residuals[path].to(torch.float32)
     sent = {"bf16": flat.to(torch.bfloat16)} if wire == "bf16" else _to_int8(flat)
     if residuals is not None:
-        residuals[path] = flat - _flat_of(sent, len(flat))
+        residuals[path] = (flat - _flat_of(sent, len(flat))).to(torch.bfloat16)  # small, and half of what is stored
     manifest[path] = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in floats.items()]
     kept = {f"{_KEPT}{name}": tensor for name, tensor in value.items() if name not in floats}
     return Weights({**sent, **kept})
