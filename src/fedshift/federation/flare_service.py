@@ -340,8 +340,8 @@ class _Job:
         if self._died >= self.tries:
             said = [str(event["reason"]) for event in deployment.events() if event.get("is") == "failed"]
             message = (
-                f"{self._died} jobs ended one after the other without finishing a round ({said[-1] if said else status}); see fedshift "
-                "deploy logs, then fedshift deploy resume"
+                f"{self._died} jobs ended one after the other without finishing a round "
+                f"({said[-1] if said else status}); see fedshift deploy logs, then fedshift deploy resume"
             )
             deployment.set_state("failed", message=message, exit_code=1)
             return True
