@@ -23,8 +23,8 @@ PUBLISHED = {
     "five_digits": "digit5",
     "office_caltech_surf": "office_caltech",
 }
-TITLES = {"csac": "CSAC", "kd3a": "KD3A", "fedavg": "FedAvg", "source_only": "Source-only"}
-PAIRS = ("csac", "fedavg"), ("kd3a", "fedavg"), ("kd3a", "source_only")
+TITLES = {"csac": "CSAC", "elcfs": "ELCFS", "kd3a": "KD3A", "fedavg": "FedAvg", "source_only": "Source-only"}
+PAIRS = ("csac", "fedavg"), ("elcfs", "fedavg"), ("kd3a", "fedavg"), ("kd3a", "source_only")
 """Methods whose difference over all (target, seed) pairs is tested where a table has both."""
 MARKER = re.compile(r"<!-- table (\w+)(?: (\w+))? -->.*?<!-- end -->", re.DOTALL)
 
