@@ -260,12 +260,12 @@ def test_a_lost_site_without_a_quorum_ends_the_run_with_a_clear_message(tmp_path
 class Without(LocalFederation):
     """The local engine, with a site that misses an exchange, as docs/deploy.md says what that means."""
 
-    missing = ("south", 2)
+    absent = ("south", 2)
 
     def deliver(self, step: str, requests: Any) -> Any:
         spent, lost = [], None
         for request in requests:
-            if (request.site, request.envelope.round) == self.missing:
+            if (request.site, request.envelope.round) == self.absent:
                 lost = request
                 continue
             reply, mini_batches = self._runners[request.site].run(step, request.envelope, request.content)

@@ -122,6 +122,7 @@ def run_part(context: Context, part: Part, folder: RunFolder) -> RunResult:
     options: dict[str, Any] = {
         "budget": site_budget(budget, plans),
         "rounds": max(1, rounds_needed(method, experiment.training, split, budget)),
+        "quorum": experiment.engine.quorum,
         "on_answer": context.reporter.trained,
     }
     federation: Federation = (
@@ -257,6 +258,11 @@ class _Run:
         seconds, self.clock = now - self.clock, now
         self.seconds += seconds
         report = dict(state.report)
+        if self.federation.missing:
+            report["missing"] = dict(self.federation.missing)
+            for reason in self.federation.missing.values():
+                self.context.reporter.warn(f"{self.part.method.display} goes on without a site: {reason}")
+            self.federation.missing.clear()
         record = RoundRecord(
             round=state.round,
             seconds=seconds,

@@ -170,6 +170,9 @@ class _Engine(_Section):
         None, description="threads of each process; none = the cores divided by the processes"
     )
     refuse: tuple[str, ...] = Field((), description="kinds of content that no site lets out")
+    quorum: PositiveInt | None = Field(
+        None, description="sites that must answer an exchange for the run to go on without the others; none = all"
+    )
 
     @field_validator("refuse")
     @classmethod
@@ -207,9 +210,6 @@ class FlareEngine(_Engine):
 
     name: Literal["flare"] = Field("flare", description="the engine")
     deadline: PositiveFloat = Field(3600.0, description="seconds that a site has to answer an exchange")
-    quorum: PositiveInt | None = Field(
-        None, description="sites that must answer an exchange for the run to go on without the others; none = all"
-    )
     patience: PositiveFloat = Field(
         15.0, description="seconds that a site which was lost before has to fetch its next request"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from fedshift.errors import FedshiftError, nearest
+from fedshift.errors import FedshiftError, TrainingDiverged, nearest
 from fedshift.federation.files import read_message, write_message
 from fedshift.federation.ledger import Ledger
 from fedshift.federation.messages import KINDS, NUMBERS, Content, Number, PerSite, Reply, pieces, reply_content
@@ -59,6 +60,14 @@ class Answer(Generic[R]):
     mini_batches: int
     crossed: Mapping[str, Content] | None = None
     """The reply's content as it crossed the network, where that differs."""
+
+
+@dataclass(frozen=True)
+class Missing:
+    """A site without a reply that can be used in an exchange, and what happened there."""
+
+    site: str
+    error: TrainingDiverged
 
 
 class Replies(Generic[R]):
@@ -174,7 +183,8 @@ class Progress:
 class Federation(ABC):
     """The sites that take part. A method talks to them with `ask`; how the words travel is the engine's business.
 
-    budget: site → mini-batches it may train on in the whole run. rounds: planned rounds.
+    budget: site → mini-batches it may train on in the whole run. rounds: planned rounds. quorum: sites that must answer
+    an exchange, of those asked, for the run to go on without the others; none = all.
     """
 
     def __init__(
@@ -185,9 +195,12 @@ class Federation(ABC):
         targets: Sequence[str],
         budget: Mapping[str, int],
         rounds: int,
+        quorum: int | None = None,
         on_answer: Callable[[str, int], None] | None = None,
     ) -> None:
         self.method = method
+        self.quorum = quorum
+        self.missing: dict[str, str] = {}
         self.sources = tuple(sources)
         self.targets = tuple(targets)
         self.budget = {site: budget.get(site, 0) for site in (*sources, *targets)}
@@ -199,8 +212,11 @@ class Federation(ABC):
         self._open: Replies[Any] | None = None
 
     @abstractmethod
-    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
-        """Carry the requests to their sites and yield the answers in the same order (engines implement this)."""
+    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
+        """Carry the requests to their sites and yield the answers in the same order (engines implement this).
+
+        A site whose training went wrong is `Missing`; an engine may also leave lost sites out.
+        """
 
     def crossing(self, content: Mapping[str, Content]) -> Mapping[str, Content]:
         """``content`` as it goes to a site, for the ledger; an engine may make it smaller on the way."""
@@ -262,14 +278,49 @@ class Federation(ABC):
                     site, Envelope(number, self.round, min(1.0, used / budget) if budget else 0.0, budget - used), own
                 )
 
+        missing: list[str] = []
+        spent: list[float] = []
         for answer in self.deliver(step, requests()):
-            sent = reply_content(answer.reply)
-            self.ledger.record(number, step, answer.site, "up", answer.crossed or sent)
-            for tensors in _tensors(sent):
-                tensors.check_finite(f"the reply of site '{answer.site}' in round {self.round}")
-            self.progress.used[answer.site] += answer.mini_batches
-            self._on_answer(answer.site, answer.mini_batches)
+            if isinstance(answer, Answer):
+                sent = reply_content(answer.reply)
+                self.ledger.record(number, step, answer.site, "up", answer.crossed or sent)
+                try:
+                    for tensors in _tensors(sent):
+                        tensors.check_finite(f"the reply of site '{answer.site}' in round {self.round}")
+                except TrainingDiverged as error:
+                    answer = Missing(answer.site, error)
+            if isinstance(answer, Missing):
+                missing.append(answer.site)
+                self._may_go_on_without(answer, len(to), len(missing))
+                continue
+            budget = self.budget.get(answer.site, 0)
+            spent.append(answer.mini_batches / budget if budget else 0.0)
+            self._worked(answer.site, answer.mini_batches)
             yield answer.site, answer.reply
+        for site in missing:
+            self.forfeit(site, spent)
+
+    def _may_go_on_without(self, missing: Missing, asked: int, number: int) -> None:
+        """Note a missing site. Raises TrainingDiverged when too few of those asked are left."""
+        self.missing[missing.site] = str(missing.error)
+        if self.quorum is None:
+            raise missing.error
+        if asked - number < min(self.quorum, asked):
+            raise TrainingDiverged(
+                f"{missing.error}; {asked - number} of {asked} sites are left, engine.quorum asks for {self.quorum}"
+            )
+
+    def forfeit(self, site: str, spent: Sequence[float]) -> None:
+        """A site that misses an exchange loses as large a part of its work as the others did in it (``spent``), or the
+        run would go on for it alone.
+        """
+        if spent:
+            left = max(0, self.budget.get(site, 0) - self.progress.used[site])
+            self._worked(site, min(left, math.ceil(self.budget.get(site, 0) * sum(spent) / len(spent))))
+
+    def _worked(self, site: str, mini_batches: int) -> None:
+        self.progress.used[site] += mini_batches
+        self._on_answer(site, mini_batches)
 
 
 def _content_for(site: str, name: str, value: Content | PerSite) -> Content:

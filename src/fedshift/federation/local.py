@@ -11,8 +11,8 @@ import torch
 
 from fedshift.data.domain import Domain, Preprocessing, Rows
 from fedshift.data.view import SiteData
-from fedshift.errors import FedshiftError, UserError
-from fedshift.federation.federation import Answer, Federation, Request, StepOwner
+from fedshift.errors import FedshiftError, TrainingDiverged, UserError
+from fedshift.federation.federation import Answer, Federation, Missing, Request, StepOwner
 from fedshift.federation.messages import Reply, pieces, reply_content
 from fedshift.federation.site import Envelope, Role, Site, SiteMemory
 from fedshift.federation.training import Training
@@ -122,9 +122,13 @@ class LocalFederation(Federation):
         )
         self._runners = {plan.name: SiteRunner(plan, setting) for plan in plans}
 
-    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
+    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         for request in requests:
-            reply, mini_batches = self._runners[request.site].run(step, request.envelope, request.content)
+            try:
+                reply, mini_batches = self._runners[request.site].run(step, request.envelope, request.content)
+            except TrainingDiverged as error:
+                yield Missing(request.site, error)
+                continue
             yield Answer(request.site, reply, mini_batches)
 
     def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:

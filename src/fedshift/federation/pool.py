@@ -25,8 +25,8 @@ import torch
 
 from fedshift import errors
 from fedshift.data.domain import Domain, SparseRows
-from fedshift.errors import FedshiftError, UserError
-from fedshift.federation.federation import Answer, Federation, Request
+from fedshift.errors import FedshiftError, TrainingDiverged, UserError
+from fedshift.federation.federation import Answer, Federation, Missing, Request
 from fedshift.federation.local import Setting, SitePlan
 from fedshift.federation.messages import Statistics, decode, encode
 from fedshift.federation.recipes import reply_from, setting_recipe
@@ -181,7 +181,7 @@ class PoolFederation(Federation):
                 rows[group] = Statistics({str(i): torch.from_numpy(chosen) for i, (_, chosen, _) in enumerate(parts)})
             pool.call(self._worker_of[plan.name], command, **rows)
 
-    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
+    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         """Hand requests out as workers become free; yield answers in the order asked, at most a few waiting."""
         queues: dict[int, deque[Request]] = {}
         order: list[str] = []
@@ -189,7 +189,7 @@ class PoolFederation(Federation):
             order.append(request.site)
             queues.setdefault(self._worker_of[request.site], deque()).append(request)
         busy: dict[int, str] = {}
-        waiting: dict[str, Answer[Any]] = {}
+        waiting: dict[str, Answer[Any] | Missing] = {}
         for site in order:
             while site not in waiting:
                 for worker, queue in queues.items():
@@ -203,7 +203,11 @@ class PoolFederation(Federation):
                 for connection in ready:
                     worker = self._pool.connections.index(connection)  # type: ignore[arg-type]
                     name = busy.pop(worker)
-                    content, header = self._pool.receive(worker)
+                    try:
+                        content, header = self._pool.receive(worker)
+                    except TrainingDiverged as error:
+                        waiting[name] = Missing(name, error)
+                        continue
                     waiting[name] = Answer(name, reply_from(header["reply"], content), header["mini_batches"])
             yield waiting.pop(site)
 

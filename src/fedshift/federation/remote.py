@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
-import math
 import typing
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -108,7 +107,6 @@ class RemoteFederation(Federation):
 
     recipe and parts: the setting, and what each site is told of its own part. Every request repeats them, so a site
     that was started again needs no memory of the coordinator. like: the network's tensors, to check models against.
-    quorum: sites that must answer an exchange, of those asked; none = all.
     """
 
     def __init__(
@@ -121,7 +119,6 @@ class RemoteFederation(Federation):
         parts: Mapping[str, Mapping[str, Any]],
         like: Mapping[str, Any],
         deadline: float,
-        quorum: int | None = None,
         wire: Wire = "float32",
         patience: float = 10.0,
         on_event: Event | None = None,
@@ -129,7 +126,7 @@ class RemoteFederation(Federation):
     ) -> None:
         super().__init__(method, **options)
         self.transport, self.run = transport, run
-        self.deadline, self.quorum, self.wire, self.patience = deadline, quorum, wire, patience
+        self.deadline, self.wire, self.patience = deadline, wire, patience
         self._recipe, self._parts = recipe, parts
         self._like = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in like.items()}
         self._event = on_event or (lambda event: None)
@@ -205,12 +202,8 @@ class RemoteFederation(Federation):
             budget = self.budget.get(request.site, 0)
             spent.append(answer.mini_batches / budget if budget else 0.0)
             yield answer
-        if lost and spent:
-            # A site that misses an exchange forfeits as large a part of its work as the others did in it, or the run
-            # would go on for it alone.
-            for request in lost:
-                share = math.ceil(self.budget.get(request.site, 0) * sum(spent) / len(spent))
-                self.progress.used[request.site] += min(share, max(0, request.envelope.mini_batches_left))
+        for request in lost:
+            self.forfeit(request.site, spent)
 
     def _arrivals(
         self, what: str, outgoing: list[tuple[str, Message]]

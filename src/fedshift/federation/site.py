@@ -83,7 +83,9 @@ class SiteMemory(MutableMapping[str, Content]):
         return len(self._entries)
 
     def weights(self, name: str) -> Weights:
-        """The entry ``name``, which must be `Weights`."""
+        """The entry ``name``, which must be `Weights`. Raises FedshiftError when an earlier step did not leave it."""
+        if name not in self._entries:
+            raise FedshiftError(f"site memory '{name}' is empty: the step that fills it went wrong at this site")
         content = self._entries[name]
         if not isinstance(content, Weights):
             raise FedshiftError(f"site memory '{name}' holds {type(content).__name__}, not Weights")
