@@ -10,7 +10,7 @@ from typing import Annotated, Self
 
 import torch
 import torch.nn.functional as F
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from fedshift.data.domain import Preprocessing
@@ -84,6 +84,19 @@ def preset(name: str) -> Augmentation:
     if name not in PRESETS:
         raise UserError(f"unknown augmentation '{name}'; {nearest(name, PRESETS)}")
     return PRESETS[name]
+
+
+def _by_name(value: object) -> object:
+    if not isinstance(value, str):
+        return value
+    try:
+        return preset(value)
+    except UserError as error:
+        raise ValueError(str(error)) from error  # pydantic adds the field's path
+
+
+NamedAugmentation = Annotated[Augmentation, BeforeValidator(_by_name)]
+"""An augmentation as a field of settings: its parts, or a preset's name."""
 
 
 def to_unit(inputs: Tensor, device: torch.device | str) -> Tensor:

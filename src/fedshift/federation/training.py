@@ -6,22 +6,11 @@ from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedshift.data.transforms import Augmentation, preset
-from fedshift.errors import UserError
+from fedshift.data.transforms import Augmentation, NamedAugmentation
 from fedshift.functional import schedules
-
-
-def _augmentation(value: object) -> object:
-    """A preset's name stands for its parts."""
-    if not isinstance(value, str):
-        return value
-    try:
-        return preset(value)
-    except UserError as error:
-        raise ValueError(str(error)) from error  # pydantic adds the field's path
 
 
 class Training(BaseModel):
@@ -50,9 +39,7 @@ class Training(BaseModel):
     measure_every: PositiveInt = Field(
         1, description="rounds from one measurement of the model to the next; the last round is always measured"
     )
-    augmentation: Annotated[Augmentation, BeforeValidator(_augmentation)] = Field(
-        default_factory=Augmentation, description="a preset's name or its parts"
-    )
+    augmentation: NamedAugmentation = Field(default_factory=Augmentation, description="a preset's name or its parts")
 
     def learning_rate(self, progress: float) -> float:
         """Learning rate after ``progress`` in [0, 1] of a run's mini-batches."""

@@ -39,10 +39,10 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from fedshift.data.transforms import Augmentation, preset
+from fedshift.data.transforms import NamedAugmentation
 from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, PerSite, Reply
@@ -94,15 +94,9 @@ class COPA(Method):
     threshold: Annotated[float, Field(ge=0, le=1)] = Field(
         0.95, description="least probability of a pseudo-label (adaptation)"
     )
-    strong: Augmentation = Field(STRONG, description="strong view of images: a preset's name or its parts (adaptation)")
-
-    @field_validator("strong", mode="before")
-    @classmethod
-    def _preset(cls, value: object) -> object:
-        try:
-            return preset(value) if isinstance(value, str) else value
-        except UserError as error:
-            raise ValueError(str(error)) from error
+    strong: NamedAugmentation = Field(
+        STRONG, description="strong view of images: a preset's name or its parts (adaptation)"
+    )
 
     @property
     def needs_target(self) -> bool:  # type: ignore[override]

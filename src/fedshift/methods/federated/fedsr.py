@@ -35,6 +35,7 @@ Should reproduce (PACS, ResNet-18, as printed by CSAC): FedSR 83.7, FedL2R 83.1,
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar, Literal, cast
 
@@ -128,11 +129,11 @@ class _SimpleRepresentation(Method):
         """r(z|y) before training, where there is one."""
         return None
 
+    @abstractmethod
     def penalty(
         self, codes: Tensor, means: Tensor, scales: Tensor | None, labels: Tensor, references: References | None
     ) -> Tensor:
         """What is added to the cross-entropy."""
-        raise NotImplementedError
 
     # Server --------------------------------------------------------------------------------------------------------
 

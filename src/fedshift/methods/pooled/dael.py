@@ -31,11 +31,10 @@ from __future__ import annotations
 from typing import Annotated, ClassVar, cast
 
 import torch
-from pydantic import Field, NonNegativeFloat, field_validator
+from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from fedshift.data.transforms import Augmentation, preset
-from fedshift.errors import UserError
+from fedshift.data.transforms import NamedAugmentation
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import experts as terms
@@ -59,15 +58,7 @@ class DAEL(PooledAdaptation):
         0.5, description="w: weight of the target's loss; 0 = version for domain generalization, without target"
     )
     consensus_weight: NonNegativeFloat = Field(1.0, description="weight of L_cr; 0 = without (ablation)")
-    strong: Augmentation = Field(STRONG, description="strong view of images: a preset's name or its parts")
-
-    @field_validator("strong", mode="before")
-    @classmethod
-    def _preset(cls, value: object) -> object:
-        try:
-            return preset(value) if isinstance(value, str) else value
-        except UserError as error:
-            raise ValueError(str(error)) from error
+    strong: NamedAugmentation = Field(STRONG, description="strong view of images: a preset's name or its parts")
 
     @property
     def needs_target(self) -> bool:  # type: ignore[override]
