@@ -65,14 +65,12 @@ def class_means(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor,
     return sums / counts.clamp(min=1)[:, None], counts > 0
 
 
-def auxiliary_distribution(probabilities: Tensor, totals: Tensor | None = None) -> Tensor:
+def auxiliary_distribution(probabilities: Tensor) -> Tensor:
     """``q_ic ∝ p_ic / √(Σ_i p_ic)``, rows sum to 1: (n, C) → (n, C) (SRDC, Tang et al., CVPR 2020, section 9.9).
 
-    Classes that are predicted often count less. totals: Σ_i p_ic over more than these samples, (C,), up to a factor; in
-    a small batch a class that happens to be absent counts far too much.
+    Classes that are predicted often count less; in a small batch one that happens to be absent counts far too much.
     """
-    sums = probabilities.sum(0) if totals is None else totals
-    raw = probabilities / sums.clamp(min=torch.finfo(probabilities.dtype).tiny).sqrt()
+    raw = probabilities / probabilities.sum(0).clamp(min=torch.finfo(probabilities.dtype).tiny).sqrt()
     return raw / raw.sum(1, keepdim=True)
 
 

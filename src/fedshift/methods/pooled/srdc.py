@@ -7,7 +7,7 @@ Wire: every training sample once, the target's too (the ledger counts them as ra
 
 Features f, predictions p, learnable centres c; λ = 2/(1 + e^(−10t)) − 1 with t the share of the work done:
     min  λ(L_t + L_t^emb) + L_s + λ·L_s^emb
-    L_t = CE(q, p) at the target,  q ∝ p_ic/√(Σ_i p_ic); in the first round the class of the cluster
+    L_t = CE(q, p) at the target,  q ∝ p_ic/√(Σ_i p_ic), fixed for a round; in the first round the class of the cluster
     L_t^emb = CE(q', p') with p' = softmax_c (1 + ‖f − c‖²)^−1, the assignment to centres, and its own q'
     L_s = CE on the sources, each sample weighted by ½(1 + cos(f, target's centre of its class))
     L_s^emb = CE(y, p') on the sources, with the same weights
@@ -16,8 +16,10 @@ first and from the last round's afterwards.
 
 Where papers and code differ (section 9.9 of our specification)
  1. The code's q carries a gradient (``detach: false``), and the paper's class-balance term is missing there. Here: q
-    detached, and no such term. The sum in q is over the target in the paper and over a batch of 64 in the code, where a
-    class that a small batch lacks counts too much. Here: the target, as the round begins; ``totals: batch``.
+    detached, and no such term. In the paper q and p are found in turn, q of all the target; in the code q is made of
+    every batch of 64, where a class that the batch lacks counts too much. Here: the paper, q from the model that a
+    round begins with; ``auxiliary: batch``. (Predictions of now over sums of then would drive rare classes up without
+    an end.)
  2. q may be mixed with the cluster, (1 − β)·1[ŷ] + β·q (β = 1; 0.5 for one pair, ``beta``).
  3. The code has embedding terms on the backbone's output too. Here: on the network's features alone; on frozen features
     the other would move nothing but its centres.
@@ -39,6 +41,7 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
+from fedshift.errors import UserError
 from fedshift.federation.messages import Statistics, Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.clustering import (
@@ -63,19 +66,23 @@ class SRDC(PooledAdaptation):
     relative_cost: ClassVar[float] = 1.3
 
     beta: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="β: share of q in the target's labels")
-    totals: Literal["batch", "target"] = Field(
-        "target", description="Σ_i in q: the target (paper), or the batch (code)"
+    auxiliary: Literal["batch", "target"] = Field(
+        "target", description="q: of all the target as a round begins (paper), or of each batch (code)"
     )
-    detach: bool = Field(True, description="q is a label (paper); false: it has a gradient (code)")
+    detach: bool = Field(True, description="q of a batch is a label (paper); false: it has a gradient (code)")
     embedding_weight: NonNegativeFloat = Field(1.0, description="weight of both terms on centres; 0 = without")
     source_selection: bool = Field(True, description="source samples near the target's centres count more")
     centre_rate: NonNegativeFloat = Field(0.1, description="learning rate of the centres, times the network's")
+
+    def check(self, network: Network) -> None:
+        if not self.detach and self.auxiliary == "target":
+            raise UserError("srdc.detach: q of the whole target has no gradient; write auxiliary: batch")
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
         """Where the pooled data lie: clusters of the target, then this round's share of the mini-batches."""
         model = site.model(weights)
         first = "centres" not in site.memory
-        clusters, means, totals = self._clusters(site, model)
+        clusters, means, auxiliary = self._clusters(site, model)
         centres = nn.ParameterList([nn.Parameter(means.clone())])
         optimizer = site.optimizer(model, memory="optimizer")
         slow = site.training.build_optimizer(centres, self.centre_rate * site.learning_rate)
@@ -85,23 +92,27 @@ class SRDC(PooledAdaptation):
             rate = ramp(self.progress(site))
             at_target = model.features(target.inputs)
             logits = model.classifier(at_target)
-            own = F.one_hot(clusters[target.rows.to(clusters.device)], model.classes).to(logits)
+            rows = target.rows.to(clusters.device)
+            own = F.one_hot(clusters[rows], model.classes).to(logits)
 
-            def labels(log_probabilities: Tensor, totals: Tensor) -> Tensor:
+            def labels(log_probabilities: Tensor, fixed: Tensor) -> Tensor:
                 if first:
                     return own
-                probabilities = (log_probabilities.detach() if self.detach else log_probabilities).exp()
-                auxiliary = auxiliary_distribution(probabilities, totals if self.totals == "target" else None)
-                return (1 - self.beta) * own + self.beta * auxiliary
+                mixed = fixed[rows]
+                if self.auxiliary == "batch":
+                    mixed = auxiliary_distribution(
+                        (log_probabilities.detach() if self.detach else log_probabilities).exp()
+                    )
+                return (1 - self.beta) * own + self.beta * mixed
 
             predicted = logits.log_softmax(1)
-            loss = rate * soft_cross_entropy(labels(predicted, totals[0]), predicted)
+            loss = rate * soft_cross_entropy(labels(predicted, auxiliary[0]), predicted)
             at_source, truth = _together(model, sources)
             weight = self._source_weights(at_source.detach(), truth, means)
             loss = loss + (weight * F.cross_entropy(model.classifier(at_source), truth, reduction="none")).mean()
             if self.embedding_weight:
                 assigned = student_assignment(at_target, centres[0])
-                embedded = soft_cross_entropy(labels(assigned, totals[1]), assigned)
+                embedded = soft_cross_entropy(labels(assigned, auxiliary[1]), assigned)
                 of_source = F.nll_loss(student_assignment(at_source, centres[0]), truth, reduction="none")
                 loss = loss + rate * self.embedding_weight * (embedded + (weight * of_source).mean())
             return loss
@@ -120,7 +131,7 @@ class SRDC(PooledAdaptation):
     @torch.no_grad()
     def _clusters(self, site: Site, model: Network) -> tuple[Tensor, Tensor, Tensor]:
         """k-means of the target's features: the cluster of each sample, which has a class's number; the centres; and
-        Σ_i of the predictions and of the assignments to centres over all the target, (2, C).
+        q of the predictions and of the assignments to centres, (2, n, C).
         """
         import warnings
 
@@ -131,7 +142,7 @@ class SRDC(PooledAdaptation):
         assert site.unlabelled is not None
         own = torch.cat([model.features(inputs) for inputs, _, _ in site.unlabelled.all_batches(_BATCH)])
         start, present = self._start(site, model)
-        predicted = model.classifier(own).softmax(1).sum(0)
+        predicted = model.classifier(own).softmax(1)
         model.train()
         # A class that no source has begins where no sample is near, and gets none unless k-means finds some.
         labels = torch.zeros(len(own), dtype=torch.int64)
@@ -145,8 +156,8 @@ class SRDC(PooledAdaptation):
             centres[chosen] = torch.from_numpy(found.cluster_centers_).to(start)
         else:  # fewer samples than classes: each goes to the nearest class
             labels = chosen.cpu()[torch.cdist(own, start[chosen]).argmin(1).cpu()]
-        totals = torch.stack([predicted, student_assignment(own, centres).exp().sum(0)])
-        return labels.to(site.device), centres, totals
+        pair = predicted, student_assignment(own, centres).exp()
+        return labels.to(site.device), centres, torch.stack([auxiliary_distribution(one) for one in pair])
 
     def _start(self, site: Site, model: Network) -> tuple[Tensor, Tensor]:
         """Where k-means starts, and which classes take part: the last round's centres, at first the sources' means."""
