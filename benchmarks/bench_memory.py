@@ -1,12 +1,20 @@
-"""Memory of the server side while it aggregates the 45 MB models of many sites; `bench.py` runs it in fresh processes.
+"""Memory of what grows with sites or samples; `bench.py` runs it in fresh processes.
 
-``python benchmarks/bench_memory.py PART SITES`` prints one line of JSON. Parts:
+``python benchmarks/bench_memory.py PART SITES`` prints one line of JSON. The server aggregates the 45 MB models of many
+sites:
 
 fedavg: one round of FedAvg, the replies stream once.
 csac_kept: one round of CSAC; replies are kept for three passes, beyond 256 MiB in temporary files.
 csac_passes: CSAC's three passes over models that are made anew in each pass, so that the disk sets no limit.
 
 No site trains: an engine that stands for all of them makes one model at a time.
+
+KD3A's target judges SITES sources by what they say of 100,000 samples of 345 classes, batch after batch:
+
+vote: the knowledge vote alone.
+vote_shapley, vote_leave_one_out: vote and consensus focus.
+
+Predictions are drawn, sure ones and unsure ones; the seconds are without the drawing.
 """
 
 from __future__ import annotations
@@ -24,6 +32,8 @@ import torch
 from fedshift.federation.federation import Answer, Federation, Request
 from fedshift.federation.messages import Update
 from fedshift.functional.aggregation import divergence_aggregate
+from fedshift.functional.consensus_focus import FocusTally
+from fedshift.functional.knowledge_vote import knowledge_vote
 from fedshift.methods.base import Method, State
 from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg
@@ -31,6 +41,7 @@ from fedshift.models import registry as models
 from fedshift.weights import Weights
 
 PARTS = ("fedavg", "csac_kept", "csac_passes")
+VOTES = ("vote", "vote_leave_one_out", "vote_shapley")
 _STATUS = Path("/proc/self/status")
 
 
@@ -117,5 +128,47 @@ def measure(part: str, sites: int) -> dict[str, Any]:
     }
 
 
+def measure_vote(part: str, sources: int) -> dict[str, Any]:
+    """Vote on all samples once; bytes of the process before and at most, and seconds."""
+    samples, classes, batch = 100_000, 345, 500
+    torch.set_num_threads(1)
+    draws = torch.Generator().manual_seed(0)
+    tally = None
+    if part != "vote":
+        tally = FocusTally(sources, 0.9, rule="shapley" if part == "vote_shapley" else "leave_one_out")
+    forget_peak()
+    before, _ = resident()
+    seconds = passing = 0.0
+    for start in range(0, samples, batch):
+        size = min(batch, samples - start)
+        # Teachers who agree on most samples, each as sure as chance will have it.
+        truth = torch.randint(classes, (size,), generator=draws).expand(sources, size)
+        logits = torch.randn(sources, size, classes, generator=draws)
+        heights = 6 + 4 * torch.randn(sources, size, 1, generator=draws)
+        predictions = logits.scatter_add(2, truth[..., None], heights).softmax(2)
+        began = time.perf_counter()
+        passing += float((knowledge_vote(predictions, 0.9).support >= 1).sum())
+        if tally is not None:
+            tally.add(predictions)
+        seconds += time.perf_counter() - began
+    if tally is not None:
+        began = time.perf_counter()
+        tally.focus()
+        seconds += time.perf_counter() - began
+    _, most = resident()
+    return {
+        "part": part,
+        "sources": sources,
+        "samples": samples,
+        "classes": classes,
+        "supported": passing / samples,
+        "predictions_bytes": 4 * sources * samples * classes,
+        "peak_bytes": most,
+        "growth_bytes": most - before,
+        "seconds": seconds,
+    }
+
+
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], int(sys.argv[2]))))
+    measured = measure_vote if sys.argv[1] in VOTES else measure
+    print(json.dumps(measured(sys.argv[1], int(sys.argv[2]))))

@@ -14,6 +14,7 @@ from torch import Tensor
 from fedshift.errors import UserError
 from fedshift.functional import consensus_focus
 from fedshift.functional.consensus_focus import (
+    FocusTally,
     coalition_quality,
     compactness,
     distance_weights,
@@ -196,11 +197,13 @@ def test_sampled_orders() -> None:
 
 
 @pytest.mark.parametrize("ballots", ["rows", "top1"])
-def test_many_teachers_are_sampled(ballots) -> None:  # type: ignore[no-untyped-def]
+def test_many_teachers_are_sampled(ballots, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     predictions = random_teachers(11, 30, 3, 0)
     predictions[1] = predictions[0]
     total = coalition_quality(predictions, 0.6, range(11), ballots=ballots)
-    exact = consensus_focus._exact_shapley(predictions, 0.6, ballots)
+    with monkeypatch.context() as patch:
+        patch.setattr(consensus_focus, "EXACT_UP_TO", 11)
+        exact = shapley_focus(predictions, 0.6, ballots=ballots)
     focus = shapley_focus(predictions, 0.6, ballots=ballots, generator=torch.Generator().manual_seed(0))
     assert focus.sum().item() == pytest.approx(total, abs=1e-9)
     assert (focus - exact).abs().max() < 0.15 * exact.max()
@@ -213,6 +216,33 @@ def test_pieces_do_not_matter(ballots, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = shapley_focus(predictions, 0.5, ballots=ballots)
     monkeypatch.setattr(consensus_focus, "_CHUNK", 100)
     torch.testing.assert_close(shapley_focus(predictions, 0.5, ballots=ballots), whole)
+
+
+@given(st.integers(1, 5), st.lists(st.integers(0, 30), min_size=1, max_size=4), BALLOTS, st.integers(0, 99))
+@settings(max_examples=30, deadline=None)
+def test_batches_add_up(teachers: int, sizes: list[int], ballots, seed: int) -> None:  # type: ignore[no-untyped-def]
+    predictions = random_teachers(teachers, sum(sizes), 3, seed)
+    tallies = {
+        "exact": (FocusTally(teachers, 0.6, ballots=ballots), {}),
+        "sampled": (
+            FocusTally(teachers, 0.6, ballots=ballots, permutations=5, generator=torch.Generator().manual_seed(1)),
+            {"permutations": 5, "generator": torch.Generator().manual_seed(1)},
+        ),
+    }
+    for tally, options in tallies.values():
+        for batch in predictions.split(sizes, dim=1):
+            tally.add(batch)
+        torch.testing.assert_close(tally.focus(), shapley_focus(predictions, 0.6, ballots=ballots, **options))
+    tally = FocusTally(teachers, 0.6, rule="leave_one_out", ballots=ballots)
+    for batch in predictions.split(sizes, dim=1):
+        tally.add(batch)
+    torch.testing.assert_close(tally.focus(), leave_one_out_focus(predictions, 0.6, ballots=ballots))
+
+
+def test_a_tally_of_other_teachers() -> None:
+    tally = FocusTally(2, 0.9)
+    with pytest.raises(UserError, match="of 2 teachers, found predictions of 3"):
+        tally.add(TEACHERS)
 
 
 def test_no_coalition_of_strangers() -> None:

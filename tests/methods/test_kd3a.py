@@ -29,6 +29,7 @@ from fedshift.federation.pool import WorkerPool
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Batch, Envelope, Site
 from fedshift.methods.base import RunPlan, State
+from fedshift.methods.federated import kd3a as kd3a_module
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.kd3a import KD3A, Aggregate
 from fedshift.models.network import Network
@@ -570,6 +571,17 @@ def test_an_option_runs_and_changes_the_result(case: str) -> None:
 def test_an_option_that_must_not_change_the_weights(case: str) -> None:
     changed, beside = IDENTITIES[case]
     assert rounds_of(kd3a(**{**beside, **changed}))[0][-1].weights == rounds_of(kd3a(**beside))[0][-1].weights
+
+
+def test_predictions_that_are_too_many_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The epoch goes over all samples, so judging what training saw is judging them all."""
+    (kept, _), _ = rounds_of(kd3a())
+    monkeypatch.setattr(kd3a_module, "_KEPT_BYTES", 0)
+    (streamed, _), _ = rounds_of(kd3a())
+    assert streamed.report["confident"] == kept.report["confident"]
+    assert streamed.report["aggregation_weights"] == pytest.approx(kept.report["aggregation_weights"])
+    for name, tensor in kept.weights.items():
+        torch.testing.assert_close(streamed.weights[name], tensor, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("batch_norm", ["linear", "off"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -50,9 +51,9 @@ def leave_one_out_focus(predictions: Tensor, gate: float, *, ballots: Ballots = 
     With ballots ``"rows"`` it can be negative: `domain_weights` clamps. Arguments and errors of `coalition_quality`.
     """
     check_predictions(predictions, gate)
-    members = torch.cat([torch.ones(1, len(predictions)), 1 - torch.eye(len(predictions))]).bool()
-    qualities = _qualities(predictions, gate, members, ballots)
-    return qualities[0] - qualities[1:]
+    tally = FocusTally(len(predictions), gate, rule="leave_one_out", ballots=ballots)
+    tally.add(predictions)
+    return tally.focus()
 
 
 def shapley_focus(
@@ -72,20 +73,67 @@ def shapley_focus(
     `coalition_quality`; also UserError when ``permutations`` is below 1.
     """
     check_predictions(predictions, gate)
-    teachers = len(predictions)
-    if permutations is None and teachers <= EXACT_UP_TO:
-        return _exact_shapley(predictions, gate, ballots)
-    count = _ORDERS if permutations is None else permutations
-    if count < 1:
-        raise UserError(f"Shapley values need at least one order of the teachers, found {count}")
-    drawn = torch.stack([torch.randperm(teachers, generator=generator) for _ in range((count + 1) // 2)])
-    orders = torch.stack([drawn, drawn.flip(1)], 1).flatten(0, 1)[:count]
-    # Teacher k is in the coalition of the first j when its place in the order is below j.
-    members = orders.argsort(1)[:, None, :] < torch.arange(teachers + 1)[:, None]
-    coalitions, number = torch.unique(members.flatten(0, 1), dim=0, return_inverse=True)
-    qualities = _qualities(predictions, gate, coalitions, ballots)[number].view(count, teachers + 1)
-    focus = torch.zeros(teachers, dtype=torch.float64)
-    return focus.index_add_(0, orders.flatten(), qualities.diff(dim=1).flatten()) / count
+    tally = FocusTally(len(predictions), gate, ballots=ballots, permutations=permutations, generator=generator)
+    tally.add(predictions)
+    return tally.focus()
+
+
+class FocusTally:
+    """`shapley_focus` or `leave_one_out_focus` over batches of samples, none of which is kept.
+
+    Q is a sum over samples, so what is kept is one number for each coalition that the rule needs: 2^K for exact Shapley
+    values, K + 1 for leave-one-out.
+
+    teachers: K. rule: ``"shapley"`` or ``"leave_one_out"``. Other arguments and errors as in those functions.
+    """
+
+    def __init__(
+        self,
+        teachers: int,
+        gate: float,
+        *,
+        rule: Literal["shapley", "leave_one_out"] = "shapley",
+        ballots: Ballots = "rows",
+        permutations: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self._gate, self._ballots = gate, ballots
+        self._orders: tuple[Tensor, Tensor] | None = None
+        self._rule = rule
+        if rule == "leave_one_out":
+            self._members = torch.cat([torch.ones(1, teachers), 1 - torch.eye(teachers)]).bool()
+        elif permutations is None and teachers <= EXACT_UP_TO:
+            self._members = (torch.arange(2**teachers)[:, None] >> torch.arange(teachers)) & 1 == 1
+        else:
+            count = _ORDERS if permutations is None else permutations
+            if count < 1:
+                raise UserError(f"Shapley values need at least one order of the teachers, found {count}")
+            drawn = torch.stack([torch.randperm(teachers, generator=generator) for _ in range((count + 1) // 2)])
+            orders = torch.stack([drawn, drawn.flip(1)], 1).flatten(0, 1)[:count]
+            # Teacher k is in the coalition of the first j when its place in the order is below j.
+            members = orders.argsort(1)[:, None, :] < torch.arange(teachers + 1)[:, None]
+            self._members, number = torch.unique(members.flatten(0, 1), dim=0, return_inverse=True)
+            self._orders = orders, number
+        self._qualities = torch.zeros(len(self._members), dtype=torch.float64)
+
+    def add(self, predictions: Tensor) -> None:
+        """Count the teachers' probabilities (K, n, C) for n more samples."""
+        check_predictions(predictions, self._gate)
+        teachers = self._members.shape[1]
+        if len(predictions) != teachers:
+            raise UserError(f"this tally is of {teachers} teachers, found predictions of {len(predictions)}")
+        self._qualities += _qualities(predictions, self._gate, self._members, self._ballots)
+
+    def focus(self) -> Tensor:
+        """CF_k over all samples so far: (K,) float64 on the CPU."""
+        if self._rule == "leave_one_out":
+            return self._qualities[0] - self._qualities[1:]
+        if self._orders is None:
+            return _exact_shapley(self._members, self._qualities)
+        orders, number = self._orders
+        gains = self._qualities[number].view(len(orders), -1).diff(dim=1)
+        focus = torch.zeros(orders.shape[1], dtype=torch.float64)
+        return focus.index_add_(0, orders.flatten(), gains.flatten()) / len(orders)
 
 
 def domain_weights(
@@ -184,11 +232,10 @@ def compactness(features: Tensor, labels: Tensor) -> float:
     return total
 
 
-def _exact_shapley(predictions: Tensor, gate: float, ballots: Ballots) -> Tensor:
-    teachers = len(predictions)
+def _exact_shapley(members: Tensor, qualities: Tensor) -> Tensor:
+    """Shapley values from the qualities (2^K,) of all coalitions; who is in one says its number, bit by bit."""
+    teachers = members.shape[1]
     numbers = torch.arange(2**teachers)
-    members = (numbers[:, None] >> torch.arange(teachers)) & 1 == 1
-    qualities = _qualities(predictions, gate, members, ballots)
     # In |S|! (K − |S| − 1)! of the K! orders exactly the members of S come before k.
     chances = torch.tensor(
         [1 / (teachers * math.comb(teachers - 1, size)) for size in range(teachers)], dtype=torch.float64

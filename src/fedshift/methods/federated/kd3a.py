@@ -40,7 +40,7 @@ Should reproduce: Amazon Review 79.0, 80.6, 85.6, 86.9, average 83.1; Digit-5 92
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -63,6 +63,8 @@ from fedshift.models.network import Network
 from fedshift.weights import Weights, is_buffer, weighted_average
 
 _INFERENCE_BATCH = 500
+# Predictions of all teachers for all samples that a target keeps in memory.
+_KEPT_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -191,7 +193,7 @@ class KD3A(Method):
     ) -> Aggregate:
         """At the target: knowledge vote, distillation, consensus focus, aggregation."""
         gate = schedules.linear(site.envelope.progress, self.gate_start, self.gate_end)
-        teachers = _Teachers(self, site, list(models.values()))
+        teachers = _Teachers(self, site, list(models.values()), gate)
         student = site.model(self._own(site, weights))
         shares = previous or dict(zip(models, focus.sample_weights(list(samples.values())), strict=True))
         aligned = _Statistics(student, models, shares) if self.batch_norm == "loss" else None
@@ -220,9 +222,8 @@ class KD3A(Method):
         self._keep(site, distilled)
 
         trained = teachers.weights(models)
-        predictions = teachers.seen()
-        confident = float((predictions.amax(2) > gate).any(0).double().mean())
-        shares, target_share = self._shares(site, weights, trained, distilled, samples, predictions, gate, confident)
+        value, confident = teachers.judged()
+        shares, target_share = self._shares(site, weights, trained, distilled, samples, value, confident)
         if previous and self.share_momentum:
             mixed = focus.smoothed_weights(
                 [*previous.values(), 1 - sum(previous.values())], [*shares.values(), target_share], self.share_momentum
@@ -252,24 +253,15 @@ class KD3A(Method):
         models: Mapping[str, Weights],
         distilled: Weights,
         samples: Mapping[str, int],
-        predictions: Tensor,
-        gate: float,
+        value: Tensor | None,
         confident: float,
     ) -> tuple[dict[str, float], float]:
-        """α_k by site and α_T."""
+        """α_k by site and α_T; ``value``: consensus focus where it decides."""
         counts = list(samples.values())
-        ballots: Literal["rows", "top1"] = "top1" if self.vote == "top1" else "rows"
         target_share = site.samples / (sum(counts) + site.samples)
         if self.target_share == "confident":
             target_share = confident / (len(counts) + 1)
-        if self.focus in ("shapley", "leave_one_out"):
-            if self.focus == "shapley":
-                draws = site.generator_for("focus")
-                value = focus.shapley_focus(
-                    predictions, gate, ballots=ballots, permutations=self.focus_permutations, generator=draws
-                )
-            else:
-                value = focus.leave_one_out_focus(predictions, gate, ballots=ballots)
+        if value is not None:
             if self.target_share == "confident":
                 sources, target_share = focus.released_domain_weights(value, confident)
             else:
@@ -317,44 +309,66 @@ class KD3A(Method):
 
 
 class _Teachers:
-    """The sources' models at the target, and what they said in this exchange."""
+    """The sources' models at the target: what they say of its samples, and what each of them adds to the consensus.
 
-    def __init__(self, method: KD3A, site: Site, models: list[Weights]) -> None:
-        self._site = site
+    Predictions are kept where all of them fit in `_KEPT_BYTES` and a sample always looks the same: the teachers are
+    then asked once, in large batches, and judged on all samples. Else they are asked for every batch and judged on what
+    training saw, and no prediction is kept.
+    """
+
+    def __init__(self, method: KD3A, site: Site, models: list[Weights], gate: float) -> None:
+        self._site, self._gate = site, gate
         self._own_statistics = method.teacher_statistics == "running"
         self._networks = [site.model(weights).requires_grad_(False) for weights in models]
         for network in self._networks:
             network.train(not self._own_statistics)
-        self._said: list[Tensor] = []
+        self._tally: focus.FocusTally | None = None
+        if method.focus == "shapley" or method.focus == "leave_one_out":
+            self._tally = focus.FocusTally(
+                len(models),
+                gate,
+                rule=method.focus,
+                ballots="top1" if method.vote == "top1" else "rows",
+                permutations=method.focus_permutations,
+                generator=site.generator_for("focus"),
+            )
+        self._confident = self._judged = 0
+        self._all: Tensor | None = None
+        kept = len(models) * site.samples * site.classes * BYTES_PER_NUMBER <= _KEPT_BYTES
         whole_epoch = method.aggregations_per_epoch <= 1
-        # Where a sample always looks the same, large batches ask the teachers once for all.
-        self._all = self._ask_all() if whole_epoch and self._own_statistics and site.data.deterministic else None
+        if kept and whole_epoch and self._own_statistics and site.data.deterministic:
+            self._all = torch.cat(list(self._ask_all()), dim=1)
+            self._judge(self._all)
 
     @torch.no_grad()
     def _ask(self, inputs: Tensor) -> Tensor:
         return torch.stack([network(inputs).softmax(1) for network in self._networks])
 
-    def _ask_all(self) -> Tensor:
-        batches = self._site.data.all_batches(_INFERENCE_BATCH)
-        return torch.cat([self._ask(inputs) for inputs, _, _ in batches], dim=1)
+    def _ask_all(self) -> Iterator[Tensor]:
+        return (self._ask(inputs) for inputs, _, _ in self._site.data.all_batches(_INFERENCE_BATCH))
+
+    def _judge(self, said: Tensor) -> None:
+        self._confident += int((said.amax(2) > self._gate).any(0).sum())
+        self._judged += said.shape[1]
+        if self._tally is not None:
+            self._tally.add(said)
 
     def predictions(self, batch: Batch) -> Tensor:
         """Probabilities (K, b, C) for a batch."""
         if self._all is not None:
             return self._all[:, batch.rows.to(self._all.device)]
         said = self._ask(batch.inputs)
-        self._said.append(said)
+        self._judge(said)
         return said
 
-    def seen(self) -> Tensor:
-        """The probabilities (K, n, C) of all samples of this exchange; of all the site has where no batch was left."""
-        if self._all is not None:
-            return self._all
-        if not self._said:
+    def judged(self) -> tuple[Tensor | None, float]:
+        """Consensus focus (K,) where the method weighs by it, and the share of samples on which a teacher is sure."""
+        if not self._judged:  # no batch was left for this exchange
             for network in self._networks:
                 network.eval()
-            return self._ask_all()
-        return torch.cat(self._said, dim=1)
+            for said in self._ask_all():
+                self._judge(said)
+        return None if self._tally is None else self._tally.focus(), self._confident / self._judged
 
     def weights(self, models: Mapping[str, Weights]) -> Mapping[str, Weights]:
         """The models that are aggregated: as they came, or with the statistics that target batches left in them."""
