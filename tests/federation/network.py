@@ -29,6 +29,7 @@ class Network:
 
     def __init__(self, folder: Path, sites: Mapping[str, int] = SITES, **project: Any) -> None:
         self.folder, self.names = folder, list(sites)
+        self.watched = folder / "watched"
         self.files = write_data(folder / "data", {**sites, **UNSEEN})
         options = {
             "name": "test",

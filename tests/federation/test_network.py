@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import ssl
+import stat
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from loopback import SITES, options_of, simulate
@@ -29,21 +32,27 @@ ADAPT = {"kind": "adapt_to_one", "targets": ["east"], "seeds": [0], "test_fracti
 THREE = [{"name": "fedavg"}, {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}, {"name": "kd3a"}]
 
 
-@pytest.fixture(scope="module")
-def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+@contextlib.contextmanager
+def environment(network: Network) -> Iterator[None]:
+    """What the federation's processes find: a method of these tests, and who notes what they dial."""
     here = Path(__file__).parent
     before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(here), *([before] if before else [])])
+    network.watched.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here / "watched"), *([before] if before else [])]))
+        patch.setenv("FEDSHIFT_WATCHED", str(network.watched))
+        yield
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     started = Network(tmp_path_factory.mktemp("network"))
-    try:
-        started.start()
-        yield started
-    finally:
-        started.stop()
-        if before is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = before
+    with environment(started):
+        try:
+            started.start()
+            yield started
+        finally:
+            started.stop()
 
 
 def model(folder: Path, method: str, target: str) -> dict[str, torch.Tensor]:
@@ -65,15 +74,31 @@ def test_fedavg_csac_and_kd3a_end_in_the_bits_of_the_local_engine(network: Netwo
     assert (there / "order.json").read_text() == (here / "order.json").read_text()
 
 
-def test_only_the_coordinator_listens_to_others(network: Network) -> None:
-    """FLARE's processes of a role speak to each other over a loopback port; none is open to other machines."""
-    import psutil
-
+def test_only_the_coordinators_port_listens_and_nobody_dials_another(network: Network) -> None:
+    """While a job runs: the sockets that every process of the federation holds."""
+    options = options_of({"name": "slow_method:Slow", "label": "slow", "seconds": 0.5}, name="sockets")
+    deployment = network.deploy(options)
+    network.wait(deployment, lambda: asked(deployment, 2))
+    port = load_kit(network.coordinator).project.port
+    listening, jobs = set(), 0
     for kit in (network.coordinator, *network.made.sites.values()):
         for process in network.processes(kit):
-            for connection in process.net_connections(kind="inet"):
-                if connection.status == psutil.CONN_LISTEN:
-                    assert connection.laddr.ip.startswith("127."), (process.cmdline(), connection)
+            jobs += any(word.endswith(("worker_process", "runner_process")) for word in process.cmdline())
+            for held in process.net_connections(kind="inet"):
+                if held.status == psutil.CONN_LISTEN:
+                    listening.add((kit == network.coordinator, held.laddr.ip, held.laddr.port))
+                elif held.raddr:
+                    ports = [held.raddr.port] + [held.laddr.port] * (kit == network.coordinator)
+                    assert held.raddr.ip == "127.0.0.1", (process.cmdline(), held)
+                    assert port in ports, (process.cmdline(), held)
+                else:
+                    assert held.status == psutil.CONN_CLOSE, (process.cmdline(), held)
+    assert listening == {(True, "127.0.0.1", port)}
+    assert jobs == 1 + len(SITES)
+    for kit in (network.coordinator, *network.made.sites.values()):
+        assert stat.S_IMODE((kit / "channel").stat().st_mode) == 0o700
+        assert [stat.S_IMODE(path.stat().st_mode) for path in (kit / "channel").iterdir()] == [0o600]
+    network.finish(deployment)
 
 
 def answers(network: Network, certificate: Path | None) -> bool:
@@ -156,3 +181,16 @@ def test_a_run_survives_whatever_is_killed(network: Network, tmp_path: Path) -> 
     assert [line["round"] for line in lines] == list(range(1, 6))
     for name in SITES:
         assert not list((network.made.sites[name] / "memory").glob("faults-*")), "a finished run is forgotten at sites"
+
+
+def test_nobody_phones_home(network: Network) -> None:
+    """All that the processes of the tests before looked up or dialled, from their first line on."""
+    port = str(load_kit(network.coordinator).project.port)
+    notes = {path.stem: path.read_text().splitlines() for path in network.watched.iterdir()}
+    assert len(notes) >= 2 * (1 + len(SITES))
+    found = {tuple(json.loads(line)) for lines in notes.values() for line in lines}
+    dialled = {tuple(address) for event, *address in found if event.startswith(("socket.connect", "socket.send"))}
+    assert dialled <= {("localhost", port), ("127.0.0.1", port)}
+    assert dialled
+    looked_up = {address[0] for event, *address in found if event.startswith("socket.get")}
+    assert looked_up <= {"localhost", "127.0.0.1", "None"}

@@ -13,6 +13,7 @@ import re
 import shutil
 import socket
 import ssl
+import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from fedshift.files import write_bytes
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")
 _MAIL = re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)+")
+_DRIVERS = Path(__file__).parent / "flare_drivers"
 _COORDINATOR_CLASS = "fedshift.federation.flare.FlareCoordinator"
 _SITE_CLASS = "fedshift.federation.flare.FlareSite"
 _RIGHTS = {
@@ -218,8 +220,29 @@ def _settle(kit: Path, *, coordinator: bool) -> None:
         resources["allow_log_streaming"] = False
         # FLARE's manager of GPUs would refuse jobs on machines it thinks are busy; a site says itself what it uses.
     (local / "resources.json").write_text(json.dumps(resources, indent=2))
+    # What a role's own processes say to each other goes through a socket in the kit, and not through a loopback port.
+    internal = {"scheme": "unix", "resources": {"folder": str(channel(kit))}}
+    channels = {"allow_adhoc_conns": False, "comm_driver_path": str(_DRIVERS), "internal": internal}
+    (local / "comm_config.json").write_text(json.dumps(channels, indent=2))
     rights = {"format_version": "1.0", "permissions": {"project_admin": _RIGHTS}}
     (local / "authorization.json").write_text(json.dumps(rights, indent=2))
+
+
+def channel(kit: Path) -> Path:
+    """The folder of the socket through which a role's own processes speak to each other."""
+    return kit.resolve() / "channel"
+
+
+def empty_channel(kit: Path) -> None:
+    """Make that folder, for its user alone, without sockets that an earlier process left.
+
+    Raises UserError where the system takes no path as long as the socket's would be.
+    """
+    folder = channel(kit)
+    if sys.platform != "linux" and len(os.fsencode(folder)) > 90:
+        raise UserError(f"{kit}: this path is too long for a socket in it (90 characters): put the kit elsewhere")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
 
 
 def _json(value: Any) -> bytes:

@@ -110,6 +110,7 @@ class Service:
     # FLARE's process --------------------------------------------------------------------------------------------------
 
     def _start_child(self) -> None:
+        flare_kits.empty_channel(self.kit.folder)
         kind = "server" if self.kit.role == "coordinator" else "client"
         who = [] if kind == "server" else [f"uid={self.kit.name}"]
         command = [
