@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedshift[deploy]'")
 
+from namespaces import COORDINATOR, PORT, Namespaces, why_not
 from network import PATIENCE, Network, asked, rounds
 
 from fedshift.errors import UserError
@@ -183,14 +184,46 @@ def test_a_run_survives_whatever_is_killed(network: Network, tmp_path: Path) -> 
         assert not list((network.made.sites[name] / "memory").glob("faults-*")), "a finished run is forgotten at sites"
 
 
+def test_in_network_namespaces_of_their_own(tmp_path: Path) -> None:
+    """As on four machines: the same bits, no socket of a site's but to the coordinator, one port of the coordinator's."""
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    apart = Namespaces(tmp_path)
+    options: dict[str, Any] = options_of({}, name="apart", protocol=ADAPT, methods=THREE)
+    with environment(apart):
+        try:
+            apart.connect()
+            apart.start()
+            deployment = apart.deploy(options, unseen=False)
+            apart.wait(deployment, lambda: rounds(deployment) >= 1)
+            held = {name: apart.sockets(name) for name in ("coordinator", *SITES)}
+            there = apart.finish(deployment)
+        finally:
+            apart.stop()
+            apart.disconnect()
+    door = f"{COORDINATOR}:{PORT}"
+    for name in SITES:
+        assert {(far, listens) for _, far, listens in held[name]} == {(door, False)}, held[name]
+    assert {near for near, _, listens in held["coordinator"] if listens} == {f"0.0.0.0:{PORT}"}
+    assert all(listens or door in (near, far) for near, far, listens in held["coordinator"]), held["coordinator"]
+    here = simulate(tmp_path, options, unseen={})
+    for method in THREE:
+        name = str(method["name"])
+        assert same(model(here, name, "east"), model(there, name, "east")), name
+
+
 def test_nobody_phones_home(network: Network) -> None:
     """All that the processes of the tests before looked up or dialled, from their first line on."""
-    port = str(load_kit(network.coordinator).project.port)
+    coordinator = load_kit(network.coordinator).project
     notes = {path.stem: path.read_text().splitlines() for path in network.watched.iterdir()}
     assert len(notes) >= 2 * (1 + len(SITES))
     found = {tuple(json.loads(line)) for lines in notes.values() for line in lines}
-    dialled = {tuple(address) for event, *address in found if event.startswith(("socket.connect", "socket.send"))}
-    assert dialled <= {("localhost", port), ("127.0.0.1", port)}
-    assert dialled
-    looked_up = {address[0] for event, *address in found if event.startswith("socket.get")}
-    assert looked_up <= {"localhost", "127.0.0.1", "None"}
+    dialled = {tuple(address) for event, *address in found if event == "dialled"}
+    assert {port for _, port in dialled} == {str(coordinator.port)}
+    assert {host for host, _ in dialled} <= {"localhost", "127.0.0.1"}
+    looked_up = {address[0] for event, *address in found if event == "looked up"}
+    assert looked_up <= {"localhost"}
+    # FLARE asks the system which of its own addresses faces outwards; nothing is sent for that.
+    assert {tuple(address) for event, *address in found if event == "aimed"} <= {("10.255.255.255", "1")}
+    assert not [address for event, *address in found if event == "sent"]

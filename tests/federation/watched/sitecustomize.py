@@ -15,13 +15,14 @@ def note(event: str, arguments: tuple[Any, ...]) -> None:
     if event in ("socket.connect", "socket.sendto", "socket.sendmsg"):
         if arguments[0].family == socket.AF_UNIX:
             return
-        address = arguments[1]
+        what = "sent" if event != "socket.connect" else "aimed" if arguments[0].type == socket.SOCK_DGRAM else "dialled"
+        address = arguments[1]  # to connect a datagram's socket sends nothing
     elif event in ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr"):
-        address = arguments[:2]
+        what, address = "looked up", arguments[:2]
     else:
         return
     with open(os.path.join(FOLDER, f"{os.getpid()}.jsonl"), "a", encoding="utf-8") as file:
-        file.write(json.dumps([event, *(str(part) for part in address or ())]) + "\n")
+        file.write(json.dumps([what, *(str(part) for part in address or ())]) + "\n")
 
 
 if FOLDER:
