@@ -210,6 +210,44 @@ def test_reaching_the_coordinator(kits: Provisioned, tmp_path: Path) -> None:
     assert "refused" in str(check_reachable(nobody)).lower()
 
 
+def dated(kit: Path, own: str, authority: Path, begin: int, end: int) -> None:
+    """Give a kit's certificate other dates, in days from now; signed by the project's authority all the same."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+
+    state = json.loads(next(authority.rglob("cert.json")).read_text())
+    key = serialization.load_pem_private_key(state["root_pri_key"].encode(), None)
+    file = kit / "flare" / "startup" / f"{own}.crt"
+    old, now = x509.load_pem_x509_certificate(file.read_bytes()), datetime.datetime.now(datetime.UTC)
+    builder = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), old.serial_number)
+    builder = builder.not_valid_before(now + datetime.timedelta(begin)).not_valid_after(now + datetime.timedelta(end))
+    for extension in old.extensions:
+        builder = builder.add_extension(extension.value, extension.critical)
+    file.write_bytes(builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dates", [(1, 30), (-30, -1)])
+@pytest.mark.parametrize("whose", ["server", "client"])
+def test_a_clock_that_is_wrong_is_said_in_one_line(dates: tuple[int, int], whose: str, tmp_path: Path) -> None:
+    """A certificate out of its dates by one side's clock: the site's sees the coordinator's so, or the other way."""
+    made = provisioned(tmp_path)
+    dated(made.coordinator if whose == "server" else made.sites["north"], whose, made.folder / "authority", *dates)
+    stop = threading.Event()
+    try:
+        port = answering(made.coordinator, stop)
+        kit = load_kit(made.sites["north"])
+        kit = flare_kits.Kit(kit.folder, kit.role, kit.name, kit.project.model_copy(update={"port": port}))
+        with pytest.raises(UserError, match=r"not valid yet or no longer, by .*: compare the clocks") as raised:
+            check_reachable(kit)
+        assert "\n" not in str(raised.value)
+    finally:
+        stop.set()
+    if whose == "client":
+        message = r"valid from .* set the clock" if dates[0] > 0 else r"expired at .* clock says"
+        with pytest.raises(UserError, match=message):
+            check_certificates(kit)
+
+
 def test_a_site_that_cannot_reach_the_coordinator_says_so_and_tries_again(tmp_path: Path) -> None:
     kit = load_kit(provisioned(tmp_path, port=free_port()).sites["north"])
     service = Service(kit)

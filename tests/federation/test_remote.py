@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -478,6 +479,25 @@ def test_sites_that_differ_are_found_before_training(tmp_path: Path) -> None:
     other.programs["south"] = SiteProgram(load_site(place))
     with pytest.raises(UserError, match=r"sites differ in classes: 'north' has 0, 1, 2, 'south' has 0, 1, 2, 3"):
         deploy(tmp_path, options_of({"name": "fedavg"}), transport=other)
+
+
+@pytest.mark.parametrize(("off", "said"), [(-3600.0, "behind"), (3600.0, "ahead of"), (20.0, None)])
+def test_clocks_that_differ_are_said(off: float, said: str | None, tmp_path: Path) -> None:
+    def wrong(site: str, header: dict[str, Any], answer: Any) -> Any:
+        if site != "south" or header["do"] != "hello":
+            return answer
+        found, content, _ = unseal(answer)
+        return seal({**found, "time": found["time"] + off}, body_of(content))
+
+    files = write_data(tmp_path / "data", SITES)
+    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
+    deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(places, wrong))
+    found = [event["message"] for event in events(tmp_path) if event["what"] == "warning"]
+    if said is None:
+        assert found == []
+    else:
+        (line,) = found
+        assert re.fullmatch(rf"site 'south': its clock is 3[56]\d\d s {said} the coordinator's: [^\n]*", line)
 
 
 def test_another_version_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,8 @@ from fedshift.models.options import NetworkOptions
 from fedshift.weights import Weights
 
 EXPERIMENT, CARDS, PROGRESS = "experiment.json", "cards.json", "progress.jsonl"
+CLOCKS_APART = 60.0
+"""Seconds by which clocks may differ before the coordinator says so."""
 EVERY_SITE = "sites"
 """As a target: no site is left out, and the model is measured on the held-out samples of all of them."""
 
@@ -264,6 +266,7 @@ def agree(
         "split": _split_rule(experiment),
         "seeds": list(experiment.protocol.seeds),
     }
+    asked = time.time()
     answers = ask_plain(transport, "hello", experiment.name, dict.fromkeys(sites, header), engine.deadline)
     stored = folder / CARDS
     before: dict[str, Any] = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {}
@@ -276,6 +279,12 @@ def agree(
                 raise UserError(f"site '{site}' cannot take part: {answer.reason}")
             cards[site] = before[site]
             continue
+        difference = clock_difference(answer.get("time"), asked, answer["arrived"])
+        if abs(difference) > CLOCKS_APART:
+            watch.warn(
+                f"site '{site}': its clock is {abs(difference):.0f} s {'ahead of' if difference > 0 else 'behind'} the "
+                "coordinator's: set the one that is wrong, or certificates will be refused and the logs' times not fit"
+            )
         cards[site] = answer["card"]
         if site in before and before[site]["fingerprint"] != answer["card"]["fingerprint"]:
             raise UserError(
@@ -285,6 +294,16 @@ def agree(
     agreed = _agreed(experiment, cards)
     write_bytes(stored, (json.dumps(cards, indent=2) + "\n").encode())
     return agreed
+
+
+def clock_difference(said: Any, asked: float, arrived: float) -> float:
+    """Seconds by which a site's clock is ahead of this machine's, at least; 0 when it fits.
+
+    said: the site's time when it answered, which was between ``asked`` and ``arrived`` of the clock here.
+    """
+    if not isinstance(said, int | float):
+        raise FedshiftError("a site does not say what time it is")
+    return max(said - arrived, 0.0) + min(said - asked, 0.0)
 
 
 def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> Agreed:

@@ -15,6 +15,7 @@ import os
 import re
 import shutil
 import stat
+import time
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -272,7 +273,7 @@ class SiteProgram:
         }
         given = {} if self.holding.given is None else {"encoding": {"kind": "statistics"}}
         entry["sent"] = {"card": {"kind": "numbers"}, **given}
-        return seal({"answers": header["key"], "card": card}, body_of({}))
+        return seal({"answers": header["key"], "card": card, "time": time.time()}, body_of({}))
 
     def _rows(self, split: Mapping[str, Any]) -> tuple[Rows, Rows]:
         domain = self.holding.domain

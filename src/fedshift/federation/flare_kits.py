@@ -42,6 +42,9 @@ _RIGHTS = {
     "byoc": "none",
 }
 """What the coordinator may have FLARE do. No code of a job's own, no shell commands, at any site."""
+_DATES = ("SSLV3_ALERT_CERTIFICATE_EXPIRED", "SSLV3_ALERT_BAD_CERTIFICATE", 9, 10)
+"""How TLS says that a certificate is out of its dates: the other side's alerts (the second: not valid yet), and the
+verification's codes here, X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
 _SITE_FILE = """\
 # What this site holds and what it allows. This file stays here.
 site: {site}
@@ -347,6 +350,12 @@ def check_reachable(kit: Kit, seconds: float = 5.0) -> str | None:
                 connection.recv(1)  # a certificate that is not accepted is only said now
             return None
     except ssl.SSLError as error:
+        if error.reason in _DATES or getattr(error, "verify_code", None) in _DATES:
+            raise UserError(
+                f"{address[0]} port {address[1]}: a certificate is not valid yet or no longer, by this machine's clock "
+                f"({datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC) or the coordinator's: compare the clocks; if "
+                f"both are right, ask {kit.project.contact} for new kits"
+            ) from None
         raise UserError(
             f"{address[0]} port {address[1]} does not accept this kit, or is not the coordinator of project "
             f"'{kit.project.name}' ({error.reason or error}): ask {kit.project.contact} for a new kit"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import json
+import time
 import typing
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -371,7 +372,10 @@ def request_key(header: Mapping[str, Any], body: Body) -> str:
 def ask_plain(
     transport: Transport, what: str, run: str, headers: Mapping[str, Mapping[str, Any]], deadline: float
 ) -> dict[str, dict[str, Any] | Lost]:
-    """Ask sites for plain values before there is a federation: ``headers`` by site, their replies' headers by site."""
+    """Ask sites for plain values before there is a federation: ``headers`` by site, their replies' headers by site.
+
+    ``arrived`` in a reply: the time of this machine's clock when it came.
+    """
     body = body_of({})
     outgoing: list[tuple[str, Message]] = []
     keys: dict[str, str] = {}
@@ -398,7 +402,7 @@ def _plain(arrivals: Iterator[tuple[str, Message | Lost]], keys: Mapping[str, st
         elif header.get("answers") != keys.get(site):
             found[site] = Lost("it answers another request")
         else:
-            found[site] = header
+            found[site] = {**header, "arrived": time.time()}
     return found
 
 
