@@ -162,7 +162,7 @@ class Killed(Exception):
     """Stands for a process that dies."""
 
 
-@pytest.mark.parametrize(("name", "wire"), [("fedavg", "int8"), ("csac", "float32")])
+@pytest.mark.parametrize(("name", "wire"), [("fedavg", "float32"), ("csac", "bf16"), ("fedavg", "int8")])
 def test_a_run_killed_anywhere_goes_on_to_the_same_bits(name: str, wire: str, tmp_path: Path) -> None:
     """The coordinator dies before or after any answer, and with it every site's process; all is made anew from disk."""
     options = options_of({"name": name, **METHODS[name]})
@@ -340,6 +340,22 @@ def test_narrow_weights_take_fewer_bytes_and_learn_as_well(wire: str, share: flo
     for direction in ("bytes_up", "bytes_down"):
         assert less[direction]["weights"] <= share * 1.2 * whole[direction]["weights"]
     assert less["selected"]["last"]["accuracy"] >= whole["selected"]["last"]["accuracy"] - 10
+
+
+@pytest.mark.parametrize(("wire", "bound"), [("bf16", 0.2), ("int8", 0.4)])
+def test_small_steps_are_not_lost_in_rounding(wire: str, bound: float, tmp_path: Path) -> None:
+    """A round changes the weights by less than rounding does; what was rounded away comes with the next message, on both
+    ways. How far from the exact run's weights, as a part of the way that training went: without feedback to the sites
+    it was 0.41 (bf16) and 0.75 (int8).
+    """
+
+    def end(folder: str, rounds: int, lr: float, wire: str) -> torch.Tensor:
+        options = options_of({"name": "fedavg"}, training={"rounds": rounds, "batch_size": 8, "lr": lr})
+        there, _ = deploy(tmp_path / folder, options, engine={"wire": wire})
+        return torch.cat([tensor.double().reshape(-1) for tensor in model(there, "fedavg", "west").values()])
+
+    start, exact = end("start", 1, 1e-12, "float32"), end("exact", 20, 0.001, "float32")
+    assert (end("narrow", 20, 0.001, wire) - exact).norm() < bound * (exact - start).norm()
 
 
 # What a site refuses ------------------------------------------------------------------------------------------------

@@ -218,8 +218,8 @@ class Federation(ABC):
         A site whose training went wrong is `Missing`; an engine may also leave lost sites out.
         """
 
-    def crossing(self, content: Mapping[str, Content]) -> Mapping[str, Content]:
-        """``content`` as it goes to a site, for the ledger; an engine may make it smaller on the way."""
+    def crossing(self, step: str, site: str, content: Mapping[str, Content]) -> Mapping[str, Content]:
+        """``content`` as it goes to ``site``, for the ledger; an engine may make it smaller on the way."""
         return content
 
     def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:
@@ -272,7 +272,7 @@ class Federation(ABC):
         def requests() -> Iterator[Request]:
             for site in to:
                 own = {name: _content_for(site, name, value) for name, value in content.items()}
-                self.ledger.record(number, step, site, "down", self.crossing(own))
+                self.ledger.record(number, step, site, "down", self.crossing(step, site, own))
                 used, budget = self.progress.used[site], self.budget.get(site, 0)
                 yield Request(
                     site, Envelope(number, self.round, min(1.0, used / budget) if budget else 0.0, budget - used), own

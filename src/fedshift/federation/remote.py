@@ -21,13 +21,17 @@ from typing import Any, Protocol
 from fedshift import errors
 from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.federation import Answer, Federation, Request, StepOwner
+from fedshift.federation.files import read_message, write_message
 from fedshift.federation.messages import Content, Reply, Statistics
 from fedshift.federation.policy import ACCURACY
-from fedshift.federation.wire import Body, Message, Wire, body_of, seal, unseal
+from fedshift.federation.wire import Body, Message, Residuals, Wire, body_of, seal, unseal
 from fedshift.weights import NamedTensors, Weights
 
 PROTOCOL = 1
 """The version of requests and replies. A site refuses another one."""
+
+HERE = "coordinator"
+"""Where a checkpoint keeps what is the coordinator's own; no site may be called so."""
 
 Event = Callable[[dict[str, Any]], None]
 """Told of every step on the way of an exchange, for people who watch."""
@@ -136,30 +140,37 @@ class RemoteFederation(Federation):
         self._checkpoint = 0
         self._lost: set[str] = set()
         self._shapes: dict[tuple[str, str], Any] = {}
-        self._bodies: dict[tuple[int, ...], tuple[Body, Any]] = {}
+        self._bodies: dict[tuple[tuple[int, ...], tuple[int, ...]], _Written] = {}
+        self._owed: dict[tuple[str, str], Residuals] = {}
+        """What rounding took from what a site was sent for a step: it gets that with the step's next request."""
 
     # An exchange ------------------------------------------------------------------------------------------------------
 
-    def crossing(self, content: Mapping[str, Content]) -> Mapping[str, Content]:
-        return self._body(content).content
+    def crossing(self, step: str, site: str, content: Mapping[str, Content]) -> Mapping[str, Content]:
+        return self._written(step, site, content).body.content
 
-    def _body(self, content: Mapping[str, Content]) -> Body:
-        """``content`` as bytes, written once while the same objects go to several sites."""
-        key = tuple(id(value) for value in content.values())
+    def _written(self, step: str, site: str, content: Mapping[str, Content]) -> _Written:
+        """``content`` as bytes, written once for all sites that get the same and are owed the same."""
+        owed = self._owed.get((site, step), {})
+        key = (tuple(id(value) for value in content.values()), tuple(id(tensor) for tensor in owed.values()))
         if key not in self._bodies:
-            self._bodies[key] = (body_of(content, self.wire), dict(content))  # kept, or the ids could come again
-        return self._bodies[key][0]
+            after = dict(owed)
+            body = body_of(content, self.wire, None if self.wire == "float32" else after)
+            self._bodies[key] = _Written(body, after, dict(content), owed)
+        return self._bodies[key]
 
     def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
         """Send all requests, hand the answers on in the order asked; those of lost sites are left out."""
         self._bodies.clear()
         asked: list[Request] = []
         keys: dict[str, str] = {}
+        owed: dict[str, Residuals] = {}
 
         def messages() -> Iterator[tuple[str, Message]]:
             for request in requests:
                 asked.append(request)
-                body = self._body(request.content)
+                written = self._written(step, request.site, request.content)
+                body, owed[request.site] = written.body, written.owed
                 header = {
                     "do": "step",
                     "step": step,
@@ -200,6 +211,8 @@ class RemoteFederation(Federation):
             waiting[request.site] = Lost("handed on")
             self._lost.discard(request.site)
             self._memory[request.site] = memory
+            if owed[request.site]:
+                self._owed[request.site, step] = owed[request.site]
             budget = self.budget.get(request.site, 0)
             spent.append(answer.mini_batches / budget if budget else 0.0)
             yield answer
@@ -340,16 +353,42 @@ class RemoteFederation(Federation):
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
     def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:
-        """What each site remembers lies at the site; the checkpoint holds the names of its files."""
+        """What each site remembers lies at the site; the checkpoint holds the names of its files. What sites are owed
+        lies here.
+        """
         self._kept = {site: dict(files) for site, files in self._memory.items()}
         self._checkpoint = self.progress.exchange
-        return {site: dict(files) for site, files in self._memory.items()}
+        alike: dict[tuple[int, ...], list[tuple[str, str]]] = {}
+        for whose, owed in self._owed.items():
+            alike.setdefault(tuple(id(tensor) for tensor in owed.values()), []).append(whose)
+        files: dict[str, str] = {}
+        for number, group in enumerate(alike.values()):
+            name = files[str(number)] = f"owed-{number}-{self._checkpoint}.safetensors"
+            write_message(folder / HERE / name, {"owed": Statistics(self._owed[group[0]])}, {"to": group})
+        return {**{site: dict(names) for site, names in self._memory.items()}, **({HERE: files} if files else {})}
 
     def load_memory(self, folder: Path, files: Mapping[str, Mapping[str, str]]) -> None:
         """Sites load what the next request names."""
-        self._memory = {site: dict(names) for site, names in files.items()}
-        self._kept = {site: dict(names) for site, names in files.items()}
+        self._memory = {site: dict(names) for site, names in files.items() if site != HERE}
+        self._kept = {site: dict(names) for site, names in self._memory.items()}
         self._checkpoint = self.progress.exchange
+        self._owed = {}
+        for name in files.get(HERE, {}).values():
+            content, header = read_message(folder / HERE / name)
+            owed = content["owed"]
+            assert isinstance(owed, Statistics)
+            shared = dict(owed)
+            self._owed |= {(site, step): shared for site, step in header["to"]}
+
+
+@dataclass(frozen=True)
+class _Written:
+    """Content as bytes, and what its receivers are owed after it. The rest is kept, or its ids could come again."""
+
+    body: Body
+    owed: Residuals
+    content: Mapping[str, Content]
+    owed_before: Residuals
 
 
 class _Stop(FedshiftError):
