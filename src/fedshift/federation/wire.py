@@ -28,6 +28,7 @@ Residuals = dict[str, Tensor]
 """What rounding took from each field that was sent, flat bfloat16 (n,)."""
 
 BLOCK = 256
+_PIECE = 1024 * BLOCK
 _KEPT = "="
 _FLOATS = {str(kind): kind for kind in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
 
@@ -123,11 +124,10 @@ def _narrow(path: str, value: Any, wire: Wire, residuals: Residuals | None, mani
     if not floats:
         return value
     flat = torch.cat([tensor.detach().cpu().reshape(-1).to(torch.float32) for tensor in floats.values()])
-    if residuals is not None and path in residuals and len(residuals[path]) == len(flat):
-        flat = flat + residuals[path].to(torch.float32)
-    sent = {"bf16": flat.to(torch.bfloat16)} if wire == "bf16" else _to_int8(flat)
+    owed = residuals.get(path) if residuals is not None else None
+    sent, left = _rounded(flat, wire, owed if owed is not None and len(owed) == len(flat) else None)
     if residuals is not None:
-        residuals[path] = (flat - _flat_of(sent, len(flat))).to(torch.bfloat16)  # small, and half of what is stored
+        residuals[path] = left
     manifest[path] = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in floats.items()]
     kept = {f"{_KEPT}{name}": tensor for name, tensor in value.items() if name not in floats}
     return Weights({**sent, **kept})
@@ -156,6 +156,33 @@ def _widen(path: str, value: Any, manifest: Mapping[str, Any]) -> Any:
     }
     kept = {name.removeprefix(_KEPT): tensor for name, tensor in value.items() if name.startswith(_KEPT)}
     return Weights({**tensors, **kept})
+
+
+def _rounded(flat: Tensor, wire: Wire, owed: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
+    """``(narrow array, what rounding took)`` of ``flat`` (float32, overwritten) and what is ``owed`` from before.
+
+    The second is bfloat16: small, and half of what is stored. Done in pieces that fit the processor's cache.
+    """
+    left = torch.empty(len(flat), dtype=torch.bfloat16)
+    if wire == "bf16":
+        sent = {"bf16": torch.empty_like(left)}
+    else:
+        sent = {"int8": torch.empty(len(flat), dtype=torch.int8), "scales": torch.empty(-(-len(flat) // BLOCK))}
+    for begin in range(0, len(flat), _PIECE):
+        here = slice(begin, begin + _PIECE)
+        part = flat[here]
+        if owed is not None:
+            part += owed[here]
+        if wire == "bf16":
+            sent["bf16"][here] = part
+            part -= sent["bf16"][here]
+        else:
+            piece = _to_int8(part)
+            sent["int8"][here] = piece["int8"]
+            sent["scales"][begin // BLOCK : (begin + _PIECE) // BLOCK] = piece["scales"]
+            part -= _flat_of(piece, len(part))
+        left[here] = part
+    return sent, left
 
 
 def _to_int8(flat: Tensor) -> dict[str, Tensor]:
