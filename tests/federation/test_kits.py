@@ -260,11 +260,34 @@ def test_a_site_that_cannot_reach_the_coordinator_says_so_and_tries_again(tmp_pa
         return False
 
     said: list[str] = []
-    service._say = service.say = lambda state, message: said.append(f"{state} {message}")  # type: ignore[method-assign]
+    service.say = lambda state, message: said.append(f"{state} {message}")  # type: ignore[method-assign]
     service.stopping.wait = wait  # type: ignore[assignment, method-assign]
     service.run()
     assert waits == [1.0, 2.0, 4.0, 8.0]
     assert all("cannot reach the coordinator at localhost port" in line for line in said[:4])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "sfm_endpoint - INFO - Connection CN00012 is evicted for CN00013 from endpoint north for exceeding limit 1",
+        "ClientManager - INFO - Failed to re-activate the client:north: already registered with another token.",
+    ],
+)
+def test_two_machines_with_one_kit_are_told_apart_from_a_line_that_broke_once(
+    line: str, kits: Provisioned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("fedshift.federation.flare_service.time.monotonic", lambda: now)
+    service = Service(load_kit(kits.coordinator))
+    for _ in range(2):
+        service.hear(line)
+    assert service.crowded() == ""
+    now += 9
+    service.hear(line)
+    assert service.crowded().startswith("the kit of site 'north' is in use on two machines")
+    now += 60
+    assert service.crowded() == ""
 
 
 def test_names_of_deployments(kits: Provisioned) -> None:

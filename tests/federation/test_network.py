@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import socket
 import ssl
 import stat
@@ -182,6 +183,25 @@ def test_a_run_survives_whatever_is_killed(network: Network, tmp_path: Path) -> 
     assert [line["round"] for line in lines] == list(range(1, 6))
     for name in SITES:
         assert not list((network.made.sites[name] / "memory").glob("faults-*")), "a finished run is forgotten at sites"
+
+
+def test_one_kit_on_two_machines_is_said(tmp_path: Path) -> None:
+    """Both would train in turn, half of what they are asked; the coordinator says so, and begins nothing."""
+    two = Network(tmp_path)
+    twin = tmp_path / "twin"
+    with environment(two):
+        try:
+            two.start("coordinator", "north")
+            shutil.copytree(two.made.sites["north"], twin, ignore=shutil.ignore_patterns("channel", "service.*"))
+            roles.start(roles.load_kit(twin, "site"), twin / "SITE.yaml", wait=PATIENCE)
+            deployment = two.deploy(options_of({"name": "fedavg"}, name="twins"))
+            said = "the kit of site 'north' is in use on two machines"
+            two.wait(deployment, lambda: said in deployment.state.get("message", ""))
+            assert deployment.state["state"] == "waiting"
+            assert said in roles.status(roles.load_kit(two.coordinator, "coordinator")).message
+        finally:
+            roles.stop(roles.load_kit(twin, "site"))
+            two.stop()
 
 
 def test_in_network_namespaces_of_their_own(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,13 @@ _REGISTERED = "Successfully registered client"
 _JOINED = re.compile(r"Client: New client ([\w.-]+)@")
 """What FLARE's server writes when a site registers; its interface says only that a site is there, not since when."""
 
-
-class Stopped(FedshiftError):
-    """The service was told to stop."""
+_TWICE = re.compile(
+    r"is evicted for \S+ from endpoint ([\w-]+) for exceeding|"
+    r"Failed to re-activate the client:([\w-]+): already registered with another"
+)
+"""What it writes when a site dials while its connection stands, or was told apart from another of its name."""
+_CROWD = (3, 60.0)
+"""So many times in so many seconds, and two machines take the line from each other: both have the site's kit."""
 
 
 @dataclass
@@ -51,6 +55,7 @@ class Service:
     _log: logging.Logger = field(default_factory=lambda: logging.getLogger("fedshift.service"))
     joined: dict[str, float] = field(default_factory=dict)
     """At the coordinator: site → when it registered last (monotonic seconds)."""
+    _twice: dict[str, list[float]] = field(default_factory=dict)
     _connected: bool = False
     _starts: int = 0
 
@@ -68,15 +73,15 @@ class Service:
                     if time.monotonic() - begun > _BACKOFF[1]:
                         wait = _BACKOFF[0]
                 except _Unreachable as error:
-                    self._say("retrying", f"cannot reach the coordinator at {error}; trying again in {wait:g} s")
+                    self.say("retrying", f"cannot reach the coordinator at {error}; trying again in {wait:g} s")
                     wait = self._pause(wait)
                     continue
                 if not self.stopping.is_set():
-                    self._say("restarting", f"FLARE's process ended; starting it again in {wait:g} s")
+                    self.say("restarting", f"FLARE's process ended; starting it again in {wait:g} s")
                     wait = self._pause(wait)
         finally:
             self._end_child()
-            self._say("stopped", "")
+            self.say("stopped", "")
 
     def _pause(self, wait: float) -> float:
         self.stopping.wait(wait)
@@ -100,7 +105,7 @@ class Service:
                 if deployments is not None:
                     deployments.look()
                 elif self._connected:
-                    self._say("connected", f"to {self.kit.project.server} port {self.kit.project.port}")
+                    self.say("connected", f"to {self.kit.project.server} port {self.kit.project.port}")
                 self.stopping.wait(self.tick)
         finally:
             if deployments is not None:
@@ -135,16 +140,35 @@ class Service:
             start_new_session=True,
         )
         threading.Thread(target=self._listen, args=(self.child,), daemon=True).start()
-        self._say("starting", "")
+        self.say("starting", "")
 
     def _listen(self, child: subprocess.Popen[str]) -> None:
         assert child.stdout is not None
         for line in child.stdout:
-            self._connected = self._connected or _REGISTERED in line
-            found = _JOINED.search(line)
-            if found:
-                self.joined[found.group(1)] = time.monotonic()
-            self._log.info(line.rstrip())
+            self.hear(line)
+
+    def hear(self, line: str) -> None:
+        """Take in a line that FLARE's process wrote."""
+        self._connected = self._connected or _REGISTERED in line
+        found = _JOINED.search(line)
+        if found:
+            self.joined[found.group(1)] = time.monotonic()
+        found = _TWICE.search(line)
+        if found:
+            times = self._twice.setdefault(found.group(1) or found.group(2), [])
+            times[:] = [*times, time.monotonic()][-_CROWD[0] :]
+        self._log.info(line.rstrip())
+
+    def crowded(self) -> str:
+        """At the coordinator: what is wrong when two machines use one site's kit; empty when none do."""
+        since = time.monotonic() - _CROWD[1]
+        for site, times in dict(self._twice).items():
+            if len(times) == _CROWD[0] and times[0] > since:
+                return (
+                    f"the kit of site '{site}' is in use on two machines, which take the line from each other: stop both, "
+                    "then start one"
+                )
+        return ""
 
     def _end_child(self) -> None:
         if self.child is None:
@@ -167,7 +191,7 @@ class Service:
 
     # What others read -------------------------------------------------------------------------------------------------
 
-    def _say(self, state: str, message: str) -> None:
+    def say(self, state: str, message: str) -> None:
         whole = {
             "pid": os.getpid(),
             "child": self.child.pid if self.child else None,
@@ -181,8 +205,6 @@ class Service:
         if message:
             self._log.info(f"{state}: {message}")
         write_bytes(self.kit.folder / "service.json", json.dumps({**whole, "time": time.time()}).encode())
-
-    say = _say
 
     def _open_log(self) -> None:
         handler = logging.handlers.RotatingFileHandler(
@@ -228,7 +250,8 @@ class _Deployments:
         try:
             if self._session is None:
                 self._session = self._connect()
-                self.service.say("connected", f"listening on port {self.kit.project.port}")
+            crowded = self.service.crowded()
+            self.service.say("connected", f"listening on port {self.kit.project.port}{'; ' if crowded else ''}{crowded}")
             if self._present is None:
                 self._present = self._next()
             if self._present is not None and self._present.look(self._session):
@@ -246,7 +269,7 @@ class _Deployments:
             if wanted.get("want") == "run" and (
                 state["state"] not in ENDS or state.get("time", 0) < wanted.get("since", 0)
             ):
-                return _Job(self.kit, deployment, self.service.joined)
+                return _Job(self.service, deployment)
         return None
 
     def _connect(self) -> Any:
@@ -268,8 +291,8 @@ class _Deployments:
 class _Job:
     """A deployment in work: its jobs, one after the other, until it ends."""
 
-    def __init__(self, kit: Kit, deployment: Deployment, joined: Mapping[str, float]) -> None:
-        self.kit, self.deployment, self._joined = kit, deployment, joined
+    def __init__(self, service: Service, deployment: Deployment) -> None:
+        self.service, self.deployment = service, deployment
         engine = deployment.engine
         self.tries, self.quorum = int(engine.get("tries", 5)), engine.get("quorum")
         self.deadline = float(engine.get("deadline", 3600))
@@ -319,6 +342,10 @@ class _Job:
         missing = [site for site in self.deployment.sites if site not in connected]
         enough = self.quorum is not None and len(connected) >= self.quorum
         waited = time.monotonic() - self._waiting_since
+        crowded = self.service.crowded()
+        if crowded:
+            self._state("waiting", crowded)
+            return False
         if missing and not (enough and waited > min(self.deadline, 60)):
             self._state("waiting", f"for {', '.join(missing)} to connect")
             return False
@@ -326,7 +353,7 @@ class _Job:
         self._submitted = time.monotonic()
         sites = len(self.deployment.sites) - len(missing)
         # FLARE starts a job at all sites that are there; fewer than these and it waits.
-        folder = flare_kits.job_folder(self.kit, self.deployment.name, sites, self.deployment.folder / "job")
+        folder = flare_kits.job_folder(self.service.kit, self.deployment.name, sites, self.deployment.folder / "job")
         self._job = session.submit_job(str(folder))
         self._state("running", "")
         return False
@@ -353,7 +380,7 @@ class _Job:
     def _look_for_returned_sites(self) -> None:
         """A site that was started again is connected and has no part in the job: only a new job can give it one."""
         for site in self.deployment.sites:
-            back = self._joined.get(site, 0.0) > self._submitted
+            back = self.service.joined.get(site, 0.0) > self._submitted
             if back and self.deployment.asked_to_go_on_elsewhere() is None:
                 self.deployment.record({"what": "site", "site": site, "is": "back"})
                 self.deployment.ask_to_go_on_elsewhere(f"site '{site}' is back")
