@@ -218,3 +218,16 @@ def test_try_spreads_data_so_that_each_site_has_its_own(tmp_path: Path) -> None:
             assert "groups" in arrays
     assert json.loads(deployed.model_dump_json())["data"]["unseen"]["sites"].keys() == {"D0"}
     assert deployed.engine.name == "flare"
+
+
+@pytest.mark.slow
+def test_try_plays_a_whole_federation(fedshift: Cli, tmp_path: Path) -> None:
+    """Own processes, TLS over loopback, a table at the end; nothing runs afterwards."""
+    overrides = ("data.per_class=6", "data.angles=[0,15,30]", "training.rounds=1", "model=linear")
+    code, out, err = fedshift("project", "try", *overrides, "--runs", str(tmp_path / "runs"), "--keep", str(tmp_path / "kept"))
+    assert code == 0, err
+    assert "fedavg" in out
+    assert "round 1" in err
+    assert (tmp_path / "runs" / "try" / "fedavg" / "D0" / "seed-0" / "model.safetensors").exists()
+    assert (tmp_path / "runs" / "try" / "report.html").exists()
+    assert "coordinator: stopped" in fedshift("coordinator", "status", "--kit", str(tmp_path / "kept/try/coordinator"))[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import yaml
@@ -15,6 +15,8 @@ from fedshift.experiment.deployed import EXPERIMENT, coordinate
 from fedshift.experiment.loop import run_experiment
 from fedshift.experiment.schema import parse
 from fedshift.experiment.site import SiteProgram, load_site
+from fedshift.federation.federation import Answer, Request
+from fedshift.federation.local import LocalFederation
 from fedshift.federation.remote import Lost
 from fedshift.federation.wire import Message
 
@@ -114,6 +116,26 @@ def deploy(
     (place / EXPERIMENT).write_text(json.dumps(parse(whole).dump()))
     coordinate(place, transport, list(sites))
     return place / "runs" / options["name"], transport
+
+
+class Without(LocalFederation):
+    """The local engine with a site that misses exchanges, as docs/deploy.md says what that means."""
+
+    absent: ClassVar[set[tuple[str, int]]] = set()
+    """(site, round)"""
+
+    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
+        spent, lost = [], None
+        for request in requests:
+            if (request.site, request.envelope.round) in self.absent:
+                lost = request
+                continue
+            reply, mini_batches = self._runners[request.site].run(step, request.envelope, request.content)
+            spent.append(mini_batches / self.budget[request.site])
+            yield Answer(request.site, reply, mini_batches)
+        if lost is not None:
+            share = -(-self.budget[lost.site] * sum(spent) // len(spent))
+            self.progress.used[lost.site] += min(int(share), lost.envelope.mini_batches_left)
 
 
 def simulate(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
+import re
 import shutil
 import socket
 import ssl
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,7 +25,7 @@ from fedshift.cli.project import free_port
 from fedshift.federation import flare_kits, roles
 from fedshift.federation.deployment import Deployment
 from fedshift.federation.flare_kits import Provisioned, check_certificates, check_port, check_reachable, load_kit
-from fedshift.federation.flare_service import Service
+from fedshift.federation.flare_service import Service, _Job
 
 PROJECT: dict[str, Any] = {
     "name": "hearts",
@@ -288,6 +291,64 @@ def test_two_machines_with_one_kit_are_told_apart_from_a_line_that_broke_once(
     assert service.crowded().startswith("the kit of site 'north' is in use on two machines")
     now += 60
     assert service.crowded() == ""
+
+
+class Server:
+    """Stands for FLARE's, whose jobs all die; ``rounds`` of them finish a round before."""
+
+    def __init__(self, deployment: Deployment, rounds: int) -> None:
+        self.deployment, self.rounds, self.jobs = deployment, rounds, 0
+
+    def get_system_info(self) -> Any:
+        return SimpleNamespace(client_info=[SimpleNamespace(name=site) for site in self.deployment.sites])
+
+    def submit_job(self, folder: str) -> str:
+        self.jobs += 1
+        if self.jobs <= self.rounds:
+            self.deployment.record({"what": "round", "round": self.jobs})
+        return f"job-{self.jobs}"
+
+    def get_job_meta(self, job: str) -> dict[str, str]:
+        return {"status": "FINISHED:EXECUTION_EXCEPTION"}
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_jobs_that_die_again_and_again_are_given_up(
+    rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count(1000.0, 2.0)
+    monkeypatch.setattr("fedshift.federation.flare_service.time.monotonic", lambda: next(ticks))
+    made = provisioned(tmp_path)
+    deployment = Deployment(made.coordinator, "study")
+    deployment.want("run")
+    (deployment.folder / "experiment.json").write_text(json.dumps({"engine": {"tries": 3}}))
+    server = Server(deployment, rounds)
+    job = _Job(Service(load_kit(made.coordinator)), deployment)
+    looks = 0
+    while not job.look(server):
+        looks += 1
+        assert looks < 50
+    assert server.jobs == 3 + rounds
+    assert deployment.state["state"] == "failed"
+    assert "3 jobs ended one after the other without finishing a round" in deployment.state["message"]
+    assert "fedshift deploy resume" in deployment.state["message"]
+
+
+def test_what_flare_writes_of_a_message_is_plain_values() -> None:
+    """One mapping, written by the decomposer of mappings; no other of FLARE's decomposers has a say."""
+    from nvflare.fuel.utils import fobs
+    from nvflare.private.fed.utils.fed_utils import fobs_initialize
+
+    from fedshift.federation.flare import message_from, shareable_of
+    from fedshift.federation.wire import Message
+
+    fobs_initialize()  # as each of its processes does
+    message = Message('{"do": "hello"}', bytes(range(256)) * 9000, "0" * 64)
+    written = fobs.dumps(shareable_of(message))
+    kinds = re.findall(rb"__fobs_(?:type|dc)__..?(nvflare[\w.]*)", written)
+    assert kinds == [b"nvflare.apis.shareable.Shareable", b"nvflare.fuel.utils.fobs.decomposer.DictDecomposer"]
+    assert (written.count(b"__fobs_type__"), written.count(b"__fobs_dc__")) == (1, 1)
+    assert message_from(fobs.loads(written)) == message
 
 
 def test_names_of_deployments(kits: Provisioned) -> None:

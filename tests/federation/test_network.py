@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from loopback import SITES, options_of, simulate
+from loopback import SITES, Without, options_of, simulate
 from safetensors.torch import load_file
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedshift[deploy]'")
@@ -183,6 +183,47 @@ def test_a_run_survives_whatever_is_killed(network: Network, tmp_path: Path) -> 
     assert [line["round"] for line in lines] == list(range(1, 6))
     for name in SITES:
         assert not list((network.made.sites[name] / "memory").glob("faults-*")), "a finished run is forgotten at sites"
+
+
+def test_an_aborted_run_is_gone_on_with(network: Network, tmp_path: Path) -> None:
+    method = {"name": "slow_method:Slow", "label": "slow", "seconds": 0.3}
+    options = options_of(method, name="again")
+    deployment = network.deploy(options)
+    network.wait(deployment, lambda: rounds(deployment) >= 1)
+    deployment.want("abort")
+    deadline = time.monotonic() + PATIENCE
+    while deployment.state["state"] != "aborted":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert rounds(deployment) < 3
+    deployment.want("run")
+    while deployment.state["state"] == "aborted":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    there = network.finish(deployment)
+    here = simulate(tmp_path, {**options, "methods": [{**method, "seconds": 0.0}]})
+    assert same(model(here, "slow", "west"), model(there, "slow", "west"))
+
+
+def test_a_quorum_goes_on_without_a_killed_site(
+    network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole site dies in mid-step and stays away: what docs/deploy.md says comes out."""
+    method = {"name": "slow_method:Slow", "label": "slow", "seconds": 1.0}
+    options = options_of(method, name="quorum")
+    deployment = network.deploy(options, quorum=2, deadline=25.0, patience=2.0)
+    network.wait(deployment, lambda: rounds(deployment) >= 1 and asked(deployment, 2))
+    network.kill(network.made.sites["south"])
+    try:
+        there = network.finish(deployment)
+    finally:
+        network.start("south")
+    lost = {(event["site"], event["round"]) for event in deployment.events() if event.get("is") == "lost"}
+    assert lost == {("south", 2), ("south", 3)}
+    monkeypatch.setattr(Without, "absent", {("south", 2), ("south", 3)})
+    monkeypatch.setattr("fedshift.experiment.part.LocalFederation", Without)
+    here = simulate(tmp_path, {**options, "methods": [{**method, "seconds": 0.0}]})
+    assert same(model(here, "slow", "west"), model(there, "slow", "west"))
 
 
 def test_one_kit_on_two_machines_is_said(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from loopback import SITES, Loopback, deploy, events, options_of, simulate, site_file, write_data
+from loopback import SITES, Loopback, Without, deploy, events, options_of, simulate, site_file, write_data
 from safetensors.torch import load_file
 
 from fedshift.errors import FedshiftError, UserError
@@ -20,8 +20,6 @@ from fedshift.experiment.deployed import coordinate
 from fedshift.experiment.loop import run_experiment
 from fedshift.experiment.schema import parse
 from fedshift.experiment.site import SiteProgram, load_site
-from fedshift.federation.federation import Answer
-from fedshift.federation.local import LocalFederation
 from fedshift.federation.policy import AuditLog
 from fedshift.federation.remote import Lost
 from fedshift.federation.wire import Message, body_of, seal, unseal
@@ -258,25 +256,6 @@ def test_a_lost_site_without_a_quorum_ends_the_run_with_a_clear_message(tmp_path
     )
 
 
-class Without(LocalFederation):
-    """The local engine, with a site that misses an exchange, as docs/deploy.md says what that means."""
-
-    absent = ("south", 2)
-
-    def deliver(self, step: str, requests: Any) -> Any:
-        spent, lost = [], None
-        for request in requests:
-            if (request.site, request.envelope.round) == self.absent:
-                lost = request
-                continue
-            reply, mini_batches = self._runners[request.site].run(step, request.envelope, request.content)
-            spent.append(mini_batches / self.budget[request.site])
-            yield Answer(request.site, reply, mini_batches)
-        if lost is not None:
-            share = -(-self.budget[lost.site] * sum(spent) // len(spent))
-            self.progress.used[lost.site] += min(int(share), lost.envelope.mini_batches_left)
-
-
 def test_a_site_that_misses_a_round_leaves_the_documented_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +267,7 @@ def test_a_site_that_misses_a_round_leaves_the_documented_result(
     files = write_data(tmp_path / "data", SITES)
     places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
     there, _ = deploy(tmp_path, options, transport=Loopback(places, lose), engine={"quorum": 2})
+    monkeypatch.setattr(Without, "absent", {("south", 2)})
     monkeypatch.setattr("fedshift.experiment.part.LocalFederation", Without)
     here = simulate(tmp_path, options)
     assert same(model(here, "fedavg", "west"), model(there, "fedavg", "west"))

@@ -214,7 +214,7 @@ class FlareEngine(_Engine):
         15.0, description="seconds that a site which was lost before has to fetch its next request"
     )
     wire: Literal["float32", "bf16", "int8"] = Field(
-        "float32", description="how weights cross: as they are, or rounded, with error feedback at the sites"
+        "float32", description="how weights cross: as they are, or rounded, with error feedback both ways"
     )
     tries: PositiveInt = Field(5, description="jobs that may die without finishing a round before the run is given up")
     workers: ClassVar[int] = 1
