@@ -72,6 +72,7 @@ def play(experiment: Experiment, folder: Path, runs: Path, port: int | None) -> 
     from fedshift.cli.deploy import follow
 
     console = Console(stderr=True)
+    folder.mkdir(parents=True, exist_ok=True)
     deployed, sites = spread(experiment, folder)
     project = {
         "name": "try",
