@@ -246,7 +246,7 @@ def test_one_kit_on_two_machines_is_said(tmp_path: Path) -> None:
 
 
 def test_in_network_namespaces_of_their_own(tmp_path: Path) -> None:
-    """As on four machines: the same bits, no socket of a site's but to the coordinator, one port of the coordinator's."""
+    """As on four machines: the same bits, no socket of a site's but to the coordinator, one port at the coordinator."""
     reason = why_not()
     if reason:
         pytest.skip(reason)

@@ -352,9 +352,9 @@ def check_reachable(kit: Kit, seconds: float = 5.0) -> str | None:
     except ssl.SSLError as error:
         if error.reason in _DATES or getattr(error, "verify_code", None) in _DATES:
             raise UserError(
-                f"{address[0]} port {address[1]}: a certificate is not valid yet or no longer, by this machine's clock "
-                f"({datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC) or the coordinator's: compare the clocks; if "
-                f"both are right, ask {kit.project.contact} for new kits"
+                f"{address[0]} port {address[1]}: a certificate is not valid yet or no longer, by this machine's "
+                f"clock ({datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC) or the coordinator's: compare the "
+                f"clocks; if both are right, ask {kit.project.contact} for new kits"
             ) from None
         raise UserError(
             f"{address[0]} port {address[1]} does not accept this kit, or is not the coordinator of project "

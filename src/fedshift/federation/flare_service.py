@@ -165,8 +165,8 @@ class Service:
         for site, times in dict(self._twice).items():
             if len(times) == _CROWD[0] and times[0] > since:
                 return (
-                    f"the kit of site '{site}' is in use on two machines, which take the line from each other: stop both, "
-                    "then start one"
+                    f"the kit of site '{site}' is in use on two machines, which take the line from each other: "
+                    "stop both, then start one"
                 )
         return ""
 
@@ -250,8 +250,8 @@ class _Deployments:
         try:
             if self._session is None:
                 self._session = self._connect()
-            crowded = self.service.crowded()
-            self.service.say("connected", f"listening on port {self.kit.project.port}{'; ' if crowded else ''}{crowded}")
+            said = [f"listening on port {self.kit.project.port}", self.service.crowded()]
+            self.service.say("connected", "; ".join(filter(None, said)))
             if self._present is None:
                 self._present = self._next()
             if self._present is not None and self._present.look(self._session):

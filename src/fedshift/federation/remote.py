@@ -237,11 +237,9 @@ class RemoteFederation(Federation):
         if isinstance(message, Lost):
             return message
         try:
-            header, content, crossed = unseal(message)
+            header, content, crossed = _opened(message, key)
             if "error" in header:
                 return self._site_error(site, header)
-            if header.get("answers") != key:
-                raise FedshiftError("it answers another request")
             mini_batches, memory = header.get("mini_batches"), header.get("memory")
             if not isinstance(mini_batches, int) or isinstance(mini_batches, bool) or mini_batches < 0:
                 raise FedshiftError("it does not say how many mini-batches it took")
@@ -332,13 +330,13 @@ class RemoteFederation(Federation):
                 self._lost.add(site)
                 continue
             try:
-                header, _, _ = unseal(message)
+                header, _, _ = _opened(message, keys.get(site, ""))
                 if "error" in header:
                     lost = self._site_error(site, header)
                     self._record("measure", site, "lost", lost.reason)
                     continue
-                if header.get("answers") != keys.get(site) or site in found:
-                    raise FedshiftError("it answers another request")
+                if site in found:
+                    raise FedshiftError("a second reply to one request")
                 found[site] = _checked_measures(header.get("measures"))
             except _Stop as stop:
                 raise stop.reason from None
@@ -377,8 +375,8 @@ class RemoteFederation(Federation):
             content, header = read_message(folder / HERE / name)
             owed = content["owed"]
             assert isinstance(owed, Statistics)
-            shared = dict(owed)
-            self._owed |= {(site, step): shared for site, step in header["to"]}
+            for site, step in header["to"]:
+                self._owed[site, step] = dict(owed)
 
 
 @dataclass(frozen=True)
@@ -397,6 +395,17 @@ class _Stop(FedshiftError):
     def __init__(self, reason: FedshiftError) -> None:
         super().__init__(str(reason))
         self.reason = reason
+
+
+def _opened(message: Message, key: str) -> tuple[dict[str, Any], dict[str, Content], dict[str, Content]]:
+    """``(header, content, content as it crossed)`` of the answer to the request ``key``, which may be an ``error``.
+
+    Raises FedshiftError for anything else.
+    """
+    header, content, crossed = unseal(message)
+    if "error" not in header and header.get("answers") != key:
+        raise FedshiftError("it answers another request")
+    return header, content, crossed
 
 
 def request_key(header: Mapping[str, Any], body: Body) -> str:
@@ -432,14 +441,12 @@ def _plain(arrivals: Iterator[tuple[str, Message | Lost]], keys: Mapping[str, st
             found[site] = message
             continue
         try:
-            header, _, _ = unseal(message)
+            header, _, _ = _opened(message, keys.get(site, ""))
         except FedshiftError as error:
             found[site] = Lost(str(error))
             continue
         if "error" in header:
             found[site] = Lost(str(header.get("message"))[:2000], str(header["error"]))
-        elif header.get("answers") != keys.get(site):
-            found[site] = Lost("it answers another request")
         else:
             found[site] = {**header, "arrived": time.time()}
     return found

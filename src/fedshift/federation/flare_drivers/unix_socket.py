@@ -1,7 +1,8 @@
 """A FLARE driver for what a role's own processes say to each other: a unix socket in a folder that is its user's alone.
 
-FLARE's own drivers for this channel open a TCP port on loopback, which every user of the machine can dial, or write each
-message to a shared disk. FLARE imports each file of this folder by itself (``comm_driver_path``), so it stands alone.
+FLARE's own drivers for this channel open a TCP port on loopback, which every user of the machine can dial, or write
+each message to a shared disk. FLARE imports each file of this folder by itself (``comm_driver_path``), so it stands
+alone.
 """
 
 from __future__ import annotations
