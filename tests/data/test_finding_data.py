@@ -17,6 +17,7 @@ from fedshift.data.inference import load_for_prediction
 from fedshift.data.locate import cache_dir, verify
 from fedshift.data.registry import names, parse, source_class
 from fedshift.errors import UserError
+from fedshift.experiment.environment import data_fingerprint
 
 
 def test_every_name_leads_to_a_builder_of_that_name() -> None:
@@ -104,6 +105,18 @@ def test_pacs_in_folders_with_a_split_list_that_does_not_fit(tmp_path: Path, mon
     photo = parse({"name": "pacs", "size": 16}).build().domains["photo"]
     assert photo.train_rows is not None
     assert photo.train_rows.tolist() == [0, 9]
+    some = parse({"name": "pacs", "size": 16, "samples_per_domain": 7}).build()
+    chosen = some.domains["photo"]
+    rows = [int(image.max()) + 5 * int(label) // 6 for image, label in zip(chosen.inputs, chosen.labels, strict=True)]
+    assert rows == sorted(set(rows))
+    assert len(rows) == 7
+    assert chosen.train_rows is not None
+    assert [rows[row] for row in chosen.train_rows] == [row for row in (0, 9) if row in rows], "the lists follow"
+    again = parse({"name": "pacs", "size": 16, "samples_per_domain": 7}).build()
+    other = parse({"name": "pacs", "size": 16, "samples_per_domain": 7, "base_seed": 1}).build()
+    assert data_fingerprint(some) == data_fingerprint(again)
+    assert len({data_fingerprint(found) for found in (some, other, data)}) == 3
+    assert parse({"name": "pacs", "scale": "half"}).scale == "half"
     (lists / "photo_crossval_kfold.txt").write_text("photo/dog/9.jpg 1\n")
     with pytest.raises(UserError, match=r"names photo/dog/9\.jpg, which is not among"):
         parse({"name": "pacs", "size": 16}).build()

@@ -257,6 +257,51 @@ def test_collected_stages_are_not_changed_by_later_layers(name: str, size: int) 
         assert torch.equal(seen[stage], copies[stage]), stage
 
 
+STAGES = [("resnet18", "block4"), ("resnet18", "block1"), ("alexnet", "conv5"), ("mobilenet_v2", "block5")]
+
+
+@pytest.mark.parametrize(("name", "stage"), STAGES)
+def test_stages_before_the_first_trained_one_stay(name: str, stage: str) -> None:
+    """One step of training changes nothing up to the stage before, and every parameter of the stage."""
+    model = network((3, 64, 64), name=name, trained_from=stage).train()
+    names = list(model.stages)
+    before = names[names.index(stage) - 1]
+    inputs = torch.rand(4, 3, 64, 64)
+    _, seen = model.with_stages(inputs, (before,))
+    optimizer = torch.optim.SGD([part for part in model.parameters() if part.requires_grad], lr=0.1)
+    start = {key: value.clone() for key, value in model.state_dict().items()}
+    functional.cross_entropy(model(inputs), torch.arange(4)).backward()
+    optimizer.step()
+    model.train()
+    _, after = model.with_stages(inputs, (before,))
+    assert torch.equal(seen[before], after[before]), "its BatchNorm kept its statistics too"
+    moved = {key for key, value in model.state_dict().items() if not torch.equal(start[key], value)}
+    fixed = {key for key, value in model.named_parameters() if not value.requires_grad}
+    assert not fixed & moved
+    assert fixed
+    assert {key for key, value in model.named_parameters() if value.requires_grad} <= moved
+    whole = network((3, 64, 64), name=name)
+    assert {key: value.shape for key, value in whole.state_dict().items()} == {
+        key: value.shape for key, value in model.state_dict().items()
+    }
+
+
+def test_stored_statistics_are_used_in_training_and_never_change() -> None:
+    model = network((3, 32, 32), name="resnet18", batch_norm="stored").train()
+    start = {key: value.clone() for key, value in model.state_dict().items() if "running" in key}
+    inputs = torch.rand(4, 3, 32, 32)
+    trained = model(inputs)
+    assert torch.equal(trained, model.eval()(inputs))
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in start.items())
+    functional.cross_entropy(trained, torch.arange(4)).backward()
+    assert not [key for key, value in model.named_parameters() if value.grad is None], "scales are still trained"
+
+
+def test_a_stage_that_is_not_there_cannot_be_the_first_trained_one() -> None:
+    with pytest.raises(UserError, match=r"model\.trained_from: 'resnet18' has no stage 'block9'; did you mean"):
+        network((3, 32, 32), name="resnet18", trained_from="block9")
+
+
 def test_unknown_stage_gets_the_nearest_name() -> None:
     with pytest.raises(UserError, match=r"no stage 'conv3'; did you mean 'conv"):
         network((1, 28, 28), name="mnist_cnn").with_stages(torch.rand(1, 1, 28, 28), ["conv3"])

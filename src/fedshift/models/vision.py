@@ -15,7 +15,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedshift.errors import UserError
+from fedshift.errors import UserError, nearest
 from fedshift.models.network import Network
 from fedshift.models.options import NetworkOptions, image_shape
 from fedshift.models.pretrained import load_pretrained
@@ -62,6 +62,24 @@ class TensorFlowConv2d(nn.Conv2d):
         return same
 
 
+class StoredBatchNorm2d(nn.BatchNorm2d):
+    """BatchNorm that normalises by the statistics it was loaded with, in training too, and never changes them."""
+
+    def train(self, mode: bool = True) -> StoredBatchNorm2d:
+        """Stays in evaluation mode."""
+        super().train(False)
+        return self
+
+    @classmethod
+    def like(cls, norm: nn.BatchNorm2d) -> StoredBatchNorm2d:
+        """The same layer, sharing its weights and statistics."""
+        same = cls(norm.num_features, norm.eps, norm.momentum)
+        same.weight, same.bias = norm.weight, norm.bias
+        for name, buffer in norm.named_buffers():
+            same.register_buffer(name, buffer)
+        return same.train()
+
+
 class _Vision(NetworkOptions):
     """What the torchvision networks share."""
 
@@ -73,6 +91,13 @@ class _Vision(NetworkOptions):
     )
     bottleneck: PositiveInt | None = Field(
         None, description="width of a Linear-BatchNorm-ReLU before the classifier (CSAC's ResNet-18: 256)"
+    )
+    trained_from: str | None = Field(
+        None,
+        description="first stage that is trained, those before it stay as they were loaded; none = all",
+    )
+    batch_norm: Literal["batch", "stored"] = Field(
+        "batch", description="BatchNorm in training: a mini-batch's own statistics, or for good those that were loaded"
     )
 
     def _backbone(self, input_shape: tuple[int, ...], classes: int) -> tuple[int, nn.Module]:
@@ -97,6 +122,7 @@ class _Vision(NetworkOptions):
         if channels == 1:
             layers["colour"] = GreyToColour()
         layers["backbone"] = backbone
+        self._keep(backbone, stages)
         classifier = head
         if self.bottleneck is not None:
             layers["bottleneck"] = nn.Sequential(
@@ -111,6 +137,29 @@ class _Vision(NetworkOptions):
             stages={stage: f"features.backbone.{path}" for stage, path in stages.items()},
             alignment_stages=alignment_stages,
         )
+
+    def _keep(self, backbone: nn.Module, stages: Mapping[str, str]) -> None:
+        """What does not change: the layers before ``trained_from``, and the statistics that are not to."""
+        untrained: list[str] = []
+        if self.trained_from is not None:
+            names = list(stages)
+            if self.trained_from not in names:
+                raise UserError(
+                    f"model.trained_from: '{self.name}' has no stage '{self.trained_from}'; "
+                    f"{nearest(self.trained_from, names)}"
+                )
+            # Modules stand in the order in which they work, and a stage is the output of the last of its modules.
+            before = names[: names.index(self.trained_from)]
+            end = stages[before[-1]] if before else ""
+            paths = [path for path, _ in backbone.named_modules() if path]
+            last = max((number for number, path in enumerate(paths) if f"{path}.".startswith(f"{end}.")), default=-1)
+            untrained = paths[: last + 1] if before else []
+        for path, module in list(backbone.named_modules()):
+            if path in untrained and not any(module.children()):
+                module.requires_grad_(False)
+            if isinstance(module, nn.BatchNorm2d) and (self.batch_norm == "stored" or path in untrained):
+                parent, _, child = path.rpartition(".")
+                setattr(backbone.get_submodule(parent), child, StoredBatchNorm2d.like(module))
 
 
 class _ResNet(_Vision):
@@ -181,8 +230,8 @@ class MobileNetV2(_Vision):
 
     Weights trained with TensorFlow expect ``padding: tensorflow`` and inputs in [-1, 1]: give the data set mean 0.5 and
     std 0.5 per channel (``value / 127.5 - 1``) instead of ImageNet's. A file whose BatchNorm was folded into the
-    convolutions is exact in evaluation mode only, because its running statistics are placeholders: use it for frozen
-    features, or expect the first steps of training to re-learn the scales.
+    convolutions has placeholders for running statistics: train it with ``batch_norm: stored``, or expect the first
+    steps to re-learn the scales.
     """
 
     name: Literal["mobilenet_v2"] = "mobilenet_v2"

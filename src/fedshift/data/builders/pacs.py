@@ -29,6 +29,10 @@ _CANDIDATES = (
     "kfold/art_painting",
     "pacs_images_128.zip",
 )
+_SCALES = {
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+    "half": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+}
 _SPLITS = ("pacs_splits", "PACS/splits", "pacs/splits", "PACS")
 _HOW = (
     "Put pacs_images_128.zip below FEDSHIFT_DATA, or the folders PACS/<domain>/<class>/*, and for the official split "
@@ -37,10 +41,15 @@ _HOW = (
 
 
 class Pacs(DataSource):
-    """PACS images, decoded once into the cache, ImageNet mean and deviation."""
+    """PACS images, decoded once into the cache."""
 
     name: Literal["pacs"] = "pacs"
     size: int = Field(128, ge=16, le=512, description="height and width in pixels")
+    scale: Literal["imagenet", "half"] = Field(
+        "imagenet", description="what networks read: ImageNet's mean and deviation, or values in [-1, 1]"
+    )
+    samples_per_domain: int | None = Field(None, ge=1, description="at most so many images of each domain, at random")
+    base_seed: int = Field(0, ge=0, description="seed of the draw when samples_per_domain is given")
 
     @classmethod
     def manifest(cls) -> Manifest:
@@ -64,22 +73,33 @@ class Pacs(DataSource):
         names = [name for name in DOMAINS if name in files]
         if len(names) < len(DOMAINS):
             raise UserError(f"{place}: no images of {', '.join(set(DOMAINS) - set(names))}. {_HOW}")
-        images = decoded([file for name in names for _, file in files[name]], 3, self.size, self.size, "pacs")
+        rows = {name: self._chosen(number, len(files[name])) for number, name in enumerate(names)}
+        chosen = [files[name][row][1] for name in names for row in rows[name]]
+        images = decoded(chosen, 3, self.size, self.size, "pacs")
         domains, warnings, begin = {}, [], 0
         for name in names:
-            paths = [path for path, _ in files[name]]
-            labels = np.array([CLASSES.index(path.split("/")[1]) for path in paths], dtype=np.int64)
-            train_rows, test_rows = official_rows(name, paths)
-            domains[name] = Domain(name, images[begin : begin + len(paths)], labels, None, train_rows, test_rows)
-            begin += len(paths)
+            paths, own = [path for path, _ in files[name]], rows[name]
+            labels = np.array([CLASSES.index(paths[row].split("/")[1]) for row in own], dtype=np.int64)
+            train_rows, test_rows = (
+                None if listed is None else np.flatnonzero(np.isin(own, listed))
+                for listed in official_rows(name, paths)
+            )
+            domains[name] = Domain(name, images[begin : begin + len(own)], labels, None, train_rows, test_rows)
+            begin += len(own)
             if len(paths) != COUNTS[name]:
                 warnings.append(
                     f"'{name}' has {len(paths)} images, published are {COUNTS[name]}: the copy is not complete"
                 )
-        preprocessing = Preprocessing(
-            kind="image", channels=3, size=self.size, mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
-        )
+        mean, std = _SCALES[self.scale]
+        preprocessing = Preprocessing(kind="image", channels=3, size=self.size, mean=mean, std=std)
         return checked(DataSet(self.name, domains, CLASSES, preprocessing, self.manifest(), tuple(warnings)))
+
+    def _chosen(self, number: int, samples: int) -> Rows:
+        """Rows of the domain of this number that are used, sorted: all, or so many at random."""
+        if self.samples_per_domain is None or self.samples_per_domain >= samples:
+            return np.arange(samples, dtype=np.int64)
+        draws = np.random.default_rng([self.base_seed, number])
+        return np.sort(draws.choice(samples, self.samples_per_domain, replace=False))
 
 
 Listing = Mapping[str, Sequence[tuple[str, ImageFile]]]
