@@ -176,6 +176,25 @@ def test_unfit_arrays(cli: Cli, tmp_path: Path, arrays: dict[str, Any], words: l
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("method", ["fedavg", "elcfs", "ccst"])
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (images(2, size=16), ["'a' has (1, 12, 12)", "'b' has (1, 16, 16)", "one size"]),
+        ({"x": np.zeros((30, 3, 12, 12), np.uint8), "y": _Y}, ["'a' has (1, 12, 12)", "'b' has (3, 12, 12)", "colour"]),
+    ],
+)
+def test_images_of_different_sizes_and_grey_beside_colour(
+    cli: Cli, tmp_path: Path, method: str, other: dict[str, Any], words: list[str]
+) -> None:
+    where = save(tmp_path, a=images(1), b=other, c=images(3))
+    whole = experiment(where, model={"name": "mnist_cnn"}, methods=[method])
+    line = cli("run", write(tmp_path / "e.yaml", whole), "--runs", tmp_path / "runs").error()
+    for word in words:
+        assert word in line, line
+    assert not (tmp_path / "runs").exists()
+
+
 def test_missing_and_truncated_files(cli: Cli, tmp_path: Path) -> None:
     where = sites(tmp_path)
     file = write(tmp_path / "e.yaml", experiment(where))

@@ -228,10 +228,11 @@ def test_batch_norm_statistics_are_averaged() -> None:
 # Bad input ------------------------------------------------------------------------------------------------------------
 
 
-def test_images_of_different_sizes_say_which_sites() -> None:
+@pytest.mark.parametrize(("other", "size"), [({"size": 16}, "1×16×16"), ({"channels": 3}, "3×12×12")])
+def test_images_of_different_sizes_or_grey_and_colour_say_which_sites(other: dict[str, int], size: str) -> None:
     method = ELCFS()
-    where = federation(method, [images("a", 4), images("b", 4, size=16), images("c", 4)])
-    with pytest.raises(UserError, match=r"cannot mix: site 'a' has 1×12×12, site 'b' has 1×16×16"):
+    where = federation(method, [images("a", 4), images("b", 4, **other), images("c", 4)])
+    with pytest.raises(UserError, match=rf"cannot mix: site 'a' has 1×12×12, site 'b' has {size}"):
         method.start(where, start_of(method))
 
 

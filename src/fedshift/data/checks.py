@@ -37,9 +37,11 @@ def checked(dataset: DataSet) -> DataSet:
             with_masks, without = (domain, first) if first.masks is None else (first, domain)
             raise UserError(f"{where}: site '{with_masks.name}' has masks, site '{without.name}' has none")
         if domain.inputs.shape[1:] != first.inputs.shape[1:]:
+            images = len(_shape(domain)) == len(_shape(first)) == 3
+            advice = "; bring all images to one size, and to grey or to colour" if images else ""
             raise UserError(
                 f"{where}: samples differ in shape between sites: '{first.name}' has {_shape(first)}, '{name}' has "
-                f"{_shape(domain)}"
+                f"{_shape(domain)}{advice}"
             )
         if type(domain.inputs) is SparseRows and type(first.inputs) is SparseRows:
             continue
