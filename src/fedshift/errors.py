@@ -18,6 +18,14 @@ class UserError(FedshiftError):
     exit_code = 2
 
 
+class Refused(UserError):
+    """A site's policy forbids an exchange; the message names site and rule."""
+
+
+class KindRefused(Refused):
+    """A site's policy does not let a kind of content out: the site may be left out where an experiment allows it."""
+
+
 class TrainingDiverged(FedshiftError):
     """A loss or weight became NaN or infinite; the message names the site, the round and the learning rate."""
 

@@ -20,7 +20,7 @@ from fedshift.evaluation.metrics import harmonic_mean
 from fedshift.experiment.distance import proxy_distances
 from fedshift.experiment.part import Reporter
 from fedshift.experiment.protocol import parts_of, roles_of, site_plans, split_of, targets_of
-from fedshift.experiment.schema import SourceTarget, parse
+from fedshift.experiment.schema import LocalEngine, SourceTarget, parse
 from fedshift.methods.base import Method
 from fedshift.methods.federated.mdfnet import MDFNet
 from fedshift.methods.pooled.cdan import CDAN
@@ -212,11 +212,11 @@ def test_proxy_distance_of_like_and_unlike_sites() -> None:
     data = DataSet("x", made, ("0", "1", "2"), Preprocessing(kind="features"), FOLDER)
     protocol = SourceTarget(pairs=[["here", ["twin", "far"]]])
     split = split_of(protocol, data, "here-twin+far", 0)
-    found = proxy_distances(data, split, 0, "cpu", ())
+    found = proxy_distances(data, split, 0, "cpu", LocalEngine())
     assert set(found) == {"here-twin", "here-far"}
     assert found["here-twin"] < 0.4
     assert found["here-far"] > 1.9
-    assert found == proxy_distances(data, split, 0, "cpu", ())
+    assert found == proxy_distances(data, split, 0, "cpu", LocalEngine())
     # By a library, on the same kind of halves.
     from sklearn.linear_model import LogisticRegression
 
@@ -225,7 +225,9 @@ def test_proxy_distance_of_like_and_unlike_sites() -> None:
     error = 1 - LogisticRegression().fit(x[::2], side[::2]).score(x[1::2], side[1::2])
     assert found["here-far"] == pytest.approx(2 * (1 - 2 * error), abs=0.1)
     for kind in ("weights", "numbers"):
-        assert proxy_distances(data, split, 0, "cpu", (kind,)) == {}
+        assert proxy_distances(data, split, 0, "cpu", LocalEngine(refuse=(kind,))) == {}
+        alone = proxy_distances(data, split, 0, "cpu", LocalEngine(refuse_at={"far": (kind,)}))
+        assert alone == {"here-twin": found["here-twin"]}, "the others are measured all the same"
 
 
 # Going on, and the same for all ---------------------------------------------------------------------------------------

@@ -388,6 +388,7 @@ def request(program: SiteProgram, **changes: Any) -> dict[str, Any]:
             "sources": 3,
             "seed": 0,
             "refuse": [],
+            "on_refusal": "stop",
         },
         "part": {
             "role": "source",

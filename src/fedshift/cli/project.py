@@ -20,6 +20,7 @@ from fedshift.experiment.protocol import taking_part, targets_of
 from fedshift.experiment.schema import Experiment, FlareEngine, LeaveOneOut, LocalEngine, load, parse
 from fedshift.federation import roles
 
+_SENT = ("weights", "numbers", "accuracy", "statistics", "styles", "spectra", "features")
 _FILE = """\
 name: {name}
 contact: {contact}
@@ -128,13 +129,15 @@ def spread(experiment: Experiment, folder: Path) -> tuple[Experiment, dict[str, 
                 "device": experiment.device,
                 "threads": threads,
                 "policy": {
-                    "send": ["weights", "numbers", "accuracy", "statistics", "spectra", "features"],
+                    "send": [kind for kind in _SENT if kind not in experiment.engine.refuse_at.get(name, ())],
                     "smallest_group": 1,
                 },
             }
     engine = experiment.engine if isinstance(experiment.engine, FlareEngine) else FlareEngine(threads=threads)
     if isinstance(experiment.engine, LocalEngine):
-        engine = engine.model_copy(update={"refuse": experiment.engine.refuse})
+        engine = engine.model_copy(
+            update={name: getattr(experiment.engine, name) for name in ("refuse", "quorum", "on_refusal")}
+        )
     whole = experiment.dump() | {
         "data": {"name": "sites", "unseen": described(own) if own else None},
         "engine": engine.model_dump(mode="json"),

@@ -184,6 +184,7 @@ def _one(
             seed=part.seed,
             device=context.device,
             refuse=frozenset(engine.refuse),
+            on_refusal=engine.on_refusal,
         )
         network = setting.build_network().to(context.device)
         plans = site_plans(method, agreed.data, split)
@@ -198,6 +199,7 @@ def _one(
             like=network.state_dict(),
             deadline=engine.deadline,
             quorum=engine.quorum,
+            on_refusal=engine.on_refusal,
             wire=engine.wire,
             patience=engine.patience,
             on_event=watch.event,
@@ -265,6 +267,7 @@ def agree(
         ],
         "split": _split_rule(experiment),
         "seeds": list(experiment.protocol.seeds),
+        "on_refusal": engine.on_refusal,
     }
     asked = time.time()
     answers = ask_plain(transport, "hello", experiment.name, dict.fromkeys(sites, header), engine.deadline)

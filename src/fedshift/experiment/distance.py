@@ -8,7 +8,6 @@ border is of the kinds weights and numbers; a site that refuses one of them is n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from fedshift.data.domain import DataSet
 from fedshift.experiment.protocol import Split
+from fedshift.experiment.schema import Engine
 from fedshift.federation.federation import Federation
 from fedshift.federation.local import LocalFederation, Setting, SitePlan
 from fedshift.federation.messages import Reply
@@ -105,20 +105,21 @@ def _scores(site: Site, half: int, plane: Weights | dict[str, Tensor]) -> Tensor
     return scores
 
 
-def proxy_distances(data: DataSet, split: Split, seed: int, device: str, refuse: Sequence[str]) -> dict[str, float]:
-    """The proxy A-distance of every labelled and unlabelled site, by "labelled-unlabelled"; empty where refused."""
+def proxy_distances(data: DataSet, split: Split, seed: int, device: str, engine: Engine) -> dict[str, float]:
+    """The proxy A-distance of every labelled and unlabelled site, by "labelled-unlabelled"; none where one refuses."""
     method = SiteClassifier()
-    if set(refuse) & set(method.shares):
-        return {}
     width = torch.Size(data.input_shape).numel()
     setting = Setting(
         method, Training(batch_size=256), models.parse({"name": "linear"}), data.preprocessing, data.input_shape, 2, 1,
-        seed, device, frozenset(refuse),
+        seed, device,
     )  # fmt: skip
     start = State(Weights({"weight": torch.zeros(width), "bias": torch.zeros(())}))
     found = {}
     for source, rows in split.train.items():
         for target, others in split.unlabelled.items():
+            refuse = {*engine.refuse, *engine.refuse_at.get(source, ()), *engine.refuse_at.get(target, ())}
+            if refuse.intersection(method.shares):
+                continue
             roles: dict[str, Role] = {source: "source", target: "target"}
             plans = [
                 SitePlan(name, roles[name], [(data.domains[name], chosen, 0)])

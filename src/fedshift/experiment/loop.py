@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fedshift.data.domain import DataSet
-from fedshift.errors import FedshiftError, UserError
+from fedshift.errors import FedshiftError, UserError, nearest
 from fedshift.experiment.environment import data_fingerprint, resolve_device, threads_set, versions
 from fedshift.experiment.features import built
 from fedshift.experiment.folder import RunFolder
@@ -88,14 +88,19 @@ def check_fit(experiment: Experiment, data: DataSet, targets: Sequence[str] | No
     a method, the network, the data and what sites refuse do not fit; nothing is trained.
     """
     warnings: list[str] = []
+    engine = experiment.engine
+    for site in engine.refuse_at:
+        if site not in data.domains:
+            raise UserError(f"engine.refuse_at: no site is called '{site}'; {nearest(site, data.domains)}")
     for kind in experiment.data.shares:
-        if kind in experiment.engine.refuse:
+        if kind in engine.refuse or any(kind in kinds for kinds in engine.refuse_at.values()):
             raise UserError(
                 f"engine.refuse: sites refuse {kind}, which data set {experiment.data.name} needs for a common encoding"
             )
     models.check_task(experiment.model, data.task, data.name)
     protocol = experiment.protocol
-    numbers = {len(roles_of(protocol, data, target)[0]) for target in targets or targets_of(protocol, data)}
+    roles = [roles_of(protocol, data, target) for target in targets or targets_of(protocol, data)]
+    numbers = {len(sources) for sources, _ in roles}
     for method in experiment.methods:
         if data.task not in method.tasks:
             known = {name: registry.method_class(name).tasks for name in registry.names()}
@@ -108,12 +113,20 @@ def check_fit(experiment: Experiment, data: DataSet, targets: Sequence[str] | No
         for sources in sorted(numbers):
             network = models.build(experiment.model, data.input_shape, len(data.classes), 0)
             method.check(method.adapt_network(network, sources))
-        refused = sorted(set(method.shares) & set(experiment.engine.refuse))
+        refused = sorted(set(method.shares) & set(engine.refuse))
         if refused:
             raise UserError(
                 f"engine.refuse: sites refuse {refused[0]}, which {method.display} shares: choose another method or "
                 "take the kind out of engine.refuse"
             )
+        asked = {site for sources, others in roles for site in (*sources, *(others if method.needs_target else ()))}
+        for site in (site for site in engine.refuse_at if site in asked):
+            for kind in sorted(set(method.shares) & set(engine.refuse_at[site])):
+                refusal = f"site '{site}' refuses to send {kind}, which {method.display} shares"
+                if engine.on_refusal == "stop" or method.pooled:
+                    way = "" if method.pooled else " or write engine.on_refusal: leave_out"
+                    raise UserError(f"engine.refuse_at: {refusal}: choose another method, take the kind out{way}")
+                warnings.append(f"{refusal}: it is left out of such exchanges")
         warnings += method.check_samples(data.input_shape)
     return tuple(warnings)
 

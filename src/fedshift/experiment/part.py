@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from dataclasses import dataclass, field, replace
@@ -88,8 +89,7 @@ class Context:
         """The distances between the sites of a pair, which every method of the experiment shares."""
         key = part.target, part.seed
         if key not in self.distances:
-            refuse = self.experiment.engine.refuse
-            self.distances[key] = proxy_distances(data, split, part.seed, self.device, refuse)
+            self.distances[key] = proxy_distances(data, split, part.seed, self.device, self.experiment.engine)
         return self.distances[key]
 
 
@@ -111,11 +111,13 @@ def run_part(context: Context, part: Part, folder: RunFolder) -> RunResult:
         seed=part.seed,
         device=context.device,
         refuse=frozenset(experiment.engine.refuse),
+        on_refusal=experiment.engine.on_refusal,
     )
     shown = with_wrong_labels(experiment.protocol, data, split, part.seed)
     if context.pool is not None and shown is not data:
         context.pool.forget()  # of the labels of an earlier part
-    plans = site_plans(method, shown, split)
+    own = experiment.engine.refuse_at
+    plans = [replace(plan, refuse=frozenset(own.get(plan.name, ()))) for plan in site_plans(method, shown, split)]
     network = setting.build_network().to(context.device)
     folder.claim()
     evaluator = Evaluator(data, split, torch.device(context.device), experiment.model)
@@ -123,6 +125,7 @@ def run_part(context: Context, part: Part, folder: RunFolder) -> RunResult:
         "budget": site_budget(budget, plans),
         "rounds": max(1, rounds_needed(method, experiment.training, split, budget)),
         "quorum": experiment.engine.quorum,
+        "on_refusal": experiment.engine.on_refusal,
         "on_answer": context.reporter.trained,
     }
     federation: Federation = (
@@ -263,6 +266,13 @@ class _Run:
             for reason in self.federation.missing.values():
                 self.context.reporter.warn(f"{self.part.method.display} goes on without a site: {reason}")
             self.federation.missing.clear()
+        if self.federation.refused:
+            report["refused"] = dict(self.federation.refused)
+            before = self._refusals()
+            for reason in itertools.chain.from_iterable(self.federation.refused.values()):
+                if reason not in before:
+                    self.context.reporter.warn(f"{self.part.method.display} goes on without it: {reason}")
+            self.federation.refused.clear()
         record = RoundRecord(
             round=state.round,
             seconds=seconds,
@@ -286,6 +296,11 @@ class _Run:
             "environment": {"threads": self.context.threads, "device": self.context.device, **versions()},
         }
         self.folder.save_checkpoint(state, memory, header)
+
+    def _refusals(self) -> list[str]:
+        """What sites did not let out in the rounds so far, each refusal once."""
+        pages = [record.extra.get("refused", {}) for record in self.records]
+        return list(dict.fromkeys(reason for page in pages for reasons in page.values() for reason in reasons))
 
     def _mini_batches(self) -> int:
         """Mini-batches so far per source domain, the mean over them; a pool does the work of all its domains."""
@@ -313,7 +328,7 @@ class _Run:
             versions=versions(),
             threads=context.threads,
             device=context.device,
-            warnings=list(context.data.warnings),
+            warnings=[*context.data.warnings, *(f"gone on without it: {reason}" for reason in self._refusals())],
             options=self.folder.identity,
             data={
                 "name": context.data.name,

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -26,7 +27,7 @@ from fedshift.data import registry as data_registry
 from fedshift.data.domain import DataSource
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.describe import describe, suggest_field
-from fedshift.federation.federation import known_kinds
+from fedshift.federation.federation import OnRefusal, known_kinds
 from fedshift.federation.training import Training
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method
@@ -163,24 +164,31 @@ EXTENT = ("targets", "seeds", "pairs", "splits")
 """Which runs an experiment has; not a property of one of its runs."""
 
 
+def _known_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:
+    for kind in kinds:
+        if kind not in known_kinds():
+            raise ValueError(f"unknown kind '{kind}'; {nearest(kind, known_kinds())}")
+    return kinds
+
+
+Kinds = Annotated[tuple[str, ...], AfterValidator(_known_kinds)]
+
+
 class _Engine(_Section):
     """What all engines have."""
 
     threads: PositiveInt | None = Field(
         None, description="threads of each process; none = the cores divided by the processes"
     )
-    refuse: tuple[str, ...] = Field((), description="kinds of content that no site lets out")
+    refuse: Kinds = Field((), description="kinds of content that no site lets out")
+    on_refusal: OnRefusal = Field(
+        "stop",
+        description="where one site's policy refuses a kind that a method sends: end the run at once (stop), or leave "
+        "the site out of that exchange as long as engine.quorum allows (leave_out)",
+    )
     quorum: PositiveInt | None = Field(
         None, description="sites that must answer an exchange for the run to go on without the others; none = all"
     )
-
-    @field_validator("refuse")
-    @classmethod
-    def _kinds(cls, refuse: tuple[str, ...]) -> tuple[str, ...]:
-        for kind in refuse:
-            if kind not in known_kinds():
-                raise ValueError(f"unknown kind '{kind}'; {nearest(kind, known_kinds())}")
-        return refuse
 
     @property
     def processes(self) -> int:
@@ -199,6 +207,10 @@ class LocalEngine(_Engine):
     name: Literal["local"] = Field("local", description="the engine")
     workers: PositiveInt = Field(1, description="processes that the sites of one run are spread over")
     parallel_runs: PositiveInt = Field(1, description="runs (method, target, seed) that go on at the same time")
+    refuse_at: dict[str, Kinds] = Field(
+        default_factory=dict,
+        description="kinds of content that single sites do not let out, by site (deployed sites say it in SITE.yaml)",
+    )
 
     @property
     def processes(self) -> int:
@@ -219,6 +231,7 @@ class FlareEngine(_Engine):
     tries: PositiveInt = Field(5, description="jobs that may die without finishing a round before the run is given up")
     workers: ClassVar[int] = 1
     parallel_runs: ClassVar[int] = 1
+    refuse_at: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
 
 Engine = LocalEngine | FlareEngine
@@ -309,6 +322,10 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
                 f"methods: {method.display} adapts to one target; protocol.pairs has a pair with several unlabelled "
                 "sites, which only methods for several can train on, such as mdfnet"
             )
+    if experiment.engine.on_refusal == "leave_out" and experiment.engine.quorum is None:
+        raise UserError(
+            "engine.on_refusal: leave_out needs engine.quorum, the fewest sites that must answer an exchange"
+        )
     training = experiment.training
     if isinstance(experiment.model, Frozen) and not training.augmentation.is_identity:
         raise UserError(

@@ -31,15 +31,15 @@ from fedshift import __version__
 from fedshift.data.domain import DataSet, DataSource, Domain, Rows, SparseRows
 from fedshift.data.splits import part_rows
 from fedshift.data.view import SiteData
-from fedshift.errors import FedshiftError, UserError, nearest
+from fedshift.errors import FedshiftError, Refused, UserError, nearest
 from fedshift.evaluation.metrics import accuracy
 from fedshift.experiment.describe import describe
 from fedshift.experiment.environment import data_fingerprint, resolve_device, versions
 from fedshift.experiment.evaluate import predictions
 from fedshift.experiment.schema import data_source
 from fedshift.federation.local import Setting, SitePlan, SiteRunner
-from fedshift.federation.messages import Statistics, reply_content
-from fedshift.federation.policy import ACCURACY, AuditLog, Policy, Refused, described
+from fedshift.federation.messages import Statistics, promised_kinds, reply_content
+from fedshift.federation.policy import ACCURACY, AuditLog, Policy, described
 from fedshift.federation.recipes import setting_from
 from fedshift.federation.remote import PROTOCOL, reply_type
 from fedshift.federation.site import Envelope
@@ -242,7 +242,8 @@ class SiteProgram:
                 "version at both"
             )
         for wanted in header["methods"]:
-            self.policy.check_method(self.name, wanted["name"], self._method(wanted).shares)
+            shares = () if header["on_refusal"] == "leave_out" else self._method(wanted).shares
+            self.policy.check_method(self.name, wanted["name"], shares)
         self._check_unchanged()
         self.policy.check_kind(self.name, "numbers", "how many samples it has")
         rows = {
@@ -321,9 +322,12 @@ class SiteProgram:
         run = _plain_name(header["run"])
         folder = self.place.memory / run
         method = self._method(header["setting"]["method"])
-        self.policy.check_method(self.name, header["setting"]["method"]["name"], method.shares)
+        leave_out = header["setting"]["on_refusal"] == "leave_out"
+        self.policy.check_method(self.name, header["setting"]["method"]["name"], () if leave_out else method.shares)
         self.log.check_rate(self.name, self.policy, run, envelope.round)
-        reply_type(method, header["step"])
+        # What the step's reply holds is known before it runs; what it really holds is looked at before it leaves.
+        for field, kind in promised_kinds(reply_type(method, header["step"])).items():
+            self.policy.check_kind(self.name, kind, f"field '{field}' of step {header['step']}")
         self._check_unchanged(header["part"]["fingerprint"])
         runner = self._runner_for(header, method)
         self._tidy(folder, header)

@@ -9,9 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
-from fedshift.errors import FedshiftError, TrainingDiverged, nearest
+from fedshift.errors import FedshiftError, KindRefused, TrainingDiverged, nearest
 from fedshift.federation.files import read_message, write_message
 from fedshift.federation.ledger import Ledger
 from fedshift.federation.messages import KINDS, NUMBERS, Content, Number, PerSite, Reply, pieces, reply_content
@@ -20,6 +20,7 @@ from fedshift.models.network import Network
 from fedshift.weights import NamedTensors
 
 R = TypeVar("R", bound=Reply)
+OnRefusal = Literal["stop", "leave_out"]
 KEPT_IN_MEMORY = 256 << 20
 """Bytes of replies that `Replies.keep` holds in memory; what is beyond goes to a temporary folder."""
 
@@ -67,7 +68,7 @@ class Missing:
     """A site without a reply that can be used in an exchange, and what happened there."""
 
     site: str
-    error: TrainingDiverged
+    error: TrainingDiverged | KindRefused
 
 
 class Replies(Generic[R]):
@@ -184,7 +185,8 @@ class Federation(ABC):
     """The sites that take part. A method talks to them with `ask`; how the words travel is the engine's business.
 
     budget: site → mini-batches it may train on in the whole run. rounds: planned rounds. quorum: sites that must answer
-    an exchange, of those asked, for the run to go on without the others; none = all.
+    an exchange, of those asked, for the run to go on without the others; none = all. on_refusal: whether the run also
+    goes on without a site that refuses to send a kind.
     """
 
     def __init__(
@@ -196,11 +198,14 @@ class Federation(ABC):
         budget: Mapping[str, int],
         rounds: int,
         quorum: int | None = None,
+        on_refusal: OnRefusal = "stop",
         on_answer: Callable[[str, int], None] | None = None,
     ) -> None:
         self.method = method
         self.quorum = quorum
+        self.on_refusal = on_refusal
         self.missing: dict[str, str] = {}
+        self.refused: dict[str, list[str]] = {}
         self.sources = tuple(sources)
         self.targets = tuple(targets)
         self.budget = {site: budget.get(site, 0) for site in (*sources, *targets)}
@@ -215,7 +220,7 @@ class Federation(ABC):
     def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         """Carry the requests to their sites and yield the answers in the same order (engines implement this).
 
-        A site whose training went wrong is `Missing`; an engine may also leave lost sites out.
+        A site whose training went wrong or that refuses is `Missing`; an engine may also leave lost sites out.
         """
 
     def crossing(self, step: str, site: str, content: Mapping[str, Content]) -> Mapping[str, Content]:
@@ -301,14 +306,24 @@ class Federation(ABC):
             self.forfeit(site, spent)
 
     def _may_go_on_without(self, missing: Missing, asked: int, number: int) -> None:
-        """Note a missing site. Raises TrainingDiverged when too few of those asked are left."""
-        self.missing[missing.site] = str(missing.error)
-        if self.quorum is None:
+        """Note a missing site. Raises what happened there when too few of those asked are left."""
+        refused = isinstance(missing.error, KindRefused)
+        if self.quorum is None or (refused and self.on_refusal == "stop"):
             raise missing.error
         if asked - number < min(self.quorum, asked):
-            raise TrainingDiverged(
+            raise type(missing.error)(
                 f"{missing.error}; {asked - number} of {asked} sites are left, engine.quorum asks for {self.quorum}"
             )
+        if refused:
+            self.note_refusal(missing.site, str(missing.error))
+        else:
+            self.missing[missing.site] = str(missing.error)
+
+    def note_refusal(self, site: str, reason: str) -> None:
+        """Remember, for the round's record, what a site did not let out."""
+        reasons = self.refused.setdefault(site, [])
+        if reason not in reasons:
+            reasons.append(reason)
 
     def forfeit(self, site: str, spent: Sequence[float]) -> None:
         """A site that misses an exchange loses as large a part of its work as the others did in it (``spent``), or the

@@ -11,9 +11,9 @@ import torch
 
 from fedshift.data.domain import Domain, Preprocessing, Rows
 from fedshift.data.view import SiteData
-from fedshift.errors import FedshiftError, TrainingDiverged, UserError
-from fedshift.federation.federation import Answer, Federation, Missing, Request, StepOwner
-from fedshift.federation.messages import Reply, pieces, reply_content
+from fedshift.errors import FedshiftError, KindRefused, TrainingDiverged
+from fedshift.federation.federation import Answer, Federation, Missing, OnRefusal, Request, StepOwner
+from fedshift.federation.messages import Reply, pieces, promised_kinds, reply_content, returned
 from fedshift.federation.site import Envelope, Role, Site, SiteMemory
 from fedshift.federation.training import Training
 from fedshift.models import registry as models
@@ -25,7 +25,7 @@ from fedshift.models.options import NetworkOptions
 class SitePlan:
     """Everything that makes a site, in any process. ``parts``: (domain, training rows, domain number); one unless
     pooled. ``unlabelled``: the same of a target whose samples lie in the pool too. ``held_out``: the same with the rows
-    that are not trained on, for a method that looks at them.
+    that are not trained on, for a method that looks at them. ``refuse``: kinds that this site alone does not let out.
     """
 
     name: str
@@ -33,6 +33,7 @@ class SitePlan:
     parts: Sequence[tuple[Domain, Rows, int]]
     unlabelled: Sequence[tuple[Domain, Rows, int]] = ()
     held_out: Sequence[tuple[Domain, Rows, int]] = ()
+    refuse: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Setting:
     seed: int
     device: str
     refuse: frozenset[str] = frozenset()
+    on_refusal: OnRefusal = "stop"
 
     def build_network(self) -> Network:
         """The network that the method trains, with the weights that belong to the seed; the same in every process."""
@@ -63,14 +65,17 @@ class SiteRunner:
         """``memory``: names that the engine itself keeps things under, beside the method's."""
         device = torch.device(setting.device)
         network = setting.build_network().to(device)
-        refused = sorted(setting.refuse.intersection(setting.method.shares))
-        if refused:  # before any training; what a step really returns is checked again when it returns
-            raise UserError(
+        self.refuse = {
+            **dict.fromkeys(plan.refuse, f"engine.refuse_at.{plan.name}"),
+            **dict.fromkeys(setting.refuse, "engine.refuse"),
+        }
+        refused = sorted(set(self.refuse).intersection(setting.method.shares))
+        if refused and setting.on_refusal == "stop":  # before any training; each step is looked at again
+            raise KindRefused(
                 f"site '{plan.name}' refuses to send {refused[0]}, which the method shares: choose another "
-                "method or take the kind out of engine.refuse"
+                f"method or take the kind out of {self.refuse[refused[0]]}"
             )
         self.method = setting.method
-        self.refuse = setting.refuse
         self.site = Site(
             name=plan.name,
             role=plan.role,
@@ -91,8 +96,12 @@ class SiteRunner:
     def run(self, step: str, envelope: Envelope, content: Mapping[str, Any]) -> tuple[Reply, int]:
         """Run ``step``; returns its reply and the mini-batches it trained on.
 
-        Raises FedshiftError for a wrong reply type, UserError for a kind of content that the site refuses to send.
+        Raises FedshiftError for a wrong reply type, KindRefused for a kind of content that the site does not let out.
         """
+        if self.refuse:  # what the step's signature promises needs no training to be refused
+            promised = returned(getattr(self.method.step_owner(step), step))
+            for name, kind in promised_kinds(promised).items() if promised else ():
+                self._check(step, name, kind)
         cuda = [self.site.device] if self.site.device.type == "cuda" else []
         with torch.random.fork_rng(
             devices=cuda
@@ -101,13 +110,17 @@ class SiteRunner:
             reply = self.method.run_step(step, self.site, content)
         if not isinstance(reply, Reply):
             raise FedshiftError(f"step {step} returned {type(reply).__name__}, not a Reply")
-        for name, kind, _ in pieces(reply_content(reply)):
-            if kind in self.refuse:  # checked here, before anything leaves the site
-                raise UserError(
-                    f"site '{self.site.name}' refuses to send {kind} (field '{name}' of step {step}): choose a method "
-                    "that does not share it, or take the kind out of engine.refuse"
-                )
+        for name, kind, _ in pieces(reply_content(reply)):  # before anything leaves the site
+            self._check(step, name, kind)
         return reply, self.site.mini_batches
+
+    def _check(self, step: str, name: str, kind: str) -> None:
+        """Raises KindRefused, with the rule, for a kind that the site does not let out."""
+        if kind in self.refuse:
+            raise KindRefused(
+                f"site '{self.site.name}' refuses to send {kind} (field '{name}' of step {step}), rule "
+                f"{self.refuse[kind]}"
+            )
 
 
 class LocalFederation(Federation):
@@ -126,7 +139,7 @@ class LocalFederation(Federation):
         for request in requests:
             try:
                 reply, mini_batches = self._runners[request.site].run(step, request.envelope, request.content)
-            except TrainingDiverged as error:
+            except (TrainingDiverged, KindRefused) as error:
                 yield Missing(request.site, error)
                 continue
             yield Answer(request.site, reply, mini_batches)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import typing
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -111,6 +112,35 @@ def pieces(content: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
 def reply_content(reply: Reply) -> dict[str, Content]:
     """The fields of a reply by name, without copying them."""
     return {field.name: getattr(reply, field.name) for field in fields(reply)}
+
+
+def returned(step: Callable[..., Any]) -> type[Reply] | None:
+    """The class of reply that a step's signature promises; None when it promises none."""
+    try:
+        kind = typing.get_type_hints(step).get("return")
+    except NameError:
+        return None
+    return kind if isinstance(kind, type) and issubclass(kind, Reply) else None
+
+
+def promised_kinds(reply: type[Reply]) -> dict[str, str]:
+    """The kind of each field of a reply, by the field's name; without those whose type leaves it open."""
+    try:
+        hints = typing.get_type_hints(reply)
+    except NameError:
+        return {}
+    found: dict[str, str] = {}
+    for part in fields(reply):
+        kind, origin = hints[part.name], typing.get_origin(hints[part.name])
+        if isinstance(origin, type) and issubclass(origin, Mapping):
+            kind = typing.get_args(kind)[1]
+        if not isinstance(kind, type) or kind is NamedTensors:
+            continue
+        if issubclass(kind, NamedTensors):
+            found[part.name] = kind.kind
+        elif issubclass(kind, bool | int | float | str):
+            found[part.name] = NUMBERS
+    return found
 
 
 def encode(content: Mapping[str, Content], header: Mapping[str, object] | None = None) -> bytes:

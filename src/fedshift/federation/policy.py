@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
 
-from fedshift.errors import FedshiftError, UserError, nearest
+from fedshift.errors import FedshiftError, KindRefused, Refused, UserError, nearest
 from fedshift.federation.federation import known_kinds
 from fedshift.federation.messages import NUMBERS, Content
 from fedshift.weights import NamedTensors
@@ -29,10 +29,6 @@ _AGGREGATES = ("statistics", "weights", NUMBERS, ACCURACY)
 """Kinds that stand for many samples at once: `Policy.smallest_group` bounds how many."""
 
 
-class Refused(UserError):
-    """A site's policy forbids an exchange; the message names site and rule."""
-
-
 class Policy(BaseModel):
     """What may happen at a site. Everything that is not allowed here is refused there."""
 
@@ -41,7 +37,7 @@ class Policy(BaseModel):
     send: tuple[str, ...] = Field(
         ("weights", NUMBERS, ACCURACY),
         description="kinds that may leave: weights, numbers (counts, losses), accuracy (of a model on held-out "
-        "samples), statistics (means, styles, sums that encode a table), spectra, features",
+        "samples), statistics (means, sums that encode a table), styles, spectra, features",
     )
     smallest_group: PositiveInt = Field(
         10, description="fewest samples behind a model, a statistic, a count or an accuracy that leaves"
@@ -68,9 +64,11 @@ class Policy(BaseModel):
             self.check_kind(site, kind, f"method '{method}'")
 
     def check_kind(self, site: str, kind: str, what: str) -> None:
-        """Raises Refused unless ``kind`` may leave."""
+        """Raises KindRefused unless ``kind`` may leave."""
         if kind not in self.send:
-            raise Refused(f"site '{site}' refuses to send {kind} for {what} (rule policy.send: {', '.join(self.send)})")
+            raise KindRefused(
+                f"site '{site}' refuses to send {kind} for {what} (rule policy.send: {', '.join(self.send)})"
+            )
 
     def check_group(self, site: str, kind: str, samples: int, what: str) -> None:
         """Raises Refused when fewer samples than `smallest_group` stand behind an aggregate."""

@@ -25,7 +25,7 @@ import torch
 
 from fedshift import errors
 from fedshift.data.domain import Domain, SparseRows
-from fedshift.errors import FedshiftError, TrainingDiverged, UserError
+from fedshift.errors import FedshiftError, KindRefused, TrainingDiverged, UserError
 from fedshift.federation.federation import Answer, Federation, Missing, Request
 from fedshift.federation.local import Setting, SitePlan
 from fedshift.federation.messages import Statistics, decode, encode
@@ -172,7 +172,12 @@ class PoolFederation(Federation):
         for worker in range(len(load)):
             pool.call(worker, {"do": "setting", "setting": recipe})
         for plan in plans:
-            command: dict[str, Any] = {"do": "site", "name": plan.name, "role": plan.role}
+            command: dict[str, Any] = {
+                "do": "site",
+                "name": plan.name,
+                "role": plan.role,
+                "refuse": sorted(plan.refuse),
+            }
             rows: dict[str, Statistics] = {}
             for group, parts in (("parts", plan.parts), ("unlabelled", plan.unlabelled), ("held_out", plan.held_out)):
                 command[group] = [
@@ -205,7 +210,7 @@ class PoolFederation(Federation):
                     name = busy.pop(worker)
                     try:
                         content, header = self._pool.receive(worker)
-                    except TrainingDiverged as error:
+                    except (TrainingDiverged, KindRefused) as error:
                         waiting[name] = Missing(name, error)
                         continue
                     waiting[name] = Answer(name, reply_from(header["reply"], content), header["mini_batches"])

@@ -76,6 +76,7 @@ def setting_recipe(setting: Setting) -> dict[str, Any]:
         "seed": setting.seed,
         "device": setting.device,
         "refuse": sorted(setting.refuse),
+        "on_refusal": setting.on_refusal,
     }
 
 
@@ -93,6 +94,7 @@ def setting_from(recipe: Mapping[str, Any]) -> Setting:
         seed=recipe["seed"],
         device=recipe["device"],
         refuse=frozenset(recipe["refuse"]),
+        on_refusal=recipe["on_refusal"],
     )
 
 

@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedshift import errors
-from fedshift.errors import FedshiftError, UserError
-from fedshift.federation.federation import Answer, Federation, Request, StepOwner
+from fedshift.errors import FedshiftError, KindRefused, Refused
+from fedshift.federation.federation import Answer, Federation, Missing, Request, StepOwner
 from fedshift.federation.files import read_message, write_message
-from fedshift.federation.messages import Content, Reply, Statistics
+from fedshift.federation.messages import Content, Reply, Statistics, returned
 from fedshift.federation.policy import ACCURACY
 from fedshift.federation.wire import Body, Message, Residuals, Wire, body_of, seal, unseal
 from fedshift.weights import NamedTensors, Weights
@@ -48,6 +48,11 @@ class Lost:
     reason: str
     error: str = ""
 
+    @property
+    def refused(self) -> bool:
+        """Whether the site is there, and its policy does not let out what was asked for."""
+        return self.error == KindRefused.__name__
+
 
 class Transport(Protocol):
     """What an engine does: carry one message to each of some sites and bring back what they answer."""
@@ -68,11 +73,8 @@ def reply_type(method: StepOwner, step: str) -> type[Reply]:
     function = getattr(type(method.step_owner(step)), step, None) if named else None
     if inspect.isfunction(function):
         parameters = list(inspect.signature(function).parameters)
-        try:
-            kind = typing.get_type_hints(function).get("return")
-        except NameError:
-            kind = None
-        if parameters[1:2] == ["site"] and isinstance(kind, type) and issubclass(kind, Reply):
+        kind = returned(function)
+        if parameters[1:2] == ["site"] and kind is not None:
             return kind
     raise FedshiftError(f"'{step}' is not a step of {type(method).__name__}")
 
@@ -159,8 +161,10 @@ class RemoteFederation(Federation):
             self._bodies[key] = _Written(body, after, dict(content), owed)
         return self._bodies[key]
 
-    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
-        """Send all requests, hand the answers on in the order asked; those of lost sites are left out."""
+    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
+        """Send all requests, hand the answers on in the order asked; those of lost sites are left out, and those of
+        sites that refuse are `Missing`.
+        """
         self._bodies.clear()
         asked: list[Request] = []
         keys: dict[str, str] = {}
@@ -188,6 +192,7 @@ class RemoteFederation(Federation):
         arrivals = self._arrivals(step, outgoing)
         del outgoing
         lost: list[Request] = []
+        gone = 0
         spent: list[float] = []
         for request in asked:
             while request.site not in waiting:
@@ -202,10 +207,14 @@ class RemoteFederation(Federation):
                 waiting[site] = self._taken(kind, step, site, message, keys.get(site, ""))
             outcome = waiting[request.site]
             if isinstance(outcome, Lost):
-                self._record(step, request.site, "lost", outcome.reason)
-                self._lost.add(request.site)
-                lost.append(request)
-                self._may_go_on(step, len(asked), lost, outcome)
+                gone += 1
+                self._record(step, request.site, "refused" if outcome.refused else "lost", outcome.reason)
+                self._may_go_on(step, request.site, len(asked), gone, outcome)
+                if outcome.refused:
+                    yield Missing(request.site, KindRefused(outcome.reason))
+                else:
+                    self._lost.add(request.site)
+                    lost.append(request)
                 continue
             answer, memory = outcome
             waiting[request.site] = Lost("handed on")
@@ -258,8 +267,11 @@ class RemoteFederation(Federation):
 
     def _site_error(self, site: str, header: Mapping[str, Any]) -> Lost:
         name, text = str(header.get("error")), str(header.get("message"))[:2000]
-        if name in ("Refused", "TrainingDiverged"):
-            raise _Stop(UserError(text) if name == "Refused" else errors.TrainingDiverged(text))
+        stops: dict[str, type[FedshiftError]] = {"Refused": Refused, "TrainingDiverged": errors.TrainingDiverged}
+        if self.on_refusal == "stop":
+            stops["KindRefused"] = KindRefused
+        if name in stops:
+            raise _Stop(stops[name](text))
         return Lost(text, name)
 
     def _check_tensors(self, step: str, content: Mapping[str, Any]) -> None:
@@ -279,14 +291,16 @@ class RemoteFederation(Federation):
                 if self._shapes.setdefault((step, path), shapes) != shapes:
                     raise FedshiftError(f"'{path}' holds other tensors than in replies before")
 
-    def _may_go_on(self, step: str, asked: int, lost: Sequence[Request], outcome: Lost) -> None:
+    def _may_go_on(self, step: str, site: str, asked: int, gone: int, outcome: Lost) -> None:
         """Raises FedshiftError when too few sites are left for this exchange."""
         needed = asked if self.quorum is None else min(self.quorum, asked)
-        if asked - len(lost) < needed:
+        if asked - gone < needed:
+            left = f"{asked - gone} of {asked} sites are left and the experiment asks for {needed} (engine.quorum)"
+            if outcome.refused:
+                raise KindRefused(f"round {self.round}, step {step}: {outcome.reason}; {left}")
             raise FedshiftError(
-                f"round {self.round}, step {step}: site '{lost[-1].site}' is lost ({outcome.reason}); "
-                f"{asked - len(lost)} of {asked} sites are left and the experiment asks for {needed} (engine.quorum); "
-                "when the site is back, go on with fedshift deploy resume"
+                f"round {self.round}, step {step}: site '{site}' is lost ({outcome.reason}); {left}; when the site is "
+                "back, go on with fedshift deploy resume"
             )
 
     def _record(self, step: str, site: str, outcome: str, reason: str) -> None:
@@ -333,7 +347,9 @@ class RemoteFederation(Federation):
                 header, _, _ = _opened(message, keys.get(site, ""))
                 if "error" in header:
                     lost = self._site_error(site, header)
-                    self._record("measure", site, "lost", lost.reason)
+                    self._record("measure", site, "refused" if lost.refused else "lost", lost.reason)
+                    if lost.refused:
+                        self.note_refusal(site, lost.reason)
                     continue
                 if site in found:
                     raise FedshiftError("a second reply to one request")

@@ -44,7 +44,8 @@ class Worker:
             ]
             for group in ("parts", "unlabelled", "held_out")
         )
-        plan = SitePlan(header["name"], header["role"], parts, unlabelled, held_out)
+        refuse = frozenset(header["refuse"])
+        plan = SitePlan(header["name"], header["role"], parts, unlabelled, held_out, refuse)
         self._runners[plan.name] = SiteRunner(plan, self._setting)
         return {}, {}
 

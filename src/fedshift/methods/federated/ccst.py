@@ -6,7 +6,8 @@ Chen, Jiang, Dou, Chen: Federated Domain Generalization for Image Recognition vi
 Setting: domain generalization by changed data; the target is never seen and its style is in no bank. ``ccst`` trains
 FedAvg on the stylised samples, ``styles`` any federated method: ``{name: styles, method: {name: csac, …}}``.
 Wire: once, every source's J styles up and the bank of all K·J styles down to each, K·J·s and K·K·J·s with s bytes a
-style (kind ``styles``, which a site may refuse); then what the method behind sends.
+style (kind ``styles``, which a site may refuse: with ``engine.on_refusal: leave_out`` it then trains in its own style
+and those of the others, and gives none); then what the method behind sends.
 
  1. Style of an image: S(I) = (μ(Φ(I)), σ(Φ(I))) per channel; J of them (*single*), or one over all pixels of all images
     of the site (*overall*), σ = sqrt(E x² − μ² + 1e-5)
@@ -234,7 +235,7 @@ class _StyleTransfer(Method):
 
     def start(self, federation: Federation, weights: Weights) -> State:
         replies = federation.ask(self.share_styles, to=federation.sources)
-        bank = {site: reply.styles for site, reply in replies.items()}
+        bank = {site: reply.styles for site, reply in replies.items()}  # without a site that refuses
         first = next(iter(bank))
         for site, styles in bank.items():
             styles.check_like(bank[first], f"styles of site '{site}' beside those of '{first}' (grey and colour?)")
@@ -252,6 +253,15 @@ class _StyleTransfer(Method):
             self.check_samples(site.data.input_shape)
         except UserError as error:
             raise UserError(f"site '{site.name}': {error}") from None
+        return SharedStyles(self._styles(site))
+
+    def receive_styles(self, site: Site, bank: Mapping[str, Styles]) -> Received:
+        """At a source, once: the styles of all sources. A site that gave none away knows its own all the same."""
+        site.memory["styles"] = bank if site.name in bank else {**bank, site.name: self._styles(site)}
+        site.scratch.pop("styler", None)
+        return Received()
+
+    def _styles(self, site: Site) -> Styles:
         space = self._space(site)
         if self.style_mode == "overall":
             found = space.of_all(self._samples(site, torch.arange(site.samples)))
@@ -262,13 +272,7 @@ class _StyleTransfer(Method):
                 rows = torch.randint(site.samples, (number,), generator=draws)
             each = [space.of_each(samples) for samples in self._samples(site, rows)]
             found = {name: torch.cat([styles[name] for styles in each]) for name in each[0]}
-        return SharedStyles(Styles({name: tensor.cpu() for name, tensor in found.items()}))
-
-    def receive_styles(self, site: Site, bank: Mapping[str, Styles]) -> Received:
-        """At a source, once: the styles of all sources."""
-        site.memory["styles"] = bank
-        site.scratch.pop("styler", None)
-        return Received()
+        return Styles({name: tensor.cpu() for name, tensor in found.items()})
 
     def _samples(self, site: Site, rows: Tensor) -> Iterator[Tensor]:
         """What styles are taken of: stored samples, or the outputs of a stage of the common start."""
@@ -297,7 +301,8 @@ class _StyleTransfer(Method):
         bank = cast(Mapping[str, Styles], site.memory["styles"])
         names = sorted(bank)
         draws = generator(site.seed, site.name, "style assignment")
-        domains = style_assignment(site.samples, len(names), self.level or len(names), draws)
+        level = min(self.level or len(names), len(names))  # a site that gives no style away is not in the bank
+        domains = style_assignment(site.samples, len(names), level, draws)
         styles = {part: torch.stack([bank[name][part] for name in names]).to(site.device) for part in bank[names[0]]}
         number = next(iter(styles.values())).shape[1]
         if self.one_style_per_batch:

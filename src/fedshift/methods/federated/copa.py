@@ -138,6 +138,7 @@ class COPA(Method):
             shares[site] = self._share(part.samples)
             mean.add(part.features, shares[site], f"site '{site}'")
             classifiers[site] = part.classifier
+        classifiers = {site: classifiers.get(site, known[site]) for site in names}  # one that is missing: as it was
         losses = parts.numbers("loss")
         report: dict[str, Any] = {}
         for target in federation.targets if self.adaptation else ():

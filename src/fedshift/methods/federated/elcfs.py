@@ -6,7 +6,8 @@ Continuous Frequency Space. CVPR 2021.
 Setting: domain generalization, for segmentation and for classification; the target is never seen.
 Wire: once, the bank: the amplitudes of every site's images go to all other sites; per round 2·K·S(θ) and N_k. Only the
 low-frequency window is ever used, so only it travels: (2b + 1)·(b + 1) numbers of 4 bytes per image and channel in
-place of H·W. It still is information about single images: kind ``spectra``, which a site may refuse.
+place of H·W. It still is information about single images: kind ``spectra``, which a site may refuse. With
+``engine.on_refusal: leave_out`` such a site trains all the same: it gets the spectra of the others and gives none.
 
 With amplitude A_i and phase P_i of an own image, A_j of a foreign one, mask M on the square of side 2b + 1 around
 frequency zero, b = ⌊L·min(H, W)⌋, and λ drawn anew for every image:
@@ -69,10 +70,9 @@ _LAWS = {"released": (1.0,), "ccst": tuple(n / 10 for n in range(1, 10)), "demo"
 
 @dataclass(frozen=True)
 class SharedSpectra(Reply):
-    """The windows of a site's amplitudes, (n, c, 2b + 1, b + 1), N_k, and the size of its images."""
+    """The windows of a site's amplitudes, (n, c, 2b + 1, b + 1), and the size of its images."""
 
     spectra: Spectra
-    samples: int
     channels: int
     height: int
     width: int
@@ -126,7 +126,7 @@ class ELCFS(Method):
         half = self._half_width(height, width)
         each = 4 * channels * (2 * half + 1) * (half + 1)
         spectra = sum(each * self._shared(number) for number in plan.samples.values())
-        once = Traffic(up=spectra + plan.sources * 4 * BYTES_PER_NUMBER, down=(plan.sources - 1) * spectra)
+        once = Traffic(up=spectra + plan.sources * 3 * BYTES_PER_NUMBER, down=(plan.sources - 1) * spectra)
         return super().traffic(plan) + once
 
     def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
@@ -153,24 +153,28 @@ class ELCFS(Method):
     # Server -------------------------------------------------------------------------------------------------------
 
     def start(self, federation: Federation, weights: Weights) -> State:
-        """Every site's spectra go to all other sites, once."""
+        """Every site's spectra go to all other sites, once. A site that gives none gets those of the others."""
         replies = dict(federation.ask(self.share_spectra, to=federation.sources).items())
         sizes = {site: (reply.channels, reply.height, reply.width) for site, reply in replies.items()}
-        first = federation.sources[0]
+        first = next(iter(sizes))
         for site, size in sizes.items():
             if size != sizes[first]:
                 raise UserError(
                     f"{self.display}: spectra of images of different sizes cannot mix: site '{first}' has "
                     f"{_times(sizes[first])}, site '{site}' has {_times(size)}; bring them to one size"
                 )
-        bank = {site: {other: replies[other].spectra for other in sorted(replies) if other != site} for site in replies}
+        bank = {
+            site: {other: replies[other].spectra for other in sorted(replies) if other != site}
+            for site in federation.sources
+        }
         federation.ask(self.receive, to=federation.sources, bank=PerSite(bank)).drain()
-        return State(weights, numbers={site: reply.samples for site, reply in replies.items()})
+        return State(weights)
 
     def round(self, federation: Federation, state: State) -> State:
         updates = federation.ask(self.fit, to=federation.sources, weights=state.weights)
-        samples = {site: int(state.numbers[site]) for site in federation.sources}
-        by = rounded_shares(samples) if self.weighting == "rounded" else self.weighting
+        by: str | Mapping[str, float] = self.weighting
+        if self.weighting == "rounded":  # which needs every N_k first
+            by = rounded_shares({site: int(number) for site, number in updates.keep().numbers("samples").items()})
         weights, shares, losses = trained_mean(updates, by=by)
         return state.advance(weights, report={"losses": losses, "aggregation_weights": shares})
 
@@ -186,7 +190,7 @@ class ELCFS(Method):
         number = self._shared(len(windows))
         if number < len(windows):
             windows = windows[torch.randperm(len(windows), generator=site.generator)[:number].sort().values]
-        return SharedSpectra(Spectra({"amplitude": windows}), site.samples, channels, height, width)
+        return SharedSpectra(Spectra({"amplitude": windows}), channels, height, width)
 
     def receive(self, site: Site, bank: Mapping[str, Spectra]) -> Received:
         """The other sites' spectra stay at the site for the whole run."""
@@ -234,7 +238,7 @@ class _Bank:
 
     def __init__(self, method: ELCFS, site: Site) -> None:
         self.method, self.site = method, site
-        held = cast(Mapping[str, Spectra], site.memory["bank"])
+        held = cast(Mapping[str, Spectra], site.memory.get("bank", {}))
         windows = [held[name]["amplitude"] for name in sorted(held)]
         self.sizes = torch.tensor([len(window) for window in windows])
         self.first = self.sizes.cumsum(0) - self.sizes
@@ -244,7 +248,7 @@ class _Bank:
     def copies(self, inputs: Tensor) -> Tensor:
         """``inputs`` (b, …) with foreign amplitudes: (b, …), or ((K−1)·b, …) with a copy for every foreign site.
 
-        Where there is no other site, the images themselves.
+        Where there are no foreign spectra, the images themselves.
         """
         if self.windows is None:
             return inputs

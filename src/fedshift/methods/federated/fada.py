@@ -55,6 +55,7 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
+from fedshift.errors import FedshiftError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Features, PerSite, Reply, Update
 from fedshift.federation.randomness import derive_seed
@@ -136,11 +137,18 @@ class FADA(Method):
         identifiers = _Identifiers(self, state.parts.get("identifiers"))
         outputs = federation.ask(self.begin, to=everyone, weights=state.weights)
         gradients = identifiers.answer({site: sent.features for site, sent in outputs.items()}, target)
+        begun = dict(federation.progress.used)
         for _ in range(1, min(self.steps_per_round, left)):
-            outputs = federation.ask(self.go_on, to=everyone, gradients=PerSite(gradients))
+            outputs = federation.ask(self.go_on, to=tuple(gradients), gradients=PerSite(gradients))
             gradients = identifiers.answer({site: sent.features for site, sent in outputs.items()}, target)
-        updates = federation.ask(self.finish, to=federation.sources, gradients=PerSite(gradients))
+        present = tuple(site for site in federation.sources if site in gradients)
+        updates = federation.ask(self.finish, to=present, gradients=PerSite(gradients))
         models = {site: update.weights for site, update in updates.items()}
+        # Who sends no features is not asked for the rest of the round, and loses the work of it.
+        used = federation.progress.used
+        spent = [(used[site] - begun[site]) / max(1, federation.budget[site]) for site in present]
+        for site in (site for site in federation.sources if site not in present):
+            federation.forfeit(site, spent)
         aggregate = federation.ask(self.aggregate, to=(target,), gradients=gradients[target], models=models).only()
         report = {
             "losses": updates.numbers("loss"),
@@ -322,6 +330,8 @@ class _Identifiers:
     def answer(self, sent: Mapping[str, Features], target: str) -> dict[str, Features]:
         """Train every DI_i on the features of its pair; the gradients of the generators' loss for every site (b)."""
         out = dict.fromkeys(sent, _NOTHING)
+        if target not in sent:
+            raise FedshiftError(f"{self._method.display}: target '{target}' sends no features to align to")
         theirs = sent[target].get("features")
         slopes: list[Tensor] = []
         for site, features in sent.items():

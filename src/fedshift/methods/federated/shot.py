@@ -49,6 +49,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Reply, Statistics, Update
 from fedshift.federation.site import Batch, Site
@@ -118,6 +119,12 @@ class SHOT(Method):
         # Every site makes the common start itself, from the experiment's seed: nothing needs to be sent.
         updates = federation.ask(self.train_source, to=federation.sources, rounds=federation.rounds)
         models = {site: update.weights for site, update in updates.items()}
+        absent = next((site for site in federation.sources if site not in models), None)
+        if absent is not None:
+            raise UserError(
+                f"{self.display}: source '{absent}' sends no model, and the ensemble has one of every source: "
+                "leave the site out of the experiment (protocol.drop)"
+            )
         return State(ensemble_weights(models), report={"losses": updates.numbers("loss")})
 
     def round(self, federation: Federation, state: State) -> State:

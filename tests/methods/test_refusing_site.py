@@ -1,0 +1,76 @@
+"""Every method with a source that does not let out one of the kinds it sends: it goes on, or says why it cannot."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from test_contract import SMALL
+from tiny import CNN, domains, plans, setting, start_of, step_on
+
+from fedshift.errors import UserError
+from fedshift.federation.local import LocalFederation
+from fedshift.methods import registry
+from fedshift.methods.base import Method, State
+from fedshift.methods.federated.ccst import CCST
+from fedshift.methods.federated.elcfs import ELCFS
+from fedshift.methods.federated.shot import SHOT
+
+WITHOUT = {"shot": "its ensemble has a member of every source", "oracle": "it trains at the target alone"}
+
+
+def left_out(method: Method, refuse: str) -> tuple[State, LocalFederation]:
+    """A run of few mini-batches in which one source does not let a kind out."""
+    found = domains(CNN, {"large": 20, "small": 12, "mid": 17})
+    whole = replace(setting(method, found, CNN), on_refusal="leave_out")
+    own = {"small": frozenset([refuse])}
+    sites = [replace(plan, refuse=own.get(plan.name, plan.refuse)) for plan in plans(method, found)]
+    budget = {plan.name: 6 for plan in sites}
+    where = LocalFederation(sites, whole, budget=budget, rounds=2, quorum=2, on_refusal="leave_out")
+    state = method.start(where, start_of(method, found, CNN))
+    where.settle()
+    for _ in range(6):
+        if not where.exhausted():
+            state = step_on(method, where, state)
+    return state, where
+
+
+CASES = [
+    (name, kind)
+    for name in registry.names()
+    if not registry.method_class(name).pooled and name not in WITHOUT
+    for kind in registry.method_class(name)(**SMALL.get(name, {})).shares
+    if kind != "numbers"
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), CASES)
+def test_the_others_go_on_to_the_end(name: str, kind: str) -> None:
+    state, where = left_out(registry.method_class(name)(**SMALL.get(name, {})), kind)
+    assert where.exhausted()
+    assert set(where.refused) == {"small"}
+    assert all(f"refuses to send {kind}" in reason for reason in where.refused["small"])
+    state.weights.check_finite("the model")
+
+
+def test_an_ensemble_of_every_source_cannot() -> None:
+    with pytest.raises(UserError, match="source 'small' sends no model"):
+        left_out(SHOT(), "weights")
+
+
+def test_a_site_that_gives_no_spectra_gets_those_of_the_others() -> None:
+    _, where = left_out(ELCFS(), "spectra")
+    banks = {name: set(runner.site.memory["bank"]) for name, runner in where._runners.items()}  # type: ignore[arg-type]
+    assert banks == {"large": {"mid"}, "small": {"large", "mid"}, "mid": {"large"}}
+
+
+@pytest.mark.parametrize("mode", ["overall", "single"])
+def test_a_site_that_gives_no_style_keeps_its_own(mode: str) -> None:
+    options: dict[str, Any] = {"style_mode": mode, "bank_size": 4, "level": 3}
+    _, where = left_out(CCST(**options), "styles")
+    banks = {
+        name: set(runner.site.memory["styles"])  # type: ignore[arg-type]
+        for name, runner in where._runners.items()
+    }
+    assert banks == {"large": {"large", "mid"}, "small": {"large", "mid", "small"}, "mid": {"large", "mid"}}
