@@ -37,4 +37,4 @@ def main(folder: Path, figure: Path) -> None:
 if __name__ == "__main__":
     places = [Path(argument) for argument in sys.argv[1:]]
     source = places[0] if places else HERE / "results" / "reference_distribution"
-    main(source, places[1] if len(places) > 1 else source / "reference_distribution.svg")
+    main(source, places[1] if len(places) > 1 else HERE / "reference_distribution.png")
