@@ -1,7 +1,8 @@
 """Writes the tables of benchmarks/README.md from the committed results: ``python benchmarks/summarise.py``.
 
 A marker ``<!-- table NAME [SELECT] -->`` … ``<!-- end -->`` is filled with the table of ``benchmarks/results/NAME``,
-its facts (runs, seconds, versions, threads) and the published rows where ``published.json`` has them.
+its facts (runs, seconds, versions, threads) and the published rows where ``published.json`` has them. SELECT is a
+selection rule, or ``cost`` for bytes and seconds a round.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import fmean, median
 
 from fedshift.evaluation.summary import paired_difference
 from fedshift.report.collect import Collected, collect
@@ -18,13 +21,34 @@ from fedshift.report.table import markdown, table_of
 HERE = Path(__file__).parent
 PUBLISHED = {
     "rotated_mnist_paper": "rotated_mnist",
+    "rotated_mnist_family": "rotated_mnist",
     "pacs_features": "pacs",
     "amazon_reviews": "amazon_reviews",
     "five_digits": "digit5",
     "office_caltech_surf": "office_caltech",
 }
-TITLES = {"csac": "CSAC", "elcfs": "ELCFS", "kd3a": "KD3A", "fedavg": "FedAvg", "source_only": "Source-only"}
-PAIRS = ("csac", "fedavg"), ("elcfs", "fedavg"), ("kd3a", "fedavg"), ("kd3a", "source_only")
+TITLES = {
+    "csac": "CSAC",
+    "elcfs": "ELCFS",
+    "fedsr": "FedSR",
+    "copa": "COPA",
+    "kd3a": "KD3A",
+    "fedavg": "FedAvg",
+    "source_only": "Source-only",
+    "shot": "SHOT",
+    "cdan": "CDAN",
+    "mdfnet-confident": "MDFNet (τ = 0.9)",
+}
+PAIRS = (
+    ("csac", "fedavg"),
+    ("elcfs", "fedavg"),
+    ("fedsr", "fedavg"),
+    ("copa", "fedavg"),
+    ("kd3a", "fedavg"),
+    ("kd3a", "source_only"),
+    ("mdfnet-confident", "shot"),
+    ("mdfnet-confident", "cdan"),
+)
 """Methods whose difference over all (target, seed) pairs is tested where a table has both."""
 MARKER = re.compile(r"<!-- table (\w+)(?: (\w+))? -->.*?<!-- end -->", re.DOTALL)
 
@@ -62,6 +86,30 @@ def published(name: str, columns: tuple[str, ...]) -> str:
     return "\n".join(lines)
 
 
+def costs(found: Collected) -> str:
+    """What a round of each method costs: bytes by kind and direction over all sites, and seconds."""
+    lines = ["| method | rounds | mini-batches | up, MB a round | down, MB a round | seconds a round |"]
+    lines.append("|---|" + "---:|" * 5)
+    for label in found.order.methods:
+        results = [result for result in found.results if result.method == label]
+        if not results:
+            continue
+        rounds = {result.rounds for result in results}
+        assert len(rounds) == 1, f"{label} has runs of {rounds} rounds"
+        (number,) = rounds
+
+        def per_round(by_kind: list[Mapping[str, int]], rounds: int = number) -> str:
+            totals = {kind: fmean(bytes_[kind] for bytes_ in by_kind) / rounds for kind in by_kind[0]}
+            large = {kind: total for kind, total in totals.items() if total >= 1000}
+            return " + ".join(f"{total / 1e6:.3f} {kind}" for kind, total in large.items()) or "0"
+
+        lines.append(
+            f"| {label} | {number} | {results[0].mini_batches} | {per_round([r.bytes_up for r in results])} | "
+            f"{per_round([r.bytes_down for r in results])} | {median(r.seconds for r in results) / number:.1f} |"
+        )
+    return "\n".join([*lines, "", "Kinds of less than a kilobyte a round are left out. Seconds: median over runs."])
+
+
 def section(match: re.Match[str]) -> str:
     """One marker's content."""
     name, select = match.group(1), match.group(2) or "last"
@@ -69,6 +117,8 @@ def section(match: re.Match[str]) -> str:
     if not folder.exists():
         return match.group(0)
     found = collect(folder)
+    if select == "cost":
+        return "\n".join([match.group(0).split("-->")[0] + "-->", costs(found), "<!-- end -->"])
     table = table_of(found, select)  # type: ignore[arg-type]
     parts = [match.group(0).split("-->")[0] + "-->", "Measured:", "", markdown(table).strip(), ""]
     if name in PUBLISHED and select == "last":
