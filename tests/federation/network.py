@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
+import torch
 import yaml
 from loopback import SITES, UNSEEN, write_data
+from safetensors.torch import load_file
 
 from fedshift.cli.deploy import fetch, follow
 from fedshift.cli.project import free_port
@@ -22,6 +25,8 @@ from fedshift.federation.deployment import ENDS, Deployment
 
 PATIENCE = 240.0
 """Seconds that anything may take here: test machines are busy."""
+ADAPT = {"kind": "adapt_to_one", "targets": ["east"], "seeds": [0], "test_fraction": 0.3}
+THREE = [{"name": "fedavg"}, {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}, {"name": "kd3a"}]
 
 
 class Network:
@@ -132,3 +137,23 @@ def asked(deployment: Deployment, round_number: int) -> bool:
         event.get("is") == "asked" and event.get("round") == round_number and event.get("what") == "fit"
         for event in deployment.events()
     )
+
+
+@contextlib.contextmanager
+def environment(network: Network) -> Iterator[None]:
+    """What the federation's processes find: a method of these tests, and who notes what they dial."""
+    here = Path(__file__).parent
+    before = os.environ.get("PYTHONPATH")
+    network.watched.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here / "watched"), *([before] if before else [])]))
+        patch.setenv("FEDSHIFT_WATCHED", str(network.watched))
+        yield
+
+
+def model(folder: Path, method: str, target: str) -> dict[str, torch.Tensor]:
+    return load_file(folder / method / target / "seed-0" / "model.safetensors")
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import shutil
 import socket
 import ssl
 import stat
@@ -16,34 +13,17 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from loopback import SITES, Without, options_of, simulate
-from safetensors.torch import load_file
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedshift[deploy]'")
 
-from namespaces import COORDINATOR, PORT, Namespaces, why_not
-from network import PATIENCE, Network, asked, rounds
+from network import ADAPT, PATIENCE, THREE, Network, asked, environment, model, rounds, same
 
 from fedshift.errors import UserError
 from fedshift.federation import roles
 from fedshift.federation.flare_kits import job_folder, load_kit
 
 pytestmark = pytest.mark.slow
-ADAPT = {"kind": "adapt_to_one", "targets": ["east"], "seeds": [0], "test_fraction": 0.3}
-THREE = [{"name": "fedavg"}, {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}, {"name": "kd3a"}]
-
-
-@contextlib.contextmanager
-def environment(network: Network) -> Iterator[None]:
-    """What the federation's processes find: a method of these tests, and who notes what they dial."""
-    here = Path(__file__).parent
-    before = os.environ.get("PYTHONPATH")
-    network.watched.mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here / "watched"), *([before] if before else [])]))
-        patch.setenv("FEDSHIFT_WATCHED", str(network.watched))
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +35,6 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
             yield started
         finally:
             started.stop()
-
-
-def model(folder: Path, method: str, target: str) -> dict[str, torch.Tensor]:
-    return load_file(folder / method / target / "seed-0" / "model.safetensors")
-
-
-def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_fedavg_csac_and_kd3a_end_in_the_bits_of_the_local_engine(network: Network, tmp_path: Path) -> None:
@@ -224,54 +196,6 @@ def test_a_quorum_goes_on_without_a_killed_site(
     monkeypatch.setattr("fedshift.experiment.part.LocalFederation", Without)
     here = simulate(tmp_path, {**options, "methods": [{**method, "seconds": 0.0}]})
     assert same(model(here, "slow", "west"), model(there, "slow", "west"))
-
-
-def test_one_kit_on_two_machines_is_said(tmp_path: Path) -> None:
-    """Both would train in turn, half of what they are asked; the coordinator says so, and begins nothing."""
-    two = Network(tmp_path)
-    twin = tmp_path / "twin"
-    with environment(two):
-        try:
-            two.start("coordinator", "north")
-            shutil.copytree(two.made.sites["north"], twin, ignore=shutil.ignore_patterns("channel", "service.*"))
-            roles.start(roles.load_kit(twin, "site"), twin / "SITE.yaml", wait=PATIENCE)
-            deployment = two.deploy(options_of({"name": "fedavg"}, name="twins"))
-            said = "the kit of site 'north' is in use on two machines"
-            two.wait(deployment, lambda: said in deployment.state.get("message", ""))
-            assert deployment.state["state"] == "waiting"
-            assert said in roles.status(roles.load_kit(two.coordinator, "coordinator")).message
-        finally:
-            roles.stop(roles.load_kit(twin, "site"))
-            two.stop()
-
-
-def test_in_network_namespaces_of_their_own(tmp_path: Path) -> None:
-    """As on four machines: the same bits, no socket of a site's but to the coordinator, one port at the coordinator."""
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
-    apart = Namespaces(tmp_path)
-    options: dict[str, Any] = options_of({}, name="apart", protocol=ADAPT, methods=THREE)
-    with environment(apart):
-        try:
-            apart.connect()
-            apart.start()
-            deployment = apart.deploy(options, unseen=False)
-            apart.wait(deployment, lambda: rounds(deployment) >= 1)
-            held = {name: apart.sockets(name) for name in ("coordinator", *SITES)}
-            there = apart.finish(deployment)
-        finally:
-            apart.stop()
-            apart.disconnect()
-    door = f"{COORDINATOR}:{PORT}"
-    for name in SITES:
-        assert {(far, listens) for _, far, listens in held[name]} == {(door, False)}, held[name]
-    assert {near for near, _, listens in held["coordinator"] if listens} == {f"0.0.0.0:{PORT}"}
-    assert all(listens or door in (near, far) for near, far, listens in held["coordinator"]), held["coordinator"]
-    here = simulate(tmp_path, options, unseen={})
-    for method in THREE:
-        name = str(method["name"])
-        assert same(model(here, name, "east"), model(there, name, "east")), name
 
 
 def test_nobody_phones_home(network: Network) -> None:
