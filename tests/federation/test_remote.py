@@ -15,7 +15,7 @@ import yaml
 from loopback import SITES, Loopback, Without, deploy, events, options_of, simulate, site_file, write_data
 from safetensors.torch import load_file
 
-from fedshift.errors import FedshiftError, UserError
+from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.experiment.deployed import coordinate
 from fedshift.experiment.loop import run_experiment
 from fedshift.experiment.schema import parse
@@ -206,7 +206,7 @@ def test_a_request_that_comes_again_is_not_trained_again(tmp_path: Path) -> None
     assert steps == [(1, False), (2, False), (2, True), (3, False)]
 
 
-@pytest.mark.parametrize("how", ["late", "error", "garbage", "nan", "shape", "other", "fields"])
+@pytest.mark.parametrize("how", ["late", "error", "diverged", "garbage", "nan", "shape", "other", "fields"])
 def test_a_reply_that_cannot_be_used_is_recorded_and_the_quorum_goes_on(how: str, tmp_path: Path) -> None:
     def spoil(site: str, header: dict[str, Any], answer: Any) -> Any:
         if not (site == "south" and header["do"] == "step" and header["envelope"]["round"] == 2):
@@ -215,6 +215,8 @@ def test_a_reply_that_cannot_be_used_is_recorded_and_the_quorum_goes_on(how: str
             return Lost("no reply within 5 s")
         if how == "error":
             return seal({"error": "FedshiftError", "message": "its disk is full"}, body_of({}))
+        if how == "diverged":
+            return seal({"error": "TrainingDiverged", "message": "site 'south' in round 2: no number"}, body_of({}))
         if how == "garbage":
             return Message(answer.header, answer.body[:-7], answer.digest)
         said, content, _ = unseal(answer)
@@ -237,9 +239,26 @@ def test_a_reply_that_cannot_be_used_is_recorded_and_the_quorum_goes_on(how: str
     there, _ = deploy(tmp_path, options, transport=Loopback(places, spoil), engine={"quorum": 2})
     found = [event for event in events(tmp_path) if event.get("is") in ("lost", "refused")]
     assert {(event["site"], event["round"]) for event in found} == {("south", 2)}
-    assert ("refused" in {event["is"] for event in found}) == (how not in ("late", "error"))
+    assert ("refused" in {event["is"] for event in found}) == (how not in ("late", "error", "diverged"))
     lines = [json.loads(line) for line in (there / "fedavg/west/seed-0/rounds.jsonl").read_text().splitlines()]
     assert [set(line["aggregation_weights"]) for line in lines] == [set(SITES), {"north", "east"}, set(SITES)]
+    assert ("missing" in lines[1]["extra"]) == (how == "diverged")
+
+
+@pytest.mark.parametrize("quorum", [None, 3])
+def test_training_that_went_wrong_at_a_site_ends_the_run_without_enough_others(
+    quorum: int | None, tmp_path: Path
+) -> None:
+    def spoil(site: str, header: dict[str, Any], answer: Any) -> Any:
+        if site != "south" or header["do"] != "step":
+            return answer
+        return seal({"error": "TrainingDiverged", "message": "site 'south' in round 1: no number"}, body_of({}))
+
+    files = write_data(tmp_path / "data", SITES)
+    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
+    transport = Loopback(places, spoil)
+    with pytest.raises(TrainingDiverged, match="site 'south' in round 1: no number"):
+        deploy(tmp_path, options_of({"name": "fedavg"}), transport=transport, engine={"quorum": quorum})
 
 
 def test_a_lost_site_without_a_quorum_ends_the_run_with_a_clear_message(tmp_path: Path) -> None:

@@ -18,8 +18,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedshift import errors
-from fedshift.errors import FedshiftError, KindRefused, Refused
+from fedshift.errors import FedshiftError, KindRefused, Refused, TrainingDiverged
 from fedshift.federation.federation import Answer, Federation, Missing, Request, StepOwner
 from fedshift.federation.files import read_message, write_message
 from fedshift.federation.messages import Content, Reply, Statistics, returned
@@ -52,6 +51,11 @@ class Lost:
     def refused(self) -> bool:
         """Whether the site is there, and its policy does not let out what was asked for."""
         return self.error == KindRefused.__name__
+
+    def missing(self) -> KindRefused | TrainingDiverged | None:
+        """Why a site that is there has nothing to give in this exchange; None for one that is not there."""
+        kinds: tuple[type[KindRefused | TrainingDiverged], ...] = (KindRefused, TrainingDiverged)
+        return next((kind(self.reason) for kind in kinds if kind.__name__ == self.error), None)
 
 
 class Transport(Protocol):
@@ -210,8 +214,9 @@ class RemoteFederation(Federation):
                 gone += 1
                 self._record(step, request.site, "refused" if outcome.refused else "lost", outcome.reason)
                 self._may_go_on(step, request.site, len(asked), gone, outcome)
-                if outcome.refused:
-                    yield Missing(request.site, KindRefused(outcome.reason))
+                why = outcome.missing()
+                if why is not None:
+                    yield Missing(request.site, why)
                 else:
                     self._lost.add(request.site)
                     lost.append(request)
@@ -258,7 +263,7 @@ class RemoteFederation(Federation):
                 raise FedshiftError("it does not say what the site remembers")
             reply = checked_reply(kind, content)
             self._check_tensors(step, content)
-        except (errors.TrainingDiverged, FedshiftError) as error:
+        except FedshiftError as error:
             if isinstance(error, _Stop):
                 raise error.reason from None
             self._record(step, site, "refused", str(error))
@@ -267,9 +272,11 @@ class RemoteFederation(Federation):
 
     def _site_error(self, site: str, header: Mapping[str, Any]) -> Lost:
         name, text = str(header.get("error")), str(header.get("message"))[:2000]
-        stops: dict[str, type[FedshiftError]] = {"Refused": Refused, "TrainingDiverged": errors.TrainingDiverged}
+        stops: dict[str, type[FedshiftError]] = {"Refused": Refused}
         if self.on_refusal == "stop":
             stops["KindRefused"] = KindRefused
+        if self.quorum is None:
+            stops["TrainingDiverged"] = TrainingDiverged
         if name in stops:
             raise _Stop(stops[name](text))
         return Lost(text, name)
@@ -296,8 +303,9 @@ class RemoteFederation(Federation):
         needed = asked if self.quorum is None else min(self.quorum, asked)
         if asked - gone < needed:
             left = f"{asked - gone} of {asked} sites are left and the experiment asks for {needed} (engine.quorum)"
-            if outcome.refused:
-                raise KindRefused(f"round {self.round}, step {step}: {outcome.reason}; {left}")
+            why = outcome.missing()
+            if why is not None:
+                raise type(why)(f"round {self.round}, step {step}: {why}; {left}")
             raise FedshiftError(
                 f"round {self.round}, step {step}: site '{site}' is lost ({outcome.reason}); {left}; when the site is "
                 "back, go on with fedshift deploy resume"
