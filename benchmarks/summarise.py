@@ -12,7 +12,7 @@ import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 from fedshift.evaluation.summary import paired_difference
 from fedshift.report.collect import Collected, collect
@@ -37,7 +37,10 @@ TITLES = {
     "source_only": "Source-only",
     "shot": "SHOT",
     "cdan": "CDAN",
+    "r1": "r = 1",
+    "r100": "r = 100",
     "mdfnet-confident": "MDFNet (τ = 0.9)",
+    "mdfnet-slow": "MDFNet (τ = 0.9, ρ = 2)",
 }
 PAIRS = (
     ("csac", "fedavg"),
@@ -46,7 +49,9 @@ PAIRS = (
     ("copa", "fedavg"),
     ("kd3a", "fedavg"),
     ("kd3a", "source_only"),
+    ("r1", "r100"),
     ("mdfnet-confident", "shot"),
+    ("mdfnet-slow", "shot"),
     ("mdfnet-confident", "cdan"),
 )
 """Methods whose difference over all (target, seed) pairs is tested where a table has both."""
@@ -87,27 +92,37 @@ def published(name: str, columns: tuple[str, ...]) -> str:
 
 
 def costs(found: Collected) -> str:
-    """What a round of each method costs: bytes by kind and direction over all sites, and seconds."""
-    lines = ["| method | rounds | mini-batches | up, MB a round | down, MB a round | seconds a round |"]
-    lines.append("|---|" + "---:|" * 5)
+    """What a method costs: bytes by kind and direction over all sites, a round and in all, and seconds."""
+    lines = ["| method | rounds | mini-batches | up, MB a round | down, MB a round | MB in all | seconds a round |"]
+    lines.append("|---|" + "---:|" * 6)
     for label in found.order.methods:
         results = [result for result in found.results if result.method == label]
         if not results:
             continue
-        rounds = {result.rounds for result in results}
-        assert len(rounds) == 1, f"{label} has runs of {rounds} rounds"
-        (number,) = rounds
+        rounds = sum(result.rounds for result in results)
 
-        def per_round(by_kind: list[Mapping[str, int]], rounds: int = number) -> str:
-            totals = {kind: fmean(bytes_[kind] for bytes_ in by_kind) / rounds for kind in by_kind[0]}
+        def per_round(by_kind: list[Mapping[str, int]], rounds: int = rounds) -> str:
+            totals = {kind: sum(of_run[kind] for of_run in by_kind) / rounds for kind in by_kind[0]}
             large = {kind: total for kind, total in totals.items() if total >= 1000}
             return " + ".join(f"{total / 1e6:.3f} {kind}" for kind, total in large.items()) or "0"
 
-        lines.append(
-            f"| {label} | {number} | {results[0].mini_batches} | {per_round([r.bytes_up for r in results])} | "
-            f"{per_round([r.bytes_down for r in results])} | {median(r.seconds for r in results) / number:.1f} |"
+        up, down = [result.bytes_up for result in results], [result.bytes_down for result in results]
+        cells = (
+            _span([result.rounds for result in results]),
+            _span([result.mini_batches for result in results]),
+            per_round(up),
+            per_round(down),
+            f"{sum(sum(of_run.values()) for of_run in [*up, *down]) / len(results) / 1e6:,.1f}",
+            f"{median(result.seconds / result.rounds for result in results):.1f}",
         )
-    return "\n".join([*lines, "", "Kinds of less than a kilobyte a round are left out. Seconds: median over runs."])
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    remark = "Kinds of less than a kilobyte a round do not show. Bytes: mean over runs; seconds: median."
+    return "\n".join([*lines, "", remark])
+
+
+def _span(numbers: list[int]) -> str:
+    least, most = min(numbers), max(numbers)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
 def section(match: re.Match[str]) -> str:
