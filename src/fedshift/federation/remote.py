@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 from fedshift.errors import FedshiftError, KindRefused, Refused, TrainingDiverged
 from fedshift.federation.federation import Answer, Federation, Missing, Request, StepOwner
-from fedshift.federation.files import read_message, write_message
 from fedshift.federation.messages import Content, Reply, Statistics, returned
+from fedshift.federation.outbox import Outbox
 from fedshift.federation.policy import ACCURACY
 from fedshift.federation.wire import Body, Message, Residuals, Wire, body_of, seal, unseal
 from fedshift.weights import NamedTensors, Weights
@@ -146,30 +146,18 @@ class RemoteFederation(Federation):
         self._checkpoint = 0
         self._lost: set[str] = set()
         self._shapes: dict[tuple[str, str], Any] = {}
-        self._bodies: dict[tuple[tuple[int, ...], tuple[int, ...]], _Written] = {}
-        self._owed: dict[tuple[str, str], Residuals] = {}
-        """What rounding took from what a site was sent for a step: it gets that with the step's next request."""
+        self._outbox = Outbox(wire)
 
     # An exchange ------------------------------------------------------------------------------------------------------
 
     def crossing(self, step: str, site: str, content: Mapping[str, Content]) -> Mapping[str, Content]:
-        return self._written(step, site, content).body.content
-
-    def _written(self, step: str, site: str, content: Mapping[str, Content]) -> _Written:
-        """``content`` as bytes, written once for all sites that get the same and are owed the same."""
-        owed = self._owed.get((site, step), {})
-        key = (tuple(id(value) for value in content.values()), tuple(id(tensor) for tensor in owed.values()))
-        if key not in self._bodies:
-            after = dict(owed)
-            body = body_of(content, self.wire, None if self.wire == "float32" else after)
-            self._bodies[key] = _Written(body, after, dict(content), owed)
-        return self._bodies[key]
+        return self._outbox.write(step, site, content).body.content
 
     def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         """Send all requests, hand the answers on in the order asked; those of lost sites are left out, and those of
         sites that refuse are `Missing`.
         """
-        self._bodies.clear()
+        self._outbox.clear()
         asked: list[Request] = []
         keys: dict[str, str] = {}
         owed: dict[str, Residuals] = {}
@@ -177,7 +165,7 @@ class RemoteFederation(Federation):
         def messages() -> Iterator[tuple[str, Message]]:
             for request in requests:
                 asked.append(request)
-                written = self._written(step, request.site, request.content)
+                written = self._outbox.write(step, request.site, request.content)
                 body, owed[request.site] = written.body, written.owed
                 header = {
                     "do": "step",
@@ -191,7 +179,7 @@ class RemoteFederation(Federation):
 
         kind = reply_type(self.method, step)
         outgoing = list(messages())
-        self._bodies.clear()
+        self._outbox.clear()
         waiting: dict[str, tuple[Answer[Any], dict[str, str]] | Lost] = {}
         arrivals = self._arrivals(step, outgoing)
         del outgoing
@@ -225,8 +213,7 @@ class RemoteFederation(Federation):
             waiting[request.site] = Lost("handed on")
             self._lost.discard(request.site)
             self._memory[request.site] = memory
-            if owed[request.site]:
-                self._owed[request.site, step] = owed[request.site]
+            self._outbox.taken(step, request.site, owed[request.site])
             budget = self.budget.get(request.site, 0)
             spent.append(answer.mini_batches / budget if budget else 0.0)
             yield answer
@@ -380,37 +367,15 @@ class RemoteFederation(Federation):
         """
         self._kept = {site: dict(files) for site, files in self._memory.items()}
         self._checkpoint = self.progress.exchange
-        alike: dict[tuple[int, ...], list[tuple[str, str]]] = {}
-        for whose, owed in self._owed.items():
-            alike.setdefault(tuple(id(tensor) for tensor in owed.values()), []).append(whose)
-        files: dict[str, str] = {}
-        for number, group in enumerate(alike.values()):
-            name = files[str(number)] = f"owed-{number}-{self._checkpoint}.safetensors"
-            write_message(folder / HERE / name, {"owed": Statistics(self._owed[group[0]])}, {"to": group})
-        return {**{site: dict(names) for site, names in self._memory.items()}, **({HERE: files} if files else {})}
+        owed = self._outbox.save(folder / HERE, self._checkpoint)
+        return {**{site: dict(names) for site, names in self._memory.items()}, **({HERE: owed} if owed else {})}
 
     def load_memory(self, folder: Path, files: Mapping[str, Mapping[str, str]]) -> None:
         """Sites load what the next request names."""
         self._memory = {site: dict(names) for site, names in files.items() if site != HERE}
         self._kept = {site: dict(names) for site, names in self._memory.items()}
         self._checkpoint = self.progress.exchange
-        self._owed = {}
-        for name in files.get(HERE, {}).values():
-            content, header = read_message(folder / HERE / name)
-            owed = content["owed"]
-            assert isinstance(owed, Statistics)
-            for site, step in header["to"]:
-                self._owed[site, step] = dict(owed)
-
-
-@dataclass(frozen=True)
-class _Written:
-    """Content as bytes, and what its receivers are owed after it. The rest is kept, or its ids could come again."""
-
-    body: Body
-    owed: Residuals
-    content: Mapping[str, Content]
-    owed_before: Residuals
+        self._outbox.load(folder / HERE, files.get(HERE, {}))
 
 
 class _Stop(FedshiftError):
