@@ -344,8 +344,7 @@ def test_narrow_weights_take_fewer_bytes_and_learn_as_well(wire: str, share: flo
 @pytest.mark.parametrize(("wire", "bound"), [("bf16", 0.2), ("int8", 0.4)])
 def test_small_steps_are_not_lost_in_rounding(wire: str, bound: float, tmp_path: Path) -> None:
     """A round changes the weights by less than rounding does; what was rounded away comes with the next message, both
-    ways. How far from the exact run's weights, as a part of the way that training went: without feedback to the sites
-    it was 0.41 (bf16) and 0.75 (int8).
+    ways. How far from the exact run's weights, as a part of the way that training went.
     """
 
     def end(folder: str, rounds: int, lr: float, wire: str) -> torch.Tensor:
