@@ -209,10 +209,11 @@ def _table(part: str, rows: list[Row]) -> Table:
                 f"{row['ratio_of_processor_seconds']:.2f}",
             )
     elif part == "mdfnet":
-        _columns(table, "features of an image", "images", "mini-batches", "seconds of 100 rounds")
+        _columns(table, "features of an image", "matrix products", "images", "mini-batches", "seconds of 100 rounds")
         for row in rows:
             counts = (f"{row[key]:,}" for key in ("images", "mini_batches"))
-            table.add_row(str(row["features"]), *counts, f"{row['seconds_per_100_rounds']:.1f}")
+            seconds = f"{row['seconds_per_100_rounds']:.1f}"
+            table.add_row(str(row["features"]), row["matrix_products"], *counts, seconds)
     elif part == "vote":
         _columns(table, "10 sources × 100,000 × 345", "seconds", "growth MiB", "with libraries", "predictions MiB")
         for row in rows:

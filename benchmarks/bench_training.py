@@ -5,6 +5,7 @@ FedAvg, an epoch of KD3A against a bare loop.
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import os
 import statistics
@@ -454,12 +455,18 @@ def mdfnet(quick: bool) -> list[Row]:
     """Seconds of 100 rounds on the cached features of 5,000 images, a labelled and an unlabelled site, two workers."""
     rows: list[Row] = []
     with closing(WorkerPool(2, 1)) as pool:
-        for features in (1280, 2048):
+        for features, products in itertools.product((1280, 2048), ("default", "onednn")):
             work = Work(
                 {"name": "mdfnet"},
                 Synthetic(shape=(features,), samples=3334, sites=1, classes=12),
                 {"name": "mlp", "hidden": [512, 128]},
-                {"batch_size": 64, "lr": 0.01, "momentum": 0.9, "reset_optimizer_each_round": False},
+                {
+                    "batch_size": 64,
+                    "lr": 0.01,
+                    "momentum": 0.9,
+                    "reset_optimizer_each_round": False,
+                    "matrix_products": products,
+                },
                 protocol={"kind": "source_target", "pairs": [["site0", "unseen"]], "splits": 1},
                 target="site0-unseen",
             )
@@ -470,6 +477,7 @@ def mdfnet(quick: bool) -> list[Row]:
             rows.append(
                 {
                     "features": features,
+                    "matrix_products": products,
                     "images": sum(len(rows) for plan in work.plans for _, rows, _ in plan.parts),
                     "rounds": rounds,
                     "mini_batches": run.mini_batches - before,

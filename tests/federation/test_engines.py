@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import CNN, NORMED, domains, federation, run, start_of, step_on
+from tiny import CNN, NORMED, domains, federation, run, start_of, step_on, vectors
 
 from fedshift.data.domain import Domain, SparseRows
 from fedshift.errors import FedshiftError, UserError
@@ -124,6 +124,29 @@ def test_same_bits_in_process_and_in_a_pool(name: str, workers: int, pools: dict
     assert many.progress == one.progress
     assert {str(entry) for entry in many.ledger.entries} == {str(entry) for entry in one.ledger.entries}
     assert many.ledger.total == one.ledger.total
+
+
+@pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
+    reason="this torch was built without oneDNN",
+)
+def test_products_by_onednn_train_the_same_model_in_any_process(pools: dict[int, WorkerPool]) -> None:
+    """The option reaches networks and a method's own modules, in workers too; other kernels, other last bits."""
+    method = registry.parse({"name": "mdfnet", "decoder": 600})
+    found = [vectors(name, number, 600) for name, number in (("labelled", 40), ("target", 32))]
+    where: dict[str, Any] = {
+        "found": found,
+        "network": {"name": "mlp", "hidden": [600, 6]},
+        "roles": {"target": "target"},
+        "batch_size": 16,
+    }
+    default, _ = run(method, **where)
+    here, _ = run(method, **where, matrix_products="onednn")
+    there, _ = run(method, **where, matrix_products="onednn", pool=pools[2])
+    assert there.weights == here.weights
+    assert here.weights != default.weights
+    for key, tensor in default.weights.items():
+        torch.testing.assert_close(here.weights[key], tensor, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", METHODS)

@@ -22,6 +22,7 @@ from fedshift.federation.messages import Content, Statistics
 from fedshift.federation.randomness import derive_seed, generator
 from fedshift.federation.training import Training
 from fedshift.models.network import Network
+from fedshift.models.products import with_onednn
 from fedshift.weights import Weights
 
 Role = Literal["source", "target"]
@@ -177,8 +178,9 @@ class Site:
         return network.train()
 
     def place(self, module: M) -> M:
-        """A module of the method's own, moved to this site's device."""
-        return module.to(self.device)
+        """A module of the method's own, moved to this site's device; its products are made as the network's."""
+        placed = module.to(self.device)
+        return with_onednn(placed) if self.training.matrix_products == "onednn" else placed
 
     def optimizer(self, *modules: nn.Module, memory: str | None = None) -> torch.optim.Optimizer:
         """The experiment's optimiser over the modules' parameters; ``memory`` names where momentum is kept, if so."""

@@ -39,6 +39,9 @@ class Training(BaseModel):
     measure_every: PositiveInt = Field(
         1, description="rounds from one measurement of the model to the next; the last round is always measured"
     )
+    matrix_products: Literal["default", "onednn"] = Field(
+        "default", description="who multiplies the matrices of linear layers on the processor; onednn suits AMD's"
+    )
     augmentation: NamedAugmentation = Field(default_factory=Augmentation, description="a preset's name or its parts")
 
     def learning_rate(self, progress: float) -> float:

@@ -1,0 +1,66 @@
+"""Matrix products of linear layers by oneDNN, for processors on which torch's default library is the slower one."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedshift.errors import UserError
+
+M = TypeVar("M", bound=nn.Module)
+
+_LEAST = 2**22
+"""Multiplications of a product from which the library's speed outweighs the cost of calling it."""
+
+
+class OneDnnLinear(nn.Linear):
+    """`torch.nn.Linear` whose larger products of float32 matrices on the processor go through oneDNN.
+
+    torch gives float32 products to MKL, which takes AVX2 kernels on processors of AMD; oneDNN takes AVX-512 where the
+    processor has it. Same numbers up to the order of their sums, gradients of gradients included.
+    """
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """x Wᵀ + b for x (n, inputs)."""
+        matrix = inputs.dim() == 2 and inputs.device.type == "cpu" and inputs.dtype == torch.float32
+        if not matrix or len(inputs) * self.weight.numel() < _LEAST:
+            return F.linear(inputs, self.weight, self.bias)
+        product: Tensor = _Product.apply(inputs, self.weight)
+        return product if self.bias is None else product + self.bias
+
+
+def with_onednn(module: M) -> M:
+    """``module`` itself, its linear layers turned into `OneDnnLinear`; weights and their names stay as they are.
+
+    Raises UserError where torch was built without oneDNN or no longer has the call.
+    """
+    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # type: ignore[no-untyped-call]
+        raise UserError("training.matrix_products: this torch has no oneDNN products; write default")
+    for layer in module.modules():
+        if type(layer) is nn.Linear:
+            layer.__class__ = OneDnnLinear
+    return module
+
+
+class _Product(torch.autograd.Function):
+    """a bᵀ for a (n, d) and b (m, d)."""
+
+    @staticmethod
+    def forward(a: Tensor, b: Tensor) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+        return product
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        a, b = ctx.saved_tensors
+        return (
+            _Product.apply(gradient, b.t()) if ctx.needs_input_grad[0] else None,
+            _Product.apply(gradient.t(), a.t()) if ctx.needs_input_grad[1] else None,
+        )
