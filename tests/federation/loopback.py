@@ -14,7 +14,8 @@ from tiny import domains
 from fedshift.experiment.deployed import EXPERIMENT, coordinate
 from fedshift.experiment.loop import run_experiment
 from fedshift.experiment.schema import parse
-from fedshift.experiment.site import SiteProgram, load_site
+from fedshift.experiment.site import SiteProgram
+from fedshift.experiment.site_file import load_site
 from fedshift.federation.federation import Answer, Request
 from fedshift.federation.local import LocalFederation
 from fedshift.federation.remote import Lost

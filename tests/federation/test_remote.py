@@ -19,7 +19,8 @@ from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.experiment.deployed import coordinate
 from fedshift.experiment.loop import run_experiment
 from fedshift.experiment.schema import parse
-from fedshift.experiment.site import SiteProgram, load_site
+from fedshift.experiment.site import SiteProgram
+from fedshift.experiment.site_file import load_site
 from fedshift.federation.policy import AuditLog
 from fedshift.federation.remote import Lost
 from fedshift.federation.wire import Message, body_of, seal, unseal
@@ -516,7 +517,7 @@ def test_clocks_that_differ_are_said(off: float, said: str | None, tmp_path: Pat
 
 
 def test_another_version_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedshift.experiment.deployed.__version__", "9.9")
+    monkeypatch.setattr("fedshift.experiment.agreed.__version__", "9.9")
     with pytest.raises(UserError, match=r"has fedshift .*, the coordinator 9.9: install the same version"):
         deploy(tmp_path, options_of({"name": "fedavg"}))
 

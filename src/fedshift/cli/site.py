@@ -11,7 +11,7 @@ from rich.console import Console
 from fedshift.data.domain import SparseRows
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.environment import resolve_device, versions
-from fedshift.experiment.site import SitePlace, load_site, read_holding
+from fedshift.experiment.site_file import SitePlace, load_site, read_holding
 from fedshift.federation import roles
 from fedshift.federation.federation import known_kinds
 from fedshift.federation.policy import ACCURACY, AuditLog

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fedshift.experiment.leakage import EXCHANGES, Case
+from fedshift.experiment.attacks import Case
+from fedshift.experiment.leakage import EXCHANGES
 from fedshift.report.plots import INK, PAPER
 
 _MOST = 8
