@@ -2,7 +2,7 @@
 
 A marker ``<!-- table NAME [SELECT] -->`` … ``<!-- end -->`` is filled with the table of ``benchmarks/results/NAME``,
 its facts (runs, seconds, versions, threads) and the published rows where ``published.json`` has them. SELECT is a
-selection rule, or ``cost`` for bytes and seconds a round.
+selection rule, ``cost`` for bytes and seconds a round, or ``weights`` for what a source with wrong labels counts.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from pathlib import Path
 from statistics import median
 
 from fedshift.evaluation.summary import paired_difference
-from fedshift.report.collect import Collected, collect
+from fedshift.report.collect import ROUNDS, Collected, collect, read_rounds
 from fedshift.report.table import markdown, table_of
+from fedshift.report.weights import mean_weights
 
 HERE = Path(__file__).parent
 PUBLISHED = {
@@ -37,6 +38,8 @@ TITLES = {
     "source_only": "Source-only",
     "shot": "SHOT",
     "cdan": "CDAN",
+    "focus": "focus",
+    "samples": "samples",
     "r1": "r = 1",
     "r100": "r = 100",
     "mdfnet-confident": "MDFNet (τ = 0.9)",
@@ -49,6 +52,7 @@ PAIRS = (
     ("copa", "fedavg"),
     ("kd3a", "fedavg"),
     ("kd3a", "source_only"),
+    ("focus", "samples"),
     ("r1", "r100"),
     ("mdfnet-confident", "shot"),
     ("mdfnet-slow", "shot"),
@@ -120,6 +124,21 @@ def costs(found: Collected) -> str:
     return "\n".join([*lines, "", remark])
 
 
+def bad_weights(found: Collected) -> str:
+    """What a source with wrong labels weighs in the aggregate in the course of training."""
+    (site,) = found.results[0].options["protocol"]["wrong_labels"]
+    last = max(result.rounds for result in found.results)
+    rounds = list(dict.fromkeys(max(1, round(share * last)) for share in (0, 0.1, 0.2, 0.3, 0.5, 0.75, 1)))
+    lines = [f"| weight of {site} | " + " | ".join(f"round {number}" for number in rounds) + " |"]
+    lines.append("|---|" + "---:|" * len(rounds))
+    for label in found.order.methods:
+        parts = [part for part in found.parts if part.result.method == label]
+        runs = [read_rounds(part.folder / ROUNDS) for part in parts]
+        cells = [f"{mean_weights(runs, site, number) or 0.0:.3f}" for number in rounds]
+        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", f"Mean over {len(parts)} runs of each method."])
+
+
 def _span(numbers: list[int]) -> str:
     least, most = min(numbers), max(numbers)
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
@@ -134,6 +153,8 @@ def section(match: re.Match[str]) -> str:
     found = collect(folder)
     if select == "cost":
         return "\n".join([match.group(0).split("-->")[0] + "-->", costs(found), "<!-- end -->"])
+    if select == "weights":
+        return "\n".join([match.group(0).split("-->")[0] + "-->", bad_weights(found), "<!-- end -->"])
     table = table_of(found, select)  # type: ignore[arg-type]
     parts = [match.group(0).split("-->")[0] + "-->", "Measured:", "", markdown(table).strip(), ""]
     if name in PUBLISHED and select == "last":

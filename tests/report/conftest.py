@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ Write = Callable[..., Path]
 
 @pytest.fixture
 def write_part(tmp_path: Path) -> Write:
-    """Write one part whose target accuracy in two rounds is ``accuracies``; give back its folder."""
+    """Write one part whose target accuracy in the rounds is ``accuracies``; give back its folder."""
 
     def write(
         method: str,
@@ -25,6 +25,7 @@ def write_part(tmp_path: Path) -> Write:
         *accuracies: float,
         experiment: str = "exp",
         held_out: bool = True,
+        weights: Sequence[dict[str, float]] = (),
         **changes: object,
     ) -> Path:
         folder = tmp_path / "runs" / experiment / method / target / f"seed-{seed}"
@@ -38,6 +39,7 @@ def write_part(tmp_path: Path) -> Write:
                 seconds=1.0,
                 mini_batches=10 * number,
                 bytes={"up": {"weights": 1_000_000}, "down": {"weights": 1_000_000}},
+                aggregation_weights=weights[number - 1] if weights else {},
             )
             for number, accuracy in enumerate(accuracies, 1)
         ]

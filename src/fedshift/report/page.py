@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean, stdev
@@ -17,9 +17,11 @@ from fedshift.report import plots
 from fedshift.report.collect import ROUNDS, Collected, Part, read_rounds
 from fedshift.report.style import STYLE
 from fedshift.report.table import MISSING, Table, table_of
+from fedshift.report.weights import moving, weights_over_rounds
 
 PAGE = "report.html"
 _MOST_CLASSES = 20
+_MOST_PANELS = 4
 
 _QUESTIONS = {
     "leave_one_out": "Does it work at a new site? Each target in turn took no part in training and was only tested.",
@@ -53,6 +55,7 @@ def page(collected: Collected) -> str:
         _section("curves", f"{headline.measure.name} over training", _curves(collected.parts, records, headline)),
         _section("others", "Other selection rules", *(_other(collected, rule) for rule in ("source", "oracle"))),
         _section("differences", "Differences between methods", _differences(results, headline.methods)),
+        *_weights(collected.parts, records, headline.methods),
         _section("cost", "Cost", _cost(results, headline.methods)),
         _section("classes", f"Per {_unit(results)}, at each method's worst target", _per_class(results, headline)),
         _section("warnings", "Warnings", _warnings(results)),
@@ -189,6 +192,25 @@ def _curves(parts: Sequence[Part], records: Mapping[Path, list[RoundRecord]], he
         "The right panel compares at equal work, which includes what a method does before its first round."
     )
     return f"<figure>{figure}<figcaption>{escape(caption)}</figcaption></figure>"
+
+
+def _weights(parts: Sequence[Part], records: Mapping[Path, list[RoundRecord]], methods: Sequence[str]) -> Iterator[str]:
+    """A section about methods that weigh sites anew in every round, if there are any."""
+    figures = []
+    for method in methods:
+        runs: dict[str, list[list[RoundRecord]]] = defaultdict(list)
+        for part in parts:
+            if part.result.method == method:
+                runs[part.result.target].append(records[part.folder])
+        curves = {target: weights_over_rounds(rounds) for target, rounds in runs.items()}
+        if any(moving(lines.values()) for lines in curves.values()):
+            shown = dict(list(curves.items())[:_MOST_PANELS])
+            more = f" {len(shown)} of {len(curves)} targets." if len(shown) < len(curves) else ""
+            figure = plots.svg(plots.site_weights(shown), f"Weights of the sites over rounds, {method}")
+            figures.append(f"<h3>{escape(method)}</h3><figure>{figure}<figcaption>{more}</figcaption></figure>")
+    if figures:
+        caption = "How much each site counts in the aggregate, by target: mean and standard deviation over seeds."
+        yield _section("weights", "Weights of the sites over training", _paragraph(caption, "note"), *figures)
 
 
 def _mean_over_targets(

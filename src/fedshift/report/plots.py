@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -36,21 +36,29 @@ def accuracy_over_rounds(curves: Mapping[str, Mapping[str, Curve]], quantity: st
     """
     figure, panels = _figure(9.6, 3.6, len(curves))
     for axes, (label, lines) in zip(panels, curves.items(), strict=True):
-        for index, (method, (x, mean, spread)) in enumerate(lines.items()):
-            color, line, marker = _style(index)
-            # A single measurement is a point, which a line without markers would not show.
-            marks = marker if len(x) == 1 else ""
-            axes.plot(x, mean, color=color, linestyle=line, marker=marks, linewidth=1.8, label=method)
-            if spread is not None:
-                low, high = np.subtract(mean, spread), np.add(mean, spread)
-                axes.fill_between(x, low, np.minimum(high, 100), color=color, alpha=0.16, linewidth=0)
+        _draw(axes, lines, 100)
         axes.set_xlabel(label)
-        axes.set_xlim(left=0)
     panels[0].set_ylabel(f"{quantity.lower()}, %")
-    for axes in panels[1:]:
-        axes.sharey(panels[0])
-        axes.tick_params(labelleft=False)
+    _share_height(panels)
     _legend(figure, panels[0])
+    return figure
+
+
+def site_weights(curves: Mapping[str, Mapping[str, Curve]]) -> Figure:
+    """The weight of every site in the aggregate over rounds (target → site → curve), one panel per target.
+
+    The band is one standard deviation over seeds.
+    """
+    figure, panels = _figure(9.6, 3.2, len(curves))
+    sites = list(dict.fromkeys(site for lines in curves.values() for site in lines))
+    for axes, (target, lines) in zip(panels, curves.items(), strict=True):
+        _draw(axes, lines, 1, sites)
+        axes.set_title(target, color=INK, fontsize="medium")
+        axes.set_xlabel("round")
+        axes.set_ylim(bottom=0)
+    panels[0].set_ylabel("weight")
+    _share_height(panels)
+    _legend(figure, *panels)
     return figure
 
 
@@ -158,13 +166,34 @@ def _figure(width: float, height: float, panels: int = 1) -> tuple[Figure, list[
     return figure, every
 
 
+def _draw(axes: Axes, lines: Mapping[str, Curve], most: float, names: Sequence[str] = ()) -> None:
+    """Lines with bands up to ``most``, in the colours of ``names``, which are their own names unless given."""
+    for name, (x, mean, spread) in lines.items():
+        color, line, marker = _style(list(names or lines).index(name))
+        # A single measurement is a point, which a line without markers would not show.
+        marks = marker if len(x) == 1 else ""
+        axes.plot(x, mean, color=color, linestyle=line, marker=marks, linewidth=1.8, label=name)
+        if spread is not None:
+            low, high = np.maximum(np.subtract(mean, spread), 0), np.minimum(np.add(mean, spread), most)
+            axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0)
+    axes.set_xlim(left=0)
+
+
+def _share_height(panels: Sequence[Axes]) -> None:
+    for axes in panels[1:]:
+        axes.sharey(panels[0])
+        axes.tick_params(labelleft=False)
+
+
 def _style(index: int) -> tuple[str, str, str]:
     again = index // len(SERIES)
     return SERIES[index % len(SERIES)], _LINES[again % len(_LINES)], _MARKERS[again % len(_MARKERS)]
 
 
-def _legend(figure: Figure, axes: Axes) -> None:
-    handles, labels = axes.get_legend_handles_labels()
+def _legend(figure: Figure, *panels: Axes) -> None:
+    """One legend for all panels; a name that several have is listed once."""
+    every = [zip(*reversed(axes.get_legend_handles_labels()), strict=True) for axes in panels]
+    handles = dict(pair for pairs in every for pair in pairs)
     if handles:
-        columns = min(len(labels), 6)
-        figure.legend(handles, labels, loc="outside upper left", ncols=columns, frameon=False, labelcolor=INK)
+        where: dict[str, Any] = {"loc": "outside upper left", "ncols": min(len(handles), 6)}
+        figure.legend(handles.values(), handles.keys(), frameon=False, labelcolor=INK, **where)
