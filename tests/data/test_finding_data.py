@@ -116,6 +116,8 @@ def test_pacs_in_folders_with_a_split_list_that_does_not_fit(tmp_path: Path, mon
     other = parse({"name": "pacs", "size": 16, "samples_per_domain": 7, "base_seed": 1}).build()
     assert data_fingerprint(some) == data_fingerprint(again)
     assert len({data_fingerprint(found) for found in (some, other, data)}) == 3
+    moved = replace(chosen, train_rows=chosen.train_rows + 1)
+    assert data_fingerprint(replace(some, domains={**some.domains, "photo": moved})) != data_fingerprint(some)
     assert parse({"name": "pacs", "scale": "half"}).scale == "half"
     (lists / "photo_crossval_kfold.txt").write_text("photo/dog/9.jpg 1\n")
     with pytest.raises(UserError, match=r"names photo/dog/9\.jpg, which is not among"):

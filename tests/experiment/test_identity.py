@@ -63,6 +63,25 @@ def test_another_value_is_another_run(section: str, fields: dict[str, Any]) -> N
     assert found[2] == fields[field]
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "same"),
+    [
+        ("abc", "abc-12", True),  # written before groups and splits were in it
+        ("abc-12", "abc-12", True),
+        ("abc-12", "abc-13", False),
+        ("abc-12", "abc", False),
+        ("abd", "abc-12", False),
+        ("abc+def", "abc-12+def", True),  # of a deployment, a site each
+        ("abc+def", "abc-12", False),
+        ("abc+def-1", "abc+def-2", False),
+    ],
+)
+def test_checksums_of_data_from_before_groups_were_in_them(old: str, new: str, same: bool) -> None:
+    there, here = comparable(changed("data", fingerprint=old)), comparable(changed("data", fingerprint=new))
+    found = first_difference(there, here)
+    assert found == (None if same else ("data.fingerprint", old, new))
+
+
 def test_a_method_of_somebody_is_compared_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder names code; it must not be imported because of that."""
     monkeypatch.chdir(tmp_path)

@@ -114,6 +114,19 @@ def test_other_data_is_another_experiment(cli: Cli, tmp_path: Path) -> None:
     assert "data.fingerprint" in line
 
 
+def test_other_groups_are_other_data(cli: Cli, tmp_path: Path) -> None:
+    """The samples are the same, but others of them must stay together, so the split is another one."""
+    patients = features(2, 24) | {"groups": np.arange(24) // 2}
+    options = experiment({**sites(tmp_path), **save(tmp_path, b=patients)})
+    fedshift.run(options, tmp_path / "runs")
+    before = outcome(tmp_path / "runs")
+    fedshift.run(options, tmp_path / "runs")
+    assert outcome(tmp_path / "runs") == before
+    save(tmp_path, b=patients | {"groups": np.arange(24) // 3})
+    line = cli("run", write(tmp_path / "e.yaml", options), "--runs", tmp_path / "runs").error()
+    assert "data.fingerprint" in line
+
+
 def test_engine_and_device_are_not_the_experiment(cli: Cli, tmp_path: Path) -> None:
     options = experiment(sites(tmp_path))
     fedshift.run(options, tmp_path / "runs")

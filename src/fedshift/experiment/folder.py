@@ -173,7 +173,8 @@ class RunFolder:
         if not file.exists():
             return None
         content, header = read_message(file)
-        if header.get("format") != FORMAT or comparable(header.get("identity")) != comparable(self.identity):
+        there, here = comparable(header.get("identity")), comparable(self.identity)
+        if header.get("format") != FORMAT or first_difference(there, here) is not None:
             raise UserError(f"{file} belongs to another experiment or version: delete {self.path} and run again")
         weights = content.get("weights")
         if not isinstance(weights, Weights):
