@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedshift.errors import UserError
 from fedshift.models import products
 from fedshift.models.mlp import Mlp
-from fedshift.models.products import OneDnnLinear, with_onednn
+from fedshift.models.products import OneDnnLinear, with_products
 
 available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
 needs_onednn = pytest.mark.skipif(not available, reason="this torch was built without oneDNN")
@@ -21,7 +21,7 @@ needs_onednn = pytest.mark.skipif(not available, reason="this torch was built wi
 def pair(inputs: int, outputs: int, bias: bool = True) -> tuple[nn.Linear, nn.Linear]:
     torch.manual_seed(0)
     plain = nn.Linear(inputs, outputs, bias=bias)
-    return plain, with_onednn(copy.deepcopy(plain))
+    return plain, with_products(copy.deepcopy(plain), "onednn")
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_names_weights_and_other_layers_stay() -> None:
     network = Mlp(hidden=(8, 4), batch_norm=True).build((5,), 3)
     before = {key: tensor.clone() for key, tensor in network.state_dict().items()}
     names = [name for name, layer in network.named_modules() if type(layer) is nn.Linear]
-    assert with_onednn(network) is network
+    assert with_products(network, "onednn") is network
     after = network.state_dict()
     assert list(after) == list(before)
     assert all(torch.equal(after[key], before[key]) for key in before)
@@ -103,5 +103,6 @@ def test_names_weights_and_other_layers_stay() -> None:
 
 def test_a_torch_without_it_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert type(with_products(nn.Linear(2, 2), "default")) is nn.Linear
     with pytest.raises(UserError, match=r"training\.matrix_products: .* write default"):
-        with_onednn(nn.Linear(2, 2))
+        with_products(nn.Linear(2, 2), "onednn")

@@ -19,7 +19,7 @@ from fedshift.federation.training import Training
 from fedshift.models import registry as models
 from fedshift.models.network import Network
 from fedshift.models.options import NetworkOptions
-from fedshift.models.products import with_onednn
+from fedshift.models.products import with_products
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Setting:
         """The network that the method trains, with the weights that belong to the seed; the same in every process."""
         network = models.build(self.network, self.input_shape, self.classes, self.seed)
         network = self.method.adapt_network(network, self.sources)
-        return with_onednn(network) if self.training.matrix_products == "onednn" else network
+        return with_products(network, self.training.matrix_products)
 
 
 class SiteRunner:

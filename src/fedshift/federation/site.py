@@ -22,7 +22,7 @@ from fedshift.federation.messages import Content, Statistics
 from fedshift.federation.randomness import derive_seed, generator
 from fedshift.federation.training import Training
 from fedshift.models.network import Network
-from fedshift.models.products import with_onednn
+from fedshift.models.products import with_products
 from fedshift.weights import Weights
 
 Role = Literal["source", "target"]
@@ -179,8 +179,7 @@ class Site:
 
     def place(self, module: M) -> M:
         """A module of the method's own, moved to this site's device; its products are made as the network's."""
-        placed = module.to(self.device)
-        return with_onednn(placed) if self.training.matrix_products == "onednn" else placed
+        return with_products(module.to(self.device), self.training.matrix_products)
 
     def optimizer(self, *modules: nn.Module, memory: str | None = None) -> torch.optim.Optimizer:
         """The experiment's optimiser over the modules' parameters; ``memory`` names where momentum is kept, if so."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedshift.data.transforms import Augmentation, NamedAugmentation
 from fedshift.functional import schedules
+from fedshift.models.products import Products
 
 
 class Training(BaseModel):
@@ -39,7 +40,7 @@ class Training(BaseModel):
     measure_every: PositiveInt = Field(
         1, description="rounds from one measurement of the model to the next; the last round is always measured"
     )
-    matrix_products: Literal["default", "onednn"] = Field(
+    matrix_products: Products = Field(
         "default", description="who multiplies the matrices of linear layers on the processor; onednn suits AMD's"
     )
     augmentation: NamedAugmentation = Field(default_factory=Augmentation, description="a preset's name or its parts")

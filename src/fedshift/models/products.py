@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fedshift.errors import UserError
 
 M = TypeVar("M", bound=nn.Module)
+Products = Literal["default", "onednn"]
 
 _LEAST = 2**22
 """Multiplications of a product from which the library's speed outweighs the cost of calling it."""
@@ -32,11 +33,13 @@ class OneDnnLinear(nn.Linear):
         return product if self.bias is None else product + self.bias
 
 
-def with_onednn(module: M) -> M:
-    """``module`` itself, its linear layers turned into `OneDnnLinear`; weights and their names stay as they are.
+def with_products(module: M, by: Products) -> M:
+    """``module`` itself; by oneDNN, its linear layers become `OneDnnLinear`, weights and their names stay as they are.
 
     Raises UserError where torch was built without oneDNN or no longer has the call.
     """
+    if by == "default":
+        return module
     if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):  # type: ignore[no-untyped-call]
         raise UserError("training.matrix_products: this torch has no oneDNN products; write default")
     for layer in module.modules():
