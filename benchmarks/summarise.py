@@ -42,8 +42,9 @@ TITLES = {
     "samples": "samples",
     "r1": "r = 1",
     "r100": "r = 100",
-    "mdfnet-confident": "MDFNet (τ = 0.9)",
-    "mdfnet-slow": "MDFNet (τ = 0.9, ρ = 2)",
+    "srdc": "SRDC",
+    "mdfnet": "MDFNet",
+    "mdfnet-slow-labels": "MDFNet (slow, labels)",
 }
 PAIRS = (
     ("csac", "fedavg"),
@@ -54,9 +55,12 @@ PAIRS = (
     ("kd3a", "source_only"),
     ("focus", "samples"),
     ("r1", "r100"),
-    ("mdfnet-confident", "shot"),
-    ("mdfnet-slow", "shot"),
-    ("mdfnet-confident", "cdan"),
+    ("mdfnet", "source_only"),
+    ("mdfnet", "shot"),
+    ("mdfnet-slow-labels", "source_only"),
+    ("mdfnet-slow-labels", "srdc"),
+    ("mdfnet-slow-labels", "shot"),
+    ("mdfnet-slow-labels", "cdan"),
 )
 """Methods whose difference over all (target, seed) pairs is tested where a table has both."""
 MARKER = re.compile(r"<!-- table (\w+)(?: (\w+))? -->.*?<!-- end -->", re.DOTALL)
