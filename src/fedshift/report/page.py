@@ -205,9 +205,11 @@ def _weights(parts: Sequence[Part], records: Mapping[Path, list[RoundRecord]], m
         curves = {target: weights_over_rounds(rounds) for target, rounds in runs.items()}
         if any(moving(lines.values()) for lines in curves.values()):
             shown = dict(list(curves.items())[:_MOST_PANELS])
-            more = f" {len(shown)} of {len(curves)} targets." if len(shown) < len(curves) else ""
+            more = (
+                f"<figcaption>{len(shown)} of {len(curves)} targets.</figcaption>" if len(shown) < len(curves) else ""
+            )
             figure = plots.svg(plots.site_weights(shown), f"Weights of the sites over rounds, {method}")
-            figures.append(f"<h3>{escape(method)}</h3><figure>{figure}<figcaption>{more}</figcaption></figure>")
+            figures.append(f"<h3>{escape(method)}</h3><figure>{figure}{more}</figure>")
     if figures:
         caption = "How much each site counts in the aggregate, by target: mean and standard deviation over seeds."
         yield _section("weights", "Weights of the sites over training", _paragraph(caption, "note"), *figures)
