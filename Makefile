@@ -16,7 +16,7 @@ demo: $(READY)  ## compare DeepAll, FedAvg and CSAC on rotated digits; ends with
 	$(BIN)/fedshift demo
 
 test: $(READY)  ## all tests; those on real data need FEDSHIFT_DATA and FEDSHIFT_WEIGHTS and say so when they skip
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(FEDSHIFT_WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(FEDSHIFT_WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(READY)
 	$(BIN)/ruff check .
