@@ -143,7 +143,7 @@ def bad_weights(found: Collected) -> str:
         runs = [read_rounds(part.folder / ROUNDS) for part in parts]
         cells = [f"{mean_weights(runs, site, number) or 0.0:.3f}" for number in rounds]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", f"Mean over {len(parts)} runs of each method."])
+    return "\n".join([*lines, "", "Mean over the runs of a method."])
 
 
 def _span(numbers: list[int]) -> str:
