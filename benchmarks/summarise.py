@@ -158,12 +158,11 @@ def section(match: re.Match[str]) -> str:
     if not folder.exists():
         return match.group(0)
     found = collect(folder)
-    if select == "cost":
-        return "\n".join([match.group(0).split("-->")[0] + "-->", costs(found), "<!-- end -->"])
-    if select == "weights":
-        return "\n".join([match.group(0).split("-->")[0] + "-->", bad_weights(found), "<!-- end -->"])
+    head = match.group(0).split("-->")[0] + "-->"
+    if select in ("cost", "weights"):
+        return "\n".join([head, costs(found) if select == "cost" else bad_weights(found), "<!-- end -->"])
     table = table_of(found, select)  # type: ignore[arg-type]
-    parts = [match.group(0).split("-->")[0] + "-->", "Measured:", "", markdown(table).strip(), ""]
+    parts = [head, "Measured:", "", markdown(table).strip(), ""]
     if name in PUBLISHED and select == "last":
         parts += [published(name, table.columns), ""]
     parts += [facts(found), "<!-- end -->"]

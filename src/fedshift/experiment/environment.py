@@ -28,15 +28,14 @@ def data_fingerprint(data: DataSet) -> str:
         masks = [] if domain.masks is None else [domain.masks]
         for array in (*arrays, domain.labels, *masks):
             digest.update(np.ascontiguousarray(array).view(np.uint8).data if array.size else b"")
-    parted = hashlib.sha256()
-    for domain in data.domains.values():
-        rules = {"groups": domain.groups, "train": domain.train_rows, "test": domain.test_rows}
-        for name, rows in rules.items():
-            if rows is not None:
-                parted.update(f"{domain.name} {name} {len(rows)} ".encode())
-                parted.update(np.ascontiguousarray(rows, dtype=np.int64).tobytes())
-    whole, rest = digest.hexdigest()[:16], parted.hexdigest()[:8]
-    return whole if rest == hashlib.sha256().hexdigest()[:8] else f"{whole}-{rest}"
+    parted = [
+        f"{domain.name} {name} {len(rows)} ".encode() + np.ascontiguousarray(rows, dtype=np.int64).tobytes()
+        for domain in data.domains.values()
+        for name, rows in (("groups", domain.groups), ("train", domain.train_rows), ("test", domain.test_rows))
+        if rows is not None
+    ]
+    whole = digest.hexdigest()[:16]
+    return f"{whole}-{hashlib.sha256(b''.join(parted)).hexdigest()[:8]}" if parted else whole
 
 
 def versions() -> dict[str, str]:

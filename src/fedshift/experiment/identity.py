@@ -47,7 +47,7 @@ def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any]
 
 
 def _same_data(old: str, new: str) -> bool:
-    """Whether one of two checksums is the other without its groups and split, as they were written before."""
+    """Whether two checksums are of the same data; one written before groups and splits were in it lacks that part."""
     pairs = zip(old.split("+"), new.split("+"), strict=False)  # of a deployment: one for each site
     return old.count("+") == new.count("+") and all(then in (now, now.partition("-")[0]) for then, now in pairs)
 
