@@ -33,7 +33,8 @@ from fedshift.experiment.protocol import (
     taking_part,
     with_wrong_labels,
 )
-from fedshift.experiment.schema import AdaptToOne, LeaveOneOut, parse
+from fedshift.experiment.schema import parse
+from fedshift.experiment.sections import AdaptToOne, LeaveOneOut
 from fedshift.federation.local import LocalFederation, Setting
 from fedshift.federation.training import Training
 from fedshift.methods.base import Method

@@ -13,7 +13,8 @@ from small import experiment, features, images, save
 
 import fedshift
 from fedshift.errors import UserError
-from fedshift.experiment.attacks import Case, Watcher
+from fedshift.experiment.attacks import Case
+from fedshift.experiment.gradient_search import Watcher
 from fedshift.experiment.leakage import LeakageAudit, audit_leakage
 from fedshift.experiment.schema import parse
 from fedshift.report.leakage import picture

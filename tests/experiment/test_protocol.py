@@ -27,7 +27,8 @@ from fedshift.experiment.protocol import (
     site_plans,
     split_of,
 )
-from fedshift.experiment.schema import LeaveOneOut, parse
+from fedshift.experiment.schema import parse
+from fedshift.experiment.sections import LeaveOneOut
 from fedshift.federation.local import SitePlan
 from fedshift.federation.training import Training
 from fedshift.methods.federated.csac import CSAC

@@ -20,7 +20,8 @@ from fedshift.evaluation.metrics import harmonic_mean
 from fedshift.experiment.distance import proxy_distances
 from fedshift.experiment.part import Reporter
 from fedshift.experiment.protocol import parts_of, roles_of, site_plans, split_of, targets_of
-from fedshift.experiment.schema import LocalEngine, SourceTarget, parse
+from fedshift.experiment.schema import parse
+from fedshift.experiment.sections import LocalEngine, SourceTarget
 from fedshift.methods.base import Method
 from fedshift.methods.federated.mdfnet import MDFNet
 from fedshift.methods.pooled.cdan import CDAN

@@ -35,7 +35,7 @@ from fedshift.data.domain import DataSet, Domain
 from fedshift.data.view import SiteData
 from fedshift.experiment import protocol
 from fedshift.experiment.folder import RunFolder
-from fedshift.experiment.schema import AdaptToOne, LeaveOneOut, Protocol
+from fedshift.experiment.sections import AdaptToOne, LeaveOneOut, Protocol
 from fedshift.federation.federation import known_kinds
 from fedshift.federation.local import LocalFederation, Setting
 from fedshift.federation.recipes import setting_from, setting_recipe

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from fedshift.data.view import SiteData
 from fedshift.experiment import protocol
-from fedshift.experiment.schema import LeaveOneOut
+from fedshift.experiment.sections import LeaveOneOut
 from fedshift.federation.federation import Federation
 from fedshift.federation.local import LocalFederation, Setting
 from fedshift.federation.pool import PoolFederation, WorkerPool

@@ -15,7 +15,8 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from fedshift.errors import UserError
-from fedshift.experiment.attacks import Case, Watcher
+from fedshift.experiment.attacks import Case
+from fedshift.experiment.gradient_search import Watcher
 from fedshift.experiment.leakage import LeakageAudit, audit_leakage
 from fedshift.experiment.schema import load
 from fedshift.files import write_bytes

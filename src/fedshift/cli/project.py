@@ -17,7 +17,8 @@ from rich.console import Console
 from fedshift.data.domain import DataSet, Domain, SparseRows
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.protocol import taking_part, targets_of
-from fedshift.experiment.schema import Experiment, FlareEngine, LeaveOneOut, LocalEngine, load, parse
+from fedshift.experiment.schema import Experiment, load, parse
+from fedshift.experiment.sections import FlareEngine, LeaveOneOut, LocalEngine
 from fedshift.federation import roles
 
 _SENT = ("weights", "numbers", "accuracy", "statistics", "styles", "spectra", "features")

@@ -19,7 +19,8 @@ from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing, Rows
 from fedshift.errors import FedshiftError, UserError, nearest
 from fedshift.experiment.environment import data_fingerprint, versions
 from fedshift.experiment.protocol import Part, Split, domain_rows, unseen_rows
-from fedshift.experiment.schema import AdaptToOne, Experiment, FlareEngine, LeaveOneOut, SourceTarget, method_name
+from fedshift.experiment.schema import Experiment, method_name
+from fedshift.experiment.sections import AdaptToOne, FlareEngine, LeaveOneOut, SourceTarget
 from fedshift.experiment.watch import Watch
 from fedshift.federation.remote import Lost, Transport, ask_plain
 from fedshift.files import write_bytes

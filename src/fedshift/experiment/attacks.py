@@ -1,4 +1,6 @@
-"""Gradient-leakage attacks on one site: by search (Zhu et al., Geiping et al.) and by inverting the first layer."""
+"""Gradient-leakage attacks on one site: what it sends, attacked by search and by inverting the first layer, and how
+much of it came back.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,41 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedshift.data.domain import DataSet, Preprocessing
-from fedshift.data.transforms import normalised
+from fedshift.data.domain import DataSet
+from fedshift.experiment.gradient_search import Attack, Attacked, Attempt, Exchange, Sent, Space, Watcher
 from fedshift.federation.randomness import generator
 from fedshift.federation.site import Envelope, Site
 from fedshift.functional import leakage
 from fedshift.models.network import Network
 from fedshift.models.wide import WideLinear
 
-Exchange = Literal["batch", "epoch"]
-Attack = Literal["l2", "cosine", "analytic"]
-
-_STEP = 0.1
-_VARIATION = 1e-2
-_FALLS = (3 / 8, 5 / 8, 7 / 8)
-"""Adam's step, the weight of total variation, and when the step falls to a tenth (Geiping et al.)."""
-_LBFGS_STEPS = 20
-"""Iterations of L-BFGS between two looks at the loss, and its history (Zhu et al.)."""
-_HISTORY = 100
 _AT_ONCE = 256
 """Samples of the site that are looked through at a time."""
-_SPREAD = 1 / 3
-"""Deviation of the noise an attack on images begins with, around mid-grey, for pixels in [0, 1]."""
-
-
-class Watcher:
-    """Told how an audit goes on. This one says nothing; the command line draws a bar."""
-
-    def begin(self, evaluations: int) -> None:
-        """The audit has so many evaluations of a gradient."""
-
-    def case(self, title: str) -> None:
-        """An attack begins."""
-
-    def evaluated(self, number: int) -> None:
-        """So many more evaluations are done."""
 
 
 @dataclass(frozen=True)
@@ -94,18 +71,6 @@ class Case:
 
 
 @dataclass(frozen=True)
-class _Sent:
-    """What the attacker saw, as the gradient of a mean loss; how many steps it holds; and what is behind it: a batch's
-    own inputs and labels, or None for all samples of the site.
-    """
-
-    exchange: Exchange
-    gradient: list[Tensor]
-    steps: int
-    batch: tuple[Tensor, Tensor] | None
-
-
-@dataclass(frozen=True)
 class _Found:
     """What an attack made of it: inputs (b, …), their labels (none if nothing tells them) and how these were found, and
     the distance reached, if one was lowered.
@@ -124,10 +89,17 @@ class Attacker:
         self.site, self.size = site, size
         self.classes = data.classes
         self.iterations, self.starts, self.watcher = iterations, starts, watcher
-        self.space = _Space(data.preprocessing, data.input_shape, site.device)
-        self.network = seen_by_attacker(site.network)
-        self.trained = [parameter for parameter in self.network.parameters() if parameter.requires_grad]
-        self.first = _fully_connected(self.network, math.prod(data.input_shape)) if size == 1 else None
+        network = seen_by_attacker(site.network)
+        self.attacked = Attacked(
+            network=network,
+            trained=[parameter for parameter in network.parameters() if parameter.requires_grad],
+            space=Space(data.preprocessing, data.input_shape, site.device),
+            size=size,
+            shape=data.input_shape,
+            classes=len(data.classes),
+            device=site.device,
+        )
+        self.first = _fully_connected(self.attacked.network, math.prod(data.input_shape)) if size == 1 else None
 
     def cases(self, exchange: Exchange, attacks: Sequence[Attack]) -> Iterator[Case]:
         """Every attack on one exchange."""
@@ -141,22 +113,22 @@ class Attacker:
             found = self._inverted(sent) if attack == "analytic" else self._searched(attack, sent)
             yield self._measured(attack, sent, found, began)
 
-    def _batch(self) -> _Sent:
+    def _batch(self) -> Sent:
         """The gradient of cross-entropy on one mini-batch."""
         rows = torch.randperm(self.site.samples, generator=self._draws("rows"))[: self.size]
         inputs, labels, _ = self.site.data.batch(rows, self._draws("augmentation"))
         model = self.site.model()
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         gradient = torch.autograd.grad(F.cross_entropy(model(inputs), labels), trained, materialize_grads=True)
-        return _Sent("batch", [part.detach() for part in gradient], 0, (inputs, labels))
+        return Sent("batch", [part.detach() for part in gradient], 0, (inputs, labels))
 
-    def _epoch(self) -> _Sent:
+    def _epoch(self) -> Sent:
         """The model after one local epoch, as the attacker reads it: a mean gradient."""
         site, training = self.site, self.site.training
         model = site.model()
         site.minimise(lambda batch: F.cross_entropy(model(batch.inputs), batch.targets), model, epochs=1)
         after = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
-        before = [parameter.detach() for parameter in self.trained]
+        before = [parameter.detach() for parameter in self.attacked.trained]
         gradient = leakage.pseudo_gradient(before, after, site.learning_rate)
         if training.optimizer == "sgd":
             number = leakage.gradients_in_update(site.mini_batches, training.momentum, training.nesterov)
@@ -164,9 +136,9 @@ class Attacker:
             number = site.mini_batches
         decay = training.weight_decay
         gradient = [part / number - decay * weight for part, weight in zip(gradient, before, strict=True)]
-        return _Sent("epoch", gradient, site.mini_batches, None)
+        return Sent("epoch", gradient, site.mini_batches, None)
 
-    def _searched(self, attack: Attack, sent: _Sent) -> _Found:
+    def _searched(self, attack: Attack, sent: Sent) -> _Found:
         """The best of several attempts to find samples whose gradient is the one that was sent.
 
         Labels are those inferred from the last layer's bias where they are exact (one sample) or the attack takes them
@@ -174,17 +146,18 @@ class Attacker:
         """
         labels = self._labels(sent)
         fixed = labels if self.size == 1 or attack == "cosine" else None
-        best: _Attempt | None = None
+        best: Attempt | None = None
         for start in range(self.starts):
-            attempt = _Attempt(self, attack, sent, fixed, self._draws(f"{sent.exchange} {attack} {start}"))
+            draws = self._draws(f"{sent.exchange} {attack} {start}")
+            attempt = Attempt(self.attacked, attack, sent, fixed, draws, self.iterations, self.watcher)
             attempt.run()
             if best is None or attempt.distance < best.distance:
                 best = attempt
         assert best is not None
         by = "optimised with the samples" if fixed is None else "sign" if self.size == 1 else "counts"
-        return _Found(self.space.inputs(best.dummies), best.logits.argmax(1).tolist(), by, best.distance)
+        return _Found(self.attacked.space.inputs(best.dummies), best.logits.argmax(1).tolist(), by, best.distance)
 
-    def _inverted(self, sent: _Sent) -> _Found:
+    def _inverted(self, sent: Sent) -> _Found:
         """The first layer's input, from its gradients alone."""
         assert self.first is not None
         weight, bias = self._gradient(sent, self.first.weight), self._gradient(sent, self.first.bias)
@@ -195,27 +168,27 @@ class Attacker:
         labels = self._labels(sent)
         return _Found(inputs, labels or [], "sign" if labels else "nothing", None)
 
-    def _labels(self, sent: _Sent) -> list[int] | None:
+    def _labels(self, sent: Sent) -> list[int] | None:
         """Labels from the gradient of the last layer's bias, None if it has none."""
-        last = self.network.classifier
+        last = self.attacked.network.classifier
         gradient = self._gradient(sent, last.bias) if isinstance(last, nn.Linear) else None
         if gradient is None:
             return None
         noise = torch.randn(64, *self.site.data.input_shape, generator=self._draws("noise")).to(self.site.device)
         with torch.no_grad():
-            expected = self.network(self.space.inputs(noise)).softmax(1).mean(0)
+            expected = self.attacked.network(self.attacked.space.inputs(noise)).softmax(1).mean(0)
         return leakage.infer_labels(gradient, expected, self.size)
 
-    def _gradient(self, sent: _Sent, parameter: Tensor | None) -> Tensor | None:
+    def _gradient(self, sent: Sent, parameter: Tensor | None) -> Tensor | None:
         """The part of what was sent that belongs to a parameter of the attacker's network."""
-        pairs = zip(self.trained, sent.gradient, strict=True)
+        pairs = zip(self.attacked.trained, sent.gradient, strict=True)
         return next((gradient for trained, gradient in pairs if trained is parameter), None)
 
-    def _measured(self, attack: Attack, sent: _Sent, found: _Found, began: float) -> Case:
+    def _measured(self, attack: Attack, sent: Sent, found: _Found, began: float) -> Case:
         """Reconstructions beside the originals they resemble most, and the same for the site's mean sample."""
-        images = self.space.images
-        shown = self.space.shown(found.inputs)
-        sums = [self.space.shown(inputs).sum(0) for inputs, _, _ in self.site.data.all_batches(_AT_ONCE)]
+        images = self.attacked.space.images
+        shown = self.attacked.space.shown(found.inputs)
+        sums = [self.attacked.space.shown(inputs).sum(0) for inputs, _, _ in self.site.data.all_batches(_AT_ONCE)]
         guess = (torch.stack(sums).sum(0) / self.site.samples).expand_as(shown)
         originals, labels, number = self._beside(shown, sent)
         errors, likeness = _alike(shown, originals)
@@ -244,129 +217,22 @@ class Attacker:
             reconstructions=shown.cpu().numpy(),
         )
 
-    def _beside(self, shown: Tensor, sent: _Sent) -> tuple[Tensor, Tensor, int]:
+    def _beside(self, shown: Tensor, sent: Sent) -> tuple[Tensor, Tensor, int]:
         """For each of ``shown`` the original it resembles most and its label; and among how many they were found."""
         if sent.batch is not None:
-            originals, labels = self.space.shown(sent.batch[0]), sent.batch[1]
+            originals, labels = self.attacked.space.shown(sent.batch[0]), sent.batch[1]
             found = leakage.best_match(leakage.mean_squared_errors(shown, originals)).to(labels.device)
             return originals[found], labels[found], len(labels)
         data = self.site.data
         errors = [
-            leakage.mean_squared_errors(shown, self.space.shown(inputs)) for inputs, _, _ in data.all_batches(_AT_ONCE)
+            leakage.mean_squared_errors(shown, self.attacked.space.shown(inputs))
+            for inputs, _, _ in data.all_batches(_AT_ONCE)
         ]
         inputs, labels, _ = data.batch(leakage.best_match(torch.cat(errors, dim=1)))
-        return self.space.shown(inputs), labels, data.samples
+        return self.attacked.space.shown(inputs), labels, data.samples
 
     def _draws(self, purpose: str) -> torch.Generator:
         return generator(self.site.seed, self.site.name, "leakage", self.size, purpose)
-
-
-class _Attempt:
-    """A search from one draw of noise. It keeps the dummy samples, the logits of their labels and the distance of the
-    evaluation that came nearest to what was sent.
-    """
-
-    def __init__(
-        self, attacker: Attacker, attack: Attack, sent: _Sent, labels: list[int] | None, draws: torch.Generator
-    ) -> None:
-        site = attacker.site
-        self._attacker, self._attack, self._sent = attacker, attack, sent
-        noise = torch.randn(attacker.size, *site.data.input_shape, generator=draws)
-        self._dummies = noise.to(site.device).requires_grad_()
-        self._labels: Tensor | None = None
-        if labels is None:
-            self._logits = torch.randn(attacker.size, len(attacker.classes), generator=draws).to(site.device)
-            self._free = [self._dummies, self._logits.requires_grad_()]
-        else:
-            self._labels = torch.tensor(labels, device=site.device)
-            self._logits = F.one_hot(self._labels, len(attacker.classes)).float()
-            self._free = [self._dummies]
-        self._left = attacker.iterations
-        self._last = 0.0
-        self.distance = math.inf
-        self.dummies, self.logits = self._dummies.detach().clone(), self._logits.detach().clone()
-
-    def run(self) -> None:
-        """Search until the evaluations are used up, or nothing is gained any more."""
-        if self._attack == "l2":
-            self._lbfgs()
-        else:
-            self._signed_adam()
-        self._attacker.watcher.evaluated(self._left)
-
-    def _lbfgs(self) -> None:
-        """Zhu et al.: L-BFGS without a line search."""
-        optimizer = torch.optim.LBFGS(self._free, history_size=_HISTORY, tolerance_grad=0, tolerance_change=0)
-        while self._left > 0 and math.isfinite(self._last):
-            steps = min(_LBFGS_STEPS, self._left)
-            optimizer.param_groups[0].update(max_iter=steps, max_eval=steps)
-            before = self._left
-            optimizer.step(self._evaluate)  # type: ignore[no-untyped-call]
-            if steps > 1 and before - self._left == 1:  # it finds no way down
-                return
-
-    def _signed_adam(self) -> None:
-        """Geiping et al.: Adam on the sign of the gradient, with smaller steps in the end; images are kept in range."""
-        optimizer = torch.optim.Adam(self._free, lr=_STEP)
-        falls = [max(1, round(share * self._left)) for share in _FALLS]
-        schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, falls)
-        while self._left > 0:
-            self._evaluate()
-            if not math.isfinite(self._last):
-                return
-            for tensor in self._free:
-                assert tensor.grad is not None
-                tensor.grad.sign_()
-            optimizer.step()
-            schedule.step()
-            self._attacker.space.clamp_(self._dummies)
-
-    def _evaluate(self) -> Tensor:
-        """The distance at the present dummies, and its gradient in their ``grad``."""
-        attacker = self._attacker
-        targets = self._logits.softmax(1) if self._labels is None else self._labels
-        loss = F.cross_entropy(attacker.network(attacker.space.inputs(self._dummies)), targets)
-        gradient = torch.autograd.grad(loss, attacker.trained, create_graph=True, materialize_grads=True)
-        if self._attack == "l2":
-            distance = leakage.squared_distance(gradient, self._sent.gradient)
-        else:
-            distance = leakage.cosine_distance(gradient, self._sent.gradient)
-            if attacker.space.images:
-                distance = distance + _VARIATION * leakage.total_variation(self._dummies)
-        for tensor, part in zip(
-            self._free, torch.autograd.grad(distance, self._free, materialize_grads=True), strict=True
-        ):
-            tensor.grad = part
-        self._last = float(distance.detach())
-        if self._last < self.distance:
-            self.distance = self._last
-            self.dummies, self.logits = self._dummies.detach().clone(), self._logits.detach().clone()
-        self._left -= 1
-        attacker.watcher.evaluated(1)
-        return distance.detach()
-
-
-class _Space:
-    """Where an attack searches: noise around mid-grey for images, the network's own input for vectors."""
-
-    def __init__(self, preprocessing: Preprocessing, shape: tuple[int, ...], device: torch.device) -> None:
-        self.preprocessing, self.images = preprocessing, len(shape) == 3
-        self._shift = normalised(torch.zeros(1, *shape, device=device), preprocessing)
-        self._scale = normalised(torch.ones(1, *shape, device=device), preprocessing) - self._shift
-
-    def inputs(self, dummies: Tensor) -> Tensor:
-        """What the network reads."""
-        return normalised(0.5 + _SPREAD * dummies, self.preprocessing) if self.images else dummies
-
-    def clamp_(self, dummies: Tensor) -> None:
-        """Keep pixels in [0, 1]; nothing is known of the range of a vector."""
-        if self.images:
-            dummies.detach().clamp_(-0.5 / _SPREAD, 0.5 / _SPREAD)
-
-    def shown(self, inputs: Tensor) -> Tensor:
-        """What is compared: pixels in [0, 1], or vectors as the network reads them."""
-        inputs = inputs.detach()
-        return ((inputs - self._shift) / self._scale).clamp(0, 1) if self.images else inputs
 
 
 def seen_by_attacker(network: Network) -> Network:

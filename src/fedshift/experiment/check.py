@@ -16,7 +16,8 @@ from fedshift.experiment.features import built
 from fedshift.experiment.loop import check_fit
 from fedshift.experiment.part import data_for, pooled_bytes
 from fedshift.experiment.protocol import budgets, roles_of, rounds_needed, split_of, taking_part, targets_of
-from fedshift.experiment.schema import Experiment, SourceTarget
+from fedshift.experiment.schema import Experiment
+from fedshift.experiment.sections import SourceTarget
 from fedshift.functional.losses import task_loss
 from fedshift.methods.base import Method, RunPlan
 from fedshift.models import registry as models

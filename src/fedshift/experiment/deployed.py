@@ -30,15 +30,8 @@ from fedshift.experiment.protocol import (
     site_budget,
     site_plans,
 )
-from fedshift.experiment.schema import (
-    AdaptToOne,
-    Experiment,
-    FlareEngine,
-    LeaveOneOut,
-    SourceTarget,
-    method_name,
-    parse,
-)
+from fedshift.experiment.schema import Experiment, method_name, parse
+from fedshift.experiment.sections import AdaptToOne, FlareEngine, LeaveOneOut, SourceTarget
 from fedshift.experiment.watch import Watch
 from fedshift.federation.local import Setting
 from fedshift.federation.recipes import setting_recipe

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedshift.data.domain import DataSet
 from fedshift.experiment.protocol import Split
-from fedshift.experiment.schema import Engine
+from fedshift.experiment.sections import Engine
 from fedshift.federation.federation import Federation
 from fedshift.federation.local import LocalFederation, Setting, SitePlan
 from fedshift.federation.messages import Reply

@@ -19,9 +19,10 @@ import torch
 from fedshift.data.domain import DataSet
 from fedshift.data.view import SiteData
 from fedshift.errors import UserError, nearest
-from fedshift.experiment.attacks import Attack, Attacker, Case, Exchange, Watcher, seen_by_attacker
+from fedshift.experiment.attacks import Attacker, Case, seen_by_attacker
 from fedshift.experiment.environment import data_fingerprint, resolve_device, threads_set, versions
 from fedshift.experiment.features import built
+from fedshift.experiment.gradient_search import Attack, Exchange, Watcher
 from fedshift.experiment.part import data_for
 from fedshift.experiment.predict import load_model
 from fedshift.experiment.protocol import roles_of, split_of, taking_part, targets_of, with_wrong_labels

@@ -17,7 +17,8 @@ from fedshift.experiment.features import built
 from fedshift.experiment.folder import RunFolder
 from fedshift.experiment.part import Context, Reporter, run_part
 from fedshift.experiment.protocol import Part, Split, budgets, parts_of, roles_of, split_of, taking_part, targets_of
-from fedshift.experiment.schema import EXTENT, Experiment, method_record
+from fedshift.experiment.schema import Experiment, method_record
+from fedshift.experiment.sections import EXTENT
 from fedshift.federation.pool import WorkerPool
 from fedshift.files import write_bytes
 from fedshift.methods import registry

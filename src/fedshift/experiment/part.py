@@ -30,7 +30,8 @@ from fedshift.experiment.protocol import (
     split_of,
     with_wrong_labels,
 )
-from fedshift.experiment.schema import Experiment, LeaveOneOut, SourceTarget, method_record
+from fedshift.experiment.schema import Experiment, method_record
+from fedshift.experiment.sections import LeaveOneOut, SourceTarget
 from fedshift.federation.federation import Federation
 from fedshift.federation.local import LocalFederation, Setting
 from fedshift.federation.messages import RawData

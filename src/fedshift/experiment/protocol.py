@@ -13,7 +13,8 @@ from fedshift.data.splits import part_rows
 from fedshift.data.view import batches_per_epoch
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.summary import AVERAGE
-from fedshift.experiment.schema import AdaptToOne, Experiment, LeaveOneOut, Protocol, SourceTarget
+from fedshift.experiment.schema import Experiment
+from fedshift.experiment.sections import AdaptToOne, LeaveOneOut, Protocol, SourceTarget
 from fedshift.federation.local import SitePlan
 from fedshift.federation.training import Training
 from fedshift.functional.poisoning import wrong_labels
