@@ -31,9 +31,10 @@ from fedshift.federation.messages import Reply
 from fedshift.federation.pool import PoolFederation, WorkerPool
 from fedshift.federation.randomness import generator
 from fedshift.federation.site import Batch, Envelope
-from fedshift.functional.consensus_focus import domain_weights, shapley_focus
+from fedshift.functional.consensus_focus import shapley_focus
 from fedshift.functional.knowledge_vote import distillation_loss, knowledge_vote
 from fedshift.functional.projection import projection_layer
+from fedshift.functional.source_weights import domain_weights
 from fedshift.methods.base import Method, State
 from fedshift.methods.federated.elcfs import SharedSpectra
 from fedshift.models.payload import forward_cost

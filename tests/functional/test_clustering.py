@@ -13,6 +13,8 @@ from fedshift.errors import UserError
 from fedshift.functional.clustering import (
     auxiliary_distribution,
     class_means,
+    compactness,
+    dispersion,
     soft_cross_entropy,
     spherical_kmeans,
     student_assignment,
@@ -100,3 +102,37 @@ def test_student_assignment_and_cross_entropy() -> None:
     loss = soft_cross_entropy(torch.nn.functional.one_hot(labels, 4).double(), student_assignment(features, centres))
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(kernel, labels))
     assert torch.autograd.gradcheck(student_assignment, (features.requires_grad_(), centres.requires_grad_()))
+
+
+@given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 4), st.integers(0, 999))
+@settings(deadline=None, max_examples=25)
+def test_compactness_is_that_of_all_pairs(rows: int, width: int, clusters: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(rows, width, generator=generator, dtype=torch.float64) + 5
+    labels = torch.randint(clusters, (rows,), generator=generator) * 3 - 1
+    expected = 0.0
+    for label in set(labels.tolist()):
+        members = features[labels == label].tolist()
+        pairs = sum(math.dist(a, b) ** 2 for a in members for b in members)
+        expected += pairs / (2 * len(members))
+    assert compactness(features, labels) == pytest.approx(expected, abs=1e-9)
+
+
+def test_compactness_of_what_does_not_match() -> None:
+    assert compactness(torch.tensor([[0.0, 0], [2, 0], [9, 9]]), torch.tensor([4, 4, 0])) == 2
+    assert compactness(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64)) == 0
+    for shape, count in (((3,), 3), ((3, 2), 2)):
+        with pytest.raises(UserError, match="compactness needs"):
+            compactness(torch.zeros(shape), torch.zeros(count, dtype=torch.int64))
+
+
+def test_dispersion_is_the_compactness_of_separate_groups() -> None:
+    generator = torch.Generator().manual_seed(3)
+    labels = torch.arange(60) % 3
+    features = torch.randn(60, 4, generator=generator) + 50 * torch.eye(3, 4)[labels]
+    assert dispersion(features, 3, seed=7) == pytest.approx(compactness(features, labels))
+    assert dispersion(features, 2, seed=7) > 10 * compactness(features, labels)
+
+
+def test_dispersion_with_fewer_rows_than_clusters_is_nothing() -> None:
+    assert dispersion(torch.tensor([[1.0, 2], [1, 2], [4, 4]]), 5, seed=0) == 0

@@ -61,9 +61,10 @@ from fedshift.federation.messages import BYTES_PER_NUMBER, Features, PerSite, Re
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.adversarial import domain_identifier_loss, generator_loss
-from fedshift.functional.consensus_focus import compactness, gain_weights
+from fedshift.functional.clustering import dispersion
 from fedshift.functional.information import mutual_information
 from fedshift.functional.losses import entropy
+from fedshift.functional.source_weights import gain_weights
 from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.blocks import drawn_from, with_block
 from fedshift.models.network import Network
@@ -207,16 +208,9 @@ class FADA(Method):
     @torch.no_grad()
     def _dispersion(self, site: Site, weights: Weights) -> float:
         """The gap statistic I of the target's features under a model."""
-        from sklearn.cluster import KMeans
-        from threadpoolctl import threadpool_limits
-
         generator = self.generator(_with_own_statistics(site, weights))
-        features = torch.cat([generator(batch.inputs) for batch in site.all_batches()]).cpu()
-        number = min(site.classes, len(torch.unique(features, dim=0)))
-        with threadpool_limits(1):  # sums whose order does not depend on the number of threads
-            clusters = KMeans(number, n_init=4, random_state=derive_seed(site.seed) % 2**32)
-            labels = clusters.fit_predict(features.numpy())
-        return compactness(features, torch.from_numpy(labels).long())
+        features = torch.cat([generator(batch.inputs) for batch in site.all_batches()])
+        return dispersion(features, site.classes, derive_seed(site.seed) % 2**32)
 
 
 class _Turn:

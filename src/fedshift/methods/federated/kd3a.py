@@ -40,7 +40,7 @@ Should reproduce: Amazon Review 79.0, 80.6, 85.6, 86.9, average 83.1; Digit-5 92
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -54,10 +54,11 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Reply, Update
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Batch, Site
-from fedshift.functional import consensus_focus as focus
 from fedshift.functional import knowledge_vote as votes
-from fedshift.functional import schedules
+from fedshift.functional import schedules, source_weights
 from fedshift.functional.batchnorm import batchnorm_distance, batchnorm_objective
+from fedshift.functional.clustering import dispersion
+from fedshift.functional.consensus_focus import FocusTally
 from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.models.network import Network
 from fedshift.weights import Weights, is_buffer, weighted_average
@@ -195,7 +196,7 @@ class KD3A(Method):
         gate = schedules.linear(site.envelope.progress, self.gate_start, self.gate_end)
         teachers = _Teachers(self, site, list(models.values()), gate)
         student = site.model(self._own(site, weights))
-        shares = previous or dict(zip(models, focus.sample_weights(list(samples.values())), strict=True))
+        shares = previous or dict(zip(models, source_weights.sample_weights(list(samples.values())), strict=True))
         aligned = _Statistics(student, models, shares) if self.batch_norm == "loss" else None
 
         def loss_of(batch: Batch) -> Tensor:
@@ -225,7 +226,7 @@ class KD3A(Method):
         value, confident = teachers.judged()
         shares, target_share = self._shares(site, weights, trained, distilled, samples, value, confident)
         if previous and self.share_momentum:
-            mixed = focus.smoothed_weights(
+            mixed = source_weights.smoothed_weights(
                 [*previous.values(), 1 - sum(previous.values())], [*shares.values(), target_share], self.share_momentum
             )
             shares, target_share = dict(zip(shares, mixed, strict=False)), mixed[-1]
@@ -263,33 +264,26 @@ class KD3A(Method):
             target_share = confident / (len(counts) + 1)
         if value is not None:
             if self.target_share == "confident":
-                sources, target_share = focus.released_domain_weights(value, confident)
+                sources, target_share = source_weights.released_domain_weights(value, confident)
             else:
-                sources, target_share = focus.domain_weights(value, counts, site.samples)
+                sources, target_share = source_weights.domain_weights(value, counts, site.samples)
             return dict(zip(models, sources, strict=True)), target_share
         if self.focus == "samples":
-            sources = focus.sample_weights(counts)
+            sources = source_weights.sample_weights(counts)
         elif self.focus == "h_divergence":
             distances = [batchnorm_distance(model, distilled) for model in models.values()]
-            sources = focus.distance_weights(counts, distances)
+            sources = source_weights.distance_weights(counts, distances)
         else:
-            before = self._compactness(site, weights)
-            sources = focus.gain_weights([before - self._compactness(site, model) for model in models.values()])
+            before = self._dispersion(site, weights)
+            sources = source_weights.gain_weights([before - self._dispersion(site, model) for model in models.values()])
         return {name: (1 - target_share) * share for name, share in zip(models, sources, strict=True)}, target_share
 
     @torch.no_grad()
-    def _compactness(self, site: Site, weights: Weights) -> float:
+    def _dispersion(self, site: Site, weights: Weights) -> float:
         """How far the target's features lie from their clusters' centres under a model (information gain of FADA)."""
-        from sklearn.cluster import KMeans
-        from threadpoolctl import threadpool_limits
-
         model = site.model(weights).eval()
-        features = torch.cat([model.features(batch.inputs).flatten(1) for batch in site.all_batches()]).cpu()
-        number = min(site.classes, len(torch.unique(features, dim=0)))
-        with threadpool_limits(1):  # sums whose order does not depend on the number of threads
-            clusters = KMeans(number, n_init=4, random_state=derive_seed(site.seed) % 2**32)
-            labels = clusters.fit_predict(features.numpy())
-        return focus.compactness(features, torch.from_numpy(labels).long())
+        features = torch.cat([model.features(batch.inputs).flatten(1) for batch in site.all_batches()])
+        return dispersion(features, site.classes, derive_seed(site.seed) % 2**32)
 
     # What stays at a site -----------------------------------------------------------------------------------------
 
@@ -322,9 +316,9 @@ class _Teachers:
         self._networks = [site.model(weights).requires_grad_(False) for weights in models]
         for network in self._networks:
             network.train(not self._own_statistics)
-        self._tally: focus.FocusTally | None = None
+        self._tally: FocusTally | None = None
         if method.focus == "shapley" or method.focus == "leave_one_out":
-            self._tally = focus.FocusTally(
+            self._tally = FocusTally(
                 len(models),
                 gate,
                 rule=method.focus,
@@ -393,7 +387,9 @@ class _Statistics:
                 alphas = alphas / alphas.sum()
                 module.register_forward_pre_hook(self._hook(means, variances, alphas))
 
-    def _hook(self, means: Tensor, variances: Tensor, shares: Tensor):  # type: ignore[no-untyped-def]
+    def _hook(
+        self, means: Tensor, variances: Tensor, shares: Tensor
+    ) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
         def keep(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
             self._objectives.append(batchnorm_objective(inputs[0], means, variances, shares))
 

@@ -1,0 +1,122 @@
+"""Weights of sources: worked numbers, the released code's rounding, invariants, values that cannot be."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedshift.errors import UserError
+from fedshift.functional.source_weights import (
+    distance_weights,
+    domain_weights,
+    gain_weights,
+    released_domain_weights,
+    sample_weights,
+    smoothed_weights,
+)
+
+LEAVE_ONE_OUT = (0.91, 0.91, 0.02)
+SHAPLEY = (1.233233, 0.763533, 0.803233)
+RELEASED = (1.233333, 0.763333, 0.803333)
+FOCUS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=8)
+
+
+@pytest.mark.parametrize(
+    ("focus", "expected"),
+    [
+        (LEAVE_ONE_OUT, (0.195699, 0.391398, 0.012903)),
+        (SHAPLEY, (0.143122, 0.177222, 0.279656)),
+        ((0.0, 0.0, 0.0), (0.2, 0.2, 0.2)),
+        ((-1.0, -2.0, 0.0), (0.2, 0.2, 0.2)),
+        ((-5.0, 0.5, 0.0), (0, 0.6, 0)),
+    ],
+)
+def test_worked_numbers_of_domain_weights(focus: tuple[float, ...], expected: tuple[float, ...]) -> None:
+    for given_focus in (focus, torch.tensor(focus, dtype=torch.float64)):
+        sources, target = domain_weights(given_focus, [100, 200, 300], 400)
+        assert target == pytest.approx(0.4)
+        assert sources == pytest.approx(expected, abs=1e-6)
+        assert sum(sources) == pytest.approx(0.6)
+
+
+def test_sources_that_add_nothing_share_equally() -> None:
+    sources, target = domain_weights([0.0, -0.04], [100, 300], 100)
+    assert sources == pytest.approx([0.4, 0.4])
+    assert target == pytest.approx(0.2)
+
+
+def test_worked_numbers_of_the_released_weights() -> None:
+    sources, target = released_domain_weights(RELEASED, 1.0, decimals=4)
+    assert (target, sources) == (0.25, [0.3304, 0.2045, 0.2152])
+    smoothed = smoothed_weights([0.25] * 4, [target, *sources])
+    assert smoothed == pytest.approx([0.25, 0.2580, 0.2454, 0.2465], abs=5.1e-5)
+    exact, target = released_domain_weights(RELEASED, 0.5)
+    assert target == 0.125
+    assert sum(exact) == pytest.approx(0.875)
+    assert released_domain_weights([0.0, -1.0], 0.0) == ([0.5, 0.5], 0.0)
+
+
+@given(FOCUS, st.integers(0, 1000), st.floats(0, 1), st.data())
+@settings(deadline=None, max_examples=25)
+def test_shares_sum_to_one(focus: list[float], target_samples: int, fraction: float, data: st.DataObject) -> None:
+    samples = data.draw(st.lists(st.integers(1, 10**6), min_size=len(focus), max_size=len(focus)))
+    gaps = [abs(value) for value in focus]
+    for sources, target in (
+        domain_weights(focus, samples, target_samples),
+        released_domain_weights(focus, fraction),
+        (sample_weights(samples), 0.0),
+        (distance_weights(samples, gaps), 0.0),
+        (gain_weights(focus), 0.0),
+    ):
+        assert sum(sources) + target == pytest.approx(1)
+        assert min(*sources, target) >= 0
+
+
+def test_weights_they_are_compared_with() -> None:
+    assert sample_weights([100, 200, 300]) == pytest.approx([1 / 6, 1 / 3, 1 / 2])
+    expected = (0.665241, 0.244728, 0.090031)
+    assert distance_weights([7, 7, 7], [0, 1, 2]) == pytest.approx(expected, abs=1e-6)
+    # Only differences of distances matter, however large.
+    assert distance_weights([7, 7, 7], [5000, 5001, 5002]) == pytest.approx(expected, abs=1e-6)
+    assert distance_weights([1, 3], [2.0, 2.0]) == pytest.approx([0.25, 0.75])
+    assert gain_weights([0.5, 0.1, -0.2]) == pytest.approx([0.461488, 0.309344, 0.229168], abs=1e-6)
+    assert gain_weights([0.3] * 4) == pytest.approx([0.25] * 4)
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=6), st.floats(0, 1))
+@settings(max_examples=25)
+def test_smoothing_keeps_the_sum(weights: list[float], momentum: float) -> None:
+    new = weights[::-1]
+    smoothed = smoothed_weights(weights, new, momentum)
+    assert sum(smoothed) == pytest.approx(sum(weights))
+    assert smoothed_weights(weights, new, 1.0) == weights
+    assert smoothed_weights(weights, new, 0.0) == new
+
+
+def test_weights_that_cannot_be() -> None:
+    for samples, target in (([1, 2], 5), ([1, 2, 0], 5), ([1, 2, 3], -1)):
+        with pytest.raises(UserError):
+            domain_weights([1.0, 1.0, 1.0], samples, target)
+    for focus in ([], [math.nan], [math.inf]):
+        with pytest.raises(UserError):
+            domain_weights(focus, [1] * len(focus), 1)
+        with pytest.raises(UserError):
+            released_domain_weights(focus, 0.5)
+        with pytest.raises(UserError):
+            gain_weights(focus)
+    for fraction in (-0.1, 1.1, math.nan):
+        with pytest.raises(UserError, match="fraction"):
+            released_domain_weights([1.0], fraction)
+        with pytest.raises(UserError, match="momentum"):
+            smoothed_weights([1.0], [1.0], fraction)
+    with pytest.raises(UserError, match="sites must stay"):
+        smoothed_weights([1.0], [0.5, 0.5])
+    with pytest.raises(UserError, match="at least one"):
+        sample_weights([])
+    for distances in ([-1.0, 0.0], [math.nan, 0.0], [math.inf, 0.0], [1.0]):
+        with pytest.raises(UserError):
+            distance_weights([1, 1], distances)
