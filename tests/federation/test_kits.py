@@ -22,10 +22,13 @@ from fedshift.errors import UserError
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedshift[deploy]'")
 
 from fedshift.cli.project import free_port
-from fedshift.federation import flare_kits, roles
+from fedshift.federation import roles
 from fedshift.federation.deployment import Deployment
-from fedshift.federation.flare_kits import Provisioned, check_certificates, check_port, check_reachable, load_kit
-from fedshift.federation.flare_service import Service, _Job
+from fedshift.federation.flare_checks import check_certificates, check_port, check_reachable
+from fedshift.federation.flare_jobs import Attendance, Job
+from fedshift.federation.flare_kits import Kit, load_kit
+from fedshift.federation.flare_provision import Provisioned, relocate
+from fedshift.federation.flare_service import Service
 
 PROJECT: dict[str, Any] = {
     "name": "hearts",
@@ -121,7 +124,7 @@ def test_a_kit_that_was_moved_keeps_its_files_below_it(tmp_path: Path) -> None:
     made = provisioned(tmp_path / "here")
     moved = tmp_path / "there"
     shutil.move(made.coordinator, moved)
-    flare_kits.relocate(moved)
+    relocate(moved)
     text = (moved / "flare/local/resources.json").read_text()
     assert str(moved) in text
     assert str(made.coordinator) not in text
@@ -199,9 +202,9 @@ def test_reaching_the_coordinator(kits: Provisioned, tmp_path: Path) -> None:
     try:
         port = answering(kits.coordinator, stop)
 
-        def kit_of(made: Provisioned) -> flare_kits.Kit:
+        def kit_of(made: Provisioned) -> Kit:
             kit = load_kit(made.sites["north"])
-            return flare_kits.Kit(kit.folder, kit.role, kit.name, kit.project.model_copy(update={"port": port}))
+            return Kit(kit.folder, kit.role, kit.name, kit.project.model_copy(update={"port": port}))
 
         assert check_reachable(kit_of(kits)) is None
         with pytest.raises(UserError, match=r"does not accept this kit, or is not the coordinator of project 'hearts'"):
@@ -209,7 +212,7 @@ def test_reaching_the_coordinator(kits: Provisioned, tmp_path: Path) -> None:
     finally:
         stop.set()
     kit = load_kit(kits.sites["north"])
-    nobody = flare_kits.Kit(kit.folder, kit.role, kit.name, kit.project.model_copy(update={"port": free_port()}))
+    nobody = Kit(kit.folder, kit.role, kit.name, kit.project.model_copy(update={"port": free_port()}))
     assert "refused" in str(check_reachable(nobody)).lower()
 
 
@@ -239,7 +242,7 @@ def test_a_clock_that_is_wrong_is_said_in_one_line(dates: tuple[int, int], whose
     try:
         port = answering(made.coordinator, stop)
         kit = load_kit(made.sites["north"])
-        kit = flare_kits.Kit(kit.folder, kit.role, kit.name, kit.project.model_copy(update={"port": port}))
+        kit = Kit(kit.folder, kit.role, kit.name, kit.project.model_copy(update={"port": port}))
         with pytest.raises(UserError, match=r"not valid yet or no longer, by .*: compare the clocks") as raised:
             check_reachable(kit)
         assert "\n" not in str(raised.value)
@@ -281,16 +284,16 @@ def test_two_machines_with_one_kit_are_told_apart_from_a_line_that_broke_once(
     line: str, kits: Provisioned, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 1000.0
-    monkeypatch.setattr("fedshift.federation.flare_service.time.monotonic", lambda: now)
-    service = Service(load_kit(kits.coordinator))
+    monkeypatch.setattr("fedshift.federation.flare_jobs.time.monotonic", lambda: now)
+    attendance = Attendance()
     for _ in range(2):
-        service.hear(line)
-    assert service.crowded() == ""
+        attendance.hear(line)
+    assert attendance.crowded() == ""
     now += 9
-    service.hear(line)
-    assert service.crowded().startswith("the kit of site 'north' is in use on two machines")
+    attendance.hear(line)
+    assert attendance.crowded().startswith("the kit of site 'north' is in use on two machines")
     now += 60
-    assert service.crowded() == ""
+    assert attendance.crowded() == ""
 
 
 class Server:
@@ -317,13 +320,13 @@ def test_jobs_that_die_again_and_again_are_given_up(
     rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticks = itertools.count(1000.0, 2.0)
-    monkeypatch.setattr("fedshift.federation.flare_service.time.monotonic", lambda: next(ticks))
+    monkeypatch.setattr("fedshift.federation.flare_jobs.time.monotonic", lambda: next(ticks))
     made = provisioned(tmp_path)
     deployment = Deployment(made.coordinator, "study")
     deployment.want("run")
     (deployment.folder / "experiment.json").write_text(json.dumps({"engine": {"tries": 3}}))
     server = Server(deployment, rounds)
-    job = _Job(Service(load_kit(made.coordinator)), deployment)
+    job = Job(Attendance(), deployment)
     looks = 0
     while not job.look(server):
         looks += 1

@@ -21,7 +21,8 @@ from network import ADAPT, PATIENCE, THREE, Network, asked, environment, model, 
 
 from fedshift.errors import UserError
 from fedshift.federation import roles
-from fedshift.federation.flare_kits import job_folder, load_kit
+from fedshift.federation.flare_jobs import job_folder
+from fedshift.federation.flare_kits import load_kit
 
 pytestmark = pytest.mark.slow
 
@@ -106,7 +107,7 @@ def test_a_job_that_brings_code_is_refused(network: Network, tmp_path: Path) -> 
     from nvflare.fuel.flare_api.flare_api import new_secure_session
 
     kit = load_kit(network.coordinator)
-    job = job_folder(kit, "code", 1, tmp_path / "job")
+    job = job_folder("code", 1, tmp_path / "job")
     (job / "app" / "custom").mkdir()
     (job / "app" / "custom" / "mine.py").write_text("print('mine')\n")
     session = new_secure_session(kit.project.contact, str(network.coordinator / "admin"), timeout=30.0)

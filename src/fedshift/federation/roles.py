@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 from fedshift.errors import FedshiftError, UserError
 
 if TYPE_CHECKING:
-    from fedshift.federation.flare_kits import Kit, Project, Provisioned
+    from fedshift.federation.flare_kits import Kit, Project
+    from fedshift.federation.flare_provision import Provisioned
 
 _START_SECONDS, _STOP_SECONDS = 120.0, 40.0
 
@@ -41,7 +42,7 @@ def load_project(path: Path) -> Project:
 def provision(project: Project, out: Path, *, renew: bool = False) -> Provisioned:
     """Start-up kits below ``out``: one for the coordinator, one per site."""
     installed()
-    from fedshift.federation.flare_kits import provision
+    from fedshift.federation.flare_provision import provision
 
     return provision(project, out, renew=renew)
 
@@ -49,7 +50,8 @@ def provision(project: Project, out: Path, *, renew: bool = False) -> Provisione
 def load_kit(folder: Path, role: str) -> Kit:
     """The kit of a role, its certificates checked."""
     installed()
-    from fedshift.federation.flare_kits import check_certificates, load_kit
+    from fedshift.federation.flare_checks import check_certificates
+    from fedshift.federation.flare_kits import load_kit
 
     kit = load_kit(folder, role)
     check_certificates(kit)
@@ -58,14 +60,14 @@ def load_kit(folder: Path, role: str) -> Kit:
 
 def expiry(kit: Kit) -> str:
     """When the kit's certificates expire."""
-    from fedshift.federation.flare_kits import check_certificates
+    from fedshift.federation.flare_checks import check_certificates
 
     return f"{check_certificates(kit):%Y-%m-%d}"
 
 
 def unreachable(kit: Kit) -> str | None:
     """Why the coordinator cannot be reached from here; None when it can."""
-    from fedshift.federation.flare_kits import check_reachable
+    from fedshift.federation.flare_checks import check_reachable
 
     return check_reachable(kit)
 
@@ -101,10 +103,10 @@ def start(kit: Kit, site_file: Path | None = None, *, foreground: bool = False, 
     if before.pid is not None:
         raise UserError(f"{kit.role} '{kit.name}' runs already (process {before.pid}); stop it first")
     if kit.role == "coordinator":
-        from fedshift.federation.flare_kits import check_port
+        from fedshift.federation.flare_checks import check_port
 
         check_port(kit)
-    from fedshift.federation.flare_kits import relocate
+    from fedshift.federation.flare_provision import relocate
 
     relocate(kit.folder)
     words = [str(kit.folder), *([str(site_file.resolve())] if site_file else [])]
