@@ -18,7 +18,7 @@ from fedshift.experiment.site import SiteProgram
 from fedshift.experiment.site_file import load_site
 from fedshift.federation.federation import Answer, Request
 from fedshift.federation.local import LocalFederation
-from fedshift.federation.remote import Lost
+from fedshift.federation.transport import Lost
 from fedshift.federation.wire import Message
 
 SITES = {"north": 41, "south": 17, "east": 26}

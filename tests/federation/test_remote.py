@@ -22,7 +22,7 @@ from fedshift.experiment.schema import parse
 from fedshift.experiment.site import SiteProgram
 from fedshift.experiment.site_file import load_site
 from fedshift.federation.policy import AuditLog
-from fedshift.federation.remote import Lost
+from fedshift.federation.transport import Lost
 from fedshift.federation.wire import Message, body_of, seal, unseal
 from fedshift.weights import Weights
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from fedshift.errors import FedshiftError
 from fedshift.federation.messages import Content, Statistics, Update
-from fedshift.federation.remote import checked_reply
+from fedshift.federation.replies import checked_reply
 from fedshift.federation.wire import BLOCK, Message, Wire, body_of, narrowed, seal, unseal, widened
 from fedshift.weights import Weights
 

@@ -22,7 +22,7 @@ from fedshift.experiment.protocol import Part, Split, domain_rows, unseen_rows
 from fedshift.experiment.schema import Experiment, method_name
 from fedshift.experiment.sections import AdaptToOne, FlareEngine, LeaveOneOut, SourceTarget
 from fedshift.experiment.watch import Watch
-from fedshift.federation.remote import Lost, Transport, ask_plain
+from fedshift.federation.transport import Lost, Transport, ask_plain
 from fedshift.files import write_bytes
 
 CARDS = "cards.json"

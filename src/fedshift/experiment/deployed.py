@@ -35,7 +35,8 @@ from fedshift.experiment.sections import AdaptToOne, FlareEngine, LeaveOneOut, S
 from fedshift.experiment.watch import Watch
 from fedshift.federation.local import Setting
 from fedshift.federation.recipes import setting_recipe
-from fedshift.federation.remote import RemoteFederation, Transport, ask_plain
+from fedshift.federation.remote import RemoteFederation
+from fedshift.federation.transport import Transport, ask_plain
 from fedshift.methods.base import Method
 from fedshift.models.network import Network
 from fedshift.models.options import NetworkOptions

@@ -39,8 +39,9 @@ from fedshift.federation.local import Setting, SitePlan, SiteRunner
 from fedshift.federation.messages import Statistics, promised_kinds, reply_content
 from fedshift.federation.policy import ACCURACY, AuditLog, described
 from fedshift.federation.recipes import setting_from
-from fedshift.federation.remote import PROTOCOL, reply_type
+from fedshift.federation.replies import reply_type
 from fedshift.federation.site import Envelope
+from fedshift.federation.transport import PROTOCOL
 from fedshift.federation.wire import Message, Residuals, body_of, error_answer, seal, unseal
 from fedshift.methods import registry as methods
 from fedshift.methods.base import Method

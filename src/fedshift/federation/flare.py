@@ -26,7 +26,7 @@ from nvflare.apis.signal import Signal
 from fedshift.errors import FedshiftError
 from fedshift.federation.deployment import Deployment
 from fedshift.federation.recipes import find
-from fedshift.federation.remote import Again, Lost
+from fedshift.federation.transport import Again, Lost
 from fedshift.federation.wire import Message, error_answer
 
 KIT, SITE = "FEDSHIFT_KIT", "FEDSHIFT_SITE"

@@ -1,6 +1,5 @@
-"""A federation whose sites are other machines: requests and replies as messages, whatever carries them.
+"""A federation whose sites are other machines: requests and replies as messages, which a `Transport` carries.
 
-What a request says and what a reply may hold stands here; an engine such as FLARE carries `Message`s (`Transport`).
 Replies come in any order and are handed on in the order asked, so a run over a network ends in the same bits as one in
 a single process. A reply that is late, doubled, of another shape or not finite is refused and recorded, and its site
 counts as lost in this exchange.
@@ -8,109 +7,25 @@ counts as lost in this exchange.
 
 from __future__ import annotations
 
-import hashlib
-import inspect
-import json
-import time
-import typing
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fedshift.errors import FedshiftError, KindRefused, Refused, TrainingDiverged
 from fedshift.federation.federation import Answer, Federation, Missing, Request, StepOwner
-from fedshift.federation.messages import Content, Reply, Statistics, returned
+from fedshift.federation.messages import Content, Reply, Statistics
 from fedshift.federation.outbox import Outbox
 from fedshift.federation.policy import ACCURACY
-from fedshift.federation.wire import Body, Message, Residuals, Wire, body_of, seal, unseal
+from fedshift.federation.replies import Shapes, checked_measures, checked_reply, reply_type
+from fedshift.federation.transport import PROTOCOL, Lost, Transport, opened, request_key
+from fedshift.federation.wire import Message, Residuals, Wire, body_of, seal
 from fedshift.weights import NamedTensors, Weights
-
-PROTOCOL = 1
-"""The version of requests and replies. A site refuses another one."""
 
 HERE = "coordinator"
 """Where a checkpoint keeps what is the coordinator's own; no site may be called so."""
 
 Event = Callable[[dict[str, Any]], None]
 """Told of every step on the way of an exchange, for people who watch."""
-
-
-class Again(FedshiftError):
-    """The run has to go on in a new job: a site is back that the present one cannot reach."""
-
-
-@dataclass(frozen=True)
-class Lost:
-    """Why no reply of a site can be used in an exchange. ``error``: the name of the error that the site answered."""
-
-    reason: str
-    error: str = ""
-
-    @property
-    def refused(self) -> bool:
-        """Whether the site is there, and its policy does not let out what was asked for."""
-        return self.error == KindRefused.__name__
-
-    def missing(self) -> KindRefused | TrainingDiverged | None:
-        """Why a site that is there has nothing to give in this exchange; None for one that is not there."""
-        kinds: tuple[type[KindRefused | TrainingDiverged], ...] = (KindRefused, TrainingDiverged)
-        return next((kind(self.reason) for kind in kinds if kind.__name__ == self.error), None)
-
-
-class Transport(Protocol):
-    """What an engine does: carry one message to each of some sites and bring back what they answer."""
-
-    def exchange(
-        self, messages: Iterator[tuple[str, Message]], deadline: float, patience: Mapping[str, float]
-    ) -> Generator[tuple[str, Message | Lost], None, None]:
-        """Answers as they come; a site without one within ``deadline`` seconds is `Lost`.
-
-        patience: seconds that a site has to fetch its message, for those that were lost before. Raises Again.
-        """
-        ...
-
-
-def reply_type(method: StepOwner, step: str) -> type[Reply]:
-    """What a step of ``method`` returns. Raises FedshiftError when ``step`` is no step: a private name, server code."""
-    named = isinstance(step, str) and not step.startswith("_")
-    function = getattr(type(method.step_owner(step)), step, None) if named else None
-    if inspect.isfunction(function):
-        parameters = list(inspect.signature(function).parameters)
-        kind = returned(function)
-        if parameters[1:2] == ["site"] and kind is not None:
-            return kind
-    raise FedshiftError(f"'{step}' is not a step of {type(method).__name__}")
-
-
-def checked_reply(kind: type[Reply], content: Mapping[str, Any]) -> Reply:
-    """``content`` as a reply of the class a step promises. Raises FedshiftError where names or kinds differ."""
-    expected = typing.get_type_hints(kind)
-    names = {field.name for field in fields(kind)}
-    if set(content) != names:
-        raise FedshiftError(f"a {kind.__name__} has the fields {sorted(names)}, not {sorted(map(str, content))}")
-    for name in names:
-        if not _fits(content[name], expected[name]):
-            raise FedshiftError(f"'{name}' of a {kind.__name__} is a {type(content[name]).__name__}")
-    return kind(**content)
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    origin = typing.get_origin(kind)
-    if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
-        inner = typing.get_args(kind)[1]
-        return (
-            isinstance(value, Mapping)
-            and not isinstance(value, NamedTensors)
-            and all(_fits(item, inner) for item in value.values())
-        )
-    if origin is not None:  # a union
-        return any(_fits(value, part) for part in typing.get_args(kind))
-    if kind is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return isinstance(value, kind) if isinstance(kind, type) else False
 
 
 class RemoteFederation(Federation):
@@ -139,13 +54,12 @@ class RemoteFederation(Federation):
         self.transport, self.run = transport, run
         self.deadline, self.wire, self.patience = deadline, wire, patience
         self._recipe, self._parts = recipe, parts
-        self._like = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in like.items()}
+        self._tensors = Shapes(like)
         self._event = on_event or (lambda event: None)
         self._memory: dict[str, dict[str, str]] = {}
         self._kept: dict[str, dict[str, str]] = {}
         self._checkpoint = 0
         self._lost: set[str] = set()
-        self._shapes: dict[tuple[str, str], Any] = {}
         self._outbox = Outbox(wire)
 
     # An exchange ------------------------------------------------------------------------------------------------------
@@ -238,7 +152,7 @@ class RemoteFederation(Federation):
         if isinstance(message, Lost):
             return message
         try:
-            header, content, crossed = _opened(message, key)
+            header, content, crossed = opened(message, key)
             if "error" in header:
                 return self._site_error(site, header)
             mini_batches, memory = header.get("mini_batches"), header.get("memory")
@@ -249,7 +163,7 @@ class RemoteFederation(Federation):
             ):
                 raise FedshiftError("it does not say what the site remembers")
             reply = checked_reply(kind, content)
-            self._check_tensors(step, content)
+            self._tensors.check(step, content)
         except FedshiftError as error:
             if isinstance(error, _Stop):
                 raise error.reason from None
@@ -267,23 +181,6 @@ class RemoteFederation(Federation):
         if name in stops:
             raise _Stop(stops[name](text))
         return Lost(text, name)
-
-    def _check_tensors(self, step: str, content: Mapping[str, Any]) -> None:
-        """Raises FedshiftError for numbers that are not finite and shapes that are not those of the network."""
-        for name, value in content.items():
-            for path, tensors in _named(name, value):
-                tensors.check_finite(f"'{path}'")
-                if not isinstance(tensors, Weights):
-                    continue
-                shapes = {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
-                for key, shape in shapes.items():
-                    if key in self._like and shape != self._like[key]:
-                        raise FedshiftError(
-                            f"'{path}': tensor '{key}' is {shape[0]} {shape[1]}, the network's is {self._like[key][0]} "
-                            f"{self._like[key][1]}"
-                        )
-                if self._shapes.setdefault((step, path), shapes) != shapes:
-                    raise FedshiftError(f"'{path}' holds other tensors than in replies before")
 
     def _may_go_on(self, step: str, site: str, asked: int, gone: int, outcome: Lost) -> None:
         """Raises FedshiftError when too few sites are left for this exchange."""
@@ -339,7 +236,7 @@ class RemoteFederation(Federation):
                 self._lost.add(site)
                 continue
             try:
-                header, _, _ = _opened(message, keys.get(site, ""))
+                header, _, _ = opened(message, keys.get(site, ""))
                 if "error" in header:
                     lost = self._site_error(site, header)
                     self._record("measure", site, "refused" if lost.refused else "lost", lost.reason)
@@ -348,7 +245,7 @@ class RemoteFederation(Federation):
                     continue
                 if site in found:
                     raise FedshiftError("a second reply to one request")
-                found[site] = _checked_measures(header.get("measures"))
+                found[site] = checked_measures(header.get("measures"))
             except _Stop as stop:
                 raise stop.reason from None
             except FedshiftError as error:
@@ -386,69 +283,6 @@ class _Stop(FedshiftError):
         self.reason = reason
 
 
-def _opened(message: Message, key: str) -> tuple[dict[str, Any], dict[str, Content], dict[str, Content]]:
-    """``(header, content, content as it crossed)`` of the answer to the request ``key``, which may be an ``error``.
-
-    Raises FedshiftError for anything else.
-    """
-    header, content, crossed = unseal(message)
-    if "error" not in header and header.get("answers") != key:
-        raise FedshiftError("it answers another request")
-    return header, content, crossed
-
-
-def request_key(header: Mapping[str, Any], body: Body) -> str:
-    """What makes two requests the same request: a site answers it again without doing it again.
-
-    Not the checkpoint's place, which differs when a round is done again.
-    """
-    own = {name: value for name, value in header.items() if name not in ("key", "kept", "checkpoint")}
-    return hashlib.sha256(f"{json.dumps(own, sort_keys=True)}\n{body.sha256}".encode()).hexdigest()
-
-
-def ask_plain(
-    transport: Transport, what: str, run: str, headers: Mapping[str, Mapping[str, Any]], deadline: float
-) -> dict[str, dict[str, Any] | Lost]:
-    """Ask sites for plain values before there is a federation: ``headers`` by site, their replies' headers by site.
-
-    ``arrived`` in a reply: the time of this machine's clock when it came.
-    """
-    body = body_of({})
-    outgoing: list[tuple[str, Message]] = []
-    keys: dict[str, str] = {}
-    for site, header in headers.items():
-        whole = {"do": what, "protocol": PROTOCOL, "run": run, **header}
-        keys[site] = whole["key"] = request_key(whole, body)
-        outgoing.append((site, seal(whole, body)))
-    return _plain(transport.exchange(iter(outgoing), deadline, {}), keys)
-
-
-def _plain(arrivals: Iterator[tuple[str, Message | Lost]], keys: Mapping[str, str]) -> dict[str, dict[str, Any] | Lost]:
-    found: dict[str, dict[str, Any] | Lost] = {}
-    for site, message in arrivals:
-        if isinstance(message, Lost):
-            found[site] = message
-            continue
-        try:
-            header, _, _ = _opened(message, keys.get(site, ""))
-        except FedshiftError as error:
-            found[site] = Lost(str(error))
-            continue
-        if "error" in header:
-            found[site] = Lost(str(header.get("message"))[:2000], str(header["error"]))
-        else:
-            found[site] = {**header, "arrived": time.time()}
-    return found
-
-
-def _named(path: str, value: Any) -> Iterator[tuple[str, NamedTensors]]:
-    if isinstance(value, NamedTensors):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _named(f"{path}/{key}", item)
-
-
 class Measured(Statistics):
     """Stands in the ledger for a model sent to be measured, and for what is said of it."""
 
@@ -459,15 +293,3 @@ def _counted(size: int) -> Measured:
     import torch
 
     return Measured({"bytes": torch.empty(size, dtype=torch.uint8, device="meta")})
-
-
-def _checked_measures(value: Any) -> dict[str, Any]:
-    """``{accuracy, samples, classes: [[right, of] or None]}`` as a site says it. Raises FedshiftError if it is not."""
-    try:
-        accuracy, samples, classes = float(value["accuracy"]), int(value["samples"]), list(value["classes"])
-        pairs = [None if pair is None else (int(pair[0]), int(pair[1])) for pair in classes]
-    except (TypeError, ValueError, KeyError, IndexError, OverflowError) as error:
-        raise FedshiftError("what it measured cannot be read") from error
-    if not (0 <= accuracy <= 100 and samples >= 1 and all(pair is None or 0 <= pair[0] <= pair[1] for pair in pairs)):
-        raise FedshiftError("what it measured is not an accuracy")
-    return {"accuracy": accuracy, "samples": samples, "classes": pairs}
