@@ -28,12 +28,14 @@ from fedshift.federation.site import Site
 from fedshift.functional.colour import rgb_to_lab
 from fedshift.functional.styles import channel_styles
 from fedshift.methods import registry
-from fedshift.methods.base import RunPlan
+from fedshift.methods.base import Method, RunPlan
+from fedshift.methods.federated.alone import Alone
 from fedshift.methods.federated.ccst import CCST, StyleTransfer
 from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedprox import FedProx
 from fedshift.methods.federated.fedsr import FedSR
+from fedshift.methods.in_front import InFront
 from fedshift.models import registry as models
 from fedshift.models.style_transfer import decoder, encoder
 
@@ -62,7 +64,7 @@ def seen(method: Any, where: Federation, name: str, repeats: int = 40) -> dict[i
     site = site_of(where, name)
     site.begin(type(site.envelope)(9, 1, 0.0, 10_000))
     out: dict[int, list[Tensor]] = {row: [] for row in range(site.samples)}
-    with method._stylised(site):
+    with method.inside(site):
         for batch in site.batches(repeats):
             for row, sample in zip(batch.rows.tolist(), batch.inputs * 0.25 + 0.5, strict=True):
                 if not any(torch.allclose(sample, known, atol=1e-5) for known in out[row]):
@@ -86,7 +88,7 @@ def test_the_augmented_set_has_n_times_l_samples(level: int | None) -> None:
     assert untouched == int((domains_of == 0).sum())
     assert level is not None or untouched == 6
     site = site_of(where, "a")
-    with method._stylised(site):
+    with method.inside(site):
         for batch in site.batches():
             assert torch.equal(batch.targets, torch.from_numpy(found[1].labels)[batch.rows])
         for batch in site.all_batches():  # not for training: as they are
@@ -133,7 +135,7 @@ def test_one_style_per_batch() -> None:
     for same in (False, True):
         method = CCST(**options, one_style_per_batch=same)
         where, _ = begun(method, found)
-        with method._stylised(site_of(where, "a")):
+        with method.inside(site_of(where, "a")):
             styler = site_of(where, "a").scratch["styler"]
         first = {
             (domain, number)
@@ -164,7 +166,7 @@ def test_vectors_take_on_the_columns_of_a_site() -> None:
     own, other = bank["a"], bank["b"]
     expected = (x - own["mean"]) / own["deviation"] * other["deviation"] + other["mean"]
     site.begin(type(site.envelope)(9, 1, 0.0, 10_000))
-    with method._stylised(site):
+    with method.inside(site):
         drawn = [(row, s) for b in site.batches(30) for row, s in zip(b.rows.tolist(), b.inputs, strict=True)]
     for row in range(6):
         assert any(number == row and torch.allclose(s, expected[row], atol=1e-5) for number, s in drawn)
@@ -211,7 +213,7 @@ def test_features_take_styles_on_after_the_stage_in_training_only() -> None:
     site = site_of(where, "a")
     assert site.memory["styles"]["b"]["mean"].shape == (1, 3)  # type: ignore[index]
     site.begin(type(site.envelope)(9, 1, 0.0, 10_000))
-    with method._stylised(site):
+    with method.inside(site):
         model = site.model()
         batch = next(iter(site.batches()))
         _, styled = model.with_stages(batch.inputs, ("conv1",))
@@ -328,6 +330,34 @@ def test_it_is_the_method_behind_with_other_samples(name: str, monkeypatch: pyte
     for _ in range(2):
         same = step_on(behind, again, same)
     assert unstyled == same.weights
+
+
+def test_nothing_of_the_method_behind_is_forgotten() -> None:
+    """A new hook of methods has to be handed on, or named here as not the other's."""
+    own = {"name", "title", "citation", "setting", "label", "recipe", "display", "pooled", "supervised_target"}
+    hooks = {name for name in vars(Method) if not name.startswith("_")} | set(Method.__annotations__)
+    hooks -= {name for name in hooks if name.startswith("model_")}
+    assert hooks - own <= set(vars(InFront))
+
+
+def test_each_site_alone_in_its_own_styles_is_measured_with_its_own_model() -> None:
+    found = [images(site, number) for site, number in SIZES.items()]
+    method = StyleTransfer(method=Alone())
+    network = method.evaluated_network(setting(method, found).build_network(), len(found))
+    sources = tuple(SIZES)
+    parts = [method.network_at(network, site, sources) for site in sources]
+    assert len({id(part) for part in parts}) == len(sources)
+
+
+def test_styles_before_a_method_of_one_target_has_one_target() -> None:
+    options = {
+        "data": {"name": "rotated_digits", "angles": [0, 30, 60]},
+        "model": "mnist_cnn",
+        "protocol": {"kind": "source_target", "pairs": [["D0", ["D30", "D60"]]]},
+        "methods": [{"name": "styles", "method": "kd3a"}],
+    }
+    with pytest.raises(UserError, match="styles adapts to one target"):
+        parse(options)
 
 
 def test_ccst_is_styles_in_front_of_fedavg() -> None:

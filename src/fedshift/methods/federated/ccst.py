@@ -39,7 +39,6 @@ Should reproduce: no row of the published tables can be made without the decoder
 from __future__ import annotations
 
 import functools
-from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,7 +58,6 @@ from pydantic import (
 )
 from torch import Tensor
 
-from fedshift.data.domain import Task
 from fedshift.errors import UserError, nearest
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply, Styles
@@ -69,8 +67,8 @@ from fedshift.federation.site import Site
 from fedshift.functional.styles import style_assignment
 from fedshift.methods import registry
 from fedshift.methods.base import Method, RunPlan, State, Traffic
-from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedprox import FedProx
+from fedshift.methods.in_front import InFront
 from fedshift.methods.style_spaces import Channels, Columns, Lab, LowFrequencies, Style, Styler, StyleSpace, Vgg
 from fedshift.models.network import Network
 from fedshift.models.pretrained import find_file
@@ -92,23 +90,13 @@ class Received(Reply):
     """Nothing."""
 
 
-class _WithInner:
-    """A class attribute that holds, on an instance, what the method behind has as well."""
-
-    def __init__(self, name: str, *own: str) -> None:
-        self.name, self.own = name, own
-
-    def __get__(self, instance: _StyleTransfer | None, owner: type) -> tuple[str, ...]:
-        behind: tuple[str, ...] = getattr(FedAvg if instance is None else instance.inner, self.name)
-        return tuple(dict.fromkeys((*behind, *self.own)))
-
-
-class _StyleTransfer(Method):
+class _StyleTransfer(InFront):
     """Style transfer and the method behind it."""
 
     citation: ClassVar[str] = "Chen et al., WACV 2023"
-    shares: ClassVar[tuple[str, ...]] = _WithInner("shares", "styles")  # type: ignore[assignment]
-    memory_names: ClassVar[tuple[str, ...]] = _WithInner("memory_names", "styles")  # type: ignore[assignment]
+    own_shares: ClassVar[tuple[str, ...]] = ("styles",)
+    own_memory: ClassVar[tuple[str, ...]] = ("styles",)
+    own_steps: ClassVar[tuple[str, ...]] = ("share_styles", "receive_styles")
 
     style_space: Literal["pixel", "lab", "lowfreq", "feature", "vgg"] = Field(
         "pixel", description="Φ: pixels (columns of vectors), Lab, low frequencies, the network, or VGG-19 (paper)"
@@ -130,44 +118,16 @@ class _StyleTransfer(Method):
     vgg_decoder: Path = Field(Path("adain_decoder.safetensors"), description="the decoder's weights, likewise")
     vgg_size: PositiveInt = Field(512, description="pixels at which images are encoded (style_space: vgg)")
 
-    # The method behind ----------------------------------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def inner(self) -> Method:
-        """The method behind."""
-
-    @property
-    def needs_target(self) -> bool:  # type: ignore[override]
-        """Whether a target without labels takes part in the method behind. Its samples keep their style."""
-        return self.inner.needs_target
-
-    @property
-    def uses_held_out(self) -> bool:  # type: ignore[override]
-        """Whether sites look at their held-out parts in the method behind."""
-        return self.inner.uses_held_out
-
-    @property
-    def tasks(self) -> tuple[Task, ...]:  # type: ignore[override]
-        """What the method behind can learn."""
-        return self.inner.tasks
-
     @property
     def relative_cost(self) -> float:  # type: ignore[override]
         """Seconds of a mini-batch beside plain cross-entropy."""
-        return self.inner.relative_cost + 0.1
-
-    def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
-        return self.inner.mini_batches(batches_per_epoch, rounds)
-
-    def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
-        return self.inner.target_mini_batches(batches_per_epoch, rounds)
+        return super().relative_cost + 0.1
 
     def traffic(self, plan: RunPlan) -> Traffic:
         assert plan.network is not None
         styles = self.bank_size if self.style_mode == "single" else 1
         one = 4 * styles * self._numbers(plan.network, plan.input_shape)
-        return self.inner.traffic(plan) + Traffic(up=plan.sources * one, down=plan.sources**2 * one)
+        return super().traffic(plan) + Traffic(up=plan.sources * one, down=plan.sources**2 * one)
 
     def _numbers(self, network: Network, input_shape: tuple[int, ...]) -> int:
         """Numbers in one style."""
@@ -187,7 +147,7 @@ class _StyleTransfer(Method):
         if self.style_space == "vgg":
             for file in (self.vgg_encoder, self.vgg_decoder):
                 find_file(file, self._field)
-        self.inner.check(network)
+        super().check(network)
 
     def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
         """Raises UserError when samples of this shape cannot take a style on."""
@@ -198,28 +158,12 @@ class _StyleTransfer(Method):
             )
         if self.style_space == "lab" and input_shape[0] != 3:
             raise UserError(f"{self._field}: lab needs colour images, these have {input_shape[0]} channel(s)")
-        return self.inner.check_samples(input_shape)
+        return super().check_samples(input_shape)
 
     def adapt_network(self, network: Network, sources: int) -> Network:
         if self.level is not None and self.level > sources:
             raise UserError(f"{self.name}.level: {self.level} of {sources} source domains cannot be chosen; lower it")
-        return self.inner.adapt_network(network, sources)
-
-    def evaluated_network(self, network: Network, sources: int) -> Network:
-        return self.inner.evaluated_network(network, sources)
-
-    def predict(self, network: Network, inputs: Tensor) -> Tensor:
-        return self.inner.predict(network, inputs)
-
-    def step_owner(self, step: str) -> Method:
-        own = step in (self.share_styles.__name__, self.receive_styles.__name__)
-        return self if own else self.inner.step_owner(step)
-
-    def run_step(self, step: str, site: Site, content: Mapping[str, Any]) -> Reply:
-        if self.step_owner(step) is self:
-            return super().run_step(step, site, content)
-        with self._stylised(site):
-            return self.inner.run_step(step, site, content)
+        return super().adapt_network(network, sources)
 
     @property
     def _field(self) -> str:
@@ -240,10 +184,7 @@ class _StyleTransfer(Method):
         for site, styles in bank.items():
             styles.check_like(bank[first], f"styles of site '{site}' beside those of '{first}' (grey and colour?)")
         federation.ask(self.receive_styles, to=federation.sources, bank=bank)
-        return self.inner.start(federation, weights)
-
-    def round(self, federation: Federation, state: State) -> State:
-        return self.inner.round(federation, state)
+        return super().start(federation, weights)
 
     # Source -------------------------------------------------------------------------------------------------------
 
@@ -318,8 +259,8 @@ class _StyleTransfer(Method):
         return Styler(space, styles, domains, numbers, own, unbiased=self.unbiased_content)
 
     @contextmanager
-    def _stylised(self, site: Site) -> Iterator[None]:
-        """Inside, the site's samples are drawn in the styles of the bank. A target has none."""
+    def inside(self, site: Site) -> Iterator[None]:
+        """The site's samples are drawn in the styles of the bank. A target has none."""
         if "styles" not in site.memory:
             yield
             return
