@@ -227,12 +227,13 @@ class Algorithm:
         self.exchange += 1
         target = self.begin("target")
         gate = method.gate_start + (method.gate_end - method.gate_start) * self.used["target"] / BUDGET
+        came = copy.deepcopy(models)
         for model in models.values():
             model.requires_grad_(False).train(method.teacher_statistics == "batch")
         student = self.begun_from(weights, target)
         said = self.distil(target, student, models, gate)  # 3 to 6
         previous = self.shares
-        self.shares = self.weigh(target, weights, models, student, said, gate)  # 7 to 9
+        self.shares = self.weigh(target, weights, came, models, student, said, gate)  # 7 to 9
         self.confident = sum(max(map(max, rows)) > gate for rows in said) / len(said)
         if previous and method.share_momentum:
             old, new = method.share_momentum, 1 - method.share_momentum
@@ -283,6 +284,7 @@ class Algorithm:
         self,
         target: Site,
         weights: Weights,
+        came: Mapping[str, Network],
         models: Mapping[str, Network],
         student: Network,
         said: Sequence[Sequence[Sequence[float]]],
@@ -300,7 +302,7 @@ class Algorithm:
             values = [float(number) for number in counts]
         elif method.focus == "h_divergence":
             values = []
-            for number, model in zip(counts, models.values(), strict=True):
+            for number, model in zip(counts, came.values(), strict=True):
                 distance = 0.0
                 for layer, module in norms_of(model).items():
                     for ours, theirs in zip(moments(module), moments(norms_of(student)[layer]), strict=True):
@@ -347,6 +349,8 @@ EQUATIONS: dict[str, dict[str, Any]] = {
     "statistics in the loss, weighed": {"batch_norm": "loss", "batch_norm_weight": 0.3},
     "statistics at home": {"batch_norm": "off"},
     "teachers on batches": {"teacher_statistics": "batch"},
+    "teachers on batches, H-divergence": {"teacher_statistics": "batch", "focus": "h_divergence"},
+    "teachers on batches, information gain": {"teacher_statistics": "batch", "focus": "information_gain"},
     "heads at home": {"private_classifier": True},
     "without mixup": {"mixup": 0.0},
     "more mixup": {"mixup": 2.0},

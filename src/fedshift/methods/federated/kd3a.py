@@ -224,7 +224,7 @@ class KD3A(Method):
 
         trained = teachers.weights(models)
         value, confident = teachers.judged()
-        shares, target_share = self._shares(site, weights, trained, distilled, samples, value, confident)
+        shares, target_share = self._shares(site, weights, models, trained, distilled, samples, value, confident)
         if previous and self.share_momentum:
             mixed = source_weights.smoothed_weights(
                 [*previous.values(), 1 - sum(previous.values())], [*shares.values(), target_share], self.share_momentum
@@ -252,12 +252,13 @@ class KD3A(Method):
         site: Site,
         weights: Weights,
         models: Mapping[str, Weights],
+        trained: Mapping[str, Weights],
         distilled: Weights,
         samples: Mapping[str, int],
         value: Tensor | None,
         confident: float,
     ) -> tuple[dict[str, float], float]:
-        """α_k by site and α_T; ``value``: consensus focus where it decides."""
+        """α_k by site and α_T. models: as they came. trained: as aggregated. value: consensus focus, if it decides."""
         counts = list(samples.values())
         target_share = site.samples / (sum(counts) + site.samples)
         if self.target_share == "confident":
@@ -271,11 +272,14 @@ class KD3A(Method):
         if self.focus == "samples":
             sources = source_weights.sample_weights(counts)
         elif self.focus == "h_divergence":
+            # As they came: with the target's own statistics in them no source is far from it.
             distances = [batchnorm_distance(model, distilled) for model in models.values()]
             sources = source_weights.distance_weights(counts, distances)
         else:
             before = self._dispersion(site, weights)
-            sources = source_weights.gain_weights([before - self._dispersion(site, model) for model in models.values()])
+            sources = source_weights.gain_weights(
+                [before - self._dispersion(site, model) for model in trained.values()]
+            )
         return {name: (1 - target_share) * share for name, share in zip(models, sources, strict=True)}, target_share
 
     @torch.no_grad()
