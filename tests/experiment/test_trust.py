@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,18 +24,31 @@ from fedshift.federation.messages import pieces
 from fedshift.federation.recipes import import_file
 
 
-def test_a_model_file_never_decides_which_code_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("behind", "message"),
+    [
+        (lambda name: {"name": name}, "--method"),
+        (lambda name: {"name": "styles", "method": name}, "it is not opened"),
+        (lambda name: {"name": "styles", "method": {"name": name}}, "it is not opened"),
+        (lambda name: {"name": "styles", "method": {"name": "styles", "method": name}}, "it is not opened"),
+    ],
+    ids=["itself", "name behind", "mapping behind", "two behind"],
+)
+def test_a_model_file_never_decides_which_code_runs(
+    behind: Callable[[str], dict[str, object]], message: str, tmp_path: Path
+) -> None:
     evil = tmp_path / "evil.py"
     evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n", encoding="utf-8")
     metadata = {
-        "method": {"name": f"{evil}:Anything"},
+        "method": behind(f"{evil}:Anything"),
+        "sources": ["a"],
         "model": {"name": "linear"},
         "input_shape": [3],
         "classes": ["a", "b"],
         "preprocessing": {"kind": "features"},
     }
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors", {"fedshift": json.dumps(metadata)})
-    with pytest.raises(UserError, match="--method"):
+    with pytest.raises(UserError, match=message):
         load_model(tmp_path)
     assert not (tmp_path / "ran").exists()
 

@@ -364,6 +364,7 @@ def test_small_steps_are_not_lost_in_rounding(wire: str, bound: float, tmp_path:
     ("policy", "method", "rule"),
     [
         ({"methods": ["csac"]}, {"name": "fedavg"}, "policy.methods: csac"),
+        ({"methods": ["styles"]}, {"name": "styles", "method": "fedavg"}, "policy.methods: styles"),
         ({"send": ["numbers", "accuracy"]}, {"name": "fedavg"}, "policy.send"),
         ({"send": ["weights", "numbers"]}, {"name": "fedavg"}, "policy.send"),
         ({"smallest_group": 20}, {"name": "fedavg"}, "policy.smallest_group: 20"),
@@ -374,8 +375,9 @@ def test_a_refusal_names_the_rule_and_ends_the_run(
     policy: dict[str, Any], method: dict[str, Any], rule: str, tmp_path: Path
 ) -> None:
     files = write_data(tmp_path / "data", SITES)
-    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
-    places["south"] = site_file(tmp_path, "south", files["south"], **policy)
+    every = {"send": ["weights", "numbers", "accuracy", "styles"]}
+    places = {site: site_file(tmp_path, site, files[site], **every) for site in SITES}
+    places["south"] = site_file(tmp_path, "south", files["south"], **{**every, **policy})
     with pytest.raises(UserError, match=rf"site 'south' .*\(rule {rule}"):
         deploy(tmp_path, options_of(method), transport=Loopback(places))
     log = [json.loads(line) for line in (tmp_path / "south/memory/audit.jsonl").read_text().splitlines()]
@@ -459,6 +461,19 @@ def test_a_strange_request_is_answered_with_an_error(changes: dict[str, Any], wh
     answer = request(program, **changes)
     assert what in answer["message"], answer
     assert "Traceback" not in answer["message"]
+
+
+@pytest.mark.parametrize("form", [str, lambda name: {"name": name}], ids=["name", "mapping"])
+def test_no_code_comes_in_behind_another_method(form: Any, program: SiteProgram, tmp_path: Path) -> None:
+    evil = tmp_path / "evil.py"
+    evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n", encoding="utf-8")
+    for name in (f"{evil}:Y", "os:system"):
+        options: dict[str, Any] = {"method": form(name)}
+        for _ in range(2):  # directly behind, and behind the one behind
+            answer = request(program, setting={"method": {"name": "styles", "options": options}})
+            assert f"has no method '{name}'" in answer["message"], answer
+            options = {"method": {"name": "styles", **options}}
+    assert not (tmp_path / "ran").exists()
 
 
 def test_requests_with_anything_in_them_never_crash_a_site(program: SiteProgram) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -35,7 +36,9 @@ from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedprox import FedProx
 from fedshift.methods.federated.fedsr import FedSR
+from fedshift.methods.federated.oracle import Oracle
 from fedshift.methods.in_front import InFront
+from fedshift.methods.pooled.deepall import DeepAll
 from fedshift.models import registry as models
 from fedshift.models.style_transfer import decoder, encoder
 
@@ -433,6 +436,35 @@ def test_a_finished_run_predicts_and_a_file_brings_no_code(tmp_path: Path) -> No
     save_file(tensors, file, {"fedshift": json.dumps(metadata)})
     with pytest.raises(UserError, match="does not come with fedshift"):
         load_model(folder)
+
+
+class _Behind(InFront):
+    """Does nothing to the method behind it."""
+
+    name: ClassVar[str] = "behind"
+    title: ClassVar[str] = "Behind"
+    citation: ClassVar[str] = "made here"
+
+    method: Any
+
+    @property
+    def inner(self) -> Method:
+        found: Method = self.method
+        return found
+
+    def inside(self, site: Site) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def test_two_in_front_are_as_careful_as_one() -> None:
+    assert _Behind(method=StyleTransfer()).shares == StyleTransfer().shares
+    with pytest.raises(ValueError, match="ccst has styles of its own"):
+        StyleTransfer(method=_Behind(method=CCST()))
+    for method in (Oracle(), DeepAll()):
+        with pytest.raises(ValueError, match=f"{method.name} does not train at source sites"):
+            _Behind(method=method)
+    with pytest.raises(TypeError, match="own_steps names 'go'"):
+        type("Wrong", (_Behind,), {"own_steps": ("go",), "__module__": __name__})
 
 
 # Bad input ------------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,9 +131,6 @@ def load_model(path: Path, own_method: str | None = None) -> TrainedModel:
 
 def _method(record: dict[str, Any], own_method: str | None, file: Path) -> Method:
     options = {key: value for key, value in record.items() if key != "sha256"}
-    behind = options.get("method")  # of a method in front of another one
-    if isinstance(behind, Mapping) and behind["name"] not in methods.METHODS:
-        raise UserError(f"{file} was made with '{behind['name']}', which does not come with fedshift: it is not opened")
     if options["name"] not in methods.METHODS:
         if own_method is None:
             raise UserError(
@@ -142,4 +138,9 @@ def _method(record: dict[str, Any], own_method: str | None, file: Path) -> Metho
                 "that code, name it with --method FILE.py:Class"
             )
         options["name"] = own_method
-    return methods.parse(options)
+
+    def permit(name: str) -> None:
+        if name not in (*methods.METHODS, own_method):
+            raise UserError(f"{file} was made with '{name}', which does not come with fedshift: it is not opened")
+
+    return methods.parse(options, permit=permit)

@@ -113,7 +113,8 @@ class SiteProgram:
                 "version at both"
             )
         for wanted in header["methods"]:
-            shares = () if header["on_refusal"] == "leave_out" else self._method(wanted).shares
+            method = self._method(wanted)
+            shares = () if header["on_refusal"] == "leave_out" else method.shares
             self.policy.check_method(self.name, wanted["name"], shares)
         self._check_unchanged()
         self.policy.check_kind(self.name, "numbers", "how many samples it has")
@@ -156,6 +157,17 @@ class SiteProgram:
     def _method(self, recipe: Mapping[str, Any]) -> Method:
         """The method installed here under the name a request gives. Raises Refused for anything else."""
         name = recipe["name"]
+        self._permit(name)
+        kind = methods.method_class(name)
+        if kind.pooled:
+            raise Refused(f"site '{self.name}' refuses '{name}', which needs the samples themselves")
+        try:
+            return kind.model_validate(recipe["options"], context={"permit": self._permit})
+        except ValidationError as error:
+            raise UserError(f"method '{name}': {describe(error, 'methods', kind)}") from None
+
+    def _permit(self, name: Any) -> None:
+        """Raises Refused unless a method of this name is installed here and may run, by itself or behind another."""
         allowed = self.policy.methods if self.policy.methods != "all" else ()
         installed = isinstance(name, str) and (name in methods.METHODS or (name in allowed and ".py:" not in name))
         if not installed:
@@ -163,13 +175,7 @@ class SiteProgram:
                 f"site '{self.name}' has no method '{name}' (only methods of the installed fedshift run, and those "
                 "that rule policy.methods names as package.module:Class)"
             )
-        kind = methods.method_class(name)
-        if kind.pooled:
-            raise Refused(f"site '{self.name}' refuses '{name}', which needs the samples themselves")
-        try:
-            return kind.model_validate(recipe["options"])
-        except ValidationError as error:
-            raise UserError(f"method '{name}': {describe(error, 'methods', kind)}") from None
+        self.policy.check_method(self.name, name, ())
 
     def _stamp_now(self) -> str:
         return file_stamp(self.place.file.data, self.place.path.parent)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
+from pydantic import model_validator
 from torch import Tensor
 
 from fedshift.data.domain import Task
@@ -14,7 +15,6 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply
 from fedshift.federation.site import Site
 from fedshift.methods.base import Method, RunPlan, State, Traffic
-from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -22,25 +22,41 @@ from fedshift.weights import Weights
 class _Both:
     """A class attribute that holds, on an instance, what the method behind has, then what is its own.
 
-    On the class, where the method behind is not known yet, FedAvg stands for it.
+    On the class, where the method behind is not known yet, what most methods have stands for it.
     """
 
     def __init__(self, name: str, own: str) -> None:
         self._name, self._own = name, own
 
     def __get__(self, instance: InFront | None, owner: type[InFront]) -> tuple[str, ...]:
-        behind: tuple[str, ...] = getattr(FedAvg if instance is None else instance.inner, self._name)
+        behind: tuple[str, ...] = getattr(Method if instance is None else instance.inner, self._name)
         return tuple(dict.fromkeys((*behind, *getattr(owner, self._own))))
 
 
 class InFront(Method):
-    """Hands everything to `inner` that a subclass does not do itself."""
+    """Hands everything to `inner` that a subclass does not do itself.
+
+    A subclass gives `inner` and `inside`. own_shares, own_memory: the kinds it lets out and what it keeps at sites, in
+    addition to the method behind. own_steps: names of its steps; every other step is the method's behind.
+    """
 
     shares: ClassVar[tuple[str, ...]] = _Both("shares", "own_shares")  # type: ignore[assignment]
     memory_names: ClassVar[tuple[str, ...]] = _Both("memory_names", "own_memory")  # type: ignore[assignment]
     own_shares: ClassVar[tuple[str, ...]] = ()
     own_memory: ClassVar[tuple[str, ...]] = ()
     own_steps: ClassVar[tuple[str, ...]] = ()
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **_: Any) -> None:
+        for step in cls.own_steps:
+            if not callable(getattr(cls, step, None)):
+                raise TypeError(f"{cls.__name__}.own_steps names '{step}', which is no method of the class")
+
+    @model_validator(mode="after")
+    def _trains_at_sites(self) -> Self:
+        if self.inner.pooled or self.inner.supervised_target:
+            raise ValueError(f"{self.inner.name} does not train at source sites; choose a federated method")
+        return self
 
     @property
     @abstractmethod

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -70,13 +70,20 @@ def method_class(name: str, folder: Path | None = None) -> type[Method]:
     return found
 
 
-def parse(options: Mapping[str, Any], folder: Path | None = None) -> Method:
-    """The method of one entry of ``methods:``. Raises UserError for an unknown name, ValidationError for its fields."""
+def parse(
+    options: Mapping[str, Any], folder: Path | None = None, permit: Callable[[str], None] | None = None
+) -> Method:
+    """The method of one entry of ``methods:``. Raises UserError for an unknown name, ValidationError for its fields.
+
+    permit: asked for every name, also of a method behind another one, before anything of it is imported.
+    """
     fields = dict(options)
     name = fields.pop("name", None)
     if not isinstance(name, str):
         raise UserError(f"a method has no name; {nearest('', METHODS)}")
-    return method_class(name, folder).model_validate(fields, context={"folder": folder})
+    if permit is not None:
+        permit(name)
+    return method_class(name, folder).model_validate(fields, context={"folder": folder, "permit": permit})
 
 
 def _own_file(path: str, folder: Path | None) -> ModuleType:

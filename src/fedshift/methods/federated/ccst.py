@@ -326,18 +326,21 @@ class StyleTransfer(_StyleTransfer):
         options = {"name": value} if isinstance(value, str) else value
         if not isinstance(options, Mapping):
             raise ValueError("must be the name of a method, or a mapping with name and options")
+        context = info.context or {}
         try:
-            return registry.parse(options, (info.context or {}).get("folder"))
+            return registry.parse(options, context.get("folder"), context.get("permit"))
         except ValidationError as error:
             fault = error.errors()[0]
             raise ValueError(f"{'.'.join(str(part) for part in fault['loc'])}: {fault['msg']}") from None
 
     @field_validator("method")
     @classmethod
-    def _trains_at_sites(cls, method: Method) -> Method:
-        if method.pooled or method.supervised_target or isinstance(method, _StyleTransfer):
-            why = "has styles of its own" if isinstance(method, _StyleTransfer) else "does not train at source sites"
-            raise ValueError(f"{method.name} {why}; choose a federated method")
+    def _without_styles(cls, method: Method) -> Method:
+        behind = method
+        while isinstance(behind, InFront):
+            if isinstance(behind, _StyleTransfer):
+                raise ValueError(f"{behind.name} has styles of its own; choose another method")
+            behind = behind.inner
         return method
 
     @field_serializer("method")
