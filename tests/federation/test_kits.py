@@ -25,7 +25,7 @@ from fedshift.cli.project import free_port
 from fedshift.federation import roles
 from fedshift.federation.deployment import Deployment
 from fedshift.federation.flare_checks import check_certificates, check_port, check_reachable
-from fedshift.federation.flare_jobs import Attendance, Job
+from fedshift.federation.flare_jobs import Attendance, DeploymentInWork
 from fedshift.federation.flare_kits import Kit, load_kit
 from fedshift.federation.flare_provision import Provisioned, relocate
 from fedshift.federation.flare_service import Service
@@ -296,6 +296,14 @@ def test_two_machines_with_one_kit_are_told_apart_from_a_line_that_broke_once(
     assert attendance.crowded() == ""
 
 
+def test_a_service_notes_which_sites_registered(kits: Provisioned, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service(load_kit(kits.coordinator))
+    service.child = SimpleNamespace(pid=1, stdout=["INFO - Client: New client north@10.0.0.7 joined. Sent token: 1\n"])  # type: ignore[assignment]
+    monkeypatch.setattr("fedshift.federation.flare_jobs.time.monotonic", lambda: 7.0)
+    service._listen(service.child)  # type: ignore[arg-type]
+    assert service._attendance.joined == {"north": 7.0}
+
+
 class Server:
     """Stands for FLARE's, whose jobs all die; ``rounds`` of them finish a round before."""
 
@@ -326,7 +334,7 @@ def test_jobs_that_die_again_and_again_are_given_up(
     deployment.want("run")
     (deployment.folder / "experiment.json").write_text(json.dumps({"engine": {"tries": 3}}))
     server = Server(deployment, rounds)
-    job = Job(Attendance(), deployment)
+    job = DeploymentInWork(Attendance(), deployment)
     looks = 0
     while not job.look(server):
         looks += 1

@@ -136,3 +136,9 @@ def test_dispersion_is_the_compactness_of_separate_groups() -> None:
 
 def test_dispersion_with_fewer_rows_than_clusters_is_nothing() -> None:
     assert dispersion(torch.tensor([[1.0, 2], [1, 2], [4, 4]]), 5, seed=0) == 0
+
+
+@pytest.mark.parametrize(("shape", "clusters"), [((0, 3), 2), ((4,), 2), ((4, 3), 0)])
+def test_dispersion_of_nothing(shape: tuple[int, ...], clusters: int) -> None:
+    with pytest.raises(UserError, match="k-means needs"):
+        dispersion(torch.zeros(shape), clusters, seed=0)

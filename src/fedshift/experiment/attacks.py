@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedshift.data.domain import DataSet
-from fedshift.experiment.gradient_search import Attack, Attacked, Attempt, Exchange, Sent, Space, Watcher
+from fedshift.experiment.gradient_search import Attack, Attacked, Attempt, Exchange, Search, Sent, Space, Watcher
 from fedshift.federation.randomness import generator
 from fedshift.federation.site import Envelope, Site
 from fedshift.functional import leakage
@@ -101,13 +101,16 @@ class Attacker:
         )
         self.first = _fully_connected(self.attacked.network, math.prod(data.input_shape)) if size == 1 else None
 
-    def cases(self, exchange: Exchange, attacks: Sequence[Attack]) -> Iterator[Case]:
-        """Every attack on one exchange."""
+    def cases(self, exchange: Exchange, searches: Sequence[Search]) -> Iterator[Case]:
+        """The searches on one exchange, then the first layer inverted where it can be."""
         cuda = [self.site.device] if self.site.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda):
             self.site.begin(Envelope(exchange=1, round=1, progress=0.0, mini_batches_left=2**31))
             sent = self._batch() if exchange == "batch" else self._epoch()
-        for attack in (*attacks, *(("analytic",) if self.first is not None else ())):
+        attacks: list[Attack] = [*searches]
+        if self.first is not None:
+            attacks.append("analytic")
+        for attack in attacks:
             began = time.perf_counter()
             self.watcher.case(f"{exchange}, {self.size}, {attack}")
             found = self._inverted(sent) if attack == "analytic" else self._searched(attack, sent)
@@ -138,7 +141,7 @@ class Attacker:
         gradient = [part / number - decay * weight for part, weight in zip(gradient, before, strict=True)]
         return Sent("epoch", gradient, site.mini_batches, None)
 
-    def _searched(self, attack: Attack, sent: Sent) -> _Found:
+    def _searched(self, attack: Search, sent: Sent) -> _Found:
         """The best of several attempts to find samples whose gradient is the one that was sent.
 
         Labels are those inferred from the last layer's bias where they are exact (one sample) or the attack takes them

@@ -1,4 +1,4 @@
-"""The search of a gradient-leakage attack: samples whose gradient is the one that was seen.
+"""A gradient-leakage attack: what it saw, what it knows, and its search for samples whose gradient is what was seen.
 
 Zhu, Liu, Han: Deep Leakage from Gradients. NeurIPS 2019. Geiping, Bauermeister, Dröge, Moeller: Inverting Gradients.
 NeurIPS 2020.
@@ -21,15 +21,19 @@ from fedshift.functional import leakage
 from fedshift.models.network import Network
 
 Exchange = Literal["batch", "epoch"]
-Attack = Literal["l2", "cosine", "analytic"]
+"""What was seen: the gradient of a mini-batch, or the change of the model in an epoch."""
+Search = Literal["l2", "cosine"]
+"""Zhu et al., or Geiping et al."""
+Attack = Literal[Search, "analytic"]
+"""By search, or by inverting the first layer."""
 
 _STEP = 0.1
 _VARIATION = 1e-2
 _FALLS = (3 / 8, 5 / 8, 7 / 8)
 """Adam's step, the weight of total variation, and when the step falls to a tenth (Geiping et al.)."""
 _LBFGS_STEPS = 20
-"""Iterations of L-BFGS between two looks at the loss, and its history (Zhu et al.)."""
 _HISTORY = 100
+"""Iterations of L-BFGS between two looks at the loss, and its history (Zhu et al.)."""
 _SPREAD = 1 / 3
 """Deviation of the noise an attack on images begins with, around mid-grey, for pixels in [0, 1]."""
 
@@ -75,14 +79,16 @@ class Attacked:
 
 
 class Attempt:
-    """A search from one draw of noise. It keeps the dummy samples, the logits of their labels and the distance of the
-    evaluation that came nearest to what was sent.
+    """A search from one draw of noise; ``labels``: of the samples, None to search for them too.
+
+    It keeps the dummy samples, the logits of their labels and the distance of the evaluation that was lowest in what
+    the search lowers.
     """
 
     def __init__(
         self,
         attacked: Attacked,
-        attack: Attack,
+        attack: Search,
         sent: Sent,
         labels: list[int] | None,
         draws: torch.Generator,

@@ -22,7 +22,7 @@ from fedshift.errors import UserError, nearest
 from fedshift.experiment.attacks import Attacker, Case, seen_by_attacker
 from fedshift.experiment.environment import data_fingerprint, resolve_device, threads_set, versions
 from fedshift.experiment.features import built
-from fedshift.experiment.gradient_search import Attack, Exchange, Watcher
+from fedshift.experiment.gradient_search import Exchange, Search, Watcher
 from fedshift.experiment.part import data_for
 from fedshift.experiment.predict import load_model
 from fedshift.experiment.protocol import roles_of, split_of, taking_part, targets_of, with_wrong_labels
@@ -32,7 +32,7 @@ from fedshift.models import registry as models
 from fedshift.models.network import Network
 
 EXCHANGES: tuple[Exchange, ...] = ("batch", "epoch")
-ATTACKS: dict[str, tuple[Attack, ...]] = {"l2": ("l2",), "cosine": ("cosine",), "both": ("l2", "cosine")}
+ATTACKS: dict[str, tuple[Search, ...]] = {"l2": ("l2",), "cosine": ("cosine",), "both": ("l2", "cosine")}
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def audit_leakage(
 
     site: a source, the first one if none is named. batches: sizes of the site's mini-batches. attack: l2 (Zhu et al.),
     cosine (Geiping et al.) or both; a network that begins with a fully connected layer is also inverted analytically
-    at size 1. iterations: evaluations of each attempt; starts: attempts from different noise, the one that comes
-    nearest to what was sent counts. model: a run's folder, whose weights are attacked in place of the initial ones.
+    at size 1. iterations: evaluations of each attempt; starts: attempts from different noise, the one that lowers
+    its aim most counts. model: a run's folder, whose weights are attacked in place of the initial ones.
     Raises UserError for an unknown site or attack, a batch that the site or network cannot make, and a model that does
     not fit.
     """

@@ -13,6 +13,8 @@ from fedshift.federation.federation import OnRefusal, known_kinds
 
 
 class Section(BaseModel):
+    """A part of an experiment file: it cannot be changed, and knows no other fields."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
@@ -131,7 +133,7 @@ def _pair(pair: object) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 Protocol = LeaveOneOut | AdaptToOne | SourceTarget
-PROTOCOLS: dict[str, type[Protocol]] = {
+PROTOCOLS: dict[str, type[Protocol]] = {  # by `kind`
     "leave_one_out": LeaveOneOut,
     "adapt_to_one": AdaptToOne,
     "source_target": SourceTarget,
@@ -147,6 +149,7 @@ def _known_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:
     return kinds
 
 
+# Kinds of content, such as weights.
 Kinds = Annotated[tuple[str, ...], AfterValidator(_known_kinds)]
 
 
@@ -211,4 +214,7 @@ class FlareEngine(EngineSection):
 
 
 Engine = LocalEngine | FlareEngine
-ENGINES: dict[str, type[Engine]] = {"local": LocalEngine, "flare": FlareEngine}
+ENGINES: dict[str, type[Engine]] = {  # by `name`
+    "local": LocalEngine,
+    "flare": FlareEngine,
+}

@@ -63,16 +63,19 @@ class Attendance:
 
 
 class Deployments:
-    """Runs what is wanted at the coordinator, one deployment after the other."""
+    """Runs what is wanted at the coordinator, one deployment after the other. ``say``: told the state and a message."""
 
     def __init__(self, kit: Kit, attendance: Attendance, say: Callable[[str, str], None]) -> None:
         self._kit, self._attendance, self._say = kit, attendance, say
         self._session: Any = None
-        self._present: Job | None = None
+        self._present: DeploymentInWork | None = None
         self._next_look = 0.0
 
     def look(self) -> None:
-        """One look at what is wanted and how it goes. A fault of the connection is tried again at the next one."""
+        """One look at what is wanted and how it goes. A fault of the connection is tried again at the next one.
+
+        Raises FedshiftError for what trying again would not mend.
+        """
         if time.monotonic() < self._next_look:
             return
         try:
@@ -91,19 +94,19 @@ class Deployments:
             self._forget_session()
             self._next_look = time.monotonic() + 0.3
 
-    def _next(self) -> Job | None:
+    def _next(self) -> DeploymentInWork | None:
         for deployment in Deployment.all(self._kit.folder):
             wanted, state = deployment.wanted, deployment.state
             if wanted.get("want") == "run" and (
                 state["state"] not in ENDS or state.get("time", 0) < wanted.get("since", 0)
             ):
-                return Job(self._attendance, deployment)
+                return DeploymentInWork(self._attendance, deployment)
         return None
 
     def _connect(self) -> Any:
         from nvflare.fuel.flare_api.flare_api import new_secure_session
 
-        with contextlib.redirect_stdout(open(os.devnull, "w")):
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
             return new_secure_session(self._kit.project.contact, str(self._kit.folder / "admin"), timeout=2.0)
 
     def _forget_session(self) -> None:
@@ -113,10 +116,11 @@ class Deployments:
         self._session = None
 
     def close(self) -> None:
+        """End the connection to the server; its job goes on."""
         self._forget_session()
 
 
-class Job:
+class DeploymentInWork:
     """A deployment in work: its jobs, one after the other, until it ends."""
 
     def __init__(self, attendance: Attendance, deployment: Deployment) -> None:
@@ -222,12 +226,15 @@ class Job:
             self.deployment.set_state(state, message=message, job=self._job, died=self._died)
 
 
-def job_folder(deployment: str, sites: int, folder: Path) -> Path:
-    """Write the FLARE job of a deployment: names and settings, no code."""
+def job_folder(deployment: str, fewest: int, folder: Path) -> Path:
+    """Write the FLARE job of a deployment, names and settings and no code, in place of ``folder``; returns ``folder``.
+
+    fewest: sites without which FLARE does not start it.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     config = folder / "app" / "config"
     config.mkdir(parents=True)
-    meta = {"name": deployment, "resource_spec": {}, "deploy_map": {"app": ["@ALL"]}, "min_clients": sites}
+    meta = {"name": deployment, "resource_spec": {}, "deploy_map": {"app": ["@ALL"]}, "min_clients": fewest}
     server = {
         "format_version": 2,
         # Sites ask for tasks this often (seconds); FLARE's 2 would be most of a short exchange.

@@ -1,9 +1,12 @@
-"""Start-up kits: the project's file, and the kit that a role was given."""
+"""Start-up kits: the project's file, the kit that a role was given, and what FLARE runs of ours at either role."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -102,3 +105,20 @@ def load_kit(folder: Path, role: str | None = None) -> Kit:
     if role is not None and kit.role != role:
         raise UserError(f"{folder} is the kit of a {kit.role}, not of a {role}")
     return kit
+
+
+def channel(kit: Path) -> Path:
+    """The folder of the socket through which a role's own processes speak to each other."""
+    return kit.resolve() / "channel"
+
+
+def empty_channel(kit: Path) -> None:
+    """Make that folder, for its user alone, without sockets that an earlier process left.
+
+    Raises UserError where the system takes no path as long as the socket's would be.
+    """
+    folder = channel(kit)
+    if sys.platform != "linux" and len(os.fsencode(folder)) > 90:
+        raise UserError(f"{kit}: this path is too long for a socket in it (90 characters): put the kit elsewhere")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)

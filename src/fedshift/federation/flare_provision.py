@@ -1,4 +1,4 @@
-"""Making start-up kits: the certificates and settings of FLARE's own provisioning, and what is put over them."""
+"""Making start-up kits, and settling them where they lie: FLARE's own provisioning, and our settings over its."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import io
 import json
 import os
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedshift.errors import FedshiftError, UserError
-from fedshift.federation.flare_kits import COORDINATOR_CLASS, SITE_CLASS, Project, load_kit
+from fedshift.errors import FedshiftError
+from fedshift.federation.flare_kits import COORDINATOR_CLASS, SITE_CLASS, Project, channel, load_kit
 from fedshift.files import write_bytes
 
 _DRIVERS = Path(__file__).parent / "flare_drivers"
@@ -57,7 +56,8 @@ class Provisioned:
 def provision(project: Project, out: Path, *, renew: bool = False) -> Provisioned:
     """Make a kit for the coordinator and one per site below ``out``; running it again adds sites that are new.
 
-    ``renew`` makes all of them anew, with a new authority: every kit has to be handed out again.
+    ``renew`` makes all of them anew, with a new authority: every kit has to be handed out again. Raises FedshiftError
+    when FLARE cannot make them.
     """
     from nvflare.lighter.constants import CtxKey
     from nvflare.lighter.entity import Project as FlareProject
@@ -129,7 +129,7 @@ def _settle(kit: Path, *, coordinator: bool) -> None:
     """Local settings of FLARE: which classes run, who may do what, and nothing of it outside the kit's folder."""
     local = kit / "flare" / "local"
     resources = json.loads((local / "resources.json.default").read_text())
-    # The third is FLARE's own, which it adds to every job; without a streamer in the parent it sends nothing.
+    # The second is FLARE's own, which it adds to every job; without a streamer in the parent it sends nothing.
     resources["class_allow_list"] = [
         COORDINATOR_CLASS if coordinator else SITE_CLASS,
         "nvflare.app_common.logging.job_log_streamer.JobLogStreamer",
@@ -147,7 +147,6 @@ def _settle(kit: Path, *, coordinator: bool) -> None:
                 part["args"]["uri_root"] = str(kit.resolve() / "flare" / "jobs")
     else:
         resources["allow_log_streaming"] = False
-        # FLARE's manager of GPUs would refuse jobs on machines it thinks are busy; a site says itself what it uses.
     (local / "resources.json").write_text(json.dumps(resources, indent=2))
     # What a role's own processes say to each other goes through a socket in the kit, and not through a loopback port.
     internal = {"scheme": "unix", "resources": {"folder": str(channel(kit))}}
@@ -157,28 +156,11 @@ def _settle(kit: Path, *, coordinator: bool) -> None:
     (local / "authorization.json").write_text(json.dumps(rights, indent=2))
 
 
-def channel(kit: Path) -> Path:
-    """The folder of the socket through which a role's own processes speak to each other."""
-    return kit.resolve() / "channel"
-
-
-def empty_channel(kit: Path) -> None:
-    """Make that folder, for its user alone, without sockets that an earlier process left.
-
-    Raises UserError where the system takes no path as long as the socket's would be.
-    """
-    folder = channel(kit)
-    if sys.platform != "linux" and len(os.fsencode(folder)) > 90:
-        raise UserError(f"{kit}: this path is too long for a socket in it (90 characters): put the kit elsewhere")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700)
-
-
 def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
 def relocate(kit: Path) -> None:
-    """Have a kit that was moved keep FLARE's files below its present place."""
+    """Have a kit that was moved keep FLARE's files below its present place. Raises UserError when it is no kit."""
     if (kit / "flare" / "local" / "resources.json.default").exists():
         _settle(kit, coordinator=load_kit(kit).role == "coordinator")

@@ -24,8 +24,7 @@ from typing import Any
 from fedshift.errors import FedshiftError, UserError
 from fedshift.federation import flare_checks
 from fedshift.federation.flare_jobs import Attendance, Deployments
-from fedshift.federation.flare_kits import Kit, load_kit
-from fedshift.federation.flare_provision import empty_channel
+from fedshift.federation.flare_kits import Kit, empty_channel, load_kit
 from fedshift.files import write_bytes
 
 _BACKOFF = (1.0, 60.0)
@@ -132,10 +131,9 @@ class Service:
     def _listen(self, child: subprocess.Popen[str]) -> None:
         assert child.stdout is not None
         for line in child.stdout:
-            self.hear(line)
+            self._hear(line)
 
-    def hear(self, line: str) -> None:
-        """Take in a line that FLARE's process wrote."""
+    def _hear(self, line: str) -> None:
         self._connected = self._connected or _REGISTERED in line
         self._attendance.hear(line)
         self._log.info(line.rstrip())
@@ -162,6 +160,7 @@ class Service:
     # What others read -------------------------------------------------------------------------------------------------
 
     def say(self, state: str, message: str) -> None:
+        """Write ``service.json``, and the log where there is a message, unless the same was said last."""
         whole = {
             "pid": os.getpid(),
             "child": self.child.pid if self.child else None,

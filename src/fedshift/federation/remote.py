@@ -11,12 +11,14 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fedshift.errors import FedshiftError, KindRefused, Refused, TrainingDiverged
 from fedshift.federation.federation import Answer, Federation, Missing, Request, StepOwner
 from fedshift.federation.messages import Content, Reply, Statistics
 from fedshift.federation.outbox import Outbox
 from fedshift.federation.policy import ACCURACY
-from fedshift.federation.replies import Shapes, checked_measures, checked_reply, reply_type
+from fedshift.federation.replies import TensorCheck, checked_measures, checked_reply, reply_type
 from fedshift.federation.transport import PROTOCOL, Lost, Transport, opened, request_key
 from fedshift.federation.wire import Message, Residuals, Wire, body_of, seal
 from fedshift.weights import NamedTensors, Weights
@@ -43,7 +45,7 @@ class RemoteFederation(Federation):
         run: str,
         recipe: Mapping[str, Any],
         parts: Mapping[str, Mapping[str, Any]],
-        like: Mapping[str, Any],
+        like: Mapping[str, Tensor],
         deadline: float,
         wire: Wire = "float32",
         patience: float = 10.0,
@@ -54,7 +56,7 @@ class RemoteFederation(Federation):
         self.transport, self.run = transport, run
         self.deadline, self.wire, self.patience = deadline, wire, patience
         self._recipe, self._parts = recipe, parts
-        self._tensors = Shapes(like)
+        self._tensors = TensorCheck(like)
         self._event = on_event or (lambda event: None)
         self._memory: dict[str, dict[str, str]] = {}
         self._kept: dict[str, dict[str, str]] = {}

@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
+from torch import Tensor
+
 from fedshift.errors import FedshiftError
 from fedshift.federation.federation import StepOwner
 from fedshift.federation.messages import Reply, returned
@@ -56,10 +58,10 @@ def _fits(value: Any, kind: Any) -> bool:
     return isinstance(value, kind) if isinstance(kind, type) else False
 
 
-class Shapes:
-    """Which tensors replies may hold. like: the network's, to check models against."""
+class TensorCheck:
+    """Which tensors replies may hold. like: the network's, to check models (`Weights`) against."""
 
-    def __init__(self, like: Mapping[str, Any]) -> None:
+    def __init__(self, like: Mapping[str, Tensor]) -> None:
         self._like = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in like.items()}
         self._seen: dict[tuple[str, str], Any] = {}
 

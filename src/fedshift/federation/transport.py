@@ -1,4 +1,6 @@
-"""Messages to sites on other machines and their answers, whatever carries them: `Transport`, and who was lost on it."""
+"""How messages reach sites on other machines, whatever carries them: `Transport`, who was lost on it, what makes two
+requests the same, and questions before there is a federation.
+"""
 
 from __future__ import annotations
 
@@ -77,7 +79,7 @@ def ask_plain(
 ) -> dict[str, dict[str, Any] | Lost]:
     """Ask sites for plain values before there is a federation: ``headers`` by site, their replies' headers by site.
 
-    ``arrived`` in a reply: the time of this machine's clock when it came.
+    ``arrived`` in a reply: the time of this machine's clock when it came. Raises Again as the transport does.
     """
     body = body_of({})
     outgoing: list[tuple[str, Message]] = []

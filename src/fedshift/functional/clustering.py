@@ -88,15 +88,18 @@ def compactness(features: Tensor, labels: Tensor) -> float:
 def dispersion(features: Tensor, clusters: int, seed: int) -> float:
     """The `compactness` of features in the clusters that k-means finds (FADA, section 9.2).
 
-    The same on any number of threads. With fewer distinct rows than clusters each row is one.
+    The same on any number of threads. With fewer distinct rows than clusters each distinct row is one.
 
-    features: (n, d). clusters: at least 1. seed: of the starts, from 0 to 2³²−1.
+    features: (n, d). clusters: at least 1. seed: of the starts, a whole number; its last 32 bits count.
+    Raises UserError for other shapes, no row, or no cluster.
     """
     from sklearn.cluster import KMeans
     from threadpoolctl import threadpool_limits
 
+    if features.dim() != 2 or not len(features) or clusters < 1:
+        raise UserError(f"k-means needs features (n, d) and a cluster, found {tuple(features.shape)} and {clusters}")
     rows = features.cpu()
-    found = KMeans(min(clusters, len(torch.unique(rows, dim=0))), n_init=4, random_state=seed)
+    found = KMeans(min(clusters, len(torch.unique(rows, dim=0))), n_init=4, random_state=seed % 2**32)
     with threadpool_limits(1):  # sums whose order does not depend on the number of threads
         labels = found.fit_predict(rows.numpy())
     return compactness(rows, torch.from_numpy(labels).long())

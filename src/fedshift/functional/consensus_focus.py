@@ -48,7 +48,8 @@ def coalition_quality(
 def leave_one_out_focus(predictions: Tensor, gate: float, *, ballots: Ballots = "rows") -> Tensor:
     """``CF_k = Q(all) − Q(all but k)``: (K,) float64 on the CPU (KD3A, eq. 8; section 7.1).
 
-    With ballots ``"rows"`` it can be negative: `domain_weights` clamps. Arguments and errors of `coalition_quality`.
+    With ballots ``"rows"`` it can be negative: `source_weights.domain_weights` clamps. Arguments and errors of
+    `coalition_quality`.
     """
     check_predictions(predictions, gate)
     tally = FocusTally(len(predictions), gate, rule="leave_one_out", ballots=ballots)

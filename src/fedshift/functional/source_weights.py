@@ -32,24 +32,19 @@ def domain_weights(
     return _shares(_focus(focus) * counts, 1 - target), target
 
 
-def released_domain_weights(
-    focus: Sequence[float] | Tensor, confident_fraction: float, *, decimals: int | None = None
-) -> tuple[list[float], float]:
+def released_domain_weights(focus: Sequence[float] | Tensor, confident_fraction: float) -> tuple[list[float], float]:
     """The sources' shares and the target's in KD3A's released code: ``α_T = fraction / (K + 1)``, ``α_k ∝ CF_k``.
 
-    Numbers of samples do not enter; negative and all-zero focus as in `domain_weights` (section 7.4.6).
+    Numbers of samples do not enter; negative and all-zero focus as in `domain_weights` (section 7.4.6). The code rounds
+    every share to 4 decimals, which then need not sum to exactly 1; these are not rounded.
 
     focus: (K,). confident_fraction: the share of target samples on which a teacher passes the gate, 0 to 1.
-    decimals: the code rounds every share to 4; then they need not sum to exactly 1.
     Raises UserError for another fraction, no focus, or one that is not finite.
     """
     if not 0 <= confident_fraction <= 1:
         raise UserError(f"the confident fraction must be between 0 and 1, found {confident_fraction}")
     target = confident_fraction / (len(focus) + 1)
-    if decimals is None:
-        return _shares(_focus(focus), 1 - target), target
-    target = round(target, decimals)
-    return [round(share, decimals) for share in _shares(_focus(focus), 1 - target)], target
+    return _shares(_focus(focus), 1 - target), target
 
 
 def smoothed_weights(previous: Sequence[float], new: Sequence[float], momentum: float = 0.9) -> list[float]:
@@ -83,7 +78,8 @@ def distance_weights(samples: Sequence[int], distances: Sequence[float]) -> list
 
 
 def gain_weights(gains: Sequence[float]) -> list[float]:
-    """Softmax of the gains in `compactness` that each source's update brings (FADA, section 9.2).
+    """Softmax of the gains in `clustering.compactness` that each source's update brings, as they are or in parts of it
+    (FADA, section 9.2).
 
     Raises UserError when there is none or one is not finite.
     """

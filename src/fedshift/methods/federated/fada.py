@@ -210,7 +210,7 @@ class FADA(Method):
         """The gap statistic I of the target's features under a model."""
         generator = self.generator(_with_own_statistics(site, weights))
         features = torch.cat([generator(batch.inputs) for batch in site.all_batches()])
-        return dispersion(features, site.classes, derive_seed(site.seed) % 2**32)
+        return dispersion(features, site.classes, derive_seed(site.seed))
 
 
 class _Turn:

@@ -20,7 +20,9 @@ Where the paper and its code differ (and what is done here; section numbers are 
     Here: paper; ``labels: hard``.
  2. The code's vote adds top-1 probabilities, the paper's adds rows. Here: paper; ``vote: top1``.
  3. Consensus focus is leave-one-out in (8) and the Shapley value in the code. Here: the code; ``focus: leave_one_out``.
-    Negative values count as 0; all zero: equal.
+    Negative values count as 0; all zero: equal. What it is compared with: ``focus: samples``; ``h_divergence``, by the
+    distance of each source's BatchNorm statistics, as they came, to the target's; ``information_gain``, by how much
+    tighter the target's features cluster under each source's model, as it will be aggregated.
  4. The code's target share is the share of confident images/(K+1), without N_k, and shares are smoothed over epochs.
     Here: paper; ``target_share: confident``, ``share_momentum: 0.9``.
  5. The code never aggregates classifiers. Here: everything is; ``private_classifier``.
@@ -258,7 +260,11 @@ class KD3A(Method):
         value: Tensor | None,
         confident: float,
     ) -> tuple[dict[str, float], float]:
-        """α_k by site and α_T. models: as they came. trained: as aggregated. value: consensus focus, if it decides."""
+        """α_k by site and α_T.
+
+        weights: θ. models, trained: the sources' as they came, and as they are aggregated. distilled: θ_T. value:
+        consensus focus, where it decides. confident: share of the target's samples on which a teacher is sure.
+        """
         counts = list(samples.values())
         target_share = site.samples / (sum(counts) + site.samples)
         if self.target_share == "confident":
@@ -287,7 +293,7 @@ class KD3A(Method):
         """How far the target's features lie from their clusters' centres under a model (information gain of FADA)."""
         model = site.model(weights).eval()
         features = torch.cat([model.features(batch.inputs).flatten(1) for batch in site.all_batches()])
-        return dispersion(features, site.classes, derive_seed(site.seed) % 2**32)
+        return dispersion(features, site.classes, derive_seed(site.seed))
 
     # What stays at a site -----------------------------------------------------------------------------------------
 
