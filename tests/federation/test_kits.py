@@ -86,6 +86,7 @@ def test_every_role_gets_its_own_keys_and_no_other(kits: Provisioned) -> None:
 
 
 def test_settings_of_a_kit(kits: Provisioned) -> None:
+    assert not list(kits.folder.glob("**/flare/**/*.sh"))  # they would start FLARE as it is
     """Own classes only, no code of a job's, no shell, no logs to the coordinator, nothing in a shared folder."""
     for kit in (kits.coordinator, *kits.sites.values()):
         local = kit / "flare" / "local"

@@ -40,6 +40,7 @@ policy:
   smallest_group: 10
   methods: all   # or a list, such as [fedavg, csac]
   # rounds_per_day: 200
+  # requests_per_round: 100
 """
 
 
@@ -104,6 +105,8 @@ def provision(project: Project, out: Path, *, renew: bool = False) -> Provisione
         (kit / "flare").mkdir(parents=True, exist_ok=True)
         source = Path(made) / (project.server if name == "coordinator" else name)
         shutil.copytree(source, kit / "flare", dirs_exist_ok=True)
+        for script in (kit / "flare" / "startup").glob("*.sh"):
+            script.unlink()  # FLARE's own way to start a role, which would leave a site open (flare_process)
         if name == "coordinator":
             shutil.copytree(Path(made) / project.contact, kit / "admin", dirs_exist_ok=True)
         elif not (kit / "SITE.yaml").exists():

@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from fedshift.errors import FedshiftError, UserError
-from fedshift.federation import flare_checks
+from fedshift.federation import flare_checks, flare_process
 from fedshift.federation.flare_jobs import Attendance, Deployments
 from fedshift.federation.flare_kits import Kit, empty_channel, load_kit
 from fedshift.files import write_bytes
 
 _BACKOFF = (1.0, 60.0)
 _REGISTERED = "Successfully registered client"
+_SERVER = "nvflare.private.fed.app.server.server_train"
 
 
 @dataclass
@@ -93,6 +94,8 @@ class Service:
                 elif self._connected:
                     self.say("connected", f"to {self.kit.project.server} port {self.kit.project.port}")
                 self.stopping.wait(self.tick)
+            if deployments is None and self.child.poll() == flare_process.UNLOCKABLE:
+                raise UserError(f"FLARE cannot be locked down here; see the end of {self.kit.folder / 'service.log'}")
         finally:
             if deployments is not None:
                 deployments.close()
@@ -104,8 +107,10 @@ class Service:
         empty_channel(self.kit.folder)
         kind = "server" if self.kit.role == "coordinator" else "client"
         who = [] if kind == "server" else [f"uid={self.kit.name}"]
+        # At a site another module stands in front of FLARE's: it takes from FLARE what a coordinator could abuse.
+        module = [flare_process.MODULE, flare_process.CLIENT] if kind == "client" else [_SERVER]
         command = [
-            *(sys.executable, "-u", "-m", f"nvflare.private.fed.app.{kind}.{kind}_train"),
+            *(sys.executable, "-u", "-m", *module),
             *("-m", str(self.kit.flare), "-s", f"fed_{kind}.json"),
             *("--set", "secure_train=true", *who, "org=fedshift", "config_folder=config"),
         ]
