@@ -7,9 +7,17 @@ from collections.abc import Iterable
 
 
 class FedshiftError(Exception):
-    """A failure that is explained in one line; the command line prints it without a traceback."""
+    """A failure that is explained in one line; the command line prints it without a traceback.
+
+    ``public`` is the line for those who may not see the data: without cells, and without the names of columns that
+    nobody listed. It is the message itself unless given.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str = "", *, public: str | None = None) -> None:
+        super().__init__(message)
+        self.public = message if public is None else public
 
 
 class UserError(FedshiftError):

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from fedshift.data.builders.image_folder import ImageFolder
-from fedshift.data.images import decode, on_disk
+from fedshift.data.images import FORMATS, SUFFIXES, decode, has_colour, on_disk, size_of
 from fedshift.errors import UserError
 
 
@@ -98,6 +98,35 @@ def test_an_image_that_does_not_decode_is_named(tmp_path: Path, cache: Path) -> 
     with pytest.raises(UserError, match=r"broken\.png does not decode"):
         ImageFolder(root=root).build()
     assert list(cache.iterdir()) == []  # nothing half-written is left
+
+
+def test_no_other_program_is_started_for_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[object] = []
+
+    def ghostscript(*arguments: object, **options: object) -> Image.core.ImagingCore:
+        started.append(arguments)
+        return Image.new("RGB", (10, 10)).im
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", ghostscript)
+    scan = tmp_path / "scan.png"
+    scan.write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n%%EOF\n")
+    file = on_disk(scan)
+    for read in (lambda: has_colour([file]), lambda: size_of(file), lambda: decode(file, 3, 8, 8)):
+        with pytest.raises(UserError, match=r"scan\.png does not decode") as caught:
+            read()
+        assert "\n" not in str(caught.value)
+    assert not started
+
+
+def test_every_ending_has_a_format_that_is_read(tmp_path: Path) -> None:
+    Image.init()
+    assert {Image.registered_extensions()[suffix] for suffix in SUFFIXES} == set(FORMATS)
+    for suffix in SUFFIXES:
+        Image.new("1" if suffix == ".pbm" else "L", (9, 9), 0).save(tmp_path / f"picture{suffix}")
+        assert decode(on_disk(tmp_path / f"picture{suffix}"), 1, 8, 8).max() == 0
+    # Some telephones write several pictures into one JPEG.
+    Image.new("L", (9, 9)).save(tmp_path / "several.jpg", "MPO", save_all=True, append_images=[Image.new("L", (9, 9))])
+    assert decode(on_disk(tmp_path / "several.jpg"), 1, 8, 8).shape == (1, 8, 8)
 
 
 def test_the_cache_is_used_and_follows_the_files(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

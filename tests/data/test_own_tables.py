@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -116,3 +118,105 @@ def test_other_mistakes(tmp_path: Path) -> None:
 def test_a_site_with_one_label_is_warned(tmp_path: Path) -> None:
     data = built(tmp_path, b="age,stage,ill\n1,I,no\n")
     assert any("site 'b' has no sample of class yes" in line for line in data.warnings)
+
+
+# An encoding that came in a request -----------------------------------------------------------------------------------
+
+SECRET = "patient,age,stage,note,ill\nJane Doe,40,I,hiv,no\nJohn Roe,60,II,none,yes\n"
+ENCODING: dict[str, Any] = {
+    "numeric": [{"name": "age", "mean": 50.0, "std": 10.0, "can_be_missing": False}],
+    "categorical": [{"name": "stage", "categories": ["I", "II", "III"]}],
+}
+
+
+def one_site(folder: Path, text: str = SECRET, **options: Any) -> Table:
+    (folder / "a.csv").write_text(text, encoding="utf-8")
+    fields = {"label": "ill", "numeric": ["age"], "categorical": ["stage"], **options}
+    return Table.model_validate({"sites": {"a": folder / "a.csv"}, **fields})
+
+
+def asked(**changes: Any) -> Preprocessing:
+    return Preprocessing(kind="table", table={**deepcopy(ENCODING), **changes})
+
+
+def age(**changes: Any) -> dict[str, Any]:
+    return {"numeric": [{**ENCODING["numeric"][0], **changes}]}
+
+
+def test_an_agreed_encoding_with_categories_of_other_sites(tmp_path: Path) -> None:
+    data = one_site(tmp_path).encoded(asked(), ("no", "yes"))
+    assert np.asarray(data.domains["a"].inputs).tolist() == [[-1, 1, 0, 0], [1, 0, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        age(name="patient"),
+        {"numeric": [*ENCODING["numeric"], {**ENCODING["numeric"][0], "name": "patient"}]},
+        {"numeric": [*ENCODING["numeric"], {**ENCODING["numeric"][0], "name": "ag"}]},
+        {"numeric": []},
+        {"numeric": 2 * ENCODING["numeric"]},
+        {"categorical": [{"name": "note", "categories": ["hiv"]}]},
+        {"categorical": [*ENCODING["categorical"], {"name": "note", "categories": ["hiv"]}]},
+        {"categorical": []},
+        age(std=0.0),
+        age(std=-1.0),
+        age(std=float("nan")),
+        age(std=float("inf")),
+        age(mean=float("nan")),
+        age(mean=float("-inf")),
+        age(std=1e-320, mean=40.0),
+        age(missing_values=[40.0], can_be_missing=True),
+        {"numeric": None},
+    ],
+    ids=str,
+)
+def test_a_request_reads_only_the_columns_that_a_site_lists(changes: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        one_site(tmp_path).encoded(asked(**changes), ("no", "yes"))
+    told = f"{caught.value} {caught.value.public}"
+    assert "\n" not in told
+    assert not [word for word in ("Jane", "patient", "note", "hiv", "row") if word in told]
+
+
+def test_an_encoding_of_another_kind(tmp_path: Path) -> None:
+    for preprocessing in (Preprocessing(kind="table"), Preprocessing(kind="features", table=ENCODING)):
+        with pytest.raises(UserError, match="the encoding of the table"):
+            one_site(tmp_path).encoded(preprocessing, ("no", "yes"))
+
+
+@pytest.mark.parametrize(
+    ("text", "full", "public"),
+    [
+        ("age,stage,ill\n1,I,no\nJane Doe,I,yes\n", "'Jane Doe' is not", "line 3, column 'age': the cell is not"),
+        ("agee,stage,ill\n1,I,no\n2,I,yes\n", "did you mean 'agee'", "lacks a column"),
+        ("age,patient,patient\n1,I,no\n", "column 'patient' appears", "a column appears more than once"),
+        ("age,stage,ill\n1,I,no\n2,I,\n", "line 3, column 'ill': the label", "line 3: the label is missing"),
+    ],
+)  # fmt: skip
+def test_the_owner_is_told_the_cell_and_others_are_not(text: str, full: str, public: str, tmp_path: Path) -> None:
+    table = one_site(tmp_path, text)
+    with pytest.raises(UserError, match=full) as here:
+        table.build()
+    assert public in here.value.public
+    with pytest.raises(UserError) as there:
+        table.encoded(asked(), ("no", "yes"))
+    assert str(there.value) == there.value.public == here.value.public
+    assert not [word for word in ("Jane", "agee", "patient", "'ill'") if word in str(there.value)]
+
+
+def test_a_label_of_no_class_is_not_shown(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a label is none of the federation's classes") as caught:
+        one_site(tmp_path, SECRET.replace(",yes", ",Jane Doe")).encoded(asked(), ("no", "yes"))
+    assert "Jane" not in str(caught.value)
+
+
+def test_numbers_too_large_to_standardise(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="column 'age' has values that are too large"):
+        one_site(tmp_path, SECRET.replace(",40,", ",1e300,")).build()
+
+
+def test_a_model_file_with_a_useless_encoding(tmp_path: Path) -> None:
+    one_site(tmp_path)
+    with pytest.raises(UserError, match="is damaged"):
+        encode_rows(asked(**age(std=0.0)), tmp_path / "a.csv")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import fedshift
@@ -135,6 +135,33 @@ def test_masks_are_predicted_into_a_folder(finished: Results, tmp_path: Path) ->
             np.testing.assert_array_equal(np.asarray(Image.open(file)) > 0, expected[index, number])
     with pytest.raises(UserError, match="--masks FOLDER"):
         model.predict(tmp_path / "images")
+
+
+@pytest.mark.parametrize(
+    "structure", ["../escaped", "..", ".", "", "cup/left", "{folder}/escaped", "..\\escaped", "cup\nleft", "cup\0"]
+)
+def test_a_model_file_does_not_say_where_masks_go(structure: str, finished: Results, tmp_path: Path) -> None:
+    run = finished.folder / "fedavg" / "east" / "seed-0"
+    classes = [structure.replace("{folder}", str(tmp_path)), "disc"]
+    metadata = {"fedshift": json.dumps({**load_model(run).metadata, "classes": classes})}
+    save_file(load_file(run / "model.safetensors"), tmp_path / "model.safetensors", metadata)
+    Image.new("RGB", (32, 32)).save(tmp_path / "eye.png")
+    before = set(tmp_path.rglob("*"))
+    with pytest.raises(UserError, match="cannot be the name of a folder") as told:
+        load_model(tmp_path).write_masks(tmp_path / "eye.png", tmp_path / "out")
+    assert "\n" not in str(told.value)
+    assert set(tmp_path.rglob("*")) == before
+
+
+def test_masks_do_not_follow_a_link_out_of_their_folder(finished: Results, tmp_path: Path) -> None:
+    for name in ("out", "elsewhere"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "out" / "disc").symlink_to(tmp_path / "elsewhere")
+    Image.new("RGB", (32, 32)).save(tmp_path / "eye.png")
+    model = load_model(finished.folder / "fedavg" / "east" / "seed-0")
+    with pytest.raises(UserError, match="would not be written into"):
+        model.write_masks(tmp_path / "eye.png", tmp_path / "out")
+    assert not list((tmp_path / "elsewhere").iterdir())
 
 
 def test_both_sides_of_a_pair_and_a_style_before_training(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from fedshift.errors import UserError
 SUFFIXES = frozenset(
     {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm", ".pbm", ".pnm"}
 )
+FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
+"""What may be inside a file, whatever its ending. Pillow knows more, and runs Ghostscript for one of them, EPS."""
 _GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "F", "I;16", "I;16B", "I;16L", "I;16N"})
 _FORMAT = "1"  # part of the cache key: raise it whenever decoding changes
 _THREADS = 2
@@ -58,7 +60,10 @@ def in_zip(archive: zipfile.ZipFile, name: str) -> ImageFile:
 
 
 def _does_not_decode(file: ImageFile) -> UserError:
-    return UserError(f"image {file.name} does not decode (truncated or not an image): replace or remove it")
+    return UserError(
+        f"image {file.name} does not decode (truncated, not an image, or none of {', '.join(FORMATS)}): replace or "
+        "remove it"
+    )
 
 
 def has_colour(files: Sequence[ImageFile]) -> bool:
@@ -68,7 +73,7 @@ def has_colour(files: Sequence[ImageFile]) -> bool:
 
 def _mode(file: ImageFile) -> str:
     try:
-        with file.open() as stream, Image.open(stream) as image:
+        with file.open() as stream, Image.open(stream, formats=FORMATS) as image:
             return str(image.mode)
     except _UNREADABLE as error:
         raise _does_not_decode(file) from error
@@ -84,7 +89,7 @@ def decode(file: ImageFile, channels: int, height: int, width: int, *, mask: boo
     """
     try:
         with file.open() as stream:
-            image: Image.Image = Image.open(BytesIO(stream.read()))
+            image: Image.Image = Image.open(BytesIO(stream.read()), formats=FORMATS)
         image.draft(None, (2 * width, 2 * height))  # lets JPEG skip detail that scaling would throw away
         image = ImageOps.exif_transpose(image)
         if mask:
@@ -115,7 +120,7 @@ def _eight_bits(image: Image.Image, file: ImageFile) -> Image.Image:
 def size_of(file: ImageFile) -> tuple[int, int]:
     """Width and height of an image as it is shown, without decoding its pixels."""
     try:
-        with file.open() as stream, Image.open(stream) as image:
+        with file.open() as stream, Image.open(stream, formats=FORMATS) as image:
             turned = image.getexif().get(_ORIENTATION, 1) > 4  # the longer half of EXIF's eight swap the sides
             return (image.height, image.width) if turned else (image.width, image.height)
     except _UNREADABLE as error:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from fedshift.data.checks import natural_order
 from fedshift.data.domain import Preprocessing
@@ -45,7 +45,10 @@ class Columns:
     def column(self, name: str) -> Sequence[str]:
         """Cells of one column. Raises UserError with the nearest name when the file lacks it."""
         if name not in self.cells:
-            raise UserError(f"{self.path} has no column '{name}'; {nearest(name, self.cells)}")
+            raise UserError(
+                f"{self.path} has no column '{name}'; {nearest(name, self.cells)}",
+                public=f"{self.path} lacks a column that it should have",
+            )
         return self.cells[name]
 
 
@@ -67,7 +70,10 @@ def read_csv(path: Path) -> Columns:
         header = [name.strip() for name in next(reader, [])]
         twice = {name for name in header if header.count(name) > 1}
         if twice:
-            raise UserError(f"{path}: column '{sorted(twice)[0]}' appears more than once in the first line")
+            raise UserError(
+                f"{path}: column '{sorted(twice)[0]}' appears more than once in the first line",
+                public=f"{path}: a column appears more than once in the first line",
+            )
         rows: list[list[str]] = []
         lines: list[int] = []
         for row in reader:
@@ -103,8 +109,8 @@ class NumericColumn(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
-    mean: float
-    std: float
+    mean: FiniteFloat
+    std: FiniteFloat = Field(gt=0)
     can_be_missing: bool
     missing_values: tuple[float, ...] = ()
 
@@ -149,9 +155,10 @@ def numbers(table: Columns, name: str, missing_values: Sequence[float] = ()) -> 
         except ValueError:
             out[row] = math.inf
         if not math.isfinite(out[row]):
+            where = f"{table.path}, line {table.lines[row]}, column '{name}'"
             raise UserError(
-                f"{table.path}, line {table.lines[row]}, column '{name}': '{cell}' is not a number (leave it empty if "
-                "missing, or list the column under categorical)"
+                f"{where}: '{cell}' is not a number (leave it empty if missing, or list the column under categorical)",
+                public=f"{where}: the cell is not a number",
             )
         if out[row] in missing_values:
             out[row] = math.nan
@@ -173,10 +180,13 @@ def site_statistics(table: Columns, numeric: Sequence[str], categorical: Sequenc
     """Counts, sums and sums of squares (numeric columns), sets of values (categorical columns) of one site's table."""
     values = [numbers(table, name) for name in numeric]
     there = [column[~np.isnan(column)] for column in values]
+    with np.errstate(over="ignore"):  # `agreed_encoding` says which column it is
+        total = np.array([column.sum() for column in there])
+        squares = np.array([(column**2).sum() for column in there])
     return TableStatistics(
         count=np.array([len(column) for column in there], dtype=np.int64),
-        total=np.array([column.sum() for column in there]),
-        squares=np.array([(column**2).sum() for column in there]),
+        total=total,
+        squares=squares,
         any_missing=np.array([len(column) < len(table) for column in there], dtype=np.bool_),
         categories=tuple(
             frozenset(canonical(cell) for cell in table.column(name) if not is_missing(cell)) for name in categorical
@@ -187,7 +197,10 @@ def site_statistics(table: Columns, numeric: Sequence[str], categorical: Sequenc
 def agreed_encoding(
     statistics: Sequence[TableStatistics], numeric: Sequence[str], categorical: Sequence[str]
 ) -> TableEncoding:
-    """One encoding from the added statistics of the sites. Raises UserError for a column without any value."""
+    """One encoding from the added statistics of the sites.
+
+    Raises UserError for a column without any value, and for one whose numbers are too large to be squared.
+    """
     count = np.sum([site.count for site in statistics], axis=0)
     total = np.sum([site.total for site in statistics], axis=0)
     squares = np.sum([site.squares for site in statistics], axis=0)
@@ -195,7 +208,10 @@ def agreed_encoding(
     for place, name in enumerate(numeric):
         if count[place] == 0:
             raise UserError(f"column '{name}' has no value at any site: leave it out of data.numeric")
-        mean, std = moments(int(count[place]), total[place], squares[place])
+        with np.errstate(over="ignore", invalid="ignore"):
+            mean, std = moments(int(count[place]), total[place], squares[place])
+        if not (math.isfinite(mean) and math.isfinite(std)):
+            raise UserError(f"column '{name}' has values that are too large to standardise: give it another unit")
         missing = any(bool(site.any_missing[place]) for site in statistics)
         columns.append(NumericColumn(name=name, mean=float(mean), std=float(std), can_be_missing=missing))
     kinds = []

@@ -55,6 +55,8 @@ class SiteData:
         self.input_shape = tuple(self._inputs[0].shape[1:])
         self._cacheable = 4 * self.samples * int(np.prod(self.input_shape)) <= cache_bytes
         self._cache: Tensor | None = None
+        self.seen = torch.zeros(len(self._rows), dtype=torch.bool)
+        """Which samples were looked at; whoever wants to know of a time clears it before."""
         self._restyle: Restyle | None = None
 
     def restyled(self, restyle: Restyle) -> SiteData:
@@ -86,6 +88,7 @@ class SiteData:
         they are.
         """
         place = rows.to(self.device)
+        self.seen[rows] = True
         labels, numbers = self.labels.index_select(0, place), self.domain_numbers.index_select(0, place)
         masks = self._gather(rows.cpu().numpy(), self._masks).to(self.device).float() if self._masks else None
         if generator is None or self.deterministic:
@@ -104,6 +107,7 @@ class SiteData:
 
     def stored(self, rows: Tensor) -> Tensor:
         """The given rows as they are stored, on the device: images with values in [0, 1], before normalisation."""
+        self.seen[rows] = True
         return to_unit(self._gather(rows.cpu().numpy(), self._inputs), self.device)
 
     def all_batches(self, size: int) -> Iterator[Batch]:

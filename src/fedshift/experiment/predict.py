@@ -76,22 +76,45 @@ class TrainedModel:
         """Predicted masks of an image, a folder of images or an .npz as ``folder/<structure>/<name>.png``, black and
         white, in the size that the network reads. Returns each file and the share of its pixels that is white.
 
-        Raises UserError for unfit data and for a model of classification.
+        Raises UserError for unfit data, for a model of classification, for names that lead out of the folder and where
+        a file cannot be written.
         """
         if not isinstance(self.options, SegmentationOptions):
             raise UserError("this model predicts classes, not masks: leave out --masks")
         names, inputs = load_for_prediction(data, self.preprocessing)
+        files = {(structure, name): _mask_file(folder, structure, name) for name in names for structure in self.classes}
         out: list[tuple[Path, float]] = []
         for begin in range(0, len(names), _MASKS):
             batch = to_network(torch.from_numpy(inputs[begin : begin + _MASKS]), self.preprocessing, "cpu")
             found = self.options.masks(self.method.predict(self.network, batch))
             for name, masks in zip(names[begin : begin + _MASKS], found, strict=True):
                 for structure, mask in zip(self.classes, masks, strict=True):
-                    file = (folder / structure / name).with_suffix(".png")
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    Image.fromarray(mask.astype(np.uint8) * 255).save(file)
+                    file = files[structure, name]
+                    try:
+                        file.parent.mkdir(parents=True, exist_ok=True)
+                        Image.fromarray(mask.astype(np.uint8) * 255).save(file)
+                    except OSError as error:
+                        raise UserError(f"cannot write the mask {file}: {error.strerror or error}") from None
                     out.append((file, float(mask.mean())))
         return out
+
+
+def _mask_file(folder: Path, structure: str, name: str) -> Path:
+    """Where a mask is written. Raises UserError unless that is below the folder.
+
+    A structure's name comes from the model file, which may be anybody's: it must be one plain part of a path.
+    """
+    if structure in ("", "..") or structure != Path(structure).name or set(structure) & {"/", "\\", "\0", "\n", "\r"}:
+        raise UserError(f"the model file calls a structure {structure!r}, which cannot be the name of a folder")
+    try:
+        file = (folder / structure / name).with_suffix(".png")
+        # Resolved, for a link may lie there already.
+        below = file.resolve().is_relative_to(folder.resolve())
+    except (OSError, ValueError, RuntimeError):
+        below = False
+    if not below or ".." in Path(name).parts:
+        raise UserError(f"the mask {structure!r} of {name!r} would not be written into {folder}")
+    return file
 
 
 def load_model(path: Path, own_method: str | None = None) -> TrainedModel:
@@ -124,9 +147,10 @@ def load_model(path: Path, own_method: str | None = None) -> TrainedModel:
         )
         network = method.evaluated_network(network, sources)
         network.load_state_dict(tensors)
+        classes = tuple(str(name) for name in metadata["classes"])
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, OSError):
         raise UserError(f"{file} is damaged or was not written by fedshift") from None
-    return TrainedModel(network.eval(), method, tuple(metadata["classes"]), preprocessing, metadata, chosen)
+    return TrainedModel(network.eval(), method, classes, preprocessing, metadata, chosen)
 
 
 def _method(record: dict[str, Any], own_method: str | None, file: Path) -> Method:

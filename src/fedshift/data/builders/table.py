@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from fedshift.data.agreement import table_given
 from fedshift.data.builders.arrays import sites_for_statistics
@@ -101,7 +101,40 @@ class Table(DataSource):
         return table_given(site_statistics(table, self.numeric, self.categorical), self.numeric, self.categorical)
 
     def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
-        encoding = TableEncoding.model_validate(preprocessing.table)
+        """The tables in an encoding that somebody else may have written, a coordinator say, who reads what is raised.
+
+        Raises UserError for an encoding of other columns than are listed here, and for files that it does not fit; the
+        text shows no cell and no name of a column that is not listed here.
+        """
+        encoding = self._own_encoding(preprocessing)
+        try:
+            return self._encoded(encoding, preprocessing, classes)
+        except UserError as error:
+            raise UserError(error.public) from None
+
+    def _own_encoding(self, preprocessing: Preprocessing) -> TableEncoding:
+        """The table's encoding, of exactly the columns that are listed here. Raises UserError for any other."""
+        try:
+            encoding = TableEncoding.model_validate(preprocessing.table)
+        except ValidationError:
+            raise UserError(
+                "the encoding of the table is damaged: each numeric column needs a finite mean and a std above 0"
+            ) from None
+        for what, wanted, listed in (
+            ("numeric", tuple(column.name for column in encoding.numeric), self.numeric),
+            ("categorical", tuple(column.name for column in encoding.categorical), self.categorical),
+        ):
+            if wanted != listed:
+                raise UserError(
+                    f"the encoding of the table has other {what} columns than data.{what} lists: all sites must list "
+                    "the same names in the same order"
+                )
+        # Nothing that is agreed on has these, and they would single out the rows of one value.
+        if preprocessing.kind != "table" or any(column.missing_values for column in encoding.numeric):
+            raise UserError("the encoding of the table is none that sites agree on")
+        return encoding
+
+    def _encoded(self, encoding: TableEncoding, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
         domains: dict[str, Domain] = {}
         for site, path in self.sites.items():
             table = read_csv(path)
@@ -109,18 +142,25 @@ class Table(DataSource):
             unknown = sorted(set(labels) - set(classes))
             if unknown:
                 raise UserError(
-                    f"{path}: label '{unknown[0]}' is none of the federation's classes ({', '.join(classes)})"
+                    f"{path}: label '{unknown[0]}' is none of the federation's classes ({', '.join(classes)})",
+                    public=f"{path}: a label is none of the federation's classes ({', '.join(classes)})",
                 )
             numbers = np.array([classes.index(name) for name in labels], dtype=np.int64)
-            domains[site] = Domain(site, encode(table, encoding), numbers)
+            with np.errstate(over="ignore", invalid="ignore"):
+                features = encode(table, encoding)
+            # Not left to `checked`, which names row and column: with chosen means that would tell one cell by another.
+            if not np.isfinite(features).all():
+                raise UserError(f"{path}: the encoding makes numbers that are too large")
+            domains[site] = Domain(site, features, numbers)
         return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
 
     def _labels(self, table: Columns) -> list[str]:
         cells = table.column(self.label)
         for row, cell in enumerate(cells):
             if is_missing(cell):
+                where = f"{table.path}, line {table.lines[row]}"
                 raise UserError(
-                    f"{table.path}, line {table.lines[row]}, column '{self.label}': the label is missing: fill or "
-                    "drop the row"
+                    f"{where}, column '{self.label}': the label is missing: fill or drop the row",
+                    public=f"{where}: the label is missing: fill or drop the row",
                 )
         return [canonical(cell) for cell in cells]
