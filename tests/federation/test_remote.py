@@ -22,7 +22,7 @@ from fedshift.experiment.schema import parse
 from fedshift.experiment.site import SiteProgram
 from fedshift.experiment.site_file import load_site
 from fedshift.federation.policy import AuditLog
-from fedshift.federation.transport import Lost
+from fedshift.federation.transport import Lost, request_key
 from fedshift.federation.wire import Message, body_of, seal, unseal
 from fedshift.weights import Weights
 
@@ -393,7 +393,6 @@ def request(program: SiteProgram, **changes: Any) -> dict[str, Any]:
         "protocol": 1,
         "run": "r",
         "step": "fit",
-        "key": "a" * 64,
         "envelope": {"exchange": 1, "round": 1, "progress": 0.0, "mini_batches_left": 5},
         "memory": {},
         "kept": {},
@@ -421,7 +420,8 @@ def request(program: SiteProgram, **changes: Any) -> dict[str, Any]:
         **changes,
     }
     start = Weights({"classifier.weight": torch.zeros(3, 5), "classifier.bias": torch.zeros(3)})
-    answer, _, _ = unseal(program.handle(seal(header, body_of({"weights": start})), "someone"))
+    body = body_of({"weights": start})
+    answer, _, _ = unseal(program.handle(seal({"key": request_key(header, body.sha256), **header}, body), "someone"))
     return answer
 
 
@@ -447,13 +447,13 @@ def test_a_whole_request_is_answered(program: SiteProgram) -> None:
         ({"protocol": 2}, "install the same fedshift"),
         ({"run": "../../etc"}, "names a file"),
         ({"memory": {"optimizer": "../../secret"}}, "names a file"),
-        ({"key": "../../x"}, "names a file"),
+        ({"key": "../../x"}, "key is not its own"),
         ({"setting": {"method": {"name": "os:system", "options": {}}}}, "has no method"),
         ({"setting": {"method": {"name": "/tmp/x.py:Y", "options": {}}}}, "has no method"),
         ({"setting": {"method": {"name": "deepall", "options": {}}}}, "needs the samples"),
         ({"setting": {"method": {"name": "fedavg", "options": {"local_epochs": -1}}}}, "local_epochs"),
         ({"setting": None}, "failed"),
-        ({"envelope": {"exchange": "one"}}, "failed"),
+        ({"envelope": {"exchange": "one"}}, "which exchange it is of"),
         ({"part": None}, "failed"),
     ],
 )
@@ -482,7 +482,8 @@ def test_requests_with_anything_in_them_never_crash_a_site(program: SiteProgram)
     names = ["do", "run", "step", "key", "envelope", "memory", "kept", "checkpoint", "wire", "setting", "part"]
     for _ in range(300):
         request(program, **{draws.choice(names): draws.choice(strange)})
-    assert "error" not in request(program, key="b" * 64)
+    later = {"exchange": 1, "round": 2, "progress": 0.0, "mini_batches_left": 5}
+    assert "error" not in request(program, envelope=later)
     AuditLog.check(program.place.audit_log)
 
 

@@ -501,6 +501,15 @@ def test_grey_and_colour_cannot_mix() -> None:
         begun(CCST(style_space="lab"), found[:1])
 
 
+def test_a_style_of_one_pixel_does_not_leave() -> None:
+    """Its mean is the network's feature of a single sample."""
+    network = {"name": "digit_cnn", "variant": "paper"}
+    method = CCST(style_space="feature", style_mode="single", stage="conv3")
+    found = [images(site, number, size=4) for site, number in SIZES.items()]
+    with pytest.raises(UserError, match="have one pixel here"):
+        run(method, found, network)
+
+
 def test_options_that_do_not_fit() -> None:
     for options in ({"style_mode": "single"}, {"style_space": "feature"}):
         with pytest.raises(UserError, match=r"site 'large': ccst\.style_space: .* needs images"):

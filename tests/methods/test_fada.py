@@ -302,6 +302,17 @@ def test_a_site_that_refuses_features_ends_the_run_with_one_line() -> None:
     assert "\n" not in str(error.value)
 
 
+def test_samples_do_not_leave_as_features() -> None:
+    """A network of one layer has nothing before its classifier: its features are the samples."""
+    for variant in ("I", "III"):
+        method = short(variant=variant)
+        where, state = begun(method, network=LINEAR)
+        with pytest.raises(UserError, match="samples would leave as they are"):
+            step_on(method, where, state)
+        with pytest.raises(UserError, match="samples would leave as they are"):
+            method.check(site_of(where, "a").network)
+
+
 def test_the_check_before_a_run_counts_features() -> None:
     options: dict[str, Any] = {
         "data": {"name": "rotated_digits", "per_class": 8, "size": 8},
@@ -324,7 +335,7 @@ def test_the_check_before_a_run_counts_features() -> None:
 
 
 @pytest.mark.parametrize("variant", ["I", "II", "III"])
-@pytest.mark.parametrize("network", [CNN, LINEAR], ids=["images", "no generator"])
+@pytest.mark.parametrize("network", [CNN, MLP], ids=["images", "vectors"])
 def test_a_single_source(network: dict[str, object], variant: Any) -> None:
     state, _ = run(short(variant=variant), domains(network)[:1], network)
     assert list(state.report["aggregation_weights"].values()) == [1.0]

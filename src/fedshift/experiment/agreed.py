@@ -17,6 +17,7 @@ from fedshift.data import registry as data_registry
 from fedshift.data.builders.at_sites import AtSites
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing, Rows
 from fedshift.errors import FedshiftError, UserError, nearest
+from fedshift.experiment.cards import checked_card, one_line
 from fedshift.experiment.environment import data_fingerprint, versions
 from fedshift.experiment.protocol import Part, Split, domain_rows, unseen_rows
 from fedshift.experiment.schema import Experiment, method_name
@@ -28,6 +29,8 @@ from fedshift.files import write_bytes
 CARDS = "cards.json"
 CLOCKS_APART = 60.0
 """Seconds by which clocks may differ before the coordinator says so."""
+_LATEST = 1e12
+"""Seconds since 1970 that a clock can show; an integer of any size would overflow as a float."""
 EVERY_SITE = "sites"
 """As a target: no site is left out, and the model is measured on the held-out samples of all of them."""
 
@@ -60,7 +63,8 @@ def agree(
     engine: FlareEngine,
     watch: Watch,
 ) -> Agreed:
-    """Ask every site who it is. Raises UserError, naming the site, where versions, shapes or classes differ.
+    """Ask every site who it is. Raises UserError, naming the site, where versions, shapes or classes differ, and for an
+    answer that cannot be.
 
     The first time all sites must answer. Later a site that is lost stands in by what it said then.
     """
@@ -84,16 +88,16 @@ def agree(
             watch.event({"what": "hello", "site": site, "is": "lost", "reason": answer.reason})
             if answer.error or site not in before:
                 raise UserError(f"site '{site}' cannot take part: {answer.reason}")
-            cards[site] = before[site]
+            cards[site] = checked_card(site, before[site], experiment.protocol.seeds)
             continue
-        difference = clock_difference(answer.get("time"), asked, answer["arrived"])
+        difference = clock_difference(site, answer.get("time"), asked, answer["arrived"])
         if abs(difference) > CLOCKS_APART:
             watch.warn(
                 f"site '{site}': its clock is {abs(difference):.0f} s {'ahead of' if difference > 0 else 'behind'} the "
                 "coordinator's: set the one that is wrong, or certificates will be refused and the logs' times not fit"
             )
-        cards[site] = answer["card"]
-        if site in before and before[site]["fingerprint"] != answer["card"]["fingerprint"]:
+        cards[site] = checked_card(site, answer.get("card"), experiment.protocol.seeds)
+        if site in before and before[site]["fingerprint"] != cards[site]["fingerprint"]:
             raise UserError(
                 f"site '{site}': the data changed since the run began; put them back and go on with fedshift deploy "
                 "resume, or begin a new experiment under another name"
@@ -103,13 +107,14 @@ def agree(
     return agreed
 
 
-def clock_difference(said: Any, asked: float, arrived: float) -> float:
+def clock_difference(site: str, said: Any, asked: float, arrived: float) -> float:
     """Seconds by which a site's clock is ahead of this machine's, at least; 0 when it fits.
 
-    said: the site's time when it answered, which was between ``asked`` and ``arrived`` of the clock here.
+    said: the site's time when it answered, which was between ``asked`` and ``arrived`` of the clock here. Raises
+    UserError when it is no time.
     """
-    if not isinstance(said, int | float):
-        raise FedshiftError("a site does not say what time it is")
+    if not isinstance(said, int | float) or isinstance(said, bool) or not 0 <= said <= _LATEST:
+        raise UserError(f"site '{site}' does not say what time it is")
     return max(said - arrived, 0.0) + min(said - asked, 0.0)
 
 
@@ -139,7 +144,7 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
         shape, classes = tuple(int(size) for size in first["shape"]), tuple(str(name) for name in first["classes"])
         preprocessing = Preprocessing.model_validate(first["preprocessing"])
         if given:
-            preprocessing = agreement.agreed(given, preprocessing)
+            preprocessing = _encoding(given, preprocessing)
             shape = preprocessing.shape or shape
         domains = {site: _without_samples(site, int(card["samples"]), shape) for site, card in cards.items()}
         rows = {
@@ -171,13 +176,21 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
     return Agreed(data, own, rows, grouped, fingerprints, given or None)
 
 
+def _encoding(given: Mapping[str, Mapping[str, Any]], preprocessing: Preprocessing) -> Preprocessing:
+    """As `agreement.agreed`; what it raises holds names that sites gave."""
+    try:
+        return agreement.agreed(given, preprocessing)
+    except UserError as error:
+        raise UserError(one_line(str(error))) from None
+
+
 def encoded_for(experiment: Experiment, agreed: Agreed, target: str) -> Agreed:
     """The same in an encoding in which an unseen ``target`` has no say."""
     if agreed.given is None:
         return agreed
     unseen = isinstance(experiment.protocol, LeaveOneOut)
     given = {site: one for site, one in agreed.given.items() if not (unseen and site == target)}
-    preprocessing = agreement.agreed(given, agreed.data.preprocessing)
+    preprocessing = _encoding(given, agreed.data.preprocessing)
     shape = preprocessing.shape or agreed.data.input_shape
     own = _own_set(experiment, shape, agreed.data.classes, preprocessing)
     domains = {site: _without_samples(site, len(agreed.data.domains[site]), shape) for site in agreed.sites}
@@ -211,7 +224,7 @@ def _own_set(
 
 
 def _short(value: Any) -> str:
-    text = ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+    text = one_line(", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
     return text if len(text) <= 80 else f"{text[:77]}…"
 
 

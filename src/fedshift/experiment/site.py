@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from fedshift import __version__
 from fedshift.data.domain import Domain, Rows, SparseRows
@@ -36,12 +36,12 @@ from fedshift.experiment.environment import resolve_device, versions
 from fedshift.experiment.evaluate import predictions
 from fedshift.experiment.site_file import SitePlace, file_stamp, load_site, read_holding
 from fedshift.federation.local import Setting, SitePlan, SiteRunner
-from fedshift.federation.messages import Statistics, promised_kinds, reply_content
-from fedshift.federation.policy import ACCURACY, AuditLog, described
+from fedshift.federation.messages import Content, Statistics, promised_kinds, reply_content
+from fedshift.federation.policy import ACCURACY, AuditLog, described, whole_number
 from fedshift.federation.recipes import setting_from
 from fedshift.federation.replies import reply_type
 from fedshift.federation.site import Envelope
-from fedshift.federation.transport import PROTOCOL
+from fedshift.federation.transport import PROTOCOL, request_key
 from fedshift.federation.wire import Message, Residuals, body_of, error_answer, seal, unseal
 from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
@@ -87,6 +87,8 @@ class SiteProgram:
                     f"site '{self.name}' speaks version {PROTOCOL} of the requests, the coordinator "
                     f"{header.get('protocol')}: install the same fedshift at both"
                 )
+            if header.get("key") != request_key(header, hashlib.sha256(message.body).hexdigest()):
+                raise FedshiftError("a request's key is not its own")
             work = {"hello": self._hello, "step": self._step, "measure": self._measure, "end": self._end}
             do = header.get("do")
             if not isinstance(do, str) or do not in work:
@@ -97,10 +99,16 @@ class SiteProgram:
             return answer
         except Exception as error:
             text = str(error) if isinstance(error, FedshiftError) else "".join(traceback.format_exception(error))
-            with contextlib.suppress(UserError):
-                self.log.append(**{**entry, "refused" if isinstance(error, Refused) else "failed": text[:500]})
             if not isinstance(error, FedshiftError):
                 print(text, flush=True)  # to the site's own log
+            entry.pop("sent", None)
+            try:
+                self.log.append(**{**entry, "refused" if isinstance(error, Refused) else "failed": text[:500]})
+            except UserError as unlogged:
+                print(unlogged, flush=True)
+                return error_answer(
+                    message, UserError(f"site '{self.name}' cannot write its audit log: nothing was sent")
+                )
             return error_answer(message, error)
 
     # Before a run -----------------------------------------------------------------------------------------------------
@@ -118,6 +126,7 @@ class SiteProgram:
             self.policy.check_method(self.name, wanted["name"], shares)
         self._check_unchanged()
         self.policy.check_kind(self.name, "numbers", "how many samples it has")
+        self.policy.check_group(self.name, "numbers", len(self.holding.domain), "the count of its samples")
         rows = {
             str(seed): [len(part) for part in self._rows({**header["split"], "seed": seed})] for seed in header["seeds"]
         }
@@ -128,7 +137,10 @@ class SiteProgram:
         data, domain = self.holding.data, self.holding.domain
         if self.holding.given is not None:
             self.policy.check_kind(self.name, "statistics", "the encoding of its data")
-            self.policy.check_group(self.name, "statistics", len(domain), "the encoding of its data")
+            # A column may be filled in for a few of the samples alone.
+            counts = self.holding.given["count"]
+            for filled in counts if isinstance(counts, list) else [counts]:
+                self.policy.check_group(self.name, "statistics", filled, "the encoding of its data")
         card = {
             "versions": versions(),
             "shape": list(domain.inputs.shape[1:]),
@@ -195,7 +207,7 @@ class SiteProgram:
 
     def _step(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
         """Run one step, or answer again what was answered already."""
-        envelope = Envelope(**header["envelope"])
+        envelope = _envelope(header["envelope"])
         run = _plain_name(header["run"])
         folder = self.place.memory / run
         method = self._method(header["setting"]["method"])
@@ -210,23 +222,34 @@ class SiteProgram:
         self._tidy(folder, header)
         before = _answer_from(folder, header)
         if before is not None:
-            entry["again"] = True
-            return before
+            answer, held = before
+            entry |= {"again": True, "sent": described(held)}
+            self._check_sent(entry["sent"], header["step"], runner.site.samples)  # by the policy of now
+            return answer
         memory = runner.site.memory
         self._remember(runner, folder, header["memory"])
         self._runner = None  # until the step is done: one that fails may leave half of what it wanted to remember
+        views = [view for view in (runner.site.data, runner.site.unlabelled, runner.site.held_out) if view is not None]
+        for view in views:
+            view.seen.zero_()
         reply, mini_batches = runner.run(header["step"], envelope, content)
         sent = reply_content(reply)
         entry["sent"] = described(sent)
-        for path, piece in entry["sent"].items():
-            self.policy.check_kind(self.name, piece["kind"], f"field '{path}' of step {header['step']}")
-            self.policy.check_group(self.name, piece["kind"], runner.site.samples, f"field '{path}'")
+        # A step that looked at no sample sends what was made of all of them before, or nothing of them.
+        seen = sum(int(view.seen.sum()) for view in views) or runner.site.samples
+        self._check_sent(entry["sent"], header["step"], seen)
         body = self._narrow(runner, header, sent)
         files = memory.save(folder, envelope.exchange)
         self._runner = (_digest_of(header), runner, dict(files))
         answer = seal({"answers": header["key"], "mini_batches": mini_batches, "memory": files}, body)
         _keep_answer(folder, header, answer)
         return answer
+
+    def _check_sent(self, sent: Mapping[str, Any], step: str, samples: int) -> None:
+        """Raises Refused unless the policy lets out what a reply holds, of which ``samples`` are behind it."""
+        for path, piece in sent.items():
+            self.policy.check_kind(self.name, piece["kind"], f"field '{path}' of step {step}")
+            self.policy.check_group(self.name, piece["kind"], samples, f"field '{path}'")
 
     def _narrow(self, runner: SiteRunner, header: Mapping[str, Any], sent: Mapping[str, Any]) -> Any:
         """The reply as bytes; what rounding takes away is remembered for the step's next reply."""
@@ -257,7 +280,32 @@ class SiteProgram:
     def _setting(self, recipe: Mapping[str, Any], method: Method) -> Setting:
         """The setting of a request, with this site's own device."""
         whole = {**recipe, "method": method.recipe(), "device": self.device}
-        return setting_from(whole)
+        setting = setting_from(whole)
+        self._check_files(method)
+        self._check_files(setting.network)
+        return setting
+
+    def _check_files(self, options: BaseModel) -> None:
+        """Raises Refused where options of a request name files other than weights that this site holds ready.
+
+        Else a request could have any file opened here, or have the site dial out for one.
+        """
+        folder = os.environ.get("FEDSHIFT_WEIGHTS")
+        for field, value in options:
+            if isinstance(value, BaseModel):
+                self._check_files(value)
+            loads = field == "pretrained" and value is not False
+            if not (loads or isinstance(value, Path)):
+                continue
+            file = Path(str(value))
+            plain = len(file.parts) == 1 and file.suffix in (".safetensors", ".npz")
+            ready = folder is not None and (Path(folder) / file).is_file()
+            # What nothing is loaded from may stay as it is, such as a default.
+            if not plain or not (ready or (not loads and not file.exists())):
+                raise Refused(
+                    f"site '{self.name}': {field} must be the plain name of a .safetensors or .npz file that lies in "
+                    "this site's FEDSHIFT_WEIGHTS"
+                )
 
     def _encoded(self, setting: Setting) -> Domain:
         """This site's domain in the encoding of a request. Raises UserError for data of another shape."""
@@ -300,6 +348,7 @@ class SiteProgram:
     def _measure(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
         """This site's accuracy under the given weights, on samples that no step trains on."""
         self.policy.check_kind(self.name, ACCURACY, "measuring a model")
+        self.log.check_rate(self.name, self.policy, _plain_name(header["run"]), whole_number(header["round"]))
         method = self._method(header["setting"]["method"])
         self._check_unchanged(header["part"]["fingerprint"])
         _, held_out = self._rows(header["part"]["split"])
@@ -319,12 +368,7 @@ class SiteProgram:
         network.load_state_dict(dict(weights))
         network.eval()
         found, labels = predictions(method, network, view), view.labels.cpu().numpy()
-        pairs: list[list[int] | None] = []
-        for number in range(len(self.holding.data.classes)):
-            of = int(np.count_nonzero(labels == number))
-            right = int(np.count_nonzero((labels == number) & (found == number)))
-            # A class of few samples would tell of single ones.
-            pairs.append([right, of] if of == 0 or of >= self.policy.smallest_group else None)
+        pairs = by_class(found, labels, len(self.holding.data.classes), self.policy.smallest_group)
         entry["sent"] = {"measures": {"kind": ACCURACY}}
         measures = {"accuracy": accuracy(found, labels), "samples": len(labels), "classes": pairs}
         return seal({"answers": header["key"], "measures": measures}, body_of({}))
@@ -334,6 +378,35 @@ class SiteProgram:
         shutil.rmtree(self.place.memory / _plain_name(header["run"]), ignore_errors=True)
         self._runner = self._measurer = None
         return seal({"answers": header["key"]}, body_of({}))
+
+
+def by_class(found: Rows, labels: Rows, classes: int, smallest_group: int) -> list[list[int] | None]:
+    """[right, of] for each class, None where it is kept back.
+
+    A class of few samples would tell of single ones. What is kept back could be had from the whole and the others, so
+    further classes are, the smallest first, until those kept back are two at least and together no few samples.
+    """
+    pairs = [
+        [int(np.count_nonzero((labels == number) & (found == number))), int(np.count_nonzero(labels == number))]
+        for number in range(classes)
+    ]
+    order = sorted((of, number) for number, (_, of) in enumerate(pairs) if of > 0)
+    hidden = [number for of, number in order if of < smallest_group]
+    for _, number in order[len(hidden) :]:
+        if not hidden or (len(hidden) > 1 and sum(pairs[other][1] for other in hidden) >= smallest_group):
+            break
+        hidden.append(number)
+    return [None if number in hidden else pair for number, pair in enumerate(pairs)]
+
+
+def _envelope(fields: Any) -> Envelope:
+    """The envelope of a request. Raises FedshiftError for anything else."""
+    if isinstance(fields, Mapping) and set(fields) == {"exchange", "round", "progress", "mini_batches_left"}:
+        progress, numbers = fields["progress"], [fields[name] for name in ("exchange", "round", "mini_batches_left")]
+        real = isinstance(progress, int | float) and not isinstance(progress, bool) and 0 <= progress <= 1
+        if real and all(whole_number(number) >= 0 for number in numbers):
+            return Envelope(**fields)
+    raise FedshiftError("a request does not say which exchange it is of")
 
 
 def _plain_name(name: Any) -> str:
@@ -359,8 +432,8 @@ def _entry(header: Mapping[str, Any], message: Message) -> dict[str, Any]:
         "do": str(header.get("do"))[:40],
         "method": str(method.get("name"))[:100] if isinstance(method, Mapping) else None,
         "step": str(header.get("step"))[:100] if "step" in header else None,
-        "round": envelope.get("round", header.get("round", 0)),
-        "exchange": envelope.get("exchange", 0),
+        "round": whole_number(envelope.get("round", header.get("round", 0))),
+        "exchange": whole_number(envelope.get("exchange", 0)),
         "received_bytes": message.size,
         "received_digest": message.digest,
     }
@@ -382,12 +455,13 @@ def _keep_answer(folder: Path, header: Mapping[str, Any], answer: Message) -> No
         raise UserError(f"cannot write {file}: {error.strerror}; free some space at the site") from None
 
 
-def _answer_from(folder: Path, header: Mapping[str, Any]) -> Message | None:
+def _answer_from(folder: Path, header: Mapping[str, Any]) -> tuple[Message, Mapping[str, Content]] | None:
+    """The answer that was given to the same request, and what it holds."""
     file = _answer_file(folder, header)
     try:
         kept = json.loads(file.read_text())
         answer = Message(kept["header"], file.with_suffix(".safetensors").read_bytes(), kept["digest"])
-        whole, _, _ = unseal(answer)
+        whole, _, held = unseal(answer)
     except (OSError, ValueError, KeyError, TypeError, FedshiftError):
         return None
-    return answer if whole.get("answers") == header["key"] else None
+    return (answer, held) if whole.get("answers") == header["key"] else None

@@ -40,12 +40,15 @@ class Policy(BaseModel):
         "samples), statistics (means, sums that encode a table), styles, spectra, features",
     )
     smallest_group: PositiveInt = Field(
-        10, description="fewest samples behind a model, a statistic, a count or an accuracy that leaves"
+        10, description="fewest samples that an exchange looks at before a model, statistic, count or accuracy leaves"
     )
     methods: Literal["all"] | tuple[str, ...] = Field(
         "all", description="methods that may run, by name; `package.module:Class` for one you installed yourself"
     )
     rounds_per_day: PositiveInt | None = Field(None, description="most rounds in any 24 hours; none = any number")
+    requests_per_round: PositiveInt = Field(
+        100, description="most requests of one round that train or measure; fada asks 2 more than its steps_per_round"
+    )
 
     @field_validator("send")
     @classmethod
@@ -74,7 +77,8 @@ class Policy(BaseModel):
         """Raises Refused when fewer samples than `smallest_group` stand behind an aggregate."""
         if kind in _AGGREGATES and samples < self.smallest_group:
             raise Refused(
-                f"site '{site}' refuses to send {kind} of {samples} samples for {what} (rule policy.smallest_group: "
+                # Not how many: that is what the rule keeps here.
+                f"site '{site}' refuses to send {kind} of so few samples for {what} (rule policy.smallest_group: "
                 f"{self.smallest_group})"
             )
 
@@ -89,14 +93,15 @@ class AuditLog:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._rounds: dict[tuple[str, int], float] = {}
+        self._rounds: dict[tuple[str, int], tuple[float, int]] = {}
+        """(run, round) → when it was first asked for, and its requests."""
         lines, self._last = self.check(path)
         for line in lines:
             self._count(line)
 
     def append(self, **entry: Any) -> None:
         """Add a line and flush it to the disk. Raises UserError when it cannot be written: nothing leaves unlogged."""
-        line = json.dumps({"time": time.time(), **entry, "previous": self._last}, ensure_ascii=False)
+        line = json.dumps({"time": time.time(), **entry, "previous": self._last})  # ASCII: any text can be written
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(line + "\n")
@@ -108,12 +113,20 @@ class AuditLog:
         self._count(json.loads(line))
 
     def check_rate(self, site: str, policy: Policy, run: str, round_number: int) -> None:
-        """Raises Refused when one more round would be more than ``policy.rounds_per_day`` in 24 hours."""
+        """Raises Refused when one more request would be more than ``policy.requests_per_round``, or one more round more
+        than ``policy.rounds_per_day`` in 24 hours. What happens before round 1 is a round of its own.
+        """
         since = time.time() - _DAY
-        self._rounds = {key: when for key, when in self._rounds.items() if when >= since}
+        self._rounds = {key: (when, requests) for key, (when, requests) in self._rounds.items() if when >= since}
         limit = policy.rounds_per_day
-        if limit is not None and (run, round_number) not in self._rounds and len(self._rounds) >= limit:
+        _, requests = self._rounds.get((run, round_number), (0.0, 0))
+        if not requests and limit is not None and len(self._rounds) >= limit:
             raise Refused(f"site '{site}' has done {limit} rounds in 24 hours (rule policy.rounds_per_day: {limit})")
+        if requests >= policy.requests_per_round:
+            raise Refused(
+                f"site '{site}' has answered {requests} requests of round {round_number} (rule "
+                f"policy.requests_per_round: {policy.requests_per_round})"
+            )
 
     @property
     def last(self) -> str:
@@ -121,8 +134,10 @@ class AuditLog:
         return self._last
 
     def _count(self, line: Mapping[str, Any]) -> None:
-        if line.get("do") == "step" and not line.get("refused"):
-            self._rounds.setdefault((str(line.get("run")), int(line.get("round", 0))), float(line["time"]))
+        if line.get("do") in ("step", "measure") and not line.get("refused") and not line.get("again"):
+            key = str(line.get("run")), whole_number(line.get("round"))
+            when, requests = self._rounds.get(key, (float(line["time"]), 0))
+            self._rounds[key] = when, requests + 1
 
     @staticmethod
     def check(path: Path) -> tuple[list[dict[str, Any]], str]:
@@ -149,6 +164,12 @@ class AuditLog:
             lines.append(entry)
             last = _line_digest(line)
         return lines, last
+
+
+def whole_number(value: object) -> int:
+    """``value`` where it is a number of rounds, exchanges or mini-batches, else −1."""
+    fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
+    return value if fits and isinstance(value, int) else -1
 
 
 def _line_digest(line: str) -> str:

@@ -8,6 +8,7 @@ counts as lost in this exchange.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from fedshift.federation.federation import Answer, Federation, Missing, Request,
 from fedshift.federation.messages import Content, Reply, Statistics
 from fedshift.federation.outbox import Outbox
 from fedshift.federation.policy import ACCURACY
-from fedshift.federation.replies import TensorCheck, checked_measures, checked_reply, reply_type
+from fedshift.federation.replies import Layout, TensorCheck, checked_measures, checked_reply, reply_type
 from fedshift.federation.transport import PROTOCOL, Lost, Transport, opened, request_key
 from fedshift.federation.wire import Message, Residuals, Wire, body_of, seal
 from fedshift.weights import NamedTensors, Weights
@@ -90,30 +91,43 @@ class RemoteFederation(Federation):
                     "memory": self._memory.get(request.site, {}),
                     **self._common(request.site),
                 }
-                keys[request.site] = header["key"] = request_key(header, body)
+                keys[request.site] = header["key"] = request_key(header, body.sha256)
                 yield request.site, seal(header, body)
 
         kind = reply_type(self.method, step)
         outgoing = list(messages())
         self._outbox.clear()
-        waiting: dict[str, tuple[Answer[Any], dict[str, str]] | Lost] = {}
+        waiting: dict[str, _Taken | Lost] = {}
         arrivals = self._arrivals(step, outgoing)
         del outgoing
+        by_site = {request.site: request for request in asked}
+
+        def takes_in() -> bool:
+            """Whether another message came."""
+            found = next(arrivals, None)
+            if found is None:
+                return False
+            site, message = found
+            if site not in by_site:
+                self._record(step, site, "refused", "a reply of a site that was not asked")
+            elif site in waiting:
+                self._record(step, site, "refused", "a second reply to one request")
+            else:
+                waiting[site] = self._taken(kind, step, by_site[site], message, keys[site])
+            return True
+
         lost: list[Request] = []
         gone = 0
         spent: list[float] = []
         for request in asked:
-            while request.site not in waiting:
-                found = next(arrivals, None)
-                if found is None:
-                    waiting[request.site] = Lost("did not answer")
-                    break
-                site, message = found
-                if site in waiting:
-                    self._record(step, site, "refused", "a second reply to one request")
-                    continue
-                waiting[site] = self._taken(kind, step, site, message, keys.get(site, ""))
-            outcome = waiting[request.site]
+            while request.site not in waiting and takes_in():
+                pass
+            outcome = waiting.setdefault(request.site, Lost("did not answer"))
+            if isinstance(outcome, _Taken) and outcome.layout is not None:
+                while takes_in():  # who is the odd one shows when all have answered
+                    pass
+                self._compare(step, waiting, len(asked))
+                outcome = waiting[request.site]
             if isinstance(outcome, Lost):
                 gone += 1
                 self._record(step, request.site, "refused" if outcome.refused else "lost", outcome.reason)
@@ -125,7 +139,7 @@ class RemoteFederation(Federation):
                     self._lost.add(request.site)
                     lost.append(request)
                 continue
-            answer, memory = outcome
+            answer, memory = outcome.answer, outcome.memory
             waiting[request.site] = Lost("handed on")
             self._lost.discard(request.site)
             self._memory[request.site] = memory
@@ -148,11 +162,12 @@ class RemoteFederation(Federation):
             yield site, reply
 
     def _taken(
-        self, kind: type[Reply], step: str, site: str, message: Message | Lost, key: str
-    ) -> tuple[Answer[Any], dict[str, str]] | Lost:
+        self, kind: type[Reply], step: str, request: Request, message: Message | Lost, key: str
+    ) -> _Taken | Lost:
         """The answer in a message, or why it cannot be used. Raises what a site raised that no waiting will change."""
         if isinstance(message, Lost):
             return message
+        site = request.site
         try:
             header, content, crossed = opened(message, key)
             if "error" in header:
@@ -160,18 +175,32 @@ class RemoteFederation(Federation):
             mini_batches, memory = header.get("mini_batches"), header.get("memory")
             if not isinstance(mini_batches, int) or isinstance(mini_batches, bool) or mini_batches < 0:
                 raise FedshiftError("it does not say how many mini-batches it took")
+            left = max(0, request.envelope.mini_batches_left)
+            if mini_batches > left:  # what it says also counts for sites that are lost, see `forfeit`
+                raise FedshiftError(f"it says that it took more mini-batches than the {left} that it had left")
             if not isinstance(memory, dict) or not all(
                 isinstance(item, str) for pair in memory.items() for item in pair
             ):
                 raise FedshiftError("it does not say what the site remembers")
             reply = checked_reply(kind, content)
-            self._tensors.check(step, content)
+            layout = self._tensors.check(step, kind, content, request.content)
         except FedshiftError as error:
             if isinstance(error, _Stop):
                 raise error.reason from None
-            self._record(step, site, "refused", str(error))
-            return Lost(f"its reply was refused: {error}")
-        return Answer(site, reply, mini_batches, crossed), memory
+            return self._refused(step, site, str(error))
+        return _Taken(Answer(site, reply, mini_batches, crossed), memory, layout)
+
+    def _refused(self, step: str, site: str, reason: str) -> Lost:
+        self._record(step, site, "refused", reason)
+        return Lost(f"its reply was refused: {reason}")
+
+    def _compare(self, step: str, waiting: dict[str, _Taken | Lost], asked: int) -> None:
+        """Refuse replies whose models are not such as most sites sent, where nothing else says how they must be."""
+        taken = {site: one for site, one in waiting.items() if isinstance(one, _Taken)}
+        layouts = {site: one.layout for site, one in taken.items() if one.layout is not None}
+        odd = self._tensors.odd_ones(step, layouts, asked)
+        for site in layouts:
+            waiting[site] = self._refused(step, site, odd[site]) if site in odd else replace(taken[site], layout=None)
 
     def _site_error(self, site: str, header: Mapping[str, Any]) -> Lost:
         name, text = str(header.get("error")), str(header.get("message"))[:2000]
@@ -228,7 +257,7 @@ class RemoteFederation(Federation):
         keys: dict[str, str] = {}
         for site in sites:
             header = {"do": "measure", "round": self.round, **self._common(site)}
-            keys[site] = header["key"] = request_key(header, body)
+            keys[site] = header["key"] = request_key(header, body.sha256)
             outgoing.append((site, seal(header, body)))
             self.ledger.record(0, "measure", site, "down", {"measured": _counted(size)})
         found: dict[str, dict[str, Any]] = {}
@@ -247,7 +276,7 @@ class RemoteFederation(Federation):
                     continue
                 if site in found:
                     raise FedshiftError("a second reply to one request")
-                found[site] = checked_measures(header.get("measures"))
+                found[site] = checked_measures(header.get("measures"), int(self._recipe["classes"]))
             except _Stop as stop:
                 raise stop.reason from None
             except FedshiftError as error:
@@ -275,6 +304,15 @@ class RemoteFederation(Federation):
         self._kept = {site: dict(names) for site, names in self._memory.items()}
         self._checkpoint = self.progress.exchange
         self._outbox.load(folder / HERE, files.get(HERE, {}))
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """A reply that can be used. layout: of its models, when they are still to be compared with those of other sites."""
+
+    answer: Answer[Any]
+    memory: dict[str, str]
+    layout: Layout | None
 
 
 class _Stop(FedshiftError):

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from fedshift.errors import FedshiftError, KindRefused, TrainingDiverged
 from fedshift.federation.messages import Content
-from fedshift.federation.wire import Body, Message, body_of, seal, unseal
+from fedshift.federation.wire import Message, body_of, seal, unseal
 
 PROTOCOL = 1
 """The version of requests and replies. A site refuses another one."""
@@ -65,13 +65,13 @@ def opened(message: Message, key: str) -> tuple[dict[str, Any], dict[str, Conten
     return header, content, crossed
 
 
-def request_key(header: Mapping[str, Any], body: Body) -> str:
+def request_key(header: Mapping[str, Any], body_sha256: str) -> str:
     """What makes two requests the same request: a site answers it again without doing it again.
 
     Not the checkpoint's place, which differs when a round is done again.
     """
     own = {name: value for name, value in header.items() if name not in ("key", "kept", "checkpoint")}
-    return hashlib.sha256(f"{json.dumps(own, sort_keys=True)}\n{body.sha256}".encode()).hexdigest()
+    return hashlib.sha256(f"{json.dumps(own, sort_keys=True)}\n{body_sha256}".encode()).hexdigest()
 
 
 def ask_plain(
@@ -86,7 +86,7 @@ def ask_plain(
     keys: dict[str, str] = {}
     for site, header in headers.items():
         whole = {"do": what, "protocol": PROTOCOL, "run": run, **header}
-        keys[site] = whole["key"] = request_key(whole, body)
+        keys[site] = whole["key"] = request_key(whole, body.sha256)
         outgoing.append((site, seal(whole, body)))
     return _plain(transport.exchange(iter(outgoing), deadline, {}), keys)
 

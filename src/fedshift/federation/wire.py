@@ -87,14 +87,16 @@ def unseal(message: Message) -> tuple[dict[str, Any], dict[str, Content], dict[s
 
 
 def error_answer(request: Message | None, error: Exception) -> Message:
-    """The answer to a request that went wrong. A defect is only named: its text might show a site's data."""
-    known = isinstance(error, FedshiftError)
-    text = str(error) if known else f"the site's process failed ({type(error).__name__}); its own log says more"
+    """The answer to a request that went wrong. A defect is only named, of a fault in the data what is public is said:
+    their texts might show a site's samples.
+    """
+    kind, text = "FedshiftError", f"the site's process failed ({type(error).__name__}); its own log says more"
+    if isinstance(error, FedshiftError):
+        kind, text = type(error).__name__, error.public
     try:
         key = json.loads(request.header).get("key") if request else None
     except (ValueError, AttributeError, TypeError, RecursionError):
         key = None
-    kind = type(error).__name__ if known else "FedshiftError"
     return seal({"error": kind, "message": text, "answers": key if isinstance(key, str) else None}, body_of({}))
 
 

@@ -225,6 +225,11 @@ class _StyleTransfer(InFront):
         for part in torch.split(rows, _AT_ONCE):
             with torch.no_grad():
                 _, maps = model.with_stages(site.data.batch(part)[0], (stage,))
+            if maps[stage][0, 0].numel() == 1:  # its mean is the feature itself, of a single sample
+                raise UserError(
+                    f"{self.name}.stage: maps of '{stage}' have one pixel here, whose style is the sample's feature: "
+                    "name an earlier stage"
+                )
             yield maps[stage]
 
     def _space(self, site: Site, own: Style | None = None) -> StyleSpace:

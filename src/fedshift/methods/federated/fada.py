@@ -55,7 +55,7 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from fedshift.errors import FedshiftError
+from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Features, PerSite, Reply, Update
 from fedshift.federation.randomness import derive_seed
@@ -129,6 +129,17 @@ class FADA(Method):
             return network
         return with_block(network, _layer, size=network.embedding_size, names=("generator", "invariant"))
 
+    def check(self, network: Network) -> None:
+        self._check_generator(network)
+
+    def _check_generator(self, network: Network) -> None:
+        """Raises UserError for a network whose features are the samples themselves."""
+        if not any(True for _ in self.generator(network).parameters()):
+            raise UserError(
+                f"{self.display}: it sends the network's features, and this network has nothing before its classifier: "
+                "samples would leave as they are; take another model"
+            )
+
     # Coordinator --------------------------------------------------------------------------------------------------
 
     def round(self, federation: Federation, state: State) -> State:
@@ -162,6 +173,7 @@ class FADA(Method):
 
     def begin(self, site: Site, weights: Weights) -> Outputs:
         """The features of a round's first mini-batch."""
+        self._check_generator(site.network)
         site.scratch["turn"] = turn = _Turn(self, site, weights)
         return Outputs(turn.next())
 
