@@ -88,7 +88,7 @@ class SiteData:
         they are.
         """
         place = rows.to(self.device)
-        self.seen[rows] = True
+        self.seen[rows.cpu()] = True
         labels, numbers = self.labels.index_select(0, place), self.domain_numbers.index_select(0, place)
         masks = self._gather(rows.cpu().numpy(), self._masks).to(self.device).float() if self._masks else None
         if generator is None or self.deterministic:
@@ -107,7 +107,7 @@ class SiteData:
 
     def stored(self, rows: Tensor) -> Tensor:
         """The given rows as they are stored, on the device: images with values in [0, 1], before normalisation."""
-        self.seen[rows] = True
+        self.seen[rows.cpu()] = True
         return to_unit(self._gather(rows.cpu().numpy(), self._inputs), self.device)
 
     def all_batches(self, size: int) -> Iterator[Batch]:
