@@ -66,12 +66,14 @@ def says(**header: Any) -> Spoil:
         ({"name": "fedavg"}, "fit", puts(weights=STRANGE)),
         ({"name": "fedavg"}, "fit", puts(weights=Weights({}))),
         ({"name": "fedavg"}, "fit", puts(samples=10**400)),
+        ({"name": "fedavg"}, "fit", puts(samples=1_000_000)),
+        ({"name": "fedavg"}, "fit", puts(samples=-5)),
         ({"name": "csac", **METHODS["csac"]}, "acquire", puts(weights=STRANGE)),
         ({"name": "copa"}, "fit", puts(features=STRANGE)),
         ({"name": "copa"}, "fit", puts(classifier=STRANGE)),
         ({"name": "copa"}, "fit", lambda said, found: found.update(classifier=found["features"])),
     ],
-    ids=["sent", "nothing", "samples", "not-sent", "part", "other-part", "wrong-part"],
+    ids=["sent", "nothing", "samples", "more-samples", "less-samples", "not-sent", "part", "other-part", "wrong-part"],
 )
 def test_the_first_reply_does_not_say_how_the_others_must_be(
     method: dict[str, Any], step: str, spoil: Spoil, tmp_path: Path

@@ -164,6 +164,7 @@ def _one(
             recipe=_recipe(setting),
             parts={site: _part(experiment, agreed, part, site, numbers.get(site)) for site in agreed.sites},
             like=network.state_dict(),
+            samples={plan.name: len(plan.parts[0][1]) for plan in plans},
             deadline=engine.deadline,
             quorum=engine.quorum,
             on_refusal=engine.on_refusal,

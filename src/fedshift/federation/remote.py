@@ -36,6 +36,7 @@ class RemoteFederation(Federation):
 
     recipe and parts: the setting, and what each site is told of its own part. Every request repeats them, so a site
     that was started again needs no memory of the coordinator. like: the network's tensors, to check models against.
+    samples: how many each site said that it trains on; a reply cannot claim more, which would outweigh the others.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class RemoteFederation(Federation):
         recipe: Mapping[str, Any],
         parts: Mapping[str, Mapping[str, Any]],
         like: Mapping[str, Tensor],
+        samples: Mapping[str, int],
         deadline: float,
         wire: Wire = "float32",
         patience: float = 10.0,
@@ -57,7 +59,7 @@ class RemoteFederation(Federation):
         self.transport, self.run = transport, run
         self.deadline, self.wire, self.patience = deadline, wire, patience
         self._recipe, self._parts = recipe, parts
-        self._tensors = TensorCheck(like)
+        self._tensors, self._samples = TensorCheck(like), samples
         self._event = on_event or (lambda event: None)
         self._memory: dict[str, dict[str, str]] = {}
         self._kept: dict[str, dict[str, str]] = {}
@@ -183,6 +185,9 @@ class RemoteFederation(Federation):
             ):
                 raise FedshiftError("it does not say what the site remembers")
             reply = checked_reply(kind, content)
+            number = content.get("samples", 0)
+            if isinstance(number, int) and not 0 <= number <= self._samples[site]:
+                raise FedshiftError(f"it says that it has {number} samples, of {self._samples[site]}")
             layout = self._tensors.check(step, kind, content, request.content)
         except FedshiftError as error:
             if isinstance(error, _Stop):
