@@ -13,7 +13,8 @@ import yaml
 from safetensors.torch import save_file
 from test_remote import request, site_file, write_data
 
-from fedshift.experiment.site import SiteProgram, by_class, open_site
+from fedshift.evaluation.metrics import counts_by_class
+from fedshift.experiment.site import SiteProgram, open_site
 from fedshift.federation.policy import AuditLog
 
 ENVELOPE = {"exchange": 1, "round": 1, "progress": 0.0, "mini_batches_left": 5}
@@ -173,7 +174,7 @@ def test_a_request_cannot_bear_the_key_of_another(tmp_path: Path) -> None:
 )
 def test_classes_kept_back_cannot_be_had_from_the_others(counts: list[int], shown: list[bool]) -> None:
     labels = np.repeat(np.arange(len(counts)), counts)
-    pairs = by_class(np.zeros_like(labels), labels, len(counts), smallest_group=10)
+    pairs = counts_by_class(np.zeros_like(labels), labels, len(counts), smallest_group=10)
     assert [pair is not None for pair in pairs] == shown
     assert json.loads(json.dumps(pairs)) == pairs
     assert pairs[0] in (None, [counts[0], counts[0]])

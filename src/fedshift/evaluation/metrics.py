@@ -79,3 +79,30 @@ def harmonic_mean(a: float, b: float) -> float:
     if not (a >= 0 and b >= 0):
         raise ValueError(f"accuracies cannot be negative: {a}, {b}")
     return 2.0 * a * b / (a + b) if a + b > 0 else 0.0
+
+
+def counts_by_class(
+    predictions: Integers, labels: Integers, classes: int, smallest_group: int
+) -> list[list[int] | None]:
+    """[right, of] for each class, None where it is kept back.
+
+    A class of few samples would tell of single ones. What is kept back could be had from the whole and the others, so
+    further classes are, the smallest first, until those kept back are two at least and together no few samples.
+
+    Args:
+        predictions: class numbers, shape (n,).
+        labels: class numbers, shape (n,).
+        classes: how many there are.
+        smallest_group: the fewest samples of a class that may be counted.
+    """
+    pairs = [
+        [int(np.count_nonzero((labels == number) & (predictions == number))), int(np.count_nonzero(labels == number))]
+        for number in range(classes)
+    ]
+    order = sorted((of, number) for number, (_, of) in enumerate(pairs) if of > 0)
+    hidden = [number for of, number in order if of < smallest_group]
+    for _, number in order[len(hidden) :]:
+        if not hidden or (len(hidden) > 1 and sum(pairs[other][1] for other in hidden) >= smallest_group):
+            break
+        hidden.append(number)
+    return [None if number in hidden else pair for number, pair in enumerate(pairs)]

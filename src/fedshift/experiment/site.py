@@ -11,8 +11,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
-import re
 import shutil
 import time
 import traceback
@@ -23,24 +21,32 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from fedshift import __version__
 from fedshift.data.domain import Domain, Rows, SparseRows
 from fedshift.data.splits import part_rows
 from fedshift.data.view import SiteData
 from fedshift.errors import FedshiftError, Refused, UserError
-from fedshift.evaluation.metrics import accuracy
+from fedshift.evaluation.metrics import accuracy, counts_by_class
 from fedshift.experiment.describe import describe
 from fedshift.experiment.environment import resolve_device, versions
 from fedshift.experiment.evaluate import predictions
 from fedshift.experiment.site_file import SitePlace, file_stamp, load_site, read_holding
+from fedshift.experiment.site_requests import (
+    audit_entry,
+    check_files,
+    digest_of,
+    envelope_of,
+    keep_answer,
+    kept_answer,
+    plain_name,
+)
 from fedshift.federation.local import Setting, SitePlan, SiteRunner
-from fedshift.federation.messages import Content, Statistics, promised_kinds, reply_content
+from fedshift.federation.messages import Statistics, promised_kinds, reply_content
 from fedshift.federation.policy import ACCURACY, AuditLog, described, whole_number
 from fedshift.federation.recipes import setting_from
 from fedshift.federation.replies import reply_type
-from fedshift.federation.site import Envelope
 from fedshift.federation.transport import PROTOCOL, request_key
 from fedshift.federation.wire import Message, Residuals, body_of, error_answer, seal, unseal
 from fedshift.methods import registry as methods
@@ -48,10 +54,8 @@ from fedshift.methods.base import Method
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _RESIDUALS = "wire-residuals"
 """The site memory that holds what rounding took from the models it sent."""
-_WATCHED_FILES = 10_000
 
 
 def open_site(path: Path) -> SiteProgram:
@@ -81,7 +85,7 @@ class SiteProgram:
         entry: dict[str, Any] = {"coordinator": coordinator}
         try:
             header, content, _ = unseal(message)
-            entry |= _entry(header, message)
+            entry |= audit_entry(header, message)
             if header.get("protocol") != PROTOCOL:
                 raise UserError(
                     f"site '{self.name}' speaks version {PROTOCOL} of the requests, the coordinator "
@@ -207,8 +211,8 @@ class SiteProgram:
 
     def _step(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
         """Run one step, or answer again what was answered already."""
-        envelope = _envelope(header["envelope"])
-        run = _plain_name(header["run"])
+        envelope = envelope_of(header["envelope"])
+        run = plain_name(header["run"])
         folder = self.place.memory / run
         method = self._method(header["setting"]["method"])
         leave_out = header["setting"]["on_refusal"] == "leave_out"
@@ -220,7 +224,7 @@ class SiteProgram:
         self._check_unchanged(header["part"]["fingerprint"])
         runner = self._runner_for(header, method)
         self._tidy(folder, header)
-        before = _answer_from(folder, header)
+        before = kept_answer(folder, header)
         if before is not None:
             answer, held = before
             entry |= {"again": True, "sent": described(held)}
@@ -240,9 +244,9 @@ class SiteProgram:
         self._check_sent(entry["sent"], header["step"], seen)
         body = self._narrow(runner, header, sent)
         files = memory.save(folder, envelope.exchange)
-        self._runner = (_digest_of(header), runner, dict(files))
+        self._runner = (digest_of(header), runner, dict(files))
         answer = seal({"answers": header["key"], "mini_batches": mini_batches, "memory": files}, body)
-        _keep_answer(folder, header, answer)
+        keep_answer(folder, header, answer)
         return answer
 
     def _check_sent(self, sent: Mapping[str, Any], step: str, samples: int) -> None:
@@ -265,7 +269,7 @@ class SiteProgram:
         return body
 
     def _runner_for(self, header: Mapping[str, Any], method: Method) -> SiteRunner:
-        digest = _digest_of(header)
+        digest = digest_of(header)
         if self._runner is not None and self._runner[0] == digest:
             return self._runner[1]
         part, recipe = header["part"], header["setting"]
@@ -281,31 +285,9 @@ class SiteProgram:
         """The setting of a request, with this site's own device."""
         whole = {**recipe, "method": method.recipe(), "device": self.device}
         setting = setting_from(whole)
-        self._check_files(method)
-        self._check_files(setting.network)
+        check_files(self.name, method)
+        check_files(self.name, setting.network)
         return setting
-
-    def _check_files(self, options: BaseModel) -> None:
-        """Raises Refused where options of a request name files other than weights that this site holds ready.
-
-        Else a request could have any file opened here, or have the site dial out for one.
-        """
-        folder = os.environ.get("FEDSHIFT_WEIGHTS")
-        for field, value in options:
-            if isinstance(value, BaseModel):
-                self._check_files(value)
-            loads = field == "pretrained" and value is not False
-            if not (loads or isinstance(value, Path)):
-                continue
-            file = Path(str(value))
-            plain = len(file.parts) == 1 and file.suffix in (".safetensors", ".npz")
-            ready = folder is not None and (Path(folder) / file).is_file()
-            # What nothing is loaded from may stay as it is, such as a default.
-            if not plain or not (ready or (not loads and not file.exists())):
-                raise Refused(
-                    f"site '{self.name}': {field} must be the plain name of a .safetensors or .npz file that lies in "
-                    "this site's FEDSHIFT_WEIGHTS"
-                )
 
     def _encoded(self, setting: Setting) -> Domain:
         """This site's domain in the encoding of a request. Raises UserError for data of another shape."""
@@ -323,7 +305,7 @@ class SiteProgram:
         assert self._runner is not None
         if self._runner[2] != dict(files):
             for file in files.values():
-                _plain_name(file)
+                plain_name(file)
             runner.site.memory.load(folder, files)
 
     def _tidy(self, folder: Path, header: Mapping[str, Any]) -> None:
@@ -348,7 +330,7 @@ class SiteProgram:
     def _measure(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
         """This site's accuracy under the given weights, on samples that no step trains on."""
         self.policy.check_kind(self.name, ACCURACY, "measuring a model")
-        self.log.check_rate(self.name, self.policy, _plain_name(header["run"]), whole_number(header["round"]))
+        self.log.check_rate(self.name, self.policy, plain_name(header["run"]), whole_number(header["round"]))
         method = self._method(header["setting"]["method"])
         self._check_unchanged(header["part"]["fingerprint"])
         _, held_out = self._rows(header["part"]["split"])
@@ -358,7 +340,7 @@ class SiteProgram:
         weights = content["weights"]
         if not isinstance(weights, Weights):
             raise FedshiftError("a request to measure holds no weights")
-        digest = _digest_of(header)
+        digest = digest_of(header)
         if self._measurer is None or self._measurer[0] != digest:
             setting = self._setting(header["setting"], method)
             network = method.evaluated_network(setting.build_network(), setting.sources).to(self.device)
@@ -368,100 +350,13 @@ class SiteProgram:
         network.load_state_dict(dict(weights))
         network.eval()
         found, labels = predictions(method, network, view), view.labels.cpu().numpy()
-        pairs = by_class(found, labels, len(self.holding.data.classes), self.policy.smallest_group)
+        pairs = counts_by_class(found, labels, len(self.holding.data.classes), self.policy.smallest_group)
         entry["sent"] = {"measures": {"kind": ACCURACY}}
         measures = {"accuracy": accuracy(found, labels), "samples": len(labels), "classes": pairs}
         return seal({"answers": header["key"], "measures": measures}, body_of({}))
 
     def _end(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
         """A run is over: forget what was remembered for it."""
-        shutil.rmtree(self.place.memory / _plain_name(header["run"]), ignore_errors=True)
+        shutil.rmtree(self.place.memory / plain_name(header["run"]), ignore_errors=True)
         self._runner = self._measurer = None
         return seal({"answers": header["key"]}, body_of({}))
-
-
-def by_class(found: Rows, labels: Rows, classes: int, smallest_group: int) -> list[list[int] | None]:
-    """[right, of] for each class, None where it is kept back.
-
-    A class of few samples would tell of single ones. What is kept back could be had from the whole and the others, so
-    further classes are, the smallest first, until those kept back are two at least and together no few samples.
-    """
-    pairs = [
-        [int(np.count_nonzero((labels == number) & (found == number))), int(np.count_nonzero(labels == number))]
-        for number in range(classes)
-    ]
-    order = sorted((of, number) for number, (_, of) in enumerate(pairs) if of > 0)
-    hidden = [number for of, number in order if of < smallest_group]
-    for _, number in order[len(hidden) :]:
-        if not hidden or (len(hidden) > 1 and sum(pairs[other][1] for other in hidden) >= smallest_group):
-            break
-        hidden.append(number)
-    return [None if number in hidden else pair for number, pair in enumerate(pairs)]
-
-
-def _envelope(fields: Any) -> Envelope:
-    """The envelope of a request. Raises FedshiftError for anything else."""
-    if isinstance(fields, Mapping) and set(fields) == {"exchange", "round", "progress", "mini_batches_left"}:
-        progress, numbers = fields["progress"], [fields[name] for name in ("exchange", "round", "mini_batches_left")]
-        real = isinstance(progress, int | float) and not isinstance(progress, bool) and 0 <= progress <= 1
-        if real and all(whole_number(number) >= 0 for number in numbers):
-            return Envelope(**fields)
-    raise FedshiftError("a request does not say which exchange it is of")
-
-
-def _plain_name(name: Any) -> str:
-    """A name that a message gives, to be used in a path. Raises FedshiftError for one that could lead elsewhere."""
-    if not isinstance(name, str) or not re.fullmatch(r"[\w=+-][\w.=+-]{0,200}", name):
-        raise FedshiftError("a message names a file that it may not")
-    return name
-
-
-def _digest_of(header: Mapping[str, Any]) -> str:
-    own = [header["run"], header["setting"], header["part"]]
-    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
-
-
-def _entry(header: Mapping[str, Any], message: Message) -> dict[str, Any]:
-    """What the audit log says of a request."""
-    setting = header.get("setting")
-    method = setting.get("method") if isinstance(setting, Mapping) else None
-    envelope = header.get("envelope")
-    envelope = envelope if isinstance(envelope, Mapping) else {}
-    return {
-        "run": str(header.get("run"))[:200],
-        "do": str(header.get("do"))[:40],
-        "method": str(method.get("name"))[:100] if isinstance(method, Mapping) else None,
-        "step": str(header.get("step"))[:100] if "step" in header else None,
-        "round": whole_number(envelope.get("round", header.get("round", 0))),
-        "exchange": whole_number(envelope.get("exchange", 0)),
-        "received_bytes": message.size,
-        "received_digest": message.digest,
-    }
-
-
-def _answer_file(folder: Path, header: Mapping[str, Any]) -> Path:
-    return folder / f"answer-{int(header['envelope']['exchange'])}-{_plain_name(header['key'])[:16]}.json"
-
-
-def _keep_answer(folder: Path, header: Mapping[str, Any], answer: Message) -> None:
-    """Keep an answer until a checkpoint covers it. Not flushed: half an answer is known by its digest."""
-    file = _answer_file(folder, header)
-    try:
-        file.with_suffix(".safetensors").write_bytes(answer.body)
-        side = file.with_suffix(".part")
-        side.write_text(json.dumps({"header": answer.header, "digest": answer.digest}))
-        os.replace(side, file)
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}; free some space at the site") from None
-
-
-def _answer_from(folder: Path, header: Mapping[str, Any]) -> tuple[Message, Mapping[str, Content]] | None:
-    """The answer that was given to the same request, and what it holds."""
-    file = _answer_file(folder, header)
-    try:
-        kept = json.loads(file.read_text())
-        answer = Message(kept["header"], file.with_suffix(".safetensors").read_bytes(), kept["digest"])
-        whole, _, held = unseal(answer)
-    except (OSError, ValueError, KeyError, TypeError, FedshiftError):
-        return None
-    return (answer, held) if whole.get("answers") == header["key"] else None
