@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import save_file
-from test_remote import request, site_file, write_data
+from test_remote import SETTING, request, site_file, write_data
 
 from fedshift.evaluation.metrics import counts_by_class
 from fedshift.experiment.site import SiteProgram, open_site
@@ -25,31 +25,12 @@ def program_of(tmp_path: Path, **policy: Any) -> SiteProgram:
     return open_site(site_file(tmp_path, "north", files["north"], **policy))
 
 
-def setting(program: SiteProgram, **changes: Any) -> dict[str, Any]:
-    """The setting of `request`, with something in it changed."""
-    whole = {
-        "method": {"name": "fedavg", "options": {}},
-        "training": {},
-        "network": {"name": "linear"},
-        "preprocessing": {"kind": "features"},
-        "input_shape": [5],
-        "classes": 3,
-        "sources": 3,
-        "seed": 0,
-        "refuse": [],
-        "on_refusal": "stop",
-    }
-    return {**whole, **changes}
-
-
 @pytest.mark.parametrize(("batch_size", "allowed"), [(1, False), (9, False), (10, True)])
 def test_a_model_made_of_a_few_samples_does_not_leave(batch_size: int, allowed: bool, tmp_path: Path) -> None:
     """With one mini-batch of one sample, weights divided by biases are that sample."""
     program = program_of(tmp_path, smallest_group=10)
     training = {"batch_size": batch_size, "lr": 1.0}
-    answer = request(
-        program, setting=setting(program, training=training), envelope={**ENVELOPE, "mini_batches_left": 1}
-    )
+    answer = request(program, setting={**SETTING, "training": training}, envelope={**ENVELOPE, "mini_batches_left": 1})
     assert ("error" not in answer) is allowed, answer
     if not allowed:
         assert "policy.smallest_group: 10" in answer["message"]
@@ -104,14 +85,14 @@ def test_files_that_a_request_names_are_not_opened(tmp_path: Path, monkeypatch: 
     for named in (True, str(tmp_path / "patients.npz"), "../patients.npz", "IMAGENET1K_V1", "missing.npz"):
         network = {"name": "resnet18", "pretrained": named}
         for wrapped in (network, {"name": "frozen", "backbone": network, "head": {"name": "linear"}, "size": 32}):
-            answer = request(program, setting=setting(program, network=wrapped, input_shape=[3, 8, 8]))
+            answer = request(program, setting={**SETTING, "network": wrapped, "input_shape": [3, 8, 8]})
             assert "must be the plain name" in answer["message"], answer
             assert "patient_ids" not in answer["message"]
     options = {"style_space": "vgg", "vgg_encoder": str(tmp_path / "patients.npz")}
-    answer = request(program, setting=setting(program, method={"name": "ccst", "options": options}))
+    answer = request(program, setting={**SETTING, "method": {"name": "ccst", "options": options}})
     assert "must be the plain name" in answer["message"], answer
     answer = request(
-        program, setting=setting(program, method={"name": "styles", "options": {"method": {"name": "ccst", **options}}})
+        program, setting={**SETTING, "method": {"name": "styles", "options": {"method": {"name": "ccst", **options}}}}
     )
     assert "error" in answer
 
@@ -122,7 +103,7 @@ def test_weights_that_the_site_holds_ready_are_used(tmp_path: Path, monkeypatch:
     (tmp_path / "weights").mkdir()
     save_file({"other": torch.zeros(2)}, tmp_path / "weights" / "ready.safetensors")
     network = {"name": "resnet18", "pretrained": "ready.safetensors"}
-    answer = request(program, setting=setting(program, network=network, input_shape=[3, 8, 8]))
+    answer = request(program, setting={**SETTING, "network": network, "input_shape": [3, 8, 8]})
     assert "must be the plain name" not in answer["message"]  # it was opened, and does not fit
 
 

@@ -386,6 +386,20 @@ def test_a_refusal_names_the_rule_and_ends_the_run(
         assert not any(line["do"] == "step" for line in log), "before any training"
 
 
+SETTING: dict[str, Any] = {
+    "method": {"name": "fedavg", "options": {}},
+    "training": {},
+    "network": {"name": "linear"},
+    "preprocessing": {"kind": "features"},
+    "input_shape": [5],
+    "classes": 3,
+    "sources": 3,
+    "seed": 0,
+    "refuse": [],
+    "on_refusal": "stop",
+}
+
+
 def request(program: SiteProgram, **changes: Any) -> dict[str, Any]:
     """What a site answers to a request for a step with something in it changed."""
     header = {
@@ -398,18 +412,7 @@ def request(program: SiteProgram, **changes: Any) -> dict[str, Any]:
         "kept": {},
         "checkpoint": 0,
         "wire": "float32",
-        "setting": {
-            "method": {"name": "fedavg", "options": {}},
-            "training": {},
-            "network": {"name": "linear"},
-            "preprocessing": {"kind": "features"},
-            "input_shape": [5],
-            "classes": 3,
-            "sources": 3,
-            "seed": 0,
-            "refuse": [],
-            "on_refusal": "stop",
-        },
+        "setting": SETTING,
         "part": {
             "role": "source",
             "number": 0,

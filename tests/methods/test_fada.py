@@ -18,8 +18,9 @@ from fedshift.federation.local import LocalFederation
 from fedshift.federation.pool import WorkerPool
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Site
+from fedshift.methods.adversaries import Disentangler
 from fedshift.methods.base import State
-from fedshift.methods.federated.fada import FADA, _Disentangler, shifted
+from fedshift.methods.federated.fada import FADA, shifted
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -210,7 +211,7 @@ def test_disentangling_steps_are_the_equations() -> None:
     where, state = begun(method)
     site = site_of(where, "a")
     model = site.model(state.weights)
-    parts = _Disentangler(method, site, model)
+    parts = Disentangler(site, model, method.disentangling_weight)
     features, labels = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), everything(where, "a")[1]
     invariant = model.features[1]  # type: ignore[index]
 

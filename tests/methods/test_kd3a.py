@@ -28,8 +28,8 @@ from fedshift.federation.local import LocalFederation
 from fedshift.federation.pool import WorkerPool
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Batch, Envelope, Site
+from fedshift.methods import teachers
 from fedshift.methods.base import RunPlan, State
-from fedshift.methods.federated import kd3a as kd3a_module
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.kd3a import KD3A, Aggregate
 from fedshift.models.network import Network
@@ -580,7 +580,7 @@ def test_an_option_that_must_not_change_the_weights(case: str) -> None:
 def test_predictions_that_are_too_many_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """The epoch goes over all samples, so judging what training saw is judging them all."""
     (kept, _), _ = rounds_of(kd3a())
-    monkeypatch.setattr(kd3a_module, "_KEPT_BYTES", 0)
+    monkeypatch.setattr(teachers, "_KEPT_BYTES", 0)
     (streamed, _), _ = rounds_of(kd3a())
     assert streamed.report["confident"] == kept.report["confident"]
     assert streamed.report["aggregation_weights"] == pytest.approx(kept.report["aggregation_weights"])

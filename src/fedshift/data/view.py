@@ -55,8 +55,8 @@ class SiteData:
         self.input_shape = tuple(self._inputs[0].shape[1:])
         self._cacheable = 4 * self.samples * int(np.prod(self.input_shape)) <= cache_bytes
         self._cache: Tensor | None = None
-        self.seen = torch.zeros(len(self._rows), dtype=torch.bool)
-        """Which samples were looked at; whoever wants to know of a time clears it before."""
+        self.seen: Tensor | None = None
+        """Which samples were looked at since `watch`; none is noted before."""
         self._restyle: Restyle | None = None
 
     def restyled(self, restyle: Restyle) -> SiteData:
@@ -88,7 +88,7 @@ class SiteData:
         they are.
         """
         place = rows.to(self.device)
-        self.seen[rows.cpu()] = True
+        self._note(rows)
         labels, numbers = self.labels.index_select(0, place), self.domain_numbers.index_select(0, place)
         masks = self._gather(rows.cpu().numpy(), self._masks).to(self.device).float() if self._masks else None
         if generator is None or self.deterministic:
@@ -107,8 +107,16 @@ class SiteData:
 
     def stored(self, rows: Tensor) -> Tensor:
         """The given rows as they are stored, on the device: images with values in [0, 1], before normalisation."""
-        self.seen[rows.cpu()] = True
+        self._note(rows)
         return to_unit(self._gather(rows.cpu().numpy(), self._inputs), self.device)
+
+    def watch(self) -> None:
+        """Note from now on in `seen` which samples are looked at."""
+        self.seen = torch.zeros(self.samples, dtype=torch.bool)
+
+    def _note(self, rows: Tensor) -> None:
+        if self.seen is not None:
+            self.seen[rows.cpu()] = True
 
     def all_batches(self, size: int) -> Iterator[Batch]:
         """Every sample once, in order, without augmentation, ``size`` at a time."""

@@ -235,12 +235,12 @@ class SiteProgram:
         self._runner = None  # until the step is done: one that fails may leave half of what it wanted to remember
         views = [view for view in (runner.site.data, runner.site.unlabelled, runner.site.held_out) if view is not None]
         for view in views:
-            view.seen.zero_()
+            view.watch()
         reply, mini_batches = runner.run(header["step"], envelope, content)
         sent = reply_content(reply)
         entry["sent"] = described(sent)
         # A step that looked at no sample sends what was made of all of them before, or nothing of them.
-        seen = sum(int(view.seen.sum()) for view in views) or runner.site.samples
+        seen = sum(int(view.seen.sum()) for view in views if view.seen is not None) or runner.site.samples
         self._check_sent(entry["sent"], header["step"], seen)
         body = self._narrow(runner, header, sent)
         files = memory.save(folder, envelope.exchange)

@@ -46,7 +46,7 @@ Digit-5 80.8, DomainNet 41.5).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -55,23 +55,20 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from fedshift.errors import FedshiftError, UserError
+from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Features, PerSite, Reply, Update
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.adversarial import domain_identifier_loss, generator_loss
 from fedshift.functional.clustering import dispersion
-from fedshift.functional.information import mutual_information
-from fedshift.functional.losses import entropy
 from fedshift.functional.source_weights import gain_weights
+from fedshift.methods.adversaries import NOTHING, Disentangler, DomainIdentifiers, square_layer
 from fedshift.methods.base import Method, RunPlan, State, Traffic
-from fedshift.methods.blocks import drawn_from, with_block
+from fedshift.methods.blocks import with_block
 from fedshift.models.network import Network
 from fedshift.weights import Weights, is_buffer, weighted_average
 
 _BYTES_OF_FLOAT = 4
-_NOTHING = Features({})
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,7 @@ class FADA(Method):
     def adapt_network(self, network: Network, sources: int) -> Network:
         if self.variant != "III":
             return network
-        return with_block(network, _layer, size=network.embedding_size, names=("generator", "invariant"))
+        return with_block(network, square_layer, size=network.embedding_size, names=("generator", "invariant"))
 
     def check(self, network: Network) -> None:
         self._check_generator(network)
@@ -146,7 +143,13 @@ class FADA(Method):
         (target,) = federation.targets
         everyone = (*federation.sources, target)
         left = max(federation.budget[site] - federation.progress.used[site] for site in everyone)
-        identifiers = _Identifiers(self, state.parts.get("identifiers"))
+        identifiers = DomainIdentifiers(
+            state.parts.get("identifiers"),
+            name=self.display,
+            width=self.identifier_width,
+            rate=self.identifier_rate,
+            weight=self.adversarial_weight,
+        )
         outputs = federation.ask(self.begin, to=everyone, weights=state.weights)
         gradients = identifiers.answer({site: sent.features for site, sent in outputs.items()}, target)
         begun = dict(federation.progress.used)
@@ -237,13 +240,13 @@ class _Turn:
         self._waiting: tuple[Batch, Tensor, Tensor] | None = None
         self._losses: list[Tensor] = []
         disentangles = method.variant == "III" and site.role == "source"
-        self._disentangler = _Disentangler(method, site, self.model) if disentangles else None
+        self._disentangler = Disentangler(site, self.model, method.disentangling_weight) if disentangles else None
 
     def next(self) -> Features:
         """The features of the next batch; their graph is kept until the gradients come."""
         batch = next(self._batches, None)
         if batch is None:
-            return _NOTHING
+            return NOTHING
         features = self._generator(batch.inputs)
         loss = torch.zeros((), device=features.device)
         if self.site.role == "source":
@@ -276,119 +279,11 @@ class _Turn:
         return float(torch.stack(self._losses).mean()) if self._losses else 0.0
 
 
-class _Disentangler(nn.Module):
-    """(c) at one source: the specific part, class identifier, critic and reconstruction beside the model's D."""
-
-    def __init__(self, method: FADA, site: Site, model: Network) -> None:
-        super().__init__()
-        self._method, self._site = method, site
-        width = model.embedding_size
-        with drawn_from(derive_seed(site.seed, site.name, "disentangler")):
-            self.specific = _layer(width)
-            self.identifier = nn.Linear(width, model.classes)
-            self.reconstruction = nn.Linear(2 * width, width)
-            self.critic = nn.Sequential(nn.Linear(2 * width, width), nn.ReLU(), nn.Linear(width, 1))
-        if "disentangler" in site.memory:
-            self.load_state_dict(dict(site.memory.weights("disentangler")))
-        site.place(self)
-        assert isinstance(model.features, nn.Sequential)
-        # A function and tuples, so that the model's D is not among this module's parameters.
-        self.invariant: Callable[[Tensor], Tensor] = model.features[1].__call__
-        self._judges = (self.identifier, self.critic)
-        self._parts = (model.features[1], self.specific, self.reconstruction)
-        self._optimizers = (site.optimizer(*self._judges), site.optimizer(*self._parts))
-
-    def learn(self, features: Tensor, labels: Tensor) -> None:
-        """A step of the judges, then one of the parts that are judged."""
-        judging, disentangling = self._optimizers
-        minimise = self._site.minimise_over
-        minimise([labels], lambda given: self._judging(features, given), *self._judges, optimizers=[judging])
-        minimise([features], self._disentangling, *self._parts, optimizers=[disentangling])
-
-    def _judging(self, features: Tensor, labels: Tensor) -> Tensor:
-        with torch.no_grad():
-            invariant, specific = self.invariant(features), self.specific(features)
-        return F.cross_entropy(self.identifier(specific), labels) - self._information(invariant, specific)
-
-    def _disentangling(self, features: Tensor) -> Tensor:
-        invariant, specific = self.invariant(features), self.specific(features)
-        confusion = -entropy(self.identifier(specific).softmax(1)).mean()
-        gap = self.reconstruction(torch.cat([invariant, specific], 1)) - features
-        whole: Tensor = confusion + F.relu(self._information(invariant, specific)) + gap.square().mean()
-        return self._method.disentangling_weight * whole
-
-    def _information(self, invariant: Tensor, specific: Tensor) -> Tensor:
-        """I(p, q); q' is the q of the sample before, and batches come in random order."""
-        joint, shuffled = (torch.cat([invariant, other], 1) for other in (specific, specific.roll(1, 0)))
-        return mutual_information(self.critic(joint), self.critic(shuffled))
-
-
-class _Identifiers:
-    """The domain identifiers DI_i at the coordinator, one for each source, made when its first features come."""
-
-    def __init__(self, method: FADA, known: object) -> None:
-        self._method = method
-        self._known = known if isinstance(known, Mapping) else {}
-        self._modules: dict[str, nn.Sequential] = {}
-        self._optimizers: dict[str, torch.optim.Optimizer] = {}
-        self._losses: list[float] = []
-
-    def answer(self, sent: Mapping[str, Features], target: str) -> dict[str, Features]:
-        """Train every DI_i on the features of its pair; the gradients of the generators' loss for every site (b)."""
-        out = dict.fromkeys(sent, _NOTHING)
-        if target not in sent:
-            raise FedshiftError(f"{self._method.display}: target '{target}' sends no features to align to")
-        theirs = sent[target].get("features")
-        slopes: list[Tensor] = []
-        for site, features in sent.items():
-            if site == target or theirs is None or not features:
-                continue
-            source, other = (rows.clone().requires_grad_() for rows in (features["features"], theirs))
-            module = self._train(site, source.detach(), other.detach())
-            loss = self._method.adversarial_weight * generator_loss(module(source), module(other))
-            slope, own = torch.autograd.grad(loss, (source, other))
-            out[site] = Features({"features": slope})
-            slopes.append(own.double())  # summed in float64: the order of sites does not matter
-        if theirs is not None and slopes:
-            out[target] = Features({"features": torch.stack(slopes).sum(0).to(theirs.dtype)})
-        return out
-
-    def _train(self, site: str, source: Tensor, target: Tensor) -> nn.Sequential:
-        if site not in self._modules:
-            width, hidden = source.shape[1], self._method.identifier_width
-            with drawn_from(derive_seed("identifier", site)):
-                module = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 1))
-            if site in self._known:
-                module.load_state_dict(dict(self._known[site]))
-            self._modules[site] = module
-            self._optimizers[site] = torch.optim.Adam(module.parameters(), lr=self._method.identifier_rate)
-        module, optimizer = self._modules[site], self._optimizers[site]
-        optimizer.zero_grad(set_to_none=True)
-        loss = domain_identifier_loss(module(source), module(target))
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        self._losses.append(loss.item())
-        return module
-
-    def weights(self) -> dict[str, Weights]:
-        """Every identifier, to go on with in the next round."""
-        trained = {site: Weights(module.state_dict()).clone() for site, module in self._modules.items()}
-        return {**self._known, **trained}
-
-    def loss(self) -> float:
-        """The mean loss of the identifiers in the round; 2 ln 2 = 1.386 when they cannot tell the sides apart."""
-        return sum(self._losses) / max(1, len(self._losses))
-
-
 def shifted(own: Weights, start: Weights, model: Weights) -> Weights:
     """``own`` with the update ``model − start`` of its parameters; buffers stay its own."""
     return Weights(
         {name: tensor if is_buffer(name) else tensor + (model[name] - start[name]) for name, tensor in own.items()}
     )
-
-
-def _layer(width: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, width), nn.ReLU())
 
 
 def _with_own_statistics(site: Site, weights: Weights) -> Network:

@@ -42,7 +42,7 @@ Should reproduce: Amazon Review 79.0, 80.6, 85.6, 86.9, average 83.1; Digit-5 92
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -58,16 +58,13 @@ from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import knowledge_vote as votes
 from fedshift.functional import schedules, source_weights
-from fedshift.functional.batchnorm import batchnorm_distance, batchnorm_objective
+from fedshift.functional.batchnorm import batchnorm_distance
 from fedshift.functional.clustering import dispersion
 from fedshift.functional.consensus_focus import FocusTally
 from fedshift.methods.base import Method, RunPlan, State, Traffic
+from fedshift.methods.teachers import SourceStatistics, Teachers
 from fedshift.models.network import Network
 from fedshift.weights import Weights, is_buffer, weighted_average
-
-_INFERENCE_BATCH = 500
-# Predictions of all teachers for all samples that a target keeps in memory.
-_KEPT_BYTES = 256 * 2**20
 
 
 @dataclass(frozen=True)
@@ -196,10 +193,17 @@ class KD3A(Method):
     ) -> Aggregate:
         """At the target: knowledge vote, distillation, consensus focus, aggregation."""
         gate = schedules.linear(site.envelope.progress, self.gate_start, self.gate_end)
-        teachers = _Teachers(self, site, list(models.values()), gate)
+        teachers = Teachers(
+            site,
+            list(models.values()),
+            gate,
+            own_statistics=self.teacher_statistics == "running",
+            whole_epoch=self.aggregations_per_epoch <= 1,
+            tally=self._tally(site, len(models), gate),
+        )
         student = site.model(self._own(site, weights))
         shares = previous or dict(zip(models, source_weights.sample_weights(list(samples.values())), strict=True))
-        aligned = _Statistics(student, models, shares) if self.batch_norm == "loss" else None
+        aligned = SourceStatistics(student, models, shares) if self.batch_norm == "loss" else None
 
         def loss_of(batch: Batch) -> Tensor:
             consensus = self._consensus(teachers.predictions(batch), gate)
@@ -238,6 +242,19 @@ class KD3A(Method):
             bn_merge="moments" if self.batch_norm == "moments" else "mean",
         )
         return Aggregate(self._own(site, aggregate), shares, target_share, confident, loss)
+
+    def _tally(self, site: Site, teachers: int, gate: float) -> FocusTally | None:
+        """What adds up the focus of every teacher, where sources are weighed by it."""
+        if self.focus != "shapley" and self.focus != "leave_one_out":
+            return None
+        return FocusTally(
+            teachers,
+            gate,
+            rule=self.focus,
+            ballots="top1" if self.vote == "top1" else "rows",
+            permutations=self.focus_permutations,
+            generator=site.generator_for("focus"),
+        )
 
     def _consensus(self, predictions: Tensor, gate: float) -> votes.Consensus:
         if self.vote == "mean":
@@ -310,105 +327,3 @@ class KD3A(Method):
         kept = trained.select(private)
         if kept:
             site.memory["private"] = kept
-
-
-class _Teachers:
-    """The sources' models at the target: what they say of its samples, and what each of them adds to the consensus.
-
-    Predictions are kept where all of them fit in `_KEPT_BYTES` and a sample always looks the same: the teachers are
-    then asked once, in large batches, and judged on all samples. Else they are asked for every batch and judged on what
-    training saw, and no prediction is kept.
-    """
-
-    def __init__(self, method: KD3A, site: Site, models: list[Weights], gate: float) -> None:
-        self._site, self._gate = site, gate
-        self._own_statistics = method.teacher_statistics == "running"
-        self._networks = [site.model(weights).requires_grad_(False) for weights in models]
-        for network in self._networks:
-            network.train(not self._own_statistics)
-        self._tally: FocusTally | None = None
-        if method.focus == "shapley" or method.focus == "leave_one_out":
-            self._tally = FocusTally(
-                len(models),
-                gate,
-                rule=method.focus,
-                ballots="top1" if method.vote == "top1" else "rows",
-                permutations=method.focus_permutations,
-                generator=site.generator_for("focus"),
-            )
-        self._confident = self._judged = 0
-        self._all: Tensor | None = None
-        kept = len(models) * site.samples * site.classes * BYTES_PER_NUMBER <= _KEPT_BYTES
-        whole_epoch = method.aggregations_per_epoch <= 1
-        if kept and whole_epoch and self._own_statistics and site.data.deterministic:
-            self._all = torch.cat(list(self._ask_all()), dim=1)
-            self._judge(self._all)
-
-    @torch.no_grad()
-    def _ask(self, inputs: Tensor) -> Tensor:
-        return torch.stack([network(inputs).softmax(1) for network in self._networks])
-
-    def _ask_all(self) -> Iterator[Tensor]:
-        return (self._ask(inputs) for inputs, _, _ in self._site.data.all_batches(_INFERENCE_BATCH))
-
-    def _judge(self, said: Tensor) -> None:
-        self._confident += int((said.amax(2) > self._gate).any(0).sum())
-        self._judged += said.shape[1]
-        if self._tally is not None:
-            self._tally.add(said)
-
-    def predictions(self, batch: Batch) -> Tensor:
-        """Probabilities (K, b, C) for a batch."""
-        if self._all is not None:
-            return self._all[:, batch.rows.to(self._all.device)]
-        said = self._ask(batch.inputs)
-        self._judge(said)
-        return said
-
-    def judged(self) -> tuple[Tensor | None, float]:
-        """Consensus focus (K,) where the method weighs by it, and the share of samples on which a teacher is sure."""
-        if not self._judged:  # no batch was left for this exchange
-            for network in self._networks:
-                network.eval()
-            for said in self._ask_all():
-                self._judge(said)
-        return None if self._tally is None else self._tally.focus(), self._confident / self._judged
-
-    def weights(self, models: Mapping[str, Weights]) -> Mapping[str, Weights]:
-        """The models that are aggregated: as they came, or with the statistics that target batches left in them."""
-        if self._own_statistics:
-            return models
-        return {name: self._site.weights_of(network) for name, network in zip(models, self._networks, strict=True)}
-
-
-class _Statistics:
-    """The gradient form of BatchNorm-MMD (12): the student's features against the sources' statistics, all layers."""
-
-    def __init__(self, student: Network, models: Mapping[str, Weights], shares: Mapping[str, float]) -> None:
-        self._objectives: list[Tensor] = []
-        for name, module in student.named_modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                place = next(student.parameters()).device
-                means, variances = (
-                    torch.stack([model[f"{name}.{part}"] for model in models.values()]).to(place)
-                    for part in ("running_mean", "running_var")
-                )
-                alphas = torch.tensor([shares[site] for site in models], device=place)
-                alphas = alphas / alphas.sum()
-                module.register_forward_pre_hook(self._hook(means, variances, alphas))
-
-    def _hook(
-        self, means: Tensor, variances: Tensor, shares: Tensor
-    ) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        def keep(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            self._objectives.append(batchnorm_objective(inputs[0], means, variances, shares))
-
-        return keep
-
-    def clear(self) -> None:
-        """Forget the batch before."""
-        self._objectives.clear()
-
-    def objective(self) -> Tensor:
-        """The sum over layers for the batch that the student has just seen."""
-        return torch.stack(self._objectives).sum()

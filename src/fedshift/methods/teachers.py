@@ -1,0 +1,122 @@
+"""What KD3A's target does with the sources' models: ask them, judge them, keep the student's statistics near theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from fedshift.federation.messages import BYTES_PER_NUMBER
+from fedshift.federation.site import Batch, Site
+from fedshift.functional.batchnorm import batchnorm_objective
+from fedshift.functional.consensus_focus import FocusTally
+from fedshift.models.network import Network
+from fedshift.weights import Weights
+
+_INFERENCE_BATCH = 500
+# Predictions of all teachers for all samples that a target keeps in memory.
+_KEPT_BYTES = 256 * 2**20
+
+
+class Teachers:
+    """The sources' models at the target: what they say of its samples, and what each of them adds to the consensus.
+
+    Predictions are kept where all of them fit in `_KEPT_BYTES` and a sample always looks the same: the teachers are
+    then asked once, in large batches, and judged on all samples. Else they are asked for every batch and judged on what
+    training saw, and no prediction is kept.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        models: Sequence[Weights],
+        gate: float,
+        *,
+        own_statistics: bool,
+        whole_epoch: bool,
+        tally: FocusTally | None,
+    ) -> None:
+        """own_statistics: BatchNorm as the teachers bring it, else that of the batch. whole_epoch: all samples are gone
+        through. tally: adds up what each teacher is worth, where that is asked for.
+        """
+        self._site, self._gate = site, gate
+        self._own_statistics, self._tally = own_statistics, tally
+        self._networks = [site.model(weights).requires_grad_(False) for weights in models]
+        for network in self._networks:
+            network.train(not self._own_statistics)
+        self._confident = self._judged = 0
+        self._all: Tensor | None = None
+        kept = len(models) * site.samples * site.classes * BYTES_PER_NUMBER <= _KEPT_BYTES
+        if kept and whole_epoch and self._own_statistics and site.data.deterministic:
+            self._all = torch.cat(list(self._ask_all()), dim=1)
+            self._judge(self._all)
+
+    @torch.no_grad()
+    def _ask(self, inputs: Tensor) -> Tensor:
+        return torch.stack([network(inputs).softmax(1) for network in self._networks])
+
+    def _ask_all(self) -> Iterator[Tensor]:
+        return (self._ask(inputs) for inputs, _, _ in self._site.data.all_batches(_INFERENCE_BATCH))
+
+    def _judge(self, said: Tensor) -> None:
+        self._confident += int((said.amax(2) > self._gate).any(0).sum())
+        self._judged += said.shape[1]
+        if self._tally is not None:
+            self._tally.add(said)
+
+    def predictions(self, batch: Batch) -> Tensor:
+        """Probabilities (K, b, C) for a batch."""
+        if self._all is not None:
+            return self._all[:, batch.rows.to(self._all.device)]
+        said = self._ask(batch.inputs)
+        self._judge(said)
+        return said
+
+    def judged(self) -> tuple[Tensor | None, float]:
+        """Consensus focus (K,) where the method weighs by it, and the share of samples on which a teacher is sure."""
+        if not self._judged:  # no batch was left for this exchange
+            for network in self._networks:
+                network.eval()
+            for said in self._ask_all():
+                self._judge(said)
+        return None if self._tally is None else self._tally.focus(), self._confident / self._judged
+
+    def weights(self, models: Mapping[str, Weights]) -> Mapping[str, Weights]:
+        """The models that are aggregated: as they came, or with the statistics that target batches left in them."""
+        if self._own_statistics:
+            return models
+        return {name: self._site.weights_of(network) for name, network in zip(models, self._networks, strict=True)}
+
+
+class SourceStatistics:
+    """The gradient form of BatchNorm-MMD (12): the student's features against the sources' statistics, all layers."""
+
+    def __init__(self, student: Network, models: Mapping[str, Weights], shares: Mapping[str, float]) -> None:
+        self._objectives: list[Tensor] = []
+        for name, module in student.named_modules():
+            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+                place = next(student.parameters()).device
+                means, variances = (
+                    torch.stack([model[f"{name}.{part}"] for model in models.values()]).to(place)
+                    for part in ("running_mean", "running_var")
+                )
+                alphas = torch.tensor([shares[site] for site in models], device=place)
+                alphas = alphas / alphas.sum()
+                module.register_forward_pre_hook(self._hook(means, variances, alphas))
+
+    def _hook(
+        self, means: Tensor, variances: Tensor, shares: Tensor
+    ) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def keep(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            self._objectives.append(batchnorm_objective(inputs[0], means, variances, shares))
+
+        return keep
+
+    def clear(self) -> None:
+        """Forget the batch before."""
+        self._objectives.clear()
+
+    def objective(self) -> Tensor:
+        """The sum over layers for the batch that the student has just seen."""
+        return torch.stack(self._objectives).sum()
