@@ -11,8 +11,8 @@ from typing import Any
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.experiment import check as checks
+from fedshift.experiment.context import Reporter
 from fedshift.experiment.loop import run_experiment
-from fedshift.experiment.part import Reporter
 from fedshift.experiment.schema import Experiment, parse
 from fedshift.experiment.schema import load as load_file
 from fedshift.federation.recipes import CHILD

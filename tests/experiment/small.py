@@ -17,7 +17,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from fedshift.evaluation.records import RoundRecord
-from fedshift.experiment.part import Reporter
+from fedshift.experiment.context import Reporter
 from fedshift.experiment.protocol import Part
 
 CLASSES = 3

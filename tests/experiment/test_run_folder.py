@@ -21,8 +21,8 @@ from small import Stop, experiment, features, outcome, save, sites, write
 import fedshift
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.experiment.context import Reporter
 from fedshift.experiment.folder import RunFolder
-from fedshift.experiment.part import Reporter
 from fedshift.experiment.protocol import Part
 
 PART = Path("small") / "fedavg" / "a" / "seed-0"

@@ -17,8 +17,8 @@ import fedshift
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.errors import UserError
 from fedshift.evaluation.metrics import harmonic_mean
+from fedshift.experiment.context import Reporter
 from fedshift.experiment.distance import proxy_distances
-from fedshift.experiment.part import Reporter
 from fedshift.experiment.protocol import parts_of, roles_of, site_plans, split_of, targets_of
 from fedshift.experiment.schema import parse
 from fedshift.experiment.sections import LocalEngine, SourceTarget

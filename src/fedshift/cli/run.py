@@ -20,8 +20,8 @@ from rich.progress import (
 
 from fedshift.cli.features import FeatureBar
 from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.experiment.context import Reporter
 from fedshift.experiment.loop import run_experiment
-from fedshift.experiment.part import Reporter
 from fedshift.experiment.protocol import Part
 from fedshift.experiment.schema import Experiment, load
 from fedshift.report.collect import collect

@@ -11,10 +11,11 @@ import torch
 from fedshift.data.checks import absent_classes
 from fedshift.data.domain import DataSet, Rows
 from fedshift.data.view import SiteData, batches_per_epoch, epoch_batches
+from fedshift.experiment.conduct import pooled_bytes
+from fedshift.experiment.context import data_for
 from fedshift.experiment.environment import data_fingerprint, resolve_device
 from fedshift.experiment.features import built
 from fedshift.experiment.loop import check_fit
-from fedshift.experiment.part import data_for, pooled_bytes
 from fedshift.experiment.protocol import budgets, roles_of, rounds_needed, split_of, taking_part, targets_of
 from fedshift.experiment.schema import Experiment
 from fedshift.experiment.sections import SourceTarget

@@ -18,10 +18,11 @@ import torch
 from fedshift.data.builders.at_sites import AtSites
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.agreed import Agreed, agree, encoded_for, fingerprint_of, split_for, split_rule, targets_of
+from fedshift.experiment.conduct import conduct
+from fedshift.experiment.context import Context
 from fedshift.experiment.environment import resolve_device, threads_set
 from fedshift.experiment.evaluate import Evaluator
 from fedshift.experiment.loop import check_fit, run_folder, write_order
-from fedshift.experiment.part import Context, conduct
 from fedshift.experiment.protocol import (
     Part,
     Split,

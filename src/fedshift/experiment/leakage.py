@@ -20,10 +20,10 @@ from fedshift.data.domain import DataSet
 from fedshift.data.view import SiteData
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.attacks import Attacker, Case, seen_by_attacker
+from fedshift.experiment.context import data_for
 from fedshift.experiment.environment import data_fingerprint, resolve_device, threads_set, versions
 from fedshift.experiment.features import built
 from fedshift.experiment.gradient_search import Exchange, Search, Watcher
-from fedshift.experiment.part import data_for
 from fedshift.experiment.predict import load_model
 from fedshift.experiment.protocol import roles_of, split_of, taking_part, targets_of, with_wrong_labels
 from fedshift.experiment.schema import Experiment

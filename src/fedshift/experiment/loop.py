@@ -12,10 +12,11 @@ from pathlib import Path
 
 from fedshift.data.domain import DataSet
 from fedshift.errors import FedshiftError, UserError, nearest
+from fedshift.experiment.context import Context, Reporter
 from fedshift.experiment.environment import data_fingerprint, resolve_device, threads_set, versions
 from fedshift.experiment.features import built
 from fedshift.experiment.folder import RunFolder
-from fedshift.experiment.part import Context, Reporter, run_part
+from fedshift.experiment.part import run_part
 from fedshift.experiment.protocol import Part, Split, budgets, parts_of, roles_of, split_of, taking_part, targets_of
 from fedshift.experiment.schema import Experiment, method_record
 from fedshift.experiment.sections import EXTENT

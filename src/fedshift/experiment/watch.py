@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedshift.evaluation.records import RoundRecord
-from fedshift.experiment.part import Reporter
+from fedshift.experiment.context import Reporter
 from fedshift.experiment.protocol import Part
 
 

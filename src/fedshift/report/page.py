@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import Any
+from statistics import fmean
 
 from fedshift.evaluation.records import RoundRecord, RunResult, Selection
 from fedshift.evaluation.selection import RULES
 from fedshift.evaluation.summary import paired_difference
 from fedshift.files import write_bytes
 from fedshift.report import plots
+from fedshift.report.averages import mean_by_kind, mean_over_targets, mean_per_class
 from fedshift.report.collect import ROUNDS, Collected, Part, read_rounds
+from fedshift.report.html import details, grid, paragraph, section
 from fedshift.report.style import STYLE
 from fedshift.report.table import MISSING, Table, table_of
 from fedshift.report.weights import moving, weights_over_rounds
@@ -51,15 +52,15 @@ def page(collected: Collected) -> str:
     records = {part.folder: read_rounds(part.folder / ROUNDS) for part in collected.parts}
     sections = [
         _header(collected),
-        _section("result", "Result", _main_result(headline), _how_to_read(headline)),
-        _section("curves", f"{headline.measure.name} over training", _curves(collected.parts, records, headline)),
-        _section("others", "Other selection rules", *(_other(collected, rule) for rule in ("source", "oracle"))),
-        _section("differences", "Differences between methods", _differences(results, headline.methods)),
+        section("result", "Result", _main_result(headline), _how_to_read(headline)),
+        section("curves", f"{headline.measure.name} over training", _curves(collected.parts, records, headline)),
+        section("others", "Other selection rules", *(_other(collected, rule) for rule in ("source", "oracle"))),
+        section("differences", "Differences between methods", _differences(results, headline.methods)),
         *_weights(collected.parts, records, headline.methods),
-        _section("cost", "Cost", _cost(results, headline.methods)),
-        _section("classes", f"Per {_unit(results)}, at each method's worst target", _per_class(results, headline)),
-        _section("warnings", "Warnings", _warnings(results)),
-        _section("settings", "Settings and versions", _settings(results, headline.methods)),
+        section("cost", "Cost", _cost(results, headline.methods)),
+        section("classes", f"Per {_unit(results)}, at each method's worst target", _per_class(results, headline)),
+        section("warnings", "Warnings", _warnings(results)),
+        section("settings", "Settings and versions", _settings(results, headline.methods)),
     ]
     title = escape(f"{collected.name}: fedshift report")
     return (
@@ -69,31 +70,6 @@ def page(collected: Collected) -> str:
         + "\n".join(sections)
         + "\n</main>\n</body>\n</html>\n"
     )
-
-
-def _section(name: str, title: str, *content: str) -> str:
-    return f'<section id="{name}">\n<h2>{escape(title)}</h2>\n' + "\n".join(filter(None, content)) + "\n</section>"
-
-
-def _paragraph(text: str, css: str = "") -> str:
-    return f"<p{f' class={css}' if css else ''}>{escape(text)}</p>"
-
-
-def _grid(head: Sequence[str], body: Iterable[Sequence[str]], css: str = "") -> str:
-    """An HTML table from cells that are HTML already; the first column holds the names of the rows."""
-    top = "".join(f'<th scope="col">{cell}</th>' for cell in head)
-    lines = "\n".join(
-        "<tr>" + f'<th scope="row">{line[0]}</th>' + "".join(_cell(cell) for cell in line[1:]) + "</tr>"
-        for line in body
-    )
-    return (
-        f'<div class="scroll"><table class="{css}">\n<thead><tr>{top}</tr></thead>\n'
-        f"<tbody>\n{lines}\n</tbody></table></div>"
-    )
-
-
-def _cell(html: str) -> str:
-    return html if html.startswith("<td") else f"<td>{html}</td>"
 
 
 def _header(collected: Collected) -> str:
@@ -115,7 +91,7 @@ def _header(collected: Collected) -> str:
     listing = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in facts if v)
     return (
         f"<header>\n<h1>{escape(collected.name)}</h1>\n"
-        + (_paragraph(question, "lead") if question else "")
+        + (paragraph(question, "lead") if question else "")
         + f"\n<dl>{listing}</dl>\n</header>"
     )
 
@@ -136,12 +112,12 @@ def _table(table: Table) -> str:
         return f'<td title="seeds: {seeds}">{mean}{error}</td>'
 
     title = f"<h3>{escape(table.measure.title)}</h3>" if table.measure.title else ""
-    grid = title + _grid(
+    accuracies = title + grid(
         ["method", *map(escape, table.columns)],
         ([escape(method), *(entry(method, column) for column in table.columns)] for method in table.methods),
         "accuracies",
     )
-    return "".join([grid, *(_paragraph(note, "note") for note in table.notes), *map(_table, table.more)])
+    return "".join([accuracies, *(paragraph(note, "note") for note in table.notes), *map(_table, table.more)])
 
 
 def _main_result(headline: Table) -> str:
@@ -167,7 +143,7 @@ def _how_to_read(headline: Table) -> str:
 
 def _other(collected: Collected, rule: Selection) -> str:
     if all(result.score(rule) is None for result in collected.results):
-        return _paragraph(f"Not available: {RULES[rule].description}; no source kept a held-out part.", "note")
+        return paragraph(f"Not available: {RULES[rule].description}; no source kept a held-out part.", "note")
     return f"<h3>{escape(rule)}</h3>" + _table(table_of(collected, rule))
 
 
@@ -175,14 +151,14 @@ def _curves(parts: Sequence[Part], records: Mapping[Path, list[RoundRecord]], he
     curves: dict[str, dict[str, plots.Curve]] = {"round": {}, "local mini-batches per site": {}}
     for method in headline.methods:
         runs = [(part.result, records[part.folder]) for part in parts if part.result.method == method]
-        points = _mean_over_targets([(result, rounds) for result, rounds in runs if rounds])
+        points = mean_over_targets([(result, rounds) for result, rounds in runs if rounds])
         if points:
             numbers, batches, mean, spread = zip(*points, strict=True)
             band = None if None in spread else spread
             curves["round"][method] = (numbers, mean, band)
             curves["local mini-batches per site"][method] = (batches, mean, band)
     if not curves["round"]:
-        return _paragraph("No rounds.jsonl lies beside the results, so there is nothing to draw.", "note")
+        return paragraph("No rounds.jsonl lies beside the results, so there is nothing to draw.", "note")
     quantity = headline.measure.name
     figure = plots.svg(
         plots.accuracy_over_rounds(curves, quantity), f"{quantity} over rounds and over local mini-batches"
@@ -212,36 +188,12 @@ def _weights(parts: Sequence[Part], records: Mapping[Path, list[RoundRecord]], m
             figures.append(f"<h3>{escape(method)}</h3><figure>{figure}{more}</figure>")
     if figures:
         caption = "How much each site counts in the aggregate, by target: mean and standard deviation over seeds."
-        yield _section("weights", "Weights of the sites over training", _paragraph(caption, "note"), *figures)
-
-
-def _mean_over_targets(
-    runs: Sequence[tuple[RunResult, list[RoundRecord]]],
-) -> list[tuple[int, float, float, float | None]]:
-    """Per round: (round, mean mini-batches, mean accuracy over targets and seeds, deviation over seeds).
-
-    Only seeds with every target of the method and only rounds that all of their runs measured; else the line would jump
-    where a target drops out.
-    """
-    targets, both = {result.target for result, _ in runs}, all(result.labelled for result, _ in runs)
-    by_seed: dict[int, dict[str, dict[int, RoundRecord]]] = defaultdict(dict)
-    for result, rounds in runs:
-        by_seed[result.seed][result.target] = {record.round: record for record in rounds if record.target_accuracy}
-    whole = [by_target for by_target in by_seed.values() if by_target.keys() == targets]
-    if not whole:
-        return []
-    common = set[int].intersection(*(set(rounds) for by_target in whole for rounds in by_target.values()))
-    points = []
-    for number in sorted(common):
-        seeds = [fmean(rounds[number].score(both) or 0.0 for rounds in by_target.values()) for by_target in whole]
-        batches = fmean(rounds[number].mini_batches for by_target in whole for rounds in by_target.values())
-        points.append((number, batches, fmean(seeds), stdev(seeds) if len(seeds) > 1 else None))
-    return points
+        yield section("weights", "Weights of the sites over training", paragraph(caption, "note"), *figures)
 
 
 def _differences(results: Sequence[RunResult], methods: Sequence[str]) -> str:
     if len(methods) < 2:
-        return _paragraph("One method: nothing to compare.", "note")
+        return paragraph("One method: nothing to compare.", "note")
     lines = []
     for index, first in enumerate(methods):
         for second in methods[:index]:
@@ -268,7 +220,7 @@ def _differences(results: Sequence[RunResult], methods: Sequence[str]) -> str:
         "Pairs of one seed share sites and are not independent, and several comparisons find something by chance: "
         "p is a guide, not a proof."
     )
-    return _grid(["methods", "mean difference", "pairs", "p"], lines) + _paragraph(note, "note")
+    return grid(["methods", "mean difference", "pairs", "p"], lines) + paragraph(note, "note")
 
 
 def _cost(results: Sequence[RunResult], methods: Sequence[str]) -> str:
@@ -277,8 +229,8 @@ def _cost(results: Sequence[RunResult], methods: Sequence[str]) -> str:
     for method in methods:
         runs = [result for result in results if result.method == method]
         sizes[method] = {
-            "up": _mean_by_kind([run.bytes_up for run in runs]),
-            "down": _mean_by_kind([run.bytes_down for run in runs]),
+            "up": mean_by_kind([run.bytes_up for run in runs]),
+            "down": mean_by_kind([run.bytes_down for run in runs]),
         }
         lines.append(
             [
@@ -293,18 +245,12 @@ def _cost(results: Sequence[RunResult], methods: Sequence[str]) -> str:
         )
     head = ["method", "rounds", "mini-batches per site", "seconds", "ms per mini-batch", "MB up", "MB down"]
     note = "Means over the parts of a method. Up leaves the sites, down reaches them; all sites together; 1 MB = 10⁶ B."
-    grid = _grid(head, lines) + _paragraph(note, "note")
+    costs = grid(head, lines) + paragraph(note, "note")
     if not any(sum(kinds.values()) for ways in sizes.values() for kinds in ways.values()):
-        return grid
+        return costs
     figure = plots.svg(plots.bytes_by_kind(sizes), "Megabytes per run by kind of content")
-    return (
-        grid + f"<figure>{figure}<figcaption>What crossed the sites' borders, by kind of content.</figcaption></figure>"
-    )
-
-
-def _mean_by_kind(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    kinds = {kind for count in counts for kind in count}
-    return {kind: fmean(count.get(kind, 0) for count in counts) for kind in kinds}
+    caption = "What crossed the sites' borders, by kind of content."
+    return costs + f"<figure>{figure}<figcaption>{caption}</figcaption></figure>"
 
 
 def _unit(results: Sequence[RunResult]) -> str:
@@ -318,10 +264,10 @@ def _per_class(results: Sequence[RunResult], headline: Table) -> str:
         cells = [cell for cell in list(headline.cells[method].values())[:-1] if cell is not None]
         worst = min(cells, key=lambda cell: cell.row.mean).row.target
         runs = [result for result in results if result.method == method and result.target == worst]
-        lines.append((method, worst, _mean_per_class(runs)))
+        lines.append((method, worst, mean_per_class(runs)))
     classes = results[0].classes
     if any(result.classes != classes for result in results) or not any(accuracies for *_, accuracies in lines):
-        return _paragraph("No accuracies per class were recorded for one common list of classes.", "note")
+        return paragraph("No accuracies per class were recorded for one common list of classes.", "note")
     shown = list(range(len(classes)))
     note = "Last round: percent of a class's samples recognised, mean over seeds; – where the target lacks the class."
     if _unit(results) == "structure":
@@ -337,18 +283,7 @@ def _per_class(results: Sequence[RunResult], headline: Table) -> str:
         for method, worst, accuracies in lines
     )
     head = ["method", "target", *(escape(classes[index]) for index in shown)]
-    return _grid(head, body, "classes") + _paragraph(note, "note")
-
-
-def _mean_per_class(runs: Sequence[RunResult]) -> dict[int, float]:
-    """Class number → mean accuracy over the runs whose target has the class."""
-    values: dict[int, list[float]] = defaultdict(list)
-    for run in runs:
-        last = run.selected["last"]
-        for index, accuracy in enumerate(last.per_class if last is not None else []):
-            if accuracy is not None:
-                values[index].append(accuracy)
-    return {index: fmean(accuracies) for index, accuracies in values.items()}
+    return grid(head, body, "classes") + paragraph(note, "note")
 
 
 def _tinted(accuracy: float | None) -> str:
@@ -363,7 +298,7 @@ def _warnings(results: Sequence[RunResult]) -> str:
         for warning in dict.fromkeys(result.warnings):
             where[warning].append(f"{result.method} / {result.target} / seed {result.seed}")
     if not where:
-        return _paragraph("None.")
+        return paragraph("None.")
     items = []
     for warning, parts in where.items():
         more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
@@ -377,22 +312,13 @@ def _settings(results: Sequence[RunResult], methods: Sequence[str]) -> str:
         facts = {**result.versions, "device": result.device, "threads": str(result.threads)}
         for name, value in facts.items():
             seen[name].setdefault(value)
-    versions = _grid(
+    versions = grid(
         ["", "in these runs"], ([escape(name), escape(", ".join(values))] for name, values in seen.items()), "facts"
     )
     mixed = [name for name, values in seen.items() if len(values) > 1]
     if mixed:
-        versions += _paragraph(f"The parts were not run alike ({', '.join(mixed)}): compare with care.", "note")
+        versions += paragraph(f"The parts were not run alike ({', '.join(mixed)}): compare with care.", "note")
     first = {method: next(result for result in results if result.method == method) for method in methods}
-    blocks = [_details("Data", results[0].data)]
-    blocks += [_details(f"Settings of {method}", result.options) for method, result in first.items()]
+    blocks = [details("Data", results[0].data)]
+    blocks += [details(f"Settings of {method}", result.options) for method, result in first.items()]
     return versions + "\n".join(filter(None, blocks))
-
-
-def _details(title: str, content: Mapping[str, Any]) -> str:
-    if not content:
-        return ""
-    import yaml
-
-    text = yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True, width=100)
-    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"

@@ -1,0 +1,44 @@
+"""The few pieces of HTML that a report is made of. Text is escaped here; cells and content are HTML already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from typing import Any
+
+
+def section(name: str, title: str, *content: str) -> str:
+    """A part of the page with a heading; empty pieces of content are left out."""
+    return f'<section id="{name}">\n<h2>{escape(title)}</h2>\n' + "\n".join(filter(None, content)) + "\n</section>"
+
+
+def paragraph(text: str, css: str = "") -> str:
+    """Plain text as a paragraph."""
+    return f"<p{f' class={css}' if css else ''}>{escape(text)}</p>"
+
+
+def grid(head: Sequence[str], body: Iterable[Sequence[str]], css: str = "") -> str:
+    """An HTML table from cells that are HTML already; the first column holds the names of the rows."""
+    top = "".join(f'<th scope="col">{cell}</th>' for cell in head)
+    lines = "\n".join(
+        "<tr>" + f'<th scope="row">{line[0]}</th>' + "".join(_cell(cell) for cell in line[1:]) + "</tr>"
+        for line in body
+    )
+    return (
+        f'<div class="scroll"><table class="{css}">\n<thead><tr>{top}</tr></thead>\n'
+        f"<tbody>\n{lines}\n</tbody></table></div>"
+    )
+
+
+def _cell(html: str) -> str:
+    return html if html.startswith("<td") else f"<td>{html}</td>"
+
+
+def details(title: str, content: Mapping[str, Any]) -> str:
+    """Settings as YAML that unfolds; nothing where there are none."""
+    if not content:
+        return ""
+    import yaml
+
+    text = yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True, width=100)
+    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
