@@ -265,6 +265,29 @@ def test_wrong_labels_are_those_of_training_rows_of_the_named_source() -> None:
     assert with_wrong_labels(LeaveOneOut(), data, split, 0) is data
 
 
+def test_a_source_with_wrong_labels_is_no_target() -> None:
+    """Its turn as the target would be a run without a wrong label, averaged with the others."""
+    data = data_of(a=domain("a", 30), b=domain("b", 90), c=domain("c", 45))
+    for protocol in (AdaptToOne(wrong_labels={"b": 0.5}), AdaptToOne(wrong_labels={"b": 0.5}, targets=("a", "b"))):
+        with pytest.raises(UserError, match=r"wrong_labels: 'b' is a target too.*targets: \[a"):
+            taking_part(protocol, data)
+    assert taking_part(AdaptToOne(wrong_labels={"b": 0.5}, targets=("a", "c")), data) is data
+    assert list(taking_part(AdaptToOne(wrong_labels={"b": 0.5}, drop=("b",)), data).domains) == ["a", "c"]
+
+
+@pytest.mark.parametrize("fraction", [0.2, 0.5, 0.9])
+def test_a_target_with_one_sample_of_each_class(fraction: float) -> None:
+    """A share of every class is nothing there: its samples are parted whatever their classes."""
+    few = Domain("a", np.zeros((8, 3), np.float32), np.arange(8))
+    data = data_of(a=few, b=domain("b", 90))
+    split = split_of(AdaptToOne(test_fraction=fraction), data, "a", 0)
+    assert len(split.measured["a"]) == round(8 * fraction)
+    assert sorted([*split.measured["a"], *split.unlabelled["a"]]) == list(range(8))
+    alone = data_of(a=Domain("a", few.inputs[:1], few.labels[:1]), b=domain("b", 90))
+    with pytest.raises(UserError, match="'a' has 1 samples to adapt to and 0 to be measured on"):
+        split_of(AdaptToOne(test_fraction=fraction), alone, "a", 0)
+
+
 def test_the_released_rule_takes_the_next_class() -> None:
     data = data_of(a=domain("a", 30), b=domain("b", 90))
     protocol = AdaptToOne(wrong_labels={"b": 1.0}, wrong_labels_rule="shift")
@@ -313,9 +336,9 @@ def test_what_is_measured_has_true_labels(tmp_path: Path) -> None:
 
 
 def test_wrong_labels_in_a_pool_of_processes(tmp_path: Path) -> None:
-    """Each seed and target has its own wrong labels; a worker must not go on with those of the part before."""
+    """Each seed has its own wrong labels; a worker must not go on with those of the part before."""
     where = sites(tmp_path)
-    protocol = {"targets": ["a", "b"], "seeds": [0, 1], "wrong_labels": {"b": 0.5, "c": 0.5}}
+    protocol = {"targets": ["a", "b"], "seeds": [0, 1], "wrong_labels": {"c": 0.5}}
     options = adapting(where, protocol, methods=["kd3a", "source_only"])
     fedshift.run(options, tmp_path / "here")
     fedshift.run({**options, "engine": {"name": "local", "threads": 1, "workers": 2}}, tmp_path / "there")

@@ -194,6 +194,17 @@ def test_what_else_is_sent_is_said(tmp_path: Path) -> None:
     assert found.notes == ("deepall sends the samples themselves: there is nothing to reconstruct",)
 
 
+def test_what_is_sent_more_often_than_once_an_epoch_is_said(tmp_path: Path) -> None:
+    often = [{"name": "kd3a", "aggregations_per_epoch": 5}]
+    shown = {"methods": often, "protocol": {"kind": "adapt_to_one", "targets": ["a"]}}
+    found = audit_leakage(parse(options(tmp_path, **shown)), batches=(2,), iterations=1, starts=1)
+    steps = next(case.steps for case in found.cases if case.exchange == "epoch")
+    (note,) = found.notes
+    assert f"kd3a sends its model after {round(steps / 5)} of the {steps} mini-batches" in note
+    shown["methods"] = [{"name": "kd3a"}]
+    assert not audit_leakage(parse(options(tmp_path, **shown)), batches=(2,), iterations=1, starts=1).notes
+
+
 def test_sites(tmp_path: Path) -> None:
     every = {"targets": "all", "seeds": [0], "test_fraction": 0.3}
     quick = {"iterations": 1, "starts": 1}

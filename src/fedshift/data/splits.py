@@ -60,6 +60,16 @@ def _groups_held_out(groups: npt.NDArray[np.int64], fraction: float, seed: int) 
     return held[row_to_group]
 
 
+def random_split(number: int, fraction: float, seed: int) -> tuple[Rows, Rows]:
+    """Training rows and held-out rows of ``number`` samples, both sorted, whatever their classes.
+
+    round(number·fraction) are held out, but never all.
+    """
+    held = max(0, min(int(np.floor(number * fraction + 0.5)), number - 1))
+    order = np.random.default_rng([seed, 13]).permutation(number).astype(np.int64)
+    return np.sort(order[held:]), np.sort(order[:held])
+
+
 def part_rows(domain: Domain, fraction: float, seed: int, split: Literal["random", "official"]) -> tuple[Rows, Rows]:
     """Training and held-out rows of one domain: drawn at random, or the data set's own.
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from fedshift.data.domain import DataSet
-from fedshift.data.view import SiteData
+from fedshift.data.view import SiteData, batches_per_epoch
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.attacks import Attacker, Case, seen_by_attacker
 from fedshift.experiment.context import data_for
@@ -136,7 +136,7 @@ def audit_leakage(
         versions=versions(),
         seconds=time.perf_counter() - began,
         processor_seconds=time.process_time() - worked,
-        notes=tuple(_notes(experiment)),
+        notes=tuple(_notes(experiment, view.samples, sizes)),
         cases=tuple(cases),
     )
 
@@ -186,10 +186,18 @@ def _check_sizes(sizes: Sequence[int], view: SiteData, network: Network, name: s
             ) from None
 
 
-def _notes(experiment: Experiment) -> Iterator[str]:
+def _notes(experiment: Experiment, samples: int, sizes: Sequence[int]) -> Iterator[str]:
     for method in experiment.methods:
         if "raw_data" in method.shares:
             yield f"{method.display} sends the samples themselves: there is nothing to reconstruct"
         other = sorted(set(method.shares) - {"weights", "numbers", "raw_data"})
         if other:
             yield f"{method.display} also sends {', '.join(other)}, which is not attacked here"
+        for size in sizes:
+            epoch = batches_per_epoch(samples, size)
+            between = method.mini_batches(epoch, 2) - method.mini_batches(epoch, 1)
+            if 0 < between < epoch and not method.pooled:
+                yield (
+                    f"{method.display} sends its model after {between} of the {epoch} mini-batches of an epoch "
+                    f"(batches of {size}): what that shows lies between the exchanges 'batch' and 'epoch'"
+                )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from fedshift.data.domain import DataSet, Domain, Rows
-from fedshift.data.splits import part_rows
+from fedshift.data.splits import part_rows, random_split
 from fedshift.data.view import batches_per_epoch
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.summary import AVERAGE
@@ -131,6 +131,10 @@ def split_of(protocol: Protocol, data: DataSet, target: str, seed: int) -> Split
     if isinstance(protocol, LeaveOneOut):
         return Split(train, held_out, {target: unseen_rows(protocol, data.domains[target], rows[target][1])})
     unlabelled, measured = rows[target]
+    domain = data.domains[target]
+    if len(measured) == 0 and domain.groups is None and domain.test_rows is None:
+        # Fewer samples than classes, about: a share of every class is nothing.
+        unlabelled, measured = random_split(len(domain), protocol.test_fraction, seed)
     if len(unlabelled) == 0 or len(measured) == 0:
         raise UserError(
             f"protocol: '{target}' has {len(unlabelled)} samples to adapt to and {len(measured)} to be measured on; "
@@ -255,7 +259,8 @@ def site_budget(budget: Mapping[str, int], plans: Sequence[SitePlan]) -> dict[st
 def taking_part(protocol: Protocol, data: DataSet) -> DataSet:
     """The data without the domains that ``protocol.drop`` names.
 
-    Raises UserError when it or ``protocol.wrong_labels`` names a domain that does not exist.
+    Raises UserError when it or ``protocol.wrong_labels`` names a domain that does not exist, and when a source whose
+    labels are to be wrong is a target too.
     """
     if not isinstance(protocol, AdaptToOne):
         return data
@@ -263,6 +268,14 @@ def taking_part(protocol: Protocol, data: DataSet) -> DataSet:
         for name in names:
             if name not in data.domains:
                 raise UserError(f"protocol.{field_name}: no domain is called '{name}'; {nearest(name, data.domains)}")
+    targets = data.domains if protocol.targets == "all" else protocol.targets
+    for name in protocol.wrong_labels:
+        if name in targets and name not in protocol.drop:
+            others = ", ".join(other for other in targets if other != name)
+            raise UserError(
+                f"protocol.wrong_labels: '{name}' is a target too, and a run with it as the target has no wrong label "
+                f"in it: write protocol.targets: [{others}]"
+            )
     kept = {name: domain for name, domain in data.domains.items() if name not in protocol.drop}
     return replace(data, domains=kept) if protocol.drop else data
 
@@ -275,7 +288,7 @@ def with_wrong_labels(protocol: Protocol, data: DataSet, split: Split, seed: int
         raise UserError("protocol.wrong_labels: masks have no other class that could be wrong; leave it out")
     domains = dict(data.domains)
     for name, share in protocol.wrong_labels.items():
-        if name not in split.train:  # as the target it has no labels to make wrong; or it takes no part
+        if name not in split.train:  # it takes no part in this run
             continue
         labels = domains[name].labels.copy()
         rows = split.train[name]

@@ -65,6 +65,9 @@ class LeaveOneOut(_OneTarget):
 class AdaptToOne(_OneTarget):
     """Each chosen domain in turn gives its training part without labels and is measured on its test part, all others
     are labelled sources: does it work at a site without labels?
+
+    The target's own labels measure it, and say which of its samples are held out: a share of every class, as in the
+    literature. No method and no step sees them.
     """
 
     kind: Literal["adapt_to_one"] = Field("adapt_to_one", description="the protocol")
