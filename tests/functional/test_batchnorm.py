@@ -168,8 +168,9 @@ def test_distance_of_whole_models() -> None:
         ]
         expected += ((means[0] - means[1]) ** 2).sum().item() + ((seconds[0] - seconds[1]) ** 2).sum().item()
     assert batchnorm_distance(before, after) == pytest.approx(expected, rel=1e-5)
+    assert batchnorm_distance(before, after, per_channel=True) == pytest.approx(expected / 8, rel=1e-5)
     plain = nn.Linear(2, 2).state_dict()
-    assert batchnorm_distance(plain, plain) == 0
+    assert batchnorm_distance(plain, plain) == batchnorm_distance(plain, plain, per_channel=True) == 0
     with pytest.raises(UserError, match="BatchNorm distance"):
         batchnorm_distance(before, plain)
     with pytest.raises(UserError, match="BatchNorm distance"):

@@ -14,6 +14,7 @@ from fedshift.functional.source_weights import (
     distance_weights,
     domain_weights,
     gain_weights,
+    relative_gains,
     released_domain_weights,
     sample_weights,
     smoothed_weights,
@@ -85,6 +86,18 @@ def test_weights_they_are_compared_with() -> None:
     assert distance_weights([1, 3], [2.0, 2.0]) == pytest.approx([0.25, 0.75])
     assert gain_weights([0.5, 0.1, -0.2]) == pytest.approx([0.461488, 0.309344, 0.229168], abs=1e-6)
     assert gain_weights([0.3] * 4) == pytest.approx([0.25] * 4)
+
+
+@given(st.floats(1e-3, 1e6), st.lists(st.floats(0, 1e6), min_size=1, max_size=5), st.floats(1e-3, 1e3))
+@settings(max_examples=25)
+def test_relative_gains_know_no_scale(before: float, after: list[float], scale: float) -> None:
+    gains = relative_gains(before, after)
+    assert gains == pytest.approx([1 - value / before for value in after])
+    assert relative_gains(scale * before, [scale * value for value in after]) == pytest.approx(gains)
+    assert relative_gains(0.0, after) == [0.0] * len(after)
+    for wrong in (-1.0, math.nan, math.inf):
+        with pytest.raises(UserError, match="dispersion"):
+            relative_gains(before, [*after, wrong])
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=6), st.floats(0, 1))

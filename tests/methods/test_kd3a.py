@@ -19,12 +19,13 @@ from tiny import CNN, LINEAR, MLP, NORMED, domains, federation, run, step_on, ve
 from torch import Tensor, nn
 
 from fedshift.data.domain import Domain
-from fedshift.errors import UserError
+from fedshift.errors import TrainingDiverged, UserError
 from fedshift.experiment.folder import RunFolder
 from fedshift.experiment.loop import check_fit
 from fedshift.experiment.schema import parse
 from fedshift.federation.federation import Answer, Federation, Request
 from fedshift.federation.local import LocalFederation
+from fedshift.federation.messages import Update
 from fedshift.federation.pool import WorkerPool
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Batch, Envelope, Site
@@ -303,15 +304,16 @@ class Algorithm:
         elif method.focus == "h_divergence":
             values = []
             for number, model in zip(counts, came.values(), strict=True):
-                distance = 0.0
+                distance, channels = 0.0, 0
                 for layer, module in norms_of(model).items():
                     for ours, theirs in zip(moments(module), moments(norms_of(student)[layer]), strict=True):
                         distance += float((ours - theirs).square().sum())
-                values.append(number * math.exp(-distance))
+                    channels += module.num_features
+                values.append(number * math.exp(-distance / channels))
         else:
             before = scatter(target, target.model(weights))
             # copies: a look at a model must not leave it in another mode
-            values = [math.exp(before - scatter(target, copy.deepcopy(model))) for model in models.values()]
+            values = [math.exp(1 - scatter(target, copy.deepcopy(model)) / before) for model in models.values()]
         shares = [(1 - target_share) * value / sum(values) for value in values]
         return {**dict(zip(models, shares, strict=True)), "target": target_share}
 
@@ -369,7 +371,7 @@ def check_rounds(method: KD3A, batch_norm: bool = True) -> None:
             assert state.report["aggregation_weights"] == pytest.approx(written.shares, abs=2e-5)
             assert sum(state.report["aggregation_weights"].values()) == pytest.approx(1, abs=1e-12)
             assert state.report["confident"] == pytest.approx(written.confident, abs=1e-12)
-            assert dict(state.numbers) == {name: state.report["aggregation_weights"][name] for name in SITES}
+            assert dict(state.numbers) == state.report["aggregation_weights"]
             for key, tensor in weights.items():
                 torch.testing.assert_close(state.weights[key], tensor, atol=2e-5, rtol=1e-4)
             weights = state.weights  # so that rounding does not add up
@@ -513,7 +515,7 @@ def test_the_worked_shares(case: str) -> None:
 
 def test_the_worked_step_of_momentum() -> None:
     method = of_first(vote="top1", target_share="confident", share_momentum=0.9)
-    alike = dict.fromkeys(NUMBERS, 0.25)
+    alike = dict.fromkeys([*NUMBERS, "target"], 0.25)
     found = told(method, TEACHERS_OF_TWO, 400, previous=alike)
     assert [*found.shares.values(), found.target_share] == pytest.approx((0.2580, 0.2454, 0.2465, 0.25), abs=6e-5)
     first = told(method, TEACHERS_OF_TWO, 400)  # nothing to go by in the first round
@@ -597,6 +599,62 @@ def test_batch_norm_options_of_a_network_without_it(batch_norm: str) -> None:
 
 SHARES_ALONE = ["leave-one-out", "shares of samples", "H-divergence", "information gain", "confident share"]
 STUDENT_ALONE = ["mean of the teachers", "hard labels", "statistics in the loss", "without mixup", "more mixup"]
+
+
+class Sick(KD3A):
+    """KD3A whose site ``south`` sends another model in the second round: ``times`` its own."""
+
+    times: float
+
+    def fit(self, site: Site, weights: Weights) -> Update:
+        update = super().fit(site, weights)
+        if site.name != "south" or site.envelope.round != 2:
+            return update
+        sick = {
+            name: tensor * self.times if tensor.is_floating_point() and not is_buffer(name) else tensor
+            for name, tensor in update.weights.items()
+        }
+        return Update(Weights(sick), update.samples, update.loss)
+
+
+def sick_rounds(rounds: int, quorum: int | None, **options: Any) -> tuple[list[State], Federation]:
+    method = Sick(**GATES, **options)
+    where = around(method, rounds=rounds)
+    where.quorum = quorum
+    states = [method.start(where, warm_start())]
+    for _ in range(rounds):
+        states.append(step_on(method, where, states[-1]))
+    return states[1:], where
+
+
+@pytest.mark.parametrize("times", [math.nan, 1e30])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"share_momentum": 0.7}, {"batch_norm": "loss", "batch_norm_weight": 0.01}, {"teacher_statistics": "batch"}],
+)
+def test_a_source_that_misses_a_round_and_comes_back(times: float, options: dict[str, Any]) -> None:
+    """Its model is no number, or predicts none: the others go on, it is named, and the next round counts it again."""
+    states, where = sick_rounds(3, 2, times=times, **options)
+    first, second, third = (state.report["aggregation_weights"] for state in states)
+    assert set(first) == set(third) == {*SITES, "target"}
+    assert set(second) == {*SITES, "target"} - {"south"}
+    for shares in (first, second, third):
+        assert sum(shares.values()) == pytest.approx(1, abs=1e-12)
+        assert all(share >= 0 for share in shares.values())
+    # What the absent site would have counted goes to all in proportion, not to the target alone.
+    assert second["target"] < 2 * first["target"]
+    assert "'south'" in where.missing["south"]
+    assert "round 2" in where.missing["south"]
+    assert all(tensor.isfinite().all() for state in states for tensor in state.weights.values())
+
+
+@pytest.mark.parametrize("times", [math.nan, 1e30])
+def test_too_few_are_left(times: float) -> None:
+    for quorum in (None, len(SITES)):
+        with pytest.raises(TrainingDiverged, match=r"'south'.* in round 2"):
+            sick_rounds(2, quorum, times=times)
+
+
 MERGING_ALONE = ["variances averaged", "statistics at home", "heads at home"]
 
 
@@ -754,7 +812,7 @@ def test_what_travels(sites: dict[str, int], monkeypatch: pytest.MonkeyPatch) ->
     second = step_on(method, where, first)
     size, number = start.nbytes, len(sites)
     expected = Counter[tuple[int, str, str, str, int]]()
-    for exchange, remembered in ((1, 0), (3, 8 * number)):
+    for exchange, remembered in ((1, 0), (3, 8 * (number + 1))):
         for name in sites:
             expected[exchange, name, "down", "weights", size] += 1
             for field, bytes_ in (("weights", size), ("samples", 8), ("loss", 8)):

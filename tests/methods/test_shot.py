@@ -18,7 +18,7 @@ from fedshift.federation.local import LocalFederation
 from fedshift.federation.pool import WorkerPool
 from fedshift.federation.site import Site
 from fedshift.methods import registry
-from fedshift.methods.federated.shot import SHOT, ensemble_weights, member_weights
+from fedshift.methods.federated.shot import SHOT, ensemble_weights, member_weights, members_by_name
 from fedshift.models.network import Network
 from fedshift.models.payload import payload
 from fedshift.weights import Weights
@@ -258,10 +258,12 @@ def test_the_ensemble_answers_with_the_mean_of_its_members() -> None:
 
 def test_weights_go_into_members_by_name_and_come_back() -> None:
     models = {name: Weights({"x.y": torch.tensor([value])}) for name, value in (("b", 2.0), ("a", 1.0))}
-    whole = ensemble_weights(models)
-    assert list(whole) == ["members.0.x.y", "members.1.x.y"]
+    whole = ensemble_weights(models, ["b", "a"])
+    assert list(whole) == ["counted", "members.0.x.y", "members.1.x.y"]
     assert [member["x.y"].item() for member in member_weights(whole)] == [1.0, 2.0]
-    twelve = ensemble_weights({chr(97 + n): Weights({"w": torch.tensor(n)}) for n in range(12)})
+    assert members_by_name(whole, ["b", "a"]) == models
+    letters = [chr(97 + n) for n in range(12)]
+    twelve = ensemble_weights({name: Weights({"w": torch.tensor(n)}) for n, name in enumerate(letters)}, letters)
     assert [int(member["w"]) for member in member_weights(twelve)] == list(range(12))
 
 
@@ -269,7 +271,7 @@ def test_weights_go_into_members_by_name_and_come_back() -> None:
 def test_a_single_source(network: dict[str, object]) -> None:
     found = domains(network)[:1]
     state, _ = run(short(), found, network)
-    assert {name.split(".")[1] for name in state.weights} == {"0"}
+    assert {name.split(".")[1] for name in state.weights if name != "counted"} == {"0"}
     assert math.isfinite(state.report["losses"]["target"])
 
 

@@ -296,7 +296,7 @@ class Federation(ABC):
                     answer = Missing(answer.site, error)
             if isinstance(answer, Missing):
                 missing.append(answer.site)
-                self._may_go_on_without(answer, len(to), len(missing))
+                self.go_on_without(answer, len(to), len(missing))
                 continue
             budget = self.budget.get(answer.site, 0)
             spent.append(answer.mini_batches / budget if budget else 0.0)
@@ -305,8 +305,11 @@ class Federation(ABC):
         for site in missing:
             self.forfeit(site, spent)
 
-    def _may_go_on_without(self, missing: Missing, asked: int, number: int) -> None:
-        """Note a missing site. Raises what happened there when too few of those asked are left."""
+    def go_on_without(self, missing: Missing, asked: int, number: int) -> None:
+        """Note a site that is missing, the ``number``-th of those ``asked``: its reply cannot be used.
+
+        Raises what happened there when too few are left, or nobody allowed to go on without a site (`quorum`).
+        """
         refused = isinstance(missing.error, KindRefused)
         if self.quorum is None or (refused and self.on_refusal == "stop"):
             raise missing.error

@@ -56,21 +56,25 @@ def quadratic_kernel_mmd(first: Tensor, second: Tensor, *, diagonal: bool = Fals
     return (first.mean(0) - second.mean(0)).square().sum() + moments.square().sum()
 
 
-def batchnorm_distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
+def batchnorm_distance(
+    first: Mapping[str, Tensor], second: Mapping[str, Tensor], *, per_channel: bool = False
+) -> float:
     """``Σ_l ‖Δ m‖² + ‖Δ (v + m²)‖²`` over two models' BatchNorm layers, in float64 (section 7.3, 7.5).
 
-    The layers are known by keys that end in ``running_mean`` and ``running_var``; 0 when there is none.
+    per_channel: divided by the number of channels of all layers, so that it does not grow with the network. The layers
+    are known by keys that end in ``running_mean`` and ``running_var``; 0 when there is none.
     Raises UserError when the two models' layers differ.
     """
     left, right = Weights(first).select(is_buffer), Weights(second).select(is_buffer)
     left.check_like(right, "BatchNorm distance")
-    total = 0.0
+    total, channels = 0.0, 0
     for name in left:
         layer = name.removesuffix(_MEAN)
         if layer != name and layer + _VARIANCE in left:
             (mean, moment), (other_mean, other_moment) = _moments(left, layer), _moments(right, layer)
             total += ((mean - other_mean).square().sum() + (moment - other_moment).square().sum()).item()
-    return total
+            channels += len(mean)
+    return total / channels if per_channel and channels else total
 
 
 def _moments(weights: Weights, layer: str) -> tuple[Tensor, Tensor]:

@@ -77,6 +77,20 @@ def distance_weights(samples: Sequence[int], distances: Sequence[float]) -> list
     return _shares(counts * torch.exp(gaps.min() - gaps), 1.0)
 
 
+def relative_gains(before: float, after: Sequence[float]) -> list[float]:
+    """``(I − I_k) / I``: the gain that each source's update brings, in parts of what there was; 0 where that is 0.
+
+    FADA's paper takes ``I − I_k``. The sum I grows with the number of samples and features, so that a softmax of such
+    gains is 0 or 1 (section 9.2).
+
+    before: I. after: I_k of each source. Raises UserError when one is negative or not finite.
+    """
+    for value in (before, *after):
+        if not (math.isfinite(value) and value >= 0):
+            raise UserError(f"dispersion {value} must be a finite number of at least 0")
+    return [(before - value) / before if before > 0 else 0.0 for value in after]
+
+
 def gain_weights(gains: Sequence[float]) -> list[float]:
     """Softmax of the gains in `clustering.compactness` that each source's update brings, as they are or in parts of it
     (FADA, section 9.2).

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from fedshift.errors import TrainingDiverged
 from fedshift.federation.messages import BYTES_PER_NUMBER
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.batchnorm import batchnorm_objective
@@ -25,6 +26,9 @@ class Teachers:
     Predictions are kept where all of them fit in `_KEPT_BYTES` and a sample always looks the same: the teachers are
     then asked once, in large batches, and judged on all samples. Else they are asked for every batch and judged on what
     training saw, and no prediction is kept.
+
+    A model may hold finite numbers and yet predict none (a source that diverges). Where it does, it says that all
+    classes are alike, which passes no gate, and it is not among those that are `sound`.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class Teachers:
         for network in self._networks:
             network.train(not self._own_statistics)
         self._confident = self._judged = 0
+        self._sound = torch.ones(len(models), dtype=torch.bool, device=site.device)
         self._all: Tensor | None = None
         kept = len(models) * site.samples * site.classes * BYTES_PER_NUMBER <= _KEPT_BYTES
         if kept and whole_epoch and self._own_statistics and site.data.deterministic:
@@ -54,7 +59,10 @@ class Teachers:
 
     @torch.no_grad()
     def _ask(self, inputs: Tensor) -> Tensor:
-        return torch.stack([network(inputs).softmax(1) for network in self._networks])
+        said = torch.stack([network(inputs).softmax(1) for network in self._networks])
+        finite = said.isfinite().all(2)
+        self._sound &= finite.all(1)
+        return said.where(finite[:, :, None], torch.full_like(said, 1 / said.shape[2]))
 
     def _ask_all(self) -> Iterator[Tensor]:
         return (self._ask(inputs) for inputs, _, _ in self._site.data.all_batches(_INFERENCE_BATCH))
@@ -82,8 +90,22 @@ class Teachers:
                 self._judge(said)
         return None if self._tally is None else self._tally.focus(), self._confident / self._judged
 
+    def sound(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names``, one per model, whose model predicted numbers for all that it was asked.
+
+        Raises TrainingDiverged when none did.
+        """
+        names = list(names)
+        found = [name for name, sound in zip(names, self._sound.tolist(), strict=True) if sound]
+        if not found:
+            raise TrainingDiverged(
+                f"no source's model ({', '.join(names)}) predicts finite numbers at site '{self._site.name}': lower "
+                "training.lr"
+            )
+        return found
+
     def weights(self, models: Mapping[str, Weights]) -> Mapping[str, Weights]:
-        """The models that are aggregated: as they came, or with the statistics that target batches left in them."""
+        """The models as they are aggregated: as they came, or with the statistics that target batches left in them."""
         if self._own_statistics:
             return models
         return {name: self._site.weights_of(network) for name, network in zip(models, self._networks, strict=True)}

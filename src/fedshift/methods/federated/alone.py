@@ -28,7 +28,7 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Update
 from fedshift.federation.site import Site
 from fedshift.methods.base import Method, RunPlan, State, Traffic
-from fedshift.methods.federated.shot import Ensemble, ensemble_weights
+from fedshift.methods.federated.shot import Ensemble, ensemble_weights, members_by_name
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -59,12 +59,13 @@ class Alone(Method):
         return member
 
     def start(self, federation: Federation, weights: Weights) -> State:
-        return State(ensemble_weights(dict.fromkeys(federation.sources, weights)))
+        return State(ensemble_weights(dict.fromkeys(federation.sources, weights), federation.sources))
 
     def round(self, federation: Federation, state: State) -> State:
         updates = federation.ask(self.fit, to=federation.sources)
-        models = {site: update.weights for site, update in updates.items()}
-        return state.advance(ensemble_weights(models), report={"losses": updates.numbers("loss")})
+        models = members_by_name(state.weights, federation.sources)  # a site that misses a round keeps its model
+        models |= {site: update.weights for site, update in updates.items()}
+        return state.advance(ensemble_weights(models, federation.sources), report={"losses": updates.numbers("loss")})
 
     def fit(self, site: Site) -> Update:
         """At a site: cross-entropy from its own model; the first time from the common start, which it makes itself."""

@@ -61,7 +61,7 @@ from fedshift.federation.messages import BYTES_PER_NUMBER, Features, PerSite, Re
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.clustering import dispersion
-from fedshift.functional.source_weights import gain_weights
+from fedshift.functional.source_weights import gain_weights, relative_gains
 from fedshift.methods.adversaries import NOTHING, Disentangler, DomainIdentifiers, square_layer
 from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.blocks import with_block
@@ -200,10 +200,9 @@ class FADA(Method):
             shares = [1 / len(models)] * len(models)
         else:
             before = self._dispersion(site, own)
-            gains = [before - self._dispersion(site, weights) for weights in updated.values()]
-            if self.gain == "relative":
-                gains = [gain / before if before > 0 else 0.0 for gain in gains]
-            shares = gain_weights(gains)
+            after = [self._dispersion(site, weights) for weights in updated.values()]
+            relative = self.gain == "relative"
+            shares = gain_weights(relative_gains(before, after) if relative else [before - value for value in after])
         model = _with_own_statistics(site, weighted_average(list(updated.values()), shares))
         return Aggregate(site.weights_of(model), dict(zip(models, shares, strict=True)))
 

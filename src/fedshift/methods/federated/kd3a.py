@@ -21,11 +21,13 @@ Where the paper and its code differ (and what is done here; section numbers are 
  2. The code's vote adds top-1 probabilities, the paper's adds rows. Here: paper; ``vote: top1``.
  3. Consensus focus is leave-one-out in (8) and the Shapley value in the code. Here: the code; ``focus: leave_one_out``.
     Negative values count as 0; all zero: equal. What it is compared with: ``focus: samples``; ``h_divergence``, by the
-    distance of each source's BatchNorm statistics, as they came, to the target's; ``information_gain``, by how much
-    tighter the target's features cluster under each source's model, as it will be aggregated.
+    distance of each source's BatchNorm statistics, as they came, to the target's, per channel; ``information_gain``,
+    by how much tighter the target's features cluster, in parts, under each source's model as it will be aggregated.
+    Distances and gains summed up instead would leave one source all the weight: their exponentials are 0 or 1.
  4. The code's target share is the share of confident images/(K+1), without N_k, and shares are smoothed over epochs.
     Here: paper; ``target_share: confident``, ``share_momentum: 0.9``.
- 5. The code never aggregates classifiers. Here: everything is; ``private_classifier``.
+ 5. The code never aggregates classifiers, and each begins with other weights. Here: everything is aggregated;
+    ``private_classifier``: classifiers stay at their sites, from the common start.
  6. The code's teachers run in training mode on target batches, which also changes their statistics. Here: evaluation
     mode; ``teacher_statistics: batch``.
  7. Mixup: Beta(0.2, 0.2) in the paper, Beta(2, 2) in the code. Here: paper; ``mixup: 0`` is without.
@@ -33,8 +35,11 @@ Where the paper and its code differ (and what is done here; section numbers are 
     ``batch_norm: linear``; ``loss`` adds the objective of (12) to the distillation loss, ``off`` keeps statistics at
     their sites.
  9. Gate and learning rate: the code steps them with the epoch's number and a lag. Here: with the share of work done.
-10. r aggregations per epoch (``aggregations_per_epoch``): 1/r of an epoch a round for r ≥ 1; for r < 1 the sources pass
-    1/r times over their data and the target once.
+10. r aggregations per epoch (``aggregations_per_epoch``): a round is 1/r of an epoch for r ≥ 1, at least a mini-batch
+    (an r above a site's mini-batches an epoch is that number there); for r < 1 the sources pass 1/r times over their
+    data and the target once. ``training.rounds`` counts rounds, whatever r.
+11. The code gives every site equally many mini-batches. Here a round is each site's own epoch.
+12. A source whose model is no number, or predicts none, counts as missing (``engine.quorum``): no vote, no share.
 Equal work counts the target's mini-batches too, so a method that does not train there gets further rounds.
 
 Should reproduce: Amazon Review 79.0, 80.6, 85.6, 86.9, average 83.1; Digit-5 92.0; ablations of its Figure 3.
@@ -51,8 +56,8 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from fedshift.errors import UserError
-from fedshift.federation.federation import Federation
+from fedshift.errors import TrainingDiverged, UserError
+from fedshift.federation.federation import Federation, Missing
 from fedshift.federation.messages import BYTES_PER_NUMBER, Reply, Update
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Batch, Site
@@ -131,7 +136,7 @@ class KD3A(Method):
     def traffic(self, plan: RunPlan) -> Traffic:
         aggregate = plan.payload + BYTES_PER_NUMBER * (plan.sources + 3)
         models = (plan.sources + 1) * plan.payload + BYTES_PER_NUMBER * plan.sources
-        remembered = BYTES_PER_NUMBER * plan.sources * (plan.rounds - 1)
+        remembered = BYTES_PER_NUMBER * (plan.sources + 1) * (plan.rounds - 1)
         return super().traffic(plan) + Traffic(plan.rounds * aggregate, plan.rounds * models + remembered)
 
     def check(self, network: Network) -> None:
@@ -154,15 +159,28 @@ class KD3A(Method):
             weights=state.weights,
             models=models,
             samples={site: int(number) for site, number in updates.numbers("samples").items()},
-            previous={site: share for site, share in state.numbers.items() if site in models},
+            previous={site: share for site, share in state.numbers.items() if site in models or site == target},
         ).only()
         shares = dict(aggregate.shares)
+        self._go_on_without_unsound(federation, models, shares)
         report = {
             "losses": losses | {target: aggregate.loss},
             "aggregation_weights": shares | {target: aggregate.target_share},
             "confident": aggregate.confident,
         }
-        return state.advance(aggregate.weights, numbers=shares, report=report)
+        return state.advance(aggregate.weights, numbers=shares | {target: aggregate.target_share}, report=report)
+
+    def _go_on_without_unsound(
+        self, federation: Federation, models: Mapping[str, Weights], shares: Mapping[str, float]
+    ) -> None:
+        """Sources whose model the target could not use count as missing. Raises when that leaves too few."""
+        unsound = [site for site in models if site not in shares]
+        for number, site in enumerate(unsound, len(federation.sources) - len(models) + 1):
+            error = TrainingDiverged(
+                f"the model of site '{site}' predicts no finite numbers at the target in round {federation.round}: "
+                "look at its data, or lower training.lr"
+            )
+            federation.go_on_without(Missing(site, error), len(federation.sources), number)
 
     # Source -------------------------------------------------------------------------------------------------------
 
@@ -202,7 +220,8 @@ class KD3A(Method):
             tally=self._tally(site, len(models), gate),
         )
         student = site.model(self._own(site, weights))
-        shares = previous or dict(zip(models, source_weights.sample_weights(list(samples.values())), strict=True))
+        known = previous if previous.keys() >= models.keys() else None  # not where a source is back from an absence
+        shares = known or dict(zip(models, source_weights.sample_weights(list(samples.values())), strict=True))
         aligned = SourceStatistics(student, models, shares) if self.batch_norm == "loss" else None
 
         def loss_of(batch: Batch) -> Tensor:
@@ -228,20 +247,30 @@ class KD3A(Method):
         distilled = site.weights_of(student)
         self._keep(site, distilled)
 
-        trained = teachers.weights(models)
         value, confident = teachers.judged()
+        sound = teachers.sound(models)
+        if value is not None:
+            value = value[[name in sound for name in models]]
+        trained = teachers.weights(models)
+        models, trained = ({name: of[name] for name in sound} for of in (models, trained))
+        samples = {name: samples[name] for name in sound}
         shares, target_share = self._shares(site, weights, models, trained, distilled, samples, value, confident)
         if previous and self.share_momentum:
-            mixed = source_weights.smoothed_weights(
-                [*previous.values(), 1 - sum(previous.values())], [*shares.values(), target_share], self.share_momentum
-            )
-            shares, target_share = dict(zip(shares, mixed, strict=False)), mixed[-1]
+            smoothed = self._smoothed(previous, shares | {site.name: target_share})
+            target_share = smoothed.pop(site.name)
+            shares = smoothed
         aggregate = weighted_average(
             [*trained.values(), distilled],
             [*shares.values(), target_share],
             bn_merge="moments" if self.batch_norm == "moments" else "mean",
         )
         return Aggregate(self._own(site, aggregate), shares, target_share, confident, loss)
+
+    def _smoothed(self, previous: Mapping[str, float], new: Mapping[str, float]) -> dict[str, float]:
+        """Shares averaged over rounds. A site that was not there in the round before starts with its share of now."""
+        before = [previous.get(name, share) for name, share in new.items()]
+        mixed = source_weights.smoothed_weights(before, list(new.values()), self.share_momentum)
+        return {name: share / sum(mixed) for name, share in zip(new, mixed, strict=True)}
 
     def _tally(self, site: Site, teachers: int, gate: float) -> FocusTally | None:
         """What adds up the focus of every teacher, where sources are weighed by it."""
@@ -296,13 +325,12 @@ class KD3A(Method):
             sources = source_weights.sample_weights(counts)
         elif self.focus == "h_divergence":
             # As they came: with the target's own statistics in them no source is far from it.
-            distances = [batchnorm_distance(model, distilled) for model in models.values()]
+            distances = [batchnorm_distance(model, distilled, per_channel=True) for model in models.values()]
             sources = source_weights.distance_weights(counts, distances)
         else:
             before = self._dispersion(site, weights)
-            sources = source_weights.gain_weights(
-                [before - self._dispersion(site, model) for model in trained.values()]
-            )
+            gains = source_weights.relative_gains(before, [self._dispersion(site, model) for model in trained.values()])
+            sources = source_weights.gain_weights(gains)
         return {name: (1 - target_share) * share for name, share in zip(models, sources, strict=True)}, target_share
 
     @torch.no_grad()

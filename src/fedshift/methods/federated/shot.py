@@ -30,7 +30,8 @@ Where papers and code differ (and what is done here)
  7. In a round the target's mini-batches are shared among the K models (``target_epochs: K`` is an epoch for each).
     Batches are drawn anew in every round, so a model's epoch that spans rounds is a pass only on average, and its
     optimiser begins anew.
-The mean counts every model alike: a source too far from the target stays a confident and wrong voice in it.
+The mean counts every model alike: a source too far from the target stays a confident and wrong voice in it. A source
+without a model (`engine.quorum`) has no voice.
 
 Should reproduce: as KD3A reports it with several sources, Digit-5 90.2, Office-Caltech10 97.7, DomainNet 44.2.
 """
@@ -39,7 +40,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, cast
 
@@ -49,7 +50,6 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Reply, Statistics, Update
 from fedshift.federation.site import Batch, Site
@@ -119,22 +119,18 @@ class SHOT(Method):
         # Every site makes the common start itself, from the experiment's seed: nothing needs to be sent.
         updates = federation.ask(self.train_source, to=federation.sources, rounds=federation.rounds)
         models = {site: update.weights for site, update in updates.items()}
-        absent = next((site for site in federation.sources if site not in models), None)
-        if absent is not None:
-            raise UserError(
-                f"{self.display}: source '{absent}' sends no model, and the ensemble has one of every source: "
-                "leave the site out of the experiment (protocol.drop)"
-            )
-        return State(ensemble_weights(models), report={"losses": updates.numbers("loss")})
+        return State(ensemble_weights(models, federation.sources), report={"losses": updates.numbers("loss")})
 
     def round(self, federation: Federation, state: State) -> State:
         (target,) = federation.targets
         if state.round == 0:
-            models = dict(zip(sorted(federation.sources), member_weights(state.weights), strict=True))
+            models = members_by_name(state.weights, federation.sources)
             reply = federation.ask(self.receive_and_adapt, to=(target,), models=models).only()
         else:
             reply = federation.ask(self.adapt, to=(target,)).only()
-        return state.advance(ensemble_weights(reply.models), report={"losses": {target: reply.loss}})
+        return state.advance(
+            ensemble_weights(reply.models, federation.sources), report={"losses": {target: reply.loss}}
+        )
 
     # Source -------------------------------------------------------------------------------------------------------
 
@@ -235,7 +231,12 @@ class SHOT(Method):
 
 
 class Ensemble(Network):
-    """K networks that answer together: the logarithm of the mean of their probabilities, which serves as scores."""
+    """K networks that answer together: the logarithm of the mean of their probabilities, which serves as scores.
+
+    A member counts if ``counted`` is 1 for it: a source that sent no model has a place and no say.
+    """
+
+    counted: Tensor
 
     def __init__(self, network: Network, members: int) -> None:
         super().__init__(
@@ -247,21 +248,31 @@ class Ensemble(Network):
             alignment_stages=(),
         )
         self.members = nn.ModuleList(copy.deepcopy(network) for _ in range(members))
+        self.register_buffer("counted", torch.ones(members))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        each = torch.stack([member(inputs).log_softmax(1) for member in self.members])
-        return each.logsumexp(0) - math.log(len(self.members))
+        asked = [member for member, counts in zip(self.members, self.counted.tolist(), strict=True) if counts]
+        each = torch.stack([member(inputs).log_softmax(1) for member in asked])
+        return each.logsumexp(0) - math.log(len(asked))
 
 
-def ensemble_weights(models: Mapping[str, Weights]) -> Weights:
-    """The weights of an `Ensemble`, members in the order of their names."""
-    return Weights(
-        {
-            f"members.{number}.{name}": tensor
-            for number, source in enumerate(sorted(models))
-            for name, tensor in models[source].items()
-        }
-    )
+def ensemble_weights(models: Mapping[str, Weights], sources: Sequence[str]) -> Weights:
+    """The weights of an `Ensemble` of all ``sources``, members in the order of their names; those without a model do
+    not count.
+    """
+    like = next(iter(models.values()))
+    members = {
+        f"members.{number}.{name}": models[source][name] if source in models else torch.zeros_like(tensor)
+        for number, source in enumerate(sorted(sources))
+        for name, tensor in like.items()
+    }
+    return Weights({"counted": torch.tensor([float(source in models) for source in sorted(sources)]), **members})
+
+
+def members_by_name(weights: Weights, sources: Sequence[str]) -> dict[str, Weights]:
+    """The members of an `Ensemble` that count, by their source."""
+    members = zip(sorted(sources), member_weights(weights), weights["counted"].tolist(), strict=True)
+    return {source: member for source, member, counts in members if counts}
 
 
 def member_weights(weights: Weights) -> Iterator[Weights]:
