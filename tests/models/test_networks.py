@@ -77,7 +77,11 @@ def test_stages_of_digit_cnn() -> None:
         convolutions = {"conv1": (64, 16, 16), "conv2": (64, 8, 8), "conv3": (128, 8, 8)}
         assert shapes_of_stages(code, (3, 32, 32)) == {**convolutions, "hidden1": (3072,), "hidden2": (2048,)}
         assert shapes_of_stages(paper, (3, 32, 32)) == convolutions
+        narrow = network((3, 32, 32), 10, name="digit_cnn", variant="paper", channels=[4, 8, 6])
+        expected = {"conv1": (4, 16, 16), "conv2": (8, 8, 8), "conv3": (6, 8, 8)}
+        assert shapes_of_stages(narrow, (3, 32, 32)) == expected
     assert paper.embedding_size == 8192
+    assert narrow.embedding_size == 384
 
 
 def test_mlp_of_kd3a_and_its_switches() -> None:

@@ -66,6 +66,8 @@ class MnistCnn(NetworkOptions):
 class DigitCnn(NetworkOptions):
     """KD3A's network for Digit-5: three 5x5 convolutions (64, 64, 128), each with BatchNorm and ReLU (section 7.2).
 
+    Fewer ``channels`` are for machines without a GPU; the published numbers are of the default.
+
     3x3 max-pooling with stride 2 follows the first two. The released code adds two hidden layers of 3072 (dropout) and
     2048 units, each with BatchNorm and ReLU; the paper describes a single fully connected layer. Default: the code,
     which produced the published numbers. Made for 32x32 colour images (8192 numbers after the convolutions); other
@@ -74,17 +76,21 @@ class DigitCnn(NetworkOptions):
     """
 
     name: Literal["digit_cnn"] = "digit_cnn"
+    channels: tuple[PositiveInt, PositiveInt, PositiveInt] = Field(
+        (64, 64, 128), description="channels of the three convolutions"
+    )
     variant: Literal["code", "paper"] = Field("code", description="two hidden layers (code) or none (paper)")
     dropout: float = Field(0.5, ge=0.0, lt=1.0, description="dropout after the first hidden layer (variant code)")
 
     def build(self, input_shape: tuple[int, ...], classes: int) -> Network:
         channels, height, width = image_shape(self.name, input_shape)
         # Each pooling halves the map, rounding up.
-        flat = 128 * -(-height // 4) * -(-width // 4)
+        first, second, third = self.channels
+        flat = third * -(-height // 4) * -(-width // 4)
         layers: OrderedDict[str, nn.Module] = OrderedDict(
-            conv1=self._convolution(channels, 64, pool=True),
-            conv2=self._convolution(64, 64, pool=True),
-            conv3=self._convolution(64, 128, pool=False),
+            conv1=self._convolution(channels, first, pool=True),
+            conv2=self._convolution(first, second, pool=True),
+            conv3=self._convolution(second, third, pool=False),
             flatten=nn.Flatten(),
         )
         stages = ["conv1", "conv2", "conv3"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -147,6 +147,16 @@ def _best(found: Sequence[Row], partial: set[str], choose: Callable[[Iterable[fl
     return best
 
 
+def _fewer(cells: dict[str, dict[str, Cell | None]], most: int) -> Iterator[str]:
+    """Where there are fewer seeds than ``most``: a method, if it is so everywhere alike, else its columns."""
+    for method, line in cells.items():
+        numbers = {column: cell.row.n for column, cell in line.items() if cell is not None}
+        if len(set(numbers.values())) == 1 and len(numbers) > 1:
+            yield from [f"{method} ({number})" for number in set(numbers.values()) if number < most]
+        else:
+            yield from [f"{method} at {column} ({number})" for column, number in numbers.items() if number < most]
+
+
 def _notes(
     select: Selection,
     cells: dict[str, dict[str, Cell | None]],
@@ -160,7 +170,7 @@ def _notes(
     if most == 1:
         yield f"{measure.what}, n = 1 {measure.repeat}, so there is no standard error."
     else:
-        fewer = [f"{cell.row.method} at {cell.row.target} ({cell.row.n})" for cell in present if cell.row.n < most]
+        fewer = list(_fewer(cells, most))
         more = f" and {len(fewer) - _MOST_EXCEPTIONS} more" if len(fewer) > _MOST_EXCEPTIONS else ""
         exceptions = f", except {', '.join(fewer[:_MOST_EXCEPTIONS])}{more}" if fewer else ""
         over = f"{measure.repeat}s"
