@@ -131,6 +131,28 @@ def test_training_that_diverges(cli: Cli, tmp_path: Path, workers: int) -> None:
     assert not list((tmp_path / "runs").rglob("model.safetensors"))
 
 
+@pytest.mark.parametrize("engine", [{}, {"workers": 2}, {"parallel_runs": 2}])
+def test_a_run_that_diverges_does_not_keep_the_others_from_being_run(
+    cli: Cli, tmp_path: Path, engine: dict[str, Any]
+) -> None:
+    """The other method's runs are those of an experiment without it; the table is printed, and the error ends it."""
+    where = sites(tmp_path)
+    methods = [{"name": "fedprox", "proximal_weight": 1e30}, {"name": "fedavg"}]
+    options = experiment(where, methods=methods, engine={"name": "local", "threads": 1, **engine})
+    said = cli("run", write(tmp_path / "e.yaml", options), "--runs", tmp_path / "runs")
+    assert said.code == 1
+    assert "fedavg" in said.out
+    assert "fedprox" not in said.out
+    lines = said.err.splitlines()
+    assert lines[-1].startswith("error: fedprox, target ")
+    alone = fedshift.run(experiment(where, methods=["fedavg"]), tmp_path / "alone")
+    if "parallel_runs" not in engine:  # what another process is at work on shows in the end alone
+        assert sum(line.endswith(": diverged") for line in lines) == len(alone.runs)
+    for run in alone.runs:
+        place = Path("small") / "fedavg" / run.target / f"seed-{run.seed}" / "model.safetensors"
+        assert (tmp_path / "runs" / place).read_bytes() == (tmp_path / "alone" / place).read_bytes()
+
+
 def test_divergence_goes_on_to_nothing(tmp_path: Path) -> None:
     """Running again after a failure fails again at once, from the last good round."""
     options = experiment(sites(tmp_path), model={"name": "mlp", "hidden": [8, 8]})

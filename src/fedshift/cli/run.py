@@ -19,6 +19,7 @@ from rich.progress import (
 )
 
 from fedshift.cli.features import FeatureBar
+from fedshift.errors import TrainingDiverged
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.experiment.context import Reporter
 from fedshift.experiment.loop import run_experiment
@@ -53,16 +54,21 @@ def _run(experiment: Experiment, runs: Path, errors: Console) -> None:
         disable=not errors.is_terminal,  # in a file, one line for each finished run says it better
     )
     bars = Bars(progress)
+    folder, diverged = runs / experiment.name, None
     try:
-        folder = run_experiment(experiment, runs, bars)
+        run_experiment(experiment, runs, bars)
+    except TrainingDiverged as error:
+        diverged = error
     finally:
         progress.stop()
-    if bars.left and not any(folder.glob("*/*/*/result.json")):
+    if any(folder.glob("*/*/*/result.json")):
+        collected = collect(folder)
+        Console().print(terminal(table_of(collected)))
+        errors.print(f"page: {write_page(folder, collected)}", markup=False, highlight=False, soft_wrap=True)
+    elif bars.left:
         errors.print("another process is at work on all that is left of this experiment", highlight=False)
-        return
-    collected = collect(folder)
-    Console().print(terminal(table_of(collected)))
-    errors.print(f"page: {write_page(folder, collected)}", markup=False, highlight=False, soft_wrap=True)
+    if diverged is not None:
+        raise diverged
 
 
 class Bars(Reporter):
@@ -71,6 +77,7 @@ class Bars(Reporter):
     def __init__(self, progress: Progress) -> None:
         self.left = 0
         """Runs that another process was at work on."""
+        self._parts = 0
         self._progress = progress
         self._whole = progress.add_task("runs", total=None, unit="runs")
         self._part = progress.add_task("", total=None, unit="mini-batches", visible=False)
@@ -84,6 +91,7 @@ class Bars(Reporter):
 
     def begin(self, parts: int) -> None:
         self._features.stop()
+        self._parts = parts
         self._progress.update(self._whole, total=parts)
         self._progress.start()
 
@@ -103,6 +111,12 @@ class Bars(Reporter):
         self._progress.advance(self._whole)
         if self._progress.disable and not resumed:
             name = f"{part.method.display} → {part.target}, seed {part.seed}: {result.score():.2f} %"
+            self._progress.console.print(name, markup=False, highlight=False, soft_wrap=True)
+
+    def diverged(self, part: Part) -> None:
+        self._progress.advance(self._whole)
+        if self._parts > 1:  # of a single one the error says it
+            name = f"{part.method.display} → {part.target}, seed {part.seed}: diverged"
             self._progress.console.print(name, markup=False, highlight=False, soft_wrap=True)
 
     def skipped(self, part: Part) -> None:

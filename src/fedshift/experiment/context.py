@@ -32,6 +32,9 @@ class Reporter(Watcher):
     def finished(self, part: Part, result: RunResult, resumed: bool) -> None:
         """A part is done; ``resumed``: it had been done before."""
 
+    def diverged(self, part: Part) -> None:
+        """A part's training turned to what is no number; the others go on, and the experiment ends with the error."""
+
     def skipped(self, part: Part) -> None:
         """Another process has this part."""
 

@@ -9,8 +9,8 @@ import sys
 import threading
 from pathlib import Path
 
-from fedshift.errors import FedshiftError
-from fedshift.experiment.loop import run_experiment
+from fedshift.errors import FedshiftError, TrainingDiverged
+from fedshift.experiment.loop import DIVERGED, run_experiment
 from fedshift.experiment.schema import parse
 from fedshift.federation.recipes import CHILD
 
@@ -22,6 +22,9 @@ def main() -> int:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         run_experiment(parse(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2]), helper=True)
+    except TrainingDiverged as error:
+        print(error, file=sys.stderr)
+        return DIVERGED
     except FedshiftError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -8,10 +8,11 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from fedshift.data.domain import DataSet
-from fedshift.errors import FedshiftError, UserError, nearest
+from fedshift.errors import FedshiftError, TrainingDiverged, UserError, nearest
 from fedshift.experiment.context import Context, Reporter
 from fedshift.experiment.environment import data_fingerprint, resolve_device, threads_set, versions
 from fedshift.experiment.features import built
@@ -25,6 +26,9 @@ from fedshift.files import write_bytes
 from fedshift.methods import registry
 from fedshift.models import registry as models
 
+DIVERGED = 3
+"""How a helper ends when training diverged in one of its parts."""
+
 
 def run_experiment(
     experiment: Experiment, runs: Path, reporter: Reporter | None = None, *, helper: bool = False
@@ -32,8 +36,9 @@ def run_experiment(
     """Run what is not finished yet; returns the experiment's folder. Running again resumes.
 
     ``helper`` marks the further processes of ``engine.parallel_runs``: they take parts that nobody else holds and leave
-    the rest. Raises UserError for a mistake in the experiment or a folder of another one, FedshiftError when training
-    fails.
+    the rest. A run whose training diverges does not keep the others from being run. Raises UserError for a mistake in
+    the experiment or a folder of another one, TrainingDiverged in the end when a run diverged, FedshiftError when
+    something else fails.
     """
     if experiment.engine.name != "local":
         raise UserError(f"engine.name: {experiment.engine.name} runs over a network: use fedshift deploy")
@@ -61,8 +66,9 @@ def run_experiment(
         write_order(experiment, targets_of(experiment.protocol, data), folder)
     reporter.begin(len(parts))
     engine = experiment.engine
+    diverged: list[TrainingDiverged] = []
     helpers = 0 if helper else max(0, min(engine.parallel_runs, unfinished) - 1)
-    with threads_set(threads), _helpers(experiment, runs, helpers):
+    with threads_set(threads), _helpers(experiment, runs, helpers, diverged):
         pool = WorkerPool(engine.workers, threads) if engine.workers > 1 and unfinished else None
         try:
             context = Context(experiment, data, fingerprint, device, threads, pool, reporter)
@@ -76,10 +82,22 @@ def run_experiment(
                     if finished is not None:
                         reporter.finished(part, finished, resumed=True)
                         continue
-                    reporter.finished(part, run_part(context, part, place), resumed=False)
+                    try:
+                        reporter.finished(part, run_part(context, part, place), resumed=False)
+                    except TrainingDiverged as error:
+                        diverged.append(error)
+                        reporter.diverged(part)
+                        if pool is not None:  # its workers may be in the midst of a step
+                            pool.close()
+                            pool = WorkerPool(engine.workers, threads)
+                            context = replace(context, pool=pool)
         finally:
             if pool is not None:
                 pool.close()
+    if diverged:
+        raise TrainingDiverged(str(diverged[0]) + ("; others diverged too" if len(diverged) > 1 else "")) from diverged[
+            0
+        ]
     return folder
 
 
@@ -165,8 +183,11 @@ def run_folder(experiment: Experiment, split: Split, fingerprint: str, part: Par
 
 
 @contextmanager
-def _helpers(experiment: Experiment, runs: Path, number: int) -> Iterator[None]:
-    """Further processes that take parts of the same experiment; they are waited for, or ended with this one."""
+def _helpers(experiment: Experiment, runs: Path, number: int, diverged: list[TrainingDiverged]) -> Iterator[None]:
+    """Further processes that take parts of the same experiment; they are waited for, or ended with this one.
+
+    What diverged in one of them is added to ``diverged``.
+    """
     if number == 0:
         yield
         return
@@ -188,8 +209,11 @@ def _helpers(experiment: Experiment, runs: Path, number: int) -> Iterator[None]:
             for process, output in processes:
                 if process.wait():
                     lines = output.read_text(errors="replace").strip().splitlines()
-                    kind = UserError if process.returncode == UserError.exit_code else FedshiftError
-                    raise kind(lines[-1] if lines else f"a parallel run ended with code {process.returncode}")
+                    said = lines[-1] if lines else f"a parallel run ended with code {process.returncode}"
+                    if process.returncode == DIVERGED:
+                        diverged.append(TrainingDiverged(said))
+                    else:
+                        raise (UserError if process.returncode == UserError.exit_code else FedshiftError)(said)
         finally:
             for process, _ in processes:
                 assert process.stdin is not None
