@@ -19,7 +19,8 @@ def wrong_labels(
 ) -> npt.NDArray[np.int64]:
     """A copy of ``labels`` in which ``round(n · fraction)`` are wrong; the same arguments always give the same labels.
 
-    Of one seed, the wrong labels of a smaller fraction are among those of a larger one.
+    Of one seed, the wrong labels of a smaller fraction are among those of a larger one. The released code takes the
+    first of every mini-batch instead, so that other samples are wrong in every epoch; here they stay the same.
 
     labels: (n,), 0 to ``classes`` − 1. rule: ``"uniform"`` draws each wrong label from the other classes;
         ``"shift"`` takes the next class, after the last the first.
