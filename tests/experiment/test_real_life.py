@@ -138,14 +138,15 @@ def test_a_run_that_diverges_does_not_keep_the_others_from_being_run(
     """The other method's runs are those of an experiment without it; the table is printed, and the error ends it."""
     where = sites(tmp_path)
     methods = [{"name": "fedprox", "proximal_weight": 1e30}, {"name": "fedavg"}]
-    options = experiment(where, methods=methods, engine={"name": "local", "threads": 1, **engine})
+    one = {"targets": ["a"], "seeds": [0]}
+    options = experiment(where, protocol=one, methods=methods, engine={"name": "local", "threads": 1, **engine})
     said = cli("run", write(tmp_path / "e.yaml", options), "--runs", tmp_path / "runs")
     assert said.code == 1
     assert "fedavg" in said.out
     assert "fedprox" not in said.out
     lines = said.err.splitlines()
     assert lines[-1].startswith("error: fedprox, target ")
-    alone = fedshift.run(experiment(where, methods=["fedavg"]), tmp_path / "alone")
+    alone = fedshift.run(experiment(where, protocol=one, methods=["fedavg"]), tmp_path / "alone")
     if "parallel_runs" not in engine:  # what another process is at work on shows in the end alone
         assert sum(line.endswith(": diverged") for line in lines) == len(alone.runs)
     for run in alone.runs:
