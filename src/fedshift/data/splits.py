@@ -73,10 +73,14 @@ def random_split(number: int, fraction: float, seed: int) -> tuple[Rows, Rows]:
 def part_rows(domain: Domain, fraction: float, seed: int, split: Literal["random", "official"]) -> tuple[Rows, Rows]:
     """Training and held-out rows of one domain: drawn at random, or the data set's own.
 
+    Where a share of every class is nothing, as with fewer samples than classes, rows are drawn whatever their class.
     Raises UserError when ``split`` is ``official`` and the domain comes without one.
     """
     if split == "random":
-        return stratified_split(domain.labels, fraction, seed, domain.groups)
+        train, held_out = stratified_split(domain.labels, fraction, seed, domain.groups)
+        if len(held_out) or domain.groups is not None:
+            return train, held_out
+        return random_split(len(domain), fraction, seed)
     if domain.train_rows is None or domain.test_rows is None:
         raise UserError(f"domain '{domain.name}' has no official split: set protocol.split=random")
     return np.sort(domain.train_rows), np.sort(domain.test_rows)

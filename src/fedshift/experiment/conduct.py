@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -59,23 +60,19 @@ def conduct(
         ) from error
 
 
+@dataclass
 class _Run:
     """The state of one run in this process."""
 
-    def __init__(
-        self,
-        context: Context,
-        part: Part,
-        folder: RunFolder,
-        federation: Federation,
-        evaluator: Measuring,
-        split: Split,
-    ) -> None:
-        self.context, self.part, self.folder = context, part, folder
-        self.federation, self.evaluator, self.split = federation, evaluator, split
-        self.records: list[RoundRecord] = []
-        self.seconds = 0.0
-        self.clock = time.perf_counter()
+    context: Context
+    part: Part
+    folder: RunFolder
+    federation: Federation
+    evaluator: Measuring
+    split: Split
+    records: list[RoundRecord] = field(default_factory=list)
+    seconds: float = 0.0
+    clock: float = field(default_factory=time.perf_counter)
 
     def to_the_end(self, trained: Network, evaluated: Network) -> RunResult:
         """Resume or start, then round after round until the budget is used.

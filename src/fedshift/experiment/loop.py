@@ -69,7 +69,7 @@ def run_experiment(
     diverged: list[TrainingDiverged] = []
     helpers = 0 if helper else max(0, min(engine.parallel_runs, unfinished) - 1)
     with threads_set(threads), _helpers(experiment, runs, helpers, diverged):
-        pool = WorkerPool(engine.workers, threads) if engine.workers > 1 and unfinished else None
+        pool: WorkerPool | None = None
         try:
             context = Context(experiment, data, fingerprint, device, threads, pool, reporter)
             for part, place in folders.items():
@@ -82,6 +82,9 @@ def run_experiment(
                     if finished is not None:
                         reporter.finished(part, finished, resumed=True)
                         continue
+                    if pool is None and engine.workers > 1:
+                        pool = WorkerPool(engine.workers, threads)
+                        context = replace(context, pool=pool)
                     try:
                         reporter.finished(part, run_part(context, part, place), resumed=False)
                     except TrainingDiverged as error:
@@ -89,15 +92,13 @@ def run_experiment(
                         reporter.diverged(part)
                         if pool is not None:  # its workers may be in the midst of a step
                             pool.close()
-                            pool = WorkerPool(engine.workers, threads)
-                            context = replace(context, pool=pool)
+                            pool = None
         finally:
             if pool is not None:
                 pool.close()
     if diverged:
-        raise TrainingDiverged(str(diverged[0]) + ("; others diverged too" if len(diverged) > 1 else "")) from diverged[
-            0
-        ]
+        others = "; others diverged too" if len(diverged) > 1 else ""
+        raise TrainingDiverged(f"{diverged[0]}{others}") from diverged[0]
     return folder
 
 

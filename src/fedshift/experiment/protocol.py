@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from fedshift.data.domain import DataSet, Domain, Rows
-from fedshift.data.splits import part_rows, random_split
+from fedshift.data.splits import part_rows
 from fedshift.data.view import batches_per_epoch
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.summary import AVERAGE
@@ -131,10 +131,6 @@ def split_of(protocol: Protocol, data: DataSet, target: str, seed: int) -> Split
     if isinstance(protocol, LeaveOneOut):
         return Split(train, held_out, {target: unseen_rows(protocol, data.domains[target], rows[target][1])})
     unlabelled, measured = rows[target]
-    domain = data.domains[target]
-    if len(measured) == 0 and domain.groups is None and domain.test_rows is None:
-        # Fewer samples than classes, about: a share of every class is nothing.
-        unlabelled, measured = random_split(len(domain), protocol.test_fraction, seed)
     if len(unlabelled) == 0 or len(measured) == 0:
         raise UserError(
             f"protocol: '{target}' has {len(unlabelled)} samples to adapt to and {len(measured)} to be measured on; "
