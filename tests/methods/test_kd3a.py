@@ -161,6 +161,24 @@ def moments(layer: nn.BatchNorm1d) -> tuple[Tensor, Tensor]:
     return layer.running_mean, layer.running_var + layer.running_mean.square()
 
 
+def seen_at(site: Site, network: nn.Module) -> dict[str, tuple[Tensor, Tensor]]:
+    """By layer, the same of a site's data: the mean over its batches of their mean and unbiased variance."""
+    seen: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    for batch in site.all_batches():
+        # A momentum of 1 leaves the batch's own statistics.
+        alone = copy.deepcopy(network).train()
+        for module in norms_of(alone).values():
+            module.momentum = 1.0
+        with torch.no_grad():
+            alone(batch.inputs)
+        for layer, module in norms_of(alone).items():
+            assert module.running_mean is not None
+            assert module.running_var is not None
+            seen.setdefault(layer, []).append((module.running_mean, module.running_var))
+    means = {layer: [torch.stack(part).mean(0) for part in zip(*pairs, strict=True)] for layer, pairs in seen.items()}
+    return {layer: (mean, variance + mean.square()) for layer, (mean, variance) in means.items()}
+
+
 def scatter(site: Site, network: Network) -> float:
     """The gap statistic of the target's features: half the mean squared distance within each cluster, added up."""
     from sklearn.cluster import KMeans
@@ -234,7 +252,7 @@ class Algorithm:
         student = self.begun_from(weights, target)
         said = self.distil(target, student, models, gate)  # 3 to 6
         previous = self.shares
-        self.shares = self.weigh(target, weights, came, models, student, said, gate)  # 7 to 9
+        self.shares = self.weigh(target, weights, came, models, said, gate)  # 7 to 9
         self.confident = sum(max(map(max, rows)) > gate for rows in said) / len(said)
         if previous and method.share_momentum:
             old, new = method.share_momentum, 1 - method.share_momentum
@@ -287,7 +305,6 @@ class Algorithm:
         weights: Weights,
         came: Mapping[str, Network],
         models: Mapping[str, Network],
-        student: Network,
         said: Sequence[Sequence[Sequence[float]]],
         gate: float,
     ) -> dict[str, float]:
@@ -304,9 +321,9 @@ class Algorithm:
         elif method.focus == "h_divergence":
             values = []
             for number, model in zip(counts, came.values(), strict=True):
-                distance, channels = 0.0, 0
+                distance, channels, here = 0.0, 0, seen_at(target, model)
                 for layer, module in norms_of(model).items():
-                    for ours, theirs in zip(moments(module), moments(norms_of(student)[layer]), strict=True):
+                    for ours, theirs in zip(moments(module), here[layer], strict=True):
                         distance += float((ours - theirs).square().sum())
                     channels += module.num_features
                 values.append(number * math.exp(-distance / channels))

@@ -93,7 +93,7 @@ def nearest_labels(features: Tensor, probabilities: Tensor) -> Tensor:
 
 
 def test_a_target_step_is_the_equation() -> None:
-    method = short(pseudo_label_weight=0.4)
+    method = short(pseudo_label_weight=0.4, backbone_rate=0.1)
     found = [vectors("a", 8), vectors("b", 8)]
     where = federation(method, found, MLP, roles=ROLES, budget=8, rounds=1, momentum=0.0)
     state = method.start(where, start_of(method, found, MLP))
@@ -211,10 +211,19 @@ def test_a_backbone_rate_of_0_leaves_the_backbone_as_it_began() -> None:
             assert torch.equal(member[name], start[name])
 
 
-def test_without_decay_the_experiments_schedule_holds() -> None:
-    constant = run(short(decay=False))[0].weights
-    assert run(short(decay=False), lr_schedule="inverse_power")[0].weights != constant
-    assert run(short(), lr_schedule="inverse_power")[0].weights == run(short())[0].weights
+def test_without_decay_the_experiments_schedule_holds_at_both_sides() -> None:
+    def schedules(method: SHOT, **options: Any) -> tuple[Weights, Weights]:
+        where = federation(method, rounds=2, **options)
+        started = method.start(where, start_of(method))
+        return started.weights, step_on(method, where, started).weights
+
+    assert schedules(short(decay=False), lr_schedule="inverse_power") == schedules(short())
+    assert schedules(short(), lr_schedule="cosine") == schedules(short())
+    for falling, constant in zip(
+        schedules(short(decay=False), lr_schedule="cosine"), schedules(short(decay=False)), strict=True
+    ):
+        members = zip(member_weights(falling), member_weights(constant), strict=True)
+        assert all(slow["classifier.bias"].ne(fast["classifier.bias"]).any() for slow, fast in members)
 
 
 # What is sent and measured --------------------------------------------------------------------------------------------

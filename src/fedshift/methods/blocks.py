@@ -1,5 +1,5 @@
 """What several methods build on: networks with one more block or several classifiers, whose weights follow from the
-network's own; strong views of images."""
+network's own; strong views of images; a model with the statistics of a site's own data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from torch.nn import functional
 from fedshift.data.domain import Preprocessing
 from fedshift.data.transforms import Augmentation, augment, normalised
 from fedshift.federation.randomness import derive_seed
+from fedshift.federation.site import Site
 from fedshift.models.network import Network
+from fedshift.weights import Weights
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -154,3 +156,20 @@ def strong_view(
         images = (inputs * std + mean).clamp(0, 1)
     changed = normalised(augment(images, augmentation, generator), preprocessing)
     return changed.contiguous(memory_format=torch.channels_last)
+
+
+def with_own_statistics(site: Site, weights: Weights) -> Network:
+    """The model in evaluation mode, BatchNorm's statistics measured on this site's data."""
+    model = site.model(weights).eval()
+    layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
+    if not layers or site.samples < 2:
+        return model
+    for layer in layers:
+        layer.reset_running_stats()
+        layer.momentum = None  # the plain mean over batches
+        layer.train()
+    with torch.no_grad():
+        for batch in site.all_batches():
+            if len(batch.inputs) > 1:
+                model(batch.inputs)
+    return model.eval()

@@ -30,7 +30,8 @@ No faithful public code is known to us. Where the paper is silent or another way
  5. BatchNorm's statistics of θ_T, and of all that is compared for (d), are those of the target's data.
  6. One target batch serves all K pairs of a step; the target's gradient is the sum over pairs.
  7. The identifiers live at the coordinator, with Adam, and their weights never travel. They keep their weights from
-    round to round, Adam its moments within one.
+    round to round, Adam its moments within one, as do the optimisers of (c). What they begin with follows from the
+    source's name alone: it is the same for all seeds of an experiment.
  8. Disentangling runs at the sources, on features that are constant for it; the target gets D with the model. CI, D',
     T and R stay at their source. Their sizes are not stated: one layer each, two in T. A negative estimate of I(p, q)
     is not minimised further: it has no lower bound, mutual information is never negative, and training diverged.
@@ -64,7 +65,7 @@ from fedshift.functional.clustering import dispersion
 from fedshift.functional.source_weights import gain_weights, relative_gains
 from fedshift.methods.adversaries import NOTHING, Disentangler, DomainIdentifiers, square_layer
 from fedshift.methods.base import Method, RunPlan, State, Traffic
-from fedshift.methods.blocks import with_block
+from fedshift.methods.blocks import with_block, with_own_statistics
 from fedshift.models.network import Network
 from fedshift.weights import Weights, is_buffer, weighted_average
 
@@ -203,7 +204,7 @@ class FADA(Method):
             after = [self._dispersion(site, weights) for weights in updated.values()]
             relative = self.gain == "relative"
             shares = gain_weights(relative_gains(before, after) if relative else [before - value for value in after])
-        model = _with_own_statistics(site, weighted_average(list(updated.values()), shares))
+        model = with_own_statistics(site, weighted_average(list(updated.values()), shares))
         return Aggregate(site.weights_of(model), dict(zip(models, shares, strict=True)))
 
     def generator(self, model: Network) -> nn.Module:
@@ -222,7 +223,7 @@ class FADA(Method):
     @torch.no_grad()
     def _dispersion(self, site: Site, weights: Weights) -> float:
         """The gap statistic I of the target's features under a model."""
-        generator = self.generator(_with_own_statistics(site, weights))
+        generator = self.generator(with_own_statistics(site, weights))
         features = torch.cat([generator(batch.inputs) for batch in site.all_batches()])
         return dispersion(features, site.classes, derive_seed(site.seed))
 
@@ -283,20 +284,3 @@ def shifted(own: Weights, start: Weights, model: Weights) -> Weights:
     return Weights(
         {name: tensor if is_buffer(name) else tensor + (model[name] - start[name]) for name, tensor in own.items()}
     )
-
-
-def _with_own_statistics(site: Site, weights: Weights) -> Network:
-    """The model in evaluation mode, BatchNorm's statistics measured on this site's data."""
-    model = site.model(weights).eval()
-    layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    if not layers or site.samples < 2:
-        return model
-    for layer in layers:
-        layer.reset_running_stats()
-        layer.momentum = None  # the plain mean over batches
-        layer.train()
-    with torch.no_grad():
-        for batch in site.all_batches():
-            if len(batch.inputs) > 1:
-                model(batch.inputs)
-    return model.eval()

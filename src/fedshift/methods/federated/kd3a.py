@@ -21,8 +21,9 @@ Where the paper and its code differ (and what is done here; section numbers are 
  2. The code's vote adds top-1 probabilities, the paper's adds rows. Here: paper; ``vote: top1``.
  3. Consensus focus is leave-one-out in (8) and the Shapley value in the code. Here: the code; ``focus: leave_one_out``.
     Negative values count as 0; all zero: equal. What it is compared with: ``focus: samples``; ``h_divergence``, by the
-    distance of each source's BatchNorm statistics, as they came, to the target's, per channel; ``information_gain``,
-    by how much tighter the target's features cluster, in parts, under each source's model as it will be aggregated.
+    distance of each source's BatchNorm statistics, as they came, to those of the target's data under the same model,
+    per channel; ``information_gain``, by how much tighter the target's features cluster, in parts, under each source's
+    model as it will be aggregated.
     Distances and gains summed up instead would leave one source all the weight: their exponentials are 0 or 1.
  4. The code's target share is the share of confident images/(K+1), without N_k, and shares are smoothed over epochs.
     Here: paper; ``target_share: confident``, ``share_momentum: 0.9``.
@@ -67,6 +68,7 @@ from fedshift.functional.batchnorm import batchnorm_distance
 from fedshift.functional.clustering import dispersion
 from fedshift.functional.consensus_focus import FocusTally
 from fedshift.methods.base import Method, RunPlan, State, Traffic
+from fedshift.methods.blocks import with_own_statistics
 from fedshift.methods.teachers import SourceStatistics, Teachers
 from fedshift.models.network import Network
 from fedshift.weights import Weights, is_buffer, weighted_average
@@ -254,7 +256,7 @@ class KD3A(Method):
         trained = teachers.weights(models)
         models, trained = ({name: of[name] for name in sound} for of in (models, trained))
         samples = {name: samples[name] for name in sound}
-        shares, target_share = self._shares(site, weights, models, trained, distilled, samples, value, confident)
+        shares, target_share = self._shares(site, weights, models, trained, samples, value, confident)
         if previous and self.share_momentum:
             smoothed = self._smoothed(previous, shares | {site.name: target_share})
             target_share = smoothed.pop(site.name)
@@ -301,15 +303,14 @@ class KD3A(Method):
         weights: Weights,
         models: Mapping[str, Weights],
         trained: Mapping[str, Weights],
-        distilled: Weights,
         samples: Mapping[str, int],
         value: Tensor | None,
         confident: float,
     ) -> tuple[dict[str, float], float]:
         """α_k by site and α_T.
 
-        weights: θ. models, trained: the sources' as they came, and as they are aggregated. distilled: θ_T. value:
-        consensus focus, where it decides. confident: share of the target's samples on which a teacher is sure.
+        weights: θ. models, trained: the sources' as they came, and as they are aggregated. value: consensus focus, if
+        it decides. confident: share of the target's samples on which a teacher is sure.
         """
         counts = list(samples.values())
         target_share = site.samples / (sum(counts) + site.samples)
@@ -325,7 +326,8 @@ class KD3A(Method):
             sources = source_weights.sample_weights(counts)
         elif self.focus == "h_divergence":
             # As they came: with the target's own statistics in them no source is far from it.
-            distances = [batchnorm_distance(model, distilled, per_channel=True) for model in models.values()]
+            own = (site.weights_of(with_own_statistics(site, model)) for model in models.values())
+            distances = [batchnorm_distance(*pair, per_channel=True) for pair in zip(models.values(), own, strict=True)]
             sources = source_weights.distance_weights(counts, distances)
         else:
             before = self._dispersion(site, weights)

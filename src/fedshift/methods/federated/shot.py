@@ -20,10 +20,11 @@ Where papers and code differ (and what is done here)
  1. The code counts ε = 1e-5 inside the logarithm of H. Here too.
  2. A class that no sample is assigned to has an undefined centroid in the code, which then wins every sample. Here it
     takes no part.
- 3. Digits have β = 0.1, all else 0.3 (``pseudo_label_weight``). Learning rates are 0.1 of the others' for the backbone
-    (``backbone_rate``).
+ 3. Digits have β = 0.1, all else 0.3 (``pseudo_label_weight``). A pre-trained backbone has 0.1 of the others' learning
+    rate, digits, which begin from nothing, the same rate. Here 1, for both sides; ``backbone_rate: 0.1`` is the other.
  4. η·(1 + 10p)^−0.75, p the share of a site's own work that is done, takes the place of ``training.lr_schedule``;
-    ``decay: false`` keeps the experiment's. SGD momentum 0.9, Nesterov and weight decay 1e-3 are set in ``training``.
+    ``decay: false`` keeps the experiment's, over the same p. SGD momentum 0.9, Nesterov and weight decay 1e-3 are set
+    in ``training``.
  5. The code keeps the source model that is best on 10 % of the source's data; here the last one.
  6. Epochs of the sources are counted in rounds (``source_epochs`` for each of the R rounds, all before the first), so
     that the work is that of other methods. R = 30 with the defaults are the 30 source epochs of digits.
@@ -86,7 +87,9 @@ class SHOT(Method):
     bottleneck: PositiveInt = Field(256, description="width of the bottleneck")
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = Field(0.1, description="α of the sources' labels")
     pseudo_label_weight: NonNegativeFloat = Field(0.3, description="β (0.1 for digits); 0 = no pseudo-labels")
-    backbone_rate: NonNegativeFloat = Field(0.1, description="learning rate of the backbone, times the others'")
+    backbone_rate: NonNegativeFloat = Field(
+        1.0, description="learning rate of the backbone, times the others' (0.1 for a pre-trained one)"
+    )
     decay: bool = Field(True, description="η·(1 + 10p)^−0.75 at every site; off = training.lr_schedule")
 
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
@@ -137,10 +140,10 @@ class SHOT(Method):
     def train_source(self, site: Site, rounds: int) -> Update:
         """At a source, once: smoothed cross-entropy, all the mini-batches that the run has for it."""
         model = site.model()
-        optimizer, decayed = self._optimizer(site, model)
+        optimizer, set_rates = self._optimizer(site, model)
 
         def loss_of(batch: Batch) -> Tensor:
-            decayed()
+            set_rates()
             return smoothed_cross_entropy(model(batch.inputs), batch.targets, self.label_smoothing)
 
         loss = site.minimise(loss_of, model, epochs=rounds * self.source_epochs, optimizers=[optimizer])
@@ -175,10 +178,10 @@ class SHOT(Method):
     ) -> float:
         """Train one model on ``steps`` mini-batches, with new pseudo-labels after each of its epochs. The mean loss."""
         model.classifier.requires_grad_(False)
-        optimizer, decayed = self._optimizer(site, model)
+        optimizer, set_rates = self._optimizer(site, model)
 
         def loss_of(batch: Batch) -> Tensor:
-            decayed()
+            set_rates()
             logits = model(batch.inputs)
             loss = information_maximisation(logits)
             if self.pseudo_label_weight > 0:
@@ -212,7 +215,7 @@ class SHOT(Method):
         return [each + ((number - site.envelope.round * over) % models < over) for number in range(models)]
 
     def _optimizer(self, site: Site, model: Network) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
-        """The optimiser, slower for the backbone, and what sets its rates before a step."""
+        """The optimiser, perhaps slower for the backbone, and what sets its rates before a step."""
         assert isinstance(model.features, nn.Sequential)
         backbone, bottleneck = model.features
         optimizer = site.optimizer(bottleneck, model.classifier)
@@ -220,14 +223,15 @@ class SHOT(Method):
         if slow:
             optimizer.add_param_group({"params": slow, "lr": self.backbone_rate * site.learning_rate})
 
-        def decayed() -> None:
+        def set_rates() -> None:
             begun, left = site.envelope.progress, site.envelope.mini_batches_left
             progress = begun + (1 - begun) * (site.mini_batches - 1) / left
-            rate = schedules.inverse_power(progress, site.training.lr)
+            training = site.training
+            rate = schedules.inverse_power(progress, training.lr) if self.decay else training.learning_rate(progress)
             for group, factor in zip(optimizer.param_groups, (1.0, self.backbone_rate), strict=False):
                 group["lr"] = factor * rate
 
-        return optimizer, decayed if self.decay else lambda: None
+        return optimizer, set_rates
 
 
 class Ensemble(Network):

@@ -24,8 +24,10 @@ Where papers and code differ
  5. ``student: teacher`` goes on from the model of stage 1 instead of a new network (paper and code).
  6. Adam with 1e-5 and 5e-5 and a warm-up (code). Here: the experiment's optimiser and schedule for both stages.
  7. The teacher sees the same augmented view as the student.
- 8. The published model is an ordinary network, whose BatchNorm is the target's branch. The sources' branches, D and the
-    centroids stay beside it: prediction does not use them.
+ 8. The published model is an ordinary network, whose BatchNorm is the target's branch, also where it is measured at a
+    source. The sources' branches, D and the centroids stay beside it: prediction does not use them.
+ 9. The code halves L_adv, scales D's own loss by r(p) too, takes ŷ of stage 1 in evaluation mode and mixes logits in
+    stage 2. Here: L_adv as written, D's loss whole, ŷ of the pass that trains, probabilities.
 Equal work: a step counts K + 1 mini-batches, one of each source and one of the target, in both stages.
 
 Should reproduce (as re-run by KD3A): Digit-5 86.3; Office-Caltech10 95.8; DomainNet 42.4.

@@ -13,9 +13,10 @@ MD is the mean over two moments of the mean Euclidean distance between them over
 At test time the mean of the softmax of all C_k answers.
 
 Where papers and code differ (the default is the usual re-implementation, by the authors of DAEL)
- 1. Moments: mean and variance (re-implementation), or E[x] and E[x²] (paper, ``moments: raw``). The authors' digit code
-    takes five moments of centred features, whose first is a distance of whole batches, leaves one source uncentred,
-    counts one pair twice and one not at all: not offered.
+ 1. Moments: mean and variance (re-implementation), or E[x] and E[x²] (paper, ``moments: raw``); the mean over moments
+    and all pairs alike (re-implementation), where the paper sums the moments and averages source pairs and pairs with
+    the target apart. The authors' digit code takes five moments of centred features, whose first is a distance of whole
+    batches, leaves one source uncentred, counts one pair twice and one not at all: not offered.
  2. λ = 0.5 (re-implementation); the authors' code has 0.0005 for its sum of five moments.
  3. The authors' code has one classifier pair for all sources. Here: one per source (paper).
  4. The variant M3SDA-β weighs the classifiers at test time by each source's accuracy alone. Not offered.

@@ -17,7 +17,8 @@ Where papers and code differ
 * The domain classifiers are linear whatever the network, as in the code for Amazon Reviews.
 * Adadelta with learning rate 1 and batches of 20 (code, Amazon). Here: the experiment's optimiser and batches, as for
   every method.
-* Every domain is passed through the network on its own, as in the code, so BatchNorm sees one domain at a time.
+* Every domain is passed through the network on its own, as in the code, so BatchNorm sees one domain at a time: the
+  target first; in the code, which has no BatchNorm, last.
 * The domain classifiers stay beside the model; the published model is the ordinary network.
 * Equal work: a step counts K + 1 mini-batches, one of each source and one of the target.
 
