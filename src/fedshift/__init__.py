@@ -9,17 +9,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fedshift.api import check, load, run
+    from fedshift.api import check, load, results, run
     from fedshift.experiment.schema import Experiment
     from fedshift.methods.base import Method
 
 __version__ = "0.1.0"
-__all__ = ["Experiment", "Method", "check", "load", "run"]
+__all__ = ["Experiment", "Method", "check", "load", "results", "run"]
 
 _PLACES = {
     "run": "fedshift.api",
     "load": "fedshift.api",
     "check": "fedshift.api",
+    "results": "fedshift.api",
     "Experiment": "fedshift.experiment.schema",
     "Method": "fedshift.methods.base",
 }
@@ -32,3 +33,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     return getattr(importlib.import_module(_PLACES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -44,10 +44,12 @@ class Results:
         return self.markdown()
 
 
-def run(
-    experiment: Experiment | Mapping[str, Any], runs: str | Path = "runs", reporter: Reporter | None = None
-) -> Results:
-    """Run what is not finished of an experiment (an `Experiment` or the same as a mapping) and return its results.
+Given = Experiment | Mapping[str, Any] | str | Path
+"""An experiment, the same as a mapping, or the file it stands in."""
+
+
+def run(experiment: Given, runs: str | Path = "runs", reporter: Reporter | None = None) -> Results:
+    """Run what is not finished of an experiment and return its results; what is finished is not run again.
 
     Raises fedshift.errors.UserError for a mistake in the experiment, FedshiftError when training fails.
     """
@@ -56,9 +58,13 @@ def run(
             "fedshift.run was called while a worker imported this file for its method: put the call under "
             "if __name__ == '__main__', or the method into a file of its own"
         )
-    resolved = experiment if isinstance(experiment, Experiment) else parse(experiment)
-    folder = run_experiment(resolved, Path(runs), reporter)
-    return Results(folder, collect(folder))
+    folder = run_experiment(_resolved(experiment), Path(runs), reporter)
+    return results(folder)
+
+
+def results(folder: str | Path) -> Results:
+    """The finished runs below an experiment's folder. Raises UserError where there are none."""
+    return Results(Path(folder), collect(Path(folder)))
 
 
 def load(path: str | Path, *overrides: str) -> Experiment:
@@ -66,6 +72,12 @@ def load(path: str | Path, *overrides: str) -> Experiment:
     return load_file(Path(path), overrides)
 
 
-def check(experiment: Experiment | Mapping[str, Any]) -> checks.Check:
+def check(experiment: Given) -> checks.Check:
     """Everything that can be known before training."""
-    return checks.check(experiment if isinstance(experiment, Experiment) else parse(experiment))
+    return checks.check(_resolved(experiment))
+
+
+def _resolved(experiment: Given) -> Experiment:
+    if isinstance(experiment, str | Path):
+        return load(experiment)
+    return experiment if isinstance(experiment, Experiment) else parse(experiment)

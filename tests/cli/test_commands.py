@@ -78,7 +78,9 @@ def test_from_python(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: 
     rows = json.loads(cli("table", runs, "--format", "json").out)
     resolved = fedshift.load(write(tmp_path / "e.yaml", options))
     assert isinstance(resolved, fedshift.Experiment)
-    for given in (options, resolved):
+    assert fedshift.results(runs).rows() == fedshift.results(str(runs / "small")).rows() == rows
+    assert {"check", "load", "results", "run", "Experiment"} <= set(dir(fedshift))
+    for given in (options, resolved, tmp_path / "e.yaml", str(tmp_path / "e.yaml")):
         results = fedshift.run(given, runs)
         assert results.rows() == rows
         assert results.rows("oracle") == json.loads(cli("table", runs, "--format", "json", "--select", "oracle").out)
@@ -184,7 +186,7 @@ def test_check(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: Path) 
     _, options = finished
     said = cli("check", write(tmp_path / "e.yaml", options))
     assert said.code == 0
-    for word in ("3 classes, samples of 1×12×12", "mnist_cnn", "deepall", "uniform", "time", "raw_data"):
+    for word in ("3 classes, samples of 1×12×12", "mnist_cnn", "deepall", "uniform", "training of all runs", "raw_data"):
         assert word in said.out, word
     assert not (tmp_path / "runs").exists()
 
@@ -314,3 +316,29 @@ def test_help(cli: Cli) -> None:
     nothing = cli()
     assert nothing.code == 2
     assert "Usage" in nothing.out + nothing.err
+
+
+def test_fields_of_every_section(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    whole = cli("fields").out
+    for field in ("wrong_labels_rule", "labelled_test_fraction", "clip_norm", "lr_schedule", "crop_scale", "refuse_at"):
+        assert field in whole
+    training = cli("fields", "training").out
+    assert "constant, cosine, inverse_power" in training
+    assert "wrong_labels" not in training
+    assert "did you mean 'training'" in cli("fields", "trainin").error()
+    assert "fedshift models NAME" in cli("fields", "model").error()
+
+
+def test_networks(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert all(name in cli("models").out for name in ("mlp", "resnet50", "frozen"))
+    said = cli("models", "mlp").out
+    assert "BatchNorm before every ReLU" in said
+    assert "true, false" in said
+    assert "did you mean 'mlp'" in cli("models", "mpl").error()
+
+
+def test_a_methods_options_say_what_they_may_be(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    assert "shapley, leave_one_out, samples, h_divergence, information_gain" in cli("methods", "kd3a").out

@@ -178,6 +178,13 @@ def test_data_sets_without_domains_or_classes() -> None:
     assert checked(data_set(good=GOOD)).warnings == ()
 
 
+def test_classes_that_differ_in_capitals_alone_are_warned_of() -> None:
+    data = data_set(good=GOOD)
+    names = ("ill", "Ill ", "well", "ILL")[: len(data.classes)]
+    found = checked(replace(data, classes=names)).warnings
+    assert found[0] == "classes 'ill' and 'Ill ' differ in spaces or capitals alone: if they are one, write it alike"
+
+
 def test_classes_that_differ() -> None:
     assert agreed_classes({"a": ["2", "10"], "b": ["10"]}, what="c", allow_missing=False) == ("2", "10")
     with pytest.raises(UserError, match=r"'a' has \[cat, dog\]; 'c' has \[cat, dogs\]"):

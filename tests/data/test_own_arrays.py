@@ -82,6 +82,17 @@ def test_standardising_equals_pooled_moments(tmp_path: Path) -> None:
         two_sites(tmp_path, {"x": other, "y": LABELS}, standardise=True, statistics_from=["c"])
 
 
+def test_columns_of_other_sizes_are_warned_of(tmp_path: Path) -> None:
+    wide = (FEATURES * np.array([1, 15, 1, 1]) + np.array([0, 130, 0, 0])).astype(np.float32)
+    both = ({"x": wide, "y": LABELS}, {"x": wide, "y": LABELS})
+    (warning,) = two_sites(tmp_path, *both).warnings
+    assert "column 1" in warning
+    assert f"mean {wide[:, 1].mean():.4g}" in warning
+    assert "data.standardise=true" in warning
+    assert two_sites(tmp_path, *both, standardise=True).warnings == ()
+    assert two_sites(tmp_path, *both, mean=[0, 130, 0, 0], std=[1, 15, 1, 1]).warnings == ()
+
+
 def with_value(value: float) -> np.ndarray:
     x = FEATURES.copy()
     x[3, 2] = value

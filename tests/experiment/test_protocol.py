@@ -28,7 +28,7 @@ from fedshift.experiment.protocol import (
     split_of,
 )
 from fedshift.experiment.schema import parse
-from fedshift.experiment.sections import LeaveOneOut
+from fedshift.experiment.sections import LeaveOneOut, LocalEngine
 from fedshift.federation.local import SitePlan
 from fedshift.federation.training import Training
 from fedshift.methods.federated.csac import CSAC
@@ -246,3 +246,15 @@ def test_check_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ]  # fmt: skip
     assert found.parameters == 18
     assert found.payload == 72
+
+
+def test_threads_as_written_else_as_the_environment_says_else_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert LocalEngine(workers=2, parallel_runs=2).thread_count() == 2
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert LocalEngine(workers=2).thread_count() == 3
+    assert LocalEngine(threads=1).thread_count() == 1
+    for strange in ("", "0", "4,2", "many"):
+        monkeypatch.setenv("OMP_NUM_THREADS", strange)
+        assert LocalEngine().thread_count() == 8

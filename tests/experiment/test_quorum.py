@@ -84,3 +84,14 @@ def test_the_command_line_says_it(cli: Cli, tmp_path: Path) -> None:
     assert done.code == 0
     assert "fedavg goes on without a site" in done.out + done.err
     assert "site 'b'" in done.out + done.err
+
+
+def test_a_quorum_of_more_sites_than_train_is_refused(tmp_path: Path, cli: Cli) -> None:
+    """Four sites and one of them unseen: three train."""
+    where = save(tmp_path, a=features(1), b=features(2), c=features(3), d=features(4))
+    unseen = {"kind": "leave_one_out", "targets": ["a"], "seeds": [0], "test_fraction": 0.3}
+    asked = {**options(where, {"name": "fedavg"}, quorum=4), "protocol": unseen}
+    told = cli("check", write(tmp_path / "e.yaml", asked)).error()
+    assert "engine.quorum: 4 sites must answer, but at most 3 train in a run" in told
+    fedshift.check({**asked, "engine": {**asked["engine"], "quorum": 3}})
+    fedshift.check({**asked, "protocol": ADAPT})

@@ -82,6 +82,24 @@ def datasets(name: Annotated[str | None, typer.Argument(help="A data set.", meta
 
 
 @app.command()
+def models(name: Annotated[str | None, typer.Argument(help="A network.", metavar="[NAME]")] = None) -> None:
+    """List the networks, or explain one and its options."""
+    from fedshift.cli.fields import show_models
+
+    show_models(name)
+
+
+@app.command()
+def fields(
+    section: Annotated[str | None, typer.Argument(help="protocol, training or engine.", metavar="[SECTION]")] = None,
+) -> None:
+    """List what may stand in an experiment's protocol, training and engine."""
+    from fedshift.cli.fields import show_fields
+
+    show_fields(section)
+
+
+@app.command()
 def demo(runs: Runs = Path("runs")) -> None:
     """Compare DeepAll, FedAvg and CSAC on rotated handwritten digits: a table and a page in about two minutes."""
     from fedshift.cli.run import run_file

@@ -35,7 +35,7 @@ def check_file(path: Path, overrides: Sequence[str]) -> None:
         highlight=False,
     )
     methods = Table(box=None, pad_edge=False)
-    for column in ("method", "runs", "rounds", "mini-batches per site", "time", "up", "down", "leaves a site"):
+    for column in ("method", "runs", "rounds", "mini-batches per site", "training", "up", "down", "leaves a site"):
         methods.add_column(column, justify="left" if column in ("method", "leaves a site") else "right")
     for method in found.methods:
         methods.add_row(
@@ -50,7 +50,9 @@ def check_file(path: Path, overrides: Sequence[str]) -> None:
         )
     console.print(methods)
     console.print(
-        f"all runs together: about {_duration(sum(method.hours for method in found.methods))}", highlight=False
+        f"training of all runs: about {_duration(sum(method.hours for method in found.methods))}; starting, measuring "
+        "and saving come on top",
+        highlight=False,
     )
     for kind in found.encoding_shares:
         console.print(f"before training, {kind} of each source leave it, to agree on one encoding", highlight=False)

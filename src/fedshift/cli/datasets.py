@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fedshift.cli.fields import options_table
 from fedshift.data import registry
 from fedshift.data.locate import data_root, find, sha256_of
 
@@ -43,14 +44,7 @@ def show_datasets(name: str | None) -> None:
         table.add_row(file, _state(file, checksum))
     console.print(table)
     console.print()
-    options = Table(box=None, pad_edge=False, title="options", title_justify="left")
-    for column in ("field", "default", "meaning"):
-        options.add_column(column, overflow="fold")
-    for field, info in source.model_fields.items():
-        if field != "name":
-            default = "required" if info.is_required() else str(info.get_default(call_default_factory=True))
-            options.add_row(field, escape(default), escape(info.description or ""))
-    console.print(options)
+    console.print(options_table(source, without=("name",)))
 
 
 def _state(file: str, checksum: str) -> str:

@@ -14,6 +14,8 @@ from rich.console import Console
 
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.deployed import EXPERIMENT, check_deployable
+from fedshift.experiment.folder import RunFolder
+from fedshift.experiment.loop import common_settings
 from fedshift.experiment.schema import Experiment, load
 from fedshift.federation import roles
 from fedshift.federation.deployment import ENDS, Deployment
@@ -49,6 +51,7 @@ def deploy(what: str, rest: Sequence[str], kit: Path, runs: Path, detach: bool) 
 def follow(kit: Path, experiment: Experiment, runs: Path, *, detach: bool = False) -> Path:
     """Deploy an experiment and watch it to its end; the folder of its results."""
     check_deployable(experiment)
+    _check_place(experiment, runs / experiment.name)
     found = roles.load_kit(kit, "coordinator")
     _check_running(kit)
     deployment = Deployment(found.folder, experiment.name)
@@ -64,6 +67,23 @@ def follow(kit: Path, experiment: Experiment, runs: Path, *, detach: bool = Fals
         Console().print(f"deployed as {experiment.name}: fedshift deploy status {experiment.name}", highlight=False)
         return runs / experiment.name
     return _watch(deployment, runs)
+
+
+def _check_place(experiment: Experiment, folder: Path) -> None:
+    """Raises UserError where runs with other settings have the place of this experiment's: it would not be kept.
+
+    What depends on the sites' data is not known yet; `fetch` compares that too.
+    """
+    for method in experiment.methods:
+        settings = common_settings(experiment, method)
+        for place in sorted((folder / method.display).glob("*/seed-*")):
+            there = RunFolder(place, {}).written_by()
+            if there is not None:
+                known = {
+                    "data": {**settings["data"], "fingerprint": there["data"].get("fingerprint")},
+                    "training": {**settings["training"], "mini_batches": there["training"].get("mini_batches")},
+                }
+                RunFolder(place, {**there, **settings, **known}).check_identity()
 
 
 def _check_running(kit: Path) -> None:
@@ -107,9 +127,16 @@ def _watch(deployment: Deployment, runs: Path) -> Path:
 
 
 def fetch(deployment: Deployment, runs: Path) -> Path:
-    """Copy a deployment's run folders below ``runs``, where every other command finds them."""
+    """Copy a deployment's run folders below ``runs``, where every other command finds them.
+
+    Raises UserError, and copies nothing, where another experiment's run has the place of one of them.
+    """
     source, folder = deployment.folder / "runs" / deployment.name, runs / deployment.name
     if source.exists():
+        for place in sorted(source.glob("*/*/seed-*")):
+            made = RunFolder(place, {}).written_by()
+            if made is not None:
+                RunFolder(folder / place.relative_to(source), made).check_identity()
         shutil.copytree(
             source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "checkpoint*", "memory")
         )

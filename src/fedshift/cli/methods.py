@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from fedshift.cli.fields import options_table
 from fedshift.methods import registry
 
 
@@ -27,10 +27,4 @@ def show_methods(name: str | None) -> None:
     method = registry.method_class(name)
     console.print((sys.modules[method.__module__].__doc__ or "").strip(), markup=False, highlight=False, soft_wrap=True)
     console.print()
-    table = Table(box=None, pad_edge=False, title="options", title_justify="left")
-    for column in ("field", "default", "meaning"):
-        table.add_column(column, overflow="fold")
-    for field, info in method.model_fields.items():
-        default = "required" if info.is_required() else str(info.get_default(call_default_factory=True))
-        table.add_row(field, escape(default), escape(info.description or ""))
-    console.print(table)
+    console.print(options_table(method))

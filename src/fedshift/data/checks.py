@@ -108,6 +108,13 @@ def check_finite(where: str, features: npt.NDArray[np.generic]) -> None:
 
 def _warnings(dataset: DataSet) -> list[str]:
     found = []
+    known: dict[str, str] = {}
+    for name in dataset.classes:
+        like = known.setdefault("".join(name.split()).casefold(), name)
+        if like != name:
+            found.append(
+                f"classes '{like}' and '{name}' differ in spaces or capitals alone: if they are one, write it alike"
+            )
     for name, domain in dataset.domains.items():
         absent = absent_classes(dataset, domain)
         if absent:

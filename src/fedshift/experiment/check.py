@@ -43,8 +43,8 @@ class DomainCheck:
 
 @dataclass(frozen=True)
 class MethodCheck:
-    """What one method will need. hours and bytes: of all runs (targets × seeds) together. rounds and mini-batches (the
-    mean over the sources): of one run, the longest where they differ.
+    """What one method will need. hours (of mini-batches alone) and bytes: of all runs (targets × seeds). rounds
+    and mini-batches (the mean over the sources): of one run, the longest where they differ.
     """
 
     label: str

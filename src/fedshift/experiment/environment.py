@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import numpy as np
@@ -40,6 +41,12 @@ def data_fingerprint(data: DataSet) -> str:
 
 def versions() -> dict[str, str]:
     """Versions that results depend on."""
+    return dict(_versions())
+
+
+@cache
+def _versions() -> Mapping[str, str]:
+    # Looked up once: every run and every round asks, and the packages' files would be parsed each time.
     names = ("fedshift", "torch", "torchvision", "numpy")
     found = {"python": sys.version.split()[0]}
     for name in names:

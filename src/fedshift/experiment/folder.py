@@ -77,17 +77,13 @@ class RunFolder:
 
     def check_identity(self) -> None:
         """Raises UserError, naming the first setting that differs, when another experiment wrote this folder."""
-        file = self.path / _EXPERIMENT
-        if not file.exists():
+        there = self.written_by()
+        if there is None:
             if (self.path / _CHECKPOINT).exists() or (self.path / _RESULT).exists():
                 raise UserError(
                     f"{self.path} was not written by this version of fedshift: choose another folder with --runs"
                 )
             return
-        try:
-            there = comparable(yaml.safe_load(file.read_text(encoding="utf-8")))
-        except (OSError, yaml.YAMLError, ValueError, TypeError):
-            raise UserError(f"{file} is damaged: delete {self.path} and run again") from None
         difference = first_difference(there, comparable(self.identity))
         if difference is not None:
             path, old, new = difference
@@ -95,6 +91,16 @@ class RunFolder:
                 f"{self.path} was written by another experiment: {path} is {old!r} there and {new!r} here; "
                 "give this one another name, or another folder with --runs"
             )
+
+    def written_by(self) -> dict[str, Any] | None:
+        """The settings that made what is in this folder, None for an empty one. Raises UserError for a damaged file."""
+        file = self.path / _EXPERIMENT
+        if not file.exists():
+            return None
+        try:
+            return comparable(yaml.safe_load(file.read_text(encoding="utf-8")))
+        except (OSError, yaml.YAMLError, ValueError, TypeError):
+            raise UserError(f"{file} is damaged: delete {self.path} and run again") from None
 
     def claim(self) -> None:
         """Write who this folder belongs to."""

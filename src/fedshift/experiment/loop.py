@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from fedshift.data.domain import DataSet
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError, nearest
@@ -20,10 +21,11 @@ from fedshift.experiment.folder import RunFolder
 from fedshift.experiment.part import run_part
 from fedshift.experiment.protocol import Part, Split, budgets, parts_of, roles_of, split_of, taking_part, targets_of
 from fedshift.experiment.schema import Experiment, method_record
-from fedshift.experiment.sections import EXTENT
+from fedshift.experiment.sections import EXTENT, LeaveOneOut
 from fedshift.federation.pool import WorkerPool
 from fedshift.files import write_bytes
 from fedshift.methods import registry
+from fedshift.methods.base import Method
 from fedshift.models import registry as models
 
 DIVERGED = 3
@@ -122,6 +124,13 @@ def check_fit(experiment: Experiment, data: DataSet, targets: Sequence[str] | No
     protocol = experiment.protocol
     roles = [roles_of(protocol, data, target) for target in targets or targets_of(protocol, data)]
     numbers = {len(sources) for sources, _ in roles}
+    unseen = isinstance(protocol, LeaveOneOut)
+    most = max(len(sources) + (0 if unseen else len(others)) for sources, others in roles)
+    if engine.quorum is not None and engine.quorum > most:
+        raise UserError(
+            f"engine.quorum: {engine.quorum} sites must answer, but at most {most} train in a run: lower it, or leave "
+            "it out to wait for all"
+        )
     for method in experiment.methods:
         if data.task not in method.tasks:
             known = {name: registry.method_class(name).tasks for name in registry.names()}
@@ -164,23 +173,32 @@ def write_order(experiment: Experiment, targets: Sequence[str], folder: Path) ->
 
 def run_folder(experiment: Experiment, split: Split, fingerprint: str, part: Part, folder: Path) -> RunFolder:
     """The folder of one run below the experiment's, with the settings that make it this run."""
-    whole = experiment.dump()
-    protocol = {key: value for key, value in whole["protocol"].items() if key not in EXTENT}
+    settings = common_settings(experiment, part.method)
     budget = budgets(part.method, experiment.methods, experiment.training, split)
     identity = {
-        "name": experiment.name,
-        "data": {**whole["data"], "fingerprint": fingerprint},
-        "protocol": protocol,
+        **settings,
+        "data": {**settings["data"], "fingerprint": fingerprint},
         "target": part.target,
         "seed": part.seed,
-        "model": whole["model"],
-        "training": {**whole["training"], "mini_batches": budget},
-        "method": method_record(part.method),
-        "engine": whole["engine"],
+        "training": {**settings["training"], "mini_batches": budget},
+        "engine": experiment.dump()["engine"],
         "device": experiment.device,
         "versions": versions(),
     }
     return RunFolder(folder / part.method.display / part.target / f"seed-{part.seed}", identity)
+
+
+def common_settings(experiment: Experiment, method: Method) -> dict[str, Any]:
+    """What all runs of a method in an experiment share."""
+    whole = experiment.dump()
+    return {
+        "name": experiment.name,
+        "data": whole["data"],
+        "protocol": {key: value for key, value in whole["protocol"].items() if key not in EXTENT},
+        "model": whole["model"],
+        "training": whole["training"],
+        "method": method_record(method),
+    }
 
 
 @contextmanager

@@ -160,7 +160,9 @@ class EngineSection(Section):
     """What all engines have."""
 
     threads: PositiveInt | None = Field(
-        None, description="threads of each process; none = the cores divided by the processes"
+        None,
+        description="threads of each process; none = OMP_NUM_THREADS where that is set, else the cores divided by the "
+        "processes",
     )
     refuse: Kinds = Field((), description="kinds of content that no site lets out")
     on_refusal: OnRefusal = Field(
@@ -180,7 +182,8 @@ class EngineSection(Section):
     def thread_count(self) -> int:
         """Threads per process."""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        return self.threads or max(1, cores // self.processes)
+        asked = os.environ.get("OMP_NUM_THREADS", "")
+        return self.threads or (int(asked) if asked.isdecimal() else 0) or max(1, cores // self.processes)
 
 
 class LocalEngine(EngineSection):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -22,6 +23,8 @@ _LAYOUT = (
     "one .npz per site: x uint8 images (n, c, h, w), (n, h, w) or (n, h, w, c), or float features (n, d); y integers "
     "(n,); optional groups integers (n,), the same number for samples that must not be split apart"
 )
+# A column whose mean or deviation is beyond this is warned of.
+_LARGE = 10.0
 
 
 class Arrays(DataSource):
@@ -98,11 +101,25 @@ class Arrays(DataSource):
             preprocessing = preprocessing.model_copy(update={"mean": self.mean, "std": self.std})
         dataset = checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
         if not self.standardise:
-            return dataset
+            return replace(dataset, warnings=(*dataset.warnings, *_unscaled(dataset)))
         chosen = sites_for_statistics(self.statistics_from, domains)
         mean, std = _moments([domains[site].inputs for site in chosen])
         scaled = dataset.preprocessing.model_copy(update={"mean": tuple(mean.tolist()), "std": tuple(std.tolist())})
         return DataSet(dataset.name, domains, classes, scaled, dataset.manifest, dataset.warnings)
+
+
+def _unscaled(dataset: DataSet) -> tuple[str, ...]:
+    """A warning where some column of features is far from the size that networks learn from."""
+    if len(dataset.input_shape) != 1 or dataset.preprocessing.mean is not None:
+        return ()
+    mean, std = _moments([domain.inputs for domain in dataset.domains.values()])
+    column = int(np.maximum(abs(mean), std).argmax())
+    if max(abs(mean[column]), std[column]) <= _LARGE:
+        return ()
+    return (
+        f"column {column} of the features has mean {mean[column]:.4g} and standard deviation {std[column]:.4g}: such "
+        "numbers train badly; set data.standardise=true",
+    )
 
 
 def sites_for_statistics(chosen: tuple[str, ...] | None, sites: dict[str, Domain] | dict[str, Path]) -> tuple[str, ...]:

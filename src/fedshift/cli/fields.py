@@ -1,0 +1,92 @@
+"""``fedshift fields`` and ``fedshift models``; tables of options for every command that explains something."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from fedshift.errors import UserError, nearest
+
+
+def options_table(kind: type[BaseModel], title: str = "options", without: Collection[str] = ()) -> Table:
+    """The fields of ``kind``: what each is without being set, what it may be where that is a list, what it means."""
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    for column in ("field", "default", "one of", "meaning"):
+        table.add_column(column, overflow="fold")
+    for field, info in kind.model_fields.items():
+        if field not in without:
+            default = "required" if info.is_required() else _written(info.get_default(call_default_factory=True))
+            values = ", ".join(_values(info.annotation))
+            table.add_row(field, escape(default), escape(values), escape(info.description or ""))
+    return table
+
+
+def show_fields(section: str | None) -> None:
+    """Print the fields of an experiment's sections that are not a method, a data set or a network."""
+    from fedshift.data.transforms import Augmentation
+    from fedshift.experiment.sections import ENGINES, PROTOCOLS
+    from fedshift.federation.training import Training
+
+    sections: dict[str, dict[str, type[BaseModel]]] = {
+        "protocol": {f"protocol, kind: {name}": kind for name, kind in PROTOCOLS.items()},
+        "training": {"training": Training, "training.augmentation": Augmentation},
+        "engine": {f"engine, name: {name}": kind for name, kind in ENGINES.items()},
+    }
+    elsewhere = {"methods": "methods", "data": "datasets", "model": "models"}
+    if section in elsewhere:
+        raise UserError(f"fields of {section} depend on its name: fedshift {elsewhere[section]} NAME")
+    if section is not None and section not in sections:
+        raise UserError(f"no section is called '{section}'; {nearest(section, sections)}")
+    console = Console()
+    for name, kinds in sections.items():
+        for title, kind in kinds.items():
+            if section in (None, name):
+                console.print(options_table(kind, title, without=("kind", "name")))
+                console.print()
+
+
+def show_models(name: str | None) -> None:
+    """List all networks, or print one network's description and options."""
+    from fedshift.models import registry
+
+    console = Console()
+    if name is None:
+        table = Table(box=None, pad_edge=False)
+        for column in ("name", "network"):
+            table.add_column(column, overflow="fold")
+        for known in registry.names():
+            table.add_row(known, escape(_summary(registry.options_class(known))))
+        console.print(table)
+        return
+    kind = registry.options_class(name)
+    console.print(_summary(kind), markup=False, highlight=False, soft_wrap=True)
+    console.print()
+    console.print(options_table(kind, without=("name",)))
+
+
+def _summary(kind: type[BaseModel]) -> str:
+    return (kind.__doc__ or "").strip().split("\n\n")[0].replace("\n    ", " ")
+
+
+def _values(annotation: Any) -> list[str]:
+    """What a field may be, where its type is a list of words or numbers."""
+    if get_origin(annotation) is Literal:
+        return [_written(value) for value in get_args(annotation)]
+    if get_origin(annotation) in (Union, UnionType):
+        return [value for part in get_args(annotation) for value in _values(part)]
+    return ["true", "false"] if annotation is bool else []
+
+
+def _written(value: object) -> str:
+    """A value as a file has it."""
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else json.dumps(to_jsonable_python(value), ensure_ascii=False)
