@@ -32,6 +32,7 @@ from fedshift.models import registry as models
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 OWN_METHOD = ROOT / "examples" / "trimmed_mean.py"
+TABLE = ROOT / "examples" / "table.yaml"
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.is_file()]
 BASE = {"data": "rotated_digits", "model": "mnist_cnn", "methods": ["fedavg"]}
 SMALL = {
@@ -158,22 +159,23 @@ def test_example_files_parse(file: Path) -> None:
     assert load(file).name == file.stem
 
 
+def test_first_example_of_the_readme_is_the_file() -> None:
+    assert yaml.safe_load(blocks(ROOT / "README.md", "yaml")[0]) == yaml.safe_load(TABLE.read_text(encoding="utf-8"))
+
+
 @pytest.fixture
 def examples(tmp_path: Path) -> Path:
-    """A copy of the example files, beside small made-up data of the layout they name."""
+    """A copy of the example files with the tables beside them, and small made-up data of the layouts that others name."""
     folder = tmp_path / "examples"
     shutil.copytree(ROOT / "examples", folder)
     draws = np.random.default_rng(0)
-    for place in ("arrays", "tables"):
-        (folder / place).mkdir()
+    (folder / "arrays").mkdir()
     for site in ("north", "south", "east"):
         np.savez(
             folder / "arrays" / f"{site}.npz",
             x=draws.integers(0, 256, (20, 16, 16), dtype=np.uint8),
             y=np.arange(20) % 2,
         )
-        rows = [f"{30 + row},{'' if row == 3 else 100 + row},{'fm'[row % 2]},{row // 10}" for row in range(20)]
-        (folder / "tables" / f"{site}.csv").write_text("\n".join(["age,pressure,sex,outcome", *rows]) + "\n")
         for label in ("cat", "dog"):
             (folder / "photos" / site / label).mkdir(parents=True)
             for number in range(4):
@@ -186,7 +188,7 @@ def examples(tmp_path: Path) -> Path:
     ("name", "overrides", "new_data", "samples"),
     [
         ("arrays", [], "arrays/east.npz", 20),
-        ("table", [], "tables/east.csv", 20),
+        ("table", [], "tables/east.csv", 58),
         # Without the download of ImageNet's weights, and small.
         ("image_folder", ["data.size=16", "model={name: mnist_cnn}"], "photos/east", 8),
         ("own_method", ["data.per_class=10", "protocol.targets=[D0]", "model=linear"], None, 0),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 
 class FedshiftError(Exception):
@@ -48,3 +49,15 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     listing = "known: " + (", ".join(names) if names else "none")
     return f"did you mean '{close[0]}'? {listing}" if close else listing
+
+
+_AS_IN_A_FILE = {
+    "tuple_type": "input should be a list, such as [a, b]",
+    "dict_type": "input should be like {name: value}",
+}
+
+
+def in_words(fault: Mapping[str, Any]) -> str:
+    """What is wrong with a field: one of pydantic's errors, in the words of an experiment's file."""
+    text: str = _AS_IN_A_FILE.get(fault["type"], fault["msg"].removeprefix("Value error, "))
+    return text[0].lower() + text[1:]

@@ -232,7 +232,7 @@ def test_predict_gone_wrong(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp
     damaged = tmp_path / "model.safetensors"
     for content in (b"", whole[:100], whole[:-8], b"\x00" * 300):
         damaged.write_bytes(content)
-        assert "is damaged or was not written by fedshift" in cli("predict", damaged, data).error()
+        assert "is damaged or no model that fedshift wrote" in cli("predict", damaged, data).error()
     for metadata in (
         None,
         {"fedshift": "5"},

@@ -62,6 +62,8 @@ def read_csv(path: Path) -> Columns:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError as error:
         raise UserError(f"data file {path} does not exist") from error
+    except IsADirectoryError as error:
+        raise UserError(f"data file {path} is a folder: name the CSV file in it") from error
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"data file {path} cannot be read as text (UTF-8): save it as a CSV file") from error
     first = text.partition("\n")[0]

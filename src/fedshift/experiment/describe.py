@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from fedshift.errors import nearest
+from fedshift.errors import in_words, nearest
 
 
 def describe(error: ValidationError, prefix: str, model: type[BaseModel]) -> str:
@@ -26,12 +27,15 @@ def describe(error: ValidationError, prefix: str, model: type[BaseModel]) -> str
         return f"{path}: there is no such field; {nearest(str(fault['loc'][-1]), known)}{more}"
     if fault["type"] == "missing":
         return f"{path}: is missing{more}"
-    message = fault["msg"].removeprefix("Value error, ")
-    # A union reports one fault per member; together they say what would do.
-    same = [f["msg"] for f in faults if f["loc"][:1] == fault["loc"][:1]]
+    message = in_words(fault)
+    # A union reports one fault per member; together they say what would do. A list without its wrong parts may seem
+    # too short as well.
+    same = [in_words(f) for f in faults if f["loc"][:1] == fault["loc"][:1] and f["type"] != "too_short"]
     if len(same) > 1 and fault["type"] != "value_error":
-        message = " or ".join(dict.fromkeys(text[0].lower() + text[1:] for text in same))
-    return f"{path}: {message[0].lower() + message[1:]}, got {_short(fault['input'])}{more}"
+        message = " or ".join(dict.fromkeys(same))
+    # Where the fault is the section's as a whole, its fields are known to whoever wrote them.
+    got = "" if not fault["loc"] and isinstance(fault["input"], Mapping) else f", got {_short(fault['input'])}"
+    return f"{path}: {message}{got}{more}"
 
 
 def suggest_field(path: str) -> str:

@@ -149,7 +149,9 @@ def load_model(path: Path, own_method: str | None = None) -> TrainedModel:
         network.load_state_dict(tensors)
         classes = tuple(str(name) for name in metadata["classes"])
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, OSError):
-        raise UserError(f"{file} is damaged or was not written by fedshift") from None
+        raise UserError(
+            f"{file} is damaged or no model that fedshift wrote: give the model.safetensors of a run"
+        ) from None
     return TrainedModel(network.eval(), method, classes, preprocessing, metadata, chosen)
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
-from fedshift.errors import UserError
+from fedshift.errors import UserError, in_words
 
 COORDINATOR_CLASS = "fedshift.federation.flare.FlareCoordinator"
 SITE_CLASS = "fedshift.federation.flare.FlareSite"
@@ -76,7 +76,7 @@ def load_project(path: Path) -> Project:
     except ValidationError as error:
         fault = error.errors()[0]
         place = ".".join(map(str, fault["loc"]))
-        raise UserError(f"{path}: {place}: {fault['msg'].removeprefix('Value error, ')}") from None
+        raise UserError(f"{path}: {place}: {in_words(fault)}") from None
 
 
 @dataclass(frozen=True)

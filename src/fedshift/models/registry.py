@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 from pydantic import ValidationError
 
 from fedshift.data.domain import Task
-from fedshift.errors import UserError, nearest
+from fedshift.errors import UserError, in_words, nearest
 from fedshift.models.options import NetworkOptions
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def parse(mapping: Mapping[str, object]) -> NetworkOptions:
         if fault["type"] == "extra_forbidden":
             field = str(fault["loc"][-1])
             raise UserError(f"{path}: model '{name}' has no such field; {nearest(field, kind.model_fields)}") from None
-        raise UserError(f"{path}: {fault['msg']} (got {fault['input']!r})") from None
+        raise UserError(f"{path}: {in_words(fault)}, got {fault['input']!r}") from None
 
 
 def check_task(options: NetworkOptions, task: Task, what: str) -> None:
