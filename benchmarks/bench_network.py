@@ -4,7 +4,7 @@ A coordinator and three sites as processes of their own on this machine, mutual 
 
     python benchmarks/bench_network.py [--exchanges 7]
 
-Writes benchmarks/results/network/network.json, from which docs/deploy.md quotes. The method below is what is run: it
+Writes benchmarks/results/network/network.json, from which docs/flare.md quotes. The method below is what is run: it
 sends weights of a given size to all sites, which send them back.
 """
 

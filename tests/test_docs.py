@@ -165,7 +165,7 @@ def test_first_example_of_the_readme_is_the_file() -> None:
 
 @pytest.fixture
 def examples(tmp_path: Path) -> Path:
-    """A copy of the example files with the tables beside them, and small made-up data of the layouts that others name."""
+    """A copy of the example files and their tables, beside small made-up data of the other layouts they name."""
     folder = tmp_path / "examples"
     shutil.copytree(ROOT / "examples", folder)
     draws = np.random.default_rng(0)
@@ -284,6 +284,10 @@ def test_class_attributes_that_the_page_names_exist() -> None:
     assert len(named) >= 8
     for name in named:
         assert hasattr(Method, name), name
+
+
+def test_citation_has_the_version() -> None:
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == fedshift.__version__
 
 
 def test_readme_is_short() -> None:

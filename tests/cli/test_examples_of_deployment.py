@@ -37,7 +37,7 @@ def test_systemd_finds_nothing_wrong(unit: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.stem)
 def test_the_command_of_a_unit_is_one_of_ours(unit: Path, cli: Cli) -> None:
-    pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedshift[deploy]'")
+    pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
     text = unit.read_text(encoding="utf-8")
     program, *words = command_of(text)
     assert Path(program).name == "fedshift"

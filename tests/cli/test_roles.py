@@ -21,7 +21,7 @@ from fedshift.federation.policy import AuditLog
 
 Cli = Callable[..., tuple[int, str, str]]
 
-pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedshift[deploy]'")
+pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
 
 INIT = ("--site", "north", "--site", "south", "--server", "localhost", "--contact", "a@example.org")
 

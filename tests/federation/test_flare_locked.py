@@ -19,7 +19,7 @@ import pytest
 from fedshift.federation.flare_jobs import job_folder
 from fedshift.federation.flare_kits import SITE_CLASS
 
-pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedshift[deploy]'")
+pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
 
 from nvflare.apis.fl_constant import FLContextKey
 from nvflare.apis.fl_context import FLContext

@@ -19,7 +19,7 @@ import yaml
 
 from fedshift.errors import UserError
 
-pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedshift[deploy]'")
+pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
 
 from fedshift.cli.project import free_port
 from fedshift.federation import roles

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from loopback import SITES, Without, options_of, simulate
 
-pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedshift[deploy]'")
+pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
 
 from network import ADAPT, PATIENCE, THREE, Network, asked, environment, model, rounds, same
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from loopback import SITES, options_of, simulate
 
-pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install 'fedshift[deploy]'")
+pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
 
 from namespaces import COORDINATOR, PORT, Namespaces, why_not
 from network import ADAPT, PATIENCE, THREE, Network, environment, model, rounds, same

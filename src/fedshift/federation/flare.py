@@ -3,7 +3,7 @@ messages, an executor that answers them.
 
 FLARE starts one process per job at the coordinator and at each site, and builds these two classes there; the sites'
 allow list names no other of ours. A message crosses as text and bytes, so none of FLARE's decomposers is used beyond
-plain values. Which of FLARE's interfaces are used, and why, is written in docs/deploy.md.
+plain values. Which of FLARE's interfaces are used, and why, is written in docs/flare.md.
 """
 
 from __future__ import annotations

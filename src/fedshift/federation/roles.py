@@ -29,7 +29,7 @@ _START_SECONDS, _STOP_SECONDS = 120.0, 40.0
 def installed() -> None:
     """Raises UserError when the engine is not installed."""
     if find_spec("nvflare") is None:
-        raise UserError("deploying needs NVIDIA FLARE, which is not installed: pip install 'fedshift[deploy]'")
+        raise UserError("deploying needs NVIDIA FLARE, which is not installed: pip install -e '.[deploy]'")
 
 
 def load_project(path: Path) -> Project:
