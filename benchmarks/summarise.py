@@ -1,4 +1,4 @@
-"""Writes the tables of benchmarks/README.md from the committed results: ``python benchmarks/summarise.py``.
+"""Writes the tables of benchmarks/*.md and README.md from the committed results: ``python benchmarks/summarise.py``.
 
 A marker ``<!-- table NAME [SELECT] -->`` … ``<!-- end -->`` is filled with the table of ``benchmarks/results/NAME``,
 its facts (runs, seconds, versions, threads) and the published rows where ``published.json`` has them. SELECT is a
@@ -175,8 +175,8 @@ def section(match: re.Match[str]) -> str:
 
 
 def main() -> None:
-    """Fill the markers of the pages named on the command line (default: benchmarks/README.md)."""
-    for page in [Path(argument) for argument in sys.argv[1:]] or [HERE / "README.md"]:
+    """Fill the markers of the pages named on the command line (default: all)."""
+    for page in [Path(argument) for argument in sys.argv[1:]] or [*sorted(HERE.glob("*.md")), HERE.parent / "README.md"]:
         text = page.read_text(encoding="utf-8")
         page.write_text(MARKER.sub(section, text), encoding="utf-8")
 

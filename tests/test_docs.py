@@ -34,6 +34,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 OWN_METHOD = ROOT / "examples" / "trimmed_mean.py"
 TABLE = ROOT / "examples" / "table.yaml"
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.is_file()]
+RESULTS = sorted((ROOT / "benchmarks").glob("*.md"))
 BASE = {"data": "rotated_digits", "model": "mnist_cnn", "methods": ["fedavg"]}
 SMALL = {
     "name": "own",
@@ -252,7 +253,7 @@ def test_make_targets_exist() -> None:
         assert re.search(rf"^{target}:", makefile, flags=re.M), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=lambda page: f"{page.parent.name}-{page.name}")
 def test_links_lead_somewhere(page: Path) -> None:
     text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
@@ -265,6 +266,25 @@ def test_links_lead_somewhere(page: Path) -> None:
             titles = re.findall(r"^#+ (.+)$", target.read_text(encoding="utf-8"), flags=re.M)
             slugs = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
             assert anchor in slugs, f"{page.name} links to {link}"
+
+
+@pytest.mark.parametrize("page", RESULTS, ids=lambda page: page.name)
+def test_benchmarks_can_be_made_again(page: Path) -> None:
+    """Every command parses as it stands, and every table has committed results."""
+    text = page.read_text(encoding="utf-8")
+    scripts = [block.replace("\\\n", " ") for block in re.findall(r"^```bash\n(.*?)^```", text, flags=re.M | re.S)]
+    runs = [
+        found for script in scripts for found in re.findall(r"^fedshift run (?:'[^']*'|[^'\n])*", script, flags=re.M)
+    ]
+    for command in runs:
+        words = shlex.split(command, comments=True)[2:]
+        options = yaml.safe_load((ROOT / words[0]).read_text(encoding="utf-8"))
+        for override in words[1 : words.index("--runs")]:
+            override_field(options, override)
+        assert (ROOT / "benchmarks" / "results" / parse(options, ROOT).name).is_dir(), command
+    for name in re.findall(r"^<!-- table (\S+)", text, flags=re.M):
+        assert list((ROOT / "benchmarks" / "results" / name).glob("*/*/*/result.json")), name
+    assert runs or page.name in ("README.md", "speed.md")
 
 
 def test_readme_lists_the_methods_that_exist() -> None:

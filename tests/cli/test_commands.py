@@ -186,7 +186,14 @@ def test_check(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: Path) 
     _, options = finished
     said = cli("check", write(tmp_path / "e.yaml", options))
     assert said.code == 0
-    for word in ("3 classes, samples of 1×12×12", "mnist_cnn", "deepall", "uniform", "training of all runs", "raw_data"):
+    for word in (
+        "3 classes, samples of 1×12×12",
+        "mnist_cnn",
+        "deepall",
+        "uniform",
+        "training of all runs",
+        "raw_data",
+    ):
         assert word in said.out, word
     assert not (tmp_path / "runs").exists()
 

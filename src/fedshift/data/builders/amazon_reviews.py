@@ -45,7 +45,8 @@ class AmazonReviews(DataSource):
             sha256={"amazon_reviews_5000.npz": "846b85092771bbfb2e12b44b6b52255f5a4b4ebd547193e3461250e8f0bff8a5"},
             counts={"books": 6465, "dvd": 5586, "electronics": 7681, "kitchen": 7945},
             notes="tf-idf: document counts of the training rows of all four domains are added up (sums, no rows, no "
-            "labels; the target's unlabelled training part is among them).",
+            "labels; the target's unlabelled training part is among them). The svmlight files are in folder data of "
+            "github.com/GRAAL-Research/domain_adversarial_neural_network.",
         )
 
     def build(self) -> DataSet:

@@ -67,7 +67,8 @@ class FiveDigits(DataSource):
             notes="Fonts and photographs stand in for the SVHN and synthetic digits of Digit-5. MNIST and USPS keep "
             "their own training and test rows. The fonts are black on white as found, MNIST and USPS white on black. "
             "MNIST-M is its 9,001-image test part, which was made from MNIST test images: with one of the two unseen, "
-            "base_images: disjoint does not keep the other's versions of its images out.",
+            "base_images: disjoint does not keep the other's versions of its images out. Its folder is in "
+            "github.com/joffery/M-ADA (data/mnist_m).",
         )
 
     def build(self) -> DataSet:

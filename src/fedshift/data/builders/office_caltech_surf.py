@@ -45,7 +45,8 @@ class OfficeCaltechSurf(DataSource):
             sha256={"office_caltech10_surf.npz": "24fb75245e234dd22ad727bb7e5ce61c360d889c684c0538e3cda393a49123aa"},
             counts={"amazon": 958, "caltech10": 1123, "dslr": 157, "webcam": 295},
             notes="The usual z-score uses the mean and deviation of each domain itself, unseen ones included (no "
-            "labels). Rows are sorted by class.",
+            "labels). Rows are sorted by class. The .mat files are in the folder Surf of "
+            "github.com/alecamo97/Optimal-Transport-Office-Caltech-dataset.",
         )
 
     def build(self) -> DataSet:

@@ -63,7 +63,8 @@ class Pacs(DataSource):
             counts=COUNTS,
             notes="Official split: training rows are the published train lists; test rows are the crossval lists, the "
             "part of a source that is held out (an unseen target is tested on all its images). The zip holds "
-            "128-pixel JPEG copies.",
+            "128-pixel JPEG copies; the folders, at 227 pixels, are in "
+            "github.com/MachineLearning2020/Homework3-PACS.",
         )
 
     def build(self) -> DataSet:

@@ -32,7 +32,7 @@ class PacsFeatures(DataSource):
             sha256={"pacs_mobilenetv2.npz": "d4d664ca1f3145b60dec4600c278010699db05c0768c71abfad92e4b9ade5344"},
             counts=COUNTS,
             notes="Computed at 224 pixels from the 227-pixel images. Rows are sorted by path; the split lists are the "
-            "same as for the images.",
+            "same as for the images. `model: {name: frozen, backbone: …}` makes its own from data set pacs.",
         )
 
     def build(self) -> DataSet:
