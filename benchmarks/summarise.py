@@ -176,7 +176,8 @@ def section(match: re.Match[str]) -> str:
 
 def main() -> None:
     """Fill the markers of the pages named on the command line (default: all)."""
-    for page in [Path(argument) for argument in sys.argv[1:]] or [*sorted(HERE.glob("*.md")), HERE.parent / "README.md"]:
+    every = [*sorted(HERE.glob("*.md")), HERE.parent / "README.md"]
+    for page in [Path(argument) for argument in sys.argv[1:]] or every:
         text = page.read_text(encoding="utf-8")
         page.write_text(MARKER.sub(section, text), encoding="utf-8")
 
