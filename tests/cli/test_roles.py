@@ -101,7 +101,7 @@ def test_site_check_says_what_leaves(fedshift: Cli, kits: Path) -> None:
         ({"polcy": {}}, "polcy: there is no such field"),
         ({"classes": ["ill"]}, "classes|label"),
         ({"data": {"name": "arrays", "sites": {"north": "gone.npz"}}}, "gone.npz"),
-        ({"data": "no-such"}, "unknown data set|mapping|valid"),
+        ({"data": "no-such"}, "unknown data set|mapping|like {name: value}"),
         ({"site": "../x"}, "letters, digits"),
     ],
 )
@@ -195,7 +195,7 @@ def test_status_and_logs_of_a_deployment(fedshift: Cli, kits: Path) -> None:
 
 def test_without_the_engine_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(roles, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install 'fedshift\[deploy\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '\.\[deploy\]'"):
         roles.installed()
 
 
