@@ -10,7 +10,7 @@ import pytest
 from small import experiment, features, save, sites
 
 import fedshift
-from fedshift.cli.deploy import _check_place, fetch
+from fedshift.cli.deploy import check_place, fetch
 from fedshift.errors import UserError
 from fedshift.experiment.schema import parse
 from fedshift.federation.deployment import Deployment
@@ -36,7 +36,7 @@ def result(runs: Path) -> dict[str, Any]:
 def test_the_same_settings_are_fetched_again(tmp_path: Path, options: dict[str, Any]) -> None:
     made, runs = deployed(tmp_path, options), tmp_path / "runs"
     for _ in range(2):
-        _check_place(parse(options), runs / "small")
+        check_place(parse(options), runs / "small")
         assert fetch(made, runs) == runs / "small"
         assert result(runs) == result(made.folder / "runs")
 
@@ -48,7 +48,7 @@ def test_another_experiments_runs_are_kept(tmp_path: Path, options: dict[str, An
     longer = {**options, "training": {**options["training"], "rounds": options["training"]["rounds"] + 1}}
     made = deployed(tmp_path, longer)
     with pytest.raises(UserError, match=r"training\.rounds is .* there and .* here; give this one another name"):
-        _check_place(parse(longer), runs / "small")
+        check_place(parse(longer), runs / "small")
     with pytest.raises(UserError, match=r"training\.rounds"):
         fetch(made, runs)
     assert result(runs) == before
@@ -61,6 +61,6 @@ def test_the_same_settings_on_other_data_are_found_when_fetched(tmp_path: Path, 
     others = save(tmp_path / "others", a=features(7), b=features(8), c=features(9))
     moved = {**options, "data": {**options["data"], "sites": others}}
     fedshift.run(moved, made.folder / "runs")
-    _check_place(parse(moved), runs / "small")
+    check_place(parse(moved), runs / "small")
     with pytest.raises(UserError, match=r"data\.fingerprint"):
         fetch(made, runs)

@@ -51,7 +51,7 @@ def deploy(what: str, rest: Sequence[str], kit: Path, runs: Path, detach: bool) 
 def follow(kit: Path, experiment: Experiment, runs: Path, *, detach: bool = False) -> Path:
     """Deploy an experiment and watch it to its end; the folder of its results."""
     check_deployable(experiment)
-    _check_place(experiment, runs / experiment.name)
+    check_place(experiment, runs / experiment.name)
     found = roles.load_kit(kit, "coordinator")
     _check_running(kit)
     deployment = Deployment(found.folder, experiment.name)
@@ -69,7 +69,7 @@ def follow(kit: Path, experiment: Experiment, runs: Path, *, detach: bool = Fals
     return _watch(deployment, runs)
 
 
-def _check_place(experiment: Experiment, folder: Path) -> None:
+def check_place(experiment: Experiment, folder: Path) -> None:
     """Raises UserError where runs with other settings have the place of this experiment's: it would not be kept.
 
     What depends on the sites' data is not known yet; `fetch` compares that too.

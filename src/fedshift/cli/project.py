@@ -71,11 +71,12 @@ def try_project(path: Path | None, overrides: Sequence[str], runs: Path, port: i
 
 def play(experiment: Experiment, folder: Path, runs: Path, port: int | None) -> Path:
     """Provision, start, deploy and stop a federation for an experiment whose data lie on this machine; the results."""
-    from fedshift.cli.deploy import follow
+    from fedshift.cli.deploy import check_place, follow
 
     console = Console(stderr=True)
     folder.mkdir(parents=True, exist_ok=True)
     deployed, sites = spread(experiment, folder)
+    check_place(deployed, runs / deployed.name)  # before anything is started
     project = {
         "name": "try",
         "contact": "try@fedshift.example.org",
