@@ -23,7 +23,7 @@ _LAYOUT = (
     "one .npz per site: x uint8 images (n, c, h, w), (n, h, w) or (n, h, w, c), or float features (n, d); y integers "
     "(n,); optional groups integers (n,), the same number for samples that must not be split apart"
 )
-# A column whose mean or deviation is beyond this is warned of.
+# A column whose root mean square is beyond this is warned of.
 _LARGE = 10.0
 
 
@@ -112,13 +112,16 @@ def _unscaled(dataset: DataSet) -> tuple[str, ...]:
     """A warning where some column of features is far from the size that networks learn from."""
     if len(dataset.input_shape) != 1 or dataset.preprocessing.mean is not None:
         return ()
-    mean, std = _moments([domain.inputs for domain in dataset.domains.values()])
-    column = int(np.maximum(abs(mean), std).argmax())
-    if max(abs(mean[column]), std[column]) <= _LARGE:
+    features = [domain.inputs for domain in dataset.domains.values() if not isinstance(domain.inputs, SparseRows)]
+    # Added up in float64 without a copy of the features, which may fill half of the memory.
+    squares = sum(np.einsum("ij,ij->j", rows, rows, dtype=np.float64) for rows in features)
+    sizes = np.sqrt(squares / sum(map(len, features)))
+    column = int(np.argmax(sizes))
+    if sizes[column] <= _LARGE:
         return ()
     return (
-        f"column {column} of the features has mean {mean[column]:.4g} and standard deviation {std[column]:.4g}: such "
-        "numbers train badly; set data.standardise=true",
+        f"column {column} of the features has a root mean square of {sizes[column]:.4g}: such numbers train badly; set "
+        "data.standardise=true",
     )
 
 
