@@ -23,7 +23,7 @@ def options_table(kind: type[BaseModel], title: str = "options", without: Collec
         table.add_column(column, overflow="fold")
     for field, info in kind.model_fields.items():
         if field not in without:
-            default = "required" if info.is_required() else _written(info.get_default(call_default_factory=True))
+            default = "required" if info.is_required() else written(info.get_default(call_default_factory=True))
             values = ", ".join(_values(info.annotation))
             table.add_row(field, escape(default), escape(values), escape(info.description or ""))
     return table
@@ -79,13 +79,13 @@ def _summary(kind: type[BaseModel]) -> str:
 def _values(annotation: Any) -> list[str]:
     """What a field may be, where its type is a list of words or numbers."""
     if get_origin(annotation) is Literal:
-        return [_written(value) for value in get_args(annotation)]
+        return [written(value) for value in get_args(annotation)]
     if get_origin(annotation) in (Union, UnionType):
         return [value for part in get_args(annotation) for value in _values(part)]
     return ["true", "false"] if annotation is bool else []
 
 
-def _written(value: object) -> str:
+def written(value: object) -> str:
     """A value as a file has it."""
     if value is None:
         return "none"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import sys
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from fedshift.cli.fields import options_table
+from fedshift.cli.fields import options_table, written
 from fedshift.methods import registry
+from fedshift.methods.base import Method
+from fedshift.methods.settings import PAPER
 
 
 def show_methods(name: str | None) -> None:
@@ -16,15 +19,32 @@ def show_methods(name: str | None) -> None:
     console = Console()
     if name is None:
         table = Table(box=None, pad_edge=False)
-        for column in ("name", "for", "leaves a site", "source"):
+        for column in ("name", "for", "settings", "leaves a site", "source"):
             table.add_column(column, overflow="fold")
         for known in registry.names():
             method = registry.method_class(known)
-            setting = method.setting + (", pooled" if method.pooled else "")
-            table.add_row(known, setting, ", ".join(method.shares), method.citation)
+            scenario = method.scenario + (", pooled" if method.pooled else "")
+            table.add_row(
+                known, scenario, ", ".join((PAPER, *method.settings)), ", ".join(method.shares), method.citation
+            )
         console.print(table)
         return
     method = registry.method_class(name)
     console.print((sys.modules[method.__module__].__doc__ or "").strip(), markup=False, highlight=False, soft_wrap=True)
     console.print()
     console.print(options_table(method))
+    if method.settings:
+        console.print()
+        console.print(_settings_table(method))
+
+
+def _settings_table(method: type[Method]) -> Table:
+    """What each named setting changes; the paper's values are the defaults."""
+    table = Table(box=None, pad_edge=False, title="settings", title_justify="left")
+    for column in ("setting", "differs from the paper's values in"):
+        table.add_column(column, overflow="fold")
+    for name, changed in method.settings.items():
+        options = method.model_validate({"setting": name}).model_dump(mode="json")
+        changes = (f"{field} {written(options[field])}" for field in changed)
+        table.add_row(name, escape(", ".join(changes)))
+    return table

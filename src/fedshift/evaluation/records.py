@@ -90,6 +90,9 @@ class RunResult(_Record):
     """The content of `result.json`: one finished part of an experiment, that is one (method, target, seed)."""
 
     method: str = Field(description="the method's label in the experiment")
+    setting: str = Field(
+        default="", description="the method's named setting and what differs from it; empty in old records"
+    )
     target: str = Field(description="the target domain, or the name of a pair")
     labelled: list[str] = Field(default_factory=list, description="labelled sites, where both sides are measured")
     unlabelled: list[str] = Field(default_factory=list, description="unlabelled sites, likewise")

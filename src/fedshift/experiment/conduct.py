@@ -23,6 +23,7 @@ from fedshift.experiment.sections import LeaveOneOut, SourceTarget
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import RawData
 from fedshift.methods.base import Method, State
+from fedshift.methods.settings import setting_of
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -216,6 +217,7 @@ class _Run:
             threads=context.threads,
             device=context.device,
             warnings=[*context.data.warnings, *(f"gone on without it: {reason}" for reason in self._refusals())],
+            setting=setting_of(part.method),
             options=self.folder.identity,
             data={
                 "name": context.data.name,

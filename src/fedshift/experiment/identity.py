@@ -29,6 +29,8 @@ def comparable(settings: Any) -> dict[str, Any]:
     identity = {key: value for key, value in dict(settings or {}).items() if key not in _NOT_IDENTITY}
     for section, kind in _kinds(identity):
         identity[section] = {**_defaults(kind), **identity[section]}
+    if isinstance(identity.get("method"), Mapping):  # its options say what was done, whatever name they were asked by
+        identity["method"] = {key: value for key, value in identity["method"].items() if key != "setting"}
     if isinstance(identity.get("data"), Mapping):
         identity["data"] = {key: value for key, value in identity["data"].items() if key not in _PLACES}
     return identity

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from fedshift.data.domain import Task
@@ -16,6 +16,7 @@ from fedshift.federation.federation import Federation, Replies
 from fedshift.federation.messages import BYTES_PER_NUMBER, Content, Number, Reply, Update
 from fedshift.federation.recipes import place_of
 from fedshift.federation.site import Site
+from fedshift.methods.settings import PAPER, Settings, with_setting
 from fedshift.models.network import Network
 from fedshift.models.payload import payload
 from fedshift.weights import MeanAccumulator, Weights
@@ -91,12 +92,13 @@ class Method(BaseModel, ABC):
     """Base of all methods. A subclass names itself, declares its hyper-parameters as fields, and writes `round` and
     steps.
 
-    Class attributes: ``name`` in experiment files; ``title`` and ``citation``; ``shares``: kinds of content that
-    leave a site; ``memory_names``: what a site keeps between exchanges; ``pooled``: needs all data in one place;
-    ``needs_target``: a target without labels takes part; ``supervised_target``: trains on the target's labels alone, an
-    upper bound; ``one_target``: adapts to one target, no more; ``uses_held_out``: sites choose by their held-out parts;
-    ``tasks``: what it can learn, classification for most; ``relative_cost``: seconds of a mini-batch beside plain
-    cross-entropy, a rough guide for estimates.
+    Class attributes: ``name`` in experiment files; ``title`` and ``citation``; ``scenario``: what sites there are;
+    ``settings``: named values of the options beside the paper's; ``shares``: kinds of content that leave a site;
+    ``memory_names``: what a site keeps between exchanges; ``pooled``: needs all data in one place; ``needs_target``: a
+    target without labels takes part; ``supervised_target``: trains on the target's labels alone, an upper bound;
+    ``one_target``: adapts to one target, no more; ``uses_held_out``: sites choose by their held-out parts; ``tasks``:
+    what it can learn, classification for most; ``relative_cost``: seconds of a mini-batch beside plain cross-entropy,
+    a rough guide for estimates.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -104,7 +106,8 @@ class Method(BaseModel, ABC):
     name: ClassVar[str]
     title: ClassVar[str]
     citation: ClassVar[str]
-    setting: ClassVar[str] = "unseen target"
+    scenario: ClassVar[str] = "unseen target"
+    settings: ClassVar[Settings] = {}
     shares: ClassVar[tuple[str, ...]] = ("weights", "numbers")
     memory_names: ClassVar[tuple[str, ...]] = ()
     pooled: ClassVar[bool] = False
@@ -116,6 +119,12 @@ class Method(BaseModel, ABC):
     relative_cost: ClassVar[float] = 1.0
 
     label: str | None = Field(None, description="name in tables and folders; needed when a method appears twice")
+    setting: str = Field(PAPER, description="named values of the options below; options given beside it win")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _options_of_the_setting(cls, options: Any) -> Any:
+        return with_setting(cls.settings, options) if isinstance(options, Mapping) else options
 
     @abstractmethod
     def round(self, federation: Federation, state: State) -> State:
@@ -177,7 +186,7 @@ class Method(BaseModel, ABC):
     @property
     def display(self) -> str:
         """The name in tables and folders."""
-        return self.label or self.name
+        return self.label or (self.name if self.setting == PAPER else f"{self.name}-{self.setting}")
 
     def recipe(self) -> dict[str, Any]:
         """Where this method can be imported and with which options, so that another process can make its equal."""

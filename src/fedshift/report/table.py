@@ -120,6 +120,7 @@ def table_of(collected: Collected, select: Selection = "last") -> Table:
     """The table of everything that `collect` found. Raises as `table` does."""
     order, results = collected.order, collected.results
     whole = table(results, select, methods=order.methods, targets=order.targets, progress=collected.progress)
+    whole = replace(whole, notes=(*whole.notes, *settings_note(results, order.methods)))
     both = whole.measure in pairs.HARMONIC_MEANS.values()
     more = []
     for measure, chosen in pairs.beside(results) if both else [(HAUSDORFF, results)]:
@@ -131,6 +132,17 @@ def table_of(collected: Collected, select: Selection = "last") -> Table:
         return whole
     found = tuple(pairs.rows_of(results, whole.rows, select))
     return replace(whole, rows=found, notes=(*whole.notes, *pairs.notes(found, results[0].metric)))
+
+
+def settings_note(results: Iterable[RunResult], methods: Sequence[str]) -> Iterator[str]:
+    """Which setting each method ran with, where records say so and it is not the paper's."""
+    named: dict[str, dict[str, None]] = {}
+    for result in results:
+        if result.setting not in ("", "paper"):
+            named.setdefault(result.method, {})[result.setting] = None
+    if named:
+        rows = (f"{method}: {' / '.join(named[method])}" for method in methods if method in named)
+        yield f"Settings, the paper's where nothing is said: {'; '.join(rows)}."
 
 
 def _best(found: Sequence[Row], partial: set[str], choose: Callable[[Iterable[float]], float]) -> set[tuple[str, str]]:

@@ -82,7 +82,7 @@ class COPA(Method):
     name: ClassVar[str] = "copa"
     title: ClassVar[str] = "COPA"
     citation: ClassVar[str] = "Wu and Gong, ICCV 2021"
-    setting: ClassVar[str] = "unseen target, or one without labels"
+    scenario: ClassVar[str] = "unseen target, or one without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "classifier")
     relative_cost: ClassVar[float] = 1.1
 

@@ -93,7 +93,7 @@ class FADA(Method):
     name: ClassVar[str] = "fada"
     title: ClassVar[str] = "FADA"
     citation: ClassVar[str] = "Peng et al., ICLR 2020"
-    setting: ClassVar[str] = "target without labels"
+    scenario: ClassVar[str] = "target without labels"
     shares: ClassVar[tuple[str, ...]] = ("weights", "features", "numbers")
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "disentangler")
     needs_target: ClassVar[bool] = True

@@ -94,7 +94,7 @@ class KD3A(Method):
     name: ClassVar[str] = "kd3a"
     title: ClassVar[str] = "KD3A"
     citation: ClassVar[str] = "Feng et al., ICML 2021"
-    setting: ClassVar[str] = "target without labels"
+    scenario: ClassVar[str] = "target without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "private")
     needs_target: ClassVar[bool] = True
     one_target: ClassVar[bool] = True

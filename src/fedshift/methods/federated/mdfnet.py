@@ -69,7 +69,7 @@ class MDFNet(Method):
     name: ClassVar[str] = "mdfnet"
     title: ClassVar[str] = "MDFNet"
     citation: ClassVar[str] = "P²MDCL, anonymous, ICLR 2022 submission"
-    setting: ClassVar[str] = "labelled and unlabelled sites"
+    scenario: ClassVar[str] = "labelled and unlabelled sites"
     memory_names: ClassVar[tuple[str, ...]] = ("private", "optimizer")
     needs_target: ClassVar[bool] = True
     relative_cost: ClassVar[float] = 2.0

@@ -26,7 +26,7 @@ class Oracle(DeepAll):
     name: ClassVar[str] = "oracle"
     title: ClassVar[str] = "Oracle"
     citation: ClassVar[str] = "as in Feng et al., ICML 2021"
-    setting: ClassVar[str] = "target with labels, an upper bound"
+    scenario: ClassVar[str] = "target with labels, an upper bound"
     shares: ClassVar[tuple[str, ...]] = ("weights", "numbers")
     pooled: ClassVar[bool] = False
     needs_target: ClassVar[bool] = True

@@ -77,7 +77,7 @@ class SHOT(Method):
     name: ClassVar[str] = "shot"
     title: ClassVar[str] = "SHOT"
     citation: ClassVar[str] = "Liang et al., ICML 2020"
-    setting: ClassVar[str] = "target without labels"
+    scenario: ClassVar[str] = "target without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("models", "labels", "trained")
     needs_target: ClassVar[bool] = True
     one_target: ClassVar[bool] = True

@@ -29,7 +29,7 @@ DomainBatches = tuple[tuple[Batch, ...], Batch]
 class PooledAdaptation(DeepAll):
     """A pool of all sources and of the target's samples without labels; subclasses write `fit`."""
 
-    setting: ClassVar[str] = "target without labels"
+    scenario: ClassVar[str] = "target without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts")
     needs_target: ClassVar[bool] = True
 
