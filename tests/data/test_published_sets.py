@@ -272,3 +272,29 @@ def test_pacs_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert np.array_equal(domain.train_rows, features.domains[name].train_rows)
         assert isinstance(domain.inputs, np.memmap)
     assert [path.suffix for path in tmp_path.iterdir()] == [".npy"]
+
+
+@needs("rotated_mnist_ghifary.npz")
+def test_ghifarys_digits_turn_counter_clockwise_and_share_base_images() -> None:
+    data = built(name="rotated_mnist_ghifary")
+    assert list(data.domains) == ["M0", "M15", "M30", "M45", "M60", "M75"]
+    assert data.input_shape == (1, 16, 16)
+    upright = data.domains["M0"]
+    for domain in data.domains.values():
+        assert np.bincount(domain.labels).tolist() == [100] * 10
+        assert domain.labels.tolist() == upright.labels.tolist()
+    images = upright.inputs[:, 0]
+    assert isinstance(images, np.ndarray)
+
+    def likeness(angle: float) -> float:
+        """Correlation of the file's M30 with the upright images, turned clockwise by ``angle``."""
+        turned = turned_clockwise(images, angle).astype(np.float64)
+        return float(
+            np.corrcoef(turned.ravel(), np.asarray(data.domains["M30"].inputs, dtype=np.float64).ravel())[0, 1]
+        )
+
+    assert likeness(-30) > 0.95
+    assert likeness(30) < 0.7
+    values = np.concatenate([np.asarray(domain.inputs) for domain in data.domains.values()]) / 255
+    assert abs(values.mean() - data.preprocessing.mean[0]) < 1e-3
+    assert abs(values.std() - data.preprocessing.std[0]) < 1e-3

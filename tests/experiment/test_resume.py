@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from calling import Cli
 from safetensors.numpy import load_file
@@ -42,7 +43,12 @@ def with_momentum(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-@pytest.mark.parametrize("method", [FEDAVG, CSAC, DEEPALL], ids=lambda method: method["name"])
+AVERAGED = {"name": "fedavg", "label": "averaged", "average_rounds": 2}
+
+
+@pytest.mark.parametrize(
+    "method", [FEDAVG, CSAC, DEEPALL, AVERAGED], ids=lambda method: method.get("label", method["name"])
+)
 @pytest.mark.parametrize("how", ["replace", "fsync"])
 def test_a_kill_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any], how: str) -> None:
     """The process ends at the n-th flush or renaming of a file, for every n, and once more in the resumed run."""
@@ -237,3 +243,22 @@ def test_measuring_every_other_round_changes_no_weight(tmp_path: Path) -> None:
     assert second[-1]["target_accuracy"] == each[-1]["target_accuracy"]
     pair = [load_file(tmp_path / runs / part / "model.safetensors") for runs in ("each", "second")]
     assert all((pair[0][name] == pair[1][name]).all() for name in pair[0])
+
+
+def test_the_model_handed_out_is_the_mean_of_the_last_rounds(tmp_path: Path) -> None:
+    """Rounds 2 and 3 of FedAvg by two shorter runs, averaged here; training itself does not see the mean."""
+
+    def model(rounds: int, **method: Any) -> dict[str, Any]:
+        options = experiment(sites(tmp_path), methods=[{**FEDAVG, **method}], model={"name": "mlp", "hidden": [4]})
+        options["training"] = {**options["training"], "rounds": rounds, "lr_schedule": "constant"}
+        options["protocol"] = {**options["protocol"], "seeds": [0]}
+        runs = tmp_path / f"{rounds}-{len(method)}"
+        fedshift.run(options, runs)
+        (file, *_) = sorted(runs.glob("*/*/*/*/model.safetensors"))
+        return dict(load_file(file))
+
+    second, third = model(2), model(3)
+    averaged = model(3, average_rounds=2)
+    for name, tensor in averaged.items():
+        np.testing.assert_allclose(tensor, (second[name].astype(np.float64) + third[name]) / 2, rtol=1e-6, atol=1e-8)
+    assert any((averaged[name] != third[name]).any() for name in averaged)

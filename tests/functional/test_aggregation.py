@@ -260,3 +260,19 @@ def test_inputs_are_not_written_into() -> None:
     before = [model.clone() for model in models]
     divergence_aggregate(models)
     assert all(model.equal(copied) for model, copied in zip(models, before, strict=True))
+
+
+def test_squared_distances_by_hand() -> None:
+    """Distances 1, 2, 3: squares 1, 4, 9 of 14; by similarity 1, 1/4, 1/9, that is 36, 9, 4 of 49."""
+    assert divergence_weights([1.0, 2.0, 3.0], power=2) == pytest.approx([1 / 14, 4 / 14, 9 / 14])
+    assert divergence_weights([1.0, 2.0, 3.0], "similarity", 2) == pytest.approx([36 / 49, 9 / 49, 4 / 49])
+    assert divergence_weights([1.0, 3.0], power=1) == divergence_weights([1.0, 3.0])
+    for power in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(UserError, match="power"):
+            divergence_weights([1.0, 2.0], power=power)
+
+
+def test_a_high_power_leaves_the_farthest_site_alone() -> None:
+    fused, shares = divergence_aggregate(layer(ROWS), power=200)
+    assert shares["fc.weight"] == pytest.approx([0, 0, 1], abs=1e-12)
+    assert fused["fc.weight"][0].tolist() == pytest.approx(list(ROWS[2]), abs=1e-12)

@@ -51,6 +51,8 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "semantic average": ({"aggregation": "average"}, {}),
     "cosine distance": ({"distance": "cosine"}, {}),
     "L1 distance": ({"distance": "l1"}, {}),
+    "squared distances": ({"distance_power": 2.0}, {}),
+    "no stage, so no alignment": ({"stages": ()}, {}),
     "distances of modules": ({"granularity": "module"}, {}),
     "without alignment": ({"alignment_weight": 0.0}, {}),
     "more alignment": ({"alignment_weight": 3.0}, {}),
@@ -85,7 +87,7 @@ def test_every_option_is_tried() -> None:
     tried = {name for changed, _ in CHANGES.values() for name in changed} | {
         name for same in IDENTITIES.values() for name in same
     }
-    assert tried == set(CSAC.model_fields)
+    assert tried == set(CSAC.model_fields) - {"setting", "average_rounds"}  # these two are every method's
 
 
 @pytest.mark.parametrize("case", CHANGES)
@@ -130,6 +132,30 @@ def test_work() -> None:
     assert CSAC(acquisition_steps=1800, calibration_steps=200).mini_batches(7, 40) == 1800 + 40 * 200
     traffic = method.traffic(RunPlan(1000, dict.fromkeys("abc", 1), 40))
     assert (traffic.up, traffic.down) == (41 * 3 * 1016, 40 * 3 * 1000)
+
+
+def test_what_was_released_is_the_distance_of_logits_beside_cross_entropy() -> None:
+    """Acquisition without smoothing, then cross-entropy + 0.6 · MMD(logits, frozen logits), computed here by hand."""
+    method = CSAC.model_validate({"setting": "released", "acquisition_steps": 3, "calibration_steps": 1})
+    where = federation(method)
+    state = method.start(where, start_of(method))
+    site = site_of(where)
+    frozen = site.model(site.memory.weights("local_model")).eval()
+    model = site.model(state.weights)
+    where.round = 1
+    update = dict(where.ask(method.calibrate, to=["large"], weights=state.weights).items())["large"]
+    assert "projections" not in site.memory
+    site.begin(Envelope(2, 1, where.progress.used["large"] / where.budget["large"], 100))
+    batch = next(iter(site.batches(steps=1)))
+    ours, theirs = model(batch.inputs), frozen(batch.inputs).detach()
+    n, both = len(ours), torch.cat([ours, theirs])
+    squared = torch.cdist(both, both).square()
+    kernel = sum(torch.exp(-squared / (2 * a * squared.mean().detach())) for a in (1 / 27, 1 / 9, 1 / 3, 1, 3))
+    within = (kernel[:n, :n].sum() - kernel[:n, :n].trace()) + (kernel[n:, n:].sum() - kernel[n:, n:].trace())
+    distance = within / (n * (n - 1)) - 2 / n**2 * kernel[:n, n:].sum()
+    assert update.loss == pytest.approx(
+        float((F.cross_entropy(ours, batch.targets) + 0.6 * distance).detach()), rel=1e-4
+    )
 
 
 # Acquisition, freezing, calibration -----------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from fedshift.errors import UserError, nearest
 SOURCES: Mapping[str, str] = {
     "rotated_digits": "fedshift.data.builders.rotated:RotatedDigits",
     "rotated_mnist": "fedshift.data.builders.rotated:RotatedMnist",
+    "rotated_mnist_ghifary": "fedshift.data.builders.ghifary:GhifaryMnist",
     "five_digits": "fedshift.data.builders.five_digits:FiveDigits",
     "amazon_reviews": "fedshift.data.builders.amazon_reviews:AmazonReviews",
     "office_caltech_surf": "fedshift.data.builders.office_caltech_surf:OfficeCaltechSurf",

@@ -89,7 +89,7 @@ class _Run:
             self.folder.restart()
             self._record_pooling()
             state = method.start(federation, start)
-            self._close_round(evaluated, state, last=False)
+            state = self._close_round(evaluated, state, last=False)
         while not federation.exhausted():
             before = sum(federation.progress.used.values())
             federation.round = state.round + 1
@@ -99,7 +99,7 @@ class _Run:
             federation.settle()
             # A method that trains nothing has had its rounds, too.
             idle = sum(federation.progress.used.values()) == before and state.round >= federation.rounds
-            self._close_round(evaluated, state, last=idle or federation.exhausted())
+            state = self._close_round(evaluated, state, last=idle or federation.exhausted())
             if idle:
                 break
         return self._finish(state)
@@ -135,14 +135,15 @@ class _Run:
             samples = RawData({"samples": torch.empty(size, dtype=torch.uint8, device="meta")})
             self.federation.ledger.record(0, "pool", name, "up", {"samples": samples})
 
-    def _close_round(self, network: Network, state: State, *, last: bool) -> None:
+    def _close_round(self, network: Network, state: State, *, last: bool) -> State:
         """Measure, write the line, then the checkpoint: a kill between any two loses nothing but this round."""
         self.federation.settle()
         if state.round == 0 and self.federation.progress.exchange == 0:
-            return  # nothing has been trained: a run that is killed now begins again
+            return state  # nothing has been trained: a run that is killed now begins again
+        state = state.remembering(self.part.method.average_rounds)
         measured = last or state.round % self.context.experiment.training.measure_every == 0
         results = (
-            self.evaluator.measure(self.part.method, network, state.weights) if measured else {"target_accuracy": {}}
+            self.evaluator.measure(self.part.method, network, state.handed_out) if measured else {"target_accuracy": {}}
         )
         _, page = self.federation.ledger.settle()
         now = time.perf_counter()
@@ -184,6 +185,7 @@ class _Run:
             "environment": {"threads": self.context.threads, "device": self.context.device, **versions()},
         }
         self.folder.save_checkpoint(state, memory, header)
+        return state
 
     def _refusals(self) -> list[str]:
         """What sites did not let out in the rounds so far, each refusal once."""
@@ -229,7 +231,7 @@ class _Run:
                 **apart,
             },
         )
-        self.folder.save_model(state.weights, model_metadata(context, part))
+        self.folder.save_model(state.handed_out, model_metadata(context, part))
         self.folder.finish(result)
         return result
 

@@ -159,6 +159,7 @@ class RunFolder:
         """Everything a resumed run needs, in one atomic file; then drop the memory files it no longer points to."""
         content: dict[str, Content] = {"weights": state.weights}
         content |= {f"part:{name}": part for name, part in state.parts.items()}
+        content |= {f"recent:{number:06}": weights for number, weights in enumerate(state.recent)}
         whole = {
             "format": FORMAT,
             "round": state.round,
@@ -186,7 +187,9 @@ class RunFolder:
         if not isinstance(weights, Weights):
             raise UserError(f"{file} is damaged: delete {self.path} and run again")
         parts = {name.removeprefix("part:"): part for name, part in content.items() if name.startswith("part:")}
-        return State(weights, round=header["round"], parts=parts, numbers=header["numbers"]), header
+        recent = [content[name] for name in sorted(content) if name.startswith("recent:")]
+        models = tuple(model for model in recent if isinstance(model, Weights))
+        return State(weights, round=header["round"], parts=parts, numbers=header["numbers"], recent=models), header
 
     def records(self, last_round: int) -> list[RoundRecord]:
         """The rounds up to ``last_round``; lines after it (a round that has to be done again) are cut off the file.

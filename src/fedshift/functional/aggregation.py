@@ -57,12 +57,17 @@ def distances(
     return {name: measured[name] for name in floats}
 
 
-def divergence_weights(distances: Sequence[float], rule: Rule = "divergence") -> list[float]:
-    """The sites' shares of one layer from their distances to the mean; they sum to 1 (CSAC, 2.1.3a, 2.3.4 and 2.4).
+def divergence_weights(distances: Sequence[float], rule: Rule = "divergence", power: float = 1.0) -> list[float]:
+    """The sites' shares of one layer from their distances to the mean; they sum to 1 (CSAC, equation 3 and Table 4).
 
-    rule: ``"divergence"`` ``w_h = d_h / Σ_j d_j``, the farthest site gets most; equal shares when all are 0.
-        ``"similarity"`` ``w_h ∝ 1/d_h``; sites at distance 0 share everything equally. ``"average"`` ``1/H``.
-    Raises UserError when there is no site or a distance is negative or not finite.
+    rule: ``"divergence"`` ``w_h = d_h^p / Σ_j d_j^p``, the farthest site gets most; equal shares when all are 0.
+        ``"similarity"`` ``w_h ∝ 1/d_h^p``; sites at distance 0 share everything equally. ``"average"`` ``1/H``.
+    power: p > 0; the paper has 1.
+    Raises UserError when there is no site, a distance is negative or not finite, or the power is not above 0.
+
+    Example:
+        >>> [round(share, 6) for share in divergence_weights([1.0, 2.0], power=2.0)]
+        [0.2, 0.8]
     """
     count = len(distances)
     if not count:
@@ -70,15 +75,17 @@ def divergence_weights(distances: Sequence[float], rule: Rule = "divergence") ->
     for distance in distances:
         if not (math.isfinite(distance) and distance >= 0):
             raise UserError(f"distance {distance} to the mean model must be a finite number of at least 0")
+    if not (math.isfinite(power) and power > 0):
+        raise UserError(f"the power of the distances must be a finite number above 0, found {power}")
     largest = max(distances)
     if rule == "average" or largest == 0:
         return [1 / count] * count
     # Dividing by an extreme first keeps sums and reciprocals in range.
     if rule == "divergence":
-        shares = [distance / largest for distance in distances]
+        shares = [(distance / largest) ** power for distance in distances]
     else:
         smallest = min(distances)
-        shares = [smallest / d if smallest else float(d == 0) for d in distances]
+        shares = [(smallest / d) ** power if smallest else float(d == 0) for d in distances]
     total = math.fsum(shares)
     return [share / total for share in shares]
 
@@ -88,9 +95,10 @@ def divergence_aggregate(
     distance: Distance = "l2",
     granularity: Granularity = "tensor",
     rule: Rule = "divergence",
+    power: float = 1.0,
 ) -> tuple[Weights, dict[str, list[float]]]:
     """Fuse the sites' models layer by layer: ``M_l = Σ_h w_l^h G_l^h``, weights from distances to the mean (CSAC,
-    2.1.3a).
+    equations 2 to 4; ``distance``, ``rule`` and ``power`` as in `divergence_weights`).
 
     Three passes: the mean ``A_l``, the distances, the fused sum; one pass for the rule ``"average"``. Each pass
     iterates ``models`` once and holds one model and one float64 sum (or mean), so a list works, and so does an object
@@ -119,7 +127,7 @@ def divergence_aggregate(
         for name, value in distances(model, mean, distance, granularity).items():
             by_key.setdefault(name, []).append(value)
     del mean
-    weights = {name: divergence_weights(values, rule) for name, values in by_key.items()}
+    weights = {name: divergence_weights(values, rule, power) for name, values in by_key.items()}
     fused = MeanAccumulator()
     passed = 0
     for model in models:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from torch import Tensor
 
 from fedshift.data.domain import Task
@@ -19,7 +19,7 @@ from fedshift.federation.site import Site
 from fedshift.methods.settings import PAPER, Settings, with_setting
 from fedshift.models.network import Network
 from fedshift.models.payload import payload
-from fedshift.weights import MeanAccumulator, Weights
+from fedshift.weights import MeanAccumulator, Weights, weighted_average
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class State:
 
     weights: the model that is evaluated and handed out. parts: what travels or stays beside it (a generator, a bank of
     statistics). numbers: anything small. report: what the round wants to say in ``rounds.jsonl``, not carried over.
+    recent: the models of the last rounds, the newest last, where their mean is handed out; the run keeps them.
     """
 
     weights: Weights
@@ -35,6 +36,16 @@ class State:
     parts: Mapping[str, Content] = field(default_factory=dict)
     numbers: Mapping[str, Number] = field(default_factory=dict)
     report: Mapping[str, Any] = field(default_factory=dict)
+    recent: tuple[Weights, ...] = ()
+
+    def remembering(self, rounds: int) -> State:
+        """This state with its model among the ``recent`` ones, of which so many stay; for one round, none is kept."""
+        return replace(self, recent=(*self.recent, self.weights)[-rounds:] if rounds > 1 else ())
+
+    @property
+    def handed_out(self) -> Weights:
+        """The model that is measured and written down: the last round's, or the mean of the recent ones."""
+        return weighted_average(self.recent, [1.0] * len(self.recent)) if self.recent else self.weights
 
     def advance(self, weights: Weights, *, report: Mapping[str, Any] | None = None, **changes: Any) -> State:
         """The state after one more round."""
@@ -120,6 +131,10 @@ class Method(BaseModel, ABC):
 
     label: str | None = Field(None, description="name in tables and folders; needed when a method appears twice")
     setting: str = Field(PAPER, description="named values of the options below; options given beside it win")
+
+    average_rounds: PositiveInt = Field(
+        1, description="the model that is measured and handed out is the mean of those of the last so many rounds"
+    )
 
     @model_validator(mode="before")
     @classmethod

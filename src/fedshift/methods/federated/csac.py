@@ -21,7 +21,9 @@ Where the paper and its code differ (and what is done here)
  3. L^h is the acquired model, frozen for all rounds; ``frozen: fused`` is the code's mirrored switch (M frozen, the
     site's own model trains).
  4. All distances zero: equal shares. One zero distance: share 0 (the code overwrites its running sum there).
- 5. ``logit_mmd`` adds the code's MMD between logits. Not in the paper; off.
+ 5. ``logit_mmd`` adds the code's MMD between logits. Not in the paper; off. In the code the cross-layer loss never
+    runs: its list of stages stays empty. What was released is acquisition without smoothing, L2 fusion, cross-entropy
+    and λ times the MMD of logits: ``setting: released``.
  6. ``query_key`` adds the code's 1×1 convolutions, which never get a gradient and stay random. Off.
  7. The code makes new random projections in every round (``reset_projection_each_round``); here they persist.
  8. Common shape: 32 channels at the last stage's size (code); ``projection_size: smallest`` as in the early version.
@@ -41,7 +43,7 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from fedshift.errors import UserError, nearest
@@ -55,6 +57,7 @@ from fedshift.functional.losses import smoothed_cross_entropy
 from fedshift.functional.mmd import cross_multi_kernel_mmd, multi_kernel_mmd
 from fedshift.functional.projection import projection_layer
 from fedshift.methods.base import Method, RunPlan, State, Traffic
+from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -70,6 +73,9 @@ class CSAC(Method):
     citation: ClassVar[str] = "Yuan et al., IEEE TKDE 2023"
     memory_names: ClassVar[tuple[str, ...]] = ("local_model", "projections", "optimizer")
     relative_cost: ClassVar[float] = 1.5
+    settings: ClassVar[Settings] = {
+        "released": {"label_smoothing": 0.0, "stages": (), "logit_mmd": True},
+    }
 
     acquisition_epochs: PositiveInt = Field(30, description="epochs of local acquisition, once")
     acquisition_steps: PositiveInt | None = Field(None, description="mini-batches of acquisition instead (code: 1800)")
@@ -80,6 +86,7 @@ class CSAC(Method):
         "divergence", description="w_l^h grows with d_l^h, with 1/d_l^h, or is 1/H (ablations of Table 4)"
     )
     distance: Literal["l2", "l1", "cosine"] = Field("l2", description="d_l^h (ablations of Table 4)")
+    distance_power: PositiveFloat = Field(1.0, description="p of w_l^h ∝ (d_l^h)^p; not in the paper, which has 1")
     granularity: Literal["tensor", "module"] = Field("tensor", description="what shares one d_l^h")
     alignment_weight: NonNegativeFloat = Field(0.6, description="λ; 0 = without alignment (ablation of Table 5)")
     alignment: Literal["cross_layer", "same_layer"] = Field("cross_layer", description="pairs (l, m), or only l = m")
@@ -98,7 +105,9 @@ class CSAC(Method):
     projection_channels: PositiveInt = Field(32, description="c of the common shape")
     projection_size: Literal["last", "smallest"] = Field("last", description="g×w of the common shape: of which stage")
     reset_projection_each_round: bool = Field(False, description="new random projections every round (code)")
-    stages: tuple[str, ...] | None = Field(None, description="R: aligned stages; none = the network's default")
+    stages: tuple[str, ...] | None = Field(
+        None, description="R: aligned stages; none = the network's default, [] = no stage (what was released)"
+    )
 
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         acquisition = self.acquisition_steps or self.acquisition_epochs * batches_per_epoch
@@ -108,13 +117,18 @@ class CSAC(Method):
         return super().traffic(plan) + Traffic(plan.sources * (plan.payload + 2 * BYTES_PER_NUMBER), 0)
 
     def check(self, network: Network) -> None:
-        if self.alignment_weight == 0 and not self.cross_entropy:
+        if not self.cross_entropy and not self._aligns:
             raise UserError(
                 "csac: nothing to minimise in calibration; switch cross_entropy on or raise alignment_weight"
             )
         for stage in self.stages or ():
             if stage not in network.stages:
                 raise UserError(f"csac.stages: the network has no stage '{stage}'; {nearest(stage, network.stages)}")
+
+    @property
+    def _aligns(self) -> bool:
+        """Whether calibration has a second loss."""
+        return self.alignment_weight > 0 and (self.stages != () or self.logit_mmd)
 
     # Server -------------------------------------------------------------------------------------------------------
 
@@ -133,7 +147,11 @@ class CSAC(Method):
         """Data-free semantic aggregation (2–4): three passes over the replies, which are kept for that."""
         models = _Models(updates.keep())
         fused, shares = divergence_aggregate(
-            models, distance=self.distance, granularity=self.granularity, rule=self.aggregation
+            models,
+            distance=self.distance,
+            granularity=self.granularity,
+            rule=self.aggregation,
+            power=self.distance_power,
         )
         by_layer = {layer: dict(zip(updates.sites, row, strict=True)) for layer, row in shares.items()}
         return fused, {"losses": dict(updates.numbers("loss")), "aggregation_weights": dict(by_layer)}
@@ -160,7 +178,7 @@ class CSAC(Method):
         model = site.model(weights if self.frozen == "local" else local)
         trained: list[nn.Module] = [model]
         aligner: _Aligner | None = None
-        if self.alignment_weight > 0:
+        if self._aligns:
             reference = site.model(local if self.frozen == "local" else weights).eval().requires_grad_(False)
             aligner = _Aligner(self, site, reference)
             trained.append(aligner)
@@ -185,7 +203,7 @@ class CSAC(Method):
         )
         site.remember_optimizer(optimizer, "optimizer")
         calibrated = site.weights_of(model)
-        if aligner is not None:
+        if aligner is not None and aligner.stages:
             site.memory["projections"] = site.weights_of(aligner.projections)
         if self.frozen == "fused":
             site.memory["local_model"] = calibrated
@@ -208,12 +226,12 @@ class _Aligner(nn.Module):
     def __init__(self, method: CSAC, site: Site, reference: Network) -> None:
         super().__init__()
         self.method, self.site = method, site
-        self.stages = tuple(method.stages or reference.alignment_stages)
+        self.stages = tuple(reference.alignment_stages if method.stages is None else method.stages)
         # In a tuple, so that the frozen network is not among this module's parameters.
         self._reference = (reference,)
         self._cache = self._frozen_features() if site.data.deterministic else None
         shapes = [tuple(feature.shape[1:]) for feature in self._measure()]
-        sizes = [shape[1:] if len(shape) == 3 else (1, 1) for shape in shapes]
+        sizes = [shape[1:] if len(shape) == 3 else (1, 1) for shape in shapes] or [(1, 1)]
         size = sizes[-1] if method.projection_size == "last" else min(sizes, key=math.prod)
         persistent = "projections" in site.memory and not method.reset_projection_each_round
         seed = site.generator_for("projections").initial_seed()
@@ -237,7 +255,16 @@ class _Aligner(nn.Module):
     def forward(self, logits: Tensor, features: dict[str, Tensor], batch: Batch) -> Tensor:
         method = self.method
         frozen_logits, frozen = self._frozen(batch)
-        number = len(self.stages)
+        loss = logits.new_zeros(())
+        if self.stages:
+            loss = self._across_layers(features, frozen)
+        if method.logit_mmd:
+            loss = loss + multi_kernel_mmd(logits, frozen_logits, estimator=method.mmd_estimator)
+        return loss
+
+    def _across_layers(self, features: dict[str, Tensor], frozen: list[Tensor]) -> Tensor:
+        """L_AL of (6): Σ α_{l,m} · MMD over all pairs of stages."""
+        method, number = self.method, len(self.stages)
         ours = [layer(features[stage]) for layer, stage in zip(self.projections[:number], self.stages, strict=True)]
         theirs = [layer(feature) for layer, feature in zip(self.projections[number:], frozen, strict=True)]
         fused, local = torch.stack(ours), torch.stack(theirs)
@@ -246,10 +273,7 @@ class _Aligner(nn.Module):
             pairs = (left[:, None] - right[None]).square().mean(dim=(2, 3))
         else:
             pairs = cross_multi_kernel_mmd(left, right, estimator=method.mmd_estimator, constant=method.mmd_constant)
-        loss = (self._attention(fused, local) * pairs).sum()
-        if method.logit_mmd:
-            loss = loss + multi_kernel_mmd(logits, frozen_logits, estimator=method.mmd_estimator)
-        return loss
+        return (self._attention(fused, local) * pairs).sum()
 
     def _attention(self, fused: Tensor, local: Tensor) -> Tensor:
         """α of (9), or what an ablation puts in its place; (|R|, |R|). Both sides projected, (|R|, n, c, g, w)."""
