@@ -28,7 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "csac": {"acquisition_epochs": 2, "calibration_epochs": 1},
     "kd3a": {"gate_start": 0.4, "gate_end": 0.5},
     "shot": {"source_epochs": 3},
-    "mdfnet": {"decay": False, "rho": 1.0},
+    "mdfnet": {"decay": False, "rho": 1.0, "keep_momentum": False},
     "fada": {"steps_per_round": 10},
     "copa": {"local_epochs": 2},
     "fedadg": {"task_epochs": 1, "adversarial_epochs": 1},

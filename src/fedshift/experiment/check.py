@@ -16,7 +16,15 @@ from fedshift.experiment.context import data_for
 from fedshift.experiment.environment import data_fingerprint, resolve_device
 from fedshift.experiment.features import built
 from fedshift.experiment.loop import check_fit
-from fedshift.experiment.protocol import budgets, roles_of, rounds_needed, split_of, taking_part, targets_of
+from fedshift.experiment.protocol import (
+    budgets,
+    roles_of,
+    rounds_needed,
+    shortest_epochs,
+    split_of,
+    taking_part,
+    targets_of,
+)
 from fedshift.experiment.schema import Experiment
 from fedshift.experiment.sections import SourceTarget
 from fedshift.functional.losses import task_loss
@@ -91,6 +99,8 @@ def check(experiment: Experiment) -> Check:
         for target in targets
         for seed in experiment.protocol.seeds
     }
+    steps = shortest_epochs(experiment.training, splits.values())
+    warnings += tuple(said for method in experiment.methods for said in method.check_steps(steps))
     threads = experiment.engine.thread_count()
     per_batch = _seconds_per_batch(experiment, data, device, threads)
     found = []

@@ -111,6 +111,7 @@ class _Run:
         state, header = found
         progress, ledger = self.federation.progress, self.federation.ledger
         progress.exchange, progress.used = header["exchange"], header["used"]
+        self.federation.budget.update(header.get("budget", {}))
         ledger.total = header["bytes"]
         self.seconds = header["seconds"]
         now = {"threads": self.context.threads, "device": self.context.device, **versions()}
@@ -150,6 +151,10 @@ class _Run:
         seconds, self.clock = now - self.clock, now
         self.seconds += seconds
         report = dict(state.report)
+        known = self._said()
+        for warning in report.get("warnings", []):
+            if warning not in known:
+                self.context.reporter.warn(f"{self.part.target}, seed {self.part.seed}: {warning}")
         if self.federation.missing:
             report["missing"] = dict(self.federation.missing)
             for reason in self.federation.missing.values():
@@ -180,6 +185,7 @@ class _Run:
         header = {
             "exchange": progress.exchange,
             "used": progress.used,
+            "budget": self.federation.budget,
             "bytes": self.federation.ledger.total,
             "seconds": self.seconds,
             "environment": {"threads": self.context.threads, "device": self.context.device, **versions()},
@@ -191,6 +197,10 @@ class _Run:
         """What sites did not let out in the rounds so far, each refusal once."""
         pages = [record.extra.get("refused", {}) for record in self.records]
         return list(dict.fromkeys(reason for page in pages for reasons in page.values() for reason in reasons))
+
+    def _said(self) -> list[str]:
+        """What the method warned of in the rounds so far, each warning once."""
+        return list(dict.fromkeys(said for record in self.records for said in record.extra.get("warnings", [])))
 
     def _mini_batches(self) -> int:
         """Mini-batches so far per source domain, the mean over them; a pool does the work of all its domains."""
@@ -218,7 +228,11 @@ class _Run:
             versions=versions(),
             threads=context.threads,
             device=context.device,
-            warnings=[*context.data.warnings, *(f"gone on without it: {reason}" for reason in self._refusals())],
+            warnings=[
+                *context.data.warnings,
+                *(f"gone on without it: {reason}" for reason in self._refusals()),
+                *self._said(),
+            ],
             setting=setting_of(part.method),
             options=self.folder.identity,
             data={

@@ -19,7 +19,17 @@ from fedshift.experiment.environment import data_fingerprint, resolve_device, th
 from fedshift.experiment.features import built
 from fedshift.experiment.folder import RunFolder
 from fedshift.experiment.part import run_part
-from fedshift.experiment.protocol import Part, Split, budgets, parts_of, roles_of, split_of, taking_part, targets_of
+from fedshift.experiment.protocol import (
+    Part,
+    Split,
+    budgets,
+    parts_of,
+    roles_of,
+    shortest_epochs,
+    split_of,
+    taking_part,
+    targets_of,
+)
 from fedshift.experiment.schema import Experiment, method_record
 from fedshift.experiment.sections import EXTENT, LeaveOneOut
 from fedshift.federation.pool import WorkerPool
@@ -57,9 +67,14 @@ def run_experiment(
             reporter.warn(warning)
     fingerprint = data_fingerprint(data)
     folders = {}
+    splits = []
     for part in parts:
         split = split_of(experiment.protocol, data, part.target, part.seed)
+        splits.append(split)
         folders[part] = run_folder(experiment, split, fingerprint, part, folder)
+    steps = shortest_epochs(experiment.training, splits)
+    for warning in (said for method in experiment.methods for said in method.check_steps(steps) if not helper):
+        reporter.warn(warning)
     unfinished = 0
     for place in folders.values():
         place.check_identity()

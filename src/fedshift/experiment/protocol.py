@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -203,6 +203,16 @@ def budgets(method: Method, methods: Sequence[Method], training: Training, split
     if whole == 0:  # a method that announces no training
         return dict.fromkeys(own, -(-total // len(own)))
     return {site: -(-need * total // whole) for site, need in own.items()}
+
+
+def shortest_epochs(training: Training, splits: Iterable[Split]) -> dict[str, int]:
+    """Mini-batches of an epoch at each source, in the split in which it has the fewest."""
+    fewest: dict[str, int] = {}
+    for split in splits:
+        for site, rows in split.train.items():
+            steps = batches_per_epoch(len(rows), training.batch_size)
+            fewest[site] = min(steps, fewest.get(site, steps))
+    return fewest
 
 
 def rounds_needed(method: Method, training: Training, split: Split, budget: Mapping[str, int]) -> int:

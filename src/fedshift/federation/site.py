@@ -181,17 +181,21 @@ class Site:
         """A module of the method's own, moved to this site's device; its products are made as the network's."""
         return with_products(module.to(self.device), self.training.matrix_products)
 
-    def optimizer(self, *modules: nn.Module, memory: str | None = None) -> torch.optim.Optimizer:
-        """The experiment's optimiser over the modules' parameters; ``memory`` names where momentum is kept, if so."""
+    def optimizer(self, *modules: nn.Module, memory: str | None = None, keep: bool = False) -> torch.optim.Optimizer:
+        """The experiment's optimiser over the modules' parameters; ``memory`` names where momentum is kept, if so.
+
+        keep: the method keeps it, whatever the experiment says; likewise in `remember_optimizer`.
+        """
         parameters = [parameter for module in modules for parameter in module.parameters()]
         optimizer = self.training.build_optimizer(parameters, self.learning_rate)
-        if memory is not None and not self.training.reset_optimizer_each_round and memory in self.memory:
+        kept = keep or not self.training.reset_optimizer_each_round
+        if memory is not None and kept and memory in self.memory:
             _load_optimizer(optimizer, self.memory[memory])
         return optimizer
 
-    def remember_optimizer(self, optimizer: torch.optim.Optimizer, memory: str) -> None:
-        """Keep momentum and moments for the next exchange, if the experiment asks for it."""
-        if not self.training.reset_optimizer_each_round:
+    def remember_optimizer(self, optimizer: torch.optim.Optimizer, memory: str, keep: bool = False) -> None:
+        """Keep momentum and moments for the next exchange, if the experiment or ``keep`` asks for it."""
+        if keep or not self.training.reset_optimizer_each_round:
             self.memory[memory] = _optimizer_state(optimizer)
 
     def pixels(self, inputs: Tensor) -> Tensor:

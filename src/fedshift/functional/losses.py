@@ -70,3 +70,11 @@ def proximal_penalty(parameters: Iterable[tuple[str, Tensor]], reference: Mappin
 def entropy(probabilities: Tensor, epsilon: float = 1e-5) -> Tensor:
     """Entropy ``−Σ_c p_c log(p_c + ε)`` of each row, in nats: (…, C) → (…). ε keeps gradients finite (SHOT, 9.1)."""
     return -(probabilities * (probabilities + epsilon).log()).sum(-1)
+
+
+def entropy_of_logits(logits: Tensor) -> Tensor:
+    """Entropy ``−Σ_c p_c log p_c`` of each row's softmax, in nats: (…, C) → (…); finite without an ε, whatever the
+    logits (MDFNet, section 8.2).
+    """
+    log_probabilities = logits.log_softmax(-1)
+    return -(log_probabilities.exp() * log_probabilities).sum(-1)

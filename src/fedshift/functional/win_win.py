@@ -1,5 +1,5 @@
-"""Numbers of the federation in which some sites have labels and some have not: MDFNet's schedule, and what a pair of
-sites has in common.
+"""Numbers of the federation in which some sites have labels and some have not: MDFNet's schedule, its gate and guard,
+and what a pair of sites has in common.
 """
 
 from __future__ import annotations
@@ -39,6 +39,29 @@ def collaborative_shares(labelled: int, unlabelled: int, weight: float) -> tuple
     if not 0 <= weight <= 1:
         raise UserError(f"the unlabelled sites' share must lie in [0, 1], found {weight}")
     return (1 - weight) / labelled, weight / unlabelled
+
+
+def is_ready(cross_entropy: float, classes: int, readiness: float) -> bool:
+    """Whether a model tells classes apart: ``CE < q · ln C``, the readiness gate of MDFNet's practical setting.
+
+    cross_entropy: of the labelled sites, in nats; guessing has ln C. classes: C. readiness: q. Raises UserError for
+    fewer than two classes.
+    """
+    if classes < 2:
+        raise UserError(f"a cross-entropy needs at least two classes to be compared with guessing, found {classes}")
+    return cross_entropy < readiness * math.log(classes)
+
+
+def progress_since(opened: int, done: int, rounds: int) -> float:
+    """``r = (done − opened)/(rounds − 1 − opened)``, at most 1: 0 in the first round in which unlabelled sites take
+    part, 1 in the last round planned. opened, done: rounds before that one, and before this one.
+    """
+    return min(1.0, (done - opened) / max(1, rounds - 1 - opened))
+
+
+def names_few_classes(named: int, classes: int) -> bool:
+    """Whether pseudo-labels name at most half of the classes, the sign that clusters fell into one another."""
+    return 2 * named <= classes
 
 
 def proxy_distance(error: float) -> float:

@@ -27,8 +27,9 @@ class State:
     """Where a run stands after a round: plain data, so it can be saved and the run goes on from the file.
 
     weights: the model that is evaluated and handed out. parts: what travels or stays beside it (a generator, a bank of
-    statistics). numbers: anything small. report: what the round wants to say in ``rounds.jsonl``, not carried over.
-    recent: the models of the last rounds, the newest last, where their mean is handed out; the run keeps them.
+    statistics). numbers: anything small. report: what the round wants to say in ``rounds.jsonl``, not carried over; its
+    ``warnings``, a list of sentences, are also shown once and kept in the run's result. recent: the models of the last
+    rounds, the newest last, where their mean is handed out; the run keeps them.
     """
 
     weights: Weights
@@ -170,6 +171,10 @@ class Method(BaseModel, ABC):
 
         Raises UserError when the method cannot work on such samples.
         """
+        return ()
+
+    def check_steps(self, steps: Mapping[str, int]) -> tuple[str, ...]:
+        """Warnings about these options where an epoch of each source has so many mini-batches (``steps``)."""
         return ()
 
     def adapt_network(self, network: Network, sources: int) -> Network:

@@ -4,8 +4,9 @@ network's own; strong views of images; a model with the statistics of a site's o
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -15,6 +16,7 @@ from torch.nn import functional
 
 from fedshift.data.domain import Preprocessing
 from fedshift.data.transforms import Augmentation, augment, normalised
+from fedshift.federation.federation import Federation
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Site
 from fedshift.models.network import Network
@@ -173,3 +175,22 @@ def with_own_statistics(site: Site, weights: Weights) -> Network:
             if len(batch.inputs) > 1:
                 model(batch.inputs)
     return model.eval()
+
+
+def hand_over(
+    federation: Federation, givers: Sequence[str], takers: Sequence[str], part: float = 1.0
+) -> dict[str, int]:
+    """Let ``takers`` train ``part`` of what ``givers`` would in this round, so that work stays equal in all.
+
+    Returns by how many mini-batches this round differs from the plan at each site; takers part them evenly.
+    """
+    rounds_left = max(1, federation.rounds - federation.round + 1)
+    changes: dict[str, int] = {}
+    for site in givers:
+        left = max(0, federation.budget[site] - federation.progress.used[site])
+        changes[site] = -math.floor(part * -(-left // rounds_left))
+    given = -sum(changes.values())
+    changes |= {site: (given + number) // len(takers) for number, site in enumerate(takers)}
+    for site, change in changes.items():
+        federation.budget[site] += change
+    return changes

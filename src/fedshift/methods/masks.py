@@ -1,0 +1,64 @@
+"""MDFNet's masks: the layer, what stays at a site, and where a network has its mask."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import torch
+from torch import Tensor, nn
+
+from fedshift.errors import UserError
+from fedshift.functional.masking import draws_like, straight_through_mask
+from fedshift.methods.blocks import with_block
+from fedshift.models.network import Network
+
+
+class Mask(nn.Module):
+    """Multiplies features (b, …) by a mask over all but the first axis, m̂ drawn from U(0, 1) at first."""
+
+    def __init__(self, width: int, hard: bool) -> None:
+        super().__init__()
+        self.logits = nn.Parameter(torch.rand(width))
+        self._hard = hard
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Drawn for each sample in training; in evaluation the probabilities, or whether they reach ½."""
+        flat = features.flatten(1)
+        if self.training:
+            mask = straight_through_mask(self.logits, draws_like(flat))
+        else:
+            mask = (self.logits >= 0).to(flat) if self._hard else self.logits.sigmoid()
+        return (flat * mask).view_as(features)
+
+
+class Private(nn.Module):
+    """What stays at a site: the specific mask, and the decoder from both halves to the inputs."""
+
+    def __init__(self, masked: int, embedding: int, hidden: int, inputs: int) -> None:
+        super().__init__()
+        self.mask = Mask(masked, hard=False)
+        self.decoder = nn.Sequential(nn.Linear(2 * embedding, hidden), nn.ReLU(), nn.Linear(hidden, inputs))
+
+
+def parts(model: Network) -> tuple[nn.Module, nn.Module]:
+    """Encoder and mask, or mask and encoder."""
+    assert isinstance(model.features, nn.Sequential)
+    first, second = model.features
+    return first, second
+
+
+def with_masked_inputs(network: Network, hard: bool) -> Network:
+    """``network`` with the invariant mask before its features."""
+    first = next((module for module in network.features.modules() if list(module.parameters(recurse=False))), None)
+    if not isinstance(first, nn.Linear):
+        raise UserError("mdfnet.mask: inputs masks the vectors that a fully connected layer reads; choose model mlp")
+    width = first.in_features
+    mask = parts(with_block(network, lambda _: Mask(width, hard), size=network.embedding_size))[1]
+    return Network(
+        nn.Sequential(OrderedDict(mask=mask, encoder=network.features)),
+        network.classifier,
+        embedding_size=network.embedding_size,
+        classes=network.classes,
+        stages={name: path.replace("features", "features.encoder", 1) for name, path in network.stages.items()},
+        alignment_stages=network.alignment_stages,
+    )
