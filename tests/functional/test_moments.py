@@ -28,8 +28,8 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 def test_worked_numbers() -> None:
     assert moment_distance(WORKED, "mean_variance").item() == pytest.approx((MEAN + VARIANCE) / 2, abs=1e-6)
-    # By the paper: the sources are (1, 0) apart in mean and 3 in second moment; the target is 1.414214 and 1 from them in
-    # mean, 5 and 3.162278 in second moment.
+    # The paper: the sources are 1 apart in mean and 3 in second moment; the target is 1.414214 and 1 from them in mean,
+    # 5 and 3.162278 in second moment.
     paper = (1.0 + 3.0) + (1.414214 + 1.0 + 5.0 + 3.162278) / 2
     assert moment_distance(WORKED, "raw").item() == pytest.approx(paper, abs=1e-6)
 

@@ -1,4 +1,4 @@
-"""FedDG-ELCFS: a round beside a plain re-implementation, every named setting and option, what crosses the wire, bad input."""
+"""FedDG-ELCFS: a round beside a plain re-implementation, settings and options, what crosses the wire, bad input."""
 
 from __future__ import annotations
 

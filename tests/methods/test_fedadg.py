@@ -138,10 +138,8 @@ def test_a_round_is_the_equations(options: dict[str, Any], form: str, squares: b
         noise = torch.rand(8, 2, generator=noises)
         h, made = features(values, batch.inputs), generated(values, noise, condition)
         of_made, of_found = answer(critic, made.detach(), condition), answer(critic, h.detach(), condition)
-        if squares:
-            loss = ((1 - of_made) ** 2 + of_found**2).mean()
-        else:
-            loss = -(of_made**2 + (1 - of_found) ** 2).mean()
+        terms = (1 - of_made) ** 2 + of_found**2 if squares else -(of_made**2) - (1 - of_found) ** 2
+        loss = terms.mean()
         descend(critic, trained, loss, 0.35)
         alignment = (1 - answer(critic, h, condition)).square().mean()
         logits = h @ values["classifier.weight"].T + values["classifier.bias"]

@@ -19,9 +19,8 @@ and those of the others, and gives none); then what the method behind sends.
 Where the paper and its code differ. **The defaults are not the paper's in one point: Φ.** The paper's is VGG-19 up to
 relu4_1 with a trained decoder, at 512 pixels, which needs the weights of both. ``setting: vgg`` is the paper;
 ``released`` is its code, with the same Φ. By default Φ is ``pixel`` (the image's own channels), which needs no file;
-others are ``lab``, ``lowfreq`` (amplitudes of low frequencies in the place of μ and σ), and ``feature``: AdaIN after a
-stage of the network that is trained, without a decoder, with the styles of the common start, meant for a pre-trained
-network.
+others are ``lab``, ``lowfreq`` (amplitudes of low frequencies for μ and σ), and ``feature``: AdaIN after a stage of the
+network that is trained, without a decoder, with the styles of the common start, meant for a pre-trained network.
  1. The code's content deviation has n − 1 in the denominator, the overall style's n. The paper has one σ: here n in
     both, so that what comes out has the style asked for (``unbiased_content``).
  2. Single mode in the code draws one image of the other site's folder per mini-batch of content; in the paper J styles

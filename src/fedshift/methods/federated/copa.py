@@ -45,7 +45,6 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from fedshift.data.transforms import NamedAugmentation
-from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, PerSite, Reply
 from fedshift.federation.site import Batch, Site

@@ -13,8 +13,8 @@ The network's features get one more layer, whose output is a Gaussian code, and 
     prediction: log of the mean softmax over 20 samples of z
 FedL2R: no sampling (z = μ) and α_CMI = 0. FedCMI: α_L2R = 0.
 
-Where the paper and its code differ. The defaults are the paper's; ``setting: released`` is the authors' code, in each of
-the three methods what concerns it.
+Where the paper and its code differ. The defaults are the paper's; ``setting: released`` is the authors' code, in each
+of the three methods what concerns it.
  1. The paper has E‖z‖², the code E‖z‖, which the published coefficients were found with (``norm``).
  2. The code multiplies μ and σ by a learned number inside the divergence, the paper does not (``learned_factor``).
  3. In the code each site keeps its own r(z|y) for ever. In the paper one reference of a class is what aligns the sites:
@@ -28,8 +28,8 @@ No setting changes these:
  8. One optimiser for the whole run: ``training.reset_optimizer_each_round: false``.
  9. Samples of z at prediction: here the same ε for all inputs, from a fixed seed, so that a prediction depends neither
     on the batch nor on when it is made.
-Sites count alike, as in the code (``weighting: uniform``). α_CMI is 0.001, as published for PACS (5e-4 where the code is
-told nothing); Z is the width of the features (512 for ResNet-18, 2048 for ResNet-50).
+Sites count alike, as in the code (``weighting: uniform``). α_CMI is 0.001, as published for PACS (5e-4 where the code
+is told nothing); Z is the width of the features (512 for ResNet-18, 2048 for ResNet-50).
 
 Should reproduce (PACS, ResNet-18, as printed by CSAC): FedSR 83.7, FedL2R 83.1, FedCMI 81.7.
 """

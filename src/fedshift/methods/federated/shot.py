@@ -17,9 +17,9 @@ Model: backbone, bottleneck g = Linear → BatchNorm, classifier h linear with n
     prediction: mean over k of the softmax outputs
 
 Where papers and code differ. The paper has values of its own for three kinds of experiment. The defaults are those of
-objects whose network begins from nothing; ``setting: digits`` has the digits' β = 0.1 in place of 0.3; ``pretrained`` is
-for a backbone with pre-trained weights, which learns at 0.1 of the others' rate, at both sides. No setting changes the
-rest:
+objects whose network begins from nothing; ``setting: digits`` has the digits' β = 0.1 in place of 0.3; ``pretrained``
+is for a backbone with pre-trained weights, which learns at 0.1 of the others' rate, at both sides. No setting changes
+the rest:
  1. The code counts ε = 1e-5 inside the logarithm of H. Here too.
  2. A class that no sample is assigned to has an undefined centroid in the code, which then wins every sample. Here it
     takes no part.

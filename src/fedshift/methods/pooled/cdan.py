@@ -18,7 +18,7 @@ Where papers and code differ. The defaults are the paper's; ``setting: released`
     iterations (``ramp_share``, by which p is divided here).
 No setting changes these:
  2. In the code the weights have a gradient, reversed like the features'. Here too.
- 3. The paper projects at random where C·d > 4096 (``projection: auto``). In the code that is a flag, meant for the same.
+ 3. The paper projects at random where C·d > 4096 (``projection: auto``). In the code a flag says so.
  4. One source in the paper. Here: batches of all sources together are the source side.
  5. SGD with Nesterov momentum 0.9, weight decay 5e-4, new layers 10 times faster, a schedule in iterations; ten crops
     in testing (code). Here: the experiment's optimiser, schedule and inputs, as for every method.

@@ -9,8 +9,8 @@ Common features F and for every source a pair of classifiers C_k, C'_k. On every
     A  min over F, C, C'   mean_k (CE(C_k) + CE(C'_k)) + λ · MD                          on the sources; MD: see below
     B  min over C, C'      mean_k (CE(C_k) + CE(C'_k)) − mean_k E|p_k − p'_k|            the discrepancy on the target
     C  min over F          mean_k E|p_k − p'_k|,  four times                             on the target
-MD is the sum over two moments, E[x] and E[x²], of the mean Euclidean distance between the sources' and the target's, plus
-the mean over all pairs of sources.
+MD is the sum over two moments, E[x] and E[x²], of the mean Euclidean distance between the sources' and the target's,
+plus the mean over all pairs of sources.
 At test time the mean of the softmax of all C_k answers.
 
 Where papers and code differ. The defaults are the paper's; ``setting: reimplementation`` is the one most in use, by the
