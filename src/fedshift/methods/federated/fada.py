@@ -21,8 +21,8 @@ and at the end of the round, with Δ_i the update of source i,
     w = softmax(gain),  θ_T ← θ'_T + Σ_i w_i Δ_i = Σ_i w_i θ_i + (θ'_T − θ_T)                                    (d)
 
 No faithful public code is known to us. **In two points that belong together, 2 and 4, the defaults are not the
-paper's**: its exchange of all models after every mini-batch and the gains that go with it are ``setting: every_step``. Where
-the paper is silent or another way was chosen
+paper's**: its exchange of all models after every mini-batch and the gains that go with it are ``setting: every_step``.
+Where the paper is silent or another way was chosen
  1. Variants as its authors report them: I = (a), (b) and equal weights; II adds the weights of (d); III adds (c).
  2. The paper exchanges models after every mini-batch (``every_step``), here after ``steps_per_round``: at 20 it is a
     twentieth of the models' traffic.
