@@ -604,7 +604,9 @@ def elcfs(quick: bool, device: str) -> list[Row]:
         data = Synthetic(shape=shape, samples=samples, sites=2, classes=2 if masked else 10, masks=masked)
         sites = {
             "fedavg": LocalSteps(Work({"name": "fedavg"}, data, model, training, device), "fit"),
-            "elcfs": LocalSteps(Work({"name": "elcfs", "window": 0.05}, data, model, training, device), "fit"),
+            "elcfs": LocalSteps(
+                Work({"name": "elcfs", "setting": "light", "window": 0.05}, data, model, training, device), "fit"
+            ),
         }
         own = sites["elcfs"].run("share_spectra")
         assert isinstance(own, SharedSpectra)

@@ -32,6 +32,7 @@ PUBLISHED = {
 TITLES = {
     "csac": "CSAC",
     "elcfs": "ELCFS",
+    "elcfs-light": "ELCFS (light)",
     "fedsr": "FedSR",
     "copa": "COPA",
     "kd3a": "KD3A",
@@ -41,7 +42,7 @@ TITLES = {
     "source_only": "Source-only",
     "mdan": "MDAN",
     "shot": "SHOT",
-    "cdan": "CDAN",
+    "cdan-released": "CDAN (released)",
     "focus": "focus",
     "samples": "samples",
     "r1": "r = 1",
@@ -53,6 +54,7 @@ TITLES = {
 PAIRS = (
     ("csac", "fedavg"),
     ("elcfs", "fedavg"),
+    ("elcfs-light", "fedavg"),
     ("fedsr", "fedavg"),
     ("copa", "fedavg"),
     ("kd3a", "fedavg"),
@@ -68,7 +70,7 @@ PAIRS = (
     ("mdfnet-slow-labels", "source_only"),
     ("mdfnet-slow-labels", "srdc"),
     ("mdfnet-slow-labels", "shot"),
-    ("mdfnet-slow-labels", "cdan"),
+    ("mdfnet-slow-labels", "cdan-released"),
 )
 """Methods whose difference over all (target, seed) pairs is tested where a table has both."""
 MARKER = re.compile(r"<!-- table (\w+)(?: (\w+))? -->.*?<!-- end -->", re.DOTALL)

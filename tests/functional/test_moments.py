@@ -19,7 +19,7 @@ WORKED = [
     torch.tensor(rows, dtype=torch.float64)
     for rows in ([[1.0, 0.0], [3.0, 2.0]], [[0.0, 0.0], [2.0, 2.0]], [[1.0, 1.0], [1.0, 3.0]])
 ]
-MEAN, VARIANCE, RAW_SECOND = 1.138071, 1.333333, 3.720759
+MEAN, VARIANCE = 1.138071, 1.333333
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -27,27 +27,30 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def test_worked_numbers() -> None:
-    assert moment_distance(WORKED).item() == pytest.approx((MEAN + VARIANCE) / 2, abs=1e-6)
-    assert moment_distance(WORKED, "raw").item() == pytest.approx((MEAN + RAW_SECOND) / 2, abs=1e-6)
+    assert moment_distance(WORKED, "mean_variance").item() == pytest.approx((MEAN + VARIANCE) / 2, abs=1e-6)
+    # The paper: the sources are 1 apart in mean and 3 in second moment; the target is 1.414214 and 1 from them in mean,
+    # 5 and 3.162278 in second moment.
+    paper = (1.0 + 3.0) + (1.414214 + 1.0 + 5.0 + 3.162278) / 2
+    assert moment_distance(WORKED, "raw").item() == pytest.approx(paper, abs=1e-6)
 
 
 def test_worked_numbers_of_one_moment() -> None:
     # Centred batches differ in variance alone; a batch together with its mirror image, in second moments alone.
     centred = [batch - batch.mean(0) for batch in WORKED]
-    assert 2 * moment_distance(centred).item() == pytest.approx(VARIANCE, abs=1e-6)
+    assert 2 * moment_distance(centred, "mean_variance").item() == pytest.approx(VARIANCE, abs=1e-6)
     mirrored = [torch.cat([batch, -batch]) for batch in WORKED]
-    assert 2 * moment_distance(mirrored, "raw").item() == pytest.approx(RAW_SECOND, abs=1e-6)
+    assert moment_distance(mirrored, "raw").item() == pytest.approx(3.0 + (5.0 + 3.162278) / 2, abs=1e-6)
     # Batches of twice the same sample have no variance.
     means = [batch.mean(0).expand(2, -1) for batch in WORKED]
-    assert 2 * moment_distance(means).item() == pytest.approx(MEAN, abs=1e-6)
+    assert 2 * moment_distance(means, "mean_variance").item() == pytest.approx(MEAN, abs=1e-6)
 
 
 def test_worked_numbers_of_pairs() -> None:
     pairs = {(0, 1): (1.0, 0.0, 3.0), (0, 2): (1.414214, 2.0, 5.0), (1, 2): (1.0, 2.0, 3.162278)}
     for (first, second), (mean, variance, raw_second) in pairs.items():
         pair = [WORKED[first], WORKED[second]]
-        assert 2 * moment_distance(pair).item() == pytest.approx(mean + variance, abs=1e-6)
-        assert 2 * moment_distance(pair, "raw").item() == pytest.approx(mean + raw_second, abs=1e-6)
+        assert 2 * moment_distance(pair, "mean_variance").item() == pytest.approx(mean + variance, abs=1e-6)
+        assert moment_distance(pair, "raw").item() == pytest.approx(mean + raw_second, abs=1e-6)
 
 
 def batches_of(domains: int, width: int, seed: int) -> list[Tensor]:
@@ -67,8 +70,13 @@ def test_against_loops_over_pairs(domains: int, width: int, seed: int) -> None:
     def spread(moments: list[np.ndarray]) -> float:
         return float(np.mean([np.linalg.norm(first - second) for first, second in combinations(moments, 2)]))
 
-    assert moment_distance(batches).item() == pytest.approx((spread(means) + spread(variances)) / 2, rel=1e-9)
-    assert moment_distance(batches, "raw").item() == pytest.approx((spread(means) + spread(squares)) / 2, rel=1e-9)
+    usual = moment_distance(batches, "mean_variance").item()
+    assert usual == pytest.approx((spread(means) + spread(variances)) / 2, rel=1e-9)
+    paper = 0.0
+    for one in (means, squares):  # the target's is the last
+        paper += float(np.mean([np.linalg.norm(source - one[-1]) for source in one[:-1]]))
+        paper += spread(one[:-1]) if domains > 2 else 0.0
+    assert moment_distance(batches, "raw").item() == pytest.approx(paper, rel=1e-9)
     assert spread(means) == pytest.approx(pdist(np.array(means)).mean())
 
 
@@ -76,11 +84,12 @@ def test_against_loops_over_pairs(domains: int, width: int, seed: int) -> None:
 @settings(deadline=None, max_examples=25)
 def test_invariants(domains: int, shift: float, seed: int) -> None:
     batches = batches_of(domains, 3, seed)
-    distance = moment_distance(batches)
+    distance, paper = moment_distance(batches, "mean_variance"), moment_distance(batches, "raw")
     assert distance > 0
-    torch.testing.assert_close(moment_distance(batches[::-1]), distance)
-    torch.testing.assert_close(moment_distance([batch + shift for batch in batches]), distance)
-    torch.testing.assert_close(moment_distance([batch.flip(0) for batch in batches]), distance)
+    torch.testing.assert_close(moment_distance(batches[::-1], "mean_variance"), distance)
+    torch.testing.assert_close(moment_distance([batch + shift for batch in batches], "mean_variance"), distance)
+    torch.testing.assert_close(moment_distance([batch.flip(0) for batch in batches], "mean_variance"), distance)
+    torch.testing.assert_close(moment_distance([*batches[:-1][::-1], batches[-1]], "raw"), paper)
     for moments in ("mean_variance", "raw"):
         assert moment_distance([batches[0]] * domains, moments).item() == pytest.approx(0, abs=1e-12)  # type: ignore[arg-type]
 
@@ -94,7 +103,7 @@ def test_gradient_of_the_moment_distance(moments: str) -> None:
 def test_equal_moments_have_gradient_zero() -> None:
     # Two of the worked batches have the same variance, so one root has the argument 0.
     batches = [batch.clone().requires_grad_() for batch in WORKED]
-    moment_distance(batches).backward()
+    moment_distance(batches, "mean_variance").backward()
     assert all(batch.grad is not None and batch.grad.isfinite().all() for batch in batches)
     twins = [WORKED[0].clone().requires_grad_() for _ in range(2)]
     moment_distance(twins).backward()
@@ -110,10 +119,10 @@ def test_impossible_moments() -> None:
         [torch.zeros(3), torch.zeros(3)],
     ):
         with pytest.raises(UserError, match="two or more domains"):
-            moment_distance(batches)
+            moment_distance(batches, "mean_variance")
     with pytest.raises(UserError, match="at least 1 samples"):
         moment_distance([torch.zeros(3, 2), torch.zeros(0, 2)], "raw")
-    assert moment_distance([torch.zeros(1, 2), torch.ones(1, 2)], "raw").item() == pytest.approx(2**0.5)
+    assert moment_distance([torch.zeros(1, 2), torch.ones(1, 2)], "raw").item() == pytest.approx(2 * 2**0.5)
 
 
 def test_worked_numbers_of_the_discrepancy() -> None:

@@ -31,16 +31,19 @@ def judged(
     return (weights / weights.sum().detach() * each).sum(), p
 
 
+@pytest.mark.parametrize(("setting", "share"), [("paper", 1.0), ("released", 0.1)])
 @pytest.mark.parametrize("entropy_conditioning", [True, False])
-def test_a_step_by_hand(entropy_conditioning: bool) -> None:
-    method = CDAN(width=6, dropout=0, entropy_conditioning=entropy_conditioning, adversarial_weight=0.7)
+def test_a_step_by_hand(entropy_conditioning: bool, setting: str, share: float) -> None:
+    method = CDAN(
+        setting=setting, width=6, dropout=0, entropy_conditioning=entropy_conditioning, adversarial_weight=0.7
+    )
     site, weights = pool_of(method), start(method)
     sources, target = first_batches(site)
     update = fit(method, site, weights)
 
     again = pool_of(method)
     model, parts = again.model(weights), method.parts(again, lambda: Parts(method, 6, 3))
-    strength = ramp(WORK / LEFT / 0.1)
+    strength = ramp(WORK / LEFT / share)
     inputs, labels = torch.cat([b.inputs for b in sources]), torch.cat([b.targets for b in sources])
     features, at_target = model.features(inputs), model.features(target.inputs)
     logits, others = model.classifier(features), model.classifier(at_target)
@@ -63,7 +66,7 @@ def test_a_step_by_hand(entropy_conditioning: bool) -> None:
 
 def test_no_strength_at_first_and_all_of_it_after_its_share() -> None:
     assert ramp(0) == 0
-    assert ramp(0.1 / CDAN().ramp_share) == pytest.approx(0.999909, abs=1e-6)
+    assert ramp(0.1 / CDAN(setting="released").ramp_share) == pytest.approx(0.999909, abs=1e-6)
     for progress, expected in {0.1: 0.462117, 0.2: 0.761594, 0.5: 0.986614}.items():
         assert ramp(progress) == pytest.approx(expected, abs=1e-6)
 

@@ -249,7 +249,7 @@ def resnet() -> Network:
 
 def test_hybrid_normalisation() -> None:
     """At first it is BatchNorm; with the gate shut every image is normalised by itself."""
-    network, plain = COPA(hybrid_normalisation=True).adapt_network(resnet(), 3), COPA().adapt_network(resnet(), 3)
+    network, plain = COPA().adapt_network(resnet(), 3), short(setting="batch_norm").adapt_network(resnet(), 3)
     norms = [module for module in network.modules() if isinstance(module, BatchInstanceNorm2d)]
     assert len(norms) == sum(type(module) is nn.BatchNorm2d for module in plain.modules()) == 20
     inputs = torch.rand(4, 1, 32, 32)
@@ -272,8 +272,8 @@ def test_hybrid_normalisation() -> None:
     torch.testing.assert_close(norm(maps), expected, atol=1e-5, rtol=1e-5)
 
 
-def test_hybrid_normalisation_needs_batch_norm_of_images() -> None:
-    method = COPA(hybrid_normalisation=True)
-    with pytest.raises(UserError, match=r"copa\.hybrid_normalisation: the network has no BatchNorm"):
-        method.check(setting(method, domains(NORMED), NORMED).build_network())
-    method.check(method.adapt_network(resnet(), 2))
+def test_a_network_without_batch_norm_of_images_stays_as_it_is() -> None:
+    plain, asked = (
+        setting(method, domains(NORMED), NORMED).build_network() for method in (short(setting="batch_norm"), short())
+    )
+    assert Weights(plain.state_dict()) == Weights(asked.state_dict())

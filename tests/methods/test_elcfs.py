@@ -1,4 +1,4 @@
-"""FedDG-ELCFS: a round beside a plain re-implementation, every option of 3.3, what crosses the wire, bad input."""
+"""FedDG-ELCFS: a round beside a plain re-implementation, settings and options, what crosses the wire, bad input."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from fedshift.errors import UserError
 from fedshift.federation.local import LocalFederation
 from fedshift.federation.messages import Spectra
 from fedshift.federation.randomness import generator
+from fedshift.methods.federated import elcfs
 from fedshift.methods.federated.elcfs import ELCFS, _Bank
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.weights import Weights
@@ -36,8 +37,14 @@ def transformed(image: Tensor, donor: Tensor, rate: float, half: int) -> Tensor:
     return torch.from_numpy(np.clip(np.real(np.fft.ifft2(mixed * np.exp(1j * np.angle(own)))), 0, 1)).float()
 
 
-def plain_round(method: ELCFS, second: bool) -> Weights:
-    """One round at the sites ``a`` and ``b`` by the equations, without functional calls, windows or shared code."""
+def plain_round(
+    inner_rate: float, order: str, *, half: int = 2, drawn: bool = False, law: str = "uniform", share: float = 16 / 24
+) -> Weights:
+    """One round at the sites ``a`` and ``b`` by the equations, without functional calls, windows or shared code.
+
+    drawn: the foreign site of an image is drawn, as with one copy. share: of site ``a``.
+    """
+    method, second = ELCFS(), order == "second"
     found = [images("a", 16), images("b", 8)]
     whole = setting(method, found, momentum=0.0, lr=0.05)
     start = whole.build_network()
@@ -45,15 +52,22 @@ def plain_round(method: ELCFS, second: bool) -> Weights:
     for own, other in ((0, 1), (1, 0)):
         name, pixels = found[own].name, torch.from_numpy(found[own].inputs).float() / 255
         foreign, labels = torch.from_numpy(found[other].inputs).float() / 255, torch.from_numpy(found[own].labels)
-        order, donors = generator(3, name, 3, "batches"), generator(3, name, 3, "donors")
+        shuffle, donors = generator(3, name, 3, "batches"), generator(3, name, 3, "donors")
         model = copy.deepcopy(start).train()
-        for rows in torch.split(torch.randperm(len(labels), generator=order), 8):
-            torch.randint(1, (len(rows),), generator=donors)  # which site: there is one
+        for rows in torch.split(torch.randperm(len(labels), generator=shuffle), 8):
+            if drawn:
+                torch.randint(1, (len(rows),), generator=donors)  # which site: there is one
             chosen = (torch.rand(len(rows), generator=donors) * len(foreign)).long()
-            rates = torch.rand(len(rows), generator=donors)
+            if law == "uniform":
+                rates = torch.rand(len(rows), generator=donors)
+            elif law == "own amplitude gone":
+                torch.randint(1, (len(rows),), generator=donors)
+                rates = torch.ones(len(rows))
+            else:
+                rates = (1 + torch.randint(9, (len(rows),), generator=donors)) / 10
             mixed = torch.stack(
                 [
-                    transformed(pixels[i, 0], foreign[j, 0], float(r), 2)[None]
+                    transformed(pixels[i, 0], foreign[j, 0], float(r), half)[None]
                     for i, j, r in zip(rows, chosen, rates, strict=True)
                 ]
             )
@@ -63,7 +77,7 @@ def plain_round(method: ELCFS, second: bool) -> Weights:
                 F.cross_entropy(model(inputs), labels[rows]), parameters, create_graph=second
             )
             if second:
-                ahead = [p - method.inner_rate * g for p, g in zip(parameters, gradients, strict=True)]
+                ahead = [p - inner_rate * g for p, g in zip(parameters, gradients, strict=True)]
                 named = dict(zip(dict(model.named_parameters()), ahead, strict=True))
                 moved = torch.func.functional_call(model, named, (copies,))
                 extra = torch.autograd.grad(F.cross_entropy(moved, labels[rows]), parameters)
@@ -71,21 +85,61 @@ def plain_round(method: ELCFS, second: bool) -> Weights:
                 twin = copy.deepcopy(model)
                 with torch.no_grad():
                     for p, g in zip(twin.parameters(), gradients, strict=True):
-                        p -= method.inner_rate * g
+                        p -= inner_rate * g
                 extra = torch.autograd.grad(F.cross_entropy(twin(copies), labels[rows]), list(twin.parameters()))
+            if order == "none":
+                extra = tuple(torch.zeros_like(one) for one in extra)
             with torch.no_grad():
                 for p, g, more in zip(parameters, gradients, extra, strict=True):
                     p -= 0.05 * (g + more)
         trained.append(model.state_dict())
-    return Weights({key: (16 * trained[0][key] + 8 * trained[1][key]) / 24 for key in trained[0]})
+    return Weights({key: share * trained[0][key] + (1 - share) * trained[1][key] for key in trained[0]})
 
 
-@pytest.mark.parametrize("order", ["first", "second"])
-def test_a_round_is_the_equations(order: Any) -> None:
-    method = ELCFS(window=WIDE, inner_rate=0.5, meta_gradient=order)
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"window": WIDE}, {"order": "second"}),
+        ({"window": WIDE, "meta_gradient": "first"}, {"order": "first"}),
+        ({"window": WIDE, "setting": "light"}, {"order": "first", "drawn": True}),
+        (
+            {"setting": "released", "bank_share": 1.0},  # which spectra leave a site is drawn there, see below
+            {"order": "first", "drawn": True, "half": 0, "law": "own amplitude gone", "share": 0.67},
+        ),
+        ({"setting": "ccst_port"}, {"order": "none", "drawn": True, "half": 0, "law": "tenths", "share": 0.5}),
+    ],
+    ids=str,
+)
+def test_a_round_is_the_equations(options: dict[str, Any], expected: dict[str, Any]) -> None:
+    method = ELCFS.model_validate({"inner_rate": 0.5, **options})
     state, _ = run(method, [images("a", 16), images("b", 8)], rounds=1, momentum=0.0, lr=0.05)
-    for key, tensor in plain_round(method, order == "second").items():
+    for key, tensor in plain_round(0.5, **expected).items():
         torch.testing.assert_close(state.weights[key], tensor, atol=2e-5, rtol=1e-4)
+
+
+def test_the_released_setting_sends_an_eighth_of_the_spectra_and_of_each_one_number() -> None:
+    method = ELCFS.model_validate({"setting": "released"})
+    where = federation(method, [images("a", 16), images("b", 8)])
+    method.start(where, start_of(method))
+    assert where.ledger.total["up"]["spectra"] == 4 * (2 + 1)
+
+
+@pytest.mark.parametrize(
+    ("setting", "largest"), [("paper", None), ("released", 100.0), ("light", 100.0), ("ccst_port", 1.0)]
+)
+def test_the_inner_gradient_is_cut_as_the_setting_says(
+    setting: str, largest: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: set[Any] = set()
+    step = elcfs.inner_step
+
+    def noted(parameters: Any, gradients: Any, rate: float, clip: float | None = None, **rest: Any) -> Any:
+        seen.add(clip)
+        return step(parameters, gradients, rate, clip, **rest)
+
+    monkeypatch.setattr(elcfs, "inner_step", noted)
+    run(ELCFS.model_validate({"setting": setting}), rounds=1)
+    assert seen == {largest}
 
 
 def test_first_and_second_order_differ_by_the_inner_rate_alone() -> None:
@@ -125,7 +179,7 @@ def test_the_ports_meta_loss_changes_nothing() -> None:
         {"rates": "released"},
         {"rates": "ccst"},
         {"rates": "demo"},
-        {"copies": "all"},
+        {"copies": "one"},
         {"bank_share": 0.125},
         {"inner_rate": 0.5},
         {"inner_rate": 0.5, "clip": 1e-3},

@@ -31,7 +31,7 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.local import LocalFederation, Setting
 from fedshift.federation.pool import PoolFederation, WorkerPool
 from fedshift.federation.site import Site
-from fedshift.methods.federated.fedadg import FedADG, _accuracy
+from fedshift.methods.federated.fedadg import FedADG, WithGenerator, _accuracy, _discriminator, _Game
 from fedshift.models import registry as models
 from fedshift.models.payload import payload
 from fedshift.weights import Weights
@@ -84,10 +84,30 @@ def descend(values: Tensors, names: list[str], loss: Tensor, rate: float) -> Non
         values[name] = (values[name] - rate * slope).detach().requires_grad_()
 
 
-@pytest.mark.parametrize("form", ["formula", "towards_features", "frozen"])
-def test_a_round_is_the_equations(form: str) -> None:
-    """One site of 8 samples, one epoch on the task and two of the game, by hand with plain tensors."""
-    method = short(adversarial_epochs=2, label_smoothing=0.2, adversarial_weight=0.4, generator=form, noise=2)
+@pytest.mark.parametrize(
+    ("options", "form", "squares", "projects"),
+    [
+        ({}, "formula", False, False),
+        ({"setting": "least_squares"}, "formula", True, False),
+        ({"generator": "towards_features"}, "towards_features", False, False),
+        ({"generator": "frozen"}, "frozen", False, False),
+        ({"setting": "released", "warm_up": None}, "towards_features", True, True),
+        (
+            {"setting": "released_vlcs", "warm_up": None, "condition": "after", "condition_value": 0.7},
+            "frozen",
+            False,
+            True,
+        ),
+    ],
+    ids=str,
+)
+def test_a_round_is_the_equations(options: dict[str, Any], form: str, squares: bool, projects: bool) -> None:
+    """One site of 8 samples, one epoch on the task and two of the game, by hand with plain tensors.
+
+    squares: D has the least-squares loss. projects: D trains its projection.
+    """
+    usual = {"adversarial_epochs": 2, "label_smoothing": 0.2, "adversarial_weight": 0.4, "noise": 2}
+    method = short(**{**usual, **options})
     found = [vectors("alone", 8)]
     where = federation(method, found, MLP, rounds=1, momentum=0.0, batch_size=8, lr=0.5)
     start = start_of(method, found, MLP)
@@ -99,12 +119,13 @@ def test_a_round_is_the_equations(form: str) -> None:
     maker = [name for name in values if name.startswith("generator")]
 
     # The site's discriminator before the round: what a round without training of it leaves there.
-    untouched = federation(short(adversary_rate=0.0, noise=2), found, MLP, rounds=1, batch_size=8)
+    still = short(adversary_rate=0.0, noise=2, trainable_projection=projects)
+    untouched = federation(still, found, MLP, rounds=1, batch_size=8)
     step_on(untouched.method, untouched, untouched.method.start(untouched, start))  # type: ignore[arg-type, attr-defined]
     critic = {
         n: t.clone().requires_grad_() for n, t in site_of(untouched, "alone").memory.weights("discriminator").items()
     }
-    trained = [name for name in critic if name != "projection"]
+    trained = [name for name in critic if projects or name != "projection"]
 
     site.begin(type(site.envelope)(1, 1, 0.0, 100))
     noises = site.generator_for("noise")
@@ -116,8 +137,9 @@ def test_a_round_is_the_equations(form: str) -> None:
         condition = 0.7 * F.one_hot(batch.targets, 3).float()
         noise = torch.rand(8, 2, generator=noises)
         h, made = features(values, batch.inputs), generated(values, noise, condition)
-        loss = (1 - answer(critic, made.detach(), condition)).square().mean()
-        loss = loss + answer(critic, h.detach(), condition).square().mean()
+        of_made, of_found = answer(critic, made.detach(), condition), answer(critic, h.detach(), condition)
+        terms = (1 - of_made) ** 2 + of_found**2 if squares else -(of_made**2) - (1 - of_found) ** 2
+        loss = terms.mean()
         descend(critic, trained, loss, 0.35)
         alignment = (1 - answer(critic, h, condition)).square().mean()
         logits = h @ values["classifier.weight"].T + values["classifier.bias"]
@@ -179,7 +201,7 @@ OPTIONS: dict[str, Any] = {
     "adversarial_weight": 0.6,
     "label_smoothing": 0.3,
     "generator": "towards_features",
-    "discriminator_loss": "formula",
+    "discriminator_loss": "least_squares",
     "trainable_projection": True,
     "condition": "before",
     "condition_value": 0.3,
@@ -194,20 +216,41 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_changes_the_result(option: str) -> None:
-    assert set(OPTIONS) == set(FedADG.model_fields) - {"label", "keep"}
+    assert set(OPTIONS) == set(FedADG.model_fields) - {"label", "setting", "keep"}
     whole = {"lr": 0.3, "momentum": 0.9}
     plain, changed = run(short(), **whole)[0], run(short(**{option: OPTIONS[option]}), **whole)[0]
     assert plain.weights != changed.weights or plain.parts != changed.parts
 
 
-def test_the_released_warm_up_hardly_trains() -> None:
-    """Counted in local epochs over all rounds: the first has 1e-7, and 4 of 500 are under a hundredth."""
-    start = start_of(short())
-    moved = [
-        sum((run(method)[0].weights[name] - start[name]).abs().sum().item() for name in start if "classifier" in name)
-        for method in (short(), short(warm_up=500))
-    ]
-    assert 0 < moved[1] < 0.05 * moved[0]
+@pytest.mark.parametrize(("setting", "epochs"), [("released", 100), ("released_vlcs", 500)])
+def test_the_released_warm_up_hardly_trains(setting: str, epochs: int) -> None:
+    """Counted in local epochs over all rounds: the first has 1e-7, then the rate grows to the whole."""
+    method = short(setting=setting)
+    found = [vectors("alone", 8)]
+    where = federation(method, found, MLP, rounds=1, lr=0.5)
+    method.start(where, start_of(method, found, MLP))
+    site = site_of(where, "alone")
+    game = _Game(method, site, cast(WithGenerator, site.model()))
+    for epoch, rate in ((0, 1e-7), (3, 0.5 * 3 / epochs), (epochs, 0.5), (9 * epochs, 0.5)):
+        game.set_rates(epoch)
+        assert game.optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+        assert game._for_generator.param_groups[0]["lr"] == pytest.approx(0.7 * rate)
+
+
+def test_the_code_for_vlcs_projects_features_and_class_together() -> None:
+    method = short(setting="released_vlcs")
+    found = [vectors("alone", 8)]
+    where = federation(method, found, MLP, rounds=1)
+    method.start(where, start_of(method, found, MLP))
+    site = site_of(where, "alone")
+    critic = _discriminator(method, site, cast(WithGenerator, site.model()))
+    d = site.model().embedding_size
+    h = torch.rand(4, d)
+    y = 0.6 * F.one_hot(torch.tensor([0, 1, 2, 1]), 3).float()
+    assert method.condition_value == 0.6
+    joined = torch.cat([h, y], 1) @ critic.projection.T
+    torch.testing.assert_close(critic(h, y), critic.layers(joined))
+    assert critic.projection.requires_grad
 
 
 # Which epoch is kept --------------------------------------------------------------------------------------------------

@@ -127,7 +127,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_changes_the_result(option: str) -> None:
-    assert set(OPTIONS) == set(FedSR.model_fields) - {"label", "samples"}
+    assert set(OPTIONS) == set(FedSR.model_fields) - {"label", "setting", "samples"}
     base: dict[str, Any] = {"cmi_weight": 0.1, "steps_per_round": 4}
     if option == "local_epochs":
         base["steps_per_round"] = None

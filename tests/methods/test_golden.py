@@ -30,8 +30,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "shot": {"source_epochs": 3},
     "mdfnet": {"decay": False, "rho": 1.0, "keep_momentum": False},
     "fada": {"steps_per_round": 10},
+    "elcfs": {"setting": "light"},
     "copa": {"local_epochs": 2},
-    "fedadg": {"task_epochs": 1, "adversarial_epochs": 1},
+    "fedadg": {"setting": "least_squares", "task_epochs": 1, "adversarial_epochs": 1},
+    "m3sda": {"setting": "reimplementation"},
+    "cdan": {"setting": "released"},
     "dael": {"threshold": 0.4},
     "dsbn": {"first_stage": 0.25},
 }

@@ -92,8 +92,18 @@ def nearest_labels(features: Tensor, probabilities: Tensor) -> Tensor:
     return labels
 
 
-def test_a_target_step_is_the_equation() -> None:
-    method = short(pseudo_label_weight=0.4, backbone_rate=0.1)
+@pytest.mark.parametrize(
+    ("options", "weight", "slow"),
+    [
+        ({"pseudo_label_weight": 0.4, "backbone_rate": 0.2}, 0.4, 0.2),
+        ({}, 0.3, 1.0),
+        ({"setting": "digits"}, 0.1, 1.0),
+        ({"setting": "pretrained"}, 0.3, 0.1),
+    ],
+    ids=str,
+)
+def test_a_target_step_is_the_equation(options: dict[str, Any], weight: float, slow: float) -> None:
+    method = short(**options)
     found = [vectors("a", 8), vectors("b", 8)]
     where = federation(method, found, MLP, roles=ROLES, budget=8, rounds=1, momentum=0.0)
     state = method.start(where, start_of(method, found, MLP))
@@ -110,9 +120,9 @@ def test_a_target_step_is_the_equation() -> None:
     certain = -(p * (p + 1e-5).log()).sum(1).mean()
     diverse = -(p.mean(0) * (p.mean(0) + 1e-5).log()).sum()
     right = -p[torch.arange(8), labels].log().mean()
-    loss = certain - diverse + 0.4 * right
+    loss = certain - diverse + weight * right
     assert state.report["losses"]["b"] == pytest.approx(loss.item(), abs=1e-5)
-    descend(model, loss, 0.05, 0.1)
+    descend(model, loss, 0.05, slow)
     assert_like(next(member_weights(state.weights)), model)
 
 
@@ -197,7 +207,7 @@ OPTIONS: dict[str, Any] = {
 
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_option_changes_the_result(option: str) -> None:
-    assert set(OPTIONS) == set(SHOT.model_fields) - {"label"}
+    assert set(OPTIONS) == set(SHOT.model_fields) - {"label", "setting"}
     found, _ = run(short(**{option: OPTIONS[option]}))
     assert found.weights != run(short())[0].weights
 

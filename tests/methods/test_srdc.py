@@ -33,7 +33,7 @@ def sharpened(p: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("later", [False, True])
 def test_a_step_by_hand(later: bool) -> None:
-    method = SRDC(beta=0.6, embedding_weight=0.8, auxiliary="batch")
+    method = SRDC(beta=0.6, embedding_weight=0.8, setting="released", detach=True)
     site, weights = pool_of(method), start(method)
     means = torch.randn(3, 6, generator=torch.Generator().manual_seed(2))
     if later:

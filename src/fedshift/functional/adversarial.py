@@ -17,7 +17,7 @@ from fedshift.errors import UserError
 
 def reverse_gradient(features: Tensor, strength: float = 1.0) -> Tensor:
     """``features`` as they are; gradients that pass backwards are multiplied by ``−strength`` (DANN, Ganin et al., JMLR
-    2016; sections 9.3 and 9.6). Any shape. The result shares memory with ``features``."""
+    2016). Any shape. The result shares memory with ``features``."""
     reversed_features: Tensor = _ReverseGradient.apply(features, strength)
     return reversed_features
 
@@ -34,8 +34,8 @@ class _ReverseGradient(torch.autograd.Function):
 
 
 def domain_identifier_loss(source_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """``−E log D(s) − E log(1 − D(t))``, a scalar that the domain identifier minimises (FADA, Peng et al., ICLR 2020,
-    section 9.2; MDAN's d_k, section 9.3).
+    """``−E log D(s) − E log(1 − D(t))``, a scalar that the domain identifier minimises (FADA, Peng et al., ICLR
+    2020; MDAN's d_k).
 
     source_logits, target_logits: (n,) or (n, 1), (m,) or (m, 1). At D = ½ on both sides it is 2 ln 2. Raises UserError
     when one side is empty.
@@ -44,13 +44,13 @@ def domain_identifier_loss(source_logits: Tensor, target_logits: Tensor) -> Tens
 
 
 def generator_loss(source_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """``−E log D(s) − E log D(t)``, a scalar that both feature generators minimise, the identifier fixed (FADA, section
-    9.2). Shapes and errors as `domain_identifier_loss`."""
+    """``−E log D(s) − E log D(t)``, a scalar that both feature generators minimise, the identifier fixed (FADA).
+    Shapes and errors as `domain_identifier_loss`."""
     return _surprise(source_logits).mean() + _surprise(target_logits).mean()
 
 
 def weighted_adversarial_loss(source_logits: Tensor, target_logits: Tensor, weights: Tensor) -> Tensor:
-    """``−E_s w·log D(s) − E_t log(1 − D(t))``, a scalar (CMSS, Yang et al., ECCV 2020, section 9.6).
+    """``−E_s w·log D(s) − E_t log(1 − D(t))``, a scalar (CMSS, Yang et al., ECCV 2020).
 
     D minimises it; features and curriculum network maximise it: pass both through `reverse_gradient`.
     weights: one per source sample, shaped as ``source_logits``; from `curriculum_weights`. Other shapes and errors as
@@ -65,7 +65,7 @@ def weighted_adversarial_loss(source_logits: Tensor, target_logits: Tensor, weig
 
 
 def curriculum_weights(scores: Tensor) -> Tensor:
-    """``w = N·softmax(scores)`` over the N samples of a source batch, with mean 1 (CMSS, section 9.6).
+    """``w = N·softmax(scores)`` over the N samples of a source batch, with mean 1 (CMSS).
 
     scores: (n,) or (n, 1), of which the result has the shape. Differentiable. Equal scores give ones.
     """
@@ -79,8 +79,7 @@ def combine_domains(
     gamma: float = 10.0,
     rule: Literal["dynamic", "maxmin"] = "dynamic",
 ) -> Tensor:
-    """One loss, a scalar, from the source sites' errors ℓ_k and domain losses d_k (MDAN, Zhao et al., NeurIPS 2018,
-    section 9.3).
+    """One loss, a scalar, from the source sites' errors ℓ_k and domain losses d_k (MDAN, Zhao et al., NeurIPS 2018).
 
     source_losses, domain_losses: (K,), each. The features behind d_k pass through `reverse_gradient`.
     rule: ``"dynamic"`` ``1/γ · log Σ_k exp(γ(ℓ_k + μ d_k))``, whose gradient weights sites by the softmax of ``γ(ℓ_k +
@@ -101,7 +100,7 @@ def combine_domains(
 
 def conditioned(features: Tensor, probabilities: Tensor, projections: tuple[Tensor, Tensor] | None = None) -> Tensor:
     """Features conditioned on predictions, ``p ⊗ f`` flattened: (n, d), (n, C) → (n, C·d) (CDAN, Long et al., NeurIPS
-    2018, section 9.8).
+    2018).
 
     projections: random matrices R_f (d, m) and R_p (C, m) for ``(f R_f ⊙ p R_p)/√m`` (n, m) in its place.
     """
@@ -113,7 +112,7 @@ def conditioned(features: Tensor, probabilities: Tensor, projections: tuple[Tens
 
 
 def certainty_weights(entropies: Tensor) -> Tensor:
-    """``1 + e^(−H)`` of each sample, divided by their sum: (n,) → (n,), which sums to 1 (CDAN+E, section 9.8).
+    """``1 + e^(−H)`` of each sample, divided by their sum: (n,) → (n,), which sums to 1 (CDAN+E).
 
     1 + e^(−H) is 2 for a certain prediction, 1 + 1/C for one that knows nothing.
     """
@@ -124,7 +123,7 @@ def certainty_weights(entropies: Tensor) -> Tensor:
 def conditional_adversarial_loss(
     source_logits: Tensor, target_logits: Tensor, source_weights: Tensor, target_weights: Tensor
 ) -> Tensor:
-    """``−½ Σ_s w·log D(s) − ½ Σ_t w·log(1 − D(t))``, a scalar; weights of each side sum to 1 (CDAN, section 9.8).
+    """``−½ Σ_s w·log D(s) − ½ Σ_t w·log(1 − D(t))``, a scalar; weights of each side sum to 1 (CDAN).
 
     source_logits, target_logits: (n, 1), (m, 1). source_weights, target_weights: (n,), (m,). ln 2 at D = ½. Errors as
     `domain_identifier_loss`.

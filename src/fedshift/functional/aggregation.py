@@ -174,7 +174,7 @@ def _total(parts: Iterable[Tensor]) -> float:
 
 
 def rounded_shares(samples: Mapping[str, int], decimals: int = 2) -> dict[str, float]:
-    """``N_k/ΣN`` rounded, the last site's share completing the others to 1 (the released code of ELCFS, 3.3.6).
+    """``N_k/ΣN`` rounded, the last site's share completing the others to 1 (the released code of ELCFS).
 
     Raises UserError when there is no sample.
     """

@@ -66,7 +66,7 @@ def class_means(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor,
 
 
 def compactness(features: Tensor, labels: Tensor) -> float:
-    """The gap statistic ``I = Σ_r 1/(2n_r) Σ_{i,j∈r} ‖f_i − f_j‖²``; smaller is tighter (FADA, section 9.2).
+    """The gap statistic ``I = Σ_r 1/(2n_r) Σ_{i,j∈r} ‖f_i − f_j‖²``; smaller is tighter (FADA).
 
     Computed as what it equals, the sum of squared distances to the clusters' means, in float64.
 
@@ -86,7 +86,7 @@ def compactness(features: Tensor, labels: Tensor) -> float:
 
 @torch.no_grad()
 def dispersion(features: Tensor, clusters: int, seed: int) -> float:
-    """The `compactness` of features in the clusters that k-means finds (FADA, section 9.2).
+    """The `compactness` of features in the clusters that k-means finds (FADA).
 
     The same on any number of threads. With fewer distinct rows than clusters each distinct row is one.
 
@@ -106,7 +106,7 @@ def dispersion(features: Tensor, clusters: int, seed: int) -> float:
 
 
 def auxiliary_distribution(probabilities: Tensor) -> Tensor:
-    """``q_ic ∝ p_ic / √(Σ_i p_ic)``, rows sum to 1: (n, C) → (n, C) (SRDC, Tang et al., CVPR 2020, section 9.9).
+    """``q_ic ∝ p_ic / √(Σ_i p_ic)``, rows sum to 1: (n, C) → (n, C) (SRDC, Tang et al., CVPR 2020).
 
     Classes that are predicted often count less; in a small batch one that happens to be absent counts far too much.
     """
@@ -115,9 +115,7 @@ def auxiliary_distribution(probabilities: Tensor) -> Tensor:
 
 
 def student_assignment(features: Tensor, centres: Tensor) -> Tensor:
-    """Logarithm of the soft assignment to centres, ``softmax_c (1 + ‖f − c‖²)^−1``: (n, d), (C, d) → (n, C) (SRDC,
-    section 9.9).
-    """
+    """Logarithm of the soft assignment to centres, ``softmax_c (1 + ‖f − c‖²)^−1``: (n, d), (C, d) → (n, C) (SRDC)."""
     squared = features.square().sum(1, keepdim=True) + centres.square().sum(1) - 2 * features @ centres.T
     return (1 / (1 + squared.clamp(min=0))).log_softmax(1)
 

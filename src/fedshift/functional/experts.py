@@ -1,4 +1,4 @@
-"""DAEL: one expert per source domain, taught by the others (Zhou et al., IEEE TIP 2021, section 9.5).
+"""DAEL: one expert per source domain, taught by the others (Zhou et al., IEEE TIP 2021).
 
 Experts answer in probabilities, for their outputs are averaged; ε = 1e-5 inside logarithms keeps gradients finite.
 """
@@ -13,14 +13,14 @@ from fedshift.errors import UserError
 
 def expert_cross_entropy(probabilities: Tensor, labels: Tensor, epsilon: float = 1e-5) -> Tensor:
     """``−log(p_y + ε)`` of each sample, in nats: (b, C) and labels (b,) → (b,). Its mean for an expert on its own
-    domain, averaged over the experts, is L_x (section 9.5)."""
+    domain, averaged over the experts, is L_x."""
     return -(probabilities.gather(1, labels[:, None]).squeeze(1) + epsilon).log()
 
 
 def consensus_regularisation(
     expert_probabilities_strong: Tensor, teacher_probabilities_weak: Tensor, domain: int
 ) -> Tensor:
-    """``E ‖mean_{j≠k} p_j(strong view) − p_k(weak view)‖²``, a scalar, for images of domain k (L_cr, section 9.5).
+    """``E ‖mean_{j≠k} p_j(strong view) − p_k(weak view)‖²``, a scalar, for images of domain k (L_cr).
 
     The squared error is summed over classes and averaged over the batch; the mean over k is the caller's.
     expert_probabilities_strong: (K, b, C), all experts on strongly augmented images of the domain.
@@ -44,8 +44,7 @@ def consensus_regularisation(
 
 @torch.no_grad()
 def confident_pseudo_labels(expert_probabilities: Tensor, threshold: float = 0.95) -> tuple[Tensor, Tensor]:
-    """The most confident expert's class for every sample, (b,) int64, and whether it is sure enough, (b,) bool (section
-    9.5).
+    """The most confident expert's class for every sample, (b,) int64, and whether it is sure enough, (b,) bool.
 
     expert_probabilities: (K, b, C), on weakly augmented target images. threshold: the least probability of that class
         that is sure enough. Raises UserError for other shapes.
@@ -59,7 +58,7 @@ def confident_pseudo_labels(expert_probabilities: Tensor, threshold: float = 0.9
 def unlabelled_ensemble_loss(
     expert_probabilities_strong: Tensor, labels: Tensor, mask: Tensor, epsilon: float = 1e-5
 ) -> Tensor:
-    """``−E[m · log(mean_k p_k(strong view)_ŷ + ε)]``, a scalar in nats (L_u, section 9.5).
+    """``−E[m · log(mean_k p_k(strong view)_ŷ + ε)]``, a scalar in nats (L_u).
 
     E is the mean over all b samples, those with m = 0 included, so a batch with few sure labels counts little.
     expert_probabilities_strong: (K, b, C), on strongly augmented target images. labels, mask: (b,), from

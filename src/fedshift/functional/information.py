@@ -13,7 +13,7 @@ from fedshift.functional.losses import entropy
 
 
 def information_maximisation(logits: Tensor, epsilon: float = 1e-5) -> Tensor:
-    """``E[H(p)] − H(E[p])``, a scalar in nats, to be minimised (SHOT, Liang et al., ICML 2020, section 9.1).
+    """``E[H(p)] − H(E[p])``, a scalar in nats, to be minimised (SHOT, Liang et al., ICML 2020).
 
     Each prediction becomes sure, all together stay diverse: 0 when all predictions are alike, and (up to ε) −log C when
     they are one-hot and every class is predicted equally often.
@@ -28,7 +28,7 @@ def information_maximisation(logits: Tensor, epsilon: float = 1e-5) -> Tensor:
 
 @torch.no_grad()
 def pseudo_labels(features: Tensor, probabilities: Tensor) -> Tensor:
-    """Class of the nearest class centroid for every target sample, (n,) int64 (SHOT, section 9.1, steps 1-4).
+    """Class of the nearest class centroid for every target sample, (n,) int64 (SHOT, steps 1-4).
 
     features: (n, d), of all target samples in evaluation mode. probabilities: (n, C), each row a softmax.
 
@@ -64,7 +64,7 @@ def _nearest(points: Tensor, affinity: Tensor, occupied: Tensor) -> Tensor:
 
 def mutual_information(scores_joint: Tensor, scores_shuffled: Tensor) -> Tensor:
     """``mean T(p, q) − log mean exp T(p, q')``, a scalar in nats: over large batches a lower bound of the mutual
-    information of p and q (MINE, Belghazi et al., ICML 2018; FADA, section 9.2).
+    information of p and q (MINE, Belghazi et al., ICML 2018; FADA).
 
     The critic T maximises it; FADA's disentangler minimises it.
     scores_joint: T of pairs that belong together, one per pair, any shape. scores_shuffled: T of pairs in which q' was

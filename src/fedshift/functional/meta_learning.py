@@ -17,7 +17,7 @@ def inner_step(
     *,
     second_order: bool = False,
 ) -> dict[str, Tensor]:
-    """``θ̂ = θ − β·g``, g clipped element-wise to [−clip, clip] (MAML's inner step; ELCFS, 3.1).
+    """``θ̂ = θ − β·g``, g clipped element-wise to [−clip, clip] (MAML's inner step; ELCFS, Liu et al., CVPR 2021).
 
     parameters: θ by name. gradients: g in the same order. With ``second_order`` the graph of g is kept and a gradient
     taken at θ̂ flows through it; otherwise g is a constant and ``∂L(θ̂)/∂θ = ∂L/∂θ̂``.

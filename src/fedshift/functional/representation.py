@@ -1,5 +1,5 @@
 """Simple representations: Gaussian codes, their norm and their distance from class references (FedSR, Nguyen et al.,
-NeurIPS 2022, section 5). All in nats."""
+NeurIPS 2022). All in nats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedshift.errors import UserError
 
 
 def norm_regulariser(codes: Tensor, form: Literal["squared", "norm"] = "squared") -> Tensor:
-    """``E‖z‖²``, a scalar (L_L2R, section 5.1), or ``E‖z‖`` (``"norm"``, the released code).
+    """``E‖z‖²``, a scalar (L_L2R), or ``E‖z‖`` (``"norm"``, the released code).
 
     codes: z, (n, Z). The squared form is, up to a constant, the cross-entropy from p(z) to a Gaussian around 0.
     Raises UserError for other shapes or an empty batch.
@@ -35,7 +35,7 @@ def gaussian_divergence(
     factor: Tensor | float = 1.0,
     epsilon: float = 1e-6,
 ) -> Tensor:
-    """``KL( N(cμ, (cσ)²) ‖ N(μ_y, σ_y²) )`` of diagonal Gaussians: (n, Z) each → (n,) (section 5.1).
+    """``KL( N(cμ, (cσ)²) ‖ N(μ_y, σ_y²) )`` of diagonal Gaussians: (n, Z) each → (n,).
 
     Per dimension ``log(σ_y/cσ) + ((cσ)² + (cμ − μ_y)²)/(2σ_y²) − ½``, summed over Z. With each sample's own class
     reference its mean is L_CMI, an upper bound of I(x; z | y).
@@ -55,7 +55,7 @@ def gaussian_divergence(
 
 
 def mean_prediction(logits: Tensor) -> Tensor:
-    """``log mean_s softmax(logits_s)``: (S, n, C) → (n, C), whose softmax is the mean over S samples (section 5.1).
+    """``log mean_s softmax(logits_s)``: (S, n, C) → (n, C), whose softmax is the mean over S samples.
 
     Raises UserError for other shapes or no sample.
     """

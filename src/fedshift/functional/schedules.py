@@ -24,12 +24,12 @@ def cosine(progress: float, start: float, end: float = 0.0) -> float:
 
 
 def inverse_power(progress: float, start: float, gamma: float = 10.0, power: float = 0.75) -> float:
-    """``lr₀·(1 + γp)^(−power)`` with γ = 10 and power 0.75 (DANN, Ganin et al., JMLR 2016; SHOT, section 9.1)."""
+    """``lr₀·(1 + γp)^(−power)`` with γ = 10 and power 0.75 (DANN, Ganin et al., JMLR 2016; SHOT)."""
     return start * float((1 + gamma * _clamped(progress)) ** -power)
 
 
 def ramp(progress: float, gamma: float = 10.0) -> float:
-    """``2/(1 + e^(−γp)) − 1`` with γ = 10, from 0 almost to 1: an adversary's strength (DANN; sections 9.7, 9.8)."""
+    """``2/(1 + e^(−γp)) − 1`` with γ = 10, from 0 almost to 1: an adversary's strength (DANN)."""
     return math.tanh(gamma * _clamped(progress) / 2)
 
 

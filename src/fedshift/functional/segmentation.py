@@ -9,11 +9,11 @@ from torch.nn import functional
 from fedshift.errors import UserError
 
 RING = 5
-"""Steps of dilation that make the surroundings of a structure (ELCFS, 3.1)."""
+"""Steps of dilation that make the surroundings of a structure (ELCFS)."""
 
 
 def dice_loss(probabilities: Tensor, masks: Tensor, epsilon: float = 1e-5) -> Tensor:
-    """``1 − (1/C) Σ_c (2 Σ s·t + ε)/(Σ s + Σ t + ε)``, sums over the whole batch of each structure (ELCFS, 3.1).
+    """``1 − (1/C) Σ_c (2 Σ s·t + ε)/(Σ s + Σ t + ε)``, sums over the whole batch of each structure (ELCFS).
 
     probabilities: s in [0, 1], (n, C, …). masks: t, the same shape. Raises UserError when the shapes differ.
     """
@@ -42,12 +42,12 @@ def erode(masks: Tensor, steps: int = 1) -> Tensor:
 
 
 def contour(masks: Tensor) -> Tensor:
-    """A mask minus its one-step erosion (ELCFS, 3.1): (n, C, h, w) → (n, C, h, w)."""
+    """A mask minus its one-step erosion (ELCFS): (n, C, h, w) → (n, C, h, w)."""
     return masks - erode(masks)
 
 
 def surroundings(masks: Tensor) -> Tensor:
-    """The five-step dilation of a mask minus the mask (ELCFS, 3.1): (n, C, h, w) → (n, C, h, w)."""
+    """The five-step dilation of a mask minus the mask (ELCFS): (n, C, h, w) → (n, C, h, w)."""
     return dilate(masks, RING) - masks
 
 
@@ -75,7 +75,7 @@ def contrastive_loss(embeddings: Tensor, labels: Tensor, temperature: float = 0.
 
 def boundary_loss(maps: Tensor, masks: Tensor, temperature: float = 0.05) -> Tensor:
     """L_boundary: contours against surroundings of each structure, over images and their copies; the mean over
-    structures (ELCFS, 3.1).
+    structures (ELCFS).
 
     maps: features (n, F, h, w) of images and copies, at the resolution of the masks. masks: (n, C, h, w). A structure
     that an image lacks gives no embedding.

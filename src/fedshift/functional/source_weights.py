@@ -81,7 +81,7 @@ def relative_gains(before: float, after: Sequence[float]) -> list[float]:
     """``(I − I_k) / I``: the gain that each source's update brings, in parts of what there was; 0 where that is 0.
 
     FADA's paper takes ``I − I_k``. The sum I grows with the number of samples and features, so that a softmax of such
-    gains is 0 or 1 (section 9.2).
+    gains is 0 or 1.
 
     before: I. after: I_k of each source. Raises UserError when one is negative or not finite.
     """
@@ -93,7 +93,7 @@ def relative_gains(before: float, after: Sequence[float]) -> list[float]:
 
 def gain_weights(gains: Sequence[float]) -> list[float]:
     """Softmax of the gains in `clustering.compactness` that each source's update brings, as they are or in parts of it
-    (FADA, section 9.2).
+    (FADA).
 
     Raises UserError when there is none or one is not finite.
     """

@@ -24,7 +24,7 @@ def phase(images: Tensor) -> Tensor:
 
 
 def half_width(share: float, height: int, width: int) -> int:
-    """``b = ⌊L·min(H, W)⌋``: the window is the square of side 2b + 1 around frequency zero (ELCFS, 3.1).
+    """``b = ⌊L·min(H, W)⌋``: the window is the square of side 2b + 1 around frequency zero (ELCFS).
 
     share: L in [0, 0.5). Raises UserError outside; b is at most ⌊(min(H, W) − 1)/2⌋, so that no frequency counts twice.
     """

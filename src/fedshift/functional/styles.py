@@ -1,4 +1,4 @@
-"""Styles as channel statistics, and images that take on another style (CCST, Chen et al., WACV 2023, section 6).
+"""Styles as channel statistics, and images that take on another style (CCST, Chen et al., WACV 2023).
 
 A style is a mean and a standard deviation per channel, ``σ = sqrt(variance + ε)`` with ε = 1e-5.
 """
@@ -14,7 +14,7 @@ EPSILON = 1e-5
 
 
 def channel_styles(maps: Tensor, epsilon: float = EPSILON, *, unbiased: bool = False) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of every channel of every image: (n, c, h, w) → twice (n, c) (section 6.1).
+    """Mean and deviation of every channel of every image: (n, c, h, w) → twice (n, c).
 
     unbiased: the variance of the content as the released code has it, over n − 1. Raises UserError for other shapes.
     """
@@ -27,7 +27,7 @@ def channel_styles(maps: Tensor, epsilon: float = EPSILON, *, unbiased: bool = F
 def adain(
     maps: Tensor, means: Tensor, deviations: Tensor, epsilon: float = EPSILON, *, unbiased: bool = False
 ) -> Tensor:
-    """``σ_S · (F − μ(F))/σ(F) + μ_S`` per image and channel (Huang & Belongie, ICCV 2017; section 6.1).
+    """``σ_S · (F − μ(F))/σ(F) + μ_S`` per image and channel (Huang & Belongie, ICCV 2017).
 
     maps: F, (n, c, h, w). means, deviations: μ_S and σ_S, (n, c). Raises UserError for other shapes.
     """
@@ -44,7 +44,7 @@ def adain(
 class StyleAccumulator:
     """The overall style of many images: mean and deviation per channel over all pixels of all images, in one pass.
 
-    Its variance is the mean of the images' variances plus the variance of their means (section 6.1). Sums are float64.
+    Its variance is the mean of the images' variances plus the variance of their means. Sums are float64.
     """
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class StyleAccumulator:
 
 
 def style_assignment(samples: int, domains: int, level: int, generator: torch.Generator) -> Tensor:
-    """Which L of K domains each sample takes its style from, without replacement: (samples, L) int64 (section 6.1).
+    """Which L of K domains each sample takes its style from, without replacement: (samples, L) int64.
 
     With its own domain among the K the sample stays as it is there, so L = K keeps one untouched copy of each. Raises
     UserError unless 1 ≤ L ≤ K.

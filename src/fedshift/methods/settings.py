@@ -24,7 +24,8 @@ PAPER = "paper"
 
 Settings = Mapping[str, Mapping[str, Any]]
 
-_NO_OPTIONS = ("name", "label", "setting", "sha256")
+_NO_OPTIONS = ("name", "label", "setting", "sha256", "method")
+"""What a setting never decides; ``method`` is the one that styles or the like stand in front of."""
 
 
 def with_setting(settings: Settings, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,22 +16,23 @@ and those of the others, and gives none); then what the method behind sends.
     Another: F' = σ_S · (F − μ(F))/σ(F) + μ_S in Φ, decoded
  4. The method behind trains on what comes out.
 
-Where the paper and its code differ (and what is done here)
- 1. The survey calls the level L, the code K. Default: all K, so that every image is seen as it is and in the style of
-    every other site.
- 2. Single mode in the code draws one image of the other site's folder per mini-batch of content. Here J = 32 styles per
-    site in the bank and one of them at random for every image; ``one_style_per_batch``.
- 3. The code's content deviation has n − 1 in the denominator, the overall style's n. Here n in both, so that what comes
-    out has the style asked for; ``unbiased_content``.
- 4. Φ is VGG-19 up to relu4_1 with a trained decoder, at 512 pixels: ``style_space: vgg``, which needs both files. Only
-    that is the paper. Without them: ``pixel`` (the image's own channels, default), ``lab``, ``lowfreq`` (amplitudes of
-    low frequencies in the place of μ and σ), or ``feature``: AdaIN after a stage of the network that is trained,
-    without a decoder, with the styles of the common start: meant for a pre-trained network.
- 5. The paper writes N_k·L images and passes over all of them in an epoch. Here an epoch is N_k images, each in one of
+Where the paper and its code differ. **The defaults are not the paper's in one point: Φ.** The paper's is VGG-19 up to
+relu4_1 with a trained decoder, at 512 pixels, which needs the weights of both. ``setting: vgg`` is the paper;
+``released`` is its code, with the same Φ. By default Φ is ``pixel`` (the image's own channels), which needs no file;
+others are ``lab``, ``lowfreq`` (amplitudes of low frequencies for μ and σ), and ``feature``: AdaIN after a stage of the
+network that is trained, without a decoder, with the styles of the common start, meant for a pre-trained network.
+ 1. The code's content deviation has n − 1 in the denominator, the overall style's n. The paper has one σ: here n in
+    both, so that what comes out has the style asked for (``unbiased_content``).
+ 2. Single mode in the code draws one image of the other site's folder per mini-batch of content; in the paper J styles
+    of a site are in the bank and an image takes one of them, J = 32 here (``one_style_per_batch``).
+No setting changes these:
+ 3. The level is L here, K in the code. All K by default, the paper's best row: every image is seen as it is and in the
+    style of every other site.
+ 4. The paper writes N_k·L images and passes over all of them in an epoch. Here an epoch is N_k images, each in one of
     its L versions drawn anew, so that shares and work are those of the method behind. Versions are fixed for a run.
- 6. Vectors: ``pixel`` means columns, whose μ and σ are the site's. Not in the paper.
- 7. The code averages sites alike (``weighting: uniform``, the default of ``ccst``) and offers FedProx with μ = 0.01
-    (``proximal_weight``).
+ 5. Vectors: ``pixel`` means columns, whose μ and σ are the site's. Not in the paper.
+ 6. Sites count alike, as in the code (``weighting: uniform``, the default of ``ccst``). The code offers FedProx with
+    μ = 0.01 (``proximal_weight``).
 
 Should reproduce: no row of the published tables can be made without the decoder's weights and a pre-trained ResNet-50.
 """
@@ -69,6 +70,7 @@ from fedshift.methods import registry
 from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.federated.fedprox import FedProx
 from fedshift.methods.in_front import InFront
+from fedshift.methods.settings import Settings
 from fedshift.methods.style_spaces import Channels, Columns, Lab, LowFrequencies, Style, Styler, StyleSpace, Vgg
 from fedshift.models.network import Network
 from fedshift.models.pretrained import find_file
@@ -94,6 +96,10 @@ class _StyleTransfer(InFront):
     """Style transfer and the method behind it."""
 
     citation: ClassVar[str] = "Chen et al., WACV 2023"
+    settings: ClassVar[Settings] = {
+        "vgg": {"style_space": "vgg"},
+        "released": {"style_space": "vgg", "unbiased_content": True, "one_style_per_batch": True},
+    }
     own_shares: ClassVar[tuple[str, ...]] = ("styles",)
     own_memory: ClassVar[tuple[str, ...]] = ("styles",)
     own_steps: ClassVar[tuple[str, ...]] = ("share_styles", "receive_styles")

@@ -20,13 +20,16 @@ and at the end of the round, with Δ_i the update of source i,
     gain_i = (I(θ'_T) − I(θ'_T + Δ_i)) / I(θ'_T),  I = Σ_r 1/(2n_r) Σ_{j,k∈r} ‖f_j − f_k‖² over k-means clusters r
     w = softmax(gain),  θ_T ← θ'_T + Σ_i w_i Δ_i = Σ_i w_i θ_i + (θ'_T − θ_T)                                    (d)
 
-No faithful public code is known to us. Where the paper is silent or another way was chosen
+No faithful public code is known to us. **In two points that belong together, 2 and 4, the defaults are not the
+paper's**: its exchange of all models after every mini-batch and the gains that go with it are ``setting: every_step``.
+Where the paper is silent or another way was chosen
  1. Variants as its authors report them: I = (a), (b) and equal weights; II adds the weights of (d); III adds (c).
- 2. The paper exchanges models after every mini-batch, here after ``steps_per_round``; 1 is the paper's.
+ 2. The paper exchanges models after every mini-batch (``every_step``), here after ``steps_per_round``: at 20 it is a
+    twentieth of the models' traffic.
  3. θ_T = Σ w_i θ_i alone would throw away what the target's generator learned from the identifiers: its own update
     θ'_T − θ_T is added, as Δ_i are "gradients" that (d) masks. Sources start every round from θ_T.
  4. After a whole round gains of the sum I are in the hundreds and their softmax is 0 or 1. Here they are relative to I
-    before the update; ``gain: absolute`` is the paper's.
+    before the update; the paper's are absolute (``every_step``).
  5. BatchNorm's statistics of θ_T, and of all that is compared for (d), are those of the target's data.
  6. One target batch serves all K pairs of a step; the target's gradient is the sum over pairs.
  7. The identifiers live at the coordinator, with Adam, and their weights never travel. They keep their weights from
@@ -66,6 +69,7 @@ from fedshift.functional.source_weights import gain_weights, relative_gains
 from fedshift.methods.adversaries import NOTHING, Disentangler, DomainIdentifiers, square_layer
 from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.blocks import with_block, with_own_statistics
+from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights, is_buffer, weighted_average
 
@@ -99,6 +103,7 @@ class FADA(Method):
     needs_target: ClassVar[bool] = True
     one_target: ClassVar[bool] = True
     relative_cost: ClassVar[float] = 2.0
+    settings: ClassVar[Settings] = {"every_step": {"steps_per_round": 1, "gain": "absolute"}}
 
     steps_per_round: PositiveInt = Field(20, description="mini-batches of every site in a round (paper: 1)")
     variant: Literal["I", "II", "III"] = Field(

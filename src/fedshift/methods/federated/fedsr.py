@@ -13,21 +13,23 @@ The network's features get one more layer, whose output is a Gaussian code, and 
     prediction: log of the mean softmax over 20 samples of z
 FedL2R: no sampling (z = μ) and α_CMI = 0. FedCMI: α_L2R = 0.
 
-Where the paper and its code differ (and what is done here)
- 1. The paper has E‖z‖², the code E‖z‖. Here: paper; ``norm: norm``, which the published coefficients were found with.
- 2. The code multiplies μ and σ by a learned number inside the divergence. Not in the paper; ``learned_factor``.
- 3. In the code each site keeps its own r(z|y) for ever. What aligns the sites is a common one: here it is averaged like
-    the model; ``share_reference: false`` keeps it at the site.
- 4. 1e-6 is added inside the logarithms: a softplus can underflow.
- 5. The code draws every mini-batch from a new shuffle. Here a round's batches are one pass (or a part of one);
-    ``independent_batches``.
+Where the paper and its code differ. The defaults are the paper's; ``setting: released`` is the authors' code, in each
+of the three methods what concerns it.
+ 1. The paper has E‖z‖², the code E‖z‖, which the published coefficients were found with (``norm``).
+ 2. The code multiplies μ and σ by a learned number inside the divergence, the paper does not (``learned_factor``).
+ 3. In the code each site keeps its own r(z|y) for ever. In the paper one reference of a class is what aligns the sites:
+    it is averaged like the model (``share_reference``).
+ 4. The code draws every mini-batch from a new shuffle, of which the paper says nothing. By default a round's batches
+    are one pass, or a part of one (``independent_batches``).
+No setting changes these:
+ 5. 1e-6 is added inside the logarithms: a softplus can underflow.
  6. BatchNorm statistics are averaged like weights; counters take the maximum (code: their mean, cut to an integer).
  7. Weight decay acts on r(z|y) too, as in the code.
  8. One optimiser for the whole run: ``training.reset_optimizer_each_round: false``.
  9. Samples of z at prediction: here the same ε for all inputs, from a fixed seed, so that a prediction depends neither
     on the batch nor on when it is made.
-The code averages sites alike (``weighting: uniform``, the default). α_CMI is 0.001 on PACS and 5e-4 by default in the
-code; Z is the width of the features (512 for ResNet-18, 2048 for ResNet-50).
+Sites count alike, as in the code (``weighting: uniform``). α_CMI is 0.001, as published for PACS (5e-4 where the code
+is told nothing); Z is the width of the features (512 for ResNet-18, 2048 for ResNet-50).
 
 Should reproduce (PACS, ResNet-18, as printed by CSAC): FedSR 83.7, FedL2R 83.1, FedCMI 81.7.
 """
@@ -51,6 +53,7 @@ from fedshift.federation.site import Batch, Site
 from fedshift.functional.representation import gaussian_divergence, mean_prediction, norm_regulariser
 from fedshift.methods.base import Method, State, trained_mean
 from fedshift.methods.blocks import with_block
+from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -187,6 +190,7 @@ class FedL2R(_SimpleRepresentation):
     title: ClassVar[str] = "FedL2R"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
     sampled: ClassVar[bool] = False
+    settings: ClassVar[Settings] = {"released": {"norm": "norm", "independent_batches": True}}
 
     l2r_weight: NonNegativeFloat = Field(0.01, description="α_L2R: weight of the codes' norm")
     norm: Literal["squared", "norm"] = Field("squared", description="E‖z‖² (paper) or E‖z‖ (code)")
@@ -204,6 +208,9 @@ class FedCMI(_SimpleRepresentation):
     title: ClassVar[str] = "FedCMI"
     sampled: ClassVar[bool] = True
     relative_cost: ClassVar[float] = 1.1
+    settings: ClassVar[Settings] = {
+        "released": {"share_reference": False, "learned_factor": True, "independent_batches": True}
+    }
 
     cmi_weight: NonNegativeFloat = Field(0.001, description="α_CMI: weight of the divergence (code: 5e-4)")
     share_reference: bool = Field(True, description="r(z|y) is averaged with the model; off = private (code)")
@@ -241,6 +248,7 @@ class FedSR(FedL2R, FedCMI):
     title: ClassVar[str] = "FedSR"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "references")
     sampled: ClassVar[bool] = True
+    settings: ClassVar[Settings] = {"released": {**FedL2R.settings["released"], **FedCMI.settings["released"]}}
 
     def penalty(
         self, codes: Tensor, means: Tensor, scales: Tensor | None, labels: Tensor, references: References | None

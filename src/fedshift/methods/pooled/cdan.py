@@ -9,13 +9,16 @@ Features f, predictions p = softmax(h(f)), a domain classifier D on features con
     D reads p ⊗ f, p detached; where C·d is large a random projection (f R_f ⊙ p R_p)/√m in its place
     w = 1 + e^(−H(p)), each side's divided by their sum (+E);  all alike without entropy conditioning
     L_adv = −½ Σ_s w·log D − ½ Σ_t w·log(1 − D)
-    D minimises L_adv, the features maximise it (gradient reversal of strength 2/(1 + e^(−10p)) − 1);
+    D minimises L_adv, the features maximise it (gradient reversal of strength 2/(1 + e^(−10p)) − 1, p the share of the
+    work that is done);
     features and h minimise CE on the sources
 
-Where papers and code differ
- 1. The code's strength reaches its end after 10,000 of 100,000 iterations. Here: after ``ramp_share`` of the work.
+Where papers and code differ. The defaults are the paper's; ``setting: released`` is the authors' code.
+ 1. The paper's strength grows with the training's progress from 0 to 1. The code's p is 1 after 10,000 of 100,000
+    iterations (``ramp_share``, by which p is divided here).
+No setting changes these:
  2. In the code the weights have a gradient, reversed like the features'. Here too.
- 3. The random projection is a flag in the code, meant for C·d > 4096. Here: ``projection: auto``.
+ 3. The paper projects at random where C·d > 4096 (``projection: auto``). In the code a flag says so.
  4. One source in the paper. Here: batches of all sources together are the source side.
  5. SGD with Nesterov momentum 0.9, weight decay 5e-4, new layers 10 times faster, a schedule in iterations; ten crops
     in testing (code). Here: the experiment's optimiser, schedule and inputs, as for every method.
@@ -45,6 +48,7 @@ from fedshift.functional.adversarial import (
 from fedshift.functional.losses import entropy
 from fedshift.functional.schedules import ramp
 from fedshift.methods.pooled.adaptation import DomainBatches, PooledAdaptation
+from fedshift.methods.settings import Settings
 from fedshift.weights import Weights
 
 _LARGEST_PRODUCT = 4096
@@ -57,11 +61,12 @@ class CDAN(PooledAdaptation):
     title: ClassVar[str] = "CDAN+E"
     citation: ClassVar[str] = "Long et al., NeurIPS 2018"
     relative_cost: ClassVar[float] = 1.6
+    settings: ClassVar[Settings] = {"released": {"ramp_share": 0.1}}
 
     entropy_conditioning: bool = Field(True, description="+E: sure predictions count more; false: CDAN")
     adversarial_weight: NonNegativeFloat = Field(1.0, description="weight of L_adv")
     ramp_share: Annotated[float, Field(gt=0, le=1)] = Field(
-        0.1, description="share of the work after which the reversal has its full strength"
+        1.0, description="share of the work after which the reversal has its full strength (code: 0.1)"
     )
     projection: Literal["auto", "outer", "random"] = Field(
         "auto", description="p ⊗ f, a random projection of it, or the latter where C·d > 4096"

@@ -9,15 +9,18 @@ Common features F and for every source a pair of classifiers C_k, C'_k. On every
     A  min over F, C, C'   mean_k (CE(C_k) + CE(C'_k)) + λ · MD                          on the sources; MD: see below
     B  min over C, C'      mean_k (CE(C_k) + CE(C'_k)) − mean_k E|p_k − p'_k|            the discrepancy on the target
     C  min over F          mean_k E|p_k − p'_k|,  four times                             on the target
-MD is the mean over two moments of the mean Euclidean distance between them over all pairs of {sources, target}.
+MD is the sum over two moments, E[x] and E[x²], of the mean Euclidean distance between the sources' and the target's,
+plus the mean over all pairs of sources.
 At test time the mean of the softmax of all C_k answers.
 
-Where papers and code differ (the default is the usual re-implementation, by the authors of DAEL)
- 1. Moments: mean and variance (re-implementation), or E[x] and E[x²] (paper, ``moments: raw``); the mean over moments
-    and all pairs alike (re-implementation), where the paper sums the moments and averages source pairs and pairs with
-    the target apart. The authors' digit code takes five moments of centred features, whose first is a distance of whole
-    batches, leaves one source uncentred, counts one pair twice and one not at all: not offered.
- 2. λ = 0.5 (re-implementation); the authors' code has 0.0005 for its sum of five moments.
+Where papers and code differ. The defaults are the paper's; ``setting: reimplementation`` is the one most in use, by the
+authors of DAEL.
+ 1. The re-implementation has mean and variance in place of E[x] and E[x²], and one mean over both moments and all pairs
+    alike (``moments``). The authors' digit code takes five moments of centred features, whose first is a distance of
+    whole batches, leaves one source uncentred, counts one pair twice and one not at all: not offered.
+ 2. The paper gives no number for λ. The default is 0.0005, which the authors' code has for its sum of five moments; the
+    re-implementation has 0.5 (``moment_weight``).
+No setting changes these:
  3. The authors' code has one classifier pair for all sources. Here: one per source (paper).
  4. The variant M3SDA-β weighs the classifiers at test time by each source's accuracy alone. Not offered.
  5. The re-implementation has an optimiser for F and another for the classifiers. Here: the experiment's, one for all,
@@ -47,6 +50,7 @@ from fedshift.federation.site import Batch, Site
 from fedshift.functional.moments import classifier_discrepancy, moment_distance
 from fedshift.methods.blocks import Experts, redrawn, with_experts
 from fedshift.methods.pooled.adaptation import DomainBatches, PooledAdaptation
+from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -58,9 +62,14 @@ class M3SDA(PooledAdaptation):
     title: ClassVar[str] = "M3SDA"
     citation: ClassVar[str] = "Peng et al., ICCV 2019"
     relative_cost: ClassVar[float] = 2.5
+    settings: ClassVar[Settings] = {"reimplementation": {"moments": "mean_variance", "moment_weight": 0.5}}
 
-    moment_weight: NonNegativeFloat = Field(0.5, description="λ: weight of the moment distance")
-    moments: Literal["mean_variance", "raw"] = Field("mean_variance", description="re-implementation, or the paper's")
+    moment_weight: NonNegativeFloat = Field(
+        5e-4, description="λ: weight of the moment distance (the authors' code; re-implementation: 0.5)"
+    )
+    moments: Literal["mean_variance", "raw"] = Field(
+        "raw", description="E[x] and E[x²] (paper), or mean and variance (re-implementation)"
+    )
     generator_steps: NonNegativeInt = Field(4, description="how often step C trains the features")
 
     def adapt_network(self, network: Network, sources: int) -> Network:

@@ -14,13 +14,13 @@ Features f, predictions p, learnable centres c; λ = 2/(1 + e^(−10t)) − 1 wi
 In every round k-means on the target's features gives clusters and the centres, started from the sources' class means at
 first and from the last round's afterwards.
 
-Where papers and code differ (section 9.9 of our specification)
- 1. The code's q carries a gradient (``detach: false``), and the paper's class-balance term is missing there. Here: q
-    detached, and no such term. In the paper q and p are found in turn, q of all the target; in the code q is made of
-    every batch of 64, where a class that the batch lacks counts too much. Here: the paper, q from the model that a
-    round begins with; ``auxiliary: batch``. (Predictions of now over sums of then would drive rare classes up without
-    an end.)
- 2. q may be mixed with the cluster, (1 − β)·1[ŷ] + β·q (β = 1; 0.5 for one pair, ``beta``).
+Where papers and code differ. The defaults are the paper's; ``setting: released`` is the authors' code.
+ 1. In the paper q and p are found in turn, q of all the target: here q is of the model that a round begins with. In the
+    code q is made of every batch of 64, where a class that the batch lacks counts too much, and carries a gradient
+    (``auxiliary``, ``detach``). (Predictions of now over sums of then would drive rare classes up without an end.)
+No setting changes these:
+ 2. The paper's class-balance term is missing in the code, and here. q may be mixed with the cluster,
+    (1 − β)·1[ŷ] + β·q (β = 1; 0.5 for one pair, ``beta``).
  3. The code has embedding terms on the backbone's output too. Here: on the network's features alone; on frozen features
     the other would move nothing but its centres.
  4. Centres begin each epoch at the k-means of the target, or the mean of it and the source's. Here: the former.
@@ -52,6 +52,7 @@ from fedshift.functional.clustering import (
 )
 from fedshift.functional.schedules import ramp
 from fedshift.methods.pooled.adaptation import DomainBatches, PooledAdaptation
+from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -64,6 +65,7 @@ class SRDC(PooledAdaptation):
     citation: ClassVar[str] = "Tang et al., CVPR 2020"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "centres")
     relative_cost: ClassVar[float] = 1.3
+    settings: ClassVar[Settings] = {"released": {"auxiliary": "batch", "detach": False}}
 
     beta: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="β: share of q in the target's labels")
     auxiliary: Literal["batch", "target"] = Field(
