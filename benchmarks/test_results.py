@@ -1,4 +1,4 @@
-"""The committed results of the benchmarks are whole, and the pages' commands make them again: ``make check-results``."""
+"""The benchmarks' committed results are whole, and the commands of the pages make them anew: ``make check-results``."""
 
 from __future__ import annotations
 
