@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 FEDSHIFT_WORKERS ?= 2
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-fast test-processors check-results lint bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,6 +17,15 @@ demo: $(READY)  ## compare DeepAll, FedAvg and CSAC on rotated digits; ends with
 
 test: $(READY)  ## all tests; those on real data need FEDSHIFT_DATA and FEDSHIFT_WEIGHTS and say so when they skip
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(FEDSHIFT_WORKERS) --dist loadfile --no-loadscope-reorder
+
+test-fast: $(READY)  ## the tests that start no processes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(FEDSHIFT_WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
+
+test-processors: $(READY)  ## the same under other instruction sets and numbers of threads, one after the other
+	FEDSHIFT_WORKERS=$(FEDSHIFT_WORKERS) tests/processors.sh $(BIN)/python
+
+check-results: $(READY)  ## what is committed of the benchmarks' results is whole
+	$(BIN)/python -m pytest benchmarks/test_results.py
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -106,6 +106,7 @@ def test_interrupted(cli: Cli, file: Path, tmp_path: Path, monkeypatch: pytest.M
     assert not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.slow
 def test_help_needs_no_torch(cli: Cli) -> None:
     assert "leakage" in cli("audit", "--help").out
     assert cli("audit", "leakage", "--help").code == 0

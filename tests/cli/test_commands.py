@@ -292,6 +292,7 @@ def _imported(code: str) -> set[str]:
     return set(done.stdout.rpartition("MODULES")[2].split())
 
 
+@pytest.mark.slow
 def test_imports_are_lazy() -> None:
     heavy = {"torch", "torchvision", "pydantic", "numpy", "sklearn", "matplotlib"}
     assert not heavy & _imported("import fedshift; fedshift.__version__")
@@ -305,6 +306,7 @@ def test_imports_are_lazy() -> None:
     assert "torch" in _imported("import fedshift; fedshift.run")
 
 
+@pytest.mark.slow
 def test_exit_codes_of_the_process(tmp_path: Path) -> None:
     """The same through a real process: 0, 2 with one line, and a reader that goes away."""
     assert start("--version").communicate()[0].startswith("fedshift ")

@@ -335,6 +335,7 @@ def test_what_is_measured_has_true_labels(tmp_path: Path) -> None:
         fedshift.run(adapting(where, training=training, methods=methods), tmp_path / "false")
 
 
+@pytest.mark.slow
 def test_wrong_labels_in_a_pool_of_processes(tmp_path: Path) -> None:
     """Each seed has its own wrong labels; a worker must not go on with those of the part before."""
     where = sites(tmp_path)
@@ -612,6 +613,7 @@ def test_a_kill_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert outcome(runs) == wanted
 
 
+@pytest.mark.slow
 def test_kill_9_with_workers(tmp_path: Path) -> None:
     """Workers end with the process they work for; the run goes on without them to the same bits."""
     options = remembering(sites(tmp_path))

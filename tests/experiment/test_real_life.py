@@ -111,6 +111,7 @@ def test_images_of_all_sorts_in_one_folder(cli: Cli, tmp_path: Path, monkeypatch
     assert len(said.out.splitlines()) == 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_training_that_diverges(cli: Cli, tmp_path: Path, workers: int) -> None:
     """One line with the run, the site, the round and the learning rate; exit code 1; nothing that looks finished."""
@@ -131,6 +132,7 @@ def test_training_that_diverges(cli: Cli, tmp_path: Path, workers: int) -> None:
     assert not list((tmp_path / "runs").rglob("model.safetensors"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [{}, {"workers": 2}, {"parallel_runs": 2}])
 def test_a_run_that_diverges_does_not_keep_the_others_from_being_run(
     cli: Cli, tmp_path: Path, engine: dict[str, Any]

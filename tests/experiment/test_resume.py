@@ -86,6 +86,7 @@ def test_a_kill_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, me
     assert outcome(runs) == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [FEDAVG, CSAC], ids=lambda method: method["name"])
 def test_kill_9_again_and_again(tmp_path: Path, method: dict[str, Any]) -> None:
     options = experiment(sites(tmp_path, images), methods=[method], model={"name": "mnist_cnn", "channels": [2, 3]})
@@ -109,6 +110,7 @@ def test_kill_9_again_and_again(tmp_path: Path, method: dict[str, Any]) -> None:
     assert not (part / "memory").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [FEDAVG, CSAC], ids=lambda method: method["name"])
 def test_kill_9_with_workers(tmp_path: Path, method: dict[str, Any]) -> None:
     """Workers end with the process they work for; the weights do not depend on their number."""
@@ -126,6 +128,7 @@ def test_kill_9_with_workers(tmp_path: Path, method: dict[str, Any]) -> None:
     assert outcome(runs) == outcome(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_ctrl_c(tmp_path: Path, cli: Cli) -> None:
     """Code 130, a hint, no process left behind, and the same command goes on; finished runs are not touched."""
     options = experiment(
@@ -163,6 +166,7 @@ def test_ctrl_c(tmp_path: Path, cli: Cli) -> None:
     assert outcome(runs) == outcome(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_helpers_end_with_their_process(tmp_path: Path) -> None:
     """kill -9 of the first process ends those of ``parallel_runs``; together they do what one does alone."""
     options = experiment(sites(tmp_path), protocol={"targets": "all", "seeds": [0]})
@@ -184,6 +188,7 @@ def test_helpers_end_with_their_process(tmp_path: Path) -> None:
     assert outcome(runs) == outcome(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_helper_s_error_is_the_experiment_s(tmp_path: Path) -> None:
     from fedshift.errors import UserError
 
@@ -196,6 +201,7 @@ def test_a_helper_s_error_is_the_experiment_s(tmp_path: Path) -> None:
         fedshift.run(options, tmp_path / "runs")
 
 
+@pytest.mark.slow
 def test_two_processes_at_once(tmp_path: Path) -> None:
     options = experiment(sites(tmp_path), protocol={"targets": "all", "seeds": [0, 1]})
     both = [process(options, tmp_path / "runs", seconds=0.01) for _ in range(2)]

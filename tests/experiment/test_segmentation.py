@@ -107,6 +107,7 @@ def test_the_best_distance_is_the_smallest(finished: Results) -> None:
         assert [cell.best for cell in cells if cell is not None] == [mean == best(means) for mean in means]
 
 
+@pytest.mark.slow
 def test_workers_give_the_same_weights(finished: Results, tmp_path: Path) -> None:
     pool = fedshift.run({**TINY, "engine": {"threads": 1, "workers": 2}}, tmp_path)
     for method in ("fedavg", "elcfs"):

@@ -258,6 +258,7 @@ def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path: Path) -> None:
     assert len(more.runs) == len(METHODS) * 4
 
 
+@pytest.mark.slow
 def test_workers_change_nothing(tmp_path: Path) -> None:
     options = pairs(sites(tmp_path), {"splits": 1, "pairs": [["a", ["b", "c"]]]}, methods=["mdfnet", "alone"])
     one = fedshift.run(options, tmp_path / "one")

@@ -94,6 +94,7 @@ def test_an_experiment_in_a_worker_is_refused(monkeypatch: pytest.MonkeyPatch) -
         fedshift.run({})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_samples_do_not_stay_behind(tmp_path: Path, number: signal.Signals) -> None:
     """The copies that workers map into memory go when the run is stopped, however it is stopped."""

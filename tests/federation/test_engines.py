@@ -111,6 +111,7 @@ def method_of(name: str) -> Method:
     return registry.parse({"name": name, **METHODS[name]})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("name", METHODS)
 def test_same_bits_in_process_and_in_a_pool(name: str, workers: int, pools: dict[int, WorkerPool]) -> None:
@@ -126,6 +127,7 @@ def test_same_bits_in_process_and_in_a_pool(name: str, workers: int, pools: dict
     assert many.ledger.total == one.ledger.total
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
     reason="this torch was built without oneDNN",
@@ -149,6 +151,7 @@ def test_products_by_onednn_train_the_same_model_in_any_process(pools: dict[int,
         torch.testing.assert_close(here.weights[key], tensor, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
 def test_batch_norm_dropout_and_augmentation_in_a_pool(name: str, pools: dict[int, WorkerPool]) -> None:
     """What draws random numbers by itself, at sites that share a worker or do not."""
@@ -161,6 +164,7 @@ def test_batch_norm_dropout_and_augmentation_in_a_pool(name: str, pools: dict[in
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fedavg", "csac"])
 def test_site_memory_moves_between_engines(name: str, pools: dict[int, WorkerPool], tmp_path: Path) -> None:
     """One round here, saved; the second round in a pool; and the other way round."""
@@ -181,6 +185,7 @@ def many(number: int) -> list[Domain]:
     return domains(CNN, {f"site-{index}": 2 + index * 5 % 11 for index in range(number)})
 
 
+@pytest.mark.slow
 def test_replies_come_in_the_order_asked(own: Any, pools: dict[int, WorkerPool]) -> None:
     found = many(4 * BUFFERED_ANSWERS)
     where = federation(own, found, pool=pools[3])
@@ -192,6 +197,7 @@ def test_replies_come_in_the_order_asked(own: Any, pools: dict[int, WorkerPool])
         ]
 
 
+@pytest.mark.slow
 def test_largest_sites_are_spread_first(own: Any, pools: dict[int, WorkerPool]) -> None:
     found = domains(CNN, {"a": 2, "b": 9, "c": 3, "d": 8, "e": 7})
     where: Any = federation(own, found, pool=pools[2])
@@ -203,6 +209,7 @@ def engines(own: Any, pools: dict[int, WorkerPool], **options: Any) -> Iterator[
     yield federation(own, pool=pools[2], **options)
 
 
+@pytest.mark.slow
 def test_errors_of_a_step_keep_their_class(own: Any, pools: dict[int, WorkerPool]) -> None:
     for where in engines(own, pools):
         with pytest.raises(UserError, match=r"^a mistake at large$") as user:
@@ -222,6 +229,7 @@ def test_errors_of_a_step_keep_their_class(own: Any, pools: dict[int, WorkerPool
         federation(own, pool=pools[2], refuse=["numbers"])
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_named_in_one_line(own: Any) -> None:
     pool = WorkerPool(2, threads=1)
     try:
@@ -244,6 +252,7 @@ def test_a_killed_worker_is_named_in_one_line(own: Any) -> None:
         pool.close()
 
 
+@pytest.mark.slow
 def test_a_closed_pool_leaves_nothing() -> None:
     pool = WorkerPool(1, threads=1)
     (process,) = pool._processes
@@ -253,6 +262,7 @@ def test_a_closed_pool_leaves_nothing() -> None:
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_domains_are_shared_once_and_unchanged(pools: dict[int, WorkerPool]) -> None:
     sparse = SparseRows(np.ones(3, np.float32), np.array([0, 2, 1]), np.array([0, 2, 3]), 4)
     for domain in (domains()[0], domains(NORMED)[0], Domain("bags", sparse, np.array([0, 1]))):

@@ -346,6 +346,7 @@ def test_only_the_two_processes_of_a_site_are_run(
     ends_in_one_line(monkeypatch, capsys, "http.server", "none of FLARE's processes")
 
 
+@pytest.mark.slow
 def test_a_service_does_not_start_again_what_cannot_be_locked_down(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -168,6 +168,7 @@ def pool() -> Iterator[WorkerPool]:
     started.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("network", "options"),
     [(CNN, {}), ({**NORMED, "dropout": 0.5}, {"momentum": 0.9, "reset_optimizer_each_round": False}),

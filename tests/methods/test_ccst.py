@@ -394,6 +394,7 @@ def test_an_unknown_method_behind_comes_with_the_nearest() -> None:
         parse({"data": "rotated_digits", "model": "linear", "methods": [{"name": "styles", "method": "fedagv"}]})
 
 
+@pytest.mark.slow
 def test_another_process_makes_its_equal_and_the_same_bits() -> None:
     method = StyleTransfer(method=CSAC(acquisition_epochs=1, calibration_epochs=1), style_mode="single", bank_size=3)
     whole = setting(method, domains())

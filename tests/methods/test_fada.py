@@ -362,6 +362,7 @@ def test_nothing_of_a_round_is_kept_for_the_next() -> None:
     assert all("turn" not in runner.site.scratch for runner in where._runners.values())
 
 
+@pytest.mark.slow
 def test_same_bits_in_one_process_and_in_two() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

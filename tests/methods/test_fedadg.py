@@ -309,6 +309,7 @@ def test_held_out_rows_are_there_only_for_who_says_so() -> None:
     assert list(site_of(where, "a").held_out_batches()) == []
 
 
+@pytest.mark.slow
 def test_a_pool_holds_out_the_same_rows() -> None:
     method = short(adversarial_epochs=2)
     made = start_of(method, [images("a", 9)])

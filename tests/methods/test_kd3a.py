@@ -987,6 +987,7 @@ def pool() -> Iterator[WorkerPool]:
     started.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["paper", "code", "statistics in the loss", "statistics at home"])
 def test_same_bits_in_a_pool(case: str, pool: WorkerPool) -> None:
     threads = torch.get_num_threads()
@@ -1005,6 +1006,7 @@ def test_same_bits_in_a_pool(case: str, pool: WorkerPool) -> None:
     assert many.ledger.total == one.ledger.total
 
 
+@pytest.mark.slow
 def test_dropout_and_augmentation_in_a_pool(pool: WorkerPool) -> None:
     """What draws random numbers by itself: at the target the teachers see what the student sees."""
     threads = torch.get_num_threads()

@@ -302,6 +302,7 @@ def test_stages_lead_to_the_same_modules() -> None:
     assert list(stages) == ["conv1", "conv2"]
 
 
+@pytest.mark.slow
 def test_same_bits_in_one_process_and_in_two() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

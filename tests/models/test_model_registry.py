@@ -24,11 +24,13 @@ def test_every_name_leads_to_options_of_that_name() -> None:
         assert registry.parse(options.model_dump(mode="json")) == options
 
 
+@pytest.mark.slow
 def test_names_do_not_import_torch() -> None:
     code = "import sys; from fedshift.models import registry; registry.names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.slow
 def test_building_most_networks_does_not_import_torchvision() -> None:
     code = (
         "import sys; from fedshift.models import registry, vision; "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -19,6 +20,7 @@ from rich.progress import (
 )
 
 from fedshift.cli.features import FeatureBar
+from fedshift.cli.lines import Lines
 from fedshift.errors import TrainingDiverged
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.experiment.context import Reporter
@@ -31,7 +33,7 @@ from fedshift.report.table import table_of, terminal
 
 
 def run_file(path: Path, overrides: Sequence[str], runs: Path) -> None:
-    """Run an experiment file with progress bars, then print the table and write the page."""
+    """Run an experiment file with bars at a terminal and lines elsewhere, then print the table and write the page."""
     errors = Console(stderr=True)
     try:
         _run(load(path, overrides), runs, errors)
@@ -41,6 +43,28 @@ def run_file(path: Path, overrides: Sequence[str], runs: Path) -> None:
 
 
 def _run(experiment: Experiment, runs: Path, errors: Console) -> None:
+    reporter, stop = _reporter(errors)
+    folder, diverged = runs / experiment.name, None
+    try:
+        run_experiment(experiment, runs, reporter)
+    except TrainingDiverged as error:
+        diverged = error
+    finally:
+        stop()
+    if any(folder.glob("*/*/*/result.json")):
+        collected = collect(folder)
+        Console().print(terminal(table_of(collected)))
+        errors.print(f"page: {write_page(folder, collected)}", markup=False, highlight=False, soft_wrap=True)
+    elif reporter.left:
+        errors.print("another process is at work on all that is left of this experiment", highlight=False)
+    if diverged is not None:
+        raise diverged
+
+
+def _reporter(errors: Console) -> tuple[Bars | Lines, Callable[[], None]]:
+    """Bars at a terminal, lines in a file; and what ends them."""
+    if not errors.is_terminal:
+        return Lines(partial(errors.print, markup=False, highlight=False, soft_wrap=True)), lambda: None
     progress = Progress(
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -51,24 +75,8 @@ def _run(experiment: Experiment, runs: Path, errors: Console) -> None:
         TextColumn("left:"),
         TimeRemainingColumn(),
         console=errors,
-        disable=not errors.is_terminal,  # in a file, one line for each finished run says it better
     )
-    bars = Bars(progress)
-    folder, diverged = runs / experiment.name, None
-    try:
-        run_experiment(experiment, runs, bars)
-    except TrainingDiverged as error:
-        diverged = error
-    finally:
-        progress.stop()
-    if any(folder.glob("*/*/*/result.json")):
-        collected = collect(folder)
-        Console().print(terminal(table_of(collected)))
-        errors.print(f"page: {write_page(folder, collected)}", markup=False, highlight=False, soft_wrap=True)
-    elif bars.left:
-        errors.print("another process is at work on all that is left of this experiment", highlight=False)
-    if diverged is not None:
-        raise diverged
+    return Bars(progress), progress.stop
 
 
 class Bars(Reporter):
@@ -109,9 +117,6 @@ class Bars(Reporter):
 
     def finished(self, part: Part, result: RunResult, resumed: bool) -> None:
         self._progress.advance(self._whole)
-        if self._progress.disable and not resumed:
-            name = f"{part.method.display} → {part.target}, seed {part.seed}: {result.score():.2f} %"
-            self._progress.console.print(name, markup=False, highlight=False, soft_wrap=True)
 
     def diverged(self, part: Part) -> None:
         self._progress.advance(self._whole)

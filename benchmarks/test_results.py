@@ -1,0 +1,45 @@
+"""The benchmarks' committed results are whole, and the commands of the pages make them anew: ``make check-results``."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedshift.experiment.identity import comparable
+from fedshift.experiment.schema import override_field, parse
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = sorted((ROOT / "benchmarks").glob("*.md"))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_benchmarks_can_be_made_again(page: Path) -> None:
+    """Every command parses as it stands, and every table has committed results."""
+    text = page.read_text(encoding="utf-8")
+    scripts = [block.replace("\\\n", " ") for block in re.findall(r"^```bash\n(.*?)^```", text, flags=re.M | re.S)]
+    runs = [
+        found for script in scripts for found in re.findall(r"^fedshift run (?:'[^']*'|[^'\n])*", script, flags=re.M)
+    ]
+    for command in runs:
+        words = shlex.split(command, comments=True)[2:]
+        options = yaml.safe_load((ROOT / words[0]).read_text(encoding="utf-8"))
+        for override in words[1 : words.index("--runs")]:
+            override_field(options, override)
+        assert (RESULTS / parse(options, ROOT).name).is_dir(), command
+    for name in re.findall(r"^<!-- table (\S+)", text, flags=re.M):
+        assert list((RESULTS / name).glob("*/*/*/result.json")), name
+    assert runs or page.name in ("README.md", "speed.md")
+
+
+def test_committed_results_are_whole_and_still_understood() -> None:
+    files = sorted(RESULTS.glob("*/*/*/seed-0/experiment.yaml"))
+    assert files
+    for file in files:
+        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+        assert set(settings) <= set(comparable(settings)) | {"engine", "device", "versions"}
+        assert comparable(comparable(settings)) == comparable(settings)

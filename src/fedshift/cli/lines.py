@@ -1,0 +1,90 @@
+"""Progress without a terminal: a line for each finished run, and one now and then in between."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from fedshift.evaluation.records import RunResult
+from fedshift.experiment.context import Reporter
+from fedshift.experiment.protocol import Part
+
+FIRST, EVERY = 3.0, 10.0
+"""Seconds until the first line within a run, and between two."""
+
+
+class Lines(Reporter):
+    """Says how far an experiment is, for how long it has been at work and how long it will still take at that pace."""
+
+    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self.left = 0
+        """Runs that another process was at work on."""
+        self._say, self._clock = say, clock
+        self._parts = self._passed = 0
+        self._begun: float | None = None
+        self._found = 0  # runs that had been done before
+        self._next = 0.0
+        self._name = ""
+        self._trained = self._total = 0
+
+    def extraction(self, site: str, images: int, done: int) -> None:
+        self._say(f"features of {site}: {images} images" + (f", {done} of them done before" if done else ""))
+
+    def begin(self, parts: int) -> None:
+        self._parts = parts
+
+    def part(self, part: Part, mini_batches: int, done: int) -> None:
+        if self._begun is None:
+            self._begun, self._found = self._clock(), self._passed
+            self._next = self._begun + FIRST
+        self._name, self._trained, self._total = _name(part), done, mini_batches
+
+    def trained(self, site: str, mini_batches: int) -> None:
+        self._trained += mini_batches
+        if self._clock() >= self._next:
+            self._line(f"{self._name}: {100 * self._share:.0f} % trained")
+
+    def finished(self, part: Part, result: RunResult, resumed: bool) -> None:
+        self._pass()
+        if not resumed:
+            self._line(f"{_name(part)}: {result.score():.2f} %")
+
+    def diverged(self, part: Part) -> None:
+        self._pass()
+        if self._parts > 1:  # of a single one the error says it
+            self._line(f"{_name(part)}: diverged")
+
+    def skipped(self, part: Part) -> None:
+        self.left += 1
+        self._pass()
+
+    def warn(self, message: str) -> None:
+        self._say(f"warning: {message}")
+
+    @property
+    def _share(self) -> float:
+        """Of the present run's training."""
+        return min(1.0, self._trained / self._total) if self._total else 0.0
+
+    def _pass(self) -> None:
+        self._passed += 1
+        self._trained = self._total = 0
+
+    def _line(self, text: str) -> None:
+        now = self._clock()
+        self._next = now + EVERY
+        elapsed = now - (now if self._begun is None else self._begun)
+        done = self._passed - self._found + self._share
+        left = elapsed / done * (self._parts - self._passed - self._share) if done else 0.0
+        pace = f", about {_minutes(left)} left" if left else ""
+        self._say(f"{text} ({self._passed} of {self._parts} runs, {_minutes(elapsed)}{pace})")
+
+
+def _name(part: Part) -> str:
+    return f"{part.method.display} → {part.target}, seed {part.seed}"
+
+
+def _minutes(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"

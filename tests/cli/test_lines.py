@@ -1,0 +1,67 @@
+"""Progress without a terminal: what is said, when, and that the time left is that of the pace so far."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from fedshift.cli.lines import EVERY, FIRST, Lines
+
+
+class Watched:
+    """`Lines` with a clock that stands until it is moved."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.said: list[str] = []
+        self.lines = Lines(self.said.append, lambda: self.now)
+
+    def train(self, seconds: float, mini_batches: int) -> None:
+        self.now += seconds
+        self.lines.trained("site", mini_batches)
+
+
+def part(seed: int) -> Any:
+    return SimpleNamespace(method=SimpleNamespace(display="fedavg"), target="west", seed=seed)
+
+
+RESULT: Any = SimpleNamespace(score=lambda: 81.5)
+
+
+def test_lines_in_between_come_at_intervals_and_estimate_the_rest() -> None:
+    watched = Watched()
+    watched.lines.begin(4)
+    watched.lines.part(part(0), 100, 0)
+    watched.train(FIRST - 1, 5)
+    assert not watched.said
+    watched.train(1, 5)  # a tenth of one of four runs in three seconds: 39 tenths are left
+    assert len(watched.said) == 1
+    assert "10 %" in watched.said[0]
+    assert "0 of 4" in watched.said[0]
+    assert "0:03" in watched.said[0]
+    assert "1:57" in watched.said[0]
+    watched.train(EVERY - 1, 20)
+    assert len(watched.said) == 1
+    watched.train(1, 20)
+    assert len(watched.said) == 2
+
+
+def test_each_finished_run_has_a_line_and_those_done_before_do_not_count() -> None:
+    watched = Watched()
+    watched.lines.begin(5)
+    for seed in range(2):
+        watched.lines.finished(part(seed), RESULT, resumed=True)
+    assert not watched.said
+    watched.lines.part(part(2), 10, 0)
+    watched.now += 60
+    watched.lines.finished(part(2), RESULT, resumed=False)
+    assert "81.50" in watched.said[0]
+    assert "3 of 5" in watched.said[0]
+    assert "2:00" in watched.said[0]  # two more at a minute each
+    watched.lines.part(part(3), 10, 0)
+    watched.now += 3600
+    watched.lines.diverged(part(3))
+    assert "1:01:00" in watched.said[1]
+    watched.lines.skipped(part(4))
+    assert watched.lines.left == 1
+    assert len(watched.said) == 2

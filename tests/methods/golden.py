@@ -1,0 +1,197 @@
+"""Golden runs: one small run of every method, and how far other processors' rounding moves what is stored of it.
+
+``python tests/methods/golden.py [METHOD …]`` makes golden.json anew, or these methods' part of it. A change of it is a
+change of a method's results and says so in its commit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "federation"))
+
+from tiny import NORMED, domains, evaluated, normed_for, run, start_of
+
+from fedshift.federation.local import LocalFederation
+from fedshift.methods import registry
+
+FILE = Path(__file__).with_name("golden.json")
+SIZES = {"north": 32, "south": 24, "west": 16}
+NETWORKS: dict[str, dict[str, object]] = {
+    "images": {"name": "mnist_cnn", "channels": [6, 8], "hidden": 16},
+    "vectors": {**NORMED, "hidden": [16, 12]},
+}
+ROUNDS, EPOCHS, BUDGET, LR = 3, 5, 60, 0.02
+OPTIONS: dict[str, dict[str, Any]] = {
+    "fedprox": {"proximal_weight": 0.5},
+    "csac": {"acquisition_epochs": 5, "calibration_epochs": 2, "alignment_weight": 0.1},
+    "kd3a": {"gate_start": 0.4, "gate_end": 0.5, "aggregations_per_epoch": 0.2},
+    "styles": {"method": {"name": "fedavg", "local_epochs": EPOCHS}},
+    "shot": {"source_epochs": 5},
+    "mdfnet": {"decay": False, "rho": 1.0, "keep_momentum": False},
+    "fada": {"steps_per_round": 8},
+    "fedl2r": {"l2r_weight": 0.001},
+    "cdan": {"width": 64, "setting": "released"},
+    "elcfs": {"setting": "light"},
+    "m3sda": {"setting": "reimplementation"},
+    "fedadg": {"setting": "least_squares", "task_epochs": 3, "adversarial_epochs": 2},
+    "dael": {"threshold": 0.4},
+    "dsbn": {"first_stage": 0.25},
+}
+RATES: dict[str, tuple[float, float]] = {
+    "elcfs": (0.005, 0.0), "kd3a": (0.02, 0.03), "fedsr": (0.08, 0.05), "fedcmi": (0.08, 0.05), "fedl2r": (0.1, 0.05),
+    "fada": (0.07, 0.03), "mdfnet": (0.05, 0.05), "copa": (0.01, 0.005), "deepall": (0.02, 0.005),
+    "source_only": (0.02, 0.005), "oracle": (0.015, 0.02), "dsbn": (0.03, 0.01), "shot": (0.015, 0.02),
+    "dael": (0.025, 0.005), "m3sda": (0.015, 0.005), "cdan": (0.02, 0.005), "cmss": (0.015, 0.005),
+    "srdc": (0.007, 0.005),
+}  # fmt: skip
+"""Learning rates on images and on vectors with which a run learns something and is not done with it; else LR."""
+SETTINGS: tuple[dict[str, str], ...] = (
+    {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
+    {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    {"MKL_CBWR": "COMPATIBLE"},
+    {"OMP_NUM_THREADS": "4"},
+)
+"""What a processor's kernels depend on: instruction sets of torch, oneDNN and MKL, and threads."""
+DRAWS = 4
+"""Runs in which every product is off by a unit in the last place, at random: other processors, as it were."""
+FACTOR, LEAST = 10, 1e-4
+"""A tolerance is this many times the largest deviation found, and at least this part of the value (or of 1)."""
+
+Record = dict[str, dict[str, float]]
+
+
+def record(name: str) -> tuple[Record, dict[str, tuple[int, float]]]:
+    """Numbers of the method's runs on images and on vectors; beside them, classes predicted and accuracy in per cent.
+
+    The numbers are continuous in the weights: the last round's mean loss of every site, the cross-entropy and the mean
+    squared logit of the final model on all sources' samples, and its distance from the common start.
+    """
+    epochs = {"local_epochs": EPOCHS} if "local_epochs" in registry.method_class(name).model_fields else {}
+    method = registry.parse({"name": name, **epochs, **OPTIONS.get(name, {})})
+    rates = RATES.get(name, (LR, LR))
+    numbers: Record = {}
+    learnt: dict[str, tuple[int, float]] = {}
+    for kind, network in NETWORKS.items():
+        if kind == "vectors" and normed_for(method) is not NORMED:
+            continue
+        found = domains(network, SIZES)
+        budget = 4 * BUDGET if method.pooled and method.needs_target else BUDGET  # a step takes batches of all four
+        state, where = run(
+            method, found, network, rounds=ROUNDS, lr=rates[kind == "vectors"], momentum=0.9, budget=budget
+        )
+        assert isinstance(where, LocalFederation)
+        model = evaluated(method, state.weights, found, network)
+        batches = [
+            (batch.inputs, batch.targets)
+            for runner in where._runners.values()
+            if runner.site.role == "source"
+            for batch in runner.site.all_batches()
+        ]
+        inputs, labels = (torch.cat(column) for column in zip(*batches, strict=True))
+        with torch.no_grad():
+            logits = method.predict(model, inputs).double()
+        start = start_of(method, found, network)
+        trained = [key for key, tensor in start.items() if key in state.weights and tensor.is_floating_point()]
+        numbers[kind] = {
+            **{f"loss of {site}": value for site, value in state.report["losses"].items()},
+            "cross-entropy": float(F.cross_entropy(logits, labels)),
+            "squared logit": float(logits.square().mean()),
+            "distance": float(sum((state.weights[key] - start[key]).double().square().sum() for key in trained)) ** 0.5,
+        }
+        predicted = logits.argmax(1)
+        learnt[kind] = (len(predicted.unique()), 100 * float((predicted == labels).double().mean()))
+    return numbers, learnt
+
+
+@contextmanager
+def rounded_otherwise(draw: int) -> Iterator[None]:
+    """The outputs of linear layers and convolutions off by one unit in the last place, or not, at random."""
+    generator = torch.Generator().manual_seed(draw)
+    kept = {layer: layer.forward for layer in (nn.Linear, nn.Conv2d)}
+
+    def moved(layer: type[nn.Module]) -> Any:
+        def forward(self: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = kept[layer](self, inputs)  # type: ignore[index]
+            noise = torch.randint(-1, 2, output.shape, generator=generator)
+            return output * (1 + torch.finfo(output.dtype).eps * noise)
+
+        return forward
+
+    for layer in kept:
+        layer.forward = moved(layer)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for layer, forward in kept.items():
+            layer.forward = forward  # type: ignore[method-assign]
+
+
+def elsewhere(setting: dict[str, str], names: Sequence[str]) -> dict[str, Record]:
+    """The records of these methods as a process with these variables computes them."""
+    script = (
+        f"import json, golden, torch; torch.set_num_threads({setting.get('OMP_NUM_THREADS', '1')})\n"
+        f"print(json.dumps({{name: golden.record(name)[0] for name in {list(names)}}}))"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": path, **setting},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found: dict[str, Record] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def runs_of(names: Sequence[str]) -> dict[str, Any]:
+    """Values and tolerances of these methods' numbers."""
+    values = {name: record(name)[0] for name in names}
+    others = [elsewhere(setting, names) for setting in SETTINGS]
+    for draw in range(DRAWS):
+        with rounded_otherwise(draw):
+            others.append({name: record(name)[0] for name in names})
+
+    def stored(name: str, kind: str, key: str, value: float) -> dict[str, float]:
+        deviation = max(abs(other[name][kind][key] - value) for other in others)
+        tolerance = max(FACTOR * deviation, LEAST * max(1.0, abs(value)))
+        return {"value": float(f"{value:.7g}"), "tolerance": float(f"{tolerance:.2g}")}
+
+    return {
+        name: {
+            kind: {key: stored(name, kind, key, value) for key, value in numbers.items()}
+            for kind, numbers in kinds.items()
+        }
+        for name, kinds in values.items()
+    }
+
+
+def write(names: Sequence[str]) -> None:
+    """golden.json with new runs of ``names`` and the old ones of the other methods that exist."""
+    old = json.loads(FILE.read_text(encoding="utf-8"))["runs"] if FILE.exists() and names != registry.names() else {}
+    runs = {**old, **runs_of(names)}
+    whole = {
+        "form": f"A number holds within its tolerance on any processor: {FACTOR} times the largest deviation found "
+        f"under the settings and with products off by a unit in the last place, at least {LEAST:g} of it or of 1.",
+        "settings": list(SETTINGS),
+        "runs with products off by a unit in the last place": DRAWS,
+        "runs": {name: runs[name] for name in registry.names() if name in runs},
+    }
+    FILE.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    write(tuple(sys.argv[1:]) or registry.names())
