@@ -69,6 +69,7 @@ from fedshift.functional.clustering import dispersion
 from fedshift.functional.consensus_focus import FocusTally
 from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.blocks import with_own_statistics
+from fedshift.methods.settings import Settings
 from fedshift.methods.teachers import SourceStatistics, Teachers
 from fedshift.models.network import Network
 from fedshift.weights import Weights, is_buffer, weighted_average
@@ -96,6 +97,19 @@ class KD3A(Method):
     citation: ClassVar[str] = "Feng et al., ICML 2021"
     scenario: ClassVar[str] = "target without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "private")
+    settings: ClassVar[Settings] = {
+        "released": {
+            "labels": "hard",
+            "vote": "top1",
+            "focus": "shapley",
+            "target_share": "confident",
+            "share_momentum": 0.9,
+            "private_classifier": True,
+            "teacher_statistics": "batch",
+            "batch_norm": "linear",
+            "mixup": 2.0,
+        }
+    }
     needs_target: ClassVar[bool] = True
     one_target: ClassVar[bool] = True
 
@@ -109,7 +123,8 @@ class KD3A(Method):
         "soft", description="p with weight n_p (paper), or the winner with 0/1 (code)"
     )
     focus: Literal["shapley", "leave_one_out", "samples", "h_divergence", "information_gain"] = Field(
-        "shapley", description="source shares: consensus focus (code or paper), N_k (ablation), or other weightings"
+        "leave_one_out",
+        description="source shares: consensus focus (paper; shapley: code), N_k (ablation), or other weightings",
     )
     focus_permutations: PositiveInt | None = Field(
         None, description="orders sampled for Shapley values; none = exact up to 10 sources"
