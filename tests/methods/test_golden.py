@@ -26,7 +26,7 @@ FILE = Path(__file__).with_name("golden.json")
 SIZES = {"north": 30, "south": 22, "west": 14}
 OPTIONS: dict[str, dict[str, Any]] = {
     "csac": {"acquisition_epochs": 2, "calibration_epochs": 1},
-    "kd3a": {"gate_start": 0.4, "gate_end": 0.5},
+    "kd3a": {"focus": "shapley", "gate_start": 0.4, "gate_end": 0.5},
     "shot": {"source_epochs": 3},
     "mdfnet": {"decay": False, "rho": 1.0},
     "fada": {"steps_per_round": 10},
