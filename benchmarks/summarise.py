@@ -1,9 +1,9 @@
 """Writes the tables of benchmarks/*.md and README.md from the committed results: ``python benchmarks/summarise.py``.
 
 A marker ``<!-- table NAME [SELECT] -->`` … ``<!-- end -->`` is filled with the table of ``benchmarks/results/NAME``,
-its facts (runs, seconds, versions, threads), tests of its differences, and the published rows where ``published.json`` has
-them. SELECT is a
-selection rule, ``cost`` for bytes and seconds a round, or ``weights`` for what a source with wrong labels counts.
+its facts (runs, seconds, versions, threads), the tests of its differences, and the published rows where
+``published.json`` has them. SELECT is a selection rule, ``cost`` for bytes and seconds a round, or ``weights`` for what
+a source with wrong labels counts.
 """
 
 from __future__ import annotations
