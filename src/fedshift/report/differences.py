@@ -91,7 +91,7 @@ def _mean(test: TTest | None) -> str:
 
 
 def _signed(value: float) -> str:
-    return f"{value:+.2f}".replace("-", "−")
+    return f"{round(value, 2) + 0.0:+.2f}".replace("-", "−")  # + 0.0: no minus before a zero
 
 
 def markdown(found: Sequence[Difference], targets: Sequence[str], measure: Measure) -> str:
