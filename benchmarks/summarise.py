@@ -1,9 +1,9 @@
 """Writes the tables of benchmarks/*.md and README.md from the committed results: ``python benchmarks/summarise.py``.
 
 A marker ``<!-- table NAME [SELECT] -->`` … ``<!-- end -->`` is filled with the table of ``benchmarks/results/NAME``,
-its facts (runs, seconds, versions, threads), the tests of its differences, and the published rows where
-``published.json`` has them. SELECT is a selection rule, ``cost`` for bytes and seconds a round, or ``weights`` for what
-a source with wrong labels counts.
+its facts (runs, seconds, versions, threads), on benchmarks/*.md the tests of its differences, and the published rows
+where ``published.json`` has them. SELECT is a selection rule, ``cost`` for bytes and seconds a round, or ``weights``
+for what a source with wrong labels counts.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -143,8 +144,8 @@ def _span(numbers: list[int]) -> str:
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
-def section(match: re.Match[str]) -> str:
-    """One marker's content."""
+def section(match: re.Match[str], tests: bool) -> str:
+    """One marker's content, with the tests of its differences or without."""
     name, select = match.group(1), match.group(2) or "last"
     folder = HERE / "results" / name
     if not folder.exists():
@@ -158,7 +159,7 @@ def section(match: re.Match[str]) -> str:
     parts = [head, "Measured:", "", markdown(table).strip(), ""]
     if name in PUBLISHED and select == "last":
         parts += [published(name, table.columns), ""]
-    grid = compared(name, found, rule)
+    grid = compared(name, found, rule) if tests else ""
     parts += [grid, facts(found), "<!-- end -->"] if grid else [facts(found), "<!-- end -->"]
     return "\n".join(parts)
 
@@ -168,7 +169,9 @@ def main() -> None:
     every = [*sorted(HERE.glob("*.md")), HERE.parent / "README.md"]
     for page in [Path(argument) for argument in sys.argv[1:]] or every:
         text = page.read_text(encoding="utf-8")
-        page.write_text(MARKER.sub(section, text), encoding="utf-8")
+        page.write_text(
+            MARKER.sub(partial(section, tests=page.resolve().parent == HERE.resolve()), text), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

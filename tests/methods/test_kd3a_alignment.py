@@ -19,14 +19,14 @@ LOSS = {"batch_norm": "loss", "batch_norm_weight": 0.01}
 class TwoLayers(Network):
     """x → w·x → BatchNorm → v·x → BatchNorm, one channel, so that a page of arithmetic says what comes out."""
 
-    def __init__(self, first: float = 1.0) -> None:
+    def __init__(self) -> None:
         features = nn.Sequential(
             nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1, eps=1e-12), nn.Linear(1, 1, bias=False),
             nn.BatchNorm1d(1, eps=1e-12),
         )  # fmt: skip
         super().__init__(features, nn.Linear(1, 2), embedding_size=1, classes=2, stages={}, alignment_stages=())
         with torch.no_grad():
-            features[0].weight.fill_(first)
+            features[0].weight.fill_(1.0)
             features[2].weight.fill_(2.0)
 
 
@@ -73,8 +73,14 @@ def test_every_one_of_the_models_counts_by_its_share() -> None:
 def test_the_gradient_is_that_of_the_equation() -> None:
     """At weight w layer 1 has mean 3w and mean square 12.5 w²; what normalises after it does not see w."""
 
+    def at(w: float) -> TwoLayers:
+        network = TwoLayers().double()
+        with torch.no_grad():
+            network.features[0].weight.fill_(w)
+        return network
+
     def value(w: float) -> float:
-        return float(BatchNormAlignment(TwoLayers(w).double(), doubled, SHARES).objective(BATCH.double()))
+        return float(BatchNormAlignment(at(w), doubled, SHARES).objective(BATCH.double()))
 
     doubled = {
         site: Weights(
@@ -82,7 +88,7 @@ def test_the_gradient_is_that_of_the_equation() -> None:
         )
         for site, model in MODELS.items()
     }
-    network = TwoLayers(1.2).double()
+    network = at(1.2)
     BatchNormAlignment(network, doubled, SHARES).objective(BATCH.double()).backward()
     weight = network.features[0].weight.grad
     # d/dw Σ α [(3w − m)² + (12.5w² − s)²] = Σ α [6(3w − m) + 50w(12.5w² − s)], s = 1, 7 and 12.5.

@@ -32,7 +32,7 @@ There is no ``practical``: with BatchNorm in the network ``released`` was measur
     (``teacher_statistics: batch``).
  7. Mixup: Beta(0.2, 0.2), none on Amazon Review (Table 5): give ``mixup: 0`` there; code: Beta(2, 2) always.
  8. BatchNorm statistics: the closed form of appendix E; code: variances averaged, without the variance of the means
-    (``batch_norm: linear``). ``off``: statistics stay at their sites. ``loss``: the aggregate h_T is trained for (12) in
+    (``batch_norm: linear``). ``off``: they stay at their sites. ``loss``: the aggregate h_T is trained for (12), in
     the place of Algorithm 1, line 16, with the statistics and shares of all K + 1 models. Not in the paper: for how
     long (here as many mini-batches as distillation has, by the experiment's optimiser; they count as work), and h_T's
     own statistics (here averaged, then moved by its batches). Of (⟨a, b⟩ + ½)² (12) keeps the diagonal of the second
