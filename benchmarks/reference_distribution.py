@@ -4,7 +4,7 @@
     python benchmarks/reference_distribution.py [FOLDER] [FIGURE]
 
 Draws accuracy per unseen target and on average, mean and standard error over seeds, and prints what an adaptive
-reference gains over a fixed one, pair by pair of target and seed.
+reference gains over a fixed one, on average over seeds and at each target.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fedshift.evaluation.summary import paired_difference
+from fedshift.report import differences
 from fedshift.report.collect import collect
 from fedshift.report.plots import accuracy_per_target
-from fedshift.report.table import table_of
+from fedshift.report.table import headline, table_of
 
 HERE = Path(__file__).parent
 FIXED = "fixed"
@@ -26,12 +26,10 @@ def main(folder: Path, figure: Path) -> None:
     found = collect(folder)
     accuracy_per_target(table_of(found, "last")).savefig(figure, bbox_inches="tight")
     print(f"{figure}: {len(found.results)} of {found.planned} runs")
-    by_method = {label: [run for run in found.results if run.method == label] for label in found.order.methods}
-    for label in found.order.methods:
-        pair = paired_difference(by_method[label], by_method[FIXED]) if label != FIXED else None
-        if pair is not None:
-            p = "" if pair.p is None else f", paired t-test p = {pair.p:.2g}"
-            print(f"{label} − {FIXED} over {pair.n} pairs: {pair.mean:+.2f} points{p}")
+    pairs = [(label, FIXED) for label in found.order.methods if label != FIXED]
+    compared = differences.differences(found.results, pairs)
+    measure = headline(found.results)
+    print(differences.markdown(compared, found.order.targets, measure), differences.note(measure), sep="\n")
 
 
 if __name__ == "__main__":

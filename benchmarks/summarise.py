@@ -1,8 +1,9 @@
 """Writes the tables of benchmarks/*.md and README.md from the committed results: ``python benchmarks/summarise.py``.
 
 A marker ``<!-- table NAME [SELECT] -->`` … ``<!-- end -->`` is filled with the table of ``benchmarks/results/NAME``,
-its facts (runs, seconds, versions, threads) and the published rows where ``published.json`` has them. SELECT is a
-selection rule, ``cost`` for bytes and seconds a round, or ``weights`` for what a source with wrong labels counts.
+its facts (runs, seconds, versions, threads), on benchmarks/*.md the tests of its differences, and the published rows
+where ``published.json`` has them. SELECT is a selection rule, ``cost`` for bytes and seconds a round, or ``weights``
+for what a source with wrong labels counts.
 """
 
 from __future__ import annotations
@@ -11,12 +12,14 @@ import json
 import re
 import sys
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from statistics import median
 
-from fedshift.evaluation.summary import paired_difference
+from fedshift.evaluation.records import Selection
+from fedshift.report import differences
 from fedshift.report.collect import ROUNDS, Collected, collect, read_rounds
-from fedshift.report.table import markdown, table_of
+from fedshift.report.table import headline, markdown, table_of
 from fedshift.report.weights import mean_weights
 
 HERE = Path(__file__).parent
@@ -29,55 +32,33 @@ PUBLISHED = {
     "five_digits": "digit5",
     "office_caltech_surf": "office_caltech",
 }
-TITLES = {
-    "csac": "CSAC",
-    "elcfs": "ELCFS",
-    "elcfs-light": "ELCFS (light)",
-    "fedsr": "FedSR",
-    "copa": "COPA",
-    "kd3a": "KD3A",
-    "kd3a-batch-teachers": "KD3A (teachers on batches)",
-    "kd3a-hard-confident-no-mixup": "KD3A (hard labels, confident share, no mixup)",
-    "fedavg": "FedAvg",
-    "source_only": "Source-only",
-    "mdan": "MDAN",
-    "shot": "SHOT",
-    "cdan-released": "CDAN (released)",
-    "focus": "focus",
-    "samples": "samples",
-    "r1": "r = 1",
-    "r100": "r = 100",
-    "srdc": "SRDC",
-    "mdfnet": "MDFNet",
-    "mdfnet-slow-labels": "MDFNet (slow, labels)",
+BASELINES = {
+    "rotated_mnist_ablation": "csac",
+    "pacs_ablation": "base",
+    "amazon_ablation": "base",
+    "pacs_win_win": "source_only",
+    "office_caltech_win_win": "source_only",
 }
+"""The method that the others of a table are compared with; FedAvg where nothing is said."""
 PAIRS = (
-    ("csac", "fedavg"),
-    ("elcfs", "fedavg"),
-    ("elcfs-light", "fedavg"),
-    ("fedsr", "fedavg"),
-    ("copa", "fedavg"),
-    ("kd3a", "fedavg"),
     ("kd3a", "source_only"),
-    ("kd3a-hard-confident-no-mixup", "fedavg"),
-    ("kd3a-batch-teachers", "fedavg"),
-    ("mdan", "fedavg"),
+    ("kd3a-mixup", "kd3a"),
+    ("kd3a-shapley-mixup", "kd3a"),
+    ("kd3a-released", "kd3a"),
     ("kd3a-hard-confident-no-mixup", "kd3a"),
+    ("kd3a-batch-teachers", "dsbn"),
+    ("kd3a-released", "shot"),
     ("focus", "samples"),
     ("r1", "r100"),
-    ("mdfnet", "source_only"),
-    ("mdfnet", "shot"),
-    ("mdfnet-slow-labels", "source_only"),
-    ("mdfnet-slow-labels", "srdc"),
-    ("mdfnet-slow-labels", "shot"),
-    ("mdfnet-slow-labels", "cdan-released"),
+    ("adaptive", "fixed"),
+    *((method, other) for method in ("mdfnet", "mdfnet-practical") for other in ("shot", "srdc", "cdan-released")),
 )
-"""Methods whose difference over all (target, seed) pairs is tested where a table has both."""
+"""Further comparisons, made wherever a table has both."""
 MARKER = re.compile(r"<!-- table (\w+)(?: (\w+))? -->.*?<!-- end -->", re.DOTALL)
 
 
 def facts(found: Collected) -> str:
-    """Runs, seconds, versions, threads of a set of results, and how each pair of methods compares."""
+    """Runs, seconds, versions, threads of a set of results."""
     results = found.results
     seconds = sum(result.seconds for result in results)
     versions = sorted({f"{name} {result.versions[name]}" for result in results for name in ("torch", "numpy")})
@@ -86,15 +67,20 @@ def facts(found: Collected) -> str:
     text += ", ".join(versions) + "."
     if found.unfinished:
         text += f" **{found.unfinished} of {found.planned} runs are still to come.**"
-    by_method = {label: [r for r in results if r.method == label] for label in found.order.methods}
-    for better, baseline in PAIRS:
-        pair = paired_difference(by_method.get(better, []), by_method.get(baseline, []))
-        if pair is not None and pair.p is not None:
-            text += (
-                f" {TITLES[better]} − {TITLES[baseline]} over {pair.n} (target, seed) pairs: {pair.mean:+.2f} points, "
-            )
-            text += f"paired t-test p = {pair.p:.2g}."
     return text
+
+
+def compared(name: str, found: Collected, select: Selection) -> str:
+    """How the methods of a table differ from its baseline, and as `PAIRS` says, tested over seeds; "" for one seed."""
+    baseline = BASELINES.get(name, "fedavg")
+    others = [method for method in found.order.methods if method not in (baseline, "oracle")]
+    pairs = dict.fromkeys([*((method, baseline) for method in others), *PAIRS])
+    lines = differences.differences(found.results, pairs, select)
+    if not any(line.comparison.average and line.comparison.average.n > 1 for line in lines):
+        return ""
+    measure = headline(found.results)
+    remark = f"Differences in points, tested over {measure.repeat}s; \\* p < 0.05 in that column alone (Holm)."
+    return differences.markdown(lines, found.order.targets, measure) + f"\n{remark}\n"
 
 
 def published(name: str, columns: tuple[str, ...]) -> str:
@@ -158,8 +144,8 @@ def _span(numbers: list[int]) -> str:
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
-def section(match: re.Match[str]) -> str:
-    """One marker's content."""
+def section(match: re.Match[str], tests: bool) -> str:
+    """One marker's content, with the tests of its differences or without."""
     name, select = match.group(1), match.group(2) or "last"
     folder = HERE / "results" / name
     if not folder.exists():
@@ -168,11 +154,13 @@ def section(match: re.Match[str]) -> str:
     head = match.group(0).split("-->")[0] + "-->"
     if select in ("cost", "weights"):
         return "\n".join([head, costs(found) if select == "cost" else bad_weights(found), "<!-- end -->"])
-    table = table_of(found, select)  # type: ignore[arg-type]
+    rule: Selection = select  # type: ignore[assignment]
+    table = table_of(found, rule)
     parts = [head, "Measured:", "", markdown(table).strip(), ""]
     if name in PUBLISHED and select == "last":
         parts += [published(name, table.columns), ""]
-    parts += [facts(found), "<!-- end -->"]
+    grid = compared(name, found, rule) if tests else ""
+    parts += [grid, facts(found), "<!-- end -->"] if grid else [facts(found), "<!-- end -->"]
     return "\n".join(parts)
 
 
@@ -181,7 +169,9 @@ def main() -> None:
     every = [*sorted(HERE.glob("*.md")), HERE.parent / "README.md"]
     for page in [Path(argument) for argument in sys.argv[1:]] or every:
         text = page.read_text(encoding="utf-8")
-        page.write_text(MARKER.sub(section, text), encoding="utf-8")
+        page.write_text(
+            MARKER.sub(partial(section, tests=page.resolve().parent == HERE.resolve()), text), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Mean ± standard error, rows, averages and paired differences."""
+"""Mean ± standard error, rows and averages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from fedshift.evaluation.records import RunResult, SelectedRound
-from fedshift.evaluation.summary import Row, mean_and_standard_error, paired_difference, rows
+from fedshift.evaluation.summary import Row, mean_and_standard_error, rows
 
 
 def result(method: str, target: str, seed: int, last: float, source: float | None = None) -> RunResult:
@@ -104,40 +104,3 @@ def test_average_is_the_mean_over_targets_per_seed(drawn: dict[tuple[str, int], 
         expected = [sum(drawn[target, seed] for target in targets) / len(targets) for seed in whole]
         assert averages[0].seeds == pytest.approx(expected)
         assert averages[0].mean == pytest.approx(fmean(expected))
-
-
-def test_paired_difference_by_hand() -> None:
-    a = [result("a", "t", seed, value) for seed, value in enumerate([52.0, 54.0, 56.0])]
-    b = [result("b", "t", seed, 50.0) for seed in range(3)] + [result("b", "other", 0, 99.0)]
-    difference = paired_difference(a, b)
-    assert difference is not None
-    # Differences 2, 4, 6: mean 4, s = 2, t = 4 / (2/√3) = 2√3; for 2 degrees of freedom p = 1 − t/√(t² + 2).
-    assert (difference.n, difference.mean) == (3, 4.0)
-    assert difference.standard_error == pytest.approx(2 / 3**0.5)
-    assert difference.p == pytest.approx(1 - 12**0.5 / 14**0.5)
-
-
-def test_paired_difference_without_a_test() -> None:
-    a, b = [result("a", "t", 0, 60.0)], [result("b", "t", 0, 50.0)]
-    assert paired_difference(a, [result("b", "t", 1, 50.0)]) is None
-    one = paired_difference(a, b)
-    assert one is not None
-    assert (one.n, one.mean, one.standard_error, one.p) == (1, 10.0, None, None)
-    equal = paired_difference([*a, result("a", "t", 1, 0.3)], [*b, result("b", "t", 1, 0.3 - 10 + 10)])
-    same = paired_difference([*a, result("a", "t", 1, 20.1)], [*b, result("b", "t", 1, 10.1)])
-    assert equal is not None
-    assert equal.p is not None
-    assert same is not None
-    assert same.p is None
-
-
-@given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 100)), min_size=2, max_size=10))
-def test_scipy_agrees_on_the_test(pairs: list[tuple[float, float]]) -> None:
-    a, b = zip(*pairs, strict=True)
-    difference = paired_difference(
-        [result("a", "t", seed, value) for seed, value in enumerate(a)],
-        [result("b", "t", seed, value) for seed, value in enumerate(b)],
-    )
-    assert difference is not None
-    if difference.p is not None and (difference.standard_error or 0) > 1e-6:
-        assert difference.p == pytest.approx(stats.ttest_rel(a, b).pvalue, abs=1e-9)

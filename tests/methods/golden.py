@@ -36,7 +36,7 @@ ROUNDS, EPOCHS, BUDGET, LR = 3, 5, 60, 0.02
 OPTIONS: dict[str, dict[str, Any]] = {
     "fedprox": {"proximal_weight": 0.5},
     "csac": {"acquisition_epochs": 5, "calibration_epochs": 2, "alignment_weight": 0.1},
-    "kd3a": {"gate_start": 0.4, "gate_end": 0.5, "aggregations_per_epoch": 0.2},
+    "kd3a": {"focus": "shapley", "gate_start": 0.4, "gate_end": 0.5, "aggregations_per_epoch": 0.2},
     "styles": {"method": {"name": "fedavg", "local_epochs": EPOCHS}},
     "shot": {"source_epochs": 5},
     "mdfnet": {"decay": False, "rho": 1.0, "keep_momentum": False},

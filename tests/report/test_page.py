@@ -65,8 +65,8 @@ def test_page_says_what_it_must(experiment: Path) -> None:
         "Accuracy over rounds", "Megabytes per run", "csac − fedavg", "torch", "made up", "&lt;dog&gt;", "How to read",
     ):  # fmt: skip
         assert piece in text, piece
-    # csac is 4 better at M15 for both seeds and 5 better at M5 for one.
-    assert "+4.33" in text
+    # csac is 4 better at M15 for both seeds and 5 better at M5 for one, which alone has both targets.
+    assert "<td>+4.50</td><td>1</td>" in text
 
 
 def test_headline_comes_before_oracle(experiment: Path) -> None:

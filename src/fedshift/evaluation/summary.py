@@ -1,10 +1,9 @@
-"""From single runs to the rows of a table: mean ± standard error over seeds, and paired differences."""
+"""From single runs to the rows of a table: mean ± standard error over seeds."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from statistics import fmean, stdev
 
 from pydantic import BaseModel, ConfigDict
@@ -103,48 +102,3 @@ def _row(method: str, target: str, select: Selection, by_seed: dict[int, float])
     seeds = [by_seed[seed] for seed in sorted(by_seed)]
     mean, error = mean_and_standard_error(seeds)
     return Row(method=method, target=target, select=select, n=len(seeds), mean=mean, standard_error=error, seeds=seeds)
-
-
-@dataclass(frozen=True)
-class PairedDifference:
-    """Mean of a − b over ``n`` common (target, seed) pairs, and the two-sided p of a paired t-test.
-
-    In percentage points. ``standard_error`` and ``p`` are None for one pair, ``p`` also if all differences are equal.
-    """
-
-    n: int
-    mean: float
-    standard_error: float | None
-    p: float | None
-
-
-def paired_difference(
-    a: Iterable[RunResult], b: Iterable[RunResult], select: Selection = "last"
-) -> PairedDifference | None:
-    """Compare two methods on the (target, seed) pairs that both have; None if they share none.
-
-    The test is Student's paired t-test (t = mean / standard error, n−1 degrees of freedom). It takes the pairs as
-    independent; runs of one seed share sites, so read p as a guide and not as a proof.
-
-    Args:
-        a: results of one method.
-        b: results of the other.
-        select: the selection rule whose round is taken.
-    """
-    first, second = _by_pair(a, select), _by_pair(b, select)
-    differences = [first[pair] - second[pair] for pair in sorted(first.keys() & second.keys())]
-    if not differences:
-        return None
-    mean, error = mean_and_standard_error(differences)
-    # Equal differences leave a spread of rounding errors, whose t would be a made-up certainty.
-    if error is None or error < 1e-12 * max(1.0, abs(mean)):
-        return PairedDifference(len(differences), mean, error, None)
-    from scipy.special import stdtr  # a second of import that only this function needs
-
-    p = float(2.0 * stdtr(len(differences) - 1, -abs(mean) / error))
-    return PairedDifference(len(differences), mean, error, p)
-
-
-def _by_pair(results: Iterable[RunResult], select: Selection) -> dict[tuple[str, int], float]:
-    accuracies = ((result, result.score(select)) for result in results)
-    return {(result.target, result.seed): accuracy for result, accuracy in accuracies if accuracy is not None}

@@ -1,4 +1,4 @@
-"""What KD3A's target does with the sources' models: ask them, judge them, keep the student's statistics near theirs."""
+"""What KD3A's target does with the sources' models: ask them, judge them, align the aggregate with their statistics."""
 
 from __future__ import annotations
 
@@ -111,21 +111,26 @@ class Teachers:
         return {name: self._site.weights_of(network) for name, network in zip(models, self._networks, strict=True)}
 
 
-class SourceStatistics:
-    """The gradient form of BatchNorm-MMD (12): the student's features against the sources' statistics, all layers."""
+class BatchNormAlignment:
+    """The objective of BatchNorm-MMD (12) for a network in training: its features against the statistics of models.
 
-    def __init__(self, student: Network, models: Mapping[str, Weights], shares: Mapping[str, float]) -> None:
+    network: h_T, whose BatchNorm layers' inputs are π. models: the K sources' and the target's own, by site. shares:
+    α of each of them.
+    """
+
+    def __init__(self, network: Network, models: Mapping[str, Weights], shares: Mapping[str, float]) -> None:
+        self._network = network
         self._objectives: list[Tensor] = []
-        for name, module in student.named_modules():
+        alphas = [shares[site] for site in models]
+        place = next(network.parameters()).device
+        for name, module in network.named_modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                place = next(student.parameters()).device
                 means, variances = (
                     torch.stack([model[f"{name}.{part}"] for model in models.values()]).to(place)
                     for part in ("running_mean", "running_var")
                 )
-                alphas = torch.tensor([shares[site] for site in models], device=place)
-                alphas = alphas / alphas.sum()
-                module.register_forward_pre_hook(self._hook(means, variances, alphas))
+                hook = self._hook(means, variances, torch.tensor(alphas, device=place))
+                module.register_forward_pre_hook(hook)
 
     def _hook(
         self, means: Tensor, variances: Tensor, shares: Tensor
@@ -135,10 +140,8 @@ class SourceStatistics:
 
         return keep
 
-    def clear(self) -> None:
-        """Forget the batch before."""
+    def objective(self, inputs: Tensor) -> Tensor:
+        """Σ_l Σ_k α_k (‖mean(π_l) − m_lk‖² + ‖mean(π_l²) − (v_lk + m_lk²)‖²) for a batch, a scalar."""
         self._objectives.clear()
-
-    def objective(self) -> Tensor:
-        """The sum over layers for the batch that the student has just seen."""
+        self._network(inputs)
         return torch.stack(self._objectives).sum()

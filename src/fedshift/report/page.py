@@ -10,9 +10,8 @@ from statistics import fmean
 
 from fedshift.evaluation.records import RoundRecord, RunResult, Selection
 from fedshift.evaluation.selection import RULES
-from fedshift.evaluation.summary import paired_difference
 from fedshift.files import write_bytes
-from fedshift.report import plots
+from fedshift.report import differences, plots
 from fedshift.report.averages import mean_by_kind, mean_over_targets, mean_per_class
 from fedshift.report.collect import ROUNDS, Collected, Part, read_rounds
 from fedshift.report.html import details, grid, paragraph, section
@@ -55,7 +54,7 @@ def page(collected: Collected) -> str:
         section("result", "Result", _main_result(headline), _how_to_read(headline)),
         section("curves", f"{headline.measure.name} over training", _curves(collected.parts, records, headline)),
         section("others", "Other selection rules", *(_other(collected, rule) for rule in ("source", "oracle"))),
-        section("differences", "Differences between methods", _differences(results, headline.methods)),
+        section("differences", "Differences between methods", _differences(results, headline)),
         *_weights(collected.parts, records, headline.methods),
         section("cost", "Cost", _cost(results, headline.methods)),
         section("classes", f"Per {_unit(results)}, at each method's worst target", _per_class(results, headline)),
@@ -191,36 +190,17 @@ def _weights(parts: Sequence[Part], records: Mapping[Path, list[RoundRecord]], m
         yield section("weights", "Weights of the sites over training", paragraph(caption, "note"), *figures)
 
 
-def _differences(results: Sequence[RunResult], methods: Sequence[str]) -> str:
-    if len(methods) < 2:
+def _differences(results: Sequence[RunResult], headline: Table) -> str:
+    methods, targets = headline.methods, headline.columns[:-1]
+    pairs = [(first, second) for index, first in enumerate(methods) for second in methods[:index]]
+    if not pairs:
         return paragraph("One method: nothing to compare.", "note")
-    lines = []
-    for index, first in enumerate(methods):
-        for second in methods[:index]:
-            pair = paired_difference(
-                [result for result in results if result.method == first],
-                [result for result in results if result.method == second],
-            )
-            if pair is not None:
-                error = (
-                    "" if pair.standard_error is None else f' <span class="error">± {pair.standard_error:.2f}</span>'
-                )
-                p = MISSING if pair.p is None else "&lt; 0.001" if pair.p < 0.001 else f"{pair.p:.3f}"
-                lines.append(
-                    [
-                        f"{escape(first)} − {escape(second)}",
-                        f"{pair.mean:+.2f}".replace("-", "−") + error,
-                        str(pair.n),
-                        p,
-                    ]
-                )
-    note = (
-        "Last round; percentage points over the (target, seed) pairs that both methods finished; two-sided paired "
-        "t-test. "
-        "Pairs of one seed share sites and are not independent, and several comparisons find something by chance: "
-        "p is a guide, not a proof."
+    found = [differences.line(one, targets) for one in differences.differences(results, pairs)]
+    head = differences.head(targets, headline.measure)
+    body = ([escape(cell) for cell in cells] for cells in found)
+    return grid([escape(name) for name in head], body) + paragraph(
+        f"Last round. {differences.note(headline.measure)}", "note"
     )
-    return grid(["methods", "mean difference", "pairs", "p"], lines) + paragraph(note, "note")
 
 
 def _cost(results: Sequence[RunResult], methods: Sequence[str]) -> str:

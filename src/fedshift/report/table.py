@@ -136,13 +136,14 @@ def table_of(collected: Collected, select: Selection = "last") -> Table:
 
 def settings_note(results: Iterable[RunResult], methods: Sequence[str]) -> Iterator[str]:
     """Which setting each method ran with, where records say so and it is not the paper's."""
-    named: dict[str, dict[str, None]] = {}
+    results, named = list(results), dict[str, dict[str, None]]()
     for result in results:
         if result.setting not in ("", "paper"):
             named.setdefault(result.method, {})[result.setting] = None
     if named:
         rows = (f"{method}: {' / '.join(named[method])}" for method in methods if method in named)
-        yield f"Settings, the paper's where nothing is said: {'; '.join(rows)}."
+        rest = ", the paper's where nothing is said" if all(result.setting for result in results) else " on record"
+        yield f"Settings{rest}: {'; '.join(rows)}."
 
 
 def _best(found: Sequence[Row], partial: set[str], choose: Callable[[Iterable[float]], float]) -> set[tuple[str, str]]:

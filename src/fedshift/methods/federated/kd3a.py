@@ -15,32 +15,36 @@ In every round, θ being the last aggregate
             α_T = N_T/(ΣN + N_T),   α_k = (1 − α_T) · N_k CF_k / Σ_j N_j CF_j                                  (9)
             θ ← Σ_k α_k θ_k + α_T θ_T,  BatchNorm statistics of the mixture                     (10, appendix E)
 
-Where the paper and its code differ (and what is done here; section numbers are the list's of our specification)
- 1. The code distils the one-hot winner with weight 0 or 1, the paper the mean row with weight n_p.
-    Here: paper; ``labels: hard``.
- 2. The code's vote adds top-1 probabilities, the paper's adds rows. Here: paper; ``vote: top1``.
- 3. Consensus focus is leave-one-out in (8) and the Shapley value in the code. Here: the code; ``focus: leave_one_out``.
-    Negative values count as 0; all zero: equal. What it is compared with: ``focus: samples``; ``h_divergence``, by the
-    distance of each source's BatchNorm statistics, as they came, to those of the target's data under the same model,
-    per channel; ``information_gain``, by how much tighter the target's features cluster, in parts, under each source's
-    model as it will be aggregated.
+Where the paper and its code differ. In 1 to 8 setting ``paper``, the default, is the paper and ``released`` the code.
+There is no ``practical``: with BatchNorm in the network ``released`` was measured to be better, without it neither was.
+ 1. Labels: the mean row with weight n_p; code: the one-hot winner with weight 0 or 1 (``labels: hard``).
+ 2. Vote: adds rows; code: adds top-1 probabilities (``vote: top1``).
+ 3. Consensus focus: leave-one-out (8); code: the Shapley value (``focus: shapley``). Negative values count as 0; all
+    zero: equal. What it is compared with: ``focus: samples``; ``h_divergence``, by the distance of each source's
+    BatchNorm statistics to those of the target's data under the same model, per channel; ``information_gain``, by how
+    much tighter the target's features cluster, in parts, under each source's model as it will be aggregated.
     Distances and gains summed up instead would leave one source all the weight: their exponentials are 0 or 1.
- 4. The code's target share is the share of confident images/(K+1), without N_k, and shares are smoothed over epochs.
-    Here: paper; ``target_share: confident``, ``share_momentum: 0.9``.
- 5. The code never aggregates classifiers, and each begins with other weights. Here: everything is aggregated;
-    ``private_classifier``: classifiers stay at their sites, from the common start.
- 6. The code's teachers run in training mode on target batches, which also changes their statistics. Here: evaluation
-    mode; ``teacher_statistics: batch``.
- 7. Mixup: Beta(0.2, 0.2) in the paper, Beta(2, 2) in the code. Here: paper; ``mixup: 0`` is without.
- 8. The code averages running variances, which drops the variance of the means. Here: the closed form of appendix E;
-    ``batch_norm: linear``; ``loss`` adds the objective of (12) to the distillation loss, ``off`` keeps statistics at
-    their sites.
+ 4. Shares: (9), new in every round; code: α_T is the share of confident images/(K+1) (``target_share: confident``), N_k
+    does not enter, and shares are averaged over epochs (``share_momentum: 0.9``).
+ 5. Classifiers are aggregated; code: they stay at their sites (``private_classifier``), each from other weights. Here
+    from the common start.
+ 6. Teachers in evaluation mode; code: in training mode on target batches, which also changes their statistics
+    (``teacher_statistics: batch``).
+ 7. Mixup: Beta(0.2, 0.2), none on Amazon Review (Table 5): give ``mixup: 0`` there; code: Beta(2, 2) always.
+ 8. BatchNorm statistics: the closed form of appendix E; code: variances averaged, without the variance of the means
+    (``batch_norm: linear``). ``off``: they stay at their sites. ``loss``: the aggregate h_T is trained for (12), in
+    the place of Algorithm 1, line 16, with the statistics and shares of all K + 1 models. Not in the paper: for how
+    long (here as many mini-batches as distillation has, by the experiment's optimiser; they count as work), and h_T's
+    own statistics (here averaged, then moved by its batches). Of (⟨a, b⟩ + ½)² (12) keeps the diagonal of the second
+    moments. It grows with the fourth power of the weights: where it diverges, lower ``batch_norm_weight``.
  9. Gate and learning rate: the code steps them with the epoch's number and a lag. Here: with the share of work done.
-10. r aggregations per epoch (``aggregations_per_epoch``): a round is 1/r of an epoch for r ≥ 1, at least a mini-batch
+10. Optimisers: the code keeps them for the whole run. Here momentum begins anew in every round, at the target and at
+    the sources, unless ``training.reset_optimizer_each_round: false``, as in all our measurements.
+11. r aggregations per epoch (``aggregations_per_epoch``): a round is 1/r of an epoch for r ≥ 1, at least a mini-batch
     (an r above a site's mini-batches an epoch is that number there); for r < 1 the sources pass 1/r times over their
     data and the target once. ``training.rounds`` counts rounds, whatever r.
-11. The code gives every site equally many mini-batches. Here a round is each site's own epoch.
-12. A source whose model is no number, or predicts none, counts as missing (``engine.quorum``): no vote, no share.
+12. The code gives every site equally many mini-batches. Here a round is each site's own epoch.
+13. A source whose model is no number, or predicts none, counts as missing (``engine.quorum``): no vote, no share.
 Equal work counts the target's mini-batches too, so a method that does not train there gets further rounds.
 
 Should reproduce: Amazon Review 79.0, 80.6, 85.6, 86.9, average 83.1; Digit-5 92.0; ablations of its Figure 3.
@@ -48,7 +52,7 @@ Should reproduce: Amazon Review 79.0, 80.6, 85.6, 86.9, average 83.1; Digit-5 92
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -60,16 +64,14 @@ from torch import Tensor, nn
 from fedshift.errors import TrainingDiverged, UserError
 from fedshift.federation.federation import Federation, Missing
 from fedshift.federation.messages import BYTES_PER_NUMBER, Reply, Update
-from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import knowledge_vote as votes
-from fedshift.functional import schedules, source_weights
-from fedshift.functional.batchnorm import batchnorm_distance
-from fedshift.functional.clustering import dispersion
+from fedshift.functional import schedules
 from fedshift.functional.consensus_focus import FocusTally
+from fedshift.methods import source_shares
 from fedshift.methods.base import Method, RunPlan, State, Traffic
-from fedshift.methods.blocks import with_own_statistics
-from fedshift.methods.teachers import SourceStatistics, Teachers
+from fedshift.methods.settings import Settings
+from fedshift.methods.teachers import BatchNormAlignment, Teachers
 from fedshift.models.network import Network
 from fedshift.weights import Weights, is_buffer, weighted_average
 
@@ -95,7 +97,20 @@ class KD3A(Method):
     title: ClassVar[str] = "KD3A"
     citation: ClassVar[str] = "Feng et al., ICML 2021"
     scenario: ClassVar[str] = "target without labels"
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "private")
+    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "alignment", "private")
+    settings: ClassVar[Settings] = {
+        "released": {
+            "labels": "hard",
+            "vote": "top1",
+            "focus": "shapley",
+            "target_share": "confident",
+            "share_momentum": 0.9,
+            "private_classifier": True,
+            "teacher_statistics": "batch",
+            "batch_norm": "linear",
+            "mixup": 2.0,
+        }
+    }
     needs_target: ClassVar[bool] = True
     one_target: ClassVar[bool] = True
 
@@ -108,8 +123,9 @@ class KD3A(Method):
     labels: Literal["soft", "hard"] = Field(
         "soft", description="p with weight n_p (paper), or the winner with 0/1 (code)"
     )
-    focus: Literal["shapley", "leave_one_out", "samples", "h_divergence", "information_gain"] = Field(
-        "shapley", description="source shares: consensus focus (code or paper), N_k (ablation), or other weightings"
+    focus: source_shares.Focus = Field(
+        "leave_one_out",
+        description="source shares: consensus focus (paper; shapley: code), N_k (ablation), or other weightings",
     )
     focus_permutations: PositiveInt | None = Field(
         None, description="orders sampled for Shapley values; none = exact up to 10 sources"
@@ -119,9 +135,9 @@ class KD3A(Method):
         0.0, description="shares averaged over rounds (code: 0.9)"
     )
     batch_norm: Literal["moments", "linear", "loss", "off"] = Field(
-        "moments", description="BatchNorm statistics: closed form, averaged (code), gradient form, or not shared"
+        "moments", description="BatchNorm statistics: closed form, averaged (code), trained for (12), or not shared"
     )
-    batch_norm_weight: NonNegativeFloat = Field(1.0, description="weight of the gradient form in the loss")
+    batch_norm_weight: NonNegativeFloat = Field(1.0, description="factor of the objective that is trained for")
     teacher_statistics: Literal["running", "batch"] = Field("running", description="teachers' BatchNorm on the target")
     private_classifier: bool = Field(False, description="classifiers are not aggregated (code)")
     mixup: NonNegativeFloat = Field(0.2, description="a of Beta(a, a) (code: 2); 0 = without")
@@ -130,7 +146,8 @@ class KD3A(Method):
         return rounds * self._steps(batches_per_epoch, self.aggregations_per_epoch)
 
     def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
-        return rounds * self._steps(batches_per_epoch, max(1.0, self.aggregations_per_epoch))
+        passes = 2 if self.batch_norm == "loss" else 1  # distillation, and the aggregate's BatchNorm-MMD
+        return passes * rounds * self._steps(batches_per_epoch, max(1.0, self.aggregations_per_epoch))
 
     def _steps(self, batches_per_epoch: int, exchanges: float) -> int:
         return max(1, round(batches_per_epoch / exchanges))
@@ -222,9 +239,6 @@ class KD3A(Method):
             tally=self._tally(site, len(models), gate),
         )
         student = site.model(self._own(site, weights))
-        known = previous if previous.keys() >= models.keys() else None  # not where a source is back from an absence
-        shares = known or dict(zip(models, source_weights.sample_weights(list(samples.values())), strict=True))
-        aligned = SourceStatistics(student, models, shares) if self.batch_norm == "loss" else None
 
         def loss_of(batch: Batch) -> Tensor:
             consensus = self._consensus(teachers.predictions(batch), gate)
@@ -236,16 +250,9 @@ class KD3A(Method):
             inputs = batch.inputs
             if self.mixup > 0 and len(inputs) > 1:
                 inputs, labels = votes.mixup(inputs, labels, *self._mixture(site, len(inputs)))
-            if aligned is None:
-                return votes.distillation_loss(student(inputs), labels, support)
-            aligned.clear()
-            distillation = votes.distillation_loss(student(inputs), labels, support)
-            return distillation + self.batch_norm_weight * aligned.objective()
+            return votes.distillation_loss(student(inputs), labels, support)
 
-        optimizer = site.optimizer(student, memory="optimizer")
-        steps = self._steps(site.batches_per_epoch, max(1.0, self.aggregations_per_epoch))
-        loss = site.minimise(loss_of, student, steps=steps, optimizers=[optimizer])
-        site.remember_optimizer(optimizer, "optimizer")
+        loss = self._pass(site, student, loss_of, "optimizer")
         distilled = site.weights_of(student)
         self._keep(site, distilled)
 
@@ -256,23 +263,41 @@ class KD3A(Method):
         trained = teachers.weights(models)
         models, trained = ({name: of[name] for name in sound} for of in (models, trained))
         samples = {name: samples[name] for name in sound}
-        shares, target_share = self._shares(site, weights, models, trained, samples, value, confident)
-        if previous and self.share_momentum:
-            smoothed = self._smoothed(previous, shares | {site.name: target_share})
-            target_share = smoothed.pop(site.name)
-            shares = smoothed
-        aggregate = weighted_average(
-            [*trained.values(), distilled],
-            [*shares.values(), target_share],
-            bn_merge="moments" if self.batch_norm == "moments" else "mean",
+        alphas = source_shares.of_round(
+            site,
+            self.focus,
+            source_shares.Models(weights, models, trained, samples),
+            value,
+            confident if self.target_share == "confident" else None,
         )
-        return Aggregate(self._own(site, aggregate), shares, target_share, confident, loss)
+        if previous and self.share_momentum:
+            alphas = source_shares.smoothed(previous, alphas, self.share_momentum)
+        parts = {**trained, site.name: distilled}
+        merged = weighted_average(
+            list(parts.values()), list(alphas.values()), bn_merge="moments" if self.batch_norm == "moments" else "mean"
+        )
+        aggregate = self._own(site, merged)
+        if self.batch_norm == "loss":
+            aggregate = self._aligned(site, aggregate, parts, alphas)
+        shares = {name: alphas[name] for name in models}
+        return Aggregate(aggregate, shares, alphas[site.name], confident, loss)
 
-    def _smoothed(self, previous: Mapping[str, float], new: Mapping[str, float]) -> dict[str, float]:
-        """Shares averaged over rounds. A site that was not there in the round before starts with its share of now."""
-        before = [previous.get(name, share) for name, share in new.items()]
-        mixed = source_weights.smoothed_weights(before, list(new.values()), self.share_momentum)
-        return {name: share / sum(mixed) for name, share in zip(new, mixed, strict=True)}
+    def _pass(self, site: Site, model: Network, loss_of: Callable[[Batch], Tensor], memory: str) -> float:
+        """Train ``model`` for as many mini-batches as the target has in a round; the mean loss."""
+        optimizer = site.optimizer(model, memory=memory)
+        steps = self._steps(site.batches_per_epoch, max(1.0, self.aggregations_per_epoch))
+        loss = site.minimise(loss_of, model, steps=steps, optimizers=[optimizer])
+        site.remember_optimizer(optimizer, memory)
+        return loss
+
+    def _aligned(
+        self, site: Site, weights: Weights, models: Mapping[str, Weights], shares: Mapping[str, float]
+    ) -> Weights:
+        """The aggregate after training on BatchNorm-MMD (12) with the statistics and shares of all K + 1 models."""
+        model = site.model(weights)
+        alignment = BatchNormAlignment(model, models, shares)
+        self._pass(site, model, lambda batch: self.batch_norm_weight * alignment.objective(batch.inputs), "alignment")
+        return site.weights_of(model)
 
     def _tally(self, site: Site, teachers: int, gate: float) -> FocusTally | None:
         """What adds up the focus of every teacher, where sources are weighed by it."""
@@ -296,51 +321,6 @@ class KD3A(Method):
         """λ ~ Beta(a, a) and π, drawn from torch's generator, which an exchange seeds."""
         lam = torch.distributions.Beta(self.mixup, self.mixup).sample()
         return float(lam), torch.randperm(size).to(site.device)
-
-    def _shares(
-        self,
-        site: Site,
-        weights: Weights,
-        models: Mapping[str, Weights],
-        trained: Mapping[str, Weights],
-        samples: Mapping[str, int],
-        value: Tensor | None,
-        confident: float,
-    ) -> tuple[dict[str, float], float]:
-        """α_k by site and α_T.
-
-        weights: θ. models, trained: the sources' as they came, and as they are aggregated. value: consensus focus, if
-        it decides. confident: share of the target's samples on which a teacher is sure.
-        """
-        counts = list(samples.values())
-        target_share = site.samples / (sum(counts) + site.samples)
-        if self.target_share == "confident":
-            target_share = confident / (len(counts) + 1)
-        if value is not None:
-            if self.target_share == "confident":
-                sources, target_share = source_weights.released_domain_weights(value, confident)
-            else:
-                sources, target_share = source_weights.domain_weights(value, counts, site.samples)
-            return dict(zip(models, sources, strict=True)), target_share
-        if self.focus == "samples":
-            sources = source_weights.sample_weights(counts)
-        elif self.focus == "h_divergence":
-            # As they came: with the target's own statistics in them no source is far from it.
-            own = (site.weights_of(with_own_statistics(site, model)) for model in models.values())
-            distances = [batchnorm_distance(*pair, per_channel=True) for pair in zip(models.values(), own, strict=True)]
-            sources = source_weights.distance_weights(counts, distances)
-        else:
-            before = self._dispersion(site, weights)
-            gains = source_weights.relative_gains(before, [self._dispersion(site, model) for model in trained.values()])
-            sources = source_weights.gain_weights(gains)
-        return {name: (1 - target_share) * share for name, share in zip(models, sources, strict=True)}, target_share
-
-    @torch.no_grad()
-    def _dispersion(self, site: Site, weights: Weights) -> float:
-        """How far the target's features lie from their clusters' centres under a model (information gain of FADA)."""
-        model = site.model(weights).eval()
-        features = torch.cat([model.features(batch.inputs).flatten(1) for batch in site.all_batches()])
-        return dispersion(features, site.classes, derive_seed(site.seed))
 
     # What stays at a site -----------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -183,7 +183,7 @@ class MDFNet(Method):
         r = 0.0 if waiting else self._r(opened, state.round, federation.rounds)
         part = 1.0 if waiting else self.lend
         extra = PerSite(hand_over(federation, federation.targets, federation.sources, part))
-        content = {"weights": state.weights, "r": r, "extra": extra}
+        content: dict[str, Any] = {"weights": state.weights, "r": r, "extra": extra}
         labelled, unlabelled = MeanAccumulator(), MeanAccumulator()
         losses: dict[str, float] = {}
         entropies: dict[str, float] = {}

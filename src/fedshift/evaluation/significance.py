@@ -1,0 +1,121 @@
+"""Whether two methods differ: Student's paired t-test over seeds, of the average over targets and at each target.
+
+A seed is one repeat of an experiment: it draws the split, the common start and the order of the samples. The targets of
+one seed share sites, so a test that counted every (target, seed) as a repeat would take the spread between targets for
+chance and call too many repeats independent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from fedshift.evaluation.records import RunResult, Selection
+from fedshift.evaluation.summary import Value, mean_and_standard_error
+
+
+@dataclass(frozen=True)
+class TTest:
+    """Mean difference over ``n`` repeats, its standard error, and the two-sided p of Student's t-test.
+
+    ``standard_error`` is None for one repeat, ``p`` also where all differences are equal.
+    """
+
+    n: int
+    mean: float
+    standard_error: float | None
+    p: float | None
+
+    @property
+    def t(self) -> float | None:
+        """mean / standard error, with n − 1 degrees of freedom; None where there is no test."""
+        return None if self.p is None or not self.standard_error else self.mean / self.standard_error
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One method minus another.
+
+    average: over seeds, of the mean over targets; None where no seed has every common target. targets: over seeds, at
+    each target that both methods have.
+    """
+
+    average: TTest | None
+    targets: Mapping[str, TTest]
+
+
+def t_test(differences: Sequence[float]) -> TTest:
+    """Student's t-test of paired differences against 0.
+
+    For differences 2, 4, 6: mean 4, standard error 2/√3, so t = 2√3; with 2 degrees of freedom p = 1 − t/√(t² + 2).
+
+    >>> found = t_test([2.0, 4.0, 6.0])
+    >>> found.n, found.mean, round(found.t, 4), round(found.p, 4)
+    (3, 4.0, 3.4641, 0.0742)
+
+    Raises:
+        ValueError: there is no difference.
+    """
+    mean, error = mean_and_standard_error(differences)
+    # Equal differences leave a spread of rounding errors, whose t would be a made-up certainty.
+    if error is None or error < 1e-12 * max(1.0, abs(mean)):
+        return TTest(len(differences), mean, error, None)
+    from scipy.special import stdtr  # a second of import that only this function needs
+
+    return TTest(len(differences), mean, error, float(2.0 * stdtr(len(differences) - 1, -abs(mean) / error)))
+
+
+def compare(
+    first: Iterable[RunResult],
+    second: Iterable[RunResult],
+    select: Selection = "last",
+    value: Value = RunResult.score,
+) -> Comparison | None:
+    """``first`` minus ``second`` in percentage points; None where they share no (target, seed).
+
+    Args:
+        first: results of one method, a (target, seed) once.
+        second: results of the other.
+        select: the selection rule whose round is taken.
+        value: what is compared; a result of which it is None does not count.
+    """
+    one, other = _by_target(first, select, value), _by_target(second, select, value)
+    differences: dict[str, dict[int, float]] = {}
+    for target in [target for target in one if target in other]:
+        seeds = sorted(one[target].keys() & other[target].keys())
+        if seeds:
+            differences[target] = {seed: one[target][seed] - other[target][seed] for seed in seeds}
+    if not differences:
+        return None
+    complete = sorted(set[int].intersection(*map(set, differences.values())))
+    means = [fmean(by_seed[seed] for by_seed in differences.values()) for seed in complete]
+    targets = {target: t_test(list(by_seed.values())) for target, by_seed in differences.items()}
+    return Comparison(t_test(means) if means else None, targets)
+
+
+def _by_target(results: Iterable[RunResult], select: Selection, value: Value) -> dict[str, dict[int, float]]:
+    found: dict[str, dict[int, float]] = {}
+    for result in results:
+        number = value(result, select)
+        if number is not None:
+            found.setdefault(result.target, {})[result.seed] = number
+    return found
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Holm's correction of p-values that are looked at together; None, where there was no test, stays and counts none.
+
+    The smallest of m is multiplied by m, the next by m − 1, and so on; none may fall below the one before it or rise
+    above 1. The chance to call any true equality a difference then stays below the level that all are held against.
+
+    >>> holm([0.01, 0.04, None, 0.03])
+    [0.03, 0.06, None, 0.06]
+    """
+    order = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
+    corrected: list[float | None] = [None] * len(p_values)
+    highest = 0.0
+    for rank, (p, place) in enumerate(order):
+        highest = max(highest, min(1.0, (len(order) - rank) * p))
+        corrected[place] = highest
+    return corrected

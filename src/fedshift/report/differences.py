@@ -1,0 +1,105 @@
+"""How methods differ from each other, tested over seeds: the grid of a report and of the benchmarks' pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fedshift.evaluation.records import RunResult, Selection
+from fedshift.evaluation.significance import Comparison, TTest, compare, holm
+from fedshift.report.measures import Measure
+from fedshift.report.table import MISSING
+
+LEVEL = 0.05
+"""Below it, after Holm's correction, a target's difference is marked."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One method minus another.
+
+    corrected: p of the average, Holm's correction over all differences of the grid. marked: targets whose p is below
+    `LEVEL` after Holm's correction over the targets of this difference.
+    """
+
+    name: str
+    comparison: Comparison
+    corrected: float | None
+    marked: frozenset[str]
+
+
+def differences(
+    results: Iterable[RunResult], pairs: Iterable[tuple[str, str]], select: Selection = "last"
+) -> list[Difference]:
+    """Those of ``pairs`` (one method minus the other) that share a target and a seed, in the order of ``pairs``."""
+    by_method: dict[str, list[RunResult]] = {}
+    for result in results:
+        by_method.setdefault(result.method, []).append(result)
+    found = [
+        (f"{first} − {second}", comparison)
+        for first, second in pairs
+        if (comparison := compare(by_method.get(first, ()), by_method.get(second, ()), select)) is not None
+    ]
+    corrected = holm([None if one.average is None else one.average.p for _, one in found])
+    return [Difference(name, one, p, frozenset(_marked(one))) for (name, one), p in zip(found, corrected, strict=True)]
+
+
+def _marked(comparison: Comparison) -> Iterable[str]:
+    corrected = holm([test.p for test in comparison.targets.values()])
+    return (target for target, p in zip(comparison.targets, corrected, strict=True) if p is not None and p < LEVEL)
+
+
+def head(targets: Sequence[str], measure: Measure) -> list[str]:
+    """The names of the grid's columns."""
+    return ["difference", "average", f"{measure.repeat}s", "t", "p", "p (Holm)", *targets]
+
+
+def line(difference: Difference, targets: Sequence[str]) -> list[str]:
+    """The cells of one difference, as plain text."""
+    average, by_target = difference.comparison.average, difference.comparison.targets
+    cells = [difference.name, _mean(average), str(average.n) if average else MISSING]
+    cells.append(MISSING if average is None or average.t is None else _signed(average.t))
+    cells += [p_value(average.p if average else None), p_value(difference.corrected)]
+    return cells + [_mean(by_target.get(target)) + ("*" if target in difference.marked else "") for target in targets]
+
+
+def p_value(p: float | None) -> str:
+    """Three decimals, and no more certainty than that.
+
+    >>> p_value(0.0483), p_value(0.00002), p_value(None)
+    ('0.048', '< 0.001', '–')
+    """
+    return MISSING if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
+
+
+def note(measure: Measure) -> str:
+    """What the grid's numbers are."""
+    repeats = f"{measure.repeat}s"
+    columns = "pairs of sites" if measure.repeat == "split" else "targets"
+    return (
+        f"Percentage points, mean ± standard error over {repeats}. t and p: Student's paired t-test over "
+        f"{repeats} of the average over {columns} ({repeats} − 1 degrees of freedom, two-sided); p (Holm) is corrected "
+        f"for all differences of this table. * p < {LEVEL} by the same test in that column alone, Holm's correction "
+        "over the columns of a line."
+    )
+
+
+def _mean(test: TTest | None) -> str:
+    if test is None:
+        return MISSING
+    return _signed(test.mean) + ("" if test.standard_error is None else f" ± {test.standard_error:.2f}")
+
+
+def _signed(value: float) -> str:
+    return f"{round(value, 2) + 0.0:+.2f}".replace("-", "−")  # + 0.0: no minus before a zero
+
+
+def markdown(found: Sequence[Difference], targets: Sequence[str], measure: Measure) -> str:
+    """The grid as a pipe table."""
+    names = head(targets, measure)
+    lines = [names, ["---", *("---:" for _ in names[1:])], *(line(difference, targets) for difference in found)]
+    return "\n".join("| " + " | ".join(_escaped(cell) for cell in cells) + " |" for cells in lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return "".join(f"\\{letter}" if letter in "\\|*_`<[" else letter for letter in text)

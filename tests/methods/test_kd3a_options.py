@@ -1,0 +1,156 @@
+"""KD3A: what each of its options changes, and what it leaves alone."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from kd3a_setting import SITES, kd3a, rounds_of
+from kd3a_written import EQUATIONS
+
+from fedshift.errors import UserError
+from fedshift.experiment.loop import check_fit
+from fedshift.experiment.schema import parse
+from fedshift.methods import teachers
+from fedshift.methods.federated.kd3a import KD3A
+from fedshift.weights import is_buffer
+
+CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # what is tried, and beside which other options (the default row has them too)
+    **{name: (options, {}) for name, options in EQUATIONS.items() if options},
+    "gate at first": ({"gate_start": 0.8}, {}),
+    "gate in the end": ({"gate_end": 0.6}, {}),
+    "sampled orders": ({"focus_permutations": 1}, {"focus": "shapley"}),
+    "weight of the statistics": ({"batch_norm_weight": 0.02}, {"batch_norm": "loss", "batch_norm_weight": 0.01}),
+}
+IDENTITIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "a label is a name": ({"label": "mine"}, {}),
+    "the weight of a loss that is not there": ({"batch_norm_weight": 5.0}, {}),
+    "orders of a focus that is not there": ({"focus_permutations": 2}, {"focus": "samples"}),
+    "a gate that nobody asks": ({"gate_start": 0.2, "gate_end": 0.3}, {"vote": "mean", "focus": "samples"}),
+}
+
+
+def test_every_option_is_tried() -> None:
+    tried = {name for changed, _ in [*CHANGES.values(), *IDENTITIES.values()] for name in changed}
+    assert tried == set(KD3A.model_fields)
+
+
+@pytest.mark.parametrize("case", CHANGES)
+def test_an_option_runs_and_changes_the_result(case: str) -> None:
+    changed, beside = CHANGES[case]
+    (_, found), _ = rounds_of(kd3a(**{**beside, **changed}))
+    (_, again), _ = rounds_of(kd3a(**{**beside, **changed}))
+    (_, default), _ = rounds_of(kd3a(**beside))
+    found.weights.check_finite(case)
+    assert all(math.isfinite(loss) for loss in found.report["losses"].values())
+    assert (again.weights, again.report) == (found.weights, found.report)
+    assert found.weights != default.weights
+
+
+@pytest.mark.parametrize("case", IDENTITIES)
+def test_an_option_that_must_not_change_the_weights(case: str) -> None:
+    changed, beside = IDENTITIES[case]
+    assert rounds_of(kd3a(**{**beside, **changed}))[0][-1].weights == rounds_of(kd3a(**beside))[0][-1].weights
+
+
+def test_predictions_that_are_too_many_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The epoch goes over all samples, so judging what training saw is judging them all."""
+    (kept, _), _ = rounds_of(kd3a())
+    monkeypatch.setattr(teachers, "_KEPT_BYTES", 0)
+    (streamed, _), _ = rounds_of(kd3a())
+    assert streamed.report["confident"] == kept.report["confident"]
+    assert streamed.report["aggregation_weights"] == pytest.approx(kept.report["aggregation_weights"])
+    for name, tensor in kept.weights.items():
+        torch.testing.assert_close(streamed.weights[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_norm", ["linear", "off"])
+def test_batch_norm_options_of_a_network_without_it(batch_norm: str) -> None:
+    (_, found), _ = rounds_of(kd3a(batch_norm=batch_norm), batch_norm=False)
+    (_, default), _ = rounds_of(kd3a(), batch_norm=False)
+    assert found.weights == default.weights
+
+
+SHARES_ALONE = ["Shapley values", "shares of samples", "H-divergence", "information gain", "confident share"]
+STUDENT_ALONE = ["mean of the teachers", "hard labels", "without mixup", "more mixup"]
+
+
+MERGING_ALONE = ["variances averaged", "statistics at home", "heads at home", "statistics in the loss"]
+
+
+@pytest.mark.parametrize("case", [*SHARES_ALONE, *STUDENT_ALONE, *MERGING_ALONE])
+def test_an_option_changes_nothing_else(case: str) -> None:
+    """In the first round: whose loss, whose share."""
+    (found,), _ = rounds_of(kd3a(**EQUATIONS[case]), rounds=1)
+    (default,), _ = rounds_of(kd3a(), rounds=1)
+    losses, others = found.report["losses"], default.report["losses"]
+    assert {name: losses[name] for name in SITES} == {name: others[name] for name in SITES}
+    assert (losses["target"] != others["target"]) == (case in STUDENT_ALONE)
+    shares, before = found.report["aggregation_weights"], default.report["aggregation_weights"]
+    assert (shares != before) == (case in SHARES_ALONE)
+    assert (shares["target"] != before["target"]) == (case == "confident share")
+    assert found.report["confident"] == default.report["confident"]
+    unlike = {name for name, tensor in found.weights.items() if not torch.equal(tensor, default.weights[name])}
+    if case == "variances averaged":
+        assert unlike == {name for name in found.weights if name.endswith("running_var")}
+    elif case == "statistics at home":
+        assert unlike == {name for name in found.weights if is_buffer(name)}
+    elif case == "statistics in the loss":  # the aggregate is trained on, all but what follows the last BatchNorm
+        behind = ("features.hidden2.1.weight", "features.hidden2.1.bias", "classifier.weight", "classifier.bias")
+        assert unlike == set(found.weights) - set(behind)
+    elif case == "heads at home":
+        assert unlike == {"classifier.weight", "classifier.bias"}
+
+
+@pytest.mark.parametrize(
+    ("options", "word"), [({"focus": "h_divergence"}, "h_divergence"), ({"batch_norm": "loss"}, "loss")]
+)
+def test_options_that_need_batch_norm(options: dict[str, Any], word: str) -> None:
+    written = {
+        "data": {"name": "rotated_digits", "per_class": 5},
+        "protocol": {"kind": "adapt_to_one", "targets": ["D0"]},
+        "model": {"name": "mlp", "hidden": [8]},
+        "methods": ["fedavg", {"name": "kd3a", **options}],
+        "device": "cpu",
+    }
+    experiment = parse(written)
+    with pytest.raises(UserError, match=rf"^kd3a\.{next(iter(options))}: {word} .*the network has none$"):
+        check_fit(experiment, experiment.data.build())
+    written["model"] = {"name": "mlp", "hidden": [8], "batch_norm": True}
+    experiment = parse(written)
+    check_fit(experiment, experiment.data.build())
+
+
+def test_it_needs_a_target() -> None:
+    options: dict[str, Any] = {"data": {"name": "rotated_digits"}, "model": "linear", "methods": ["fedavg", "kd3a"]}
+    with pytest.raises(UserError, match=r"^methods: kd3a adapts to a target .*protocol: \{kind: adapt_to_one") as said:
+        parse(options)
+    assert "\n" not in str(said.value)
+    assert [method.name for method in parse({**options, "protocol": {"kind": "adapt_to_one"}}).methods]
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"gate_start": 1.0}, "gate_start"),
+        ({"gate_end": -0.1}, "gate_end"),
+        ({"share_momentum": 1.0}, "share_momentum"),
+        ({"mixup": -0.2}, "mixup"),
+        ({"aggregations_per_epoch": 0}, "aggregations_per_epoch"),
+        ({"focus_permutations": 0}, "focus_permutations"),
+        ({"vote": "majority"}, "vote"),
+    ],
+)
+def test_impossible_options(options: dict[str, Any], field: str) -> None:
+    written = {
+        "data": {"name": "rotated_digits"},
+        "protocol": {"kind": "adapt_to_one"},
+        "model": "linear",
+        "methods": [{"name": "kd3a", **options}],
+    }
+    with pytest.raises(UserError, match=rf"^methods\[0\] \(kd3a\)\.{field}: ") as said:
+        parse(written)
+    assert "\n" not in str(said.value)
