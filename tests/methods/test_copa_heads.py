@@ -33,3 +33,17 @@ def test_lent_classifiers_stand_still_within_a_round() -> None:
         parts = [trained[name][key] for name in "ab"]
         expected = sum(parts) / 2 if key.startswith("features") else parts[int(key.split(".")[2])]  # type: ignore[operator]
         torch.testing.assert_close(tensor, expected, atol=3e-6, rtol=1e-5)
+
+
+def test_classifiers_begin_differently_and_by_the_seed() -> None:
+    """Each source's own, drawn like the network's: no two alike, and others for another seed of the experiment."""
+    found = domains(MLP, {"b": 8, "a": 8, "c": 8})
+    begun = [start_of(short(), found, MLP, seed) for seed in (3, 3, 4)]
+    heads = [[start[f"classifier.heads.{number}.weight"] for number in range(3)] for start in begun]
+    for first, second in ((0, 1), (0, 2), (1, 2)):
+        assert not torch.equal(heads[0][first], heads[0][second])
+    for number in range(3):
+        assert torch.equal(heads[0][number], heads[1][number])
+        assert not torch.equal(heads[0][number], heads[2][number])
+        # As PyTorch draws them: uniform within 1/√6.
+        assert heads[0][number].abs().max() <= 6**-0.5
