@@ -4,8 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 FEDSHIFT_WORKERS ?= 2
+MUTATION_JOBS ?= $(FEDSHIFT_WORKERS)
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test mutation lint bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -17,6 +18,9 @@ demo: $(READY)  ## compare DeepAll, FedAvg and CSAC on rotated digits; ends with
 
 test: $(READY)  ## all tests; those on real data need FEDSHIFT_DATA and FEDSHIFT_WEIGHTS and say so when they skip
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(FEDSHIFT_WORKERS) --dist loadfile --no-loadscope-reorder
+
+mutation: $(READY)  ## break the code on purpose and see whether tests notice: tests/mutation/report.md (hours on two cores)
+	$(BIN)/python tests/mutation/run.py --jobs $(MUTATION_JOBS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

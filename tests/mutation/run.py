@@ -30,8 +30,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from mutation_report import KILLED, markdown
 from mutations import HERE, ROOT, Mutation, all_mutations
-from report import KILLED, markdown
 
 SOURCE = ROOT / "src"
 KEPT = HERE / "report.json"
