@@ -10,7 +10,7 @@ import pytest
 from test_hostile_coordinator import ENVELOPE, program_of
 from test_remote import SETTING, request
 
-from fedshift.errors import Refused
+from fedshift.errors import KindRefused, Refused
 from fedshift.federation import policy as policies
 from fedshift.federation.messages import Features, Update
 from fedshift.federation.policy import AuditLog, Policy
@@ -118,3 +118,29 @@ def test_a_number_of_a_day_is_not_that_of_another_run(clock: list[float], tmp_pa
         log.append(do="step", run=run, round=1)
     with pytest.raises(Refused):
         log.check_rate("north", rule, "three", 1)
+
+
+def test_a_round_counts_from_its_first_request(clock: list[float], tmp_path: Path) -> None:
+    """Requests at 0 h and 20 h are one round, which has expired at 24 h and a bit."""
+    rule, log = Policy(rounds_per_day=1), AuditLog(tmp_path / "audit.jsonl")
+    begun = clock[0]
+    for hours in (0, 20):
+        clock[0] = begun + hours * HOUR
+        log.check_rate("north", rule, "run", 1)
+        log.append(do="step", run="run", round=1)
+    clock[0] = begun + 23 * HOUR
+    with pytest.raises(Refused):
+        log.check_rate("north", rule, "run", 2)
+    clock[0] = begun + 24.1 * HOUR
+    log.check_rate("north", rule, "run", 2)
+
+
+def test_which_methods_may_run() -> None:
+    """By name, and none that sends a kind that may not leave."""
+    few = Policy(methods=("fedavg", "csac"), send=("weights", "numbers"))
+    few.check_method("north", "fedavg", ("weights", "numbers"))
+    with pytest.raises(Refused):
+        few.check_method("north", "fedprox", ("weights", "numbers"))
+    with pytest.raises(KindRefused):
+        few.check_method("north", "csac", ("weights", "styles"))
+    Policy().check_method("north", "anything", ("weights",))

@@ -95,3 +95,40 @@ def test_accuracies_of_the_task_epochs_choose_nothing(monkeypatch: pytest.Monkey
     where, _ = held_out(method)
     step_on(method, where, method.start(where, start_of(method, [images("a", 9)])))
     assert sorted(asked) == ["a"] * 3 + ["b"] * 3
+
+
+def test_accuracies_are_those_of_evaluation_mode() -> None:
+    """With BatchNorm the statistics of the batch would say something else, and would move."""
+    found = [vectors("a", 12)]
+    method = short()
+    where = federation(method, found, NORMED)
+    site = site_of(where, "a")
+    site.held_out = site.data
+    odd = {
+        name: tensor + (1.5 if name.endswith("running_mean") else 0.0) if tensor.is_floating_point() else tensor
+        for name, tensor in start_of(method, found, NORMED).items()
+    }
+    model = site.model(Weights(odd))
+    inputs, labels, _ = next(site.data.all_batches(12))
+    logits = in_evaluation(odd, inputs) @ odd["classifier.weight"].T + odd["classifier.bias"]
+    assert fedadg._accuracy(site, model) == pytest.approx((logits.argmax(1) == labels).float().mean().item())  # type: ignore[arg-type]
+    assert site.weights_of(model) == Weights(odd)
+    assert model.training
+
+
+def test_the_warm_up_goes_on_over_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two epochs a round, six to warm up: epochs 0 to 5 have 0, 1/6, … 5/6 of the rate, then the whole."""
+    rates: list[float] = []
+    plain = fedadg._Game.set_rates
+
+    def watched(self: Any, epoch: int) -> None:
+        plain(self, epoch)
+        rates.append(self.optimizer.param_groups[0]["lr"])
+
+    monkeypatch.setattr(fedadg._Game, "set_rates", watched)
+    method, found = short(warm_up=6), [vectors("a", 8)]
+    where = federation(method, found, NORMED, rounds=4, lr=0.6)
+    state = method.start(where, start_of(method, found, NORMED))
+    for _ in range(4):
+        state = step_on(method, where, state)
+    assert rates == pytest.approx([1e-7, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.6], rel=1e-6)

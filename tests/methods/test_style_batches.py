@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_ccst import begun, site_of
+from test_ccst import begun, seen, site_of
 from tiny import images
 
 from fedshift.methods.federated.ccst import CCST
-from fedshift.methods.style_spaces import Channels, Styler
+from fedshift.methods.style_spaces import Channels, Style, Styler
 
 
 def test_samples_of_a_batch_take_styles_independently() -> None:
@@ -87,3 +87,57 @@ def test_which_domain_is_the_sites_own(own: int) -> None:
     drawn = styler.restyle(samples, torch.arange(40), torch.Generator().manual_seed(0)).mean((1, 2, 3))
     other = (0.7, 0.3)[own]
     assert {round(value, 3) for value in drawn.tolist()} == {0.5, other}
+
+
+class Costly(Channels):
+    """Pixels, as if taking a style on were expensive; counts how many it made."""
+
+    cached = True
+
+    def __init__(self) -> None:
+        super().__init__(unbiased=False)
+        self.made = 0
+
+    def apply(self, samples: torch.Tensor, style: Style) -> torch.Tensor:
+        self.made += len(samples)
+        return super().apply(samples, style)
+
+
+def test_a_costly_version_is_made_once_and_is_that_of_its_row_and_domain() -> None:
+    bank = {"mean": torch.tensor([0.2, 0.5, 0.8]).view(3, 1, 1), "deviation": torch.full((3, 1, 1), 0.05)}
+    domains = torch.tensor([[0, 1, 2]] * 20)
+    samples, draws, space = torch.rand(20, 1, 6, 6), torch.Generator().manual_seed(0), Costly()
+    cached = Styler(space, bank, domains, torch.zeros_like(domains), own=0, unbiased=False)
+    plain = Styler(Channels(False), bank, domains, torch.zeros_like(domains), own=0, unbiased=False)
+    again = torch.Generator().manual_seed(0)
+    for _ in range(60):
+        rows = torch.randperm(20, generator=torch.Generator().manual_seed(1))
+        first, second = (
+            styler.restyle(samples[rows], rows, generator) for styler, generator in ((cached, draws), (plain, again))
+        )
+        torch.testing.assert_close(first, second, atol=0.5 / 255 + 1e-6, rtol=0)
+    assert space.made == 40  # every row in both foreign styles
+
+
+def test_pixels_stay_between_black_and_white() -> None:
+    samples = torch.rand(3, 1, 6, 6)
+    style = {"mean": torch.full((3, 1), 0.5), "deviation": torch.full((3, 1), 2.0)}
+    styled = Channels(False).apply(samples, style)
+    assert (styled.min(), styled.max()) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_each_site_keeps_its_own_samples_and_its_data(name: str) -> None:
+    """At full level every image has one untouched copy, at whichever site; and none is styled outside a step."""
+    sizes = {"b": 8, "a": 6, "c": 7}
+    method, found = CCST(), [images(site, number) for site, number in sizes.items()]
+    where, _ = begun(method, found)
+    original = next(torch.from_numpy(one.inputs).float() / 255 for one in found if one.name == name)  # type: ignore[arg-type]
+    drawn = seen(method, where, name)
+    untouched = [sum(torch.allclose(v, original[row], atol=1e-5) for v in versions) for row, versions in drawn.items()]
+    assert untouched == [1] * sizes[name]
+    site = site_of(where, name)
+    plain = site.data
+    with method.inside(site):
+        assert site.data is not plain
+    assert site.data is plain
