@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
+import torch
 from test_kd3a import FIRST, SECOND, STUDENT, focus_of, of_first, told
+from tiny import LINEAR, federation
+
+from fedshift.data.domain import Domain
+from fedshift.federation.local import LocalFederation
+from fedshift.methods.teachers import Teachers
+from fedshift.weights import Weights
 
 NOTHING = (math.nan,) * 3
 THIRD = ((0.05, 0.93, 0.02), (0.02, 0.92, 0.06), (0.04, 0.92, 0.04))
@@ -32,3 +40,21 @@ def test_the_shares_of_the_others_are_by_their_own_focus(sick: int, rule: str) -
     assert found.target_share == pytest.approx(target, abs=1e-6)
     expected = {name: (1 - target) * product / sum(products.values()) for name, product in products.items()}
     assert dict(found.shares) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_model_is_sound_if_it_predicts_for_every_sample() -> None:
+    """Samples are 1, 2 and 1000: three models overflow at none, at the largest, and at all of them."""
+    inputs = np.repeat(np.array([[1.0], [2.0], [1000.0]], np.float32), 3, axis=0)
+    target = Domain("target", inputs, np.zeros(9, np.int64))
+    sources = [Domain(name, inputs[:2], np.zeros(2, np.int64)) for name in ("a", "b", "c")]
+    where = federation(of_first(), [*sources, target], LINEAR, roles={"target": "target"})
+    assert isinstance(where, LocalFederation)
+    site = where._runners["target"].site
+    models = {
+        name: Weights(
+            {"classifier.weight": torch.tensor([[slope], [0.0], [-slope]]), "classifier.bias": torch.zeros(3)}
+        )
+        for name, slope in (("a", 0.01), ("b", 1e36), ("c", math.inf))
+    }
+    teachers = Teachers(site, list(models.values()), 0.9, own_statistics=True, whole_epoch=True, tally=None)
+    assert teachers.sound(models) == ["a"]
