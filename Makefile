@@ -4,8 +4,9 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 FEDSHIFT_WORKERS ?= 2
+MUTATION_JOBS ?= $(FEDSHIFT_WORKERS)
 
-.PHONY: demo test test-fast test-processors check-results lint bench clean
+.PHONY: demo test mutation test-fast test-processors check-results lint bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +27,9 @@ test-processors: $(READY)  ## the same under other instruction sets and numbers 
 
 check-results: $(READY)  ## what is committed of the benchmarks' results is whole
 	$(BIN)/python -m pytest benchmarks/test_results.py
+
+mutation: $(READY)  ## break the code on purpose and see whether tests notice: tests/mutation/report.md (hours on two cores)
+	$(BIN)/python tests/mutation/run.py --jobs $(MUTATION_JOBS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

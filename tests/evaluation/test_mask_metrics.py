@@ -69,3 +69,15 @@ def test_what_cannot_be_compared() -> None:
         dice(square(0, 0, 2), square(0, 0, 2, size=13))
     with pytest.raises(ValueError, match="at least one"):
         hausdorff(square(0, 0, 2)[:0], square(0, 0, 2)[:0])
+
+
+def test_a_hole_is_measured_from_contour_to_contour() -> None:
+    """A square of 11 × 11 against the same without its centre: the hole's rim is 4 from the square's own rim.
+
+    Between the areas themselves the distance would be 1, from the centre to its neighbour.
+    """
+    whole = np.zeros((1, 1, 15, 15), np.uint8)
+    whole[0, 0, 2:13, 2:13] = 1
+    holed = whole.copy()
+    holed[0, 0, 7, 7] = 0
+    assert hausdorff(whole, holed).tolist() == hausdorff(holed, whole).tolist() == [[4.0]]

@@ -25,17 +25,12 @@ from fedshift.evaluation.metrics import harmonic_mean
 from fedshift.experiment.leakage import audit_leakage
 from fedshift.experiment.predict import load_model
 from fedshift.experiment.schema import parse
-from fedshift.federation.local import LocalFederation, Setting, SitePlan
-from fedshift.federation.training import Training
 from fedshift.functional.losses import task_loss
-from fedshift.methods.base import Method
-from fedshift.methods.federated.elcfs import ELCFS
 from fedshift.models import registry
 from fedshift.models.unet import UNet
 from fedshift.report.collect import read_rounds
 from fedshift.report.page import page
 from fedshift.report.table import table_of
-from fedshift.weights import Weights
 
 TINY: dict[str, Any] = {
     "name": "tiny",
@@ -198,33 +193,7 @@ def test_both_sides_of_a_pair_and_a_style_before_training(tmp_path: Path) -> Non
     assert any(not torch.equal(one[key], two[key]) for key in one)
 
 
-# ELCFS with masks -----------------------------------------------------------------------------------------------------
-
-
-def trained(method: Method, rounds: int = 1) -> Weights:
-    data = DiscsAndCups(size=32, per_site=4).build()
-    plans = [
-        SitePlan(name, "source", [(data.domains[name], np.arange(4), number)])
-        for number, name in enumerate(("north", "east"))
-    ]
-    network = UNet(levels=3, width=4)
-    whole = Setting(method, Training(batch_size=2, lr=0.1), network, data.preprocessing, (3, 32, 32), 2, 2, 0, "cpu")
-    where = LocalFederation(plans, whole, budget={"north": 9, "east": 9}, rounds=rounds)
-    state = method.start(where, Weights(whole.build_network().state_dict()))
-    where.round = 1
-    return method.round(where, state).weights
-
-
-@pytest.mark.parametrize(
-    "options", [{"boundary_weight": 0.0}, {"temperature": 0.5}, {"meta_gradient": "second"}, {"copies": "all"}], ids=str
-)
-def test_options_of_segmentation_are_read(options: dict[str, Any]) -> None:
-    usual = {"window": 0.1, "inner_rate": 0.5, "boundary_weight": 1.0}
-    first, second = trained(ELCFS(**usual)), trained(ELCFS(**{**usual, **options}))  # type: ignore[arg-type]
-    if options == {"copies": "all"}:  # of two sites each has one other, so the draws alone differ
-        assert first.keys() == second.keys()
-    else:
-        assert first != second
+# Training on masks ----------------------------------------------------------------------------------------------------
 
 
 def test_the_dice_loss_is_minimised() -> None:

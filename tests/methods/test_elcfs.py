@@ -171,29 +171,6 @@ def test_the_ports_meta_loss_changes_nothing() -> None:
     assert ported.report["losses"] != plain.report["losses"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"window": 0.0},
-        {"window": 0.3},
-        {"rates": "released"},
-        {"rates": "ccst"},
-        {"rates": "demo"},
-        {"copies": "one"},
-        {"bank_share": 0.125},
-        {"inner_rate": 0.5},
-        {"inner_rate": 0.5, "clip": 1e-3},
-        {"local_epochs": 2},
-        {"weighting": "rounded"},
-        {"weighting": "uniform"},
-    ],
-    ids=str,
-)
-def test_every_option_is_read(options: dict[str, Any]) -> None:
-    usual = {"inner_rate": 0.5, "window": WIDE} if "clip" in options else {"window": WIDE}
-    assert run(ELCFS(**{**usual, **options}), rounds=1)[0].weights != run(ELCFS(**usual), rounds=1)[0].weights
-
-
 def test_laws_of_the_rate() -> None:
     method = ELCFS()
     where = federation(method)

@@ -265,23 +265,6 @@ def test_the_private_parts_stay_at_their_source() -> None:
     assert "features.invariant.0.weight" in state.weights
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "steps_per_round": {"steps_per_round": 2},
-    "variant": {"variant": "I"},
-    "adversarial_weight": {"adversarial_weight": 0.5},
-    "disentangling_weight": {"disentangling_weight": 0.0},
-    "identifier_width": {"identifier_width": 7},
-    "identifier_rate": {"identifier_rate": 0.1},
-    "gain": {"gain": "absolute"},
-}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_an_option_changes_the_result(option: str) -> None:
-    assert set(OPTIONS) == set(FADA.model_fields) - {"label"}
-    assert run(short(**OPTIONS[option]))[0].weights != run(short())[0].weights
-
-
 # What crosses the wire ------------------------------------------------------------------------------------------------
 
 

@@ -195,33 +195,6 @@ def test_the_projection_of_the_paper_has_its_width() -> None:
     assert critic["layers.0.weight"].shape == (1024, 1024)
 
 
-OPTIONS: dict[str, Any] = {
-    "task_epochs": 0,
-    "adversarial_epochs": 2,
-    "adversarial_weight": 0.6,
-    "label_smoothing": 0.3,
-    "generator": "towards_features",
-    "discriminator_loss": "least_squares",
-    "trainable_projection": True,
-    "condition": "before",
-    "condition_value": 0.3,
-    "adversary_rate": 0.1,
-    "warm_up": 9,
-    "noise": 5,
-    "generator_hidden": 4,
-    "projection": 3,
-    "weighting": "samples",
-}
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_an_option_changes_the_result(option: str) -> None:
-    assert set(OPTIONS) == set(FedADG.model_fields) - {"label", "setting", "keep"}
-    whole = {"lr": 0.3, "momentum": 0.9}
-    plain, changed = run(short(), **whole)[0], run(short(**{option: OPTIONS[option]}), **whole)[0]
-    assert plain.weights != changed.weights or plain.parts != changed.parts
-
-
 @pytest.mark.parametrize(("setting", "epochs"), [("released", 100), ("released_vlcs", 500)])
 def test_the_released_warm_up_hardly_trains(setting: str, epochs: int) -> None:
     """Counted in local epochs over all rounds: the first has 1e-7, then the rate grows to the whole."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CNN, MLP, NORMED, domains, evaluated, federation, run, start_of, step_on
+from tiny import CNN, MLP, domains, evaluated, federation, run, start_of, step_on
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -212,36 +212,6 @@ def test_the_sum_of_the_reconstruction_is_the_mean_times_the_width() -> None:
     mean, *_ = common(MDFNet(interaction_weight=0))
     total, *_ = common(MDFNet(interaction_weight=0, reconstruction="sum"))
     torch.testing.assert_close(total, 5 * mean)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"self_supervision": False},
-        {"threshold": 0.9},
-        {"entropy_weight": 0},
-        {"reconstruction_weight": 0},
-        {"interaction_weight": 0},
-        {"decay": False},
-        {"rho": 1},
-        {"r": "round"},
-        {"decoder": 3},
-        {"evaluation": "threshold"},
-        {"local_epochs": 2},
-        {"interaction": "features"},
-        {"reconstruction": "sum"},
-        {"mask": "inputs"},
-    ],
-)
-def test_every_option_is_read(options: dict[str, Any]) -> None:
-    """Weights differ, or what the same weights say."""
-
-    def outcome(method: MDFNet) -> Tensor:
-        found = domains(NORMED, SIZES)
-        state, _ = run(method, found, NORMED, rounds=3, lr=0.2)
-        return evaluated(method, state.weights, found, NORMED)(torch.linspace(-1, 1, 20).view(4, 5))
-
-    assert not torch.equal(outcome(MDFNet(**options)), outcome(MDFNet()))
 
 
 # Bad luck ---------------------------------------------------------------------------------------------------------

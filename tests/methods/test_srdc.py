@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from pooling import LEFT, SIZES, assert_same, first_batches, fit, pool_of, start, trainable
@@ -95,28 +93,6 @@ def test_a_class_without_source_samples_takes_no_part_and_a_tiny_target_is_no_ob
     assert site.unlabelled is not None
     site.unlabelled._rows = site.unlabelled._rows[:1]
     assert method._clusters(site, site.model())[0].shape == (1,)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"beta": 0.2},
-        {"auxiliary": "batch"},
-        {"auxiliary": "batch", "detach": False},
-        {"embedding_weight": 0},
-        {"source_selection": False},
-        {"centre_rate": 1.0},
-    ],
-)
-def test_every_option_is_read(options: dict[str, Any]) -> None:
-    def outcome(method: SRDC) -> dict[str, Tensor]:
-        site = pool_of(method)
-        site.memory["centres"] = Statistics({"centres": torch.eye(3, 6)})
-        site.begin(Envelope(2, 2, 0.3, LEFT))
-        return dict(fit(method, site, start(method), steps=3).weights)
-
-    first, second = outcome(SRDC()), outcome(SRDC(**options))
-    assert any(not torch.equal(first[name], second[name]) for name in first)
 
 
 def test_labels_of_the_target_stand_still_within_a_round() -> None:

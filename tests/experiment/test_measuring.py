@@ -1,0 +1,127 @@
+"""What an evaluator says of a model, by counting by hand: which rows, in which mode, by whose answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
+from fedshift.data.view import SiteData
+from fedshift.experiment.evaluate import Evaluator, predictions
+from fedshift.experiment.protocol import Split
+from fedshift.federation.federation import Federation
+from fedshift.methods.base import Method, State
+from fedshift.models import registry as models
+from fedshift.models.network import Network
+from fedshift.weights import Weights
+
+
+class Plain(Method):
+    """A method that trains nothing."""
+
+    name = "plain"
+    title = citation = "none"
+
+    def round(self, federation: Federation, state: State) -> State:
+        return state
+
+    def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
+        return 0
+
+
+class Backwards(Plain):
+    """Answers with the class that the network thinks the least of."""
+
+    def predict(self, network: Network, inputs: Tensor) -> Tensor:
+        return -network(inputs)
+
+
+class OneEach(Plain):
+    """At every source another column of the inputs decides."""
+
+    def network_at(self, network: Network, site: str, sources: Any) -> Network:
+        shift = list(sources).index(site)
+        return linear(torch.eye(3).roll(shift, 0))
+
+
+def linear(weight: Tensor) -> Network:
+    made = models.build(models.parse({"name": "linear"}), (3,), 3, 0)
+    made.load_state_dict({"classifier.weight": weight, "classifier.bias": torch.zeros(3)})
+    return made
+
+
+def shown(name: str, says: list[int], labels: list[int]) -> Domain:
+    """Samples of which the identity says ``says``."""
+    return Domain(name, np.eye(3, dtype=np.float32)[says], np.array(labels))
+
+
+DATA = {
+    "t": shown("t", [0, 1, 2, 2, 0], [0, 1, 2, 1, 1]),  # rows 1 … 4 are measured: 2 of 4
+    "a": shown("a", [0, 0, 1, 1], [0, 1, 1, 1]),  # trains on 0, 2: held out 1, 3, of which 1 is right
+    "b": shown("b", [2, 2, 2], [2, 0, 0]),  # trains on 0: held out 1, 2, of which none is right
+    "c": shown("c", [0], [0]),  # holds nothing out
+}
+SPLIT = Split(
+    {"a": np.array([0, 2]), "b": np.array([0]), "c": np.array([0])},
+    {"a": np.array([1, 3]), "b": np.array([1, 2]), "c": np.array([], dtype=np.int64)},
+    {"t": np.arange(1, 5)},
+)
+
+
+def measured(method: Method, network: Network | None = None, split: Split = SPLIT) -> dict[str, Any]:
+    whole = DataSet("x", DATA, ("x", "y", "z"), Preprocessing(kind="features"), Manifest(*[""] * 5))
+    evaluator = Evaluator(whole, split, torch.device("cpu"), models.parse({"name": "linear"}))
+    network = network or linear(torch.zeros(3, 3))
+    weights = Weights({"classifier.weight": torch.eye(3), "classifier.bias": torch.zeros(3)})
+    return evaluator.measure(method, network, weights)
+
+
+def test_targets_and_held_out_parts() -> None:
+    found = measured(Plain())
+    assert found["target_accuracy"] == {"t": 50.0}
+    assert found["source_accuracy"] == {"a": 50.0, "b": 0.0}
+    # Of class y three are measured, one is right; of z one and it is right; x is not there.
+    assert found["per_class"] == [None, pytest.approx(100 / 3), 100.0]
+
+
+def test_two_targets_are_measured_apart_and_their_classes_together() -> None:
+    split = Split({"c": np.array([0])}, {}, {"t": np.arange(5), "a": np.arange(4)})
+    found = measured(Plain(), split=split)
+    assert found["target_accuracy"] == {"t": 60.0, "a": 75.0}
+    # x: 1 of 1 and 1 of 1; y: 1 of 3 and 2 of 3; z: 1 of 1.
+    assert found["per_class"] == [100.0, 50.0, 100.0]
+    assert found["source_accuracy"] == {}
+
+
+def test_the_methods_own_answer_counts() -> None:
+    """Backwards: the first of the two classes that are not said."""
+    found = measured(Backwards())
+    # Row by row of t: 1 → 0, 2 → 0, 2 → 0, 0 → 1; the last one is right.
+    assert found["target_accuracy"] == {"t": 25.0}
+
+
+def test_each_source_answers_by_its_own_network() -> None:
+    """At ``a`` the identity; at ``b`` what says z becomes x, as its held-out labels are."""
+    assert measured(OneEach())["source_accuracy"] == {"a": 50.0, "b": 100.0}
+
+
+def test_a_model_is_measured_in_evaluation_mode() -> None:
+    """Dropout of nearly everything changes no answer."""
+    plain = linear(torch.eye(3))
+    noisy = Network(
+        nn.Dropout(0.99), plain.classifier, embedding_size=3, classes=3, stages={}, alignment_stages=()
+    ).train()
+    assert measured(Plain(), noisy)["target_accuracy"] == {"t": 50.0}
+    assert not noisy.training
+
+
+def test_predictions_are_in_order() -> None:
+    labels = np.random.default_rng(0).integers(0, 3, 1203)  # more than two batches
+    view = SiteData(
+        [(shown("x", labels.tolist(), labels.tolist()), np.arange(1203), 0)], Preprocessing(kind="features")
+    )
+    assert np.array_equal(predictions(Plain(), linear(torch.eye(3)).eval(), view), labels)

@@ -1,0 +1,103 @@
+"""From a split to sites: who is handed which rows, labels and settings, by a hand count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small import experiment, sites
+
+import fedshift
+from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
+from fedshift.experiment import part as part_module
+from fedshift.experiment.conduct import pooled_bytes
+from fedshift.experiment.protocol import Split, rounds_needed, site_budget, site_plans
+from fedshift.federation.training import Training
+from fedshift.methods import registry
+from fedshift.methods.base import Method
+
+SPLIT = Split(
+    {"a": np.arange(6), "b": np.array([0, 2])}, {"a": np.array([6, 7])}, {"t": np.arange(3)}, {"t": np.array([4, 5, 6])}
+)
+
+
+def data() -> DataSet:
+    found = {name: Domain(name, np.zeros((9, 5), np.float32), np.arange(9) % 3) for name in ("b", "a", "t")}
+    return DataSet("x", found, ("0", "1", "2"), Preprocessing(kind="features"), Manifest(*[""] * 5))
+
+
+def named(name: str) -> Method:
+    return registry.parse({"name": name})
+
+
+def rows_of(parts: Any) -> dict[str, list[int]]:
+    return {domain.name: rows.tolist() for domain, rows, _ in parts}
+
+
+def test_a_pool_holds_the_targets_samples_for_who_adapts_to_them() -> None:
+    """DeepAll pools sources; MDAN the target's unlabelled part as well."""
+    (plain,), (adapting,) = (site_plans(named(name), data(), SPLIT) for name in ("deepall", "mdan"))
+    assert rows_of(plain.parts) == rows_of(adapting.parts) == {"b": [0, 2], "a": [0, 1, 2, 3, 4, 5]}
+    assert rows_of(plain.unlabelled) == {}
+    assert rows_of(adapting.unlabelled) == {"t": [4, 5, 6]}
+    assert plain.held_out == adapting.held_out == ()
+
+
+def test_bytes_that_a_pool_moves() -> None:
+    """Training rows of 5 numbers of 4 bytes; nothing where nothing is pooled."""
+    assert pooled_bytes(named("deepall"), data(), SPLIT) == {"a": 120, "b": 40}
+    assert pooled_bytes(named("mdan"), data(), SPLIT) == {"a": 120, "b": 40, "t": 60}
+    assert pooled_bytes(named("kd3a"), data(), SPLIT) == {}
+
+
+def test_numbers_of_domains_are_their_places() -> None:
+    plans = site_plans(named("kd3a"), data(), SPLIT)
+    assert [(plan.name, plan.role, plan.parts[0][2]) for plan in plans] == [
+        ("b", "source", 0), ("a", "source", 1), ("t", "target", 2),
+    ]  # fmt: skip
+
+
+def test_rounds_until_all_have_used_their_budget() -> None:
+    """FedAvg, batches of 2: a has 3 mini-batches a round, b has 1. With 12 and 5 that is 4 and 5 rounds."""
+    training = Training(rounds=4, batch_size=2)
+    method = named("fedavg")
+    split = Split(SPLIT.train, {}, SPLIT.measured)
+    assert rounds_needed(method, training, split, {"a": 12, "b": 4}) == 4
+    assert rounds_needed(method, training, split, {"a": 12, "b": 5}) == 5
+    assert rounds_needed(method, training, split, {"a": 13, "b": 4}) == 5
+    csac = registry.parse({"name": "csac", "acquisition_epochs": 2, "calibration_epochs": 1})
+    # Acquisition takes 6 and 2 first: 12 leaves 6, which are 2 rounds of 3.
+    assert rounds_needed(csac, training, split, {"a": 12, "b": 4}) == 2
+    assert rounds_needed(csac, training, split, {"a": 6, "b": 2}) == 0
+
+
+def test_one_site_in_place_of_all_has_the_work_of_all() -> None:
+    (pool,) = site_plans(named("deepall"), data(), SPLIT)
+    assert site_budget({"a": 12, "b": 5}, [pool]) == {"pool": 17}
+    two = site_plans(named("fedavg"), data(), Split(SPLIT.train, {}, SPLIT.measured))
+    assert site_budget({"a": 12, "b": 5}, two) == {"a": 12, "b": 5}
+
+
+def test_what_a_run_hands_to_its_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each seed its own setting, the engine's quorum, and what single sites refuse."""
+    seen: list[tuple[Any, Any, Any]] = []
+    plain = part_module.LocalFederation
+
+    class Watched(plain):  # type: ignore[misc, valid-type]
+        def __init__(self, plans: Any, setting: Any, **options: Any) -> None:
+            seen.append((plans, setting, options))
+            super().__init__(plans, setting, **options)
+
+    monkeypatch.setattr(part_module, "LocalFederation", Watched)
+    engine = {"name": "local", "threads": 1, "quorum": 1, "on_refusal": "leave_out", "refuse_at": {"c": ["styles"]}}
+    protocol = {"targets": ["a"], "seeds": [3, 5], "test_fraction": 0.3}
+    fedshift.run(experiment(sites(tmp_path), engine=engine, protocol=protocol), tmp_path / "runs")
+    assert [setting.seed for _, setting, _ in seen] == [3, 5]
+    for plans, setting, options in seen:
+        assert {plan.name: set(plan.refuse) for plan in plans} == {"b": set(), "c": {"styles"}}
+        assert options["quorum"] == 1
+        assert options["on_refusal"] == setting.on_refusal == "leave_out"
+        assert options["rounds"] == 2
+        assert options["budget"] == {"b": 6, "c": 6}  # 3 mini-batches a round each

@@ -1,0 +1,163 @@
+"""An exchange in which sites are missing: who may go on, what it costs them, and what held-out samples look like."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_asking import Fake, Probe, asked, numbered
+from tiny import images, setting
+
+from fedshift.errors import FedshiftError, KindRefused, TrainingDiverged
+from fedshift.federation.federation import Answer, Missing, Request
+from fedshift.federation.local import SitePlan, SiteRunner
+from fedshift.federation.messages import PerSite, Update
+from fedshift.weights import Weights
+
+BUDGET = {"a": 10, "b": 40, "c": 7, "d": 5}
+WORK = {"a": 2, "b": 6, "c": 1, "d": 1}
+
+
+class Lossy(Fake):
+    """An engine in which some sites do not answer, for a reason each."""
+
+    def __init__(self, missing: Mapping[str, TrainingDiverged | KindRefused], **options: Any) -> None:
+        super().__init__(numbered, **{"budget": BUDGET, **options})
+        self.gone = missing
+
+    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Any, None, None]:
+        for request in requests:
+            if request.site in self.gone:
+                yield Missing(request.site, self.gone[request.site])
+            else:
+                yield Answer(request.site, numbered(request), WORK[request.site])
+
+
+def fault(site: str) -> TrainingDiverged:
+    return TrainingDiverged(f"{site} fell over")
+
+
+def refusal(site: str) -> KindRefused:
+    return KindRefused(f"{site} refuses")
+
+
+@pytest.mark.parametrize(
+    ("gone", "quorum", "goes_on"),
+    [
+        ("", None, True),
+        ("a", None, False),
+        ("a", 4, False),  # 3 of 4 answer
+        ("a", 3, True),
+        ("ab", 3, False),
+        ("ab", 2, True),
+        ("abc", 2, False),
+        ("abc", 1, True),
+        ("abcd", 1, False),
+    ],
+)
+def test_how_many_must_answer(gone: str, quorum: int | None, goes_on: bool) -> None:
+    where = Lossy({site: fault(site) for site in gone}, quorum=quorum)
+    if not goes_on:
+        with pytest.raises(TrainingDiverged):
+            asked(where).drain()
+        return
+    replies = asked(where)
+    replies.drain()
+    assert replies.sites == tuple(site for site in "abcd" if site not in gone)
+    assert set(where.missing) == set(gone)
+    assert not where.refused
+
+
+def test_a_quorum_above_those_asked_is_all_of_them() -> None:
+    """Two of the sites are asked, the quorum is three: both must answer."""
+    where = Lossy({}, quorum=3)
+    step, weights = where.method.fit, Weights({"w": torch.zeros(3)})  # type: ignore[attr-defined]
+    assert len(list(where.ask(step, to=("a", "b"), weights=weights))) == 2
+    where.gone = {"a": fault("a")}
+    with pytest.raises(TrainingDiverged):
+        where.ask(step, to=("a", "b"), weights=weights).drain()
+
+
+def test_a_refusal_is_another_thing_than_a_fault() -> None:
+    for on_refusal, goes_on in (("stop", False), ("leave_out", True)):
+        where = Lossy({"a": refusal("a"), "b": fault("b")}, quorum=2, on_refusal=on_refusal)
+        if not goes_on:
+            with pytest.raises(KindRefused):
+                asked(where).drain()
+            continue
+        for _ in range(2):
+            asked(where).drain()
+        assert set(where.missing) == {"b"}
+        assert where.refused == {"a": ["a refuses"]}  # once, however often
+    with pytest.raises(KindRefused):  # and without a quorum nobody may be left out
+        asked(Lossy({"a": refusal("a")}, on_refusal="leave_out")).drain()
+
+
+def test_an_absent_site_loses_the_mean_share_of_the_others() -> None:
+    """a did 2 of 10, c 1 of 7, d 1 of 5: their mean share of b's 40 is 40 · (0.2 + 1/7 + 0.2)/3 = 7.24, rounded up."""
+    told: list[tuple[str, int]] = []
+    where = Lossy({"b": fault("b")}, quorum=1, on_answer=lambda site, number: told.append((site, number)))
+    asked(where).drain()
+    assert where.progress.used == {"a": 2, "b": 8, "c": 1, "d": 1}
+    assert sorted(told) == [("a", 2), ("b", 8), ("c", 1), ("d", 1)]
+    assert not where.exhausted()
+    for _ in range(4):
+        asked(where).drain()
+    assert where.progress.used == {"a": 10, "b": 40, "c": 5, "d": 5}  # no more than it had
+    assert not where.exhausted()  # c has 2 left
+    asked(where).drain()
+    asked(where).drain()
+    assert where.progress.used["b"] == 40
+    assert where.exhausted()
+
+
+def test_a_budget_spreads_over_the_rounds() -> None:
+    where = Lossy({})
+    assert {site: where.share(site) for site in BUDGET} == {"a": 4, "b": 14, "c": 3, "d": 2}  # of 3 rounds, up
+
+
+def test_content_that_differs_reaches_its_own_site() -> None:
+    got: dict[str, float] = {}
+
+    def answer(request: Request) -> Update:
+        got[request.site] = float(request.content["number"])  # type: ignore[arg-type]
+        return numbered(request)
+
+    where = Fake(answer)
+    own = PerSite({site: float(number) for number, site in enumerate("abcd")})
+    where.ask(where.method.look, to=("b", "d", "a"), bank=Weights({}), number=own).drain()  # type: ignore[attr-defined]
+    assert got == {"b": 1.0, "d": 3.0, "a": 0.0}
+    down = {(entry.site, entry.direction) for entry in where.ledger.entries if entry.field == "number"}
+    assert down == {("a", "down"), ("b", "down"), ("d", "down")}
+
+
+def test_exchanges_are_numbered_and_one_that_was_left_is_brought_to_its_end() -> None:
+    where = Lossy({})
+    first = asked(where)
+    next(first.items())
+    second = asked(where)
+    assert where.progress.exchange == 2
+    assert where.progress.used == WORK  # all of the first, nothing of the second yet
+    second.drain()
+    assert where.progress.used == {site: 2 * number for site, number in WORK.items()}
+    with pytest.raises(FedshiftError):
+        list(second.items())
+
+
+def test_held_out_samples_come_as_they_are_stored() -> None:
+    """Training is augmented, what a model is measured on at its site is not."""
+    domain = images("a", 12)
+    rows = np.arange(12)
+    whole = setting(Probe(), [domain], augmentation="ccst")
+    plan = SitePlan("a", "source", [(domain, rows[:8], 0)], held_out=[(domain, rows[8:], 0)])
+    site = SiteRunner(plan, whole).site
+    plain = (torch.from_numpy(np.asarray(domain.inputs)).float() / 255 - 0.5) / 0.25
+    (held_out,) = site.held_out_batches()
+    torch.testing.assert_close(held_out.inputs, plain[8:])
+    assert held_out.targets.tolist() == domain.labels[8:].tolist()
+    assert site.held_out is not None
+    assert site.held_out.augmentation.is_identity
+    assert not site.data.augmentation.is_identity

@@ -1,0 +1,138 @@
+"""Optimisers, schedules and clipping against their formulas, and what an exchange begins anew."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from test_site import rows, site_of
+from tiny import training
+from torch import Tensor, nn
+
+from fedshift.federation.messages import Statistics
+from fedshift.federation.site import Envelope, SiteMemory
+from fedshift.weights import Weights
+
+SLOPES = (torch.tensor([0.5, -1.0]), torch.tensor([0.25, 2.0]), torch.tensor([-1.5, 0.75]))
+
+
+def steps(**options: Any) -> list[float]:
+    """Where three gradients take the weights (1, −2)."""
+    weight = nn.Parameter(torch.tensor([1.0, -2.0]))
+    optimizer = training(**options).build_optimizer([weight], 0.1)
+    for slope in SLOPES:
+        weight.grad = slope.clone()
+        optimizer.step()
+    return weight.tolist()
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.6])
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_sgd(momentum: float, nesterov: bool, decay: float) -> None:
+    """g ← g + λθ,  v ← μv + g,  θ ← θ − η(g + μv with Nesterov, else v)."""
+    if nesterov and not momentum:
+        pytest.skip("Nesterov's form needs momentum")
+    weight, speed = torch.tensor([1.0, -2.0]), torch.zeros(2)
+    for slope in SLOPES:
+        whole = slope + decay * weight
+        speed = momentum * speed + whole
+        weight = weight - 0.1 * (whole + momentum * speed if nesterov else speed)
+    assert steps(momentum=momentum, nesterov=nesterov, weight_decay=decay) == pytest.approx(weight.tolist(), abs=1e-6)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_adam(decay: float) -> None:
+    weight, first, second = torch.tensor([1.0, -2.0]), torch.zeros(2), torch.zeros(2)
+    for number, slope in enumerate(SLOPES, 1):
+        whole = slope + decay * weight
+        first, second = 0.9 * first + 0.1 * whole, 0.999 * second + 0.001 * whole.square()
+        weight = weight - 0.1 * first / (1 - 0.9**number) / ((second / (1 - 0.999**number)).sqrt() + 1e-8)
+    assert steps(optimizer="adam", weight_decay=decay) == pytest.approx(weight.tolist(), abs=1e-5)
+
+
+def test_schedules_from_end_to_end() -> None:
+    cosine, power, flat = (
+        training(lr=0.2, lr_schedule=kind, lr_end=0.02 if kind == "cosine" else 0.0)
+        for kind in ("cosine", "inverse_power", "constant")
+    )
+    assert [cosine.learning_rate(p) for p in (0.0, 0.5, 1.0)] == pytest.approx([0.2, 0.11, 0.02])
+    assert cosine.learning_rate(0.25) == pytest.approx(0.02 + 0.18 * (1 + math.cos(math.pi / 4)) / 2)
+    assert [power.learning_rate(p) for p in (0.0, 1.0)] == pytest.approx([0.2, 0.2 * 11**-0.75])
+    assert [flat.learning_rate(p) for p in (0.0, 1.0)] == [0.2, 0.2]
+
+
+@pytest.mark.parametrize("largest", [None, 0.05])
+def test_a_gradient_is_clipped_before_its_step(largest: float | None) -> None:
+    """Plain descent moves by η times the gradient, whose norm is at most ``largest``."""
+    site = site_of(8, lr=0.4, momentum=0.0, clip_norm=largest, batch_size=8)
+    model = site.model()
+    start = [value.detach().clone() for value in model.parameters()]
+    inputs, labels, _ = next(site.data.all_batches(8))
+
+    def loss_of(_: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(inputs), labels)
+
+    slopes = torch.autograd.grad(loss_of(None), list(model.parameters()))
+    norm = math.sqrt(sum(float(slope.square().sum()) for slope in slopes))
+    assert norm > 0.1, "clipping would not show"
+    site.minimise(loss_of, model, steps=1)
+    factor = 1.0 if largest is None else largest / norm
+    for value, before, slope in zip(model.parameters(), start, slopes, strict=True):
+        torch.testing.assert_close(value.detach(), before - 0.4 * factor * slope, atol=2e-6, rtol=1e-4)
+
+
+def test_the_mean_loss_is_that_of_all_batches() -> None:
+    site = site_of(24, lr=1e-9)
+    model, losses = site.model(), []
+
+    def loss_of(batch: Any) -> Tensor:
+        losses.append(nn.functional.cross_entropy(model(batch.inputs), batch.targets))
+        return losses[-1]
+
+    found = site.minimise(loss_of, model)
+    assert len(losses) == 3
+    assert found == pytest.approx(sum(loss.item() for loss in losses) / 3, abs=1e-6)
+
+
+def test_an_exchange_begins_anew() -> None:
+    """Its first pass has the order of a first pass and its own budget, whatever was drawn in the one before."""
+    site = site_of(40, left=9)
+    for _ in range(2):
+        list(site.batches())
+    assert site.mini_batches == 9  # 5 and what was left
+    site.begin(Envelope(2, 1, 0.5, 9))
+    assert site.mini_batches == 0
+    assert rows(site.batches()) == rows(site_of(40, exchange=2).batches())
+
+
+def test_rows_of_many_samples_are_their_numbers() -> None:
+    """More than go through a network at a time."""
+    site = site_of(600)
+    assert [row for batch in site.all_batches() for row in batch.rows.tolist()] == list(range(600))
+
+
+def test_weights_that_were_taken_do_not_move_with_the_model() -> None:
+    site = site_of(8)
+    model = site.model()
+    taken = site.weights_of(model)
+    kept = taken.clone()
+    site.minimise(lambda batch: nn.functional.cross_entropy(model(batch.inputs), batch.targets), model)
+    assert taken == kept != site.weights_of(model)
+
+
+def test_loading_forgets_what_was_not_saved(tmp_path: Any) -> None:
+    memory = SiteMemory(("a", "b"))
+    memory["a"] = Weights({"w": torch.ones(1)})
+    files = memory.save(tmp_path, 1)
+    memory["a"] = Weights({"w": torch.zeros(1)})
+    memory["b"] = Statistics({"s": torch.ones(1)})
+    later = memory.save(tmp_path, 2)
+    assert set(later) == {"a", "b"}
+    memory.load(tmp_path, files)
+    assert set(memory) == {"a"}
+    assert memory.weights("a")["w"].item() == 1
+    memory.load(tmp_path, later)
+    assert memory.weights("a")["w"].item() == 0

@@ -1,0 +1,253 @@
+"""Another value for every option of every method, and a small set-up in which it must matter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Try:
+    """Values of an option, each of which must give another result than the default and than each other.
+
+    values: what is tried. beside: other options that the default has too. where: the set-up, see `test_options`.
+    """
+
+    values: tuple[Any, ...]
+    beside: dict[str, Any] = field(default_factory=dict)
+    where: str = ""
+
+
+def of(*values: Any, where: str = "", **beside: Any) -> tuple[Try, ...]:
+    return (Try(values, beside, where),)
+
+
+BASE: dict[str, dict[str, Any]] = {
+    "csac": {"acquisition_steps": 3, "calibration_steps": 2},
+    "elcfs": {"window": 0.2, "inner_rate": 0.5},
+    "fedsr": {"steps_per_round": 4, "cmi_weight": 0.1},
+    "fedl2r": {"steps_per_round": 4, "l2r_weight": 0.1},
+    "fedcmi": {"steps_per_round": 4, "cmi_weight": 0.1},
+    "fedadg": {"task_epochs": 1, "adversarial_epochs": 1},
+    "copa": {"local_epochs": 2},
+    "kd3a": {"gate_start": 0.6, "gate_end": 0.9},
+    "shot": {"bottleneck": 16},
+    "fada": {"steps_per_round": 3, "identifier_width": 5},
+    "m3sda": {"generator_steps": 2},
+    "cdan": {"width": 16, "projected": 32},
+}
+"""What keeps a run short, or makes a method's parts matter in one."""
+
+WHERE: dict[str, str] = {
+    "fedadg": "fast", "kd3a": "kd3a", "mdfnet": "normed", "dsbn": "normed", "srdc": "mlp", "mdan": "mlp", "cmss": "mlp",
+    "cdan": "mlp", "m3sda": "mlp", "dael": "fast",
+}  # fmt: skip
+"""A method's usual set-up; `images` where it is not named."""
+
+_FEDERATED = {"local_epochs": of(2), "steps_per_round": of(2), "weighting": of("uniform")}
+_CODES = {
+    "steps_per_round": of(2),
+    "local_epochs": of(2, steps_per_round=None),
+    "independent_batches": of(True),
+    "weighting": of("samples"),
+    "representation": of(3),
+}
+_LENGTH = {"l2r_weight": of(0.3, 0.0), "norm": of("norm")}
+_CLASSES = {
+    "cmi_weight": of(0.3, 0.0), "share_reference": of(False), "learned_factor": of(True), "samples": of(3),
+}  # fmt: skip
+_STYLES = {
+    "style_space": (Try(("lowfreq", "feature")), Try(("lab",), where="colour")),
+    "style_mode": of("single"),
+    "level": of(1, 2),
+    "bank_size": of(4, style_mode="single"),
+    "one_style_per_batch": of(True, style_mode="single"),
+    "unbiased_content": of(True),
+    "half_width": of(0, style_space="lowfreq"),
+    "stage": of("conv2", style_space="feature"),
+}
+_POOLED = {"local_epochs": of(2, where="plan")}  # all of a pool's work is what the most demanding method needs
+
+OPTIONS: dict[str, dict[str, tuple[Try, ...]]] = {
+    "deepall": _POOLED,
+    "source_only": _POOLED,
+    "oracle": _POOLED,
+    "alone": {"local_epochs": of(2)},
+    "fedavg": _FEDERATED,
+    "fedprox": {**_FEDERATED, "proximal_weight": of(0.0, 3.0)},
+    "csac": {
+        "acquisition_epochs": of(2, 3, acquisition_steps=None, acquisition_epochs=1),
+        "acquisition_steps": of(2),
+        "calibration_epochs": of(2, 3, calibration_steps=None, calibration_epochs=1),
+        "calibration_steps": of(1),
+        "label_smoothing": of(0.0, 0.4),
+        "aggregation": of("similarity", "average"),
+        "distance": of("l1", "cosine"),
+        "distance_power": of(2.0),
+        "granularity": of("module"),
+        "alignment_weight": of(0.0, 3.0),
+        "alignment": of("same_layer"),
+        "attention": of("position", "channel", "none"),
+        "uniform_attention": of("per_row", attention="none"),
+        "scale": of(True),
+        "query_key": of(True),
+        "measure": of("mse"),
+        "mmd_estimator": of("biased"),
+        "logit_mmd": of(True),
+        "cross_entropy": of(False),
+        "frozen": of("fused"),
+        "projection_channels": of(5),
+        "projection_size": of("smallest", stages=("conv2", "conv1")),
+        "reset_projection_each_round": of(True),
+        "stages": of(("conv2",), ("conv2", "hidden"), ()),
+    },
+    "elcfs": {
+        "local_epochs": of(2),
+        "window": of(0.0, 0.3),
+        "rates": of("released", "ccst", "demo"),
+        "copies": of("one"),
+        "bank_share": of(0.125),
+        "inner_rate": of(0.1, 0.0),
+        "clip": of(1e-3),
+        "meta_gradient": of("first", "none"),
+        "boundary_weight": of(0.0, 1.0, where="masks"),
+        "temperature": of(0.5, where="masks"),
+        "weighting": of("rounded", "uniform"),
+    },
+    "fedsr": {**_CODES, **_LENGTH, **_CLASSES},
+    "fedl2r": {**_CODES, **_LENGTH},
+    "fedcmi": {**_CODES, **_CLASSES},
+    "fedadg": {
+        "task_epochs": of(0, 2),
+        "adversarial_epochs": of(2),
+        "adversarial_weight": of(0.0, 0.6),
+        "label_smoothing": of(0.3),
+        "generator": of("towards_features", "frozen"),
+        "discriminator_loss": of("least_squares"),
+        "trainable_projection": of(True),
+        "condition": of("before"),
+        "condition_value": of(0.3),
+        "adversary_rate": of(0.1),
+        "warm_up": of(9),
+        "noise": of(5),
+        "generator_hidden": of(4),
+        "projection": of(3),
+        "keep": of("last", where="held out", adversarial_epochs=3),
+        "weighting": of("samples"),
+    },
+    "ccst": {**_STYLES, **_FEDERATED, "weighting": of("samples"), "proximal_weight": of(3.0)},
+    "styles": {
+        **_STYLES,
+        "method": of({"name": "fedprox", "proximal_weight": 3.0}, {"name": "fedavg", "local_epochs": 2}),
+    },
+    "copa": {
+        **_FEDERATED,
+        "local_epochs": of(1, 3),
+        "hybrid_normalisation": of(False, where="normed images"),
+        "adaptation": of(True, threshold=0.2),
+        "threshold": of(0.2, adaptation=True),
+        "strong": of({"brightness": 0.1}, adaptation=True, threshold=0.2),
+    },
+    "kd3a": {
+        "aggregations_per_epoch": of(2.0, 0.5),
+        "gate_start": of(0.8),
+        "gate_end": of(0.6),
+        "vote": of("top1", "mean"),
+        "labels": of("hard"),
+        "focus": of("shapley", "samples", "h_divergence", "information_gain"),
+        "focus_permutations": of(1, focus="shapley"),
+        "target_share": of("confident"),
+        "share_momentum": of(0.7),
+        "batch_norm": of("linear", "loss", "off"),
+        "batch_norm_weight": of(0.02, batch_norm="loss", batch_norm_weight=0.01),
+        "teacher_statistics": of("batch"),
+        "private_classifier": of(True),
+        "mixup": of(0.0, 2.0),
+    },
+    "shot": {
+        "source_epochs": of(2),
+        "target_epochs": of(2),
+        "bottleneck": of(8),
+        "label_smoothing": of(0.0, 0.4),
+        "pseudo_label_weight": of(0.0, 1.0),
+        "backbone_rate": of(0.0, 0.1),
+        "decay": of(False),
+    },
+    "fada": {
+        "steps_per_round": of(2),
+        "variant": of("I", "II"),
+        "adversarial_weight": of(0.0, 0.5),
+        "disentangling_weight": of(0.0, 1.0),
+        "identifier_width": of(7),
+        "identifier_rate": of(0.1),
+        "gain": of("absolute"),
+    },
+    "mdfnet": {
+        "local_epochs": of(2),
+        "mask": of("inputs"),
+        "evaluation": of("threshold"),
+        "interaction": of("features"),
+        "interaction_weight": of(0.0, 5.0),
+        "reconstruction": of("sum"),
+        "reconstruction_weight": of(0.0, 5.0),
+        "decoder": of(3),
+        "self_supervision": of(False),
+        "threshold": of(0.9),
+        "entropy_weight": of(0.0, 5.0),
+        "r": of("round"),
+        "rho": of(1.0),
+        "decay": of(False),
+    },
+    "mdan": {**_POOLED, "rule": of("maxmin"), "mu": of(0.0, 0.5), "gamma": of(0.5), "reversal": of(0.0, 5.0, mu=0.5)},
+    "m3sda": {**_POOLED, "moment_weight": of(0.0, 3.0), "moments": of("raw"), "generator_steps": of(0, 1)},
+    "dael": {
+        **_POOLED,
+        "threshold": of(0.3),
+        "unlabelled_weight": of(0.0, 2.0, threshold=0.3),
+        "consensus_weight": of(0.0, 3.0),
+        "strong": of({"brightness": 0.1}),
+    },
+    "cmss": {**_POOLED, "reversal": of(0.0, 3.0), "ramp": of(True), "width": of(8)},
+    "dsbn": {
+        **_POOLED,
+        "first_stage": of(0.2, 1.0),
+        # A new student forgets what stage 1 did but for its labels, so these are looked at without stage 2.
+        "adversarial_weight": of(0.0, 1.0, first_stage=1.0),
+        "semantic_weight": of(0.0, 5.0, first_stage=1.0),
+        "centroid_momentum": of(0.1, first_stage=1.0),
+        "student": of("teacher", first_stage=0.2),
+        "width": of(8, first_stage=1.0),
+    },
+    "cdan": {
+        **_POOLED,
+        "entropy_conditioning": of(False),
+        "adversarial_weight": of(0.0, 3.0),
+        "ramp_share": of(1.0),
+        "projection": of("random"),
+        "projected": of(64, projection="random"),
+        "width": of(8),
+        "dropout": of(0.0),
+    },
+    "srdc": {
+        **_POOLED,
+        "beta": of(0.0, 0.5),
+        "auxiliary": of("batch"),
+        "detach": of(False, auxiliary="batch"),
+        "embedding_weight": of(0.0, 3.0),
+        "source_selection": of(False),
+        "centre_rate": of(1.0),
+    },
+}
+
+ELSEWHERE: dict[tuple[str, str], tuple[Any, ...]] = {
+    ("csac", "mmd_constant"): (True,),  # in the loss alone
+    ("mdfnet", "interaction"): ("literal",),  # without a lower bound: test_mdfnet has its value, training diverges
+    ("cdan", "projection"): ("outer",),  # what `auto` means for small networks
+    **{(name, "style_space"): ("vgg",) for name in ("ccst", "styles")},
+    **{
+        (name, option): ("another",)
+        for name in ("ccst", "styles")
+        for option in ("vgg_encoder", "vgg_decoder", "vgg_size")
+    },
+}
+"""Options and values that have tests of their own, in `test_options` but for those that name another place."""

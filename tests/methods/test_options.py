@@ -1,0 +1,186 @@
+"""One contract for every option of every method: another value gives another result, where it must matter.
+
+That an option does the right thing is for the tests of its method. This one is run over the registry: a new method, a
+new option, or a new value of one fails here until it has a place in `option_cases`.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import numpy as np
+import pytest
+import torch
+from option_cases import BASE, ELSEWHERE, OPTIONS, WHERE, Try
+from test_ccst import coloured, vgg_files
+from test_fedadg import held_out
+from test_kd3a import rounds_of
+from tiny import CNN, MLP, NORMED, NORMED_CNN, domains, evaluated, images, run, start_of, step_on
+
+from fedshift.data.builders.discs_and_cups import DiscsAndCups
+from fedshift.federation.local import LocalFederation, Setting, SitePlan
+from fedshift.federation.training import Training
+from fedshift.methods import registry
+from fedshift.methods.base import Method, State
+from fedshift.models.unet import UNet
+from fedshift.weights import Weights
+
+__all__ = ["vgg_files"]  # a fixture
+Result = tuple[Weights, Any, list[list[float]]]
+"""Weights, what travels beside them, and what the model says of a few inputs."""
+
+
+def trained(method: Method, found: Any = None, network: dict[str, object] = CNN, **options: Any) -> Result:
+    found = domains(network) if found is None else found
+    state, _ = run(method, found, network, **options)
+    return result_of(method, state, found, network)
+
+
+def result_of(method: Method, state: State, found: Any, network: dict[str, object]) -> Result:
+    model = evaluated(method, state.weights, found, network)
+    shape = (4, *found[0].inputs.shape[1:])
+    inputs = torch.linspace(-1, 1, int(np.prod(shape))).view(shape)
+    with torch.no_grad():
+        return state.weights, dict(state.parts), method.predict(model, inputs).tolist()
+
+
+def masks(method: Method) -> Result:
+    """Two sites of segmented images."""
+    data = DiscsAndCups(size=32, per_site=4).build()
+    parts = [(data.domains[name], np.arange(4), number) for number, name in enumerate(("north", "east"))]
+    plans = [SitePlan(part[0].name, "source", [part]) for part in parts]
+    training = Training(batch_size=2, lr=0.1)
+    network = UNet(levels=3, width=4)
+    whole = Setting(method, training, network, data.preprocessing, (3, 32, 32), 2, 2, 0, "cpu")  # type: ignore[arg-type]
+    where = LocalFederation(plans, whole, budget={"north": 9, "east": 9}, rounds=1)
+    state = method.start(where, Weights(whole.build_network().state_dict()))
+    return step_on(method, where, state).weights, {}, []
+
+
+def chosen_by_held_out(method: Method) -> Result:
+    where, _ = held_out(method)  # type: ignore[arg-type]
+    state = step_on(method, where, method.start(where, start_of(method, [images("a", 9)])))
+    return state.weights, dict(state.parts), []
+
+
+def warm(method: Method) -> Result:
+    states, _ = rounds_of(method)  # type: ignore[arg-type]
+    return states[-1].weights, {}, []
+
+
+FAST: dict[str, Any] = {"lr": 0.3, "momentum": 0.9}
+SETUPS: dict[str, Callable[[Method], Any]] = {
+    "images": trained,
+    "fast": functools.partial(trained, **FAST),
+    "colour": lambda method: trained(method, [coloured(name, number) for name, number in {"a": 9, "b": 6}.items()]),
+    "mlp": functools.partial(trained, network=MLP, rounds=4, budget=80, lr=0.2),
+    "normed": functools.partial(trained, network=NORMED, rounds=4, budget=80, lr=0.2),
+    "normed images": functools.partial(trained, network=NORMED_CNN, rounds=1),
+    "masks": masks,
+    "held out": chosen_by_held_out,
+    "kd3a": warm,
+    "plan": lambda method: [method.mini_batches(batches, rounds) for batches in (1, 5) for rounds in (1, 4)],
+}
+
+
+def method_of(name: str, options: dict[str, Any]) -> Method:
+    return registry.parse({"name": name, **BASE.get(name, {}), **options})
+
+
+@functools.cache
+def outcome(name: str, options: str, where: str) -> Any:
+    return SETUPS[where](method_of(name, json.loads(options)))
+
+
+def fields(name: str) -> set[str]:
+    return set(registry.method_class(name).model_fields) - {"label", "setting", "average_rounds"}  # every method's, tried elsewhere
+
+
+CASES = [
+    pytest.param(name, option, one, id=f"{name}-{option}-{one.where or 'usual'}")
+    for name, options in OPTIONS.items()
+    for option, tries in options.items()
+    for one in tries
+]
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_every_option_has_a_case(name: str) -> None:
+    elsewhere = {option for method, option in ELSEWHERE if method == name}
+    assert OPTIONS[name].keys() | elsewhere == fields(name)
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_every_value_that_may_be_chosen_is_tried(name: str) -> None:
+    """All values of options that are one of a few."""
+    for option, described in registry.method_class(name).model_fields.items():
+        tried = {
+            value for one in OPTIONS[name].get(option, ()) for value in one.values if isinstance(value, str | bool)
+        }
+        tried |= set(ELSEWHERE.get((name, option), ()))
+        if get_origin(described.annotation) is Literal:
+            default = BASE.get(name, {}).get(option, described.default)
+            assert tried == set(get_args(described.annotation)) - {default}, option
+        elif described.annotation is bool:
+            assert tried == {not described.default}, option
+
+
+@pytest.mark.parametrize(("name", "option", "one"), CASES)
+def test_an_option_changes_the_result(name: str, option: str, one: Try) -> None:
+    where = one.where or WHERE.get(name, "images")
+    asked = [one.beside, *({**one.beside, option: value} for value in one.values)]
+    results = [outcome(name, json.dumps(options), where) for options in asked]
+    for number, result in enumerate(results):
+        if isinstance(result, tuple):
+            result[0].check_finite(f"{name} {asked[number]}")
+        for other in results[:number]:
+            assert result != other, (asked[number], "changes nothing")
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_a_label_is_a_name(name: str) -> None:
+    where = WHERE.get(name, "images")
+    assert outcome(name, json.dumps({"label": "mine"}), where) == outcome(name, "{}", where)
+
+
+# What needs more than another value ---------------------------------------------------------------------------------
+
+
+def test_a_constant_without_gradient_shows_in_the_loss_alone() -> None:
+    plain, changed = (run(method_of("csac", options))[0] for options in ({}, {"mmd_constant": True}))
+    assert plain.weights == changed.weights
+    assert plain.report["losses"] != changed.report["losses"]
+
+
+def test_a_small_product_is_not_projected() -> None:
+    assert outcome("cdan", '{"projection": "outer"}', "mlp") == outcome("cdan", "{}", "mlp")
+
+
+@pytest.fixture
+def other_files(vgg_files: Path) -> Path:
+    """Beside the published names, the same networks with other weights."""
+    from safetensors.torch import load_file, save_file
+
+    for name in ("vgg19_normalised", "adain_decoder"):
+        changed = {key: value.flip(0) for key, value in load_file(vgg_files / f"{name}.safetensors").items()}
+        save_file(changed, vgg_files / f"other-{name}.safetensors")
+    return vgg_files
+
+
+@pytest.mark.parametrize("name", ["ccst", "styles"])
+def test_the_paper_s_style_space(name: str, other_files: Path) -> None:
+    found = [images("a", 3), images("b", 2)]
+    base = {"style_space": "vgg", "vgg_size": 16}
+    others = [
+        {"style_space": "pixel"},
+        {"vgg_size": 24},
+        {"vgg_encoder": "other-vgg19_normalised.safetensors"},
+        {"vgg_decoder": "other-adain_decoder.safetensors"},
+    ]
+    results = [run(method_of(name, {**base, **more}), found, rounds=1)[0].weights for more in ({}, *others)]
+    for number, result in enumerate(results):
+        assert result not in results[:number]
