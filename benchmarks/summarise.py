@@ -14,8 +14,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import median
 
+from fedshift.evaluation.stored import ROUNDS
 from fedshift.evaluation.summary import paired_difference
-from fedshift.report.collect import ROUNDS, Collected, collect, read_rounds
+from fedshift.report.collect import Collected, collect, read_rounds
 from fedshift.report.table import markdown, table_of
 from fedshift.report.weights import mean_weights
 

@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
+from fedshift.evaluation.packed import LOADER
+from fedshift.evaluation.stored import SETTINGS as SETTINGS_FILE
+from fedshift.evaluation.stored import run_folders, stored
 from fedshift.experiment.identity import comparable, first_difference
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -92,9 +95,11 @@ def test_a_method_of_somebody_is_compared_as_it_is(tmp_path: Path, monkeypatch: 
 
 @pytest.mark.skipif(not RESULTS.exists(), reason="the benchmarks' results are not in this checkout")
 def test_committed_results_are_whole_and_still_understood() -> None:
-    files = sorted(RESULTS.glob("*/*/*/seed-0/experiment.yaml"))
-    assert files
-    for file in files:
-        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+    folders = [folder for folder in run_folders(RESULTS) if folder.name == "seed-0"]
+    assert folders
+    for folder in folders:
+        file = stored(folder / SETTINGS_FILE)
+        assert file is not None
+        settings = yaml.load(file.data, Loader=LOADER)
         assert set(settings) <= set(comparable(settings)) | {"engine", "device", "versions"}
         assert comparable(comparable(settings)) == comparable(settings)

@@ -10,11 +10,12 @@ from statistics import fmean
 
 from fedshift.evaluation.records import RoundRecord, RunResult, Selection
 from fedshift.evaluation.selection import RULES
+from fedshift.evaluation.stored import ROUNDS
 from fedshift.evaluation.summary import paired_difference
 from fedshift.files import write_bytes
 from fedshift.report import plots
 from fedshift.report.averages import mean_by_kind, mean_over_targets, mean_per_class
-from fedshift.report.collect import ROUNDS, Collected, Part, read_rounds
+from fedshift.report.collect import Collected, Part, read_rounds
 from fedshift.report.html import details, grid, paragraph, section
 from fedshift.report.style import STYLE
 from fedshift.report.table import MISSING, Table, table_of
