@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,7 +64,7 @@ def text(content: Any) -> str:
 def test_what_is_packed_reads_back_as_it_was(given_runs: list[PackedRun], order: dict[str, Any]) -> None:
     files = encode(given_runs, order)
     assert files == encode(reversed(given_runs), order)
-    read, planned = decode(files[SETTINGS], files[RUNS])
+    read, planned, _ = decode(files[SETTINGS], files[RUNS])
     rounds = decode_rounds(files[ROUNDS])
     assert text(planned) == text(order)
     assert sorted(read) == sorted(run.name for run in given_runs)
@@ -103,10 +104,21 @@ def test_a_line_for_each_run_that_a_person_can_read() -> None:
     assert [json.loads(line).get("round", "run") for line in lines] == ["run", 1, 2, "run", 1, 2]
 
 
+def test_packing_again_changes_nothing_but_lines_of_new_runs() -> None:
+    files = made()
+    read, order, columns = decode(files[SETTINGS], files[RUNS])
+    kept = [replace(run, rounds=decode_rounds(files[ROUNDS])[name].data) for name, run in read.items()]
+    assert encode(kept, order, columns) == files
+    more = replace(kept[0], result={**kept[0].result, "target": "west", "warnings": []})
+    lines = encode([*kept, more], order, columns)[RUNS].decode().splitlines()
+    assert lines[:3] == files[RUNS].decode().splitlines()
+    assert lines[3].startswith("fedavg,west,0,")
+
+
 def test_a_line_that_is_deleted_is_a_run_less() -> None:
     files = made()
     lines = files[RUNS].splitlines(keepends=True)
-    read, _ = decode(files[SETTINGS], b"".join([lines[0], lines[2]]))
+    read, _, _ = decode(files[SETTINGS], b"".join([lines[0], lines[2]]))
     assert list(read) == ["fedavg/east/seed-1"]
 
 

@@ -68,15 +68,18 @@ def name_of(run: Mapping[str, Any]) -> str:
     return f"{run['method']}/{run['target']}/seed-{run['seed']}"
 
 
-def encode(runs: Iterable[PackedRun], order: Mapping[str, Any]) -> dict[str, bytes]:
-    """The three files, by name. The same runs give the same bytes, in whatever order they come."""
+def encode(runs: Iterable[PackedRun], order: Mapping[str, Any], columns: Sequence[str] = ()) -> dict[str, bytes]:
+    """The three files, by name. The same runs give the same bytes, in whatever order they come.
+
+    columns: those of the files that are replaced, so that lines which stay keep their order of cells.
+    """
     runs = sorted(runs, key=lambda run: [run.result[field] for field in _KEY])
     rows = [_cells(run) for run in runs]
     methods = [str(run.result["method"]) for run in runs]
     shared, by_method = _hoisted(rows, methods)
     above = set(shared).union(*by_method.values())
     rows = [{path: cell for path, cell in row.items() if path not in above} for row in rows]
-    columns = _merged(rows)
+    columns = _merged(rows, columns)
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
@@ -99,8 +102,8 @@ def encode(runs: Iterable[PackedRun], order: Mapping[str, Any]) -> dict[str, byt
     }
 
 
-def decode(settings: bytes, runs: bytes, place: str = "") -> tuple[dict[str, PackedRun], dict[str, Any]]:
-    """The runs in `experiment.yaml` and `runs.csv` by name, without their rounds, and the planned order.
+def decode(settings: bytes, runs: bytes, place: str = "") -> tuple[dict[str, PackedRun], dict[str, Any], list[str]]:
+    """The runs in `experiment.yaml` and `runs.csv` by name, without their rounds; the planned order; the columns.
 
     Args:
         settings: content of `experiment.yaml`.
@@ -139,7 +142,7 @@ def decode(settings: bytes, runs: bytes, place: str = "") -> tuple[dict[str, Pac
         raise UserError(f"{file} line {number} is malformed ({error}): mend it, or restore the file") from None
     if not columns:
         raise UserError(f"{file} line 1 is malformed (no columns): restore the file")
-    return found, order
+    return found, order, columns
 
 
 def decode_rounds(data: bytes, place: str = "") -> dict[str, Rounds]:
@@ -259,10 +262,11 @@ def _hoisted(rows: Sequence[Cells], methods: Sequence[str]) -> tuple[Cells, dict
     return shared, own
 
 
-def _merged(rows: Iterable[Mapping[str, str]]) -> list[str]:
-    """All columns of the rows; one that an earlier row lacks comes where it stands in its own."""
-    columns: list[str] = []
-    known: set[str] = set()
+def _merged(rows: Sequence[Mapping[str, str]], before: Sequence[str]) -> list[str]:
+    """All columns of the rows: first those of ``before``; one that is new comes where it stands in its own row."""
+    used = set[str]().union(*rows)
+    columns = [column for column in before if column in used]
+    known = set(columns)
     for row in rows:
         if row.keys() <= known:
             continue

@@ -81,7 +81,7 @@ def pack(experiment: Path) -> Change:
         runs[run.name] = run
     planned = json.loads(order.data) if order else {}
     if there is None or set(runs) != set(there.runs) or _same(planned) != _same(there.order):
-        files = packed.encode(runs.values(), planned)
+        files = packed.encode(runs.values(), planned, there.columns if there else ())
         _check(files, runs, planned, experiment)
         for name in (packed.ROUNDS, packed.SETTINGS, packed.RUNS):  # the last says which runs there are
             write_bytes(experiment / name, files[name])
@@ -167,7 +167,7 @@ def _same(content: Any) -> str:
 
 def _check(files: dict[str, bytes], runs: dict[str, PackedRun], order: dict[str, Any], experiment: Path) -> None:
     """Raises UserError when what was packed does not read back as it was: before anything is written."""
-    read, planned = packed.decode(files[packed.SETTINGS], files[packed.RUNS])
+    read, planned, _ = packed.decode(files[packed.SETTINGS], files[packed.RUNS])
     rounds = packed.decode_rounds(files[packed.ROUNDS])
     for name, run in runs.items():
         back = replace(read[name], rounds=rounds[name].data if name in rounds else None)

@@ -47,6 +47,7 @@ class Pack:
     folder: Path
     runs: Mapping[str, PackedRun]
     order: Mapping[str, Any]
+    columns: list[str]
 
     def rounds(self, name: str) -> Rounds | None:
         """The rounds of a run. Raises UserError when their file is damaged."""
@@ -71,7 +72,7 @@ def stored(path: Path) -> Stored | None:
         pack = pack_of(experiment)
         rounds = pack.rounds(run.name) if pack else None
         return None if rounds is None else Stored(rounds.data, experiment / packed.ROUNDS, rounds.before + 1)
-    data = {RESULT: lambda: _json(run.result), SETTINGS: lambda: packed.yaml_bytes(run.identity)}[path.name]()
+    data = {RESULT: _json, SETTINGS: packed.yaml_bytes}[path.name](run.result if path.name == RESULT else run.identity)
     return Stored(data, experiment / packed.RUNS, run.line)
 
 
@@ -149,4 +150,4 @@ def _read(path: Path) -> bytes:
 
 
 def _json(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+    return json.dumps(content, ensure_ascii=False).encode()

@@ -189,7 +189,7 @@ def _check_unique(parts: Sequence[Part]) -> None:
         if key in seen:
             raise UserError(f"{seen[key]} and {part.folder} hold the same part {key}: remove one of the two")
         seen[key] = part.folder
-        twin = packed_run(part.folder)
+        twin = packed_run(part.folder) if (part.folder / RESULT).exists() else None
         if twin is not None and RunResult.model_validate(twin.result) != part.result:
             raise UserError(
                 f"{part.folder} and line {twin.line} of {RUNS} hold the same part {key} with other results: "
