@@ -17,8 +17,9 @@ from pathlib import Path
 from statistics import median
 
 from fedshift.evaluation.records import Selection
+from fedshift.evaluation.stored import ROUNDS
 from fedshift.report import differences
-from fedshift.report.collect import ROUNDS, Collected, collect, read_rounds
+from fedshift.report.collect import Collected, collect, read_rounds
 from fedshift.report.table import headline, markdown, table_of
 from fedshift.report.weights import mean_weights
 

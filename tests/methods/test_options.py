@@ -97,7 +97,11 @@ def outcome(name: str, options: str, where: str) -> Any:
 
 
 def fields(name: str) -> set[str]:
-    return set(registry.method_class(name).model_fields) - {"label", "setting", "average_rounds"}  # every method's, tried elsewhere
+    return set(registry.method_class(name).model_fields) - {
+        "label",
+        "setting",
+        "average_rounds",
+    }  # every method's, tried elsewhere
 
 
 CASES = [

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from fedshift.cli.results import results
+
 app = typer.Typer(
     name="fedshift",
     help="Train one model across sites whose data cannot be pooled and do not look alike.",
@@ -135,6 +137,7 @@ audit = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(audit, name="audit")
+app.add_typer(results, name="results")
 
 
 @audit.command()

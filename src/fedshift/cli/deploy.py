@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from fedshift.errors import FedshiftError, UserError
+from fedshift.evaluation.stored import run_folders
 from fedshift.experiment.deployed import EXPERIMENT, check_deployable
 from fedshift.experiment.folder import RunFolder
 from fedshift.experiment.loop import common_settings
@@ -76,7 +77,7 @@ def check_place(experiment: Experiment, folder: Path) -> None:
     """
     for method in experiment.methods:
         settings = common_settings(experiment, method)
-        for place in sorted((folder / method.display).glob("*/seed-*")):
+        for place in run_folders(folder / method.display):
             there = RunFolder(place, {}).written_by()
             if there is not None:
                 known = {

@@ -23,6 +23,7 @@ from fedshift.cli.features import FeatureBar
 from fedshift.cli.lines import Lines
 from fedshift.errors import TrainingDiverged
 from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.evaluation.stored import is_finished, run_folders
 from fedshift.experiment.context import Reporter
 from fedshift.experiment.loop import run_experiment
 from fedshift.experiment.protocol import Part
@@ -51,7 +52,7 @@ def _run(experiment: Experiment, runs: Path, errors: Console) -> None:
         diverged = error
     finally:
         stop()
-    if any(folder.glob("*/*/*/result.json")):
+    if any(map(is_finished, run_folders(folder))):
         collected = collect(folder)
         Console().print(terminal(table_of(collected)))
         errors.print(f"page: {write_page(folder, collected)}", markup=False, highlight=False, soft_wrap=True)

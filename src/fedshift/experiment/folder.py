@@ -13,7 +13,9 @@ import yaml
 from pydantic import ValidationError
 
 from fedshift.errors import UserError
+from fedshift.evaluation.packed import LOADER
 from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.evaluation.stored import RESULT, ROUNDS, SETTINGS, stored
 from fedshift.experiment.identity import comparable, first_difference
 from fedshift.federation.files import read_message, write_message
 from fedshift.federation.messages import Content
@@ -23,12 +25,7 @@ from fedshift.weights import Weights
 
 FORMAT = 1
 MODEL = "model.safetensors"
-_CHECKPOINT, _ROUNDS, _RESULT, _EXPERIMENT = (
-    "checkpoint.safetensors",
-    "rounds.jsonl",
-    "result.json",
-    "experiment.yaml",
-)
+_CHECKPOINT = "checkpoint.safetensors"
 
 
 class RunFolder:
@@ -79,7 +76,7 @@ class RunFolder:
         """Raises UserError, naming the first setting that differs, when another experiment wrote this folder."""
         there = self.written_by()
         if there is None:
-            if (self.path / _CHECKPOINT).exists() or (self.path / _RESULT).exists():
+            if (self.path / _CHECKPOINT).exists() or (self.path / RESULT).exists():
                 raise UserError(
                     f"{self.path} was not written by this version of fedshift: choose another folder with --runs"
                 )
@@ -87,42 +84,44 @@ class RunFolder:
         difference = first_difference(there, comparable(self.identity))
         if difference is not None:
             path, old, new = difference
+            file = stored(self.path / SETTINGS)
+            place = self.path if file is None or file.line is None else file.place()
             raise UserError(
-                f"{self.path} was written by another experiment: {path} is {old!r} there and {new!r} here; "
+                f"{place} was written by another experiment: {path} is {old!r} there and {new!r} here; "
                 "give this one another name, or another folder with --runs"
             )
 
     def written_by(self) -> dict[str, Any] | None:
-        """The settings that made what is in this folder, None for an empty one. Raises UserError for a damaged file."""
-        file = self.path / _EXPERIMENT
-        if not file.exists():
+        """The settings that made this run, packed or not; None for an empty folder. Raises UserError if damaged."""
+        file = stored(self.path / SETTINGS)
+        if file is None:
             return None
         try:
-            return comparable(yaml.safe_load(file.read_text(encoding="utf-8")))
-        except (OSError, yaml.YAMLError, ValueError, TypeError):
-            raise UserError(f"{file} is damaged: delete {self.path} and run again") from None
+            return comparable(yaml.load(file.data, Loader=LOADER))  # a safe loader
+        except (yaml.YAMLError, ValueError, TypeError):
+            raise UserError(f"{file.place()} is damaged: delete {self.path} and run again") from None
 
     def claim(self) -> None:
         """Write who this folder belongs to."""
-        if not (self.path / _EXPERIMENT).exists():
+        if not (self.path / SETTINGS).exists():
             text = yaml.safe_dump(self.identity, sort_keys=False, allow_unicode=True)
-            write_bytes(self.path / _EXPERIMENT, text.encode())
+            write_bytes(self.path / SETTINGS, text.encode())
 
     # Results ----------------------------------------------------------------------------------------------------------
 
     def result(self) -> RunResult | None:
-        """The result of a finished run, None for an unfinished one. Raises UserError for a damaged file."""
-        file = self.path / _RESULT
-        if not file.exists():
+        """The result of a finished run, packed or not; None for an unfinished one. Raises UserError if damaged."""
+        file = stored(self.path / RESULT)
+        if file is None:
             return None
         try:
-            return RunResult.model_validate_json(file.read_bytes())
-        except (OSError, ValidationError, ValueError):
-            raise UserError(f"{file} is damaged: delete it and run again") from None
+            return RunResult.model_validate_json(file.data)
+        except (ValidationError, ValueError):
+            raise UserError(f"{file.place()} is damaged: delete it and run again") from None
 
     def finish(self, result: RunResult) -> None:
         """Write the result; from now on the run is finished and its checkpoint is not needed."""
-        write_bytes(self.path / _RESULT, (result.model_dump_json(indent=2) + "\n").encode())
+        write_bytes(self.path / RESULT, (result.model_dump_json(indent=2) + "\n").encode())
         self._forget_checkpoint()
 
     def save_model(self, weights: Weights, metadata: Mapping[str, Any]) -> None:
@@ -146,7 +145,7 @@ class RunFolder:
 
     def append(self, record: RoundRecord) -> None:
         """Add one line to ``rounds.jsonl`` and flush it to the disk."""
-        file = self.path / _ROUNDS
+        file = self.path / ROUNDS
         try:
             with open(file, "a", encoding="utf-8") as lines:
                 lines.write(record.model_dump_json() + "\n")
@@ -196,7 +195,7 @@ class RunFolder:
 
         Raises UserError when a line before is missing or damaged: the result would choose among other rounds.
         """
-        file = self.path / _ROUNDS
+        file = self.path / ROUNDS
         records: list[RoundRecord] = []
         for line in file.read_bytes().splitlines() if file.exists() else []:
             try:
@@ -216,7 +215,7 @@ class RunFolder:
 
     def restart(self) -> None:
         """Forget lines of rounds that no checkpoint covers."""
-        (self.path / _ROUNDS).unlink(missing_ok=True)
+        (self.path / ROUNDS).unlink(missing_ok=True)
 
     def _tidy(self, memory: Mapping[str, Mapping[str, str]]) -> None:
         wanted = {self.memory / site / file for site, files in memory.items() for file in files.values()}

@@ -14,6 +14,7 @@ from typing import Any
 
 from fedshift.data.domain import DataSet
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError, nearest
+from fedshift.evaluation.stored import ORDER, pack_of
 from fedshift.experiment.context import Context, Reporter
 from fedshift.experiment.environment import data_fingerprint, resolve_device, threads_set, versions
 from fedshift.experiment.features import built
@@ -90,7 +91,7 @@ def run_experiment(
         try:
             context = Context(experiment, data, fingerprint, device, threads, pool, reporter)
             for part, place in folders.items():
-                if not place.acquire():
+                if place.result() is None and not place.acquire():
                     reporter.skipped(part)
                     continue
                 with place:
@@ -177,13 +178,15 @@ def check_fit(experiment: Experiment, data: DataSet, targets: Sequence[str] | No
 
 
 def write_order(experiment: Experiment, targets: Sequence[str], folder: Path) -> None:
-    """Say beside the methods' folders what was planned, in the order of the tables."""
+    """Say beside the methods' folders what was planned, in the order of the tables; not where packed files say it."""
     order = {
         "methods": [method.display for method in experiment.methods],
         "targets": list(targets),
         "seeds": list(experiment.protocol.seeds),
     }
-    write_bytes(folder / "order.json", (json.dumps(order, indent=2) + "\n").encode())
+    pack = pack_of(folder)
+    if pack is None or pack.order != order:
+        write_bytes(folder / ORDER, (json.dumps(order, indent=2) + "\n").encode())
 
 
 def run_folder(experiment: Experiment, split: Split, fingerprint: str, part: Part, folder: Path) -> RunFolder:

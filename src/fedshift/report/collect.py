@@ -1,8 +1,8 @@
 """Find the parts of an experiment below a folder and read them.
 
 A part is one (method, target, seed); its folder is `<experiment>/<method>/<target>/seed-<n>/` and it is finished when
-it holds `result.json`. The experiment folder may hold `order.json`, which says what was planned and in which order:
-`{"methods": […], "targets": […], "seeds": […]}`.
+it holds `result.json`, or when the experiment's packed files hold the part. The experiment folder may hold
+`order.json`, which says what was planned and in which order: `{"methods": […], "targets": […], "seeds": […]}`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import TypeVar
 from pydantic import BaseModel, ValidationError
 
 from fedshift.errors import UserError, nearest
+from fedshift.evaluation.packed import RUNS
 from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.evaluation.stored import ORDER, RESULT, is_finished, packed_run, run_folders, stored
 
-RESULT, ROUNDS, ORDER = "result.json", "rounds.jsonl", "order.json"
 _MOST_NAMES = 12
-_SEED = re.compile(r"seed-\d+")
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -85,15 +85,15 @@ def collect(folder: str | os.PathLike[str]) -> Collected:
             be read as what it should be.
     """
     root = Path(folder).resolve()
-    _check_is_folder(root, folder)
-    folders = sorted(_part_folders(root))
+    folders = run_folders(root)
     if not folders:
+        _check_is_folder(root, folder)
         raise UserError(f"'{folder}' holds no run: give a folder that 'fedshift run' made, such as runs/<experiment>")
     experiments = sorted({part.parents[2] for part in folders})
     if len(experiments) > 1:
         names = ", ".join(str(experiment.relative_to(root)) for experiment in experiments)
         raise UserError(f"'{folder}' holds {len(experiments)} experiments ({names}): give the folder of one of them")
-    parts = [Part(part, read_result(part / RESULT)) for part in folders if (part / RESULT).exists()]
+    parts = [Part(part, read_result(part / RESULT)) for part in folders if is_finished(part)]
     if not parts:
         raise UserError(
             f"no finished part in '{folder}' ({len(folders)} begun): "
@@ -116,27 +116,31 @@ def collect(folder: str | os.PathLike[str]) -> Collected:
 
 
 def read_result(path: Path) -> RunResult:
-    """Read a `result.json`.
+    """Read a `result.json`, packed or not.
 
     Raises:
         UserError: it cannot be read, or is not a result.
     """
-    return _parse(RunResult, _read(path), str(path), "remove it and run the experiment again to redo this part")
+    file = stored(path)
+    if file is None:
+        raise UserError(f"cannot read {path}: there is no such file")
+    return _parse(RunResult, file.data, file.place(), "remove it and run the experiment again to redo this part")
 
 
 def read_order(path: Path) -> Order:
-    """Read an `order.json`; empty if there is none.
+    """Read an `order.json`, packed or not; empty if there is none.
 
     Raises:
         UserError: it cannot be read, or is not an order of methods and targets.
     """
-    if not path.exists():
+    file = stored(path)
+    if file is None:
         return Order()
-    return _parse(Order, _read(path), str(path), "remove it; methods and targets then come in alphabetical order")
+    return _parse(Order, file.data, file.place(), "remove it; methods and targets then come in alphabetical order")
 
 
 def read_rounds(path: Path) -> list[RoundRecord]:
-    """Read a `rounds.jsonl`; empty if there is none.
+    """Read a `rounds.jsonl`, packed or not; empty if there is none.
 
     A torn last line, left by a run that was killed while it wrote, is passed over. Of two lines for one round the later
     one counts, since a resumed run repeats the round that it had lost.
@@ -144,25 +148,18 @@ def read_rounds(path: Path) -> list[RoundRecord]:
     Raises:
         UserError: the file cannot be read, or another line is not the record of a round.
     """
-    if not path.exists():
+    file = stored(path)
+    if file is None:
         return []
-    text = _read(path)
-    lines = text.splitlines()
-    if text and not text.endswith(b"\n"):
+    lines = file.data.splitlines()
+    if file.data and not file.data.endswith(b"\n"):
         lines.pop()
     records: dict[int, RoundRecord] = {}
     for number, line in enumerate(lines, 1):
         if line.strip():
-            record = _parse(RoundRecord, line, f"{path} line {number}", "remove this part's folder and run it again")
+            record = _parse(RoundRecord, line, file.place(number), "remove this part and run it again")
             records[record.round] = record
     return [records[number] for number in sorted(records)]
-
-
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _parse(model: type[Model], text: bytes, where: str, advice: str) -> Model:
@@ -185,13 +182,6 @@ def _check_is_folder(root: Path, asked: str | os.PathLike[str]) -> None:
     raise UserError(f"no folder '{asked}': {hint}")
 
 
-def _part_folders(root: Path) -> Iterable[Path]:
-    for folder, below, files in os.walk(root):
-        if _SEED.fullmatch(Path(folder).name) or RESULT in files:
-            below.clear()
-            yield Path(folder)
-
-
 def _check_unique(parts: Sequence[Part]) -> None:
     seen: dict[tuple[str, str, int], Path] = {}
     for part in parts:
@@ -199,6 +189,12 @@ def _check_unique(parts: Sequence[Part]) -> None:
         if key in seen:
             raise UserError(f"{seen[key]} and {part.folder} hold the same part {key}: remove one of the two")
         seen[key] = part.folder
+        twin = packed_run(part.folder) if (part.folder / RESULT).exists() else None
+        if twin is not None and RunResult.model_validate(twin.result) != part.result:
+            raise UserError(
+                f"{part.folder} and line {twin.line} of {RUNS} hold the same part {key} with other results: "
+                "remove one of the two"
+            )
 
 
 def _ordered(planned: Iterable[str], present: Iterable[str]) -> list[str]:

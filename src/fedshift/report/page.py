@@ -10,10 +10,11 @@ from statistics import fmean
 
 from fedshift.evaluation.records import RoundRecord, RunResult, Selection
 from fedshift.evaluation.selection import RULES
+from fedshift.evaluation.stored import ROUNDS
 from fedshift.files import write_bytes
 from fedshift.report import differences, plots
 from fedshift.report.averages import mean_by_kind, mean_over_targets, mean_per_class
-from fedshift.report.collect import ROUNDS, Collected, Part, read_rounds
+from fedshift.report.collect import Collected, Part, read_rounds
 from fedshift.report.html import details, grid, paragraph, section
 from fedshift.report.style import STYLE
 from fedshift.report.table import MISSING, Table, table_of

@@ -1,0 +1,328 @@
+"""The finished runs of an experiment in three files: `experiment.yaml`, `runs.csv` and `rounds.jsonl.xz`.
+
+`runs.csv` has a line for each run, and a column for each field of its result: `selected.last.accuracy` is the field
+`accuracy` below `last` below `selected`. A cell is JSON, or a text as it is; an empty one says that the run has no such
+field. Columns that hold the same in every run, or in every run of a method, stand in `experiment.yaml` instead.
+`rounds.jsonl.xz` holds the lines of every run's `rounds.jsonl` unchanged, each run behind a line that names it.
+
+Nothing here touches a file: `encode` makes the three files' bytes, `decode` and `decode_rounds` read them.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import lzma
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from fedshift.errors import UserError
+from fedshift.evaluation.records import RunResult
+
+SETTINGS, RUNS, ROUNDS = "experiment.yaml", "runs.csv", "rounds.jsonl.xz"
+FORMAT = 1
+_KEY = ("method", "target", "seed")
+_SHAREABLE = ("labelled", "unlabelled", "metric", "headline", "classes", "options", "data")
+"""Fields that may stand in `experiment.yaml`; all others are columns even where every run has the same."""
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+
+Cells = dict[str, str]
+
+
+@dataclass(frozen=True)
+class PackedRun:
+    """What the folder of one finished run holds.
+
+    result: the content of `result.json`. identity: the settings in `experiment.yaml`. rounds: the lines of
+    `rounds.jsonl`, None where there is no such file or where they were not asked for. line: where the run stands in
+    `runs.csv`, from 1.
+    """
+
+    result: Mapping[str, Any]
+    identity: Mapping[str, Any]
+    rounds: bytes | None = field(default=None, repr=False)
+    line: int = 0
+
+    @property
+    def name(self) -> str:
+        """`<method>/<target>/seed-<n>`: where the run's folder lies below its experiment's."""
+        return name_of(self.result)
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """The lines of one run in `rounds.jsonl.xz`, and how many lines stand before them there."""
+
+    data: bytes
+    before: int
+
+
+def name_of(run: Mapping[str, Any]) -> str:
+    """`<method>/<target>/seed-<n>` of a result, or of anything else with these three fields."""
+    return f"{run['method']}/{run['target']}/seed-{run['seed']}"
+
+
+def encode(runs: Iterable[PackedRun], order: Mapping[str, Any], columns: Sequence[str] = ()) -> dict[str, bytes]:
+    """The three files, by name. The same runs give the same bytes, in whatever order they come.
+
+    columns: those of the files that are replaced, so that lines which stay keep their order of cells.
+    """
+    runs = sorted(runs, key=lambda run: [run.result[field] for field in _KEY])
+    rows = [_cells(run) for run in runs]
+    methods = [str(run.result["method"]) for run in runs]
+    shared, by_method = _hoisted(rows, methods)
+    above = set(shared).union(*by_method.values())
+    rows = [{path: cell for path, cell in row.items() if path not in above} for row in rows]
+    columns = _merged(rows, columns)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(columns)
+    writer.writerows([row.get(column, "") for column in columns] for row in rows)
+    settings = {
+        "format": FORMAT,
+        "columns": _digest(columns),
+        "order": dict(order),
+        "all_runs": _nested({path: _value(cell) for path, cell in shared.items()}),
+        "methods": {
+            method: _nested({path: _value(cell) for path, cell in cells.items()})
+            for method, cells in sorted(by_method.items())
+            if cells
+        },
+    }
+    return {
+        ROUNDS: lzma.compress(b"".join(map(_lines, runs)), preset=9 | lzma.PRESET_EXTREME),
+        SETTINGS: yaml_bytes(settings),
+        RUNS: text.getvalue().encode(),
+    }
+
+
+def decode(settings: bytes, runs: bytes, place: str = "") -> tuple[dict[str, PackedRun], dict[str, Any], list[str]]:
+    """The runs in `experiment.yaml` and `runs.csv` by name, without their rounds; the planned order; the columns.
+
+    Args:
+        settings: content of `experiment.yaml`.
+        runs: content of `runs.csv`.
+        place: the folder of both, for messages.
+
+    Raises:
+        UserError: one of the two is malformed; the message names the file and the line.
+    """
+    shared, by_method, order, digest = _settings(settings, f"{place}{SETTINGS}")
+    file = f"{place}{RUNS}"
+    found: dict[str, PackedRun] = {}
+    columns: list[str] = []
+    number = 0
+    try:
+        reader = csv.reader(io.StringIO(runs.decode(), newline=""), strict=True)
+        for row in reader:
+            number, before = reader.line_num, number
+            if not columns:
+                columns = row
+                if _digest(columns) != digest or not set(_KEY) <= set(columns):
+                    raise ValueError(f"its columns are not those that {SETTINGS} was written for")
+                continue
+            if len(row) != len(columns):
+                raise ValueError(f"{len(row)} cells for {len(columns)} columns")
+            own = {column: _value(cell) for column, cell in zip(columns, row, strict=True) if cell}
+            run = _run(own, shared, by_method, before + 1)
+            if run.name in found:
+                raise ValueError(f"{run.name} stands in line {found[run.name].line} already")
+            found[run.name] = run
+    except (ValueError, csv.Error) as error:
+        if isinstance(error, UnicodeDecodeError):
+            number = runs[: error.start].count(b"\n") + 1
+        elif isinstance(error, csv.Error):
+            number += 1  # the row that could not be read
+        raise UserError(f"{file} line {number} is malformed ({error}): mend it, or restore the file") from None
+    if not columns:
+        raise UserError(f"{file} line 1 is malformed (no columns): restore the file")
+    return found, order, columns
+
+
+def decode_rounds(data: bytes, place: str = "") -> dict[str, Rounds]:
+    """The lines of each run in `rounds.jsonl.xz`, by name. Raises UserError, naming file and line, if malformed."""
+    file = f"{place}{ROUNDS}"
+    try:
+        lines = lzma.decompress(data).splitlines(keepends=True)
+    except lzma.LZMAError as error:
+        raise UserError(f"{file} is damaged ({str(error).rstrip('.')}): restore the file") from None
+    found: dict[str, Rounds] = {}
+    start = 0
+    while start < len(lines):
+        try:
+            head = json.loads(lines[start])
+            name, count = name_of(head), head["lines"]
+            if not isinstance(count, int) or not 0 <= count < len(lines) - start:
+                raise ValueError
+        except (ValueError, TypeError, KeyError):
+            raise UserError(
+                f"{file} line {start + 1} is malformed (it should name a run and count its lines): restore the file"
+            ) from None
+        found[name] = Rounds(b"".join(lines[start + 1 : start + 1 + count]), start + 1)
+        start += 1 + count
+    return found
+
+
+def yaml_bytes(content: Mapping[str, Any]) -> bytes:
+    """YAML as the files of a run are written in."""
+    text: str = yaml.dump(content, Dumper=DUMPER, sort_keys=False, allow_unicode=True)
+    return text.encode()
+
+
+def _lines(run: PackedRun) -> bytes:
+    """A line that names the run, then its rounds; a last line without an end was never whole and is left out."""
+    if run.rounds is None:
+        return b""
+    whole = run.rounds[: run.rounds.rfind(b"\n") + 1]
+    head = {field: run.result[field] for field in _KEY} | {"lines": len(whole.splitlines())}
+    return json.dumps(head, separators=(",", ":")).encode() + b"\n" + whole
+
+
+def _cells(run: PackedRun) -> Cells:
+    """Every field of a run as text. Of the identity only what differs from the options: as a rule nothing."""
+    result = {**{field: run.result[field] for field in _KEY}, **run.result}
+    cells = {path: _cell(value) for path, value in _leaves(result)}
+    options = {path: _cell(value) for path, value in _leaves(run.result.get("options") or {})}
+    identity = {path: _cell(value) for path, value in _leaves(run.identity)}
+    absent = [path for path in options if path not in identity]
+    if absent:
+        cells["identity"] = _cell(absent)
+    cells |= {f"identity.{path}": cell for path, cell in identity.items() if options.get(path) != cell}
+    return cells
+
+
+def _run(
+    own: Mapping[str, Any], shared: Mapping[str, Any], by_method: Mapping[str, Mapping[str, Any]], line: int
+) -> PackedRun:
+    """A run from its line. Raises ValueError for one that is not."""
+    if not isinstance(own.get("method"), str) or not isinstance(own.get("target"), str):
+        raise ValueError("method and target must be names")
+    if type(own.get("seed")) is not int:
+        raise ValueError("seed must be a whole number")
+    of_method = by_method.get(own["method"], {})
+    values = {**shared, **of_method, **own}
+    if len(values) < len(shared) + len(of_method) + len(own):
+        raise ValueError(f"a column stands in {SETTINGS}, too")
+    absent = values.pop("identity", [])
+    changed = {path: values.pop(path) for path in [*values] if path.startswith("identity.")}
+    result = _nested(values)
+    options = dict(_leaves(result.get("options") or {}))
+    identity = {path: value for path, value in options.items() if path not in absent}
+    identity |= {path.removeprefix("identity."): value for path, value in changed.items()}
+    known = [name for name in RunResult.model_fields if name in result]
+    ordered = {name: result[name] for name in [*known, *(name for name in result if name not in known)]}
+    return PackedRun(ordered, _nested(identity), line=line)
+
+
+def _settings(data: bytes, file: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any], str]:
+    """Fields of all runs, fields of each method's runs, the order and the digest of the columns."""
+    try:
+        found = yaml.load(data, Loader=LOADER)  # a safe loader
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else 1
+        raise UserError(f"{file} line {line} is malformed (no YAML): mend it, or restore the file") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise UserError(f"{file} line 1 is malformed (it should say format: {FORMAT}): restore the file")
+    try:
+        shared = dict(_leaves(found["all_runs"]))
+        by_method = {method: dict(_leaves(fields)) for method, fields in found["methods"].items()}
+        return shared, by_method, dict(found["order"]), str(found["columns"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{file} line 1 is malformed ({error!s} is missing or no mapping): restore the file") from None
+
+
+def _hoisted(rows: Sequence[Cells], methods: Sequence[str]) -> tuple[Cells, dict[str, Cells]]:
+    """Cells that all rows share, and below each method's name the options that all of its rows share."""
+    first = rows[0] if rows else {}
+    shared = {
+        path: cell
+        for path, cell in first.items()
+        if path.split(".")[0] in _SHAREABLE and all(row.get(path) == cell for row in rows)
+    }
+    by_method: dict[str, list[Cells]] = {}
+    for method, row in zip(methods, rows, strict=True):
+        by_method.setdefault(method, []).append(row)
+    options = {path for row in rows for path in row if path.startswith("options.")} - shared.keys()
+    fixed = {
+        path
+        for path in options
+        if all(len({row.get(path) for row in of_method}) == 1 for of_method in by_method.values())
+    }
+    own = {
+        method: {path: cell for path, cell in of_method[0].items() if path in fixed}
+        for method, of_method in by_method.items()
+    }
+    return shared, own
+
+
+def _merged(rows: Sequence[Mapping[str, str]], before: Sequence[str]) -> list[str]:
+    """All columns of the rows: first those of ``before``; one that is new comes where it stands in its own row."""
+    used = set[str]().union(*rows)
+    columns = [column for column in before if column in used]
+    known = set(columns)
+    for row in rows:
+        if row.keys() <= known:
+            continue
+        place = 0
+        for path in row:
+            if path not in known:
+                columns.insert(place, path)
+                known.add(path)
+                place += 1
+            else:
+                place = columns.index(path) + 1
+    return columns
+
+
+def _digest(columns: Sequence[str]) -> str:
+    """Short, to tell whether `experiment.yaml` and `runs.csv` were written together."""
+    return "sha256-" + hashlib.sha256("\n".join(columns).encode()).hexdigest()[:12]
+
+
+def _leaves(value: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, Any]]:
+    """(path, value) of everything below that is not a mapping with entries; names keep a dot as %2E."""
+    if not isinstance(value, Mapping):
+        raise ValueError(above or "everything")
+    for name, below in value.items():
+        path = f"{above}{name.replace('%', '%25').replace('.', '%2E')}"
+        if isinstance(below, Mapping) and below:
+            yield from _leaves(below, f"{path}.")
+        else:
+            yield path, below
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `_leaves`. Raises ValueError where one path is both a value and a mapping."""
+    whole: dict[str, Any] = {}
+    for path, value in values.items():
+        *above, last = (name.replace("%2E", ".").replace("%25", "%") for name in path.split("."))
+        inner = whole
+        for name in above:
+            inner = inner.setdefault(name, {})
+            if not isinstance(inner, dict):
+                raise ValueError(f"{path} stands below a value")
+        if last in inner:
+            raise ValueError(f"{path} is a value and a mapping")
+        inner[last] = value
+    return whole
+
+
+def _cell(value: Any) -> str:
+    """JSON, but a text that could not be taken for JSON stands as it is."""
+    plain = isinstance(value, str) and value == value.strip() and value.isprintable() and _value(value) is value
+    return value if plain and value else json.dumps(value, ensure_ascii=False)
+
+
+def _value(cell: str) -> Any:
+    """The JSON in ``cell``, else the same object ``cell``."""
+    try:
+        return json.loads(cell)
+    except ValueError:
+        return cell

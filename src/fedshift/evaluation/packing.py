@@ -1,0 +1,191 @@
+"""Finished runs into an experiment's packed files, and back into a folder each."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedshift.errors import UserError
+from fedshift.evaluation import packed
+from fedshift.evaluation.packed import PackedRun
+from fedshift.evaluation.stored import (
+    ORDER,
+    RESULT,
+    ROUNDS,
+    SETTINGS,
+    Pack,
+    Stored,
+    is_finished,
+    pack_of,
+    run_folders,
+    stored,
+)
+from fedshift.files import write_bytes
+
+_LOCK = ".lock"
+
+
+@dataclass(frozen=True)
+class Change:
+    """What was done to an experiment: ``moved`` runs into or out of its packed files, ``left`` unfinished ones."""
+
+    experiment: Path
+    moved: int
+    left: int
+
+
+def experiments_below(folder: Path) -> list[Path]:
+    """The folders of all experiments in or below ``folder``. Raises UserError where there is none."""
+    if not folder.is_dir():
+        raise UserError(f"no folder '{folder}': give the folder of an experiment's runs, or one that holds several")
+    found = sorted({run.parents[2] for run in run_folders(folder)})
+    if not found:
+        raise UserError(f"'{folder}' holds no run: give a folder that 'fedshift run' made, such as runs/<experiment>")
+    for experiment in found:
+        if not experiment.is_relative_to(folder.absolute()):
+            raise UserError(f"'{folder}' is a part of the experiment {experiment}: give the whole experiment")
+    return found
+
+
+def pack(experiment: Path) -> Change:
+    """Add the finished runs of an experiment to its packed files, and remove their folders.
+
+    Unfinished runs and models (`model.safetensors`) stay where they are. Folders go when the packed files are whole and
+    say the same, so what is killed on the way can be done again.
+
+    Raises:
+        UserError: a file is damaged, or a run is packed with another content already; nothing is changed then.
+    """
+    there = pack_of(experiment)
+    folders = [run for run in run_folders(experiment) if run.exists()]
+    finished = [folder for folder in folders if (folder / RESULT).exists()]
+    left = sum(not is_finished(folder) for folder in folders)
+    order = stored(experiment / ORDER)
+    if not finished and (there is None or not (experiment / ORDER).exists()):
+        return Change(experiment, 0, left)
+    runs = {run.name: run for run in _whole(there)}
+    for folder in finished:
+        run = _of_folder(folder, experiment)
+        if run.name in runs and _content(runs[run.name]) != _content(run):
+            line = runs[run.name].line
+            raise UserError(
+                f"{folder} and {experiment / packed.RUNS} line {line} hold the same run with other results: "
+                "remove one of the two"
+            )
+        runs[run.name] = run
+    planned = json.loads(order.data) if order else {}
+    if there is None or set(runs) != set(there.runs) or _same(planned) != _same(there.order):
+        files = packed.encode(runs.values(), planned, there.columns if there else ())
+        _check(files, runs, planned, experiment)
+        for name in (packed.ROUNDS, packed.SETTINGS, packed.RUNS):  # the last says which runs there are
+            write_bytes(experiment / name, files[name])
+    for folder in finished:
+        _remove(folder, experiment)
+    (experiment / ORDER).unlink(missing_ok=True)
+    return Change(experiment, len(finished), left)
+
+
+def unpack(experiment: Path) -> Change:
+    """Write every packed run into a folder of its own, and remove the packed files.
+
+    Raises:
+        UserError: a packed file is damaged, or a run that is packed is finished in its folder with other results;
+            nothing is changed then.
+    """
+    there = pack_of(experiment)
+    if there is None:
+        return Change(experiment, 0, 0)
+    runs = _whole(there)
+    for run in runs:
+        folder = experiment / run.name
+        if (folder / RESULT).exists() and _content(_of_folder(folder, experiment)) != _content(run):
+            raise UserError(
+                f"{folder} and {experiment / packed.RUNS} line {run.line} hold the same run with other results: "
+                "remove one of the two"
+            )
+    for run in runs:
+        folder = experiment / run.name
+        write_bytes(folder / SETTINGS, packed.yaml_bytes(run.identity))
+        if run.rounds is not None:
+            write_bytes(folder / ROUNDS, run.rounds)
+        write_bytes(folder / RESULT, _json(run.result))  # the last: now it is finished
+    if there.order and not (experiment / ORDER).exists():
+        write_bytes(experiment / ORDER, _json(there.order))
+    for name in (packed.RUNS, packed.SETTINGS, packed.ROUNDS):
+        (experiment / name).unlink(missing_ok=True)
+    return Change(experiment, len(runs), 0)
+
+
+def _whole(there: Pack | None) -> list[PackedRun]:
+    """The packed runs with their rounds."""
+    if there is None:
+        return []
+    rounds = {name: there.rounds(name) for name in there.runs}
+    return [replace(run, rounds=lines.data if (lines := rounds[name]) else None) for name, run in there.runs.items()]
+
+
+def _of_folder(folder: Path, experiment: Path) -> PackedRun:
+    """What a finished run's folder holds."""
+    result, settings, rounds = (stored(folder / name) for name in (RESULT, SETTINGS, ROUNDS))
+    if result is None or settings is None:
+        raise UserError(f"{folder} holds no {SETTINGS}: it was not written by this version of fedshift")
+    run = PackedRun(_mapping(result), _mapping(settings), rounds.data if rounds else None)
+    try:
+        name = run.name
+    except KeyError as error:
+        raise UserError(f"{result.place()} is corrupt ({error} is missing): remove {folder} and run again") from None
+    if experiment / name != folder:
+        raise UserError(f"{folder} holds the run {name}: move it to {experiment / name}")
+    return run
+
+
+def _mapping(file: Stored) -> dict[str, Any]:
+    try:
+        found = json.loads(file.data) if file.file.suffix == ".json" else yaml.load(file.data, Loader=packed.LOADER)
+    except (ValueError, yaml.YAMLError):
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"{file.place()} is corrupt or was not written by fedshift: remove its folder and run again")
+    return found
+
+
+def _content(run: PackedRun) -> tuple[str, str, list[Any]]:
+    """What makes two runs the same: their JSON, whatever the order of names in it."""
+    lines = (run.rounds or b"").split(b"\n")[:-1]
+    return _same(run.result), _same(run.identity), lines
+
+
+def _same(content: Any) -> str:
+    return json.dumps(content, sort_keys=True)
+
+
+def _check(files: dict[str, bytes], runs: dict[str, PackedRun], order: dict[str, Any], experiment: Path) -> None:
+    """Raises UserError when what was packed does not read back as it was: before anything is written."""
+    read, planned, _ = packed.decode(files[packed.SETTINGS], files[packed.RUNS])
+    rounds = packed.decode_rounds(files[packed.ROUNDS])
+    for name, run in runs.items():
+        back = replace(read[name], rounds=rounds[name].data if name in rounds else None)
+        if _content(back) != _content(run):
+            raise UserError(f"{experiment / name} cannot be packed without loss: please report this")
+    if _same(planned) != _same(order):
+        raise UserError(f"{experiment / ORDER} cannot be packed without loss: please report this")
+
+
+def _remove(folder: Path, experiment: Path) -> None:
+    """Remove what was packed, and the folders that are empty then."""
+    for name in (RESULT, ROUNDS, SETTINGS, _LOCK):
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # something else lies there, such as a model
+        while folder != experiment:
+            os.rmdir(folder)
+            folder = folder.parent
+
+
+def _json(content: Any) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()

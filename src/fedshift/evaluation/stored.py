@@ -1,0 +1,153 @@
+"""Where the runs of an experiment are read from, packed or not: every reader finds them through `stored`.
+
+A run that is not packed lies in `<experiment>/<method>/<target>/seed-<n>/`; a packed one would lie there. A run that is
+finished in its folder is read from there, else from the experiment's packed files, else its unfinished folder is read.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedshift.errors import UserError
+from fedshift.evaluation import packed
+from fedshift.evaluation.packed import PackedRun, Rounds
+
+RESULT, ROUNDS, ORDER, SETTINGS = "result.json", "rounds.jsonl", "order.json", "experiment.yaml"
+_SEED = re.compile(r"seed-\d+")
+_DEPTH = 3
+"""Folders of a run below its experiment's."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """The content of a file of a run, and where it stands: in ``file``, in a packed one from ``line`` on."""
+
+    data: bytes
+    file: Path
+    line: int | None = None
+
+    def place(self, line: int | None = None) -> str:
+        """What a message calls the file, or a line of it (from 1)."""
+        if self.line is not None:
+            return f"{self.file} line {self.line + (line or 1) - 1}"
+        return f"{self.file} line {line}" if line else str(self.file)
+
+
+@dataclass(frozen=True)
+class Pack:
+    """An experiment's packed files. ``runs`` by name, without their rounds."""
+
+    folder: Path
+    runs: Mapping[str, PackedRun]
+    order: Mapping[str, Any]
+    columns: list[str]
+
+    def rounds(self, name: str) -> Rounds | None:
+        """The rounds of a run. Raises UserError when their file is damaged."""
+        file = self.folder / packed.ROUNDS
+        return _rounds(file, _stamp(file)).get(name)
+
+
+def stored(path: Path) -> Stored | None:
+    """The content of a run's `result.json`, `rounds.jsonl` or `experiment.yaml`, or of an experiment's `order.json`.
+
+    None where there is no such file, packed or not. Raises UserError for a file that cannot be read.
+    """
+    folder = path.parent.absolute()
+    if path.name == ORDER:
+        pack = None if path.exists() else pack_of(folder)
+        return _on_disk(path) if pack is None else Stored(_json(pack.order), folder / packed.SETTINGS)
+    run = None if (folder / RESULT).exists() else packed_run(folder)
+    if run is None:
+        return _on_disk(path)
+    experiment = folder.parents[_DEPTH - 1]
+    if path.name == ROUNDS:
+        pack = pack_of(experiment)
+        rounds = pack.rounds(run.name) if pack else None
+        return None if rounds is None else Stored(rounds.data, experiment / packed.ROUNDS, rounds.before + 1)
+    data = {RESULT: _json, SETTINGS: packed.yaml_bytes}[path.name](run.result if path.name == RESULT else run.identity)
+    return Stored(data, experiment / packed.RUNS, run.line)
+
+
+def run_folders(root: Path) -> list[Path]:
+    """The folders of all runs in or below ``root``, finished or begun, packed or not."""
+    root = root.absolute()
+    found: set[Path] = set()
+    for place, below, files in os.walk(root):
+        folder = Path(place)
+        if _SEED.fullmatch(folder.name) or RESULT in files:
+            below.clear()
+            found.add(folder)
+        elif packed.RUNS in files:
+            found.update(_packed_folders(folder))
+    for experiment in root.parents[:_DEPTH]:
+        found.update(folder for folder in _packed_folders(experiment) if folder.is_relative_to(root))
+    return sorted(found)
+
+
+def is_finished(folder: Path) -> bool:
+    """Whether the run that has this folder is finished. Raises UserError for damaged packed files."""
+    return (folder / RESULT).exists() or packed_run(folder) is not None
+
+
+def packed_run(folder: Path) -> PackedRun | None:
+    """The packed run whose folder this would be. Raises UserError for damaged packed files."""
+    folder = folder.absolute()
+    if len(folder.parents) < _DEPTH:
+        return None
+    experiment = folder.parents[_DEPTH - 1]
+    pack = pack_of(experiment)
+    return pack.runs.get(folder.relative_to(experiment).as_posix()) if pack else None
+
+
+def pack_of(experiment: Path) -> Pack | None:
+    """The packed files of an experiment, None if it has none. Raises UserError for damaged ones."""
+    runs = experiment / packed.RUNS
+    return _pack(experiment, _stamp(runs), _stamp(experiment / packed.SETTINGS)) if runs.exists() else None
+
+
+def _packed_folders(experiment: Path) -> list[Path]:
+    pack = pack_of(experiment)
+    return [experiment / name for name in pack.runs] if pack else []
+
+
+@functools.lru_cache(maxsize=8)
+def _pack(experiment: Path, *_: object) -> Pack:
+    """The packed files, read again when they are others than before."""
+    settings, runs = _read(experiment / packed.SETTINGS), _read(experiment / packed.RUNS)
+    return Pack(experiment, *packed.decode(settings, runs, f"{experiment}{os.sep}"))
+
+
+@functools.lru_cache(maxsize=1)
+def _rounds(file: Path, *_: object) -> dict[str, Rounds]:
+    return packed.decode_rounds(_read(file), f"{file.parent}{os.sep}")
+
+
+def _stamp(file: Path) -> tuple[int, int, int] | None:
+    try:
+        there = file.stat()
+    except OSError:
+        return None
+    return there.st_ino, there.st_size, there.st_mtime_ns
+
+
+def _on_disk(path: Path) -> Stored | None:
+    return Stored(_read(path), path) if path.exists() else None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, ensure_ascii=False).encode()

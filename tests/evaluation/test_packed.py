@@ -1,0 +1,178 @@
+"""Packed runs read back as they were, and a file that somebody spoiled is named with its line."""
+
+from __future__ import annotations
+
+import json
+import lzma
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedshift.errors import UserError
+from fedshift.evaluation.packed import ROUNDS, RUNS, SETTINGS, PackedRun, decode, decode_rounds, encode
+
+NAMES = st.text(st.characters(codec="utf-8", exclude_characters="/\r\n"), min_size=1, max_size=6)
+LEAVES = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**20), 10**20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(["", "null", "1e3", "Infinity", " a", "a,b", '"', "x\ny", "=1+1", "%2E", "é"])
+    | st.text(st.characters(codec="utf-8"), max_size=8)
+)
+TREES = st.recursive(
+    LEAVES,
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.just("a.b") | NAMES, below, max_size=3),
+    max_leaves=8,
+)
+FIELDS = st.dictionaries(st.sampled_from(["selected", "options", "data", "classes", "warnings", "more"]), TREES)
+
+
+@st.composite
+def runs(draw: st.DrawFn) -> list[PackedRun]:
+    keys = draw(
+        st.lists(
+            st.tuples(st.sampled_from(["fedavg", "kd3a", "1"]), NAMES, st.integers(0, 3)),
+            min_size=1,
+            max_size=5,
+            unique=True,
+        )
+    )
+    common = draw(FIELDS)
+    found = []
+    for method, target, seed in keys:
+        result = {"method": method, "target": target, "seed": seed, **common, **draw(FIELDS)}
+        result["options"] = draw(st.dictionaries(NAMES, TREES, max_size=3)) if draw(st.booleans()) else {"a": {"b": 1}}
+        identity = draw(st.just(result["options"]) | st.dictionaries(NAMES, TREES, max_size=3))
+        lines = draw(st.none() | st.lists(st.dictionaries(NAMES, LEAVES, max_size=2), max_size=3))
+        rounds = None if lines is None else "".join(json.dumps(line) + "\n" for line in lines).encode()
+        found.append(PackedRun(result, identity, rounds))
+    return found
+
+
+def text(content: Any) -> str:
+    """JSON that tells 1 from 1.0 and from true, whatever the order of names."""
+    return json.dumps(content, sort_keys=True)
+
+
+@settings(max_examples=150, deadline=None)
+@given(runs(), st.dictionaries(NAMES, TREES, max_size=2))
+def test_what_is_packed_reads_back_as_it_was(given_runs: list[PackedRun], order: dict[str, Any]) -> None:
+    files = encode(given_runs, order)
+    assert files == encode(reversed(given_runs), order)
+    read, planned, _ = decode(files[SETTINGS], files[RUNS])
+    rounds = decode_rounds(files[ROUNDS])
+    assert text(planned) == text(order)
+    assert sorted(read) == sorted(run.name for run in given_runs)
+    for run in given_runs:
+        assert text(read[run.name].result) == text(run.result)
+        assert text(read[run.name].identity) == text(run.identity)
+        assert (rounds[run.name].data if run.name in rounds else None) == run.rounds
+
+
+def made() -> dict[str, bytes]:
+    """Two runs of one method at one target."""
+    both = []
+    for seed in (0, 1):
+        result = {
+            "method": "fedavg",
+            "target": "east",
+            "seed": seed,
+            "selected": {"last": {"accuracy": 0.1 + 0.2 + seed, "per_class": [50.0, None]}},
+            "seconds": 3.5,
+            "warnings": ["one, two"] * seed,
+            "options": {"lr": 0.1, "method": {"name": "fedavg"}, "seed": seed},
+        }
+        both.append(PackedRun(result, result["options"], b'{"round":1}\n{"round":2}\n'))
+    return encode(both, {"methods": ["fedavg"]})
+
+
+def test_a_line_for_each_run_that_a_person_can_read() -> None:
+    """What all runs share stands once, in `experiment.yaml`; numbers have all their digits."""
+    files = made()
+    assert files[RUNS].decode().splitlines() == [
+        "method,target,seed,selected.last.accuracy,selected.last.per_class,seconds,warnings,options.seed",
+        'fedavg,east,0,0.30000000000000004,"[50.0, null]",3.5,[],0',
+        'fedavg,east,1,1.3,"[50.0, null]",3.5,"[""one, two""]",1',
+    ]
+    assert "lr: 0.1" in files[SETTINGS].decode()
+    lines = lzma.decompress(files[ROUNDS]).splitlines()
+    assert [json.loads(line).get("round", "run") for line in lines] == ["run", 1, 2, "run", 1, 2]
+
+
+def test_packing_again_changes_nothing_but_lines_of_new_runs() -> None:
+    files = made()
+    read, order, columns = decode(files[SETTINGS], files[RUNS])
+    kept = [replace(run, rounds=decode_rounds(files[ROUNDS])[name].data) for name, run in read.items()]
+    assert encode(kept, order, columns) == files
+    more = replace(kept[0], result={**kept[0].result, "target": "west", "warnings": []})
+    lines = encode([*kept, more], order, columns)[RUNS].decode().splitlines()
+    assert lines[:3] == files[RUNS].decode().splitlines()
+    assert lines[3].startswith("fedavg,west,0,")
+
+
+def test_a_line_that_is_deleted_is_a_run_less() -> None:
+    files = made()
+    lines = files[RUNS].splitlines(keepends=True)
+    read, _, _ = decode(files[SETTINGS], b"".join([lines[0], lines[2]]))
+    assert list(read) == ["fedavg/east/seed-1"]
+
+
+def replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
+    def change(data: bytes) -> bytes:
+        assert old in data
+        return data.replace(old, new)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "line"),
+    [
+        (RUNS, replaced(b"1.3,", b""), 3),
+        (RUNS, replaced(b"fedavg,east,1", b"fedavg,east,one"), 3),
+        (RUNS, replaced(b"fedavg,east,1", b"fedavg,east,0"), 3),
+        (RUNS, replaced(b"fedavg,east,1", b",east,1"), 3),
+        (RUNS, replaced(b"options.seed", b"options.lr"), 1),
+        (RUNS, replaced(b"east,0", b"e\xffst,0"), 2),
+        (RUNS, replaced(b'two""]"', b'two""]'), 3),
+        (RUNS, lambda data: b"", 1),
+        (SETTINGS, replaced(b"format: 1", b"format: 2"), 1),
+        (SETTINGS, replaced(b"all_runs:", b"all: ]"), 10),
+        (SETTINGS, replaced(b"all_runs:", b"alle:"), 1),
+    ],
+)
+def test_a_malformed_file_is_named_with_its_line(name: str, spoil: Callable[[bytes], bytes], line: int) -> None:
+    files = made()
+    files[name] = spoil(files[name])
+    with pytest.raises(UserError) as told:
+        decode(files[SETTINGS], files[RUNS], "somewhere/")
+    message = str(told.value)
+    assert "\n" not in message
+    assert f"somewhere/{name} line " in message
+    assert line == 10 or f"line {line} " in message
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        replaced(b'"lines":2}\n{"round":1}\n', b'"lines":2}\n'),
+        replaced(b'"lines":2', b'"lines":-1'),
+        replaced(b'"target"', b'"site"'),
+        lambda lines: lines + b"[]\n",
+    ],
+)
+def test_malformed_rounds_are_named_with_their_line(spoil: Callable[[bytes], bytes]) -> None:
+    data = lzma.compress(spoil(lzma.decompress(made()[ROUNDS])))
+    with pytest.raises(UserError, match=r"rounds\.jsonl\.xz line \d+ "):
+        decode_rounds(data)
+
+
+@pytest.mark.parametrize("cut", [0, 1, 30, -1])
+def test_damaged_rounds(cut: int) -> None:
+    with pytest.raises(UserError, match=r"rounds\.jsonl\.xz is damaged"):
+        decode_rounds(made()[ROUNDS][:cut])

@@ -1,0 +1,161 @@
+"""Packed runs are runs: tables, pages and resuming take them as they take folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from calling import Cli
+from small import experiment, outcome, sites, write
+
+import fedshift
+from fedshift.errors import UserError
+from fedshift.evaluation import packing
+from fedshift.report.collect import collect, read_rounds
+from fedshift.report.page import page
+from fedshift.report.table import as_json, table_of
+
+METHODS = [{"name": "fedavg"}, {"name": "csac"}]
+
+
+@pytest.fixture
+def ran(tmp_path: Path) -> tuple[dict[str, Any], Path]:
+    """A small experiment of two methods at two targets, finished and packed, and its folder; `whole` is not packed."""
+    options = experiment(
+        sites(tmp_path), methods=METHODS, protocol={"targets": ["a", "b"], "seeds": [0], "test_fraction": 0.3}
+    )
+    folder = fedshift.run(options, tmp_path / "runs").folder
+    shutil.copytree(folder, tmp_path / "whole" / "small")
+    for model in folder.rglob("model.safetensors"):
+        model.unlink()
+    assert packing.pack(folder).moved == 4
+    return options, folder
+
+
+def names(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+
+
+PACKED = {"experiment.yaml", "runs.csv", "rounds.jsonl.xz"}
+
+
+def test_packed_and_unpacked_read_alike(ran: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    _, folder = ran
+    assert names(folder) == PACKED
+    whole = tmp_path / "whole" / "small"
+    for below in ("", "fedavg", "fedavg/b", "csac/a/seed-0"):
+        there, here = collect(whole / below), collect(folder / below)
+        for rule in ("last", "source", "oracle"):
+            assert as_json(table_of(here, rule)) == as_json(table_of(there, rule))  # type: ignore[arg-type]
+        # A page lists data and options in the order of their names in the files, which packing does not keep.
+        assert sorted(page(here).splitlines()) == sorted(page(there).splitlines())
+    assert [here.result for here in collect(tmp_path / "runs").parts] == [it.result for it in collect(whole).parts]
+
+
+def test_there_and_back(ran: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    _, folder = ran
+    assert packing.unpack(folder).moved == 4
+    whole = tmp_path / "whole" / "small"
+    ignored = {path for path in names(whole) if path.endswith((".safetensors", ".lock", "report.html"))}
+    assert names(folder) == names(whole) - ignored
+    for path in folder.rglob("*"):
+        if path.is_file():
+            there = (whole / path.relative_to(folder)).read_bytes()
+            if path.name == "rounds.jsonl":
+                assert path.read_bytes() == there
+            else:  # JSON is YAML
+                assert yaml.safe_load(path.read_bytes()) == yaml.safe_load(there)
+
+
+def test_runs_go_on_where_packed_results_end(ran: tuple[dict[str, Any], Path], tmp_path: Path, cli: Cli) -> None:
+    options, folder = ran
+    before = {name: (folder / name).read_bytes() for name in PACKED}
+    assert cli("run", write(tmp_path / "e.yaml", options), "--runs", tmp_path / "runs").code == 0
+    assert names(folder) == {*PACKED, "report.html"}, "nothing was run again, and no folder made"
+    options["protocol"] = {**options["protocol"], "targets": ["a", "b", "c"]}
+    results = fedshift.run(options, tmp_path / "runs")
+    assert [(run.method, run.target) for run in results.runs] == [(m, t) for m in ("fedavg", "csac") for t in "abc"]
+    assert {name: (folder / name).read_bytes() for name in PACKED} == before
+    assert {path.parent.name for path in folder.glob("*/*/seed-0")} == {"c"}
+    assert collect(folder).progress is None
+
+    models = {path for path in names(folder) if path.endswith(".safetensors")}
+    told = cli("results", "pack", tmp_path / "runs")
+    assert told.code == 0
+    assert "2 runs packed" in told.out
+    assert {path for path in names(folder) if (folder / path).is_file()} == {*PACKED, "report.html", *models}
+    assert len(models) == 2, "models stay where they are"
+    fedshift.run(options, tmp_path / "once")
+    packing.unpack(folder)
+    found, once = outcome(tmp_path / "runs"), outcome(tmp_path / "once")
+    assert found == {name: content for name, content in once.items() if name in found}
+    assert sum(name.endswith("result.json") for name in found) == 6
+
+
+def test_a_packed_run_of_other_settings_is_refused_as_an_unpacked_one(
+    ran: tuple[dict[str, Any], Path], tmp_path: Path, cli: Cli
+) -> None:
+    options, _ = ran
+    options["training"] = {**options["training"], "lr": 0.25}
+    file = write(tmp_path / "e.yaml", options)
+    told = [cli("run", file, "--runs", tmp_path / runs).error() for runs in ("runs", "whole")]
+    ends = [line.partition("was written by another experiment")[2] for line in told]
+    assert "training.lr is 0.05 there and 0.25 here" in ends[0]
+    assert ends[0] == ends[1]
+    assert "runs.csv line " in told[0]
+
+
+def test_unfinished_runs_are_left(ran: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    _, folder = ran
+    begun = folder / "fedavg" / "c" / "seed-0"
+    begun.mkdir(parents=True)
+    (begun / "rounds.jsonl").write_text("")
+    before = (folder / "runs.csv").read_bytes()
+    assert packing.pack(folder) == packing.Change(folder, 0, 1)
+    assert collect(folder).unfinished == 1
+    assert (folder / "runs.csv").read_bytes() == before
+
+
+def test_the_same_run_twice(ran: tuple[dict[str, Any], Path], tmp_path: Path, cli: Cli) -> None:
+    """As a killed packing leaves it, it is no matter; with other results, nobody chooses one of the two in silence."""
+    _, folder = ran
+    twin = folder / "fedavg" / "a" / "seed-0"
+    shutil.copytree(tmp_path / "whole" / "small" / "fedavg" / "a" / "seed-0", twin)
+    collect(folder)
+    assert packing.pack(folder).moved == 1
+    assert names(twin) == {"model.safetensors"}
+    shutil.copytree(tmp_path / "whole" / "small" / "fedavg" / "a" / "seed-0", twin, dirs_exist_ok=True)
+    result = json.loads((twin / "result.json").read_text())
+    (twin / "result.json").write_text(json.dumps({**result, "seconds": 1.25}))
+    before = {name: (folder / name).read_bytes() for name in PACKED}
+    for command in (("table", folder), ("results", "pack", folder), ("results", "unpack", folder)):
+        assert "remove one of the two" in cli(*command).error()
+    assert {name: (folder / name).read_bytes() for name in PACKED} == before
+    assert (twin / "result.json").exists()
+
+
+def test_an_error_names_the_packed_line(ran: tuple[dict[str, Any], Path], tmp_path: Path, cli: Cli) -> None:
+    options, folder = ran
+    text = (folder / "runs.csv").read_text()
+    seconds = str(collect(folder / "csac" / "b").results[0].seconds)
+    assert text.count(seconds) == 1
+    (folder / "runs.csv").write_text(text.replace(seconds, "-1"))
+    for command in (("table", folder), ("run", write(tmp_path / "e.yaml", options), "--runs", tmp_path / "runs")):
+        assert "runs.csv line 3" in cli(*command).error()
+    (folder / "runs.csv").write_text(text)
+    (folder / "rounds.jsonl.xz").write_bytes(b"no xz")
+    assert cli("table", folder).code == 0, "a table needs no rounds"
+    with pytest.raises(UserError, match=r"rounds\.jsonl\.xz is damaged"):
+        read_rounds(folder / "csac" / "b" / "seed-0" / "rounds.jsonl")
+
+
+def test_pack_what_is_no_experiment(tmp_path: Path, cli: Cli, ran: tuple[dict[str, Any], Path]) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "holds no run" in cli("results", "pack", tmp_path / "empty").error()
+    assert "no folder" in cli("results", "pack", tmp_path / "nowhere").error()
+    packing.unpack(ran[1])
+    assert "whole experiment" in cli("results", "pack", ran[1] / "csac").error()
