@@ -150,7 +150,7 @@ def test_a_run_that_diverges_does_not_keep_the_others_from_being_run(
     assert lines[-1].startswith("error: fedprox, target ")
     alone = fedshift.run(experiment(where, protocol=one, methods=["fedavg"]), tmp_path / "alone")
     if "parallel_runs" not in engine:  # what another process is at work on shows in the end alone
-        assert sum(line.endswith(": diverged") for line in lines) == len(alone.runs)
+        assert sum(": diverged" in line for line in lines) == len(alone.runs)
     for run in alone.runs:
         place = Path("small") / "fedavg" / run.target / f"seed-{run.seed}" / "model.safetensors"
         assert (tmp_path / "runs" / place).read_bytes() == (tmp_path / "alone" / place).read_bytes()

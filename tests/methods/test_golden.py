@@ -43,4 +43,4 @@ def test_a_record_tells_the_method_from_fedavg(name: str) -> None:
 def test_tolerances_are_narrow(name: str) -> None:
     for kind, numbers in RUNS[name].items():
         for key, of in numbers.items():
-            assert of["tolerance"] <= 0.02 * max(1.0, abs(of["value"])), (kind, key)
+            assert of["tolerance"] <= 0.002 * max(1.0, abs(of["value"])), (kind, key)
