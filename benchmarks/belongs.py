@@ -18,9 +18,9 @@ from typing import Any
 import yaml
 
 from fedshift.evaluation.records import RunResult
-from fedshift.experiment.identity import comparable, first_difference
-from fedshift.experiment.loop import common_settings
-from fedshift.experiment.schema import Experiment, override_field, parse
+from fedshift.experiment.config.experiment import Experiment, override_field, parse
+from fedshift.experiment.runs.identity import comparable, first_difference
+from fedshift.experiment.runs.run_folder import common_settings
 from fedshift.report.collect import collect
 
 HERE = Path(__file__).parent

@@ -29,10 +29,11 @@ from typing import Any
 
 import torch
 
-from fedshift.federation.federation import Answer, Federation, Request
+from fedshift.federation.exchange import Answer, Request
+from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
-from fedshift.functional.aggregation import divergence_aggregate
 from fedshift.functional.consensus_focus import FocusTally
+from fedshift.functional.divergence_weighting import divergence_aggregate
 from fedshift.functional.knowledge_vote import knowledge_vote
 from fedshift.methods.base import Method, State
 from fedshift.methods.federated.csac import CSAC

@@ -95,7 +95,7 @@ def measure(exchanges: int) -> dict[str, Any]:
     import yaml
 
     from fedshift.cli.project import free_port
-    from fedshift.federation import roles
+    from fedshift.deployment.flare import roles
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     with tempfile.TemporaryDirectory(prefix="fedshift-bench-") as name, _clock() as provisioning:
@@ -162,8 +162,8 @@ def _deploy(
     kit: Path, folder: Path, label: str, method: dict[str, Any], wire: str, watch: float | None = None
 ) -> tuple[Any, ...]:
     from fedshift.cli.deploy import follow
-    from fedshift.experiment.schema import parse
-    from fedshift.federation.deployment import ENDS, Deployment
+    from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
+    from fedshift.experiment.config.experiment import parse
 
     experiment = parse(
         {
@@ -211,7 +211,7 @@ def _processes(folder: Path) -> Iterator[tuple[str, Any]]:
             continue
         role = "coordinator" if "/coordinator" in kit else f"site {Path(kit).relative_to(folder).parts[1]}"
         kinds = {
-            "flare_service": "service",
+            "flare.service": "service",
             "runner_process": "job",
             "worker_process": "job",
             "server_train": "FLARE",

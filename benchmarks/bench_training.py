@@ -23,14 +23,16 @@ from torch import Tensor, nn
 from fedshift.data.domain import DataSet, DataSource, Domain, Preprocessing, SparseRows
 from fedshift.data.domain import Manifest as DataManifest
 from fedshift.data.transforms import to_network
-from fedshift.experiment.protocol import site_plans, split_of
-from fedshift.experiment.schema import parse
+from fedshift.experiment.config.experiment import parse
+from fedshift.experiment.plan import site_plans
+from fedshift.experiment.protocol import split_of
 from fedshift.federation.federation import Federation
-from fedshift.federation.local import LocalFederation, Setting, SitePlan, SiteRunner
+from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.local.pool import PoolFederation, WorkerPool
 from fedshift.federation.messages import Reply
-from fedshift.federation.pool import PoolFederation, WorkerPool
 from fedshift.federation.randomness import generator
 from fedshift.federation.site import Batch, Envelope
+from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner
 from fedshift.functional.consensus_focus import shapley_focus
 from fedshift.functional.knowledge_vote import distillation_loss, knowledge_vote
 from fedshift.functional.projection import projection_layer

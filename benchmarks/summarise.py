@@ -20,7 +20,8 @@ from fedshift.evaluation.records import Selection
 from fedshift.evaluation.stored import ROUNDS
 from fedshift.report import differences
 from fedshift.report.collect import Collected, collect, read_rounds
-from fedshift.report.table import headline, markdown, table_of
+from fedshift.report.table import headline, table_of
+from fedshift.report.table_formats import markdown
 from fedshift.report.weights import mean_weights
 
 HERE = Path(__file__).parent

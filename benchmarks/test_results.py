@@ -11,8 +11,8 @@ import yaml
 
 from fedshift.evaluation.packed import LOADER
 from fedshift.evaluation.stored import SETTINGS, is_finished, run_folders, stored
-from fedshift.experiment.identity import comparable
-from fedshift.experiment.schema import override_field, parse
+from fedshift.experiment.config.experiment import override_field, parse
+from fedshift.experiment.runs.identity import comparable
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -22,9 +22,9 @@ import fedshift
 from fedshift.cli.app import app
 from fedshift.data import registry as datasets
 from fedshift.errors import UserError
+from fedshift.experiment.config.experiment import load, override_field, parse
 from fedshift.experiment.predict import load_model
-from fedshift.experiment.schema import load, override_field, parse
-from fedshift.federation.recipes import import_file
+from fedshift.import_paths import import_file
 from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
 from fedshift.models import registry as models

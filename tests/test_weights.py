@@ -12,15 +12,15 @@ from hypothesis.extra import numpy as arrays
 from torch import Tensor, nn
 
 from fedshift.errors import TrainingDiverged, UserError
-from fedshift.weights import (
+from fedshift.functional.averaging import (
     MeanAccumulator,
-    Weights,
     difference,
     is_buffer,
     merge_moments,
     squared_distance,
     weighted_average,
 )
+from fedshift.weights import Weights
 
 FLOATS = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16}
 

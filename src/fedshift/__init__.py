@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedshift.api import check, load, results, run
-    from fedshift.experiment.schema import Experiment
+    from fedshift.experiment.config.experiment import Experiment
     from fedshift.methods.base import Method
 
 __version__ = "0.1.0"
@@ -21,7 +21,7 @@ _PLACES = {
     "load": "fedshift.api",
     "check": "fedshift.api",
     "results": "fedshift.api",
-    "Experiment": "fedshift.experiment.schema",
+    "Experiment": "fedshift.experiment.config.experiment",
     "Method": "fedshift.methods.base",
 }
 

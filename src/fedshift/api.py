@@ -11,13 +11,14 @@ from typing import Any
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.experiment import check as checks
-from fedshift.experiment.context import Reporter
-from fedshift.experiment.loop import run_experiment
-from fedshift.experiment.schema import Experiment, parse
-from fedshift.experiment.schema import load as load_file
-from fedshift.federation.recipes import CHILD
+from fedshift.experiment.config.experiment import Experiment, parse
+from fedshift.experiment.config.experiment import load as load_file
+from fedshift.experiment.runs.context import Reporter
+from fedshift.experiment.runs.experiment_loop import run_experiment
+from fedshift.import_paths import CHILD
 from fedshift.report.collect import Collected, collect
-from fedshift.report.table import markdown, table_of
+from fedshift.report.table import table_of
+from fedshift.report.table_formats import markdown
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""Arithmetic on named tensors (state dicts): selection, checks, weighted means, merging of BatchNorm statistics."""
+"""Named tensors (state dicts): selection, merging, checks. What is computed with them: `functional`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar, Literal, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -13,12 +13,6 @@ from fedshift.errors import TrainingDiverged, UserError
 
 KeyFilter = Callable[[str], bool] | str | Iterable[str]
 """Which keys: a predicate, or dotted prefixes (``"classifier"`` means ``classifier`` itself and ``classifier.*``)."""
-
-_RUNNING_MEAN = "running_mean"
-_RUNNING_VAR = "running_var"
-
-# Numbers per piece in reductions: a float64 piece (512 KiB) stays in the cache, a whole tensor would not.
-_CHUNK = 65_536
 
 
 class NamedTensors(Mapping[str, Tensor]):
@@ -127,177 +121,6 @@ class Weights(NamedTensors):
 
     kind: ClassVar[str] = "weights"
     __slots__ = ()
-
-
-class MeanAccumulator:
-    """Weighted mean of models that arrive one after another; its memory does not grow with their number.
-
-    Float tensors become ``Σ_k w_k t_k / Σ_k w_k``, accumulated in float64 and cast back; integer tensors (BatchNorm's
-    counters) become their maximum (section 0, aggregation primitive). Inputs are never written into. The mean of equal
-    models has their very bits.
-
-    bn_merge: ``"mean"`` averages BatchNorm's running variances like weights. ``"moments"`` gives the variance of the
-        mixture, ``v* = Σ α_k v_k + Σ α_k (m_k − m*)²`` with ``m* = Σ α_k m_k``, which equals ``Σ α_k (v_k + m_k²) −
-        m*²`` (KD3A, Feng et al., ICML 2021, appendix; section 7.3) without its cancellation.
-    """
-
-    def __init__(self, bn_merge: Literal["mean", "moments"] = "mean") -> None:
-        self._moments = bn_merge == "moments"
-        self._like: dict[str, Tensor] = {}
-        self._sums: dict[str, Tensor] = {}
-        self._totals: dict[str, float] = {}
-        # Origins: numbers of the first model that sums are taken relative to, so that equal models sum to exactly zero.
-        self._origins: dict[str, Tensor] = {}
-        self._squares: dict[str, Tensor] = {}
-
-    def add(self, weights: Mapping[str, Tensor], weight: float | Mapping[str, float], who: str = "a model") -> None:
-        """Take one more model with its weight, or one weight per float tensor. Only the ratios of weights matter.
-
-        Raises UserError when keys, shapes or types differ from the first model's (``who`` names the model), and for a
-        weight that is negative or not finite.
-        """
-        model = weights if isinstance(weights, NamedTensors) else Weights(weights)
-        if self._moments and isinstance(weight, Mapping):
-            raise UserError("bn_merge 'moments' needs one weight per model, not one per tensor; use bn_merge 'mean'")
-        if self._like:
-            model.check_like(self._like, who)
-        else:
-            # Only shapes and types are wanted: tensors on "meta" have no memory.
-            self._like = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.items()}
-        for name, tensor in model.items():
-            if not tensor.is_floating_point():
-                known = self._sums.get(name)
-                self._sums[name] = tensor.clone() if known is None else torch.maximum(known, tensor)
-                continue
-            share = weight[name] if isinstance(weight, Mapping) else weight
-            if not (math.isfinite(share) and share >= 0):
-                raise UserError(f"{who}: weight {share} of tensor '{name}' must be a finite number of at least 0")
-            self._add(name, tensor, share)
-
-    def _add(self, name: str, tensor: Tensor, share: float) -> None:
-        relative = tensor
-        # float64 has no wider type to round back from; running means also need the second moment about a point nearby.
-        if tensor.dtype == torch.float64 or self._spreads(name):
-            origin = self._origins.get(name)
-            if origin is None:
-                origin = self._origins[name] = tensor.to(torch.float64, copy=True)
-            relative = tensor - origin
-        if name in self._sums:
-            self._sums[name].add_(relative, alpha=share)
-            self._totals[name] += share
-        else:
-            # Not zeros plus the first: 0 + (−0) would lose the sign of a zero.
-            self._sums[name] = relative.to(torch.float64, copy=True).mul_(share)
-            self._totals[name] = share
-        if self._spreads(name):
-            squares = relative.square().mul_(share)
-            self._squares[name] = self._squares[name].add_(squares) if name in self._squares else squares
-
-    def _spreads(self, name: str) -> bool:
-        return self._moments and _is_last_part(name, _RUNNING_MEAN)
-
-    def result(self, dtype: torch.dtype | None = None) -> Weights:
-        """The mean so far, in the models' types or with float tensors in ``dtype`` (float64: not rounded).
-
-        Raises UserError when no model was added or the weights of a tensor sum to zero.
-        """
-        if not self._like:
-            raise UserError("there is no model to average: not one site replied")
-        mean: dict[str, Tensor] = {}
-        for name, like in self._like.items():
-            total = self._sums[name]
-            if not like.is_floating_point():
-                mean[name] = total.clone()
-                continue
-            weight = self._totals[name]
-            if weight == 0:
-                raise UserError(f"the weights of tensor '{name}' sum to zero: at least one must be positive")
-            value = total / weight
-            if name in self._origins:
-                # −0 + 0 is 0, so a zero deviation must leave the origin as it is.
-                value = torch.where(value == 0, self._origins[name], self._origins[name] + value)
-            between = self._between(name)
-            if between is not None:
-                value += between
-            mean[name] = value.to(dtype or like.dtype)
-        return Weights(mean)
-
-    def _between(self, name: str) -> Tensor | None:
-        """The weighted variance of the means that belong to running variance ``name``; none where it is not wanted."""
-        if not (self._moments and _is_last_part(name, _RUNNING_VAR)):
-            return None
-        partner = name.removesuffix(_RUNNING_VAR) + _RUNNING_MEAN
-        if partner not in self._squares:
-            return None
-        weight = self._totals[partner]
-        shift = self._sums[partner] / weight
-        return (self._squares[partner] / weight - shift.square()).clamp_(min=0)
-
-
-def weighted_average(
-    models: Sequence[Mapping[str, Tensor]],
-    weights: Sequence[float] | Mapping[str, Sequence[float]],
-    bn_merge: Literal["mean", "moments"] = "mean",
-) -> Weights:
-    """`MeanAccumulator` over models in memory.
-
-    weights: one number per model, or for each float tensor's key one number per model.
-    Raises UserError as `MeanAccumulator` does, and when there are not as many weights as models.
-    """
-    rows = weights.values() if isinstance(weights, Mapping) else [weights]
-    for row in rows:
-        if len(row) != len(models):
-            raise UserError(f"{len(models)} models but {len(row)} weights: give one weight per model")
-    mean = MeanAccumulator(bn_merge)
-    for index, model in enumerate(models):
-        share = {key: row[index] for key, row in weights.items()} if isinstance(weights, Mapping) else weights[index]
-        mean.add(model, share, f"model {index}")
-    return mean.result()
-
-
-def merge_moments(models: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> Weights:
-    """Mean of models in which BatchNorm's running mean and variance become those of the mixture of sites.
-
-    The minimiser of KD3A's BatchNorm-MMD (appendix; section 7.3): ``m* = Σ α_k m_k``, ``v* = Σ α_k (v_k + m_k²) −
-    m*²``, known by keys that end in ``running_mean`` and ``running_var``. All other tensors are averaged. Raises as
-    `weighted_average`.
-    """
-    return weighted_average(models, weights, bn_merge="moments")
-
-
-def difference(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> Weights:
-    """``first − second`` for the float tensors; integer tensors are left out. Raises UserError unless they match."""
-    Weights(first).check_like(second, "difference")
-    return Weights({name: tensor - second[name] for name, tensor in first.items() if tensor.is_floating_point()})
-
-
-def squared_distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    """``‖first − second‖²`` over all float tensors, in float64. Raises UserError when they do not match."""
-    Weights(first).check_like(second, "squared distance")
-    total = 0.0
-    for name, tensor in first.items():
-        if tensor.is_floating_point():
-            for left, right in float64_chunks(tensor, second[name]):
-                gap = left - right
-                total += torch.dot(gap, gap).item()
-    return total
-
-
-def float64_chunks(first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Flat pieces of two tensors of one shape, side by side, in float64: reductions need no large temporaries."""
-    for left, right in zip(
-        torch.split(first.reshape(-1), _CHUNK), torch.split(second.reshape(-1), _CHUNK), strict=True
-    ):
-        yield left.double(), right.double()
-
-
-def is_buffer(name: str) -> bool:
-    """Whether a key names a BatchNorm buffer: a state dict does not tell parameters from buffers otherwise."""
-    return any(_is_last_part(name, part) for part in (_RUNNING_MEAN, _RUNNING_VAR, "num_batches_tracked"))
-
-
-def _is_last_part(name: str, part: str) -> bool:
-    return name.rpartition(".")[2] == part
 
 
 def _predicate(keys: KeyFilter) -> Callable[[str], bool]:

@@ -96,7 +96,7 @@ def test_from_python(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: 
 
 
 def test_a_dumped_experiment_is_the_experiment(finished: tuple[Path, dict[str, Any]]) -> None:
-    from fedshift.experiment.schema import parse
+    from fedshift.experiment.config.experiment import parse
 
     resolved = parse(finished[1])
     again = parse(yaml.safe_load(yaml.safe_dump(resolved.dump())))

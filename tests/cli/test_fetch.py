@@ -11,9 +11,9 @@ from small import experiment, features, save, sites
 
 import fedshift
 from fedshift.cli.deploy import check_place, fetch
+from fedshift.deployment.flare.deployment_folder import Deployment
 from fedshift.errors import UserError
-from fedshift.experiment.schema import parse
-from fedshift.federation.deployment import Deployment
+from fedshift.experiment.config.experiment import parse
 
 
 @pytest.fixture

@@ -13,11 +13,11 @@ import yaml
 from calling import Cli as Command
 
 from fedshift.cli.project import spread
+from fedshift.deployment.flare import roles
+from fedshift.deployment.flare.deployment_folder import Deployment
 from fedshift.errors import UserError
-from fedshift.experiment.schema import parse
-from fedshift.federation import roles
-from fedshift.federation.deployment import Deployment
-from fedshift.federation.policy import AuditLog
+from fedshift.experiment.config.experiment import parse
+from fedshift.federation.remote.policy import AuditLog
 
 Cli = Callable[..., tuple[int, str, str]]
 

@@ -13,8 +13,8 @@ from fedshift.data.builders.discs_and_cups import CAMERAS, DiscsAndCups
 from fedshift.data.builders.mask_folder import MaskFolder
 from fedshift.data.checks import checked
 from fedshift.data.domain import DataSet, Domain
+from fedshift.data.site_data import SiteData
 from fedshift.data.transforms import Augmentation, augment, augment_with_masks
-from fedshift.data.view import SiteData
 from fedshift.errors import UserError
 from fedshift.experiment.environment import data_fingerprint
 

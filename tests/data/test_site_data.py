@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedshift.data.domain import Domain, Preprocessing, SparseRows
+from fedshift.data.site_data import SiteData, epoch_batches
 from fedshift.data.transforms import preset, to_network
-from fedshift.data.view import SiteData, epoch_batches
 from fedshift.errors import UserError
 
 IMAGE = Preprocessing(kind="image", channels=3, size=6, mean=(0.5,) * 3, std=(0.25,) * 3)

@@ -17,8 +17,8 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from fedshift.evaluation.records import RoundRecord
-from fedshift.experiment.context import Reporter
-from fedshift.experiment.protocol import Part
+from fedshift.experiment.plan import Part
+from fedshift.experiment.runs.context import Reporter
 
 CLASSES = 3
 

@@ -21,21 +21,14 @@ from small import Stop, experiment, features, lines, outcome, process, processes
 
 import fedshift
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
-from fedshift.data.view import batches_per_epoch
+from fedshift.data.site_data import batches_per_epoch
 from fedshift.errors import FedshiftError, UserError
-from fedshift.experiment.protocol import (
-    Split,
-    budgets,
-    rounds_needed,
-    site_budget,
-    site_plans,
-    split_of,
-    taking_part,
-    with_wrong_labels,
-)
-from fedshift.experiment.schema import parse
-from fedshift.experiment.sections import AdaptToOne, LeaveOneOut
-from fedshift.federation.local import LocalFederation, Setting
+from fedshift.experiment.config.experiment import parse
+from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut
+from fedshift.experiment.plan import budgets, rounds_needed, site_budget, site_plans
+from fedshift.experiment.protocol import Split, split_of, taking_part, with_wrong_labels
+from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.site_runner import Setting
 from fedshift.federation.training import Training
 from fedshift.methods.base import Method
 from fedshift.methods.federated.csac import CSAC

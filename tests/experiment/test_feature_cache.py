@@ -17,8 +17,8 @@ import fedshift
 from fedshift.data.locate import cache_dir
 from fedshift.errors import UserError
 from fedshift.experiment import features as cache
+from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.predict import load_model
-from fedshift.experiment.schema import parse
 from fedshift.models import registry as models
 
 SIDE = 32

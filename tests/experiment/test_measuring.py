@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
-from fedshift.data.view import SiteData
-from fedshift.experiment.evaluate import Evaluator, predictions
+from fedshift.data.site_data import SiteData
 from fedshift.experiment.protocol import Split
+from fedshift.experiment.runs.evaluator import Evaluator, predictions
 from fedshift.federation.federation import Federation
 from fedshift.methods.base import Method, State
 from fedshift.models import registry as models

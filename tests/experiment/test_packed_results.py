@@ -17,7 +17,8 @@ from fedshift.errors import UserError
 from fedshift.evaluation import packing
 from fedshift.report.collect import collect, read_rounds
 from fedshift.report.page import page
-from fedshift.report.table import as_json, table_of
+from fedshift.report.table import table_of
+from fedshift.report.table_formats import as_json
 
 METHODS = [{"name": "fedavg"}, {"name": "csac"}]
 

@@ -11,9 +11,10 @@ from small import experiment, sites
 
 import fedshift
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
-from fedshift.experiment import part as part_module
-from fedshift.experiment.conduct import pooled_bytes
-from fedshift.experiment.protocol import Split, rounds_needed, site_budget, site_plans
+from fedshift.experiment.plan import rounds_needed, site_budget, site_plans
+from fedshift.experiment.protocol import Split
+from fedshift.experiment.runs import one_run as part_module
+from fedshift.experiment.runs.round_loop import pooled_bytes
 from fedshift.federation.training import Training
 from fedshift.methods import registry
 from fedshift.methods.base import Method

@@ -14,22 +14,13 @@ from small import experiment, features, save, sites
 
 import fedshift
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
-from fedshift.data.view import epoch_batches
+from fedshift.data.site_data import batches_per_epoch, epoch_batches
 from fedshift.errors import UserError
-from fedshift.experiment.protocol import (
-    POOL,
-    Split,
-    batches_per_epoch,
-    budgets,
-    parts_of,
-    rounds_needed,
-    site_budget,
-    site_plans,
-    split_of,
-)
-from fedshift.experiment.schema import parse
-from fedshift.experiment.sections import LeaveOneOut, LocalEngine
-from fedshift.federation.local import SitePlan
+from fedshift.experiment.config.experiment import parse
+from fedshift.experiment.config.sections import LeaveOneOut, LocalEngine
+from fedshift.experiment.plan import POOL, budgets, parts_of, rounds_needed, site_budget, site_plans
+from fedshift.experiment.protocol import Split, split_of
+from fedshift.federation.site_runner import SitePlan
 from fedshift.federation.training import Training
 from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg

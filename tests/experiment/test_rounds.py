@@ -11,8 +11,8 @@ from small import Stop, experiment, outcome, sites
 
 import fedshift
 from fedshift.evaluation.records import RoundRecord
-from fedshift.experiment.context import Reporter
-from fedshift.experiment.protocol import Part
+from fedshift.experiment.plan import Part
+from fedshift.experiment.runs.context import Reporter
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"name": "fedavg"},

@@ -16,15 +16,15 @@ from typer.testing import CliRunner
 
 import fedshift
 from fedshift.api import Results
+from fedshift.audit.leakage import audit_leakage
 from fedshift.cli.app import app
 from fedshift.data.builders.discs_and_cups import DiscsAndCups
 from fedshift.data.checks import checked
 from fedshift.data.domain import Domain
 from fedshift.errors import UserError
 from fedshift.evaluation.metrics import harmonic_mean
-from fedshift.experiment.leakage import audit_leakage
+from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.predict import load_model
-from fedshift.experiment.schema import parse
 from fedshift.functional.losses import task_loss
 from fedshift.models import registry
 from fedshift.models.unet import UNet

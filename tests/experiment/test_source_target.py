@@ -17,11 +17,12 @@ import fedshift
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.errors import UserError
 from fedshift.evaluation.metrics import harmonic_mean
-from fedshift.experiment.context import Reporter
+from fedshift.experiment.config.experiment import parse
+from fedshift.experiment.config.sections import LocalEngine, SourceTarget
 from fedshift.experiment.distance import proxy_distances
-from fedshift.experiment.protocol import parts_of, roles_of, site_plans, split_of, targets_of
-from fedshift.experiment.schema import parse
-from fedshift.experiment.sections import LocalEngine, SourceTarget
+from fedshift.experiment.plan import parts_of, site_plans
+from fedshift.experiment.protocol import roles_of, split_of, targets_of
+from fedshift.experiment.runs.context import Reporter
 from fedshift.methods.base import Method
 from fedshift.methods.federated.mdfnet import MDFNet
 from fedshift.methods.pooled.cdan import CDAN

@@ -21,7 +21,7 @@ import fedshift
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.predict import load_model
 from fedshift.federation.messages import pieces
-from fedshift.federation.recipes import import_file
+from fedshift.import_paths import import_file
 
 
 @pytest.mark.parametrize(

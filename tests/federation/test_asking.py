@@ -14,8 +14,9 @@ import torch
 from tiny import CNN, domains, federation, training
 
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
-from fedshift.federation import federation as federation_module
-from fedshift.federation.federation import Answer, Federation, Replies, Request
+from fedshift.federation import exchange as federation_module
+from fedshift.federation.exchange import Answer, Replies, Request
+from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Features, PerSite, Reply, Statistics, Update
 from fedshift.federation.site import Site
 from fedshift.methods.base import Method, State, trained_mean

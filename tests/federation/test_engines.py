@@ -16,10 +16,10 @@ from tiny import CNN, NORMED, domains, federation, run, start_of, step_on, vecto
 from fedshift.data.domain import Domain, SparseRows
 from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.federation import Federation
-from fedshift.federation.local import LocalFederation
+from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.local.pool import BUFFERED_ANSWERS, WorkerPool
+from fedshift.federation.local.worker import read_domain
 from fedshift.federation.messages import PerSite
-from fedshift.federation.pool import BUFFERED_ANSWERS, WorkerPool
-from fedshift.federation.worker import read_domain
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State
 

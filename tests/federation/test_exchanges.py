@@ -12,9 +12,9 @@ from test_asking import Fake, Probe, asked, numbered
 from tiny import images, setting
 
 from fedshift.errors import FedshiftError, KindRefused, TrainingDiverged
-from fedshift.federation.federation import Answer, Missing, Request
-from fedshift.federation.local import SitePlan, SiteRunner
+from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.messages import PerSite, Update
+from fedshift.federation.site_runner import SitePlan, SiteRunner
 from fedshift.weights import Weights
 
 BUDGET = {"a": 10, "b": 40, "c": 7, "d": 5}

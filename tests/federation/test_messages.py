@@ -15,8 +15,8 @@ from tiny import NORMED, domains, setting
 from torch import Tensor
 
 from fedshift.errors import FedshiftError, UserError
-from fedshift.federation.files import read_message, write_message
 from fedshift.federation.ledger import Ledger
+from fedshift.federation.message_files import read_message, write_message
 from fedshift.federation.messages import (
     KINDS,
     Features,

@@ -15,9 +15,10 @@ from tiny import CNN, NORMED, domains, federation, plans, run, setting, start_of
 import fedshift
 from fedshift.errors import FedshiftError
 from fedshift.federation.federation import Federation
-from fedshift.federation.local import LocalFederation, SitePlan
-from fedshift.federation.pool import WorkerPool
+from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.local.pool import WorkerPool
 from fedshift.federation.site import Batch, Envelope, Site
+from fedshift.federation.site_runner import SitePlan
 from fedshift.methods import registry
 from fedshift.methods.base import Method
 from fedshift.methods.pooled.deepall import DeepAll

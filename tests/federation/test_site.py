@@ -17,10 +17,11 @@ from tiny import CNN, MLP, NORMED, images, plans, setting, vectors
 from torch import nn
 
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
-from fedshift.federation.local import SiteRunner
 from fedshift.federation.messages import Statistics
 from fedshift.federation.randomness import derive_seed, generator
-from fedshift.federation.site import Batch, Envelope, Role, Site, SiteMemory
+from fedshift.federation.site import Batch, Envelope, Role, Site
+from fedshift.federation.site_memory import SiteMemory
+from fedshift.federation.site_runner import SiteRunner
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.weights import Weights
 

@@ -12,7 +12,8 @@ from tiny import training
 from torch import Tensor, nn
 
 from fedshift.federation.messages import Statistics
-from fedshift.federation.site import Envelope, SiteMemory
+from fedshift.federation.site import Envelope
+from fedshift.federation.site_memory import SiteMemory
 from fedshift.weights import Weights
 
 SLOPES = (torch.tensor([0.5, -1.0]), torch.tensor([0.25, 2.0]), torch.tensor([-1.5, 0.75]))

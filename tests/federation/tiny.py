@@ -10,9 +10,10 @@ import numpy as np
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
-from fedshift.federation.local import LocalFederation, Setting, SitePlan
-from fedshift.federation.pool import PoolFederation, WorkerPool
+from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.local.pool import PoolFederation, WorkerPool
 from fedshift.federation.site import Role
+from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.federation.training import Training
 from fedshift.methods.base import Method, State
 from fedshift.models import registry as models

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedshift.errors import UserError
+from fedshift.functional.averaging import merge_moments, weighted_average
 from fedshift.functional.batchnorm import batchnorm_distance, batchnorm_objective, quadratic_kernel_mmd
-from fedshift.weights import Weights, merge_moments, weighted_average
+from fedshift.weights import Weights
 
 MEANS, VARIANCES = torch.tensor([[0.0], [2.0]]).double(), torch.tensor([[1.0], [3.0]]).double()
 SHARES = torch.tensor([0.25, 0.75]).double()

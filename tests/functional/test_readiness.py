@@ -9,7 +9,7 @@ import torch
 
 from fedshift.errors import UserError
 from fedshift.functional.losses import entropy_of_logits
-from fedshift.functional.win_win import is_ready, names_few_classes, progress_since
+from fedshift.functional.mdfnet_schedule import is_ready, names_few_classes, progress_since
 
 
 def test_the_gate_compares_with_guessing() -> None:

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedshift.functional.aggregation import divergence_aggregate
-from fedshift.weights import MeanAccumulator, Weights
+from fedshift.functional.averaging import MeanAccumulator
+from fedshift.functional.divergence_weighting import divergence_aggregate
+from fedshift.weights import Weights
 
 NUMBERS = 250_000  # a model of 1 MB
 

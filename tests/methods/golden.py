@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "federation"))
 
 from tiny import NORMED, domains, evaluated, normed_for, run, start_of
 
-from fedshift.federation.local import LocalFederation
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.randomness import derive_seed
-from fedshift.methods import blocks, registry
+from fedshift.methods import heads, registry
 
 FILE = Path(__file__).with_name("golden.json")
 SIZES = {"north": 32, "south": 24, "west": 16}
@@ -85,7 +85,7 @@ def seed_of_rounded(*parts: Any) -> int:
     return derive_seed(*(round(part, 3) if isinstance(part, float) else part for part in parts))
 
 
-@mock.patch.object(blocks, "derive_seed", seed_of_rounded)
+@mock.patch.object(heads, "derive_seed", seed_of_rounded)
 def record(name: str) -> tuple[Record, dict[str, tuple[int, float]]]:
     """Numbers of the method's runs on images and on vectors; beside them, classes predicted and accuracy in per cent.
 

@@ -11,7 +11,7 @@ from tiny import MLP, NORMED, federation, run, step_on, vectors
 
 from fedshift.data.domain import Domain
 from fedshift.federation.federation import Federation
-from fedshift.federation.local import LocalFederation
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Site
 from fedshift.methods.base import State
 from fedshift.methods.federated.fedavg import FedAvg

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Batch, Envelope, Site
+from fedshift.functional.averaging import is_buffer
 from fedshift.methods.federated.kd3a import KD3A
 from fedshift.models.network import Network
-from fedshift.weights import Weights, is_buffer
+from fedshift.weights import Weights
 
 
 def first_of_largest(values: Sequence[float]) -> int:

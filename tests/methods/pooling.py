@@ -9,7 +9,7 @@ import torch
 from tiny import MLP, domains, federation, start_of
 from torch import Tensor, nn
 
-from fedshift.federation.local import LocalFederation
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Envelope, Site
 from fedshift.methods.base import Method

@@ -17,15 +17,16 @@ from torch import Tensor
 
 import fedshift
 from fedshift.data.domain import Domain
-from fedshift.data.view import SiteData
+from fedshift.data.site_data import SiteData
 from fedshift.errors import UserError
+from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.predict import load_model
-from fedshift.experiment.schema import parse
 from fedshift.federation.federation import Federation
-from fedshift.federation.local import LocalFederation, Setting
-from fedshift.federation.pool import WorkerPool
-from fedshift.federation.recipes import setting_from, setting_recipe
+from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.local.pool import WorkerPool
+from fedshift.federation.setting_json import setting_from, setting_recipe
 from fedshift.federation.site import Site
+from fedshift.federation.site_runner import Setting
 from fedshift.functional.colour import rgb_to_lab
 from fedshift.functional.styles import channel_styles
 from fedshift.methods import registry
@@ -37,8 +38,8 @@ from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedprox import FedProx
 from fedshift.methods.federated.fedsr import FedSR
 from fedshift.methods.federated.oracle import Oracle
-from fedshift.methods.in_front import InFront
 from fedshift.methods.pooled.deepall import DeepAll
+from fedshift.methods.wrapper import InFront
 from fedshift.models import registry as models
 from fedshift.models.style_transfer import decoder, encoder
 

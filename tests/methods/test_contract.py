@@ -32,13 +32,15 @@ from tiny import (
 )
 
 from fedshift.data.domain import DataSet, Domain
-from fedshift.data.view import SiteData
+from fedshift.data.site_data import SiteData
+from fedshift.experiment import plan as plan_module
 from fedshift.experiment import protocol
-from fedshift.experiment.folder import RunFolder
-from fedshift.experiment.sections import AdaptToOne, LeaveOneOut, Protocol
+from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut, Protocol
+from fedshift.experiment.runs.run_folder import RunFolder
 from fedshift.federation.federation import known_kinds
-from fedshift.federation.local import LocalFederation, Setting
-from fedshift.federation.recipes import setting_from, setting_recipe
+from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.setting_json import setting_from, setting_recipe
+from fedshift.federation.site_runner import Setting
 from fedshift.methods import registry
 from fedshift.methods.base import Method, RunPlan
 from fedshift.models import registry as models
@@ -211,7 +213,7 @@ def test_the_unseen_site_is_never_touched(name: str) -> None:
     )
     with pytest.raises(AssertionError, match="of the unseen site was read"):
         _ = poisoned.domains["hidden"].inputs
-    plans = protocol.site_plans(method, poisoned, split)
+    plans = plan_module.site_plans(method, poisoned, split)
     whole = Setting(method, training(), models.parse(CNN), data.preprocessing, (1, 12, 12), CLASSES, 3, 0, "cpu")
     names = [plan.name for plan in plans]
     assert "hidden" not in names
@@ -233,7 +235,7 @@ def test_the_labels_of_a_target_that_takes_part_change_nothing(name: str) -> Non
     for shift in (0, 1):
         other = replace(data.domains["hidden"], labels=(data.domains["hidden"].labels + shift) % CLASSES)
         shown = replace(data, domains={**data.domains, "hidden": other})
-        plans = protocol.site_plans(method, shown, split)
+        plans = plan_module.site_plans(method, shown, split)
         whole = Setting(method, training(), models.parse(CNN), data.preprocessing, (1, 12, 12), CLASSES, 3, 0, "cpu")
         where = LocalFederation(plans, whole, budget=dict.fromkeys([plan.name for plan in plans], 100), rounds=2)
         states.append(step_on(method, where, method.start(where, start_of(method))))
@@ -317,11 +319,11 @@ def test_all_methods_train_on_the_same_number_of_mini_batches(kind: Protocol) ->
     methods = [method for method in methods if isinstance(kind, AdaptToOne) or not method.needs_target]
     totals = []
     for method in methods:
-        budget = protocol.budgets(method, methods, training(), split)
+        budget = plan_module.budgets(method, methods, training(), split)
         assert budget["large"] > 2 * 5  # acquisition costs something
-        plans = protocol.site_plans(method, data, split)
-        allowed = protocol.site_budget(budget, plans)
-        rounds = protocol.rounds_needed(method, training(), split, budget)
+        plans = plan_module.site_plans(method, data, split)
+        allowed = plan_module.site_budget(budget, plans)
+        rounds = plan_module.rounds_needed(method, training(), split, budget)
         whole = Setting(method, training(), models.parse(CNN), data.preprocessing, (1, 12, 12), CLASSES, 3, 0, "cpu")
         where = LocalFederation(plans, whole, budget=allowed, rounds=rounds)
         state = method.start(where, start_of(method))

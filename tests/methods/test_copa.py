@@ -13,14 +13,14 @@ from torch import Tensor, nn
 import fedshift
 from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
-from fedshift.federation.local import LocalFederation
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Site
 from fedshift.methods.base import RunPlan
-from fedshift.methods.blocks import BatchInstanceNorm2d
 from fedshift.methods.federated.copa import COPA
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.models import registry as models
 from fedshift.models.network import Network
+from fedshift.models.normalisation import BatchInstanceNorm2d
 from fedshift.models.payload import payload
 from fedshift.weights import Weights
 

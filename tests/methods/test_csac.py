@@ -11,7 +11,7 @@ from tiny import CNN, LINEAR, MLP, NORMED, domains, federation, images, run, sta
 from torch import Tensor
 
 from fedshift.errors import UserError
-from fedshift.federation.local import LocalFederation
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Batch, Envelope, Site
 from fedshift.functional.mmd import MULTIPLIERS
 from fedshift.methods.base import RunPlan, State
@@ -233,7 +233,7 @@ def test_shares_are_those_of_the_sites_that_have_them() -> None:
 
 
 def test_kept_models_on_disk_fuse_to_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedshift.federation import federation as federation_module
+    from fedshift.federation import exchange as federation_module
 
     expected, _ = run(short())
     monkeypatch.setattr(federation_module, "KEPT_IN_MEMORY", 0)

@@ -11,11 +11,11 @@ from pydantic import ValidationError
 from tiny import CNN, IMAGE, MLP, VECTOR, domains, plans, run, setting
 from torch import Tensor
 
-from fedshift.data.transforms import PRESETS, Augmentation
-from fedshift.experiment.schema import parse
-from fedshift.federation.recipes import setting_from, setting_recipe
+from fedshift.data.transforms import PRESETS, STRONG, Augmentation, strong_view
+from fedshift.experiment.config.experiment import parse
+from fedshift.federation.setting_json import setting_from, setting_recipe
 from fedshift.federation.site import Site
-from fedshift.methods.blocks import STRONG, Experts, strong_view
+from fedshift.methods.heads import Experts
 from fedshift.methods.pooled.dael import DAEL
 from fedshift.models.network import Network
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tiny import CNN, domains, federation, run, start_of
 
 from fedshift.errors import UserError
-from fedshift.federation.local import LocalFederation
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.methods.base import RunPlan
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.pooled.deepall import DeepAll

@@ -16,7 +16,7 @@ from torch import Tensor
 import fedshift
 from fedshift.data.domain import Domain
 from fedshift.errors import UserError
-from fedshift.federation.local import LocalFederation
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.messages import Spectra
 from fedshift.federation.randomness import generator
 from fedshift.methods.federated import elcfs

@@ -14,7 +14,7 @@ from tiny import federation, images, start_of
 from torch import Tensor, nn
 
 from fedshift.data.domain import Domain
-from fedshift.federation.local import LocalFederation
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Batch
 from fedshift.methods.federated.elcfs import ELCFS, _Bank
 from fedshift.models.network import Network

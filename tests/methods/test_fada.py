@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from fedshift.data.domain import Domain
 from fedshift.errors import UserError
 from fedshift.experiment.check import check
-from fedshift.experiment.schema import parse
-from fedshift.federation.local import LocalFederation
-from fedshift.federation.pool import WorkerPool
+from fedshift.experiment.config.experiment import parse
+from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.local.pool import WorkerPool
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Site
-from fedshift.methods.adversaries import Disentangler
 from fedshift.methods.base import State
 from fedshift.methods.federated.fada import FADA, shifted
+from fedshift.methods.federated.fada_networks import Disentangler
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 

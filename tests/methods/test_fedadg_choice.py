@@ -11,7 +11,7 @@ from test_fedadg import answer, descend, generated, held_out, short, site_of
 from tiny import NORMED, federation, images, start_of, step_on, vectors
 from torch import Tensor
 
-from fedshift.federation.local import LocalFederation
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.methods.federated import fedadg
 from fedshift.weights import Weights
 

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from tiny import CNN, MLP, NORMED, domains, federation, run, start_of, step_on, vectors
 
 from fedshift.errors import FedshiftError
-from fedshift.federation.federation import Replies
-from fedshift.federation.local import LocalFederation
+from fedshift.federation.exchange import Replies
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.messages import Update
 from fedshift.methods.base import State, trained_mean
 from fedshift.methods.federated.fedavg import FedAvg

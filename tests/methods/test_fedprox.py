@@ -6,10 +6,10 @@ import pytest
 import torch
 from tiny import NORMED, images, run, start_of
 
+from fedshift.functional.averaging import squared_distance
 from fedshift.functional.losses import proximal_penalty
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedprox import FedProx
-from fedshift.weights import squared_distance
 
 
 def test_worked_gradient() -> None:

@@ -11,7 +11,7 @@ from tiny import CNN, MLP, NORMED, domains, evaluated, federation, run, setting,
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
-from fedshift.federation.local import LocalFederation
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.randomness import generator
 from fedshift.methods.base import Method
 from fedshift.methods.federated.fedavg import FedAvg

@@ -15,14 +15,16 @@ from kd3a_written import EQUATIONS
 from tiny import step_on
 
 from fedshift.errors import TrainingDiverged
-from fedshift.experiment.folder import RunFolder
-from fedshift.federation.federation import Answer, Federation, Request
-from fedshift.federation.local import LocalFederation
+from fedshift.experiment.runs.run_folder import RunFolder
+from fedshift.federation.exchange import Answer, Request
+from fedshift.federation.federation import Federation
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Envelope, Site
+from fedshift.functional.averaging import is_buffer
 from fedshift.methods.base import RunPlan, State
 from fedshift.methods.federated.kd3a import KD3A
-from fedshift.weights import Weights, is_buffer
+from fedshift.weights import Weights
 
 
 def test_heads_stay_at_their_sites() -> None:

@@ -12,7 +12,7 @@ from kd3a_setting import RELEASED, kd3a, rounds_of
 from kd3a_written import EQUATIONS
 from tiny import CNN, NORMED, domains, run, vectors
 
-from fedshift.federation.pool import WorkerPool
+from fedshift.federation.local.pool import WorkerPool
 from fedshift.methods.federated.kd3a import KD3A
 
 

@@ -11,8 +11,8 @@ from test_kd3a import FIRST, SECOND, STUDENT, focus_of, of_first, told
 from tiny import LINEAR, federation
 
 from fedshift.data.domain import Domain
-from fedshift.federation.local import LocalFederation
-from fedshift.methods.teachers import Teachers
+from fedshift.federation.local.in_process import LocalFederation
+from fedshift.methods.federated.kd3a_teachers import Teachers
 from fedshift.weights import Weights
 
 NOTHING = (math.nan,) * 3

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from fedshift.errors import UserError
 from fedshift.federation.site import Site
-from fedshift.methods.blocks import Experts, redrawn
+from fedshift.methods.heads import Experts, redrawn
 from fedshift.methods.pooled.m3sda import M3SDA, step_loss
 from fedshift.models.network import Network
 

@@ -13,8 +13,8 @@ from tiny import MLP, federation, run, start_of, step_on
 from torch import nn
 
 from fedshift.errors import UserError
-from fedshift.experiment.schema import parse
-from fedshift.federation.local import LocalFederation
+from fedshift.experiment.config.experiment import parse
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Site
 from fedshift.methods.pooled.mdan import MDAN
 from fedshift.models.network import Network

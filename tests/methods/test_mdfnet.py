@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedshift.errors import UserError
-from fedshift.federation.local import LocalFederation
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Batch, Envelope, Site
 from fedshift.functional.clustering import spherical_kmeans
 from fedshift.methods.base import RunPlan
-from fedshift.methods.federated.mdfnet import Mask, MDFNet, _Halves
+from fedshift.methods.federated.mdfnet import MDFNet, _Halves
+from fedshift.methods.masks import Mask
 from fedshift.models import registry as models
 from fedshift.models.payload import payload
 from fedshift.weights import Weights

@@ -17,12 +17,13 @@ from torch.nn import functional
 
 import fedshift
 from fedshift.data.domain import Domain
-from fedshift.federation.federation import Answer, Federation, Missing, Request
-from fedshift.federation.local import LocalFederation
+from fedshift.federation.exchange import Answer, Missing, Request
+from fedshift.federation.federation import Federation
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Envelope, Site
 from fedshift.methods.base import State
-from fedshift.methods.blocks import hand_over
 from fedshift.methods.federated.mdfnet import LabelledUpdate, MDFNet, UnlabelledUpdate, _Halves
+from fedshift.methods.heads import hand_over
 
 SIZES = {"north": 16, "south": 9}
 PRACTICAL = {"setting": "practical"}

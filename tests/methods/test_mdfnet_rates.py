@@ -9,9 +9,10 @@ import pytest
 import torch
 from tiny import MLP, domains, federation, start_of, step_on
 
-from fedshift.federation.local import LocalFederation
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Site
-from fedshift.methods.federated.mdfnet import Mask, MDFNet, _Halves
+from fedshift.methods.federated.mdfnet import MDFNet, _Halves
+from fedshift.methods.masks import Mask
 from fedshift.weights import Weights
 
 

@@ -9,7 +9,7 @@ import torch
 from test_contract import method_of, run
 from tiny import CNN, MLP, normed_for, vectors
 
-from fedshift.federation.local import LocalFederation
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.methods import registry
 from fedshift.methods.federated.alone import Alone
 from fedshift.methods.federated.fedavg import FedAvg

@@ -22,7 +22,8 @@ from test_kd3a import rounds_of
 from tiny import CNN, MLP, NORMED, NORMED_CNN, domains, evaluated, images, run, start_of, step_on
 
 from fedshift.data.builders.discs_and_cups import DiscsAndCups
-from fedshift.federation.local import LocalFederation, Setting, SitePlan
+from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.federation.training import Training
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State

@@ -10,7 +10,7 @@ import torch
 from test_contract import SMALL
 from tiny import CNN, domains, plans, setting, start_of, step_on
 
-from fedshift.federation.local import LocalFederation
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State
 from fedshift.methods.federated.ccst import CCST

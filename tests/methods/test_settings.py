@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from fedshift.errors import UserError
-from fedshift.experiment.identity import comparable, first_difference
-from fedshift.experiment.schema import method_record, parse
+from fedshift.experiment.config.experiment import method_record, parse
+from fedshift.experiment.runs.identity import comparable, first_difference
 from fedshift.methods import registry
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.settings import PAPER, Settings, described, setting_of

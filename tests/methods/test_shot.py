@@ -14,8 +14,8 @@ from torch import Tensor
 import fedshift
 from fedshift.errors import UserError
 from fedshift.experiment.predict import load_model
-from fedshift.federation.local import LocalFederation
-from fedshift.federation.pool import WorkerPool
+from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.local.pool import WorkerPool
 from fedshift.federation.site import Site
 from fedshift.methods import registry
 from fedshift.methods.federated.shot import SHOT, ensemble_weights, member_weights, members_by_name

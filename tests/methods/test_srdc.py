@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedshift.errors import UserError
-from fedshift.federation.local import LocalFederation
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.messages import Statistics
 from fedshift.federation.site import Envelope
 from fedshift.functional.schedules import ramp

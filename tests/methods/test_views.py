@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from fedshift.data.domain import Preprocessing
-from fedshift.data.transforms import Augmentation
-from fedshift.methods.blocks import strong_view
+from fedshift.data.transforms import Augmentation, strong_view
 
 
 def test_a_view_that_changes_nothing_gives_the_inputs_back() -> None:

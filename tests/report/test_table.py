@@ -11,7 +11,8 @@ from rich.console import Console
 
 from fedshift.errors import UserError
 from fedshift.report.collect import collect
-from fedshift.report.table import as_json, escape_latex, latex, markdown, table, table_of, terminal
+from fedshift.report.table import table, table_of
+from fedshift.report.table_formats import as_json, escape_latex, latex, markdown, terminal
 
 Write = Callable[..., Path]
 

@@ -14,11 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from fedshift.audit.attacks import Case
+from fedshift.audit.gradient_search import Watcher
+from fedshift.audit.leakage import LeakageAudit, audit_leakage
 from fedshift.errors import UserError
-from fedshift.experiment.attacks import Case
-from fedshift.experiment.gradient_search import Watcher
-from fedshift.experiment.leakage import LeakageAudit, audit_leakage
-from fedshift.experiment.schema import load
+from fedshift.experiment.config.experiment import load
 from fedshift.files import write_bytes
 
 RECORD, PICTURE = "leakage.json", "leakage.png"
@@ -39,7 +39,7 @@ def audit_file(path: Path, overrides: Sequence[str], out: Path | None, **options
         write_bytes(folder / RECORD, (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode())
         written = [RECORD]
         if found.images:
-            from fedshift.report.leakage import picture
+            from fedshift.report.leakage_picture import picture
 
             write_bytes(folder / PICTURE, picture(found.cases))
             written.append(PICTURE)

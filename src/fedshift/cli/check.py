@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedshift.experiment.check import check
-from fedshift.experiment.schema import load
+from fedshift.experiment.config.experiment import load
 
 
 def check_file(path: Path, overrides: Sequence[str]) -> None:

@@ -12,18 +12,18 @@ from typing import Any
 
 from rich.console import Console
 
+from fedshift.deployment.coordinator import EXPERIMENT, check_deployable
+from fedshift.deployment.flare import roles
+from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
 from fedshift.errors import FedshiftError, UserError
 from fedshift.evaluation.stored import run_folders
-from fedshift.experiment.deployed import EXPERIMENT, check_deployable
-from fedshift.experiment.folder import RunFolder
-from fedshift.experiment.loop import common_settings
-from fedshift.experiment.schema import Experiment, load
-from fedshift.federation import roles
-from fedshift.federation.deployment import ENDS, Deployment
+from fedshift.experiment.config.experiment import Experiment, load
+from fedshift.experiment.runs.run_folder import RunFolder, common_settings
 from fedshift.files import write_bytes
 from fedshift.report.collect import collect
 from fedshift.report.page import write_page
-from fedshift.report.table import table_of, terminal
+from fedshift.report.table import table_of
+from fedshift.report.table_formats import terminal
 
 _ACTIONS = ("status", "logs", "abort", "resume")
 

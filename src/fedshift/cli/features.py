@@ -21,9 +21,9 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.environment import threads_set
 from fedshift.experiment.features import SiteFeatures, Watcher, all_features
-from fedshift.experiment.schema import Experiment, load
 
 
 def features_file(path: Path, overrides: Sequence[str]) -> None:

@@ -32,7 +32,7 @@ def options_table(kind: type[BaseModel], title: str = "options", without: Collec
 def show_fields(section: str | None) -> None:
     """Print the fields of an experiment's sections that are not a method, a data set or a network."""
     from fedshift.data.transforms import Augmentation
-    from fedshift.experiment.sections import ENGINES, PROTOCOLS
+    from fedshift.experiment.config.sections import ENGINES, PROTOCOLS
     from fedshift.federation.training import Training
 
     sections: dict[str, dict[str, type[BaseModel]]] = {

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 from fedshift.evaluation.records import RunResult
-from fedshift.experiment.context import Reporter
-from fedshift.experiment.protocol import Part
+from fedshift.experiment.plan import Part
+from fedshift.experiment.runs.context import Reporter
 
 FIRST, EVERY = 3.0, 10.0
 """Seconds until the first line within a run, and between two."""

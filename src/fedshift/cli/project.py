@@ -15,11 +15,11 @@ import yaml
 from rich.console import Console
 
 from fedshift.data.domain import DataSet, Domain, SparseRows
+from fedshift.deployment.flare import roles
 from fedshift.errors import FedshiftError, UserError
+from fedshift.experiment.config.experiment import Experiment, load, parse
+from fedshift.experiment.config.sections import FlareEngine, LeaveOneOut, LocalEngine
 from fedshift.experiment.protocol import taking_part, targets_of
-from fedshift.experiment.schema import Experiment, load, parse
-from fedshift.experiment.sections import FlareEngine, LeaveOneOut, LocalEngine
-from fedshift.federation import roles
 
 _SENT = ("weights", "numbers", "accuracy", "statistics", "styles", "spectra", "features")
 _FILE = """\

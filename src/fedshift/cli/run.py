@@ -24,13 +24,14 @@ from fedshift.cli.lines import Lines
 from fedshift.errors import TrainingDiverged
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.stored import is_finished, run_folders
-from fedshift.experiment.context import Reporter
-from fedshift.experiment.loop import run_experiment
-from fedshift.experiment.protocol import Part
-from fedshift.experiment.schema import Experiment, load
+from fedshift.experiment.config.experiment import Experiment, load
+from fedshift.experiment.plan import Part
+from fedshift.experiment.runs.context import Reporter
+from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.report.collect import collect
 from fedshift.report.page import write_page
-from fedshift.report.table import table_of, terminal
+from fedshift.report.table import table_of
+from fedshift.report.table_formats import terminal
 
 
 def run_file(path: Path, overrides: Sequence[str], runs: Path) -> None:

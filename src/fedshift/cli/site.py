@@ -9,12 +9,12 @@ import numpy as np
 from rich.console import Console
 
 from fedshift.data.domain import SparseRows
+from fedshift.deployment.flare import roles
+from fedshift.deployment.site_file import SitePlace, load_site, read_holding
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.environment import resolve_device, versions
-from fedshift.experiment.site_file import SitePlace, load_site, read_holding
-from fedshift.federation import roles
 from fedshift.federation.federation import known_kinds
-from fedshift.federation.policy import ACCURACY, AuditLog
+from fedshift.federation.remote.policy import ACCURACY, AuditLog
 from fedshift.methods import registry as methods
 
 

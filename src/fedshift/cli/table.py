@@ -9,7 +9,8 @@ import typer
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.selection import selection_rule
 from fedshift.report.collect import collect
-from fedshift.report.table import as_json, latex, markdown, table_of, terminal
+from fedshift.report.table import table_of
+from fedshift.report.table_formats import as_json, latex, markdown, terminal
 
 _TEXT = {"markdown": markdown, "latex": latex, "json": as_json}
 

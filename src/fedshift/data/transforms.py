@@ -257,3 +257,21 @@ def adjust_hue(images: Tensor, turn: Tensor) -> Tensor:
     offsets = torch.tensor([5.0, 3.0, 1.0], device=images.device, dtype=images.dtype).view(1, 3, 1, 1)
     place = (offsets + (sixths + 6 * turn)).remainder_(6)
     return (value - chroma * torch.minimum(place, 4 - place).clamp_(0, 1)).clamp_(0, 1)
+
+
+STRONG = Augmentation(crop_scale=(0.5, 1.0), brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, greyscale=0.2)
+"""No mirror image: where one keeps the class, the weak view has it."""
+
+
+def strong_view(
+    inputs: Tensor, augmentation: Augmentation, preprocessing: Preprocessing, generator: torch.Generator
+) -> Tensor:
+    """Images (n, c, h, w), as a network reads them, changed once more; vectors as they are."""
+    if inputs.dim() != 4:
+        return inputs
+    images = inputs
+    if preprocessing.mean is not None and preprocessing.std is not None:
+        mean, std = (inputs.new_tensor(part).view(1, -1, 1, 1) for part in (preprocessing.mean, preprocessing.std))
+        images = (inputs * std + mean).clamp(0, 1)
+    changed = normalised(augment(images, augmentation, generator), preprocessing)
+    return changed.contiguous(memory_format=torch.channels_last)

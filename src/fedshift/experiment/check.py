@@ -10,23 +10,16 @@ import torch
 
 from fedshift.data.checks import absent_classes
 from fedshift.data.domain import DataSet, Rows
-from fedshift.data.view import SiteData, batches_per_epoch, epoch_batches
-from fedshift.experiment.conduct import pooled_bytes
-from fedshift.experiment.context import data_for
+from fedshift.data.site_data import SiteData, batches_per_epoch, epoch_batches
+from fedshift.experiment.compatibility import check_fit
+from fedshift.experiment.config.experiment import Experiment
+from fedshift.experiment.config.sections import SourceTarget
 from fedshift.experiment.environment import data_fingerprint, resolve_device
 from fedshift.experiment.features import built
-from fedshift.experiment.loop import check_fit
-from fedshift.experiment.protocol import (
-    budgets,
-    roles_of,
-    rounds_needed,
-    shortest_epochs,
-    split_of,
-    taking_part,
-    targets_of,
-)
-from fedshift.experiment.schema import Experiment
-from fedshift.experiment.sections import SourceTarget
+from fedshift.experiment.plan import budgets, rounds_needed
+from fedshift.experiment.protocol import roles_of, shortest_epochs, split_of, taking_part, targets_of
+from fedshift.experiment.runs.context import data_for
+from fedshift.experiment.runs.round_loop import pooled_bytes
 from fedshift.functional.losses import task_loss
 from fedshift.methods.base import Method, RunPlan
 from fedshift.models import registry as models

@@ -16,15 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.data.domain import DataSet
+from fedshift.experiment.config.sections import Engine
 from fedshift.experiment.protocol import Split
-from fedshift.experiment.sections import Engine
 from fedshift.federation.federation import Federation
-from fedshift.federation.local import LocalFederation, Setting, SitePlan
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.messages import Reply
 from fedshift.federation.randomness import generator
 from fedshift.federation.site import Role, Site
+from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.federation.training import Training
-from fedshift.functional.win_win import proxy_distance
+from fedshift.functional.mdfnet_schedule import proxy_distance
 from fedshift.methods.base import Method, State
 from fedshift.models import registry as models
 from fedshift.weights import Weights

@@ -27,8 +27,8 @@ from fedshift.data.checks import checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Preprocessing, SparseRows
 from fedshift.data.locate import cache_dir
 from fedshift.errors import UserError
+from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.environment import resolve_device
-from fedshift.experiment.schema import Experiment
 from fedshift.files import write_bytes
 from fedshift.models import registry as models
 from fedshift.models.frozen import Extractor, Frozen

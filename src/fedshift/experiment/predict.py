@@ -17,7 +17,7 @@ from fedshift.data.inference import load_for_prediction
 from fedshift.data.transforms import to_network
 from fedshift.errors import UserError
 from fedshift.experiment.features import backbone_of
-from fedshift.experiment.folder import MODEL
+from fedshift.experiment.runs.run_folder import MODEL
 from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
 from fedshift.models import registry as models

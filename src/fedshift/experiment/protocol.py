@@ -1,36 +1,20 @@
-"""Which sites have which role, which rows train, are held out and are measured, and how much work a run may do."""
+"""Which sites have which role in a run, and which of their rows train, are held out and are measured."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from fedshift.data.domain import DataSet, Domain, Rows
+from fedshift.data.site_data import batches_per_epoch
 from fedshift.data.splits import part_rows
-from fedshift.data.view import batches_per_epoch
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.summary import AVERAGE
-from fedshift.experiment.schema import Experiment
-from fedshift.experiment.sections import AdaptToOne, LeaveOneOut, Protocol, SourceTarget
-from fedshift.federation.local import SitePlan
+from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut, Protocol, SourceTarget
 from fedshift.federation.training import Training
 from fedshift.functional.poisoning import wrong_labels
-from fedshift.methods.base import Method
-
-POOL = "pool"
-"""Name of the one site that holds all sources for a pooled baseline."""
-
-
-@dataclass(frozen=True)
-class Part:
-    """One run of an experiment: a method, the domain that is the target (or the name of a pair), a seed."""
-
-    method: Method
-    target: str
-    seed: int
 
 
 @dataclass(frozen=True)
@@ -104,16 +88,6 @@ def roles_of(protocol: Protocol, data: DataSet, target: str) -> tuple[tuple[str,
     )
 
 
-def parts_of(experiment: Experiment, data: DataSet) -> list[Part]:
-    """Every run of the experiment, seed by seed so that early results cover all targets and methods."""
-    return [
-        Part(method, target, seed)
-        for seed in experiment.protocol.seeds
-        for target in targets_of(experiment.protocol, data)
-        for method in experiment.methods
-    ]
-
-
 def split_of(protocol: Protocol, data: DataSet, target: str, seed: int) -> Split:
     """The rows of one (target, seed); the same for every method.
 
@@ -179,32 +153,6 @@ def domain_rows(protocol: LeaveOneOut | AdaptToOne, domain: Domain, seed: int) -
     return part_rows(domain, protocol.test_fraction, seed, kind)
 
 
-def budgets(method: Method, methods: Sequence[Method], training: Training, split: Split) -> dict[str, int]:
-    """Mini-batches that each site may train on in a run of ``method``.
-
-    All sites together get what the most demanding of ``methods`` needs (or `mini_batches` times their number), the
-    same for every method. They share it as the method itself spends it, so all of them are done in the same round: a
-    site that is done early would go on voting with a model it did not train. Methods that count in epochs all share it
-    alike. What a method trains at an unlabelled target counts like any other mini-batch.
-    """
-
-    def needs(candidate: Method) -> dict[str, int]:
-        def epoch(rows: Rows) -> int:
-            return batches_per_epoch(len(rows), training.batch_size)
-
-        return {site: candidate.mini_batches(epoch(rows), training.rounds) for site, rows in split.train.items()} | {
-            site: candidate.target_mini_batches(epoch(rows), training.rounds) for site, rows in split.unlabelled.items()
-        }
-
-    fixed = training.mini_batches
-    total = fixed * len(split.train) if fixed else max(sum(needs(candidate).values()) for candidate in methods)
-    own = needs(method)
-    whole = sum(own.values())
-    if whole == 0:  # a method that announces no training
-        return dict.fromkeys(own, -(-total // len(own)))
-    return {site: -(-need * total // whole) for site, need in own.items()}
-
-
 def shortest_epochs(training: Training, splits: Iterable[Split]) -> dict[str, int]:
     """Mini-batches of an epoch at each source, in the split in which it has the fewest."""
     fewest: dict[str, int] = {}
@@ -213,53 +161,6 @@ def shortest_epochs(training: Training, splits: Iterable[Split]) -> dict[str, in
             steps = batches_per_epoch(len(rows), training.batch_size)
             fewest[site] = min(steps, fewest.get(site, steps))
     return fewest
-
-
-def rounds_needed(method: Method, training: Training, split: Split, budget: Mapping[str, int]) -> int:
-    """Rounds until every site has used its budget: ``training.rounds``, or more for a method that needs less in each.
-
-    0 when the budget is used up before the first round.
-    """
-    if method.pooled or method.supervised_target:
-        total = sum(budget.values())
-        return math.ceil(total / math.ceil(total / training.rounds))
-    needed: list[int] = []
-    for trained, chosen in ((method.mini_batches, split.train), (method.target_mini_batches, split.unlabelled)):
-        for site, rows in chosen.items():
-            per_epoch = batches_per_epoch(len(rows), training.batch_size)
-            per_round = trained(per_epoch, 2) - trained(per_epoch, 1)
-            before = trained(per_epoch, 1) - per_round
-            if per_round > 0:
-                needed.append(math.ceil((budget[site] - before) / per_round))
-    # A method that trains nothing in its rounds has those of the experiment.
-    return max(0, *needed) if needed else training.rounds
-
-
-def site_plans(method: Method, data: DataSet, split: Split) -> list[SitePlan]:
-    """The sites a method talks to: one per source and per target that takes part, or one pool. An unseen target is not
-    among them.
-    """
-    names = [name for name in data.domains if name in split.train]
-    parts = [(data.domains[name], split.train[name], number) for number, name in enumerate(names)]
-    unlabelled = [
-        (data.domains[name], rows, number) for number, (name, rows) in enumerate(split.unlabelled.items(), len(names))
-    ]
-    if method.supervised_target:
-        return [SitePlan(domain.name, "source", [(domain, rows, 0)]) for domain, rows, _ in unlabelled]
-    if method.pooled:
-        return [SitePlan(POOL, "source", parts, unlabelled if method.needs_target else ())]
-    held_out = {
-        name: [(data.domains[name], rows, 0)]
-        for name, rows in split.held_out.items()
-        if method.uses_held_out and len(rows)
-    }
-    sources = [SitePlan(part[0].name, "source", [part], held_out=held_out.get(part[0].name, ())) for part in parts]
-    return sources + [SitePlan(part[0].name, "target", [part]) for part in unlabelled]
-
-
-def site_budget(budget: Mapping[str, int], plans: Sequence[SitePlan]) -> dict[str, int]:
-    """The budget by site as the method sees it: one site in place of all may do the work of all."""
-    return {plans[0].name: sum(budget.values())} if len(plans) == 1 else dict(budget)
 
 
 def taking_part(protocol: Protocol, data: DataSet) -> DataSet:

@@ -5,6 +5,8 @@ weights.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -18,3 +20,12 @@ def derive_seed(*parts: object) -> int:
 def generator(*parts: object) -> torch.Generator:
     """A CPU generator seeded by `derive_seed`. Draws are made on the CPU so that every device sees the same batches."""
     return torch.Generator().manual_seed(derive_seed(*parts))
+
+
+@contextmanager
+def drawn_from(seed: int) -> Iterator[None]:
+    """Inside, PyTorch's CPU generator starts at ``seed``; afterwards it stands where it stood."""
+    with torch.random.fork_rng(devices=[]):
+        # Not torch.manual_seed, which would also reset every accelerator's generator.
+        torch.default_generator.manual_seed(seed)
+        yield

@@ -6,20 +6,19 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from fedshift.data.site_data import SiteData, batches_per_epoch, epoch_batches
 from fedshift.data.transforms import normalised, to_pixels
-from fedshift.data.view import SiteData, batches_per_epoch, epoch_batches
-from fedshift.errors import FedshiftError, TrainingDiverged, UserError
-from fedshift.federation.files import read_message, write_message
+from fedshift.errors import FedshiftError, TrainingDiverged
 from fedshift.federation.messages import Content, Statistics
 from fedshift.federation.randomness import derive_seed, generator
+from fedshift.federation.site_memory import SiteMemory
 from fedshift.federation.training import Training
 from fedshift.models.network import Network
 from fedshift.models.products import with_products
@@ -50,66 +49,6 @@ class Batch:
         if self.labels is None:
             raise FedshiftError("a step asked an unlabelled target for labels")
         return self.labels
-
-
-class SiteMemory(MutableMapping[str, Content]):
-    """What a site remembers between exchanges under declared names. It is saved with the checkpoint and never sent.
-
-    Each entry is one file, written only when it changed; the file name holds the exchange that wrote it, so an
-    interrupted save never spoils what an older checkpoint points to.
-    """
-
-    def __init__(self, declared: Iterable[str]) -> None:
-        self._declared = frozenset(declared)
-        self._entries: dict[str, Content] = {}
-        self._files: dict[str, str] = {}
-
-    def __getitem__(self, name: str) -> Content:
-        return self._entries[name]
-
-    def __setitem__(self, name: str, content: Content) -> None:
-        if name not in self._declared:
-            raise FedshiftError(f"site memory '{name}' is not declared by the method (its `memory` class attribute)")
-        self._entries[name] = content
-        self._files.pop(name, None)
-
-    def __delitem__(self, name: str) -> None:
-        del self._entries[name]
-        self._files.pop(name, None)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def weights(self, name: str) -> Weights:
-        """The entry ``name``, which must be `Weights`. Raises FedshiftError when an earlier step did not leave it."""
-        if name not in self._entries:
-            raise FedshiftError(f"site memory '{name}' is empty: the step that fills it went wrong at this site")
-        content = self._entries[name]
-        if not isinstance(content, Weights):
-            raise FedshiftError(f"site memory '{name}' holds {type(content).__name__}, not Weights")
-        return content
-
-    def save(self, folder: Path, version: int) -> dict[str, str]:
-        """Write the entries that changed since the last save; returns entry → file name for the checkpoint."""
-        for name, content in self._entries.items():
-            if name not in self._files:
-                file = f"{name}-{version}.safetensors"
-                write_message(folder / file, {name: content})
-                self._files[name] = file
-        return dict(self._files)
-
-    def load(self, folder: Path, files: Mapping[str, str]) -> None:
-        """Forget everything and read the entries a checkpoint names."""
-        entries: dict[str, Content] = {}
-        for name, file in files.items():
-            content, _ = read_message(folder / file)
-            if name not in content:
-                raise UserError(f"{folder / file} does not hold '{name}': delete the run's folder and run again")
-            entries[name] = content[name]
-        self._entries, self._files = entries, dict(files)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
 """BatchNorm-MMD: how far BatchNorm's statistics of several models are from a batch and from each other (KD3A, Feng et
-al., ICML 2021; section 7.3). Its closed-form minimiser is `fedshift.weights.merge_moments`."""
+al., ICML 2021; section 7.3). Its closed-form minimiser is `fedshift.functional.averaging.merge_moments`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from fedshift.errors import UserError
-from fedshift.weights import Weights, is_buffer
+from fedshift.functional.averaging import is_buffer
+from fedshift.weights import Weights
 
 _MEAN = "running_mean"
 _VARIANCE = "running_var"

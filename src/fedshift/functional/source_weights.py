@@ -6,7 +6,7 @@ Shares are lists of floats, one per source, in float64.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -129,3 +129,16 @@ def _counts(samples: Sequence[int], sources: int) -> Tensor:
     if min(samples) < 1:
         raise UserError(f"every source needs at least one sample, found {list(samples)}")
     return torch.tensor(samples, dtype=torch.float64)
+
+
+def rounded_shares(samples: Mapping[str, int], decimals: int = 2) -> dict[str, float]:
+    """``N_k/ΣN`` rounded, the last site's share completing the others to 1 (the released code of ELCFS).
+
+    Raises UserError when there is no sample.
+    """
+    total = sum(samples.values())
+    if total <= 0:
+        raise UserError("shares need at least one sample")
+    *others, last = samples
+    shares = {site: round(samples[site] / total, decimals) for site in others}
+    return {**shares, last: 1.0 - sum(shares.values())}

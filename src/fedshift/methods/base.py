@@ -12,14 +12,16 @@ from torch import Tensor
 
 from fedshift.data.domain import Task
 from fedshift.errors import FedshiftError
-from fedshift.federation.federation import Federation, Replies
+from fedshift.federation.exchange import Replies
+from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Content, Number, Reply, Update
-from fedshift.federation.recipes import place_of
 from fedshift.federation.site import Site
+from fedshift.functional.averaging import MeanAccumulator, weighted_average
+from fedshift.import_paths import place_of
 from fedshift.methods.settings import PAPER, Settings, with_setting
 from fedshift.models.network import Network
 from fedshift.models.payload import payload
-from fedshift.weights import MeanAccumulator, Weights, weighted_average
+from fedshift.weights import Weights
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fedshift.errors import UserError
 from fedshift.functional.masking import draws_like, straight_through_mask
-from fedshift.methods.blocks import with_block
+from fedshift.methods.heads import with_block
 from fedshift.models.network import Network
 
 

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from fedshift.errors import UserError, nearest
-from fedshift.federation.recipes import import_file
+from fedshift.import_paths import import_file
 from fedshift.methods.base import Method
 
 METHODS: Mapping[str, str] = {

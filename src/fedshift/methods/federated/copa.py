@@ -44,16 +44,18 @@ import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from fedshift.data.transforms import NamedAugmentation
+from fedshift.data.transforms import STRONG, NamedAugmentation, strong_view
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, PerSite, Reply
 from fedshift.federation.site import Batch, Site
+from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.experts import confident_pseudo_labels, unlabelled_ensemble_loss
 from fedshift.methods.base import Method, RunPlan, State, Traffic
-from fedshift.methods.blocks import STRONG, Experts, hybrid_normalised, strong_view, with_experts
+from fedshift.methods.heads import Experts, with_experts
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
-from fedshift.weights import MeanAccumulator, Weights
+from fedshift.models.normalisation import hybrid_normalised
+from fedshift.weights import Weights
 
 _HEADS = "classifier.heads"
 

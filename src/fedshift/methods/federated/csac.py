@@ -47,12 +47,13 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from fedshift.errors import UserError, nearest
-from fedshift.federation.federation import Federation, Replies
+from fedshift.federation.exchange import Replies
+from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Update
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.aggregation import divergence_aggregate
 from fedshift.functional.attention import cross_layer_attention
+from fedshift.functional.divergence_weighting import divergence_aggregate
 from fedshift.functional.losses import smoothed_cross_entropy
 from fedshift.functional.mmd import cross_multi_kernel_mmd, multi_kernel_mmd
 from fedshift.functional.projection import projection_layer

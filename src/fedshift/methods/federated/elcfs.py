@@ -59,10 +59,10 @@ from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, PerSite, Reply, Spectra, Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.aggregation import rounded_shares
 from fedshift.functional.losses import task_loss
 from fedshift.functional.meta_learning import inner_step, with_gradient
 from fedshift.functional.segmentation import boundary_loss
+from fedshift.functional.source_weights import rounded_shares
 from fedshift.functional.spectra import half_width, interpolated, low_frequencies
 from fedshift.methods.base import Method, RunPlan, State, Traffic, trained_mean
 from fedshift.methods.settings import Settings

@@ -64,14 +64,15 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Features, PerSite, Reply, Update
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Batch, Site
+from fedshift.functional.averaging import is_buffer, weighted_average
 from fedshift.functional.clustering import dispersion
 from fedshift.functional.source_weights import gain_weights, relative_gains
-from fedshift.methods.adversaries import NOTHING, Disentangler, DomainIdentifiers, square_layer
 from fedshift.methods.base import Method, RunPlan, State, Traffic
-from fedshift.methods.blocks import with_block, with_own_statistics
+from fedshift.methods.federated.fada_networks import NOTHING, Disentangler, DomainIdentifiers, square_layer
+from fedshift.methods.heads import with_block, with_own_statistics
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
-from fedshift.weights import Weights, is_buffer, weighted_average
+from fedshift.weights import Weights
 
 _BYTES_OF_FLOAT = 4
 

@@ -50,16 +50,16 @@ from torch import Tensor, nn
 
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply
-from fedshift.federation.randomness import derive_seed
+from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.randomness import generator as seeded
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import reference_distribution as reference
+from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.losses import smoothed_cross_entropy
 from fedshift.methods.base import Method, State
-from fedshift.methods.blocks import drawn_from
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
-from fedshift.weights import MeanAccumulator, Weights
+from fedshift.weights import Weights
 
 _LEAST_RATE = 1e-7
 

@@ -52,7 +52,7 @@ from fedshift.federation.randomness import generator
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.representation import gaussian_divergence, mean_prediction, norm_regulariser
 from fedshift.methods.base import Method, State, trained_mean
-from fedshift.methods.blocks import with_block
+from fedshift.methods.heads import with_block
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights

@@ -62,18 +62,20 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from fedshift.errors import TrainingDiverged, UserError
-from fedshift.federation.federation import Federation, Missing
+from fedshift.federation.exchange import Missing
+from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Reply, Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import knowledge_vote as votes
 from fedshift.functional import schedules
+from fedshift.functional.averaging import is_buffer, weighted_average
 from fedshift.functional.consensus_focus import FocusTally
-from fedshift.methods import source_shares
 from fedshift.methods.base import Method, RunPlan, State, Traffic
+from fedshift.methods.federated import kd3a_shares
+from fedshift.methods.federated.kd3a_teachers import BatchNormAlignment, Teachers, with_private
 from fedshift.methods.settings import Settings
-from fedshift.methods.teachers import BatchNormAlignment, Teachers
 from fedshift.models.network import Network
-from fedshift.weights import Weights, is_buffer, weighted_average
+from fedshift.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class KD3A(Method):
     labels: Literal["soft", "hard"] = Field(
         "soft", description="p with weight n_p (paper), or the winner with 0/1 (code)"
     )
-    focus: source_shares.Focus = Field(
+    focus: kd3a_shares.Focus = Field(
         "leave_one_out",
         description="source shares: consensus focus (paper; shapley: code), N_k (ablation), or other weightings",
     )
@@ -205,7 +207,7 @@ class KD3A(Method):
 
     def fit(self, site: Site, weights: Weights) -> Update:
         """At a source: cross-entropy from the aggregate."""
-        model = site.model(self._own(site, weights))
+        model = site.model(with_private(site, weights))
         optimizer = site.optimizer(model, memory="optimizer")
         loss = site.minimise(
             lambda batch: F.cross_entropy(model(batch.inputs), batch.targets),
@@ -238,7 +240,7 @@ class KD3A(Method):
             whole_epoch=self.aggregations_per_epoch <= 1,
             tally=self._tally(site, len(models), gate),
         )
-        student = site.model(self._own(site, weights))
+        student = site.model(with_private(site, weights))
 
         def loss_of(batch: Batch) -> Tensor:
             consensus = self._consensus(teachers.predictions(batch), gate)
@@ -263,20 +265,20 @@ class KD3A(Method):
         trained = teachers.weights(models)
         models, trained = ({name: of[name] for name in sound} for of in (models, trained))
         samples = {name: samples[name] for name in sound}
-        alphas = source_shares.of_round(
+        alphas = kd3a_shares.of_round(
             site,
             self.focus,
-            source_shares.Models(weights, models, trained, samples),
+            kd3a_shares.Models(weights, models, trained, samples),
             value,
             confident if self.target_share == "confident" else None,
         )
         if previous and self.share_momentum:
-            alphas = source_shares.smoothed(previous, alphas, self.share_momentum)
+            alphas = kd3a_shares.smoothed(previous, alphas, self.share_momentum)
         parts = {**trained, site.name: distilled}
         merged = weighted_average(
             list(parts.values()), list(alphas.values()), bn_merge="moments" if self.batch_norm == "moments" else "mean"
         )
-        aggregate = self._own(site, merged)
+        aggregate = with_private(site, merged)
         if self.batch_norm == "loss":
             aggregate = self._aligned(site, aggregate, parts, alphas)
         shares = {name: alphas[name] for name in models}
@@ -323,10 +325,6 @@ class KD3A(Method):
         return float(lam), torch.randperm(size).to(site.device)
 
     # What stays at a site -----------------------------------------------------------------------------------------
-
-    def _own(self, site: Site, weights: Weights) -> Weights:
-        """``weights`` with what is private to the site put over them."""
-        return weights.merge(site.memory.weights("private")) if "private" in site.memory else weights
 
     def _keep(self, site: Site, trained: Weights) -> None:
         def private(name: str) -> bool:

@@ -57,12 +57,13 @@ from torch import Tensor
 
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Number, PerSite, Update
-from fedshift.federation.randomness import derive_seed
+from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site import Batch, Site
+from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.clustering import spherical_kmeans
 from fedshift.functional.losses import entropy_of_logits
 from fedshift.functional.masking import soft_interaction
-from fedshift.functional.win_win import (
+from fedshift.functional.mdfnet_schedule import (
     collaborative_shares,
     decayed_rate,
     is_ready,
@@ -71,11 +72,11 @@ from fedshift.functional.win_win import (
     progressive_weight,
 )
 from fedshift.methods.base import Method, RunPlan, State, Traffic
-from fedshift.methods.blocks import drawn_from, hand_over, with_block
+from fedshift.methods.heads import hand_over, with_block
 from fedshift.methods.masks import Mask, Private, parts, with_masked_inputs
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
-from fedshift.weights import MeanAccumulator, Weights
+from fedshift.weights import Weights
 
 _SMOOTHING = 1e-6
 _NOT_YET = -1

@@ -59,7 +59,7 @@ from fedshift.functional import schedules
 from fedshift.functional.information import information_maximisation, pseudo_labels
 from fedshift.functional.losses import smoothed_cross_entropy
 from fedshift.methods.base import Method, RunPlan, State, Traffic
-from fedshift.methods.blocks import with_block
+from fedshift.methods.heads import with_block
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights

@@ -34,11 +34,11 @@ import torch
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from fedshift.data.transforms import NamedAugmentation
+from fedshift.data.transforms import STRONG, NamedAugmentation, strong_view
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import experts as terms
-from fedshift.methods.blocks import STRONG, Experts, strong_view, with_experts
+from fedshift.methods.heads import Experts, with_experts
 from fedshift.methods.pooled.adaptation import PooledAdaptation
 from fedshift.models.network import Network
 from fedshift.weights import Weights

@@ -48,7 +48,7 @@ from fedshift.errors import UserError
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.moments import classifier_discrepancy, moment_distance
-from fedshift.methods.blocks import Experts, redrawn, with_experts
+from fedshift.methods.heads import Experts, redrawn, with_experts
 from fedshift.methods.pooled.adaptation import DomainBatches, PooledAdaptation
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network

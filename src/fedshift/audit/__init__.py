@@ -1,0 +1,1 @@
+"""What a site's messages leak: attacks that reconstruct its samples."""

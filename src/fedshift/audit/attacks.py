@@ -1,0 +1,274 @@
+"""Gradient-leakage attacks on one site: what it sends, attacked by search and by inverting the first layer, and how
+much of it came back.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedshift.audit.gradient_search import Attack, Attacked, Attempt, Exchange, Search, Sent, Space, Watcher
+from fedshift.data.domain import DataSet
+from fedshift.federation.randomness import generator
+from fedshift.federation.site import Envelope, Site
+from fedshift.functional import leakage
+from fedshift.models.network import Network
+from fedshift.models.wide import WideLinear
+
+_AT_ONCE = 256
+"""Samples of the site that are looked through at a time."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attack on one exchange of a site that trains in mini-batches of ``batch`` samples.
+
+    steps: optimiser steps between the model before and what was sent (0: the gradient itself). distance: what the
+    attack lowered, at its lowest. mse, psnr (dB), ssim, correlation: of each reconstruction against the original that
+    it resembles most, no original twice: of the batch, or of all training samples for an epoch. psnr and ssim are None
+    for feature vectors, correlation is None for images; pixels count in [0, 1], features as the network reads them.
+    guess_…: what the site's mean sample scores in place of every reconstruction. labels: of the originals, in the order
+    of the reconstructions. inferred: as the attacker takes them, by ``labels_by``. labels_right: how many labels of the
+    batch he has, None where more samples were behind what was sent than he reconstructs.
+    """
+
+    exchange: Exchange
+    attack: Attack
+    batch: int
+    steps: int
+    distance: float | None
+    mse: tuple[float, ...]
+    psnr: tuple[float, ...] | None
+    ssim: tuple[float, ...] | None
+    correlation: tuple[float, ...] | None
+    guess_mse: float
+    guess_psnr: float | None
+    guess_ssim: float | None
+    guess_correlation: float | None
+    labels: tuple[str, ...]
+    inferred: tuple[str, ...]
+    labels_by: str
+    labels_right: int | None
+    seconds: float
+    originals: npt.NDArray[np.float32] = field(repr=False)
+    reconstructions: npt.NDArray[np.float32] = field(repr=False)
+
+    def record(self) -> dict[str, Any]:
+        """As plain data without the samples; what is infinite, as the PSNR of an exact copy, is None."""
+        return {key: _plain(value) for key, value in vars(self).items() if key not in ("originals", "reconstructions")}
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What an attack made of it: inputs (b, …), their labels (none if nothing tells them) and how these were found, and
+    the distance reached, if one was lowered.
+    """
+
+    inputs: Tensor
+    labels: list[int]
+    labels_by: str
+    distance: float | None
+
+
+class Attacker:
+    """Attacks on one site at one size of mini-batch."""
+
+    def __init__(self, site: Site, data: DataSet, size: int, iterations: int, starts: int, watcher: Watcher) -> None:
+        self.site, self.size = site, size
+        self.classes = data.classes
+        self.iterations, self.starts, self.watcher = iterations, starts, watcher
+        network = seen_by_attacker(site.network)
+        self.attacked = Attacked(
+            network=network,
+            trained=[parameter for parameter in network.parameters() if parameter.requires_grad],
+            space=Space(data.preprocessing, data.input_shape, site.device),
+            size=size,
+            shape=data.input_shape,
+            classes=len(data.classes),
+            device=site.device,
+        )
+        self.first = _fully_connected(self.attacked.network, math.prod(data.input_shape)) if size == 1 else None
+
+    def cases(self, exchange: Exchange, searches: Sequence[Search]) -> Iterator[Case]:
+        """The searches on one exchange, then the first layer inverted where it can be."""
+        cuda = [self.site.device] if self.site.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=cuda):
+            self.site.begin(Envelope(exchange=1, round=1, progress=0.0, mini_batches_left=2**31))
+            sent = self._batch() if exchange == "batch" else self._epoch()
+        attacks: list[Attack] = [*searches]
+        if self.first is not None:
+            attacks.append("analytic")
+        for attack in attacks:
+            began = time.perf_counter()
+            self.watcher.case(f"{exchange}, {self.size}, {attack}")
+            found = self._inverted(sent) if attack == "analytic" else self._searched(attack, sent)
+            yield self._measured(attack, sent, found, began)
+
+    def _batch(self) -> Sent:
+        """The gradient of cross-entropy on one mini-batch."""
+        rows = torch.randperm(self.site.samples, generator=self._draws("rows"))[: self.size]
+        inputs, labels, _ = self.site.data.batch(rows, self._draws("augmentation"))
+        model = self.site.model()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        gradient = torch.autograd.grad(F.cross_entropy(model(inputs), labels), trained, materialize_grads=True)
+        return Sent("batch", [part.detach() for part in gradient], 0, (inputs, labels))
+
+    def _epoch(self) -> Sent:
+        """The model after one local epoch, as the attacker reads it: a mean gradient."""
+        site, training = self.site, self.site.training
+        model = site.model()
+        site.minimise(lambda batch: F.cross_entropy(model(batch.inputs), batch.targets), model, epochs=1)
+        after = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
+        before = [parameter.detach() for parameter in self.attacked.trained]
+        gradient = leakage.pseudo_gradient(before, after, site.learning_rate)
+        if training.optimizer == "sgd":
+            number = leakage.gradients_in_update(site.mini_batches, training.momentum, training.nesterov)
+        else:  # Adam's steps have lost the gradients' scale
+            number = site.mini_batches
+        decay = training.weight_decay
+        gradient = [part / number - decay * weight for part, weight in zip(gradient, before, strict=True)]
+        return Sent("epoch", gradient, site.mini_batches, None)
+
+    def _searched(self, attack: Search, sent: Sent) -> _Found:
+        """The best of several attempts to find samples whose gradient is the one that was sent.
+
+        Labels are those inferred from the last layer's bias where they are exact (one sample) or the attack takes them
+        as given (cosine); else they are searched for too.
+        """
+        labels = self._labels(sent)
+        fixed = labels if self.size == 1 or attack == "cosine" else None
+        best: Attempt | None = None
+        for start in range(self.starts):
+            draws = self._draws(f"{sent.exchange} {attack} {start}")
+            attempt = Attempt(self.attacked, attack, sent, fixed, draws, self.iterations, self.watcher)
+            attempt.run()
+            if best is None or attempt.distance < best.distance:
+                best = attempt
+        assert best is not None
+        by = "optimised with the samples" if fixed is None else "sign" if self.size == 1 else "counts"
+        return _Found(self.attacked.space.inputs(best.dummies), best.logits.argmax(1).tolist(), by, best.distance)
+
+    def _inverted(self, sent: Sent) -> _Found:
+        """The first layer's input, from its gradients alone."""
+        assert self.first is not None
+        weight, bias = self._gradient(sent, self.first.weight), self._gradient(sent, self.first.bias)
+        assert weight is not None
+        assert bias is not None
+        rows = weight.t() if isinstance(self.first, WideLinear) else weight
+        inputs = leakage.invert_linear(rows, bias).view(1, *self.site.data.input_shape)
+        labels = self._labels(sent)
+        return _Found(inputs, labels or [], "sign" if labels else "nothing", None)
+
+    def _labels(self, sent: Sent) -> list[int] | None:
+        """Labels from the gradient of the last layer's bias, None if it has none."""
+        last = self.attacked.network.classifier
+        gradient = self._gradient(sent, last.bias) if isinstance(last, nn.Linear) else None
+        if gradient is None:
+            return None
+        noise = torch.randn(64, *self.site.data.input_shape, generator=self._draws("noise")).to(self.site.device)
+        with torch.no_grad():
+            expected = self.attacked.network(self.attacked.space.inputs(noise)).softmax(1).mean(0)
+        return leakage.infer_labels(gradient, expected, self.size)
+
+    def _gradient(self, sent: Sent, parameter: Tensor | None) -> Tensor | None:
+        """The part of what was sent that belongs to a parameter of the attacker's network."""
+        pairs = zip(self.attacked.trained, sent.gradient, strict=True)
+        return next((gradient for trained, gradient in pairs if trained is parameter), None)
+
+    def _measured(self, attack: Attack, sent: Sent, found: _Found, began: float) -> Case:
+        """Reconstructions beside the originals they resemble most, and the same for the site's mean sample."""
+        images = self.attacked.space.images
+        shown = self.attacked.space.shown(found.inputs)
+        sums = [self.attacked.space.shown(inputs).sum(0) for inputs, _, _ in self.site.data.all_batches(_AT_ONCE)]
+        guess = (torch.stack(sums).sum(0) / self.site.samples).expand_as(shown)
+        originals, labels, number = self._beside(shown, sent)
+        errors, likeness = _alike(shown, originals)
+        guess_errors, guess_likeness = _alike(guess, self._beside(guess, sent)[0])
+        true, guessed = Counter(labels.tolist()), Counter(found.labels)
+        return Case(
+            exchange=sent.exchange,
+            attack=attack,
+            batch=self.size,
+            steps=sent.steps,
+            distance=found.distance,
+            mse=errors,
+            psnr=tuple(map(leakage.psnr, errors)) if images else None,
+            ssim=likeness if images else None,
+            correlation=None if images else likeness,
+            guess_mse=fmean(guess_errors),
+            guess_psnr=fmean(map(leakage.psnr, guess_errors)) if images else None,
+            guess_ssim=fmean(guess_likeness) if images else None,
+            guess_correlation=None if images else fmean(guess_likeness),
+            labels=tuple(self.classes[label] for label in labels.tolist()),
+            inferred=tuple(self.classes[label] for label in found.labels),
+            labels_by=found.labels_by,
+            labels_right=(true & guessed).total() if found.labels and number == len(shown) else None,
+            seconds=time.perf_counter() - began,
+            originals=originals.cpu().numpy(),
+            reconstructions=shown.cpu().numpy(),
+        )
+
+    def _beside(self, shown: Tensor, sent: Sent) -> tuple[Tensor, Tensor, int]:
+        """For each of ``shown`` the original it resembles most and its label; and among how many they were found."""
+        if sent.batch is not None:
+            originals, labels = self.attacked.space.shown(sent.batch[0]), sent.batch[1]
+            found = leakage.best_match(leakage.mean_squared_errors(shown, originals)).to(labels.device)
+            return originals[found], labels[found], len(labels)
+        data = self.site.data
+        errors = [
+            leakage.mean_squared_errors(shown, self.attacked.space.shown(inputs))
+            for inputs, _, _ in data.all_batches(_AT_ONCE)
+        ]
+        inputs, labels, _ = data.batch(leakage.best_match(torch.cat(errors, dim=1)))
+        return self.attacked.space.shown(inputs), labels, data.samples
+
+    def _draws(self, purpose: str) -> torch.Generator:
+        return generator(self.site.seed, self.site.name, "leakage", self.size, purpose)
+
+
+def seen_by_attacker(network: Network) -> Network:
+    """A copy that trains as the site's does, without its dropout, whose masks nobody else knows."""
+    network = copy.deepcopy(network).train()
+    for module in network.modules():
+        if isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
+            module.eval()
+    return network
+
+
+def _fully_connected(network: Network, inputs: int) -> nn.Linear | WideLinear | None:
+    """The network's first layer with weights if it is fully connected, has a bias, is trained and reads all of a
+    sample.
+    """
+    for module in network.modules():
+        if next(module.children(), None) is not None or isinstance(module, nn.Flatten | nn.Identity | nn.Dropout):
+            continue
+        if not isinstance(module, nn.Linear | WideLinear) or module.in_features != inputs or module.bias is None:
+            return None
+        return module if module.weight.requires_grad and module.bias.requires_grad else None
+    return None
+
+
+def _alike(shown: Tensor, originals: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Of each pair: mean squared error, and SSIM of images or correlation of vectors."""
+    errors = (shown - originals).square().flatten(1).mean(1)
+    alike = leakage.ssim(shown, originals) if shown.dim() == 4 else leakage.correlation(shown, originals)
+    return tuple(errors.tolist()), tuple(alike.tolist())
+
+
+def _plain(value: Any) -> Any:
+    """Tuples as lists, and None for numbers that JSON does not have."""
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,204 @@
+"""What somebody who sees what a site sends could reconstruct of its samples: gradient-leakage attacks on an experiment.
+
+Attacked are the gradient of one mini-batch, as a method sends that exchanges every batch (FADA), and the
+pseudo-gradient of a whole local epoch, as a method sends that exchanges models (FedAvg, KD3A). The attacker knows the
+network, the weights before, the learning rate, momentum and weight decay, the number of samples and the size of a
+mini-batch. An attack that fails proves nothing about better ones.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedshift.audit.attacks import Attacker, Case, seen_by_attacker
+from fedshift.audit.gradient_search import Exchange, Search, Watcher
+from fedshift.data.domain import DataSet
+from fedshift.data.site_data import SiteData, batches_per_epoch
+from fedshift.errors import UserError, nearest
+from fedshift.experiment.config.experiment import Experiment
+from fedshift.experiment.environment import data_fingerprint, resolve_device, threads_set, versions
+from fedshift.experiment.features import built
+from fedshift.experiment.predict import load_model
+from fedshift.experiment.protocol import roles_of, split_of, taking_part, targets_of, with_wrong_labels
+from fedshift.experiment.runs.context import data_for
+from fedshift.federation.site import Site
+from fedshift.federation.site_memory import SiteMemory
+from fedshift.models import registry as models
+from fedshift.models.network import Network
+
+EXCHANGES: tuple[Exchange, ...] = ("batch", "epoch")
+ATTACKS: dict[str, tuple[Search, ...]] = {"l2": ("l2",), "cosine": ("cosine",), "both": ("l2", "cosine")}
+
+
+@dataclass(frozen=True)
+class LeakageAudit:
+    """The answer of `audit_leakage`. weights: where the attacked weights come from. notes: what was not attacked."""
+
+    experiment: dict[str, Any]
+    data: str
+    fingerprint: str
+    images: bool
+    site: str
+    samples: int
+    target: str
+    seed: int
+    model: str
+    parameters: int
+    weights: str
+    iterations: int
+    starts: int
+    device: str
+    threads: int
+    versions: dict[str, str]
+    seconds: float
+    processor_seconds: float
+    notes: tuple[str, ...]
+    cases: tuple[Case, ...]
+
+    def record(self) -> dict[str, Any]:
+        """As plain data without the samples."""
+        return {**vars(self), "notes": list(self.notes), "cases": [case.record() for case in self.cases]}
+
+
+def audit_leakage(
+    experiment: Experiment,
+    *,
+    site: str | None = None,
+    batches: Sequence[int] = (1, 4, 8),
+    attack: str = "both",
+    iterations: int = 300,
+    starts: int = 4,
+    model: Path | None = None,
+    watcher: Watcher | None = None,
+) -> LeakageAudit:
+    """Attack what a source site of the experiment sends in its first round, or after training.
+
+    site: a source, the first one if none is named. batches: sizes of the site's mini-batches. attack: l2 (Zhu et al.),
+    cosine (Geiping et al.) or both; a network that begins with a fully connected layer is also inverted analytically
+    at size 1. iterations: evaluations of each attempt; starts: attempts from different noise, the one that lowers
+    its aim most counts. model: a run's folder, whose weights are attacked in place of the initial ones.
+    Raises UserError for an unknown site or attack, a batch that the site or network cannot make, and a model that does
+    not fit.
+    """
+    began, worked = time.perf_counter(), time.process_time()
+    watcher = watcher or Watcher()
+    if attack not in ATTACKS:
+        raise UserError(f"--attack: '{attack}' is not an attack; {nearest(attack, ATTACKS)}")
+    sizes = list(dict.fromkeys(batches))
+    if not sizes or min(sizes) < 1 or iterations < 1 or starts < 1:
+        raise UserError("--batch, --iterations and --starts: give whole numbers of at least 1")
+    whole = taking_part(experiment.protocol, built(experiment))
+    if whole.task != "classification":
+        raise UserError(f"data set {whole.name} is one of {whole.task}: the audit attacks the labels of classification")
+    target, name = _target_and_site(experiment, whole, site)
+    seed = experiment.protocol.seeds[0]
+    data = data_for(experiment, whole, target)
+    split = split_of(experiment.protocol, data, target, seed)
+    shown = with_wrong_labels(experiment.protocol, data, split, seed)
+    device, threads = resolve_device(experiment.device), experiment.engine.thread_count()
+    part = (shown.domains[name], split.train[name], 0)
+    view = SiteData([part], data.preprocessing, experiment.training.augmentation, device)
+    network = _network(experiment, data, seed, model).to(device).train()
+    _check_sizes(sizes, view, network, name)
+    attacks = ATTACKS[attack]
+    watcher.begin(2 * len(sizes) * len(attacks) * iterations * starts)
+    with threads_set(threads):
+        cases: list[Case] = []
+        for size in sizes:
+            training = experiment.training.model_copy(update={"batch_size": size})
+            here = Site(
+                name, "source", len(data.classes), 1, training, SiteMemory(()), seed, view.device, network, view
+            )
+            attacker = Attacker(here, data, size, iterations, starts, watcher)
+            for exchange in EXCHANGES:
+                cases += attacker.cases(exchange, attacks)
+    return LeakageAudit(
+        experiment=experiment.dump(),
+        data=data.name,
+        fingerprint=data_fingerprint(whole),
+        images=len(data.input_shape) == 3,
+        site=name,
+        samples=view.samples,
+        target=target,
+        seed=seed,
+        model=experiment.model.name,
+        parameters=sum(parameter.numel() for parameter in network.parameters()),
+        weights=f"initial, seed {seed}" if model is None else str(model),
+        iterations=iterations,
+        starts=starts,
+        device=device,
+        threads=threads,
+        versions=versions(),
+        seconds=time.perf_counter() - began,
+        processor_seconds=time.process_time() - worked,
+        notes=tuple(_notes(experiment, view.samples, sizes)),
+        cases=tuple(cases),
+    )
+
+
+def _target_and_site(experiment: Experiment, data: DataSet, site: str | None) -> tuple[str, str]:
+    """The first target for which ``site`` (or any site) is a source, and the site."""
+    targets = targets_of(experiment.protocol, data)
+    if site is not None and site not in data.domains:
+        raise UserError(f"--site: no site is called '{site}'; {nearest(site, data.domains)}")
+    for target in targets:
+        sources = [name for name in roles_of(experiment.protocol, data, target)[0] if site in (None, name)]
+        if sources:
+            return target, sources[0]
+    others = [name for name in data.domains if name != site]
+    raise UserError(
+        f"--site: '{site}' is the experiment's only target and sends no gradient; known: {', '.join(others)}"
+    )
+
+
+def _network(experiment: Experiment, data: DataSet, seed: int, model: Path | None) -> Network:
+    network = models.build(experiment.model, data.input_shape, len(data.classes), seed)
+    if model is None:
+        return network
+    trained = load_model(model)
+    try:
+        network.load_state_dict(trained.network.state_dict())
+    except RuntimeError:
+        raise UserError(
+            f"--model: {model} holds another network than the experiment's {experiment.model.name} for "
+            f"{len(data.classes)} classes"
+        ) from None
+    return network
+
+
+def _check_sizes(sizes: Sequence[int], view: SiteData, network: Network, name: str) -> None:
+    for size in sizes:
+        if size > view.samples:
+            raise UserError(f"--batch {size}: site '{name}' has only {view.samples} training samples")
+    if 1 in sizes:
+        try:
+            with torch.no_grad():
+                seen_by_attacker(network)(view.batch(torch.zeros(1, dtype=torch.int64))[0])
+        except ValueError:  # from BatchNorm, of features that it sees once
+            others = " ".join(f"--batch {size}" for size in sizes if size > 1) or "--batch 2"
+            raise UserError(
+                f"--batch 1: the network has BatchNorm, which cannot train on one sample; give {others}"
+            ) from None
+
+
+def _notes(experiment: Experiment, samples: int, sizes: Sequence[int]) -> Iterator[str]:
+    for method in experiment.methods:
+        if "raw_data" in method.shares:
+            yield f"{method.display} sends the samples themselves: there is nothing to reconstruct"
+        other = sorted(set(method.shares) - {"weights", "numbers", "raw_data"})
+        if other:
+            yield f"{method.display} also sends {', '.join(other)}, which is not attacked here"
+        for size in sizes:
+            epoch = batches_per_epoch(samples, size)
+            between = method.mini_batches(epoch, 2) - method.mini_batches(epoch, 1)
+            if 0 < between < epoch and not method.pooled:
+                yield (
+                    f"{method.display} sends its model after {between} of the {epoch} mini-batches of an epoch "
+                    f"(batches of {size}): what that shows lies between the exchanges 'batch' and 'epoch'"
+                )

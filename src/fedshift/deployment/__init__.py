@@ -1,0 +1,1 @@
+"""The same experiment across machines: the coordinator's side and the sites'."""

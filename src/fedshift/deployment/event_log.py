@@ -1,0 +1,48 @@
+"""How a deployed experiment goes on, as lines of JSON that `fedshift deploy` shows."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fedshift.evaluation.records import RoundRecord
+from fedshift.experiment.plan import Part
+from fedshift.experiment.runs.context import Reporter
+
+
+class Watch(Reporter):
+    """Writes what happens as lines of JSON beside the run, beside the run."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """One thing that happened."""
+        with open(self._path, "a", encoding="utf-8") as lines:
+            lines.write(json.dumps({"time": time.time(), **event}) + "\n")
+
+    def begin(self, parts: int) -> None:
+        self.event({"what": "experiment", "is": "begun", "parts": parts})
+
+    def part(self, part: Part, mini_batches: int, done: int) -> None:
+        self.event({"what": "run", "is": "begun", **_name(part), "mini_batches": mini_batches, "done": done})
+
+    def trained(self, site: str, mini_batches: int) -> None:
+        self.event({"what": "trained", "site": site, "mini_batches": mini_batches})
+
+    def round(self, part: Part, record: RoundRecord) -> None:
+        accuracy, sources = record.target_mean, record.source_mean
+        self.event({"what": "round", **_name(part), "round": record.round, "accuracy": accuracy, "sources": sources})
+
+    def finished(self, part: Part, result: Any, resumed: bool) -> None:
+        self.event({"what": "run", "is": "finished", **_name(part), "accuracy": result.accuracy(), "before": resumed})
+
+    def warn(self, message: str) -> None:
+        self.event({"what": "warning", "message": message})
+
+
+def _name(part: Part) -> dict[str, Any]:
+    return {"method": part.method.display, "target": part.target, "seed": part.seed}

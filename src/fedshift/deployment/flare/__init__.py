@@ -1,0 +1,1 @@
+"""The NVIDIA FLARE adapter: kits, services, jobs, and the engine that carries messages."""

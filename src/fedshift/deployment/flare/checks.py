@@ -1,0 +1,111 @@
+"""What can be wrong with a kit, said before anything is started: its certificates, the coordinator, the port."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import socket
+import ssl
+import time
+
+from fedshift.deployment.flare.kits import Kit
+from fedshift.errors import UserError
+
+_DATES = ("SSLV3_ALERT_CERTIFICATE_EXPIRED", "SSLV3_ALERT_BAD_CERTIFICATE", 9, 10)
+"""How TLS says that a certificate is out of its dates: the other side's alerts (the second: not valid yet), and the
+verification's codes here, X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
+
+
+def check_certificates(kit: Kit, now: datetime.datetime | None = None) -> datetime.datetime:
+    """When the kit's certificate expires. Raises UserError for one that is missing, expired, not valid yet, of another
+    name or of another project's authority.
+    """
+    from cryptography import x509
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.x509.oid import NameOID
+
+    now = now or datetime.datetime.now(datetime.UTC)
+    startup = kit.flare / "startup"
+    own = "server" if kit.role == "coordinator" else "client"
+    found: dict[str, x509.Certificate] = {}
+    for file in (f"{own}.crt", "rootCA.pem"):
+        try:
+            found[file] = x509.load_pem_x509_certificate((startup / file).read_bytes())
+        except (OSError, ValueError):
+            raise UserError(f"the kit in {kit.folder} lacks a readable {file}: unpack it again, whole") from None
+    if not (startup / f"{own}.key").exists():
+        raise UserError(f"the kit in {kit.folder} lacks {own}.key: unpack it again, whole")
+    certificate, root = found[f"{own}.crt"], found["rootCA.pem"]
+    for what, one in (("certificate", certificate), ("authority", root)):
+        if now < one.not_valid_before_utc:
+            raise UserError(
+                f"the kit's {what} is valid from {one.not_valid_before_utc:%Y-%m-%d %H:%M} UTC, and this machine's "
+                f"clock says {now:%Y-%m-%d %H:%M} UTC: set the clock, or ask for a new kit"
+            )
+        if now > one.not_valid_after_utc:
+            raise UserError(
+                f"the kit's {what} expired at {one.not_valid_after_utc:%Y-%m-%d %H:%M} UTC (this machine's clock says "
+                f"{now:%Y-%m-%d %H:%M} UTC): ask {kit.project.contact} for a new kit"
+            )
+    names = certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    expected = kit.project.server if kit.role == "coordinator" else kit.name
+    if not names or names[0].value != expected:
+        raise UserError(f"the kit's certificate is for '{str(names[0].value) if names else ''}', not for '{expected}'")
+    try:
+        certificate.verify_directly_issued_by(root)
+    except (ValueError, TypeError, InvalidSignature):
+        raise UserError(
+            f"the kit's certificate is not of its authority: ask {kit.project.contact} for a whole kit"
+        ) from None
+    return min(certificate.not_valid_after_utc, root.not_valid_after_utc)
+
+
+def check_reachable(kit: Kit, seconds: float = 5.0) -> str | None:
+    """Why the coordinator cannot be reached from here; None when it can.
+
+    Raises UserError when what answers there is not the coordinator of this project, or does not accept this kit.
+    """
+    address = (kit.project.server, kit.project.port)
+    startup = kit.flare / "startup"
+    context = ssl.create_default_context(cafile=str(startup / "rootCA.pem"))
+    context.check_hostname = False  # FLARE's own check is by the authority, too: the name may be an alias
+    context.load_cert_chain(startup / "client.crt", startup / "client.key")
+    try:
+        with socket.create_connection(address, timeout=seconds) as plain, context.wrap_socket(plain) as connection:
+            connection.settimeout(0.5)
+            with contextlib.suppress(TimeoutError):
+                connection.recv(1)  # a certificate that is not accepted is only said now
+            return None
+    except ssl.SSLError as error:
+        if error.reason in _DATES or getattr(error, "verify_code", None) in _DATES:
+            raise UserError(
+                f"{address[0]} port {address[1]}: a certificate is not valid yet or no longer, by this machine's "
+                f"clock ({datetime.datetime.now(datetime.UTC):%Y-%m-%d %H:%M} UTC) or the coordinator's: compare the "
+                f"clocks; if both are right, ask {kit.project.contact} for new kits"
+            ) from None
+        raise UserError(
+            f"{address[0]} port {address[1]} does not accept this kit, or is not the coordinator of project "
+            f"'{kit.project.name}' ({error.reason or error}): ask {kit.project.contact} for a new kit"
+        ) from None
+    except OSError as error:
+        return f"{address[0]} port {address[1]}: {error.strerror or error}"
+
+
+def check_port(kit: Kit, seconds: float = 10.0) -> None:
+    """Raises UserError when something else listens on the coordinator's port, and still does after some seconds: what
+    was killed a moment ago may hold it that long.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1" if kit.project.server == "localhost" else "", kit.project.port))
+                return
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise UserError(
+                        f"port {kit.project.port} cannot be used ({error.strerror}): end what listens there, or "
+                        "provision with another port"
+                    ) from None
+        time.sleep(0.2)

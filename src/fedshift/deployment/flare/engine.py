@@ -1,0 +1,194 @@
+"""The NVIDIA FLARE engine, as it stands in the processes of a job: a controller that carries a `RemoteFederation`'s
+messages, an executor that answers them.
+
+FLARE starts one process per job at the coordinator and at each site, and builds these two classes there; the sites'
+allow list names no other of ours. A message crosses as text and bytes, so none of FLARE's decomposers is used beyond
+plain values. Which of FLARE's interfaces are used, and why, is written in docs/flare.md.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from nvflare.apis.controller_spec import ClientTask, Task
+from nvflare.apis.executor import Executor
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.fl_context import FLContext
+from nvflare.apis.impl.controller import Controller
+from nvflare.apis.shareable import Shareable
+from nvflare.apis.signal import Signal
+
+from fedshift.deployment.coordinator import coordinate
+from fedshift.deployment.flare.deployment_folder import Deployment
+from fedshift.deployment.site_server import open_site
+from fedshift.errors import FedshiftError
+from fedshift.federation.remote.transport import Again, Lost
+from fedshift.federation.remote.wire import Message, error_answer
+
+KIT, SITE = "FEDSHIFT_KIT", "FEDSHIFT_SITE"
+"""Environment of a job's process: the start-up kit's folder at the coordinator, the SITE.yaml at a site."""
+TASK = "fedshift"
+_LOOK_AGAIN = 0.25
+
+
+class FlareCoordinator(Controller):  # type: ignore[misc]
+    """The coordinator's side of a job: runs the deployment's experiment over the job's sites."""
+
+    def __init__(self, deployment: str, period: float = 0.02) -> None:
+        """deployment: its name, a folder below the kit's. period: seconds between FLARE's looks at its tasks."""
+        super().__init__(task_check_period=period)
+        self._deployment = Deployment(Path(os.environ[KIT]), deployment)
+
+    def start_controller(self, fl_ctx: FLContext) -> None:
+        """Nothing to prepare."""
+
+    def stop_controller(self, fl_ctx: FLContext) -> None:
+        """Nothing to clean up."""
+
+    def process_result_of_unknown_task(
+        self, client: Any, task_name: str, client_task_id: str, result: Shareable, fl_ctx: FLContext
+    ) -> None:
+        self._deployment.record({"what": "reply", "site": client.name, "is": "refused", "reason": "it came too late"})
+
+    def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
+        """What FLARE calls: the whole experiment. However it ends, the outcome is written down."""
+        deployment = self._deployment
+        transport = FlareTransport(self, fl_ctx, abort_signal, deployment.asked_to_go_on_elsewhere)
+        try:
+            coordinate(deployment.folder, transport, deployment.sites)
+            deployment.end("finished")
+        except Again as error:
+            deployment.end("again", str(error))
+        except Aborted:
+            return  # FLARE ends the job; whoever asked for that says why
+        except FedshiftError as error:
+            deployment.end("failed", str(error), error.exit_code)
+        except Exception as error:  # a defect, or a fault of the machine: the service tries again, and shows this
+            deployment.record({"what": "job", "is": "failed", "reason": repr(error)})
+            raise
+
+
+class Aborted(FedshiftError):
+    """FLARE ends the job."""
+
+
+class FlareTransport:
+    """Carries messages as FLARE tasks: one task per site, so that each gets its own, fetched by the site's process."""
+
+    def __init__(
+        self, controller: Controller, fl_ctx: FLContext, abort_signal: Signal, elsewhere: Callable[[], str | None]
+    ) -> None:
+        self._controller, self._context, self._abort, self._elsewhere = controller, fl_ctx, abort_signal, elsewhere
+
+    def exchange(
+        self, messages: Iterator[tuple[str, Message]], deadline: float, patience: Mapping[str, float]
+    ) -> Generator[tuple[str, Message | Lost], None, None]:
+        arrived: queue.Queue[tuple[str, Message | Lost]] = queue.Queue()
+        fetched: set[str] = set()
+        tasks: dict[str, Task] = {}
+        try:
+            for site, message in messages:
+                tasks[site] = self._send(site, message, arrived, fetched)
+            begun = time.monotonic()
+            waiting = set(tasks)
+            while waiting:
+                try:
+                    site, answer = arrived.get(timeout=_LOOK_AGAIN)
+                except queue.Empty:
+                    self._look_up()
+                    passed = time.monotonic() - begun
+                    for site in sorted(waiting):
+                        reason = self._lost(
+                            tasks[site], passed, deadline, None if site in fetched else patience.get(site)
+                        )
+                        if reason:
+                            waiting.discard(site)
+                            yield site, Lost(reason)
+                    continue
+                if site in waiting:
+                    waiting.discard(site)
+                    yield site, answer
+        finally:
+            for task in tasks.values():
+                self._controller.cancel_task(task)
+
+    def _send(
+        self, site: str, message: Message, arrived: queue.Queue[tuple[str, Message | Lost]], fetched: set[str]
+    ) -> Task:
+        # FLARE calls these two by the names of their parameters.
+        def sent(client_task: ClientTask, fl_ctx: FLContext) -> None:
+            fetched.add(client_task.client.name)
+
+        def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
+            arrived.put((client_task.client.name, message_from(client_task.result)))
+            client_task.result = None  # FLARE would hold it until its next look at the task
+
+        task = Task(name=TASK, data=shareable_of(message), after_task_sent_cb=sent, result_received_cb=received)
+        self._controller.send(task, self._context, targets=[site])
+        return task
+
+    def _look_up(self) -> None:
+        """Raises what ends the wait for everybody."""
+        if self._abort.triggered:
+            raise Aborted("the job was ended")
+        reason = self._elsewhere()
+        if reason:
+            raise Again(reason)
+
+    def _lost(self, task: Task, passed: float, deadline: float, patience: float | None) -> str | None:
+        if task.completion_status is not None:
+            return f"the network lost it ({task.completion_status})"
+        if passed > deadline:
+            return f"no reply within {deadline:g} s"
+        if patience is not None and passed > patience:
+            return f"it was lost before and did not fetch its request within {patience:g} s"
+        return None
+
+
+class FlareSite(Executor):  # type: ignore[misc]
+    """A site's side of a job: answers each task with what the site's program says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._program: Any = None
+
+    def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
+        """What FLARE calls for each task. Nothing is raised: an error is an answer, and a job that fails ends the run
+        for everybody.
+        """
+        message = message_from(shareable)
+        if isinstance(message, Lost):
+            return shareable_of(error_answer(None, FedshiftError(message.reason)))
+        try:
+            self._program = self._program or open_site(Path(os.environ[SITE]))
+            peer = fl_ctx.get_peer_context()
+            server = peer.get_identity_name() if peer else ""
+            answer = self._program.handle(message, f"{server} job {fl_ctx.get_job_id()}")
+        except Exception as error:
+            answer = error_answer(message, error)
+        return shareable_of(answer)
+
+
+def shareable_of(message: Message) -> Shareable:
+    """A message as FLARE carries it: two texts and bytes."""
+    out = Shareable()
+    out["header"], out["body"], out["digest"] = message.header, message.body, message.digest
+    return out
+
+
+def message_from(shareable: Any) -> Message | Lost:
+    """The message in what FLARE brought."""
+    if not isinstance(shareable, Shareable):
+        return Lost("the network brought no message")
+    code = shareable.get_return_code()
+    if code != ReturnCode.OK:
+        return Lost(f"its process failed ({code})")
+    header, body, digest = shareable.get("header"), shareable.get("body"), shareable.get("digest")
+    if not (isinstance(header, str) and isinstance(body, bytes) and isinstance(digest, str)):
+        return Lost("what it sent is no message")
+    return Message(header, body, digest)

@@ -1,0 +1,257 @@
+"""The deployments of a coordinator: which sites are there, and one FLARE job after the other until each has ended.
+
+A deployment whose job died goes on in a new one, from its last checkpoint, a bounded number of times.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
+from fedshift.deployment.flare.kits import COORDINATOR_CLASS, SITE_CLASS, Kit
+from fedshift.errors import FedshiftError
+
+_JOINED = re.compile(r"Client: New client ([\w.-]+)@")
+"""What FLARE's server writes when a site registers; its interface says only that a site is there, not since when."""
+
+_TWICE = re.compile(
+    r"is evicted for \S+ from endpoint ([\w-]+) for exceeding|"
+    r"Failed to re-activate the client:([\w-]+): already registered with another"
+)
+"""What it writes when a site dials while its connection stands, or was told apart from another of its name."""
+_CROWD = (3, 60.0)
+"""So many times in so many seconds, and two machines take the line from each other: both have the site's kit."""
+
+
+class Attendance:
+    """What FLARE's server wrote about the sites: who registered when, and who takes whose line."""
+
+    def __init__(self) -> None:
+        self.joined: dict[str, float] = {}
+        """Site → when it registered last (monotonic seconds)."""
+        self._twice: dict[str, list[float]] = {}
+
+    def hear(self, line: str) -> None:
+        """Take in a line that the server wrote."""
+        found = _JOINED.search(line)
+        if found:
+            self.joined[found.group(1)] = time.monotonic()
+        found = _TWICE.search(line)
+        if found:
+            times = self._twice.setdefault(found.group(1) or found.group(2), [])
+            times[:] = [*times, time.monotonic()][-_CROWD[0] :]
+
+    def crowded(self) -> str:
+        """What is wrong when two machines use one site's kit; empty when none do."""
+        since = time.monotonic() - _CROWD[1]
+        for site, times in dict(self._twice).items():
+            if len(times) == _CROWD[0] and times[0] > since:
+                return (
+                    f"the kit of site '{site}' is in use on two machines, which take the line from each other: "
+                    "stop both, then start one"
+                )
+        return ""
+
+
+class Deployments:
+    """Runs what is wanted at the coordinator, one deployment after the other. ``say``: told the state and a message."""
+
+    def __init__(self, kit: Kit, attendance: Attendance, say: Callable[[str, str], None]) -> None:
+        self._kit, self._attendance, self._say = kit, attendance, say
+        self._session: Any = None
+        self._present: DeploymentInWork | None = None
+        self._next_look = 0.0
+
+    def look(self) -> None:
+        """One look at what is wanted and how it goes. A fault of the connection is tried again at the next one.
+
+        Raises FedshiftError for what trying again would not mend.
+        """
+        if time.monotonic() < self._next_look:
+            return
+        try:
+            if self._session is None:
+                self._session = self._connect()
+            said = [f"listening on port {self._kit.project.port}", self._attendance.crowded()]
+            self._say("connected", "; ".join(filter(None, said)))
+            if self._present is None:
+                self._present = self._next()
+            if self._present is not None and self._present.look(self._session):
+                self._present = None
+        except FedshiftError:
+            raise
+        except Exception as error:  # FLARE raises many kinds when its server is not there yet
+            logging.getLogger("fedshift.service").info(f"the server does not answer yet: {error!r}")
+            self._forget_session()
+            self._next_look = time.monotonic() + 0.3
+
+    def _next(self) -> DeploymentInWork | None:
+        for deployment in Deployment.all(self._kit.folder):
+            wanted, state = deployment.wanted, deployment.state
+            if wanted.get("want") == "run" and (
+                state["state"] not in ENDS or state.get("time", 0) < wanted.get("since", 0)
+            ):
+                return DeploymentInWork(self._attendance, deployment)
+        return None
+
+    def _connect(self) -> Any:
+        from nvflare.fuel.flare_api.flare_api import new_secure_session
+
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            return new_secure_session(self._kit.project.contact, str(self._kit.folder / "admin"), timeout=2.0)
+
+    def _forget_session(self) -> None:
+        if self._session is not None:
+            with contextlib.suppress(Exception):
+                self._session.close()
+        self._session = None
+
+    def close(self) -> None:
+        """End the connection to the server; its job goes on."""
+        self._forget_session()
+
+
+class DeploymentInWork:
+    """A deployment in work: its jobs, one after the other, until it ends."""
+
+    def __init__(self, attendance: Attendance, deployment: Deployment) -> None:
+        self._attendance, self.deployment = attendance, deployment
+        engine = deployment.engine
+        self.tries, self.quorum = int(engine.get("tries", 5)), engine.get("quorum")
+        self.deadline = float(engine.get("deadline", 3600))
+        self._submitted = 0.0
+        self._job: str | None = None
+        self._died = 0
+        self._rounds = self._count_rounds()
+        self._waiting_since = time.monotonic()
+        self._next_status = 0.0
+
+    def look(self, session: Any) -> bool:
+        """Whether the deployment has ended."""
+        deployment = self.deployment
+        if deployment.wanted.get("want") == "abort":
+            if self._job is not None:
+                with contextlib.suppress(Exception):
+                    session.abort_job(self._job)
+            deployment.set_state("aborted", message="aborted; fedshift deploy resume goes on from the last round")
+            return True
+        if self._job is None:
+            return self._begin(session)
+        outcome = deployment.outcome
+        if outcome.get("outcome") == "finished":
+            deployment.set_state("finished", message="")
+            return True
+        if outcome.get("outcome") == "failed":
+            deployment.set_state("failed", message=outcome["message"], exit_code=outcome.get("exit_code", 1))
+            return True
+        if outcome.get("outcome") == "again":  # what is left of that job ends beside the next one
+            return self._ended("")
+        if time.monotonic() < self._next_status:
+            return False
+        self._next_status = time.monotonic() + 1.0
+        status = str(session.get_job_meta(self._job).get("status", ""))
+        if status.startswith("FINISHED"):
+            return self._ended(status)
+        if status == "RUNNING":
+            self._look_for_returned_sites()
+        return False
+
+    def _begin(self, session: Any) -> bool:
+        """Submit the next job once the sites are connected: all of them, or after a while the quorum."""
+        if time.monotonic() < self._next_status:
+            return False
+        self._next_status = time.monotonic() + 0.5
+        connected = {client.name for client in session.get_system_info().client_info}
+        missing = [site for site in self.deployment.sites if site not in connected]
+        enough = self.quorum is not None and len(connected) >= self.quorum
+        waited = time.monotonic() - self._waiting_since
+        crowded = self._attendance.crowded()
+        if crowded:
+            self._state("waiting", crowded)
+            return False
+        if missing and not (enough and waited > min(self.deadline, 60)):
+            self._state("waiting", f"for {', '.join(missing)} to connect")
+            return False
+        self.deployment.begin_job()
+        self._submitted = time.monotonic()
+        sites = len(self.deployment.sites) - len(missing)
+        # FLARE starts a job at all sites that are there; fewer than these and it waits.
+        folder = job_folder(self.deployment.name, sites, self.deployment.folder / "job")
+        self._job = session.submit_job(str(folder))
+        self._state("running", "")
+        return False
+
+    def _ended(self, status: str) -> bool:
+        """A job ended before its deployment: go on in another one, or give up. ``status``: of one that died."""
+        deployment = self.deployment
+        deployment.record({"what": "job", "is": "died" if status else "again", "job": self._job, "status": status})
+        rounds = self._count_rounds()
+        self._died = 0 if rounds > self._rounds else self._died + 1
+        self._rounds = rounds
+        if self._died >= self.tries:
+            said = [str(event["reason"]) for event in deployment.events() if event.get("is") == "failed"]
+            message = (
+                f"{self._died} jobs ended one after the other without finishing a round "
+                f"({said[-1] if said else status}); see fedshift deploy logs, then fedshift deploy resume"
+            )
+            deployment.set_state("failed", message=message, exit_code=1)
+            return True
+        self._job = None
+        self._waiting_since = time.monotonic()
+        return False
+
+    def _look_for_returned_sites(self) -> None:
+        """A site that was started again is connected and has no part in the job: only a new job can give it one."""
+        for site in self.deployment.sites:
+            back = self._attendance.joined.get(site, 0.0) > self._submitted
+            if back and self.deployment.asked_to_go_on_elsewhere() is None:
+                self.deployment.record({"what": "site", "site": site, "is": "back"})
+                self.deployment.ask_to_go_on_elsewhere(f"site '{site}' is back")
+
+    def _count_rounds(self) -> int:
+        return sum(event.get("what") == "round" for event in self.deployment.events())
+
+    def _state(self, state: str, message: str) -> None:
+        now = self.deployment.state
+        if (now.get("state"), now.get("message"), now.get("job")) != (state, message, self._job):
+            self.deployment.set_state(state, message=message, job=self._job, died=self._died)
+
+
+def job_folder(deployment: str, fewest: int, folder: Path) -> Path:
+    """Write the FLARE job of a deployment, names and settings and no code, in place of ``folder``; returns ``folder``.
+
+    fewest: sites without which FLARE does not start it.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    config = folder / "app" / "config"
+    config.mkdir(parents=True)
+    meta = {"name": deployment, "resource_spec": {}, "deploy_map": {"app": ["@ALL"]}, "min_clients": fewest}
+    server = {
+        "format_version": 2,
+        # Sites ask for tasks this often (seconds); FLARE's 2 would be most of a short exchange.
+        "server": {"task_request_interval": 0.1, "heart_beat_timeout": 600},
+        "task_data_filters": [],
+        "task_result_filters": [],
+        "components": [],
+        "workflows": [{"id": "fedshift", "path": COORDINATOR_CLASS, "args": {"deployment": deployment}}],
+    }
+    client = {
+        "format_version": 2,
+        "executors": [{"tasks": ["fedshift"], "executor": {"path": SITE_CLASS, "args": {}}}],
+        "task_data_filters": [],
+        "task_result_filters": [],
+        "components": [],
+    }
+    (folder / "meta.json").write_text(json.dumps(meta))
+    (config / "config_fed_server.json").write_text(json.dumps(server))
+    (config / "config_fed_client.json").write_text(json.dumps(client))
+    return folder

@@ -1,0 +1,139 @@
+"""Start-up kits: the project's file, the kit that a role was given, and what FLARE runs of ours at either role."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
+
+from fedshift.errors import UserError, in_words
+
+COORDINATOR_CLASS = "fedshift.deployment.flare.engine.FlareCoordinator"
+SITE_CLASS = "fedshift.deployment.flare.engine.FlareSite"
+"""What FLARE runs at a role in a job."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")
+_MAIL = re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)+")
+
+
+class Project(BaseModel):
+    """The project's file: who takes part, and where the coordinator can be reached."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(description="the project's name")
+    contact: str = Field(description="an e-mail address; the coordinator's administrator is called by it")
+    server: str = Field(description="the name under which sites reach the coordinator; localhost: this machine alone")
+    port: Annotated[int, Field(ge=1, le=65535)] = Field(8002, description="the coordinator's one port")
+    scheme: Literal["tcp", "grpc", "http"] = Field(
+        "tcp", description="what TLS carries: tcp is fastest; grpc and http pass proxies that look for them"
+    )
+    valid_days: PositiveInt = Field(360, description="days until the certificates expire")
+    sites: tuple[str, ...] = Field(min_length=1, description="names of the sites, in the order of the experiment")
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, name: str) -> str:
+        if not _NAME.fullmatch(name):
+            raise ValueError("letters, digits and '-' only")
+        return name
+
+    @field_validator("contact")
+    @classmethod
+    def _contact(cls, contact: str) -> str:
+        if not _MAIL.fullmatch(contact):
+            raise ValueError("must be an e-mail address, such as team@example.org")
+        return contact
+
+    @field_validator("sites")
+    @classmethod
+    def _sites(cls, sites: tuple[str, ...]) -> tuple[str, ...]:
+        for site in sites:
+            if not _NAME.fullmatch(site) or site in ("sites", "server", "coordinator"):
+                raise ValueError(f"'{site}' cannot be a site's name: letters, digits and '-' only, no reserved word")
+            if [name.lower() for name in sites].count(site.lower()) > 1:
+                raise ValueError(f"two sites are called '{site}'")
+        return sites
+
+
+def load_project(path: Path) -> Project:
+    """The project in a YAML file. Raises UserError, one line, for a mistake in it."""
+    try:
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
+        if not isinstance(options, dict):
+            raise UserError(f"{path}: a project's file is a mapping of name, contact, server, port, sites")
+        return Project.model_validate(options)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"cannot read the project's file {path}: {str(error).splitlines()[0]}") from None
+    except ValidationError as error:
+        fault = error.errors()[0]
+        place = ".".join(map(str, fault["loc"]))
+        raise UserError(f"{path}: {place}: {in_words(fault)}") from None
+
+
+@dataclass(frozen=True)
+class Kit:
+    """A start-up kit that was found."""
+
+    folder: Path
+    role: Literal["coordinator", "site"]
+    name: str
+    project: Project
+
+    @property
+    def flare(self) -> Path:
+        return self.folder / "flare"
+
+
+def load_kit(folder: Path, role: str | None = None) -> Kit:
+    """The kit in ``folder``. Raises UserError when it is none, or one of another role."""
+    try:
+        found = json.loads((folder / "kit.json").read_text(encoding="utf-8"))
+        kit = Kit(folder.resolve(), found["role"], found["name"], Project.model_validate(found["project"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(
+            f"{folder} holds no start-up kit (kit.json): unpack the one you were given there, or say where it is"
+        ) from None
+    if role is not None and kit.role != role:
+        raise UserError(f"{folder} is the kit of a {kit.role}, not of a {role}")
+    _check_classes(kit)
+    return kit
+
+
+def _check_classes(kit: Kit) -> None:
+    """Raises UserError for a kit that lets FLARE run classes which this fedshift no longer has."""
+    try:
+        settings = json.loads((kit.flare / "local" / "resources.json").read_text(encoding="utf-8"))
+        allowed = settings["class_allow_list"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return  # not settled yet, or incomplete: the check of its certificates says so
+    if (COORDINATOR_CLASS if kit.role == "coordinator" else SITE_CLASS) not in allowed:
+        raise UserError(
+            f"the kit in {kit.folder} was made by an earlier fedshift: make all kits anew with fedshift "
+            f"project provision --renew, and hand them out again (ask {kit.project.contact})"
+        )
+
+
+def channel(kit: Path) -> Path:
+    """The folder of the socket through which a role's own processes speak to each other."""
+    return kit.resolve() / "channel"
+
+
+def empty_channel(kit: Path) -> None:
+    """Make that folder, for its user alone, without sockets that an earlier process left.
+
+    Raises UserError where the system takes no path as long as the socket's would be.
+    """
+    folder = channel(kit)
+    if sys.platform != "linux" and len(os.fsencode(folder)) > 90:
+        raise UserError(f"{kit}: this path is too long for a socket in it (90 characters): put the kit elsewhere")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)

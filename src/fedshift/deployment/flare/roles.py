@@ -1,0 +1,156 @@
+"""The roles of a deployed federation as commands need them: make kits, start and stop a role's service, ask how it is.
+
+Commands use FLARE through this module only. Where FLARE is not installed, it says so in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedshift.errors import FedshiftError, UserError
+
+if TYPE_CHECKING:
+    from fedshift.deployment.flare.kits import Kit, Project
+    from fedshift.deployment.flare.provision import Provisioned
+
+_START_SECONDS, _STOP_SECONDS = 120.0, 40.0
+
+
+def installed() -> None:
+    """Raises UserError when the engine is not installed."""
+    if find_spec("nvflare") is None:
+        raise UserError("deploying needs NVIDIA FLARE, which is not installed: pip install -e '.[deploy]'")
+
+
+def load_project(path: Path) -> Project:
+    """The project in a YAML file."""
+    from fedshift.deployment.flare.kits import load_project
+
+    return load_project(path)
+
+
+def provision(project: Project, out: Path, *, renew: bool = False) -> Provisioned:
+    """Start-up kits below ``out``: one for the coordinator, one per site."""
+    installed()
+    from fedshift.deployment.flare.provision import provision
+
+    return provision(project, out, renew=renew)
+
+
+def load_kit(folder: Path, role: str) -> Kit:
+    """The kit of a role, its certificates checked."""
+    installed()
+    from fedshift.deployment.flare.checks import check_certificates
+    from fedshift.deployment.flare.kits import load_kit
+
+    kit = load_kit(folder, role)
+    check_certificates(kit)
+    return kit
+
+
+def expiry(kit: Kit) -> str:
+    """When the kit's certificates expire."""
+    from fedshift.deployment.flare.checks import check_certificates
+
+    return f"{check_certificates(kit):%Y-%m-%d}"
+
+
+def unreachable(kit: Kit) -> str | None:
+    """Why the coordinator cannot be reached from here; None when it can."""
+    from fedshift.deployment.flare.checks import check_reachable
+
+    return check_reachable(kit)
+
+
+@dataclass(frozen=True)
+class Status:
+    """How a role's service is. ``state``: stopped, starting, connected, retrying, restarting or failed."""
+
+    state: str
+    message: str
+    pid: int | None
+
+
+def status(kit: Kit) -> Status:
+    """How the service of a kit is."""
+    try:
+        found: dict[str, Any] = json.loads((kit.folder / "service.json").read_text())
+    except (OSError, ValueError):
+        return Status("stopped", "", None)
+    if found.get("state") in ("stopped", "failed"):
+        return Status(found["state"], str(found.get("message", "")), None)
+    if not _alive(found.get("pid")):
+        return Status("stopped", "it ended without a word: it was killed, or the machine was", None)
+    return Status(str(found["state"]), str(found.get("message", "")), int(found["pid"]))
+
+
+def start(kit: Kit, site_file: Path | None = None, *, foreground: bool = False, wait: float = _START_SECONDS) -> Status:
+    """Start the service of a kit and wait until it is connected, or says why not.
+
+    foreground: run it in this process until told to stop. Raises UserError when it runs already, or cannot start.
+    """
+    before = status(kit)
+    if before.pid is not None:
+        raise UserError(f"{kit.role} '{kit.name}' runs already (process {before.pid}); stop it first")
+    if kit.role == "coordinator":
+        from fedshift.deployment.flare.checks import check_port
+
+        check_port(kit)
+    from fedshift.deployment.flare.provision import relocate
+
+    relocate(kit.folder)
+    words = [str(kit.folder), *([str(site_file.resolve())] if site_file else [])]
+    command = [sys.executable, "-m", "fedshift.deployment.flare.service", *words]
+    if foreground:
+        os.execv(sys.executable, command)
+    (kit.folder / "service.json").unlink(missing_ok=True)
+    with open(kit.folder / "service.err", "wb") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True
+        )
+    deadline = time.monotonic() + wait
+    while time.monotonic() < deadline:
+        now = status(kit)
+        if now.state in ("connected", "retrying"):
+            return now
+        if process.poll() is not None:
+            said = (kit.folder / "service.err").read_text(errors="replace").strip().splitlines()
+            raise UserError((said[-1] if said else "the service ended").removeprefix("error: "))
+        time.sleep(0.1)
+    return status(kit)
+
+
+def stop(kit: Kit) -> bool:
+    """Stop the service of a kit; whether it ran. Raises FedshiftError when it does not end."""
+    pid = status(kit).pid
+    if pid is None:
+        return False
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + _STOP_SECONDS
+    while _alive(pid):
+        if time.monotonic() > deadline:
+            raise FedshiftError(f"process {pid} does not end; kill it by hand")
+        time.sleep(0.1)
+    return True
+
+
+def _alive(pid: object) -> bool:
+    if not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    try:  # a child of this process that has ended and was not waited for is not alive
+        return os.waitpid(pid, os.WNOHANG) == (0, 0)
+    except ChildProcessError:
+        return True

@@ -1,0 +1,227 @@
+"""The service of a role: keeps FLARE's process running, at the coordinator also every deployment.
+
+``python -m fedshift.deployment.flare.service KIT [SITE.yaml]`` runs until it is told to stop (SIGTERM, Ctrl-C). What it
+knows stands in ``service.json`` of the kit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import logging.handlers
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedshift.deployment.flare import checks, lockdown
+from fedshift.deployment.flare.jobs import Attendance, Deployments
+from fedshift.deployment.flare.kits import Kit, empty_channel, load_kit
+from fedshift.errors import FedshiftError, UserError
+from fedshift.files import write_bytes
+
+_BACKOFF = (1.0, 60.0)
+_REGISTERED = "Successfully registered client"
+_SERVER = "nvflare.private.fed.app.server.server_train"
+
+
+@dataclass
+class Service:
+    """Keeps one role alive. ``tick``: seconds between looks."""
+
+    kit: Kit
+    site_file: Path | None = None
+    tick: float = 0.25
+    stopping: threading.Event = field(default_factory=threading.Event)
+    child: subprocess.Popen[str] | None = None
+    _log: logging.Logger = field(default_factory=lambda: logging.getLogger("fedshift.service"))
+    _attendance: Attendance = field(default_factory=Attendance)
+    _connected: bool = False
+    _starts: int = 0
+
+    def run(self) -> None:
+        """Until told to stop. Raises UserError for a kit that cannot be used."""
+        checks.check_certificates(self.kit)
+        self._open_log()
+        self._end_strays()
+        wait = _BACKOFF[0]
+        try:
+            while not self.stopping.is_set():
+                try:
+                    begun = time.monotonic()
+                    self._once()
+                    if time.monotonic() - begun > _BACKOFF[1]:
+                        wait = _BACKOFF[0]
+                except _Unreachable as error:
+                    self.say("retrying", f"cannot reach the coordinator at {error}; trying again in {wait:g} s")
+                    wait = self._pause(wait)
+                    continue
+                if not self.stopping.is_set():
+                    self.say("restarting", f"FLARE's process ended; starting it again in {wait:g} s")
+                    wait = self._pause(wait)
+        finally:
+            self._end_child()
+            self.say("stopped", "")
+
+    def _pause(self, wait: float) -> float:
+        self.stopping.wait(wait)
+        return min(2 * wait, _BACKOFF[1])
+
+    def _once(self) -> None:
+        """FLARE's process from its start to its end."""
+        checks.check_certificates(self.kit)
+        if self.kit.role == "coordinator":
+            if self._starts == 0:
+                checks.check_port(self.kit)
+        else:
+            reason = checks.check_reachable(self.kit)
+            if reason:
+                raise _Unreachable(reason)
+        self._start_child()
+        assert self.child is not None
+        deployments = Deployments(self.kit, self._attendance, self.say) if self.kit.role == "coordinator" else None
+        try:
+            while self.child.poll() is None and not self.stopping.is_set():
+                if deployments is not None:
+                    deployments.look()
+                elif self._connected:
+                    self.say("connected", f"to {self.kit.project.server} port {self.kit.project.port}")
+                self.stopping.wait(self.tick)
+            if deployments is None and self.child.poll() == lockdown.UNLOCKABLE:
+                raise UserError(f"FLARE cannot be locked down here; see the end of {self.kit.folder / 'service.log'}")
+        finally:
+            if deployments is not None:
+                deployments.close()
+            self._end_child()
+
+    # FLARE's process --------------------------------------------------------------------------------------------------
+
+    def _start_child(self) -> None:
+        empty_channel(self.kit.folder)
+        kind = "server" if self.kit.role == "coordinator" else "client"
+        who = [] if kind == "server" else [f"uid={self.kit.name}"]
+        # At a site another module stands in front of FLARE's: it takes from FLARE what a coordinator could abuse.
+        module = [lockdown.MODULE, lockdown.CLIENT] if kind == "client" else [_SERVER]
+        command = [
+            *(sys.executable, "-u", "-m", *module),
+            *("-m", str(self.kit.flare), "-s", f"fed_{kind}.json"),
+            *("--set", "secure_train=true", *who, "org=fedshift", "config_folder=config"),
+        ]
+        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "FEDSHIFT_KIT": str(self.kit.folder)}
+        if self.site_file is not None:
+            environment["FEDSHIFT_SITE"] = str(self.site_file.resolve())
+        self._connected = False
+        self._starts += 1
+        self.child = subprocess.Popen(
+            command,
+            cwd=self.kit.flare,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+        )
+        threading.Thread(target=self._listen, args=(self.child,), daemon=True).start()
+        self.say("starting", "")
+
+    def _listen(self, child: subprocess.Popen[str]) -> None:
+        assert child.stdout is not None
+        for line in child.stdout:
+            self._hear(line)
+
+    def _hear(self, line: str) -> None:
+        self._connected = self._connected or _REGISTERED in line
+        self._attendance.hear(line)
+        self._log.info(line.rstrip())
+
+    def _end_child(self) -> None:
+        if self.child is None:
+            return
+        with contextlib.suppress(OSError):
+            self.child.terminate()
+        for process in (*_processes_of(self.kit), self.child):
+            with contextlib.suppress(Exception):
+                process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.child.wait(timeout=10)
+        self.child = None
+
+    def _end_strays(self) -> None:
+        """Processes of this kit that an earlier service left behind: it was killed itself."""
+        for process in _processes_of(self.kit):
+            self._log.info(f"ending process {process.pid}, which was left behind")
+            with contextlib.suppress(Exception):
+                process.kill()
+
+    # What others read -------------------------------------------------------------------------------------------------
+
+    def say(self, state: str, message: str) -> None:
+        """Write ``service.json``, and the log where there is a message, unless the same was said last."""
+        whole = {
+            "pid": os.getpid(),
+            "child": self.child.pid if self.child else None,
+            "state": state,
+            "message": message,
+            "starts": self._starts,
+        }
+        if whole == getattr(self, "_said", None):
+            return
+        self._said = whole
+        if message:
+            self._log.info(f"{state}: {message}")
+        write_bytes(self.kit.folder / "service.json", json.dumps({**whole, "time": time.time()}).encode())
+
+    def _open_log(self) -> None:
+        handler = logging.handlers.RotatingFileHandler(
+            self.kit.folder / "service.log", maxBytes=20 << 20, backupCount=3, encoding="utf-8"
+        )
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        self._log.handlers = [handler]
+        self._log.setLevel(logging.INFO)
+        self._log.propagate = False
+
+
+class _Unreachable(FedshiftError):
+    """The coordinator does not answer."""
+
+
+def _processes_of(kit: Kit) -> Iterator[Any]:
+    """FLARE's processes that work in this kit's folder, the jobs' included."""
+    import psutil
+
+    place = str(kit.flare)
+    for process in psutil.process_iter(["cmdline", "pid"]):
+        words: Sequence[str] = process.info["cmdline"] or []
+        if place in words and any(word.startswith("nvflare.private") for word in words):
+            yield process
+
+
+def main() -> None:
+    """Run a service in this process."""
+    kit = load_kit(Path(sys.argv[1]))
+    service = Service(kit, Path(sys.argv[2]) if len(sys.argv) > 2 else None)
+
+    def stop(*_: object) -> None:
+        service.stopping.set()
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+    try:
+        service.run()
+    except UserError as error:
+        service.say("failed", str(error))
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,293 @@
+"""What the coordinator and the sites of a deployed experiment agree on before training, and the splits it leads to."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedshift import __version__
+from fedshift.data import agreement
+from fedshift.data import registry as data_registry
+from fedshift.data.builders.at_sites import AtSites
+from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing, Rows
+from fedshift.deployment.event_log import Watch
+from fedshift.deployment.site_cards import checked_card, one_line
+from fedshift.errors import FedshiftError, UserError, nearest
+from fedshift.experiment.config.experiment import Experiment, method_name
+from fedshift.experiment.config.sections import AdaptToOne, FlareEngine, LeaveOneOut, SourceTarget
+from fedshift.experiment.environment import data_fingerprint, versions
+from fedshift.experiment.plan import Part
+from fedshift.experiment.protocol import Split, domain_rows, unseen_rows
+from fedshift.federation.remote.transport import Lost, Transport, ask_plain
+from fedshift.files import write_bytes
+
+CARDS = "cards.json"
+CLOCKS_APART = 60.0
+"""Seconds by which clocks may differ before the coordinator says so."""
+_LATEST = 1e12
+"""Seconds since 1970 that a clock can show; an integer of any size would overflow as a float."""
+EVERY_SITE = "sites"
+"""As a target: no site is left out, and the model is measured on the held-out samples of all of them."""
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What the sites and the coordinator agree on before training.
+
+    data: one domain per site, without samples, then the coordinator's own. rows: site → seed → (train, held out).
+    """
+
+    data: DataSet
+    own: DataSet | None
+    rows: Mapping[str, Mapping[str, Sequence[int]]]
+    grouped: Mapping[str, bool]
+    fingerprints: Mapping[str, str]
+    given: Mapping[str, Mapping[str, Any]] | None
+    """What each site gives for an encoding common to all, where there is one to agree on."""
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        return tuple(self.rows)
+
+
+def agree(
+    experiment: Experiment,
+    transport: Transport,
+    sites: Sequence[str],
+    folder: Path,
+    engine: FlareEngine,
+    watch: Watch,
+) -> Agreed:
+    """Ask every site who it is. Raises UserError, naming the site, where versions, shapes or classes differ, and for an
+    answer that cannot be.
+
+    The first time all sites must answer. Later a site that is lost stands in by what it said then.
+    """
+    header = {
+        "version": __version__,
+        "methods": [
+            {"name": method_name(method), "options": method.model_dump(mode="json")} for method in experiment.methods
+        ],
+        "split": split_rule(experiment),
+        "seeds": list(experiment.protocol.seeds),
+        "on_refusal": engine.on_refusal,
+    }
+    asked = time.time()
+    answers = ask_plain(transport, "hello", experiment.name, dict.fromkeys(sites, header), engine.deadline)
+    stored = folder / CARDS
+    before: dict[str, Any] = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {}
+    cards: dict[str, Any] = {}
+    for site in sites:
+        answer = answers.get(site, Lost("did not answer"))
+        if isinstance(answer, Lost):
+            watch.event({"what": "hello", "site": site, "is": "lost", "reason": answer.reason})
+            if answer.error or site not in before:
+                raise UserError(f"site '{site}' cannot take part: {answer.reason}")
+            cards[site] = checked_card(site, before[site], experiment.protocol.seeds)
+            continue
+        difference = clock_difference(site, answer.get("time"), asked, answer["arrived"])
+        if abs(difference) > CLOCKS_APART:
+            watch.warn(
+                f"site '{site}': its clock is {abs(difference):.0f} s {'ahead of' if difference > 0 else 'behind'} the "
+                "coordinator's: set the one that is wrong, or certificates will be refused and the logs' times not fit"
+            )
+        cards[site] = checked_card(site, answer.get("card"), experiment.protocol.seeds)
+        if site in before and before[site]["fingerprint"] != cards[site]["fingerprint"]:
+            raise UserError(
+                f"site '{site}': the data changed since the run began; put them back and go on with fedshift deploy "
+                "resume, or begin a new experiment under another name"
+            )
+    agreed = _agreed(experiment, cards)
+    write_bytes(stored, (json.dumps(cards, indent=2) + "\n").encode())
+    return agreed
+
+
+def clock_difference(site: str, said: Any, asked: float, arrived: float) -> float:
+    """Seconds by which a site's clock is ahead of this machine's, at least; 0 when it fits.
+
+    said: the site's time when it answered, which was between ``asked`` and ``arrived`` of the clock here. Raises
+    UserError when it is no time.
+    """
+    if not isinstance(said, int | float) or isinstance(said, bool) or not 0 <= said <= _LATEST:
+        raise UserError(f"site '{site}' does not say what time it is")
+    return max(said - arrived, 0.0) + min(said - asked, 0.0)
+
+
+def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> Agreed:
+    try:
+        first_name, first = next(iter(cards.items()))
+        given = {site: card["given"] for site, card in cards.items() if card["given"] is not None}
+        tables = bool(given) and all(card["preprocessing"]["kind"] == "table" for card in cards.values())
+        if given and len(given) < len(cards):
+            lacking = next(site for site in cards if site not in given)
+            raise UserError(
+                f"sites differ in how inputs are prepared: '{lacking}' gives no sums to standardise with, "
+                f"'{next(iter(given))}' does"
+            )
+        for site, card in cards.items():
+            for what, key in (("classes", "classes"), ("a sample's type", "type"), ("a sample's shape", "shape")):
+                if card[key] != first[key] and not (key == "shape" and tables):
+                    raise UserError(
+                        f"sites differ in {what}: '{first_name}' has {_short(first[key])}, '{site}' has "
+                        f"{_short(card[key])}; agree on them in each SITE.yaml (classes: lists all of the federation)"
+                    )
+            if card["preprocessing"] != first["preprocessing"] and not given:
+                raise UserError(
+                    f"sites differ in how inputs are prepared: '{first_name}' has {_short(first['preprocessing'])}, "
+                    f"'{site}' has {_short(card['preprocessing'])}"
+                )
+        shape, classes = tuple(int(size) for size in first["shape"]), tuple(str(name) for name in first["classes"])
+        preprocessing = Preprocessing.model_validate(first["preprocessing"])
+        if given:
+            preprocessing = _encoding(given, preprocessing)
+            shape = preprocessing.shape or shape
+        domains = {site: _without_samples(site, int(card["samples"]), shape) for site, card in cards.items()}
+        rows = {
+            site: {seed: [int(n) for n in pair] for seed, pair in card["rows"].items()} for site, card in cards.items()
+        }
+        warnings = tuple(
+            f"site '{site}' has {name} {card['versions'].get(name)}, this coordinator {version}: last bits may differ "
+            "from a simulation"
+            for site, card in cards.items()
+            for name, version in versions().items()
+            if name in ("torch", "numpy") and card["versions"].get(name) != version
+        )
+        fingerprints = {site: str(card["fingerprint"]) for site, card in cards.items()}
+        grouped = {site: bool(card["grouped"]) for site, card in cards.items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FedshiftError(f"what a site says of itself cannot be read ({type(error).__name__})") from None
+    own = _own_set(experiment, shape, classes, preprocessing)
+    for name in own.domains if own else ():
+        if name in cards:
+            raise UserError(f"data.unseen: '{name}' is also the name of a site; rename one of them")
+    data = DataSet(
+        name="sites",
+        domains={**domains, **(own.domains if own else {})},
+        classes=classes,
+        preprocessing=preprocessing,
+        manifest=Manifest("Data at sites", "the sites", "the sites'", "", ""),
+        warnings=warnings,
+    )
+    return Agreed(data, own, rows, grouped, fingerprints, given or None)
+
+
+def _encoding(given: Mapping[str, Mapping[str, Any]], preprocessing: Preprocessing) -> Preprocessing:
+    """As `agreement.agreed`; what it raises holds names that sites gave."""
+    try:
+        return agreement.agreed(given, preprocessing)
+    except UserError as error:
+        raise UserError(one_line(str(error))) from None
+
+
+def encoded_for(experiment: Experiment, agreed: Agreed, target: str) -> Agreed:
+    """The same in an encoding in which an unseen ``target`` has no say."""
+    if agreed.given is None:
+        return agreed
+    unseen = isinstance(experiment.protocol, LeaveOneOut)
+    given = {site: one for site, one in agreed.given.items() if not (unseen and site == target)}
+    preprocessing = _encoding(given, agreed.data.preprocessing)
+    shape = preprocessing.shape or agreed.data.input_shape
+    own = _own_set(experiment, shape, agreed.data.classes, preprocessing)
+    domains = {site: _without_samples(site, len(agreed.data.domains[site]), shape) for site in agreed.sites}
+    whole = {**domains, **(own.domains if own else {})}
+    return replace(agreed, data=replace(agreed.data, domains=whole, preprocessing=preprocessing), own=own)
+
+
+def _own_set(
+    experiment: Experiment, shape: tuple[int, ...], classes: tuple[str, ...], preprocessing: Preprocessing
+) -> DataSet | None:
+    """The coordinator's own unseen set. Raises UserError unless it fits what the sites hold."""
+    assert isinstance(experiment.data, AtSites)
+    if experiment.data.unseen is None:
+        return None
+    source = data_registry.parse(experiment.data.unseen)
+    if "classes" in type(source).model_fields and getattr(source, "classes", None) is None:
+        source = source.model_copy(update={"classes": classes})
+    if source.shares:
+        return source.encoded(preprocessing, classes)
+    data = source.build()
+    for what, there, here in (
+        ("classes", classes, data.classes),
+        ("a sample's shape", shape, data.input_shape),
+        ("how inputs are prepared", preprocessing, data.preprocessing),
+    ):
+        if there != here:
+            raise UserError(
+                f"data.unseen: it differs from the sites in {what}: {_short(here)} here, {_short(there)} there"
+            )
+    return data
+
+
+def _short(value: Any) -> str:
+    text = one_line(", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value))
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def _without_samples(name: str, samples: int, shape: tuple[int, ...]) -> Domain:
+    """A domain of which only the size is known here: arrays of the right shape that take no memory and hold zeros."""
+    inputs = np.broadcast_to(np.zeros((), dtype=np.float32), (samples, *shape))
+    return Domain(name, inputs, np.broadcast_to(np.zeros((), dtype=np.int64), (samples,)))
+
+
+def fingerprint_of(agreed: Agreed) -> str:
+    own = data_fingerprint(agreed.own) if agreed.own else ""
+    return "+".join([*(agreed.fingerprints[site] for site in agreed.sites), *([own] if own else [])])
+
+
+def targets_of(experiment: Experiment, agreed: Agreed) -> tuple[str, ...]:
+    """The targets in turn: as the protocol names them; ``all``: the coordinator's own domains, else every site."""
+    assert not isinstance(experiment.protocol, SourceTarget)  # as `check_deployable` made sure
+    named = experiment.protocol.targets
+    own = tuple(agreed.own.domains) if agreed.own else ()
+    if named == "all":
+        return own if own and isinstance(experiment.protocol, LeaveOneOut) else agreed.sites
+    for target in named:
+        if target == EVERY_SITE and isinstance(experiment.protocol, LeaveOneOut):
+            continue
+        if target not in (*agreed.sites, *own):
+            raise UserError(f"protocol.targets: no site is called '{target}'; {nearest(target, (*agreed.sites, *own))}")
+        if target in own and isinstance(experiment.protocol, AdaptToOne):
+            raise UserError(f"protocol.targets: '{target}' lies at the coordinator and cannot take part in training")
+    return tuple(named)
+
+
+def split_for(experiment: Experiment, agreed: Agreed, part: Part) -> Split:
+    """The rows of one run: how many at each site, and which of the coordinator's own."""
+
+    def rows(site: str) -> tuple[Rows, Rows]:
+        train, held_out = agreed.rows[site][str(part.seed)]
+        return np.arange(train, dtype=np.int64), np.arange(held_out, dtype=np.int64)
+
+    sources = [site for site in agreed.sites if site != part.target]
+    if not sources:
+        raise UserError(f"protocol.targets: no site is left to train when '{part.target}' is the target")
+    train = {site: rows(site)[0] for site in sources}
+    held_out = {site: rows(site)[1] for site in sources}
+    for site, chosen in train.items():
+        if len(chosen) == 0:
+            raise UserError(f"protocol: site '{site}' has no training samples left; lower protocol.test_fraction")
+    if part.target == EVERY_SITE:
+        return Split(train, held_out, {site: chosen for site, chosen in held_out.items() if len(chosen)})
+    if agreed.own is not None and part.target in agreed.own.domains:
+        assert isinstance(experiment.protocol, LeaveOneOut)
+        domain = agreed.own.domains[part.target]
+        own_held_out = domain_rows(experiment.protocol, domain, part.seed)[1]
+        return Split(train, held_out, {part.target: unseen_rows(experiment.protocol, domain, own_held_out)})
+    if isinstance(experiment.protocol, LeaveOneOut):
+        count = agreed.rows[part.target][str(part.seed)][1]
+        if not agreed.grouped[part.target] or experiment.protocol.base_images == "shared":
+            count = len(agreed.data.domains[part.target])
+        return Split(train, held_out, {part.target: np.arange(count, dtype=np.int64)})
+    unlabelled, measured = rows(part.target)
+    return Split(train, held_out, {part.target: measured}, {part.target: unlabelled})
+
+
+def split_rule(experiment: Experiment) -> dict[str, Any]:
+    assert not isinstance(experiment.protocol, SourceTarget)  # as `check_deployable` made sure
+    return {"test_fraction": experiment.protocol.test_fraction, "split": experiment.protocol.split}

@@ -1,0 +1,130 @@
+"""What a site says of itself before training, checked: a coordinator believes no count, kind or length as it comes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
+
+from fedshift.data.domain import Preprocessing
+from fedshift.errors import UserError
+from fedshift.experiment.config.error_messages import describe
+
+MOST_SAMPLES = 50_000_000
+"""Of one site. The coordinator lists a site's rows by number, in 8 bytes each."""
+MOST_CLASSES, MOST_COLUMNS, MOST_CATEGORIES = 100_000, 1_000_000, 100_000
+LARGEST_SAMPLE = 2**31
+"""Numbers in one sample."""
+
+Name = Annotated[str, StringConstraints(max_length=500)]
+"""Of a class, a column or a category."""
+Word = Annotated[str, StringConstraints(max_length=100)]
+Count = Annotated[int, Field(ge=0, le=MOST_SAMPLES)]
+Size = Annotated[int, Field(ge=1, le=LARGEST_SAMPLE)]
+# Their squares must not overflow either.
+Sums = Annotated[tuple[Annotated[float, Field(ge=-1e150, le=1e150)], ...], Field(max_length=MOST_COLUMNS)]
+Columns = Annotated[tuple[Name, ...], Field(max_length=MOST_COLUMNS)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class GivenMoments(_Part):
+    """Sums to standardise with, per column or channel."""
+
+    kind: Literal["moments"]
+    count: Annotated[int, Field(ge=1, le=2**62)]
+    total: Sums
+    squares: Sums
+
+
+class GivenTable(_Part):
+    """A table's statistics: per numeric column sums, per categorical column its values."""
+
+    kind: Literal["table"]
+    numeric: Columns
+    categorical: Columns
+    count: Annotated[tuple[Count, ...], Field(max_length=MOST_COLUMNS)]
+    total: Sums
+    squares: Sums
+    any_missing: Annotated[tuple[bool, ...], Field(max_length=MOST_COLUMNS)]
+    categories: Annotated[tuple[tuple[Name, ...], ...], Field(max_length=MOST_COLUMNS)]
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        for name in ("count", "total", "squares", "any_missing"):
+            if len(getattr(self, name)) != len(self.numeric):
+                raise ValueError(f"{name} has not one entry per numeric column")
+        if len(self.categories) != len(self.categorical):
+            raise ValueError("categories has not one entry per categorical column")
+        if sum(map(len, self.categories)) > MOST_CATEGORIES:  # each is a column of the encoded table
+            raise ValueError(f"there are more than {MOST_CATEGORIES} categories")
+        return self
+
+
+class Card(_Part):
+    """One site. rows: how many samples train and how many are held out, by seed."""
+
+    versions: Annotated[dict[Word, Word], Field(max_length=50)]
+    shape: Annotated[tuple[Size, ...], Field(min_length=1, max_length=4)]
+    type: Literal["uint8", "float32", "sparse"]
+    preprocessing: Preprocessing
+    classes: Annotated[tuple[Name, ...], Field(min_length=1, max_length=MOST_CLASSES)]
+    samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)]
+    rows: dict[Word, tuple[Count, Count]]
+    given: Annotated[GivenMoments | GivenTable, Field(discriminator="kind")] | None
+    grouped: bool
+    fingerprint: Annotated[str, StringConstraints(min_length=1, max_length=100)]
+    send: Annotated[tuple[Word, ...], Field(max_length=50)]
+    device: Word
+    threads: Annotated[int, Field(ge=1, le=2**20)]
+
+    @field_validator("shape")
+    @classmethod
+    def _small_enough(cls, shape: tuple[int, ...]) -> tuple[int, ...]:
+        if math.prod(shape) > LARGEST_SAMPLE:
+            raise ValueError(f"a sample has more than {LARGEST_SAMPLE} numbers")
+        return shape
+
+    @model_validator(mode="after")
+    def _adds_up(self) -> Self:
+        for seed, (train, held_out) in self.rows.items():
+            if train + held_out > self.samples:
+                raise ValueError(f"rows of seed {seed} are {train} and {held_out}, of {self.samples} samples")
+        if self.preprocessing.shape not in (None, self.shape):
+            raise ValueError(f"samples have the shape {self.shape}, preprocessing {self.preprocessing.shape}")
+        if self.given is not None and isinstance(self.given, GivenTable) != (self.preprocessing.kind == "table"):
+            raise ValueError(f"given is of the kind {self.given.kind}, preprocessing {self.preprocessing.kind}")
+        if isinstance(self.given, GivenTable) and any(count > self.samples for count in self.given.count):
+            raise ValueError(f"given counts more values than there are samples ({self.samples})")
+        if isinstance(self.given, GivenMoments):
+            if self.given.count > self.samples * math.prod(self.shape):
+                raise ValueError(f"given counts more values than there are in {self.samples} samples")
+            if not len(self.given.total) == len(self.given.squares) == self.shape[0]:
+                raise ValueError(f"given has not one sum for each of {self.shape[0]} columns or channels")
+        return self
+
+
+def checked_card(site: str, card: Any, seeds: Sequence[int]) -> dict[str, Any]:
+    """``card`` as plain values. Raises UserError, in one line that names the site, for one that cannot be."""
+    try:
+        # By way of JSON: there a list is a tuple also where nothing else may stand for another type.
+        found = Card.model_validate_json(json.dumps(card))
+        absent = next((seed for seed in seeds if str(seed) not in found.rows), None)
+        if absent is not None:
+            raise UserError(f"site '{site}': its card lacks the rows of seed {absent}")
+    except ValidationError as error:
+        raise UserError(f"site '{site}': {one_line(describe(error, 'card', Card))}") from None
+    except (TypeError, ValueError, RecursionError):
+        raise UserError(f"site '{site}': its card cannot be read") from None
+    return found.model_dump(mode="json")
+
+
+def one_line(text: str) -> str:
+    """Text that holds what a stranger wrote, not too long, without line breaks and control characters."""
+    text = "".join(letter if letter.isprintable() else " " for letter in text[:500])
+    return text if len(text) < 500 else f"{text[:-1]}…"

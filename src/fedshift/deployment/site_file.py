@@ -1,0 +1,154 @@
+"""SITE.yaml: what a site of a deployed federation holds and allows, and its data as that file describes them."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+
+from fedshift.data.domain import DataSet, DataSource, Domain
+from fedshift.errors import UserError, nearest
+from fedshift.experiment.config.error_messages import describe
+from fedshift.experiment.config.experiment import data_source
+from fedshift.experiment.environment import data_fingerprint
+from fedshift.federation.remote.policy import Policy
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+_WATCHED_FILES = 10_000
+
+
+class SiteFile(BaseModel):
+    """SITE.yaml: what a site holds and what it allows. It stays at the site."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    site: str = Field(description="the site's name, as in the project")
+    kit: Path = Field(Path("."), description="the start-up kit's folder, relative to this file")
+    data: dict[str, Any] = Field(description="the data set, as under data: of an experiment; one site or domain of it")
+    domain: str | None = Field(
+        None, description="which domain of the data set; none = the only one, or the site's name"
+    )
+    classes: tuple[str, ...] | None = Field(
+        None, description="all classes of the federation in order, where this site may lack samples of some"
+    )
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps …")
+    threads: PositiveInt | None = Field(None, description="threads of the site's process; none = torch's own choice")
+    memory: Path = Field(Path("memory"), description="where the site remembers, relative to this file")
+    policy: Policy = Field(default_factory=Policy)
+
+
+@dataclass(frozen=True)
+class SitePlace:
+    """A SITE.yaml that was read: its content, and where it lies."""
+
+    path: Path
+    file: SiteFile
+
+    @property
+    def kit(self) -> Path:
+        return (self.path.parent / self.file.kit).resolve()
+
+    @property
+    def memory(self) -> Path:
+        return (self.path.parent / self.file.memory).resolve()
+
+    @property
+    def audit_log(self) -> Path:
+        return self.memory / "audit.jsonl"
+
+
+def load_site(path: Path) -> SitePlace:
+    """The site that a SITE.yaml describes. Raises UserError, one line, for a mistake in it."""
+    try:
+        options = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"cannot read the site's file {path}: {error}".splitlines()[0]) from None
+    if not isinstance(options, Mapping):
+        raise UserError(f"{path}: a site's file is a mapping of site, data, device, policy …")
+    try:
+        file = SiteFile.model_validate(dict(options))
+    except ValidationError as error:
+        raise UserError(f"{path}: {describe(error, '', SiteFile)}") from None
+    if not _NAME.fullmatch(file.site):
+        raise UserError(f"{path}: site '{file.site}': letters, digits, '.', '_' and '-' only")
+    return SitePlace(path.resolve(), file)
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a site holds: the data set it lies in, its own domain, and what it gives for an encoding common to all."""
+
+    source: DataSource
+    data: DataSet
+    domain: Domain
+    fingerprint: str
+    given: dict[str, Any] | None
+
+
+def read_holding(place: SitePlace) -> Holding:
+    """The site's data as they would be used. Raises UserError for data that cannot be."""
+    source = data_source(place.file.data, place.path.parent)
+    if place.file.classes is not None and "classes" in type(source).model_fields:
+        source = source.model_copy(update={"classes": place.file.classes})
+    data = source.build()
+    if data.task != "classification":
+        raise UserError(f"{place.path}: data: '{data.name}' is one of {data.task}, which a deployment cannot train yet")
+    name = place.file.domain or (place.file.site if place.file.site in data.domains else None)
+    if name is None and len(data.domains) == 1:
+        name = next(iter(data.domains))
+    if name is None or name not in data.domains:
+        raise UserError(
+            f"{place.path}: domain: say which domain of the data this site holds; {nearest(name or '', data.domains)}"
+        )
+    if source.shares and len(data.domains) > 1:
+        raise UserError(f"{place.path}: data.sites: name this site's own file alone; the encoding is made of all of it")
+    domain = replace(data.domains[name], name=place.file.site)
+    if place.file.classes is not None and data.classes != place.file.classes:
+        domain, data = _renumbered(place, data, domain)
+    own = replace(data, domains={place.file.site: domain})
+    return Holding(source, own, domain, data_fingerprint(own), source.gives())
+
+
+def _renumbered(place: SitePlace, data: DataSet, domain: Domain) -> tuple[Domain, DataSet]:
+    """Labels as numbers of the federation's classes, where the data set itself knows only those it has."""
+    wanted = place.file.classes or ()
+    unknown = [name for name in data.classes if name not in wanted]
+    if unknown:
+        raise UserError(f"{place.path}: classes: the data hold '{unknown[0]}', which is not listed")
+    numbers = np.array([wanted.index(name) for name in data.classes], dtype=np.int64)
+    return replace(domain, labels=numbers[domain.labels]), replace(data, classes=wanted)
+
+
+def file_stamp(options: Mapping[str, Any], folder: Path) -> str:
+    """A short text that changes when a data file does: names, sizes and times of what ``root`` and ``sites`` name."""
+    digest = hashlib.sha256()
+    for path in _files_of([options.get("root"), options.get("sites")], folder):
+        with contextlib.suppress(OSError):
+            found = path.stat()
+            digest.update(f"{path}|{found.st_size}|{found.st_mtime_ns}|{stat.S_IFMT(found.st_mode)}\n".encode())
+    return digest.hexdigest()
+
+
+def _files_of(value: Any, folder: Path) -> Iterator[Path]:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            yield from _files_of(item, folder)
+    elif isinstance(value, str | Path):
+        path = folder / value
+        yield path
+        if path.is_dir():
+            for number, below in enumerate(sorted(path.rglob("*"))):
+                if number >= _WATCHED_FILES:
+                    return
+                yield below

@@ -1,0 +1,132 @@
+"""What a request to a site may say, and the answers that are kept in case it comes again."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from fedshift.errors import FedshiftError, Refused, UserError
+from fedshift.federation.messages import Content
+from fedshift.federation.remote.policy import whole_number
+from fedshift.federation.remote.wire import Message, unseal
+from fedshift.federation.site import Envelope
+
+
+def plain_name(name: Any) -> str:
+    """A name that a message gives, to be used in a path. Raises FedshiftError for one that could lead elsewhere."""
+    if not isinstance(name, str) or not re.fullmatch(r"[\w=+-][\w.=+-]{0,200}", name):
+        raise FedshiftError("a message names a file that it may not")
+    return name
+
+
+def envelope_of(fields: Any) -> Envelope:
+    """The envelope of a request. Raises FedshiftError for anything else."""
+    if isinstance(fields, Mapping) and set(fields) == {"exchange", "round", "progress", "mini_batches_left"}:
+        progress, numbers = fields["progress"], [fields[name] for name in ("exchange", "round", "mini_batches_left")]
+        real = isinstance(progress, int | float) and not isinstance(progress, bool) and 0 <= progress <= 1
+        if real and all(whole_number(number) >= 0 for number in numbers):
+            return Envelope(**fields)
+    raise FedshiftError("a request does not say which exchange it is of")
+
+
+def check_files(site: str, options: BaseModel) -> None:
+    """Raises Refused where options of a request name files other than weights that the ``site`` holds ready.
+
+    Else a request could have any file opened here, or have the site dial out for one.
+    """
+    folder = os.environ.get("FEDSHIFT_WEIGHTS")
+    for field, value in options:
+        if isinstance(value, BaseModel):
+            check_files(site, value)
+        loads = field == "pretrained" and value is not False
+        if not (loads or isinstance(value, Path)):
+            continue
+        file = Path(str(value))
+        plain = len(file.parts) == 1 and file.suffix in (".safetensors", ".npz")
+        ready = folder is not None and (Path(folder) / file).is_file()
+        # What nothing is loaded from may stay as it is, such as a default.
+        if not plain or not (ready or (not loads and not file.exists())):
+            raise Refused(
+                f"site '{site}': {field} must be the plain name of a .safetensors or .npz file that lies in "
+                "this site's FEDSHIFT_WEIGHTS"
+            )
+
+
+def digest_of(header: Mapping[str, Any]) -> str:
+    own = [header["run"], header["setting"], header["part"]]
+    return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+
+
+def audit_entry(header: Mapping[str, Any], message: Message) -> dict[str, Any]:
+    """What the audit log says of a request."""
+    setting = header.get("setting")
+    method = setting.get("method") if isinstance(setting, Mapping) else None
+    envelope = header.get("envelope")
+    envelope = envelope if isinstance(envelope, Mapping) else {}
+    return {
+        "run": str(header.get("run"))[:200],
+        "do": str(header.get("do"))[:40],
+        "method": str(method.get("name"))[:100] if isinstance(method, Mapping) else None,
+        "step": str(header.get("step"))[:100] if "step" in header else None,
+        "round": whole_number(envelope.get("round", header.get("round", 0))),
+        "exchange": whole_number(envelope.get("exchange", 0)),
+        "received_bytes": message.size,
+        "received_digest": message.digest,
+    }
+
+
+# Answers --------------------------------------------------------------------------------------------------------------
+
+
+def _answer_file(folder: Path, header: Mapping[str, Any]) -> Path:
+    return folder / f"answer-{int(header['envelope']['exchange'])}-{plain_name(header['key'])[:16]}.json"
+
+
+def keep_answer(folder: Path, header: Mapping[str, Any], answer: Message) -> None:
+    """Keep an answer until a checkpoint covers it. Not flushed: half an answer is known by its digest."""
+    file = _answer_file(folder, header)
+    try:
+        file.with_suffix(".safetensors").write_bytes(answer.body)
+        side = file.with_suffix(".part")
+        side.write_text(json.dumps({"header": answer.header, "digest": answer.digest}))
+        os.replace(side, file)
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}; free some space at the site") from None
+
+
+def kept_answer(folder: Path, header: Mapping[str, Any]) -> tuple[Message, Mapping[str, Content]] | None:
+    """The answer that was given to the same request, and what it holds."""
+    file = _answer_file(folder, header)
+    try:
+        kept = json.loads(file.read_text())
+        answer = Message(kept["header"], file.with_suffix(".safetensors").read_bytes(), kept["digest"])
+        whole, _, held = unseal(answer)
+    except (OSError, ValueError, KeyError, TypeError, FedshiftError):
+        return None
+    return (answer, held) if whole.get("answers") == header["key"] else None
+
+
+def drop_covered(folder: Path, header: Mapping[str, Any]) -> None:
+    """Drop answers that a checkpoint covers, and memory that nobody points to any more."""
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = {*header["kept"].values(), *header["memory"].values()}
+    checkpoint = int(header["checkpoint"])
+    for file in folder.glob("answer-*.json"):
+        number = file.name.split("-")[1]
+        if number.isdecimal() and int(number) <= checkpoint:
+            file.with_suffix(".safetensors").unlink(missing_ok=True)
+            file.unlink(missing_ok=True)
+        else:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                wanted |= set(json.loads(json.loads(file.read_text())["header"])["memory"].values())
+    for file in folder.glob("*.safetensors"):
+        if not file.name.startswith("answer-") and file.name not in wanted:
+            file.unlink(missing_ok=True)

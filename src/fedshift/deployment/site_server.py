@@ -1,0 +1,344 @@
+"""A site of a deployed federation: what it answers to a coordinator's requests.
+
+A site runs nothing but steps of methods that are installed here. It checks version, method and policy before a step
+runs and everything that would leave after it, writes each exchange to its audit log, and keeps what it remembers on its
+own disk. What it has answered since the last checkpoint is kept as well: a request that comes again, because a job
+died, is answered again without training again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+
+from fedshift import __version__
+from fedshift.data.domain import Domain, Rows, SparseRows
+from fedshift.data.site_data import SiteData
+from fedshift.data.splits import part_rows
+from fedshift.deployment.site_file import SitePlace, file_stamp, load_site, read_holding
+from fedshift.deployment.site_requests import (
+    audit_entry,
+    check_files,
+    digest_of,
+    drop_covered,
+    envelope_of,
+    keep_answer,
+    kept_answer,
+    plain_name,
+)
+from fedshift.errors import FedshiftError, Refused, UserError
+from fedshift.evaluation.metrics import accuracy, counts_by_class
+from fedshift.experiment.config.error_messages import describe
+from fedshift.experiment.environment import resolve_device, versions
+from fedshift.experiment.runs.evaluator import predictions
+from fedshift.federation.messages import Statistics, promised_kinds, reply_content
+from fedshift.federation.remote.policy import ACCURACY, AuditLog, described, whole_number
+from fedshift.federation.remote.reply_checks import reply_type
+from fedshift.federation.remote.transport import PROTOCOL, request_key
+from fedshift.federation.remote.wire import Message, Residuals, body_of, error_answer, seal, unseal
+from fedshift.federation.setting_json import setting_from
+from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner
+from fedshift.methods import registry as methods
+from fedshift.methods.base import Method
+from fedshift.models.network import Network
+from fedshift.weights import Weights
+
+_RESIDUALS = "wire-residuals"
+"""The site memory that holds what rounding took from the models it sent."""
+
+
+def open_site(path: Path) -> SiteProgram:
+    """The program of the site that a SITE.yaml describes."""
+    return SiteProgram(load_site(path))
+
+
+class SiteProgram:
+    """Answers a coordinator's requests at one site; one for a job's whole life."""
+
+    def __init__(self, place: SitePlace) -> None:
+        self.place = place
+        self.name = place.file.site
+        self.policy = place.file.policy
+        self.log = AuditLog(place.audit_log)
+        self.device = resolve_device(place.file.device)
+        if place.file.threads is not None:
+            torch.set_num_threads(place.file.threads)
+        self._stamp = self._stamp_now()
+        self.holding = read_holding(place)
+        self._runner: tuple[str, SiteRunner, dict[str, str]] | None = None
+        self._measurer: tuple[str, Network, SiteData] | None = None
+
+    def handle(self, message: Message, coordinator: str) -> Message:
+        """The answer to a request; whatever goes wrong is an answer, too."""
+        header: dict[str, Any] = {}
+        entry: dict[str, Any] = {"coordinator": coordinator}
+        try:
+            header, content, _ = unseal(message)
+            entry |= audit_entry(header, message)
+            if header.get("protocol") != PROTOCOL:
+                raise UserError(
+                    f"site '{self.name}' speaks version {PROTOCOL} of the requests, the coordinator "
+                    f"{header.get('protocol')}: install the same fedshift at both"
+                )
+            if header.get("key") != request_key(header, hashlib.sha256(message.body).hexdigest()):
+                raise FedshiftError("a request's key is not its own")
+            work = {"hello": self._hello, "step": self._step, "measure": self._measure, "end": self._end}
+            do = header.get("do")
+            if not isinstance(do, str) or do not in work:
+                raise UserError(f"site '{self.name}' does not know the request '{do}'")
+            answer = work[do](header, content, entry)
+            entry |= {"sent_bytes": answer.size, "sent_digest": answer.digest}
+            self.log.append(**entry)
+            return answer
+        except Exception as error:
+            text = str(error) if isinstance(error, FedshiftError) else "".join(traceback.format_exception(error))
+            if not isinstance(error, FedshiftError):
+                print(text, flush=True)  # to the site's own log
+            entry.pop("sent", None)
+            try:
+                self.log.append(**{**entry, "refused" if isinstance(error, Refused) else "failed": text[:500]})
+            except UserError as unlogged:
+                print(unlogged, flush=True)
+                return error_answer(
+                    message, UserError(f"site '{self.name}' cannot write its audit log: nothing was sent")
+                )
+            return error_answer(message, error)
+
+    # Before a run -----------------------------------------------------------------------------------------------------
+
+    def _hello(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+        """Who this site is: versions, shapes, classes, how many samples of each part, which kinds may leave."""
+        if header["version"] != __version__:
+            raise Refused(
+                f"site '{self.name}' has fedshift {__version__}, the coordinator {header['version']}: install the same "
+                "version at both"
+            )
+        for wanted in header["methods"]:
+            method = self._method(wanted)
+            shares = () if header["on_refusal"] == "leave_out" else method.shares
+            self.policy.check_method(self.name, wanted["name"], shares)
+        self._check_unchanged()
+        self.policy.check_kind(self.name, "numbers", "how many samples it has")
+        self.policy.check_group(self.name, "numbers", len(self.holding.domain), "the count of its samples")
+        rows = {
+            str(seed): [len(part) for part in self._rows({**header["split"], "seed": seed})] for seed in header["seeds"]
+        }
+        for train, held_out in rows.values():
+            self.policy.check_group(self.name, "numbers", train, "the count of its training samples")
+            if held_out:
+                self.policy.check_group(self.name, ACCURACY, held_out, "the count of its held-out samples")
+        data, domain = self.holding.data, self.holding.domain
+        if self.holding.given is not None:
+            self.policy.check_kind(self.name, "statistics", "the encoding of its data")
+            # A column may be filled in for a few of the samples alone.
+            counts = self.holding.given["count"]
+            for filled in counts if isinstance(counts, list) else [counts]:
+                self.policy.check_group(self.name, "statistics", filled, "the encoding of its data")
+        card = {
+            "versions": versions(),
+            "shape": list(domain.inputs.shape[1:]),
+            "type": "sparse" if isinstance(domain.inputs, SparseRows) else str(domain.inputs.dtype),
+            "preprocessing": data.preprocessing.model_dump(mode="json"),
+            "classes": list(data.classes),
+            "samples": len(domain),
+            "rows": rows,
+            "given": self.holding.given,
+            "grouped": domain.groups is not None,
+            "fingerprint": self.holding.fingerprint,
+            "send": list(self.policy.send),
+            "device": self.device,
+            "threads": torch.get_num_threads(),
+        }
+        given = {} if self.holding.given is None else {"encoding": {"kind": "statistics"}}
+        entry["sent"] = {"card": {"kind": "numbers"}, **given}
+        return seal({"answers": header["key"], "card": card, "time": time.time()}, body_of({}))
+
+    def _rows(self, split: Mapping[str, Any]) -> tuple[Rows, Rows]:
+        domain = self.holding.domain
+        official = domain.train_rows is not None and domain.test_rows is not None
+        own = split["split"] == "official" or (split["split"] == "auto" and official)
+        return part_rows(domain, float(split["test_fraction"]), int(split["seed"]), "official" if own else "random")
+
+    def _method(self, recipe: Mapping[str, Any]) -> Method:
+        """The method installed here under the name a request gives. Raises Refused for anything else."""
+        name = recipe["name"]
+        self._permit(name)
+        kind = methods.method_class(name)
+        if kind.pooled:
+            raise Refused(f"site '{self.name}' refuses '{name}', which needs the samples themselves")
+        try:
+            return kind.model_validate(recipe["options"], context={"permit": self._permit})
+        except ValidationError as error:
+            raise UserError(f"method '{name}': {describe(error, 'methods', kind)}") from None
+
+    def _permit(self, name: Any) -> None:
+        """Raises Refused unless a method of this name is installed here and may run, by itself or behind another."""
+        allowed = self.policy.methods if self.policy.methods != "all" else ()
+        installed = isinstance(name, str) and (name in methods.METHODS or (name in allowed and ".py:" not in name))
+        if not installed:
+            raise Refused(
+                f"site '{self.name}' has no method '{name}' (only methods of the installed fedshift run, and those "
+                "that rule policy.methods names as package.module:Class)"
+            )
+        self.policy.check_method(self.name, name, ())
+
+    def _stamp_now(self) -> str:
+        return file_stamp(self.place.file.data, self.place.path.parent)
+
+    def _check_unchanged(self, fingerprint: str | None = None) -> None:
+        """Raises UserError when the data are not those the run began with."""
+        stamp = self._stamp_now()
+        if stamp != self._stamp and read_holding(self.place).fingerprint == self.holding.fingerprint:
+            self._stamp = stamp  # written anew, and the same
+        if stamp != self._stamp or (fingerprint is not None and fingerprint != self.holding.fingerprint):
+            raise UserError(
+                f"site '{self.name}': the data changed during the run; put the files back as they were and go on with "
+                "fedshift deploy resume, or begin a new experiment"
+            )
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def _step(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+        """Run one step, or answer again what was answered already."""
+        envelope = envelope_of(header["envelope"])
+        run = plain_name(header["run"])
+        folder = self.place.memory / run
+        method = self._method(header["setting"]["method"])
+        leave_out = header["setting"]["on_refusal"] == "leave_out"
+        self.policy.check_method(self.name, header["setting"]["method"]["name"], () if leave_out else method.shares)
+        self.log.check_rate(self.name, self.policy, run, envelope.round)
+        # What the step's reply holds is known before it runs; what it really holds is looked at before it leaves.
+        for field, kind in promised_kinds(reply_type(method, header["step"])).items():
+            self.policy.check_kind(self.name, kind, f"field '{field}' of step {header['step']}")
+        self._check_unchanged(header["part"]["fingerprint"])
+        runner = self._runner_for(header, method)
+        drop_covered(folder, header)
+        before = kept_answer(folder, header)
+        if before is not None:
+            answer, held = before
+            entry |= {"again": True, "sent": described(held)}
+            self._check_sent(entry["sent"], header["step"], runner.site.samples)  # by the policy of now
+            return answer
+        memory = runner.site.memory
+        self._remember(runner, folder, header["memory"])
+        self._runner = None  # until the step is done: one that fails may leave half of what it wanted to remember
+        views = [view for view in (runner.site.data, runner.site.unlabelled, runner.site.held_out) if view is not None]
+        for view in views:
+            view.watch()
+        reply, mini_batches = runner.run(header["step"], envelope, content)
+        sent = reply_content(reply)
+        entry["sent"] = described(sent)
+        # A step that looked at no sample sends what was made of all of them before, or nothing of them.
+        seen = sum(int(view.seen.sum()) for view in views if view.seen is not None) or runner.site.samples
+        self._check_sent(entry["sent"], header["step"], seen)
+        body = self._narrow(runner, header, sent)
+        files = memory.save(folder, envelope.exchange)
+        self._runner = (digest_of(header), runner, dict(files))
+        answer = seal({"answers": header["key"], "mini_batches": mini_batches, "memory": files}, body)
+        keep_answer(folder, header, answer)
+        return answer
+
+    def _check_sent(self, sent: Mapping[str, Any], step: str, samples: int) -> None:
+        """Raises Refused unless the policy lets out what a reply holds, of which ``samples`` are behind it."""
+        for path, piece in sent.items():
+            self.policy.check_kind(self.name, piece["kind"], f"field '{path}' of step {step}")
+            self.policy.check_group(self.name, piece["kind"], samples, f"field '{path}'")
+
+    def _narrow(self, runner: SiteRunner, header: Mapping[str, Any], sent: Mapping[str, Any]) -> Any:
+        """The reply as bytes; what rounding takes away is remembered for the step's next reply."""
+        if header["wire"] == "float32":
+            return body_of(sent)
+        remembered = runner.site.memory.get(_RESIDUALS)
+        whole: Residuals = dict(remembered) if isinstance(remembered, Statistics) else {}
+        prefix = f"{header['step']}|"
+        own = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
+        body = body_of(sent, header["wire"], own)
+        whole |= {f"{prefix}{name}": value for name, value in own.items()}
+        runner.site.memory[_RESIDUALS] = Statistics(whole)
+        return body
+
+    def _runner_for(self, header: Mapping[str, Any], method: Method) -> SiteRunner:
+        digest = digest_of(header)
+        if self._runner is not None and self._runner[0] == digest:
+            return self._runner[1]
+        part, recipe = header["part"], header["setting"]
+        train, _ = self._rows(part["split"])
+        setting = self._setting(recipe, method)
+        domain = self._encoded(setting)
+        plan = SitePlan(self.name, part["role"], [(domain, train, int(part["number"]))])
+        runner = SiteRunner(plan, setting, memory=(_RESIDUALS,))
+        self._runner = (digest, runner, {})
+        return runner
+
+    def _setting(self, recipe: Mapping[str, Any], method: Method) -> Setting:
+        """The setting of a request, with this site's own device."""
+        whole = {**recipe, "method": method.recipe(), "device": self.device}
+        setting = setting_from(whole)
+        check_files(self.name, method)
+        check_files(self.name, setting.network)
+        return setting
+
+    def _encoded(self, setting: Setting) -> Domain:
+        """This site's domain in the encoding of a request. Raises UserError for data of another shape."""
+        if self.holding.given is not None:
+            data = self.holding.source.encoded(setting.preprocessing, self.holding.data.classes)
+            domain = replace(next(iter(data.domains.values())), name=self.name)
+        else:
+            domain = self.holding.domain
+        if tuple(setting.input_shape) != tuple(domain.inputs.shape[1:]):
+            raise UserError(f"site '{self.name}': samples have the shape {tuple(domain.inputs.shape[1:])}")
+        return domain
+
+    def _remember(self, runner: SiteRunner, folder: Path, files: Mapping[str, str]) -> None:
+        """Bring the site's memory to where the coordinator's run stands."""
+        assert self._runner is not None
+        if self._runner[2] != dict(files):
+            for file in files.values():
+                plain_name(file)
+            runner.site.memory.load(folder, files)
+
+    # Measuring and the end --------------------------------------------------------------------------------------------
+
+    def _measure(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+        """This site's accuracy under the given weights, on samples that no step trains on."""
+        self.policy.check_kind(self.name, ACCURACY, "measuring a model")
+        self.log.check_rate(self.name, self.policy, plain_name(header["run"]), whole_number(header["round"]))
+        method = self._method(header["setting"]["method"])
+        self._check_unchanged(header["part"]["fingerprint"])
+        _, held_out = self._rows(header["part"]["split"])
+        if header["part"]["role"] == "unseen" and header["part"]["whole"]:
+            held_out = np.arange(len(self.holding.domain), dtype=np.int64)
+        self.policy.check_group(self.name, ACCURACY, len(held_out), "measuring a model")
+        weights = content["weights"]
+        if not isinstance(weights, Weights):
+            raise FedshiftError("a request to measure holds no weights")
+        digest = digest_of(header)
+        if self._measurer is None or self._measurer[0] != digest:
+            setting = self._setting(header["setting"], method)
+            network = method.evaluated_network(setting.build_network(), setting.sources).to(self.device)
+            view = SiteData([(self._encoded(setting), held_out, 0)], setting.preprocessing, None, self.device)
+            self._measurer = (digest, network, view)
+        _, network, view = self._measurer
+        network.load_state_dict(dict(weights))
+        network.eval()
+        found, labels = predictions(method, network, view), view.labels.cpu().numpy()
+        pairs = counts_by_class(found, labels, len(self.holding.data.classes), self.policy.smallest_group)
+        entry["sent"] = {"measures": {"kind": ACCURACY}}
+        measures = {"accuracy": accuracy(found, labels), "samples": len(labels), "classes": pairs}
+        return seal({"answers": header["key"], "measures": measures}, body_of({}))
+
+    def _end(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+        """A run is over: forget what was remembered for it."""
+        shutil.rmtree(self.place.memory / plain_name(header["run"]), ignore_errors=True)
+        self._runner = self._measurer = None
+        return seal({"answers": header["key"]}, body_of({}))

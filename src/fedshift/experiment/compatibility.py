@@ -1,0 +1,70 @@
+"""Whether methods, network, data and what sites refuse fit together; nothing is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedshift.data.domain import DataSet
+from fedshift.errors import UserError, nearest
+from fedshift.experiment.config.experiment import Experiment
+from fedshift.experiment.config.sections import LeaveOneOut
+from fedshift.experiment.protocol import roles_of, targets_of
+from fedshift.methods import registry
+from fedshift.models import registry as models
+
+
+def check_fit(experiment: Experiment, data: DataSet, targets: Sequence[str] | None = None) -> tuple[str, ...]:
+    """Warnings of the methods about their options on these data.
+
+    targets: those of a deployment, which has a name for all sites together; else the protocol's. Raises UserError when
+    a method, the network, the data and what sites refuse do not fit; nothing is trained.
+    """
+    warnings: list[str] = []
+    engine = experiment.engine
+    for site in engine.refuse_at:
+        if site not in data.domains:
+            raise UserError(f"engine.refuse_at: no site is called '{site}'; {nearest(site, data.domains)}")
+    for kind in experiment.data.shares:
+        if kind in engine.refuse or any(kind in kinds for kinds in engine.refuse_at.values()):
+            raise UserError(
+                f"engine.refuse: sites refuse {kind}, which data set {experiment.data.name} needs for a common encoding"
+            )
+    models.check_task(experiment.model, data.task, data.name)
+    protocol = experiment.protocol
+    roles = [roles_of(protocol, data, target) for target in targets or targets_of(protocol, data)]
+    numbers = {len(sources) for sources, _ in roles}
+    unseen = isinstance(protocol, LeaveOneOut)
+    most = max(len(sources) + (0 if unseen else len(others)) for sources, others in roles)
+    if engine.quorum is not None and engine.quorum > most:
+        raise UserError(
+            f"engine.quorum: {engine.quorum} sites must answer, but at most {most} train in a run: lower it, or leave "
+            "it out to wait for all"
+        )
+    for method in experiment.methods:
+        if data.task not in method.tasks:
+            known = {name: registry.method_class(name).tasks for name in registry.names()}
+            # A method in front of another one learns what that one can: its class alone does not say.
+            fitting = [name for name, tasks in known.items() if isinstance(tasks, tuple) and data.task in tasks]
+            raise UserError(
+                f"methods: {method.display} is a method of {' and '.join(method.tasks)}, data set {data.name} is one "
+                f"of {data.task}: choose {', '.join(fitting)}"
+            )
+        for sources in sorted(numbers):
+            network = models.build(experiment.model, data.input_shape, len(data.classes), 0)
+            method.check(method.adapt_network(network, sources))
+        refused = sorted(set(method.shares) & set(engine.refuse))
+        if refused:
+            raise UserError(
+                f"engine.refuse: sites refuse {refused[0]}, which {method.display} shares: choose another method or "
+                "take the kind out of engine.refuse"
+            )
+        asked = {site for sources, others in roles for site in (*sources, *(others if method.needs_target else ()))}
+        for site in (site for site in engine.refuse_at if site in asked):
+            for kind in sorted(set(method.shares) & set(engine.refuse_at[site])):
+                refusal = f"site '{site}' refuses to send {kind}, which {method.display} shares"
+                if engine.on_refusal == "stop" or method.pooled:
+                    way = "" if method.pooled else " or write engine.on_refusal: leave_out"
+                    raise UserError(f"engine.refuse_at: {refusal}: choose another method, take the kind out{way}")
+                warnings.append(f"{refusal}: it is left out of such exchanges")
+        warnings += method.check_samples(data.input_shape)
+    return tuple(warnings)

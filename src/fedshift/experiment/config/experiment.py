@@ -1,0 +1,303 @@
+"""The experiment file: what a person may write, checked before anything runs, with errors of one line."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import (
+    BaseModel,
+    Field,
+    SerializeAsAny,
+    ValidationError,
+)
+
+from fedshift.data import registry as data_registry
+from fedshift.data.domain import DataSource
+from fedshift.errors import UserError, nearest
+from fedshift.experiment.config.error_messages import describe, suggest_field
+from fedshift.experiment.config.sections import (
+    ENGINES,
+    PROTOCOLS,
+    Engine,
+    EngineSection,
+    LeaveOneOut,
+    LocalEngine,
+    Protocol,
+    Section,
+    SourceTarget,
+)
+from fedshift.federation.training import Training
+from fedshift.methods import registry as method_registry
+from fedshift.methods.base import Method
+from fedshift.models import registry as model_registry
+from fedshift.models.frozen import Frozen
+from fedshift.models.options import NetworkOptions
+
+
+class Experiment(Section):
+    """Everything an experiment is: one file, checked as a whole."""
+
+    name: str = Field(description="names the folder of the runs")
+    data: SerializeAsAny[DataSource]
+    protocol: Protocol = Field(default_factory=LeaveOneOut, discriminator="kind")
+    model: SerializeAsAny[NetworkOptions]
+    training: Training = Field(default_factory=Training)
+    methods: tuple[SerializeAsAny[Method], ...]
+    engine: Engine = Field(default_factory=LocalEngine, discriminator="name")
+    device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps …")
+
+    def dump(self) -> dict[str, Any]:
+        """As plain data with every default written out."""
+        out = self.model_dump(mode="json")
+        out["methods"] = [{"name": method_name(method), **method.model_dump(mode="json")} for method in self.methods]
+        return out
+
+
+_PARTS: dict[str, type[BaseModel]] = {"training": Training}
+
+
+def method_name(method: Method) -> str:
+    """The name under which the registry finds the method's class again, on this machine."""
+    known = method_registry.METHODS.get(method.name)
+    place: str = method.recipe()["class"]
+    return method.name if known == place else place
+
+
+def method_record(method: Method) -> dict[str, Any]:
+    """A method as results and model files name it: no path of this machine, an own file by its name and checksum."""
+    name = method_name(method)
+    file, _, kind = name.rpartition(":")
+    if not file.endswith(".py"):
+        return {"name": name, **method.model_dump(mode="json")}
+    module = sys.modules[type(method).__module__]
+    checksum = getattr(module, "__sha256__", None) or hashlib.sha256(Path(file).read_bytes()).hexdigest()
+    return {"name": f"{Path(file).name}:{kind}", "sha256": checksum, **method.model_dump(mode="json")}
+
+
+def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
+    """The experiment that ``options`` describe; relative paths are below ``folder``.
+
+    Raises UserError, one line with the path of the field, for anything that cannot be run.
+    """
+    if not isinstance(options, Mapping):
+        raise UserError("an experiment is a mapping of name, data, protocol, model, training, methods, engine, device")
+    fields = dict(options)
+    for name in fields:
+        if name not in Experiment.model_fields:
+            raise UserError(f"{name}: there is no such field; {nearest(str(name), Experiment.model_fields)}")
+    for name in ("data", "model", "methods"):
+        if name not in fields:
+            raise UserError(f"{name}: is missing from the experiment")
+    name = fields.get("name", "experiment")
+    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
+        raise UserError(f"name: '{name}' names a folder: letters, digits, '-', '_' and '.' only")
+    fields["name"] = name
+    fields["data"] = data_source(fields["data"], folder or Path())
+    fields["model"] = _model(fields["model"])
+    fields["methods"] = _methods(fields["methods"], folder or Path())
+    if "protocol" in fields and not isinstance(fields["protocol"], Protocol):
+        fields["protocol"] = _protocol(fields["protocol"])
+    for part, kind in _PARTS.items():
+        if part in fields and not isinstance(fields[part], kind):
+            fields[part] = _section(kind, fields[part], part)
+    if "engine" in fields and not isinstance(fields["engine"], EngineSection):
+        fields["engine"] = _engine(fields["engine"])
+    try:
+        experiment = Experiment(**fields)
+    except ValidationError as error:
+        raise UserError(describe(error, "", Experiment)) from None
+    for method in experiment.methods:
+        if method.needs_target and isinstance(experiment.protocol, LeaveOneOut):
+            raise UserError(
+                f"methods: {method.display} adapts to a target that takes part without labels; write protocol: "
+                "{kind: adapt_to_one, …} or source_target"
+            )
+        pairs = experiment.protocol.pairs if isinstance(experiment.protocol, SourceTarget) else "all"
+        if method.one_target and pairs != "all" and any(len(unlabelled) > 1 for _, unlabelled in pairs):
+            raise UserError(
+                f"methods: {method.display} adapts to one target; protocol.pairs has a pair with several unlabelled "
+                "sites, which only methods for several can train on, such as mdfnet"
+            )
+    if experiment.engine.on_refusal == "leave_out" and experiment.engine.quorum is None:
+        raise UserError(
+            "engine.on_refusal: leave_out needs engine.quorum, the fewest sites that must answer an exchange"
+        )
+    training = experiment.training
+    if isinstance(experiment.model, Frozen) and not training.augmentation.is_identity:
+        raise UserError(
+            "training.augmentation: a frozen backbone sees every image once, so images cannot change; leave it out"
+        )
+    if training.optimizer == "sgd" and training.nesterov and training.momentum == 0:
+        raise UserError("training.nesterov: needs training.momentum above 0")
+    return experiment
+
+
+def _section(kind: type[BaseModel], value: Any, path: str) -> BaseModel:
+    if not isinstance(value, Mapping):
+        raise UserError(f"{path}: must be a mapping of fields, not {value!r}; {nearest('', kind.model_fields)}")
+    try:
+        return kind.model_validate(dict(value))
+    except ValidationError as error:
+        raise UserError(describe(error, path, kind)) from None
+    except UserError as error:  # a name inside the section that is not known
+        raise UserError(f"{path}: {error}") from None
+
+
+def _protocol(value: Any) -> BaseModel:
+    kind = value.get("kind", "leave_one_out") if isinstance(value, Mapping) else "leave_one_out"
+    if not isinstance(kind, str) or kind not in PROTOCOLS:
+        raise UserError(f"protocol.kind: there is no protocol '{kind}'; {nearest(str(kind), PROTOCOLS)}")
+    return _section(PROTOCOLS[kind], value, "protocol")
+
+
+def _engine(value: Any) -> BaseModel:
+    name = value.get("name", "local") if isinstance(value, Mapping) else "local"
+    if not isinstance(name, str) or name not in ENGINES:
+        raise UserError(f"engine.name: there is no engine '{name}'; {nearest(str(name), ENGINES)}")
+    return _section(ENGINES[name], value, "engine")
+
+
+def _named(value: Any, path: str) -> dict[str, Any]:
+    if isinstance(value, str):
+        return {"name": value}
+    if not isinstance(value, Mapping):
+        raise UserError(f"{path}: must be a mapping with a name, not {value!r}")
+    return dict(value)
+
+
+def data_source(value: Any, folder: Path) -> DataSource:
+    """The builder of a ``data:`` section; relative paths are below ``folder``. Raises UserError as `parse`."""
+    if isinstance(value, DataSource):
+        return value
+    fields = _named(value, "data")
+    for name in ("root", "sites"):
+        if name in fields:
+            fields[name] = _below(fields[name], folder)
+    if isinstance(fields.get("unseen"), Mapping):  # the coordinator's own set, beside data at sites
+        own = dict(fields["unseen"])
+        fields["unseen"] = own | {name: _below(own[name], folder) for name in ("root", "sites") if name in own}
+    try:
+        return data_registry.parse(fields)
+    except ValidationError as error:
+        raise UserError(describe(error, "data", data_registry.source_class(str(fields.get("name"))))) from None
+
+
+def _below(value: Any, folder: Path) -> Any:
+    """Paths of an experiment file are relative to that file."""
+    if isinstance(value, Mapping):
+        return {key: _below(item, folder) for key, item in value.items()}
+    if not isinstance(value, str | Path):
+        return value
+    path = Path(value).expanduser()
+    beside = folder / path
+    return str(beside if path.is_absolute() or beside.exists() or not path.exists() else path)
+
+
+def _model(value: Any) -> NetworkOptions:
+    if isinstance(value, NetworkOptions):
+        return value
+    return model_registry.parse(_named(value, "model"))
+
+
+def _methods(value: Any, folder: Path) -> tuple[Method, ...]:
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        raise UserError("methods: must be a list of at least one method, such as [{name: fedavg}]")
+    methods = tuple(_method(item, f"methods[{number}]", folder) for number, item in enumerate(value))
+    labels = [method.display for method in methods]
+    for label in labels:
+        if not re.fullmatch(r"[\w.+-]+", label) or label.startswith("."):
+            raise UserError(
+                f"methods: '{label}' names a folder: letters, digits, '-', '_', '+' and '.' only; set label"
+            )
+        if labels.count(label) > 1:
+            raise UserError(f"methods: '{label}' stands twice: give each its own label")
+    return methods
+
+
+def _method(value: Any, path: str, folder: Path) -> Method:
+    if isinstance(value, Method):
+        return value
+    fields = _named(value, path)
+    try:
+        return method_registry.parse(fields, folder)
+    except ValidationError as error:
+        kind = method_registry.method_class(str(fields["name"]), folder)
+        raise UserError(describe(error, f"{path} ({kind.name})", kind)) from None
+    except (ValueError, TypeError, SyntaxError) as error:  # from importing what the name says
+        raise UserError(f"{path}: method '{fields['name']}' cannot be imported: {error}") from error
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
+    """The experiment in a YAML file with ``key.path=value`` overrides applied. Raises UserError as `parse` does."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
+        raise UserError(f"cannot read the experiment file {path}: {reason}") from None
+    try:
+        options = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        raise UserError(f"{path}{where} is not YAML: {getattr(error, 'problem', None) or 'cannot be parsed'}") from None
+    if not isinstance(options, dict):
+        raise UserError(f"{path}: an experiment file is a mapping of name, data, protocol, model, training, methods …")
+    for override in overrides:
+        override_field(options, override)
+    options.setdefault("name", path.stem)
+    return parse(options, path.parent)
+
+
+def override_field(options: dict[str, Any], override: str) -> None:
+    """Apply ``key.path=value`` to raw options in place. The value is YAML; a list takes a number, methods also a label.
+
+    Raises UserError for a malformed override or an unknown path.
+    """
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise UserError(f"override '{override}' is not of the form key.path=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"override '{override}': the value is not YAML") from None
+    keys = path.split(".")
+    if keys[0] not in Experiment.model_fields:
+        raise UserError(f"override '{path}': there is no such field; {nearest(keys[0], Experiment.model_fields)}")
+    place: Any = options
+    for number, key in enumerate(keys):
+        last = number == len(keys) - 1
+        where = ".".join(keys[: number + 1])
+        if isinstance(place, list):
+            index = _index(place, key, where)
+            if last:
+                place[index] = value
+            else:
+                place[index] = _named(place[index], where)
+                place = place[index]
+        elif last:
+            place[key] = value
+        else:
+            if isinstance(place.get(key), str) and key in ("data", "model"):
+                place[key] = {"name": place[key]}
+            if place.setdefault(key, {}) is None:
+                place[key] = {}
+            place = place[key]
+            if not isinstance(place, dict | list):
+                raise UserError(f"override '{path}': {where} is not a mapping; {suggest_field(path)}")
+
+
+def _index(items: list[Any], key: str, where: str) -> int:
+    if key.isdecimal():
+        if int(key) < len(items):
+            return int(key)
+        raise UserError(f"override '{where}': the list has {len(items)} entries")
+    labels = [str(item.get("label") or item.get("name")) if isinstance(item, dict) else str(item) for item in items]
+    if key not in labels:
+        raise UserError(f"override '{where}': no entry is called '{key}'; {nearest(key, labels)}")
+    return labels.index(key)

@@ -1,0 +1,80 @@
+"""Which settings make a run the same run: what a folder's files and a new experiment are compared by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
+
+from fedshift.data import registry as data_registry
+from fedshift.errors import UserError
+from fedshift.experiment.config.sections import EXTENT, PROTOCOLS
+from fedshift.federation.training import Training
+from fedshift.methods import registry as method_registry
+from fedshift.models import registry as model_registry
+
+_NOT_IDENTITY = ("engine", "device", "versions")
+_PLACES = ("root", "sites")
+"""Where files lie is not what they hold: their fingerprint says that."""
+
+
+def comparable(settings: Any) -> dict[str, Any]:
+    """The settings that two runs must share to be the same run.
+
+    Fields that a later version added hold their defaults, so a run that was written before can be read and resumed: a
+    new field's default is what the code did without it.
+    """
+    identity = {key: value for key, value in dict(settings or {}).items() if key not in _NOT_IDENTITY}
+    for section, kind in _kinds(identity):
+        identity[section] = {**_defaults(kind), **identity[section]}
+    if isinstance(identity.get("method"), Mapping):  # its options say what was done, whatever name they were asked by
+        identity["method"] = {key: value for key, value in identity["method"].items() if key != "setting"}
+    if isinstance(identity.get("data"), Mapping):
+        identity["data"] = {key: value for key, value in identity["data"].items() if key not in _PLACES}
+    return identity
+
+
+def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any] | None:
+    """``(path, old value, new value)`` of the first setting that differs, None when there is none."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*old, *(key for key in new if key not in old)]:
+            below = first_difference(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
+            if below is not None:
+                return below
+        return None
+    same = old == new or (path == "data.fingerprint" and _same_data(str(old), str(new)))
+    return None if same else (path, old, new)
+
+
+def _same_data(old: str, new: str) -> bool:
+    """Whether two checksums are of the same data; one written before groups and splits were in it lacks that part."""
+    pairs = zip(old.split("+"), new.split("+"), strict=False)  # of a deployment: one for each site
+    return old.count("+") == new.count("+") and all(then in (now, now.partition("-")[0]) for then, now in pairs)
+
+
+def _kinds(identity: Mapping[str, Any]) -> Iterator[tuple[str, type[BaseModel]]]:
+    """The sections that are there, with the class that describes each; a person's own method is compared as it is."""
+    finders: Mapping[str, Any] = {
+        "data": lambda section: data_registry.source_class(section["name"]),
+        "protocol": lambda section: PROTOCOLS[section["kind"]],
+        "model": lambda section: model_registry.options_class(section["name"]),
+        "training": lambda section: Training,
+        # By the table of names: a folder's file must not decide which code is imported.
+        "method": lambda section: method_registry.method_class(method_registry.METHODS[section["name"]]),
+    }
+    for name, find in finders.items():
+        if isinstance(identity.get(name), Mapping):
+            try:
+                yield name, find(identity[name])
+            except (UserError, KeyError):
+                continue
+
+
+def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
+    return {
+        name: to_jsonable_python(field.get_default(call_default_factory=True))
+        for name, field in kind.model_fields.items()
+        if not field.is_required() and name not in (*_PLACES, *EXTENT)
+    }

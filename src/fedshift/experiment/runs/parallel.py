@@ -1,0 +1,63 @@
+"""Further processes of one experiment (``engine.parallel_runs``): starts them and waits for them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fedshift.errors import FedshiftError, TrainingDiverged, UserError
+from fedshift.experiment.config.experiment import Experiment
+
+DIVERGED = 3
+"""How a helper ends when training diverged in one of its parts."""
+
+
+@contextmanager
+def parallel_workers(
+    experiment: Experiment, runs: Path, number: int, diverged: list[TrainingDiverged]
+) -> Iterator[None]:
+    """Further processes that take parts of the same experiment; they are waited for, or ended with this one.
+
+    What diverged in one of them is added to ``diverged``.
+    """
+    if number == 0:
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="fedshift-runs-") as folder:
+        file = Path(folder) / "experiment.json"
+        file.write_text(json.dumps(experiment.dump()))
+        command = [sys.executable, "-m", "fedshift.experiment.runs.parallel_worker", str(file), str(runs)]
+        processes: list[tuple[subprocess.Popen[bytes], Path]] = []
+        try:
+            for count in range(number):
+                output = Path(folder) / f"errors-{count}.txt"
+                with open(output, "wb") as errors:
+                    # A session of its own: Ctrl-C reaches this process alone, which then ends its helpers.
+                    process = subprocess.Popen(
+                        command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, start_new_session=True
+                    )
+                processes.append((process, output))
+            yield
+            for process, output in processes:
+                if process.wait():
+                    lines = output.read_text(errors="replace").strip().splitlines()
+                    said = lines[-1] if lines else f"a parallel run ended with code {process.returncode}"
+                    if process.returncode == DIVERGED:
+                        diverged.append(TrainingDiverged(said))
+                    else:
+                        raise (UserError if process.returncode == UserError.exit_code else FedshiftError)(said)
+        finally:
+            for process, _ in processes:
+                assert process.stdin is not None
+                process.stdin.close()  # a helper ends when this pipe does, however this process ends
+            for process, _ in processes:
+                try:
+                    process.wait(timeout=10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()

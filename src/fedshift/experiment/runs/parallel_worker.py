@@ -1,0 +1,47 @@
+"""A further process of ``engine.parallel_runs``.
+
+Started by ``python -m fedshift.experiment.runs.parallel_worker EXPERIMENT.json RUNS``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from fedshift.errors import FedshiftError, TrainingDiverged
+from fedshift.experiment.config.experiment import parse
+from fedshift.experiment.runs.experiment_loop import run_experiment
+from fedshift.experiment.runs.parallel import DIVERGED
+from fedshift.import_paths import CHILD
+
+
+def main() -> int:
+    """Take parts that no other process holds until none is left."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an end in order: workers and their files go too
+    os.environ[CHILD] = "1"
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        run_experiment(parse(json.loads(Path(sys.argv[1]).read_text())), Path(sys.argv[2]), helper=True)
+    except TrainingDiverged as error:
+        print(error, file=sys.stderr)
+        return DIVERGED
+    except FedshiftError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def _end_with_parent() -> None:
+    """Standard input is a pipe that nobody writes to: reading ends when the process that holds the other end does."""
+    os.read(0, 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

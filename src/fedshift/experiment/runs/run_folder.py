@@ -1,0 +1,279 @@
+"""The folder of one run: who wrote it, what is in it, how it is resumed. Nothing half-written is taken for whole."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import yaml
+from pydantic import ValidationError
+
+from fedshift.errors import UserError
+from fedshift.evaluation.packed import LOADER
+from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.evaluation.stored import ORDER, RESULT, ROUNDS, SETTINGS, pack_of, stored
+from fedshift.experiment.config.experiment import Experiment, method_record
+from fedshift.experiment.config.sections import EXTENT
+from fedshift.experiment.environment import versions
+from fedshift.experiment.plan import Part, budgets
+from fedshift.experiment.protocol import Split
+from fedshift.experiment.runs.identity import comparable, first_difference
+from fedshift.federation.message_files import read_message, write_message
+from fedshift.federation.messages import Content
+from fedshift.files import write_bytes
+from fedshift.methods.base import Method, State
+from fedshift.weights import Weights
+
+FORMAT = 1
+MODEL = "model.safetensors"
+_CHECKPOINT = "checkpoint.safetensors"
+
+
+class RunFolder:
+    """``<runs>/<experiment>/<method>/<target>/seed-<n>``, held by one process at a time."""
+
+    def __init__(self, path: Path, identity: Mapping[str, Any]) -> None:
+        self.path = path
+        self.identity = json.loads(json.dumps(identity))
+        self._lock: int | None = None
+
+    # Who may write --------------------------------------------------------------------------------------------------
+
+    def acquire(self) -> bool:
+        """Take the folder for this process; False when another one has it. Raises UserError when it cannot be made."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise UserError(
+                f"cannot write in {self.path}: {error.strerror}; choose another folder with --runs"
+            ) from None
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return False
+        except OSError as error:
+            os.close(handle)
+            raise UserError(f"cannot lock {self.path}: {error.strerror}; choose a local folder with --runs") from None
+        self._lock = handle
+        for half in self.path.glob(".*.part"):  # what a killed process was writing
+            half.unlink(missing_ok=True)
+        return True
+
+    def release(self) -> None:
+        """Let other processes have the folder."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def check_identity(self) -> None:
+        """Raises UserError, naming the first setting that differs, when another experiment wrote this folder."""
+        there = self.written_by()
+        if there is None:
+            if (self.path / _CHECKPOINT).exists() or (self.path / RESULT).exists():
+                raise UserError(
+                    f"{self.path} was not written by this version of fedshift: choose another folder with --runs"
+                )
+            return
+        difference = first_difference(there, comparable(self.identity))
+        if difference is not None:
+            path, old, new = difference
+            file = stored(self.path / SETTINGS)
+            place = self.path if file is None or file.line is None else file.place()
+            raise UserError(
+                f"{place} was written by another experiment: {path} is {old!r} there and {new!r} here; "
+                "give this one another name, or another folder with --runs"
+            )
+
+    def written_by(self) -> dict[str, Any] | None:
+        """The settings that made this run, packed or not; None for an empty folder. Raises UserError if damaged."""
+        file = stored(self.path / SETTINGS)
+        if file is None:
+            return None
+        try:
+            return comparable(yaml.load(file.data, Loader=LOADER))  # a safe loader
+        except (yaml.YAMLError, ValueError, TypeError):
+            raise UserError(f"{file.place()} is damaged: delete {self.path} and run again") from None
+
+    def claim(self) -> None:
+        """Write who this folder belongs to."""
+        if not (self.path / SETTINGS).exists():
+            text = yaml.safe_dump(self.identity, sort_keys=False, allow_unicode=True)
+            write_bytes(self.path / SETTINGS, text.encode())
+
+    # Results ----------------------------------------------------------------------------------------------------------
+
+    def result(self) -> RunResult | None:
+        """The result of a finished run, packed or not; None for an unfinished one. Raises UserError if damaged."""
+        file = stored(self.path / RESULT)
+        if file is None:
+            return None
+        try:
+            return RunResult.model_validate_json(file.data)
+        except (ValidationError, ValueError):
+            raise UserError(f"{file.place()} is damaged: delete it and run again") from None
+
+    def finish(self, result: RunResult) -> None:
+        """Write the result; from now on the run is finished and its checkpoint is not needed."""
+        write_bytes(self.path / RESULT, (result.model_dump_json(indent=2) + "\n").encode())
+        self._forget_checkpoint()
+
+    def save_model(self, weights: Weights, metadata: Mapping[str, Any]) -> None:
+        """The final model: plain safetensors under state-dict names, with all that prediction needs as JSON."""
+        from safetensors.torch import save
+
+        from fedshift.federation.messages import unshared
+
+        data = save(
+            unshared({name: tensor.contiguous() for name, tensor in weights.items()}),
+            {"fedshift": json.dumps(metadata)},
+        )
+        write_bytes(self.path / MODEL, data)
+
+    # Rounds and checkpoints -------------------------------------------------------------------------------------------
+
+    @property
+    def memory(self) -> Path:
+        """Where sites remember (in a deployment this folder is at each site)."""
+        return self.path / "memory"
+
+    def append(self, record: RoundRecord) -> None:
+        """Add one line to ``rounds.jsonl`` and flush it to the disk."""
+        file = self.path / ROUNDS
+        try:
+            with open(file, "a", encoding="utf-8") as lines:
+                lines.write(record.model_dump_json() + "\n")
+                lines.flush()
+                os.fsync(lines.fileno())
+        except OSError as error:
+            raise UserError(f"cannot write {file}: {error.strerror}; free some space and run again") from None
+
+    def save_checkpoint(self, state: State, memory: Mapping[str, Mapping[str, str]], header: Mapping[str, Any]) -> None:
+        """Everything a resumed run needs, in one atomic file; then drop the memory files it no longer points to."""
+        content: dict[str, Content] = {"weights": state.weights}
+        content |= {f"part:{name}": part for name, part in state.parts.items()}
+        content |= {f"recent:{number:06}": weights for number, weights in enumerate(state.recent)}
+        whole = {
+            "format": FORMAT,
+            "round": state.round,
+            "numbers": dict(state.numbers),
+            "memory": memory,
+            "identity": comparable(self.identity),
+            **header,
+        }
+        write_message(self.path / _CHECKPOINT, content, whole)
+        self._tidy(memory)
+
+    def load_checkpoint(self) -> tuple[State, dict[str, Any]] | None:
+        """The state and header of the last checkpoint, None if there is none.
+
+        Raises UserError for a damaged file or one of another experiment or version.
+        """
+        file = self.path / _CHECKPOINT
+        if not file.exists():
+            return None
+        content, header = read_message(file)
+        there, here = comparable(header.get("identity")), comparable(self.identity)
+        if header.get("format") != FORMAT or first_difference(there, here) is not None:
+            raise UserError(f"{file} belongs to another experiment or version: delete {self.path} and run again")
+        weights = content.get("weights")
+        if not isinstance(weights, Weights):
+            raise UserError(f"{file} is damaged: delete {self.path} and run again")
+        parts = {name.removeprefix("part:"): part for name, part in content.items() if name.startswith("part:")}
+        recent = [content[name] for name in sorted(content) if name.startswith("recent:")]
+        models = tuple(model for model in recent if isinstance(model, Weights))
+        return State(weights, round=header["round"], parts=parts, numbers=header["numbers"], recent=models), header
+
+    def records(self, last_round: int) -> list[RoundRecord]:
+        """The rounds up to ``last_round``; lines after it (a round that has to be done again) are cut off the file.
+
+        Raises UserError when a line before is missing or damaged: the result would choose among other rounds.
+        """
+        file = self.path / ROUNDS
+        records: list[RoundRecord] = []
+        for line in file.read_bytes().splitlines() if file.exists() else []:
+            try:
+                record = RoundRecord.model_validate_json(line)
+            except ValidationError:
+                break  # the line that was being written when the process was killed
+            if record.round > last_round:
+                break
+            records.append(record)
+        rounds = [record.round for record in records]
+        if rounds not in (list(range(last_round + 1)), list(range(1, last_round + 1))):
+            raise UserError(
+                f"{file} is damaged: not every round up to {last_round} is there; delete {self.path} and run again"
+            )
+        write_bytes(file, "".join(record.model_dump_json() + "\n" for record in records).encode())
+        return records
+
+    def restart(self) -> None:
+        """Forget lines of rounds that no checkpoint covers."""
+        (self.path / ROUNDS).unlink(missing_ok=True)
+
+    def _tidy(self, memory: Mapping[str, Mapping[str, str]]) -> None:
+        wanted = {self.memory / site / file for site, files in memory.items() for file in files.values()}
+        for file in self.memory.glob("*/*"):
+            if file not in wanted:
+                file.unlink(missing_ok=True)
+
+    def _forget_checkpoint(self) -> None:
+        (self.path / _CHECKPOINT).unlink(missing_ok=True)
+        self._tidy({})
+        for folder in sorted(self.memory.glob("*")):
+            folder.rmdir()
+        if self.memory.exists():
+            self.memory.rmdir()
+
+
+def write_order(experiment: Experiment, targets: Sequence[str], folder: Path) -> None:
+    """Say beside the methods' folders what was planned, in the order of the tables; not where packed files say it."""
+    order = {
+        "methods": [method.display for method in experiment.methods],
+        "targets": list(targets),
+        "seeds": list(experiment.protocol.seeds),
+    }
+    pack = pack_of(folder)
+    if pack is None or pack.order != order:
+        write_bytes(folder / ORDER, (json.dumps(order, indent=2) + "\n").encode())
+
+
+def run_folder(experiment: Experiment, split: Split, fingerprint: str, part: Part, folder: Path) -> RunFolder:
+    """The folder of one run below the experiment's, with the settings that make it this run."""
+    settings = common_settings(experiment, part.method)
+    budget = budgets(part.method, experiment.methods, experiment.training, split)
+    identity = {
+        **settings,
+        "data": {**settings["data"], "fingerprint": fingerprint},
+        "target": part.target,
+        "seed": part.seed,
+        "training": {**settings["training"], "mini_batches": budget},
+        "engine": experiment.dump()["engine"],
+        "device": experiment.device,
+        "versions": versions(),
+    }
+    return RunFolder(folder / part.method.display / part.target / f"seed-{part.seed}", identity)
+
+
+def common_settings(experiment: Experiment, method: Method) -> dict[str, Any]:
+    """What all runs of a method in an experiment share."""
+    whole = experiment.dump()
+    return {
+        "name": experiment.name,
+        "data": whole["data"],
+        "protocol": {key: value for key, value in whole["protocol"].items() if key not in EXTENT},
+        "model": whole["model"],
+        "training": whole["training"],
+        "method": method_record(method),
+    }

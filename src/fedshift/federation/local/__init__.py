@@ -1,0 +1,1 @@
+"""Engines on this machine: sites in this process, or in a pool of worker processes."""

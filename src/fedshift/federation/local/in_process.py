@@ -1,0 +1,44 @@
+"""The local engine without worker processes: sites in this process, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fedshift.errors import KindRefused, TrainingDiverged
+from fedshift.federation.exchange import Answer, Missing, Request
+from fedshift.federation.federation import Federation
+from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner
+
+
+class LocalFederation(Federation):
+    """Sites in this process, one after the other."""
+
+    def __init__(self, plans: Sequence[SitePlan], setting: Setting, **options: Any) -> None:
+        super().__init__(
+            setting.method,
+            sources=[plan.name for plan in plans if plan.role == "source"],
+            targets=[plan.name for plan in plans if plan.role == "target"],
+            **options,
+        )
+        self._runners = {plan.name: SiteRunner(plan, setting) for plan in plans}
+
+    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
+        for request in requests:
+            try:
+                reply, mini_batches = self._runners[request.site].run(step, request.envelope, request.content)
+            except (TrainingDiverged, KindRefused) as error:
+                yield Missing(request.site, error)
+                continue
+            yield Answer(request.site, reply, mini_batches)
+
+    def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:
+        return {
+            name: runner.site.memory.save(folder / name, self.progress.exchange)
+            for name, runner in self._runners.items()
+        }
+
+    def load_memory(self, folder: Path, files: Mapping[str, Mapping[str, str]]) -> None:
+        for name, runner in self._runners.items():
+            runner.site.memory.load(folder / name, files.get(name, {}))

@@ -1,0 +1,231 @@
+"""The local engine's pool: sites in worker processes that map the same data files into memory.
+
+A worker is a fresh interpreter that runs `fedshift.federation.local.worker`, so nothing of the caller's program is run
+again. Sites stay at the worker that got them, with what they remember. Messages are the ones that would cross a
+network.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedshift import errors
+from fedshift.data.domain import Domain, SparseRows
+from fedshift.errors import FedshiftError, KindRefused, TrainingDiverged, UserError
+from fedshift.federation.exchange import Answer, Missing, Request
+from fedshift.federation.federation import Federation
+from fedshift.federation.messages import Statistics, decode, encode
+from fedshift.federation.setting_json import reply_from, setting_recipe
+from fedshift.federation.site_runner import Setting, SitePlan
+
+BUFFERED_ANSWERS = 4
+"""Answers that may wait for an earlier site's before workers pause: bounds the server's memory."""
+_START_SECONDS = 120
+_SOCKET_PATH = 100
+
+
+class WorkerPool:
+    """``workers`` processes with ``threads`` threads each, kept for as many runs as one likes."""
+
+    def __init__(self, workers: int, threads: int) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="fedshift-pool-", ignore_cleanup_errors=True)
+        self._shared: dict[int, tuple[Domain, str]] = {}
+        key = secrets.token_bytes(32)
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self.connections: list[Connection] = []
+        # A socket's path has room for about 100 characters, and TMPDIR may be longer.
+        whole = str(Path(self._folder.name) / "pool.sock")
+        address = min(whole, os.path.relpath(whole), key=len)
+        if len(address) > _SOCKET_PATH:
+            raise UserError(f"the folder of temporary files ({tempfile.gettempdir()}) has too long a path: set TMPDIR")
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+        with Listener(address, "AF_UNIX", backlog=workers, authkey=key) as listener:
+            for number in range(workers):
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "fedshift.federation.local.worker", address, str(threads), str(number)],
+                    stdin=subprocess.PIPE,
+                    env=environment,
+                    start_new_session=True,  # Ctrl-C reaches the server alone, which then closes its workers
+                )
+                assert process.stdin is not None
+                process.stdin.write(key)
+                process.stdin.close()
+                self._processes.append(process)
+            listener._listener._socket.settimeout(_START_SECONDS)  # type: ignore[attr-defined]
+            arrived: dict[int, Connection] = {}  # they come in any order, and each says which process it is
+            for _ in range(workers):
+                try:
+                    connection = listener.accept()
+                    arrived[int(connection.recv_bytes())] = connection
+                except (EOFError, OSError) as error:
+                    self.close()
+                    raise FedshiftError(
+                        "a worker process did not start: run with engine.workers=1 to see why"
+                    ) from error
+            self.connections = [arrived[number] for number in range(workers)]
+
+    def share(self, domain: Domain) -> str:
+        """The folder with the domain's arrays as files that every worker maps into memory; written once."""
+        if id(domain) not in self._shared:
+            folder = Path(tempfile.mkdtemp(prefix="domain-", dir=self._folder.name))
+            inputs = domain.inputs
+            if isinstance(inputs, SparseRows):
+                for part in ("data", "indices", "indptr"):
+                    np.save(folder / f"{part}.npy", getattr(inputs, part))
+                (folder / "width").write_text(str(inputs.width))
+            else:
+                np.save(folder / "inputs.npy", inputs)
+            np.save(folder / "labels.npy", domain.labels)
+            if domain.masks is not None:
+                np.save(folder / "masks.npy", domain.masks)
+            self._shared[id(domain)] = (domain, str(folder))  # the domain is kept, or its id could come again
+        return self._shared[id(domain)][1]
+
+    def forget(self) -> None:
+        """Remove the shared files; workers keep what they have mapped."""
+        for _, folder in self._shared.values():
+            shutil.rmtree(folder, ignore_errors=True)
+        self._shared.clear()
+
+    def call(self, worker: int, command: Mapping[str, Any], **content: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Send a command to one worker and wait for its answer."""
+        self.send(worker, command, **content)
+        return self.receive(worker)
+
+    def send(self, worker: int, command: Mapping[str, Any], **content: Any) -> None:
+        """Send a command; its answer is fetched with `receive`."""
+        try:
+            self.connections[worker].send_bytes(encode(content, command))
+        except OSError as error:
+            raise self._lost(worker) from error
+
+    def receive(self, worker: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A worker's answer, ``(content, header)``. Raises what the worker raised, or FedshiftError when it died."""
+        try:
+            content, header = decode(self.connections[worker].recv_bytes())
+        except (EOFError, OSError) as error:
+            raise self._lost(worker) from error
+        if "error" in header:
+            kind = getattr(errors, header["error"], FedshiftError)
+            raise kind(header["message"])
+        return content, header
+
+    def _lost(self, worker: int) -> FedshiftError:
+        process = self._processes[worker]
+        try:
+            code = process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            code = None
+        reason = (
+            "was killed, perhaps for lack of memory" if code is not None and code < 0 else f"ended with code {code}"
+        )
+        return FedshiftError(f"worker process {worker} {reason}; run again to go on from the last round")
+
+    def close(self) -> None:
+        """End the workers and remove the shared files."""
+        for connection in self.connections:
+            connection.close()  # a worker ends when its connection does
+        deadline = time.monotonic() + 2
+        for process in self._processes:
+            try:
+                process.wait(timeout=max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.connections, self._processes = [], []
+        self._folder.cleanup()
+
+
+class PoolFederation(Federation):
+    """Sites in the processes of a pool. Site → worker is fixed by size, largest first, so that memory stays where it
+    is.
+    """
+
+    def __init__(self, pool: WorkerPool, plans: Sequence[SitePlan], setting: Setting, **options: Any) -> None:
+        super().__init__(
+            setting.method,
+            sources=[plan.name for plan in plans if plan.role == "source"],
+            targets=[plan.name for plan in plans if plan.role == "target"],
+            **options,
+        )
+        self._pool = pool
+        self._worker_of: dict[str, int] = {}
+        load = [0] * len(pool.connections)
+        for plan in sorted(plans, key=lambda plan: -sum(len(rows) for _, rows, _ in plan.parts)):
+            worker = load.index(min(load))
+            load[worker] += sum(len(rows) for _, rows, _ in plan.parts)
+            self._worker_of[plan.name] = worker
+        recipe = setting_recipe(setting)
+        for worker in range(len(load)):
+            pool.call(worker, {"do": "setting", "setting": recipe})
+        for plan in plans:
+            command: dict[str, Any] = {
+                "do": "site",
+                "name": plan.name,
+                "role": plan.role,
+                "refuse": sorted(plan.refuse),
+            }
+            rows: dict[str, Statistics] = {}
+            for group, parts in (("parts", plan.parts), ("unlabelled", plan.unlabelled), ("held_out", plan.held_out)):
+                command[group] = [
+                    {"folder": pool.share(domain), "name": domain.name, "number": number} for domain, _, number in parts
+                ]
+                rows[group] = Statistics({str(i): torch.from_numpy(chosen) for i, (_, chosen, _) in enumerate(parts)})
+            pool.call(self._worker_of[plan.name], command, **rows)
+
+    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
+        """Hand requests out as workers become free; yield answers in the order asked, at most a few waiting."""
+        queues: dict[int, deque[Request]] = {}
+        order: list[str] = []
+        for request in requests:
+            order.append(request.site)
+            queues.setdefault(self._worker_of[request.site], deque()).append(request)
+        busy: dict[int, str] = {}
+        waiting: dict[str, Answer[Any] | Missing] = {}
+        for site in order:
+            while site not in waiting:
+                for worker, queue in queues.items():
+                    may_run = len(waiting) < BUFFERED_ANSWERS or (queue and queue[0].site == site)
+                    if worker not in busy and queue and may_run:
+                        request = queue.popleft()
+                        command = {"do": "step", "site": request.site, "step": step, "envelope": vars(request.envelope)}
+                        self._pool.send(worker, command, **request.content)
+                        busy[worker] = request.site
+                ready = wait([self._pool.connections[worker] for worker in busy])
+                for connection in ready:
+                    worker = self._pool.connections.index(connection)  # type: ignore[arg-type]
+                    name = busy.pop(worker)
+                    try:
+                        content, header = self._pool.receive(worker)
+                    except (TrainingDiverged, KindRefused) as error:
+                        waiting[name] = Missing(name, error)
+                        continue
+                    waiting[name] = Answer(name, reply_from(header["reply"], content), header["mini_batches"])
+            yield waiting.pop(site)
+
+    def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:
+        version = self.progress.exchange
+        out: dict[str, dict[str, str]] = {}
+        for name, worker in self._worker_of.items():
+            command = {"do": "save", "site": name, "folder": str(folder / name), "version": version}
+            out[name] = self._pool.call(worker, command)[1]["files"]
+        return out
+
+    def load_memory(self, folder: Path, files: Mapping[str, Mapping[str, str]]) -> None:
+        for name, worker in self._worker_of.items():
+            command = {"do": "load", "site": name, "folder": str(folder / name), "files": dict(files.get(name, {}))}
+            self._pool.call(worker, command)

@@ -1,0 +1,125 @@
+"""A worker process of the pool: holds sites and runs steps at them. Started by `fedshift.federation.local.pool`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedshift.data.domain import Domain, SparseRows
+from fedshift.errors import FedshiftError
+from fedshift.federation.messages import decode, encode, reply_content
+from fedshift.federation.setting_json import setting_from
+from fedshift.federation.site import Envelope
+from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner
+from fedshift.import_paths import CHILD, place_of
+
+Answer = tuple[dict[str, Any], dict[str, Any]]
+
+
+class Worker:
+    """Answers the pool's commands. One setting at a time; a new one empties the worker."""
+
+    def __init__(self) -> None:
+        self._setting: Setting | None = None
+        self._runners: dict[str, SiteRunner] = {}
+
+    def setting(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
+        self._setting, self._runners = setting_from(header["setting"]), {}
+        return {}, {}
+
+    def site(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
+        assert self._setting is not None
+        parts, unlabelled, held_out = (
+            [
+                (read_domain(part["name"], Path(part["folder"])), content[group][str(i)].numpy(), part["number"])
+                for i, part in enumerate(header[group])
+            ]
+            for group in ("parts", "unlabelled", "held_out")
+        )
+        refuse = frozenset(header["refuse"])
+        plan = SitePlan(header["name"], header["role"], parts, unlabelled, held_out, refuse)
+        self._runners[plan.name] = SiteRunner(plan, self._setting)
+        return {}, {}
+
+    def step(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
+        envelope = Envelope(**header["envelope"])
+        reply, mini_batches = self._runners[header["site"]].run(header["step"], envelope, content)
+        return reply_content(reply), {"reply": place_of(type(reply)), "mini_batches": mini_batches}
+
+    def save(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
+        memory = self._runners[header["site"]].site.memory
+        return {}, {"files": memory.save(Path(header["folder"]), header["version"])}
+
+    def load(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
+        self._runners[header["site"]].site.memory.load(Path(header["folder"]), header["files"])
+        return {}, {}
+
+    def serve(self, connection: Connection) -> None:
+        """Answer commands until the pool closes the connection."""
+        commands: dict[str, Callable[[dict[str, Any], dict[str, Any]], Answer]] = {
+            "setting": self.setting,
+            "site": self.site,
+            "step": self.step,
+            "save": self.save,
+            "load": self.load,
+        }
+        while True:
+            try:
+                content, header = decode(connection.recv_bytes())
+            except (EOFError, OSError):
+                return
+            try:
+                answer = encode(*commands[header["do"]](header, dict(content)))
+            except FedshiftError as error:
+                answer = encode({}, {"error": type(error).__name__, "message": str(error)})
+            except Exception:
+                # A defect, not a person's mistake: the whole traceback goes to the server.
+                message = f"a worker failed:\n{traceback.format_exc()}"
+                answer = encode({}, {"error": "FedshiftError", "message": message})
+            try:
+                connection.send_bytes(answer)
+            except OSError:
+                return
+
+
+def read_domain(name: str, folder: Path) -> Domain:
+    """The domain that `WorkerPool.share` wrote, its arrays mapped into memory."""
+    labels = np.load(folder / "labels.npy", mmap_mode="r", allow_pickle=False)
+    if (folder / "inputs.npy").exists():
+        inputs = np.load(folder / "inputs.npy", mmap_mode="r", allow_pickle=False)
+        masked = (folder / "masks.npy").exists()
+        masks = np.load(folder / "masks.npy", mmap_mode="r", allow_pickle=False) if masked else None
+        return Domain(name, inputs, labels, masks=masks)
+    data, indices, indptr = (
+        np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in ("data", "indices", "indptr")
+    )
+    return Domain(name, SparseRows(data, indices, indptr, int((folder / "width").read_text())), labels)
+
+
+def main() -> None:
+    """``python -m fedshift.federation.local.worker ADDRESS THREADS NUMBER``; the key comes on standard input."""
+    address, threads, number = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(threads)
+    key = sys.stdin.buffer.read()
+    os.environ[CHILD] = "1"
+    folder = Path(address).resolve().parent
+    try:
+        with Client(address, "AF_UNIX", authkey=key) as connection:
+            connection.send_bytes(number.encode())
+            Worker().serve(connection)
+    finally:
+        # The folder holds every site's samples. The server removes it; if the server was killed, this worker does.
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

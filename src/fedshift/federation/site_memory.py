@@ -1,0 +1,71 @@
+"""What a site keeps between exchanges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from pathlib import Path
+
+from fedshift.errors import FedshiftError, UserError
+from fedshift.federation.message_files import read_message, write_message
+from fedshift.federation.messages import Content
+from fedshift.weights import Weights
+
+
+class SiteMemory(MutableMapping[str, Content]):
+    """What a site remembers between exchanges under declared names. It is saved with the checkpoint and never sent.
+
+    Each entry is one file, written only when it changed; the file name holds the exchange that wrote it, so an
+    interrupted save never spoils what an older checkpoint points to.
+    """
+
+    def __init__(self, declared: Iterable[str]) -> None:
+        self._declared = frozenset(declared)
+        self._entries: dict[str, Content] = {}
+        self._files: dict[str, str] = {}
+
+    def __getitem__(self, name: str) -> Content:
+        return self._entries[name]
+
+    def __setitem__(self, name: str, content: Content) -> None:
+        if name not in self._declared:
+            raise FedshiftError(f"site memory '{name}' is not declared by the method (its `memory` class attribute)")
+        self._entries[name] = content
+        self._files.pop(name, None)
+
+    def __delitem__(self, name: str) -> None:
+        del self._entries[name]
+        self._files.pop(name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def weights(self, name: str) -> Weights:
+        """The entry ``name``, which must be `Weights`. Raises FedshiftError when an earlier step did not leave it."""
+        if name not in self._entries:
+            raise FedshiftError(f"site memory '{name}' is empty: the step that fills it went wrong at this site")
+        content = self._entries[name]
+        if not isinstance(content, Weights):
+            raise FedshiftError(f"site memory '{name}' holds {type(content).__name__}, not Weights")
+        return content
+
+    def save(self, folder: Path, version: int) -> dict[str, str]:
+        """Write the entries that changed since the last save; returns entry → file name for the checkpoint."""
+        for name, content in self._entries.items():
+            if name not in self._files:
+                file = f"{name}-{version}.safetensors"
+                write_message(folder / file, {name: content})
+                self._files[name] = file
+        return dict(self._files)
+
+    def load(self, folder: Path, files: Mapping[str, str]) -> None:
+        """Forget everything and read the entries a checkpoint names."""
+        entries: dict[str, Content] = {}
+        for name, file in files.items():
+            content, _ = read_message(folder / file)
+            if name not in content:
+                raise UserError(f"{folder / file} does not hold '{name}': delete the run's folder and run again")
+            entries[name] = content[name]
+        self._entries, self._files = entries, dict(files)

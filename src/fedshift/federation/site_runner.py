@@ -1,0 +1,125 @@
+"""Runs a method's steps at one site; every engine runs its sites through `SiteRunner`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fedshift.data.domain import Domain, Preprocessing, Rows
+from fedshift.data.site_data import SiteData
+from fedshift.errors import FedshiftError, KindRefused
+from fedshift.federation.federation import OnRefusal, StepOwner
+from fedshift.federation.messages import Reply, pieces, promised_kinds, reply_content, returned
+from fedshift.federation.site import Envelope, Role, Site
+from fedshift.federation.site_memory import SiteMemory
+from fedshift.federation.training import Training
+from fedshift.models import registry as models
+from fedshift.models.network import Network
+from fedshift.models.options import NetworkOptions
+from fedshift.models.products import with_products
+
+
+@dataclass(frozen=True)
+class SitePlan:
+    """Everything that makes a site, in any process. ``parts``: (domain, training rows, domain number); one unless
+    pooled. ``unlabelled``: the same of a target whose samples lie in the pool too. ``held_out``: the same with the rows
+    that are not trained on, for a method that looks at them. ``refuse``: kinds that this site alone does not let out.
+    """
+
+    name: str
+    role: Role
+    parts: Sequence[tuple[Domain, Rows, int]]
+    unlabelled: Sequence[tuple[Domain, Rows, int]] = ()
+    held_out: Sequence[tuple[Domain, Rows, int]] = ()
+    refuse: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all sites of a run share."""
+
+    method: StepOwner
+    training: Training
+    network: NetworkOptions
+    preprocessing: Preprocessing
+    input_shape: tuple[int, ...]
+    classes: int
+    sources: int
+    seed: int
+    device: str
+    refuse: frozenset[str] = frozenset()
+    on_refusal: OnRefusal = "stop"
+
+    def build_network(self) -> Network:
+        """The network that the method trains, with the weights that belong to the seed; the same in every process."""
+        network = models.build(self.network, self.input_shape, self.classes, self.seed)
+        network = self.method.adapt_network(network, self.sources)
+        return with_products(network, self.training.matrix_products)
+
+
+class SiteRunner:
+    """Holds one site and runs a method's steps at it. Every engine runs its sites through this class."""
+
+    def __init__(self, plan: SitePlan, setting: Setting, memory: Sequence[str] = ()) -> None:
+        """``memory``: names that the engine itself keeps things under, beside the method's."""
+        device = torch.device(setting.device)
+        network = setting.build_network().to(device)
+        self.refuse = {
+            **dict.fromkeys(plan.refuse, f"engine.refuse_at.{plan.name}"),
+            **dict.fromkeys(setting.refuse, "engine.refuse"),
+        }
+        refused = sorted(set(self.refuse).intersection(setting.method.shares))
+        if refused and setting.on_refusal == "stop":  # before any training; each step is looked at again
+            raise KindRefused(
+                f"site '{plan.name}' refuses to send {refused[0]}, which the method shares: choose another "
+                f"method or take the kind out of {self.refuse[refused[0]]}"
+            )
+        self.method = setting.method
+        self.site = Site(
+            name=plan.name,
+            role=plan.role,
+            classes=setting.classes,
+            domains=len(plan.parts),
+            training=setting.training,
+            memory=SiteMemory((*setting.method.memory_names, *memory)),
+            seed=setting.seed,
+            device=device,
+            network=network,
+            data=SiteData(plan.parts, setting.preprocessing, setting.training.augmentation, device),
+            unlabelled=SiteData(plan.unlabelled, setting.preprocessing, setting.training.augmentation, device)
+            if plan.unlabelled
+            else None,
+            held_out=SiteData(plan.held_out, setting.preprocessing, None, device) if plan.held_out else None,
+        )
+
+    def run(self, step: str, envelope: Envelope, content: Mapping[str, Any]) -> tuple[Reply, int]:
+        """Run ``step``; returns its reply and the mini-batches it trained on.
+
+        Raises FedshiftError for a wrong reply type, KindRefused for a kind of content that the site does not let out.
+        """
+        if self.refuse:  # what the step's signature promises needs no training to be refused
+            promised = returned(getattr(self.method.step_owner(step), step))
+            for name, kind in promised_kinds(promised).items() if promised else ():
+                self._check(step, name, kind)
+        cuda = [self.site.device] if self.site.device.type == "cuda" else []
+        with torch.random.fork_rng(
+            devices=cuda
+        ):  # dropout draws from torch's own generators: seeded inside, restored after
+            self.site.begin(envelope)
+            reply = self.method.run_step(step, self.site, content)
+        if not isinstance(reply, Reply):
+            raise FedshiftError(f"step {step} returned {type(reply).__name__}, not a Reply")
+        for name, kind, _ in pieces(reply_content(reply)):  # before anything leaves the site
+            self._check(step, name, kind)
+        return reply, self.site.mini_batches
+
+    def _check(self, step: str, name: str, kind: str) -> None:
+        """Raises KindRefused, with the rule, for a kind that the site does not let out."""
+        if kind in self.refuse:
+            raise KindRefused(
+                f"site '{self.site.name}' refuses to send {kind} (field '{name}' of step {step}), rule "
+                f"{self.refuse[kind]}"
+            )

@@ -1,0 +1,174 @@
+"""Divergence-weighted aggregation: CSAC (Yuan et al., IEEE TKDE) and its ablations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedshift.errors import UserError
+from fedshift.functional.averaging import MeanAccumulator, float64_chunks, is_buffer
+from fedshift.weights import Weights
+
+Distance = Literal["l2", "l1", "cosine"]
+Granularity = Literal["tensor", "module"]
+Rule = Literal["divergence", "similarity", "average"]
+
+# 1 − cos of directions that differ by float64 rounding is below about 1e-30, by float32 rounding above about 1e-16.
+_COSINE_ROUNDING = 1e-24
+
+
+def tensor_distance(tensor: Tensor, mean: Tensor, kind: Distance = "l2") -> float:
+    """Distance between two tensors of one shape, flattened, accumulated in float64 (CSAC, 2.1.3a and Table 4).
+
+    kind: ``"l2"`` ``‖t − A‖₂``, ``"l1"`` ``Σ|t − A|``, ``"cosine"`` ``1 − cos(t, A)``, at least 0; by convention 0 when
+        both are zero and 1 when one is.
+    Raises UserError when the shapes differ.
+    """
+    return _distance([(tensor, mean)], kind)
+
+
+def distances(
+    weights: Mapping[str, Tensor],
+    mean: Mapping[str, Tensor],
+    kind: Distance = "l2",
+    granularity: Granularity = "tensor",
+) -> dict[str, float]:
+    """Distance ``d_l = dist(G_l, A_l)`` of one site's model to the mean, for every float tensor (CSAC, 2.1.3a, 2.3.2).
+
+    granularity: ``"tensor"`` measures each entry of the state dict by itself (the released code). ``"module"`` measures
+        once over the concatenated parameters of a module (the keys that agree up to the last dot) and uses that for its
+        buffers too (``running_mean``, ``running_var``); a module that has only buffers is measured by them.
+    Raises UserError when shapes differ.
+    """
+    floats = [name for name, tensor in weights.items() if tensor.is_floating_point()]
+    if granularity == "tensor":
+        return {name: tensor_distance(weights[name], mean[name], kind) for name in floats}
+    modules: dict[str, list[str]] = {}
+    for name in floats:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    measured: dict[str, float] = {}
+    for names in modules.values():
+        parameters = [name for name in names if not is_buffer(name)] or names
+        together = _distance([(weights[name], mean[name]) for name in parameters], kind)
+        measured.update(dict.fromkeys(names, together))
+    return {name: measured[name] for name in floats}
+
+
+def divergence_weights(distances: Sequence[float], rule: Rule = "divergence", power: float = 1.0) -> list[float]:
+    """The sites' shares of one layer from their distances to the mean; they sum to 1 (CSAC, equation 3 and Table 4).
+
+    rule: ``"divergence"`` ``w_h = d_h^p / Σ_j d_j^p``, the farthest site gets most; equal shares when all are 0.
+        ``"similarity"`` ``w_h ∝ 1/d_h^p``; sites at distance 0 share everything equally. ``"average"`` ``1/H``.
+    power: p > 0; the paper has 1.
+    Raises UserError when there is no site, a distance is negative or not finite, or the power is not above 0.
+
+    Example:
+        >>> [round(share, 6) for share in divergence_weights([1.0, 2.0], power=2.0)]
+        [0.2, 0.8]
+    """
+    count = len(distances)
+    if not count:
+        raise UserError("there is no site to aggregate: not one distance was given")
+    for distance in distances:
+        if not (math.isfinite(distance) and distance >= 0):
+            raise UserError(f"distance {distance} to the mean model must be a finite number of at least 0")
+    if not (math.isfinite(power) and power > 0):
+        raise UserError(f"the power of the distances must be a finite number above 0, found {power}")
+    largest = max(distances)
+    if rule == "average" or largest == 0:
+        return [1 / count] * count
+    # Dividing by an extreme first keeps sums and reciprocals in range.
+    if rule == "divergence":
+        shares = [(distance / largest) ** power for distance in distances]
+    else:
+        smallest = min(distances)
+        shares = [(smallest / d) ** power if smallest else float(d == 0) for d in distances]
+    total = math.fsum(shares)
+    return [share / total for share in shares]
+
+
+def divergence_aggregate(
+    models: Iterable[Mapping[str, Tensor]],
+    distance: Distance = "l2",
+    granularity: Granularity = "tensor",
+    rule: Rule = "divergence",
+    power: float = 1.0,
+) -> tuple[Weights, dict[str, list[float]]]:
+    """Fuse the sites' models layer by layer: ``M_l = Σ_h w_l^h G_l^h``, weights from distances to the mean (CSAC,
+    equations 2 to 4; ``distance``, ``rule`` and ``power`` as in `divergence_weights`).
+
+    Three passes: the mean ``A_l``, the distances, the fused sum; one pass for the rule ``"average"``. Each pass
+    iterates ``models`` once and holds one model and one float64 sum (or mean), so a list works, and so does an object
+    whose ``__iter__`` reads the models one by one from wherever they are: then memory does not grow with the number of
+    sites. Every pass must yield the same models in the same order.
+
+    Returns the fused model and, for every float tensor, the sites' weights in the order of ``models``. Integer tensors
+    take the maximum. Raises UserError when ``models`` is empty, can be iterated only once, changes between passes, or
+    holds models that do not match; TrainingDiverged when a tensor holds NaN or infinity.
+    """
+    if isinstance(models, Iterator):
+        raise UserError("models can be iterated only once but aggregation passes three times: give a list")
+    average = MeanAccumulator()
+    count = 0
+    for model in models:
+        average.add(model, 1.0, f"model {count}")
+        count += 1
+    # Not rounded: of two models one unit in the last place apart, a rounded mean would equal one of them.
+    mean = average.result(None if rule == "average" else torch.float64)
+    del average
+    mean.check_finite("the mean of the models")
+    if rule == "average":
+        return mean, {name: [1 / count] * count for name, tensor in mean.items() if tensor.is_floating_point()}
+    by_key: dict[str, list[float]] = {}
+    for model in models:
+        for name, value in distances(model, mean, distance, granularity).items():
+            by_key.setdefault(name, []).append(value)
+    del mean
+    weights = {name: divergence_weights(values, rule, power) for name, values in by_key.items()}
+    fused = MeanAccumulator()
+    passed = 0
+    for model in models:
+        if passed < count:
+            fused.add(model, {name: row[passed] for name, row in weights.items()}, f"model {passed}")
+        passed += 1
+    if passed != count or any(len(row) != count for row in weights.values()):
+        raise UserError("the number of models changed between passes of aggregation: every pass must yield the same")
+    return fused.result(), weights
+
+
+def _distance(pairs: Sequence[tuple[Tensor, Tensor]], kind: Distance) -> float:
+    """Distance between the concatenation of the first and of the second members of ``pairs``."""
+    for tensor, mean in pairs:
+        if tensor.shape != mean.shape:
+            raise UserError(f"tensors of shapes {tuple(tensor.shape)} and {tuple(mean.shape)} have no distance")
+    if kind == "l1":
+        return _total((left - right).abs_().sum() for left, right in _pieces(pairs))
+    if kind == "l2":
+        return math.sqrt(_total(_square(left - right) for left, right in _pieces(pairs)))
+    norms = [math.sqrt(_total(_square(piece[side]) for piece in _pieces(pairs))) for side in (0, 1)]
+    if 0 in norms:
+        return float(norms[0] != norms[1])
+    # 1 − cos(a, b) = ½‖a/‖a‖ − b/‖b‖‖²: never negative, and precise for vectors that are almost parallel.
+    half = 0.5 * _total(_square(left / norms[0] - right / norms[1]) for left, right in _pieces(pairs))
+    return half if half > _COSINE_ROUNDING or math.isnan(half) else 0.0
+
+
+def _pieces(pairs: Sequence[tuple[Tensor, Tensor]]) -> Iterator[tuple[Tensor, Tensor]]:
+    for tensor, mean in pairs:
+        yield from float64_chunks(tensor, mean)
+
+
+def _square(piece: Tensor) -> Tensor:
+    return torch.dot(piece, piece)
+
+
+def _total(parts: Iterable[Tensor]) -> float:
+    # Read once at the end: on an accelerator every .item() waits for the device.
+    total: Tensor | None = None
+    for part in parts:
+        total = part if total is None else total + part
+    return 0.0 if total is None else total.item()

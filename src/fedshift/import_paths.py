@@ -1,0 +1,54 @@
+"""Import paths: where a class stands, and how it is found again in another process."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import sys
+import zlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+CHILD = "FEDSHIFT_CHILD"
+"""Set in worker processes: an experiment must not begin another one while a method's file is imported."""
+USER_MODULE = "fedshift_user_"
+"""How the modules are called that `import_file` makes."""
+
+
+def find(place: str) -> Any:
+    """What stands at ``package.module:Name`` or ``/path/file.py:Name``."""
+    module_name, _, attribute = place.rpartition(":")
+    module = importlib.import_module(module_name) if not module_name.endswith(".py") else import_file(module_name)
+    found = module
+    for part in attribute.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def import_file(path: str) -> ModuleType:
+    """A person's own method file as a module; the same file is imported once."""
+    whole = Path(path).resolve()
+    text = whole.read_bytes()
+    checksum = hashlib.sha256(text).hexdigest()
+    # The checksum is part of the name: an edited file is another module, and results name the code that really ran.
+    name = f"{USER_MODULE}{whole.stem}_{zlib.crc32(str(whole).encode()):08x}_{checksum[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    module = ModuleType(name)
+    module.__file__ = str(whole)
+    module.__dict__["__sha256__"] = checksum
+    sys.modules[name] = module
+    try:
+        exec(compile(text, str(whole), "exec"), module.__dict__)
+    except BaseException:
+        del sys.modules[name]  # half a module must not be found the next time
+        raise
+    return module
+
+
+def place_of(kind: type) -> str:
+    """Where `find` finds a class again."""
+    module = sys.modules[kind.__module__]
+    file = module.__file__ if kind.__module__.startswith((USER_MODULE, "__main__")) else None
+    return f"{file or kind.__module__}:{kind.__qualname__}"

@@ -1,0 +1,181 @@
+"""How a table is written: for a terminal, as Markdown, LaTeX and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fedshift.report.table import MISSING, Cell, Table
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+    from rich.table import Table as Grid
+    from rich.text import Text
+
+
+def terminal(table: Table) -> RenderableType:
+    """For people: print it with a `rich.console.Console`. Where the screen is too narrow, one line per entry."""
+    from rich.console import Group
+
+    return Group(*(part for one in (table, *table.more) for part in _titled(one)))
+
+
+def _titled(table: Table) -> Iterable[RenderableType]:
+    from rich.text import Text
+
+    if table.measure.title:
+        yield Text(table.measure.title, style="bold")
+    yield _Fitting(table)
+    yield from (Text(note, style="dim") for note in table.notes)
+
+
+@dataclass(frozen=True)
+class _Fitting:
+    """The matrix if the screen can hold it without cutting a number, else its entries below each other."""
+
+    table: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.measure import Measurement
+
+        matrix = self._matrix()
+        # A measurement never exceeds the width that it is given, so it is taken on an endless screen.
+        needed = Measurement.get(console, options.update(max_width=100_000), matrix).minimum
+        fits = needed <= options.max_width
+        yield matrix if fits else self._list()
+
+    def _matrix(self) -> Grid:
+        grid = _grid()
+        grid.add_column("method", min_width=max(map(len, ("method", *self.table.methods))))
+        for column in self.table.columns:
+            # Where the screen is narrow the standard error slips below its mean; the number itself is never cut.
+            grid.add_column(_plain(column), justify="right", min_width=max(6, len(column)))
+        for method in self.table.methods:
+            grid.add_row(_plain(method), *map(_rich_entry, self.table.cells[method].values()))
+        return grid
+
+    def _list(self) -> Grid:
+        grid = _grid("method", "target")
+        grid.add_column(self.table.measure.name.lower(), justify="right", no_wrap=True)
+        for method in self.table.methods:
+            for column, cell in self.table.cells[method].items():
+                grid.add_row(_plain(method), _plain(column), _rich_entry(cell))
+        return grid
+
+
+def _grid(*names: str) -> Grid:
+    from rich import box
+    from rich.table import Table as Grid
+
+    grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
+    for name in names:
+        grid.add_column(name, overflow="fold")
+    return grid
+
+
+def _plain(text: str) -> Text:
+    """Text in which brackets are brackets and not markup."""
+    from rich.text import Text
+
+    return Text(text)
+
+
+def _rich_entry(cell: Cell | None) -> Text:
+    from rich.text import Text
+
+    if cell is None:
+        return Text(MISSING, style="dim")
+    return Text.assemble((cell.mean, "bold" if cell.best else ""), (f" ±{cell.error}" if cell.error else "", "dim"))
+
+
+def markdown(table: Table) -> str:
+    """A pipe table with its notes beneath; where there are more tables, each under its title."""
+    return "\n".join(_pipes(one) for one in (table, *table.more))
+
+
+def _pipes(table: Table) -> str:
+
+    def entry(cell: Cell | None) -> str:
+        if cell is None:
+            return MISSING
+        mean = cell.mean.replace("*", "\\*")
+        return (f"**{mean}**" if cell.best else mean) + (f" ± {cell.error}" if cell.error else "")
+
+    def escape(text: str) -> str:
+        return "".join(f"\\{letter}" if letter in "\\|*_`<[" else letter for letter in text)
+
+    lines = [
+        ["method", *map(escape, table.columns)],
+        ["---", *("---:" for _ in table.columns)],
+        *([escape(method), *map(entry, table.cells[method].values())] for method in table.methods),
+    ]
+    grid = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    title = [f"**{escape(table.measure.title)}**"] if table.measure.title else []
+    return "\n\n".join([*title, grid, *map(escape, table.notes)]) + "\n"
+
+
+def latex(table: Table) -> str:
+    """A `table` environment for each table; they need the package booktabs."""
+    return "\n".join(_environment(one) for one in (table, *table.more))
+
+
+def _environment(table: Table) -> str:
+
+    def entry(cell: Cell | None) -> str:
+        if cell is None:
+            return "--"
+        return (rf"\textbf{{{cell.mean}}}" if cell.best else cell.mean) + (
+            rf" $\pm$ {cell.error}" if cell.error else ""
+        )
+
+    title = [f"{table.measure.title}."] if table.measure.title else []
+    lines = [
+        r"\begin{table}",
+        r"\centering",
+        r"\caption{" + " ".join(map(escape_latex, [*title, *table.notes])) + "}",
+        r"\begin{tabular}{l" + "r" * len(table.columns) + "}",
+        r"\toprule",
+        " & ".join(["method", *map(escape_latex, table.columns)]) + r" \\",
+        r"\midrule",
+        *(
+            " & ".join([escape_latex(method), *map(entry, table.cells[method].values())]) + r" \\"
+            for method in table.methods
+        ),
+        r"\bottomrule",
+        r"\end{tabular}",
+        r"\end{table}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+_LATEX = {
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "<": r"\textless{}",
+    ">": r"\textgreater{}",
+    "±": r"$\pm$",
+    "−": "$-$",
+    "–": "--",
+    **{letter: "\\" + letter for letter in "&%$#_{}"},
+}
+
+
+def escape_latex(text: str) -> str:
+    """``text`` so that LaTeX prints it as it stands.
+
+    >>> escape_latex("csac_v1 & 50%")
+    'csac\\\\_v1 \\\\& 50\\\\%'
+    """
+    return "".join(_LATEX.get(letter, letter) for letter in text)
+
+
+def as_json(table: Table) -> str:
+    """A list of rows `{method, target, select, n, mean, standard_error, seeds}`; see `Row`, and for pairs `PairRow`."""
+    return json.dumps([row.model_dump() for row in table.rows], indent=2, ensure_ascii=False) + "\n"
+
+
+FORMATS: dict[str, Callable[[Table], str]] = {"markdown": markdown, "latex": latex, "json": as_json}
+"""The formats that are plain text; `terminal` gives what rich prints."""

@@ -1,0 +1,157 @@
+"""A deployed federation inside this process: real sites, real messages, no network. For tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import yaml
+from tiny import domains
+
+from fedshift.deployment.coordinator import EXPERIMENT, coordinate
+from fedshift.deployment.site_file import load_site
+from fedshift.deployment.site_server import SiteProgram
+from fedshift.experiment.config.experiment import parse
+from fedshift.experiment.runs.experiment_loop import run_experiment
+from fedshift.federation.exchange import Answer, Request
+from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.remote.transport import Lost
+from fedshift.federation.remote.wire import Message
+
+SITES = {"north": 41, "south": 17, "east": 26}
+UNSEEN = {"west": 30}
+VECTOR_MODEL: dict[str, Any] = {"name": "mlp", "hidden": [8, 6]}
+Change = Callable[[str, dict[str, Any], Message | Lost], Message | Lost | list[Message]]
+
+
+def write_data(folder: Path, sizes: Mapping[str, int]) -> dict[str, str]:
+    """One npz per site with made-up vectors of three classes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for domain in domains(VECTOR_MODEL, sizes):
+        if not (folder / f"{domain.name}.npz").exists():
+            np.savez(folder / f"{domain.name}.npz", x=domain.inputs, y=domain.labels)
+    return {name: str(folder / f"{name}.npz") for name in sizes}
+
+
+def options_of(method: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """An experiment but for its data and engine."""
+    return {
+        "name": "tiny",
+        "protocol": {"targets": ["west"], "seeds": [0], "test_fraction": 0.3},
+        "model": VECTOR_MODEL,
+        "training": {
+            "rounds": 3,
+            "batch_size": 8,
+            "lr": 0.1,
+            "momentum": 0.9,
+            "reset_optimizer_each_round": False,
+        },
+        "methods": [method],
+        "device": "cpu",
+        **changes,
+    }
+
+
+def site_file(folder: Path, name: str, data: str, **policy: Any) -> Path:
+    """A SITE.yaml of one npz."""
+    place = folder / name / "SITE.yaml"
+    place.parent.mkdir(parents=True, exist_ok=True)
+    options = {
+        "site": name,
+        "data": {"name": "arrays", "sites": {name: data}},
+        "classes": ["0", "1", "2"],
+        "device": "cpu",
+        "threads": 1,
+        "policy": {"smallest_group": 1, **policy},
+    }
+    place.write_text(yaml.safe_dump(options))
+    return place
+
+
+class Loopback:
+    """Carries messages to site programs in this process. ``change`` may lose, double or spoil an answer."""
+
+    def __init__(self, places: Mapping[str, Path], change: Change | None = None) -> None:
+        self.programs = {name: SiteProgram(load_site(path)) for name, path in places.items()}
+        self.change = change or (lambda site, header, answer: answer)
+        self.asked: list[tuple[str, str]] = []
+        self.backwards = False
+
+    def exchange(
+        self, messages: Iterator[tuple[str, Message]], deadline: float, patience: Mapping[str, float]
+    ) -> Generator[tuple[str, Message | Lost], None, None]:
+        whole = list(messages)
+        for site, message in reversed(whole) if self.backwards else whole:
+            header = json.loads(message.header)
+            self.asked.append((site, header.get("step", header["do"])))
+            answer = self.programs[site].handle(message, "coordinator")
+            changed = self.change(site, header, answer)
+            for one in changed if isinstance(changed, list) else [changed]:
+                yield site, one
+
+
+def deploy(
+    folder: Path,
+    options: dict[str, Any],
+    *,
+    sites: Mapping[str, int] = SITES,
+    unseen: Mapping[str, int] = UNSEEN,
+    transport: Loopback | None = None,
+    engine: dict[str, Any] | None = None,
+    **policy: Any,
+) -> tuple[Path, Loopback]:
+    """Run a deployed experiment over a `Loopback`; ``(folder of the runs, the transport)``."""
+    files = write_data(folder / "data", {**sites, **unseen})
+    transport = transport or Loopback({name: site_file(folder, name, files[name], **policy) for name in sites})
+    own = {"name": "arrays", "sites": {name: files[name] for name in unseen}} if unseen else None
+    whole = {
+        **options,
+        "data": {"name": "sites", "unseen": own},
+        "engine": {"name": "flare", "threads": 1, **(engine or {})},
+    }
+    place = folder / "deployment"
+    place.mkdir(exist_ok=True)
+    (place / EXPERIMENT).write_text(json.dumps(parse(whole).dump()))
+    coordinate(place, transport, list(sites))
+    return place / "runs" / options["name"], transport
+
+
+class Without(LocalFederation):
+    """The local engine with a site that misses exchanges, as docs/deploy.md says what that means."""
+
+    absent: ClassVar[set[tuple[str, int]]] = set()
+    """(site, round)"""
+
+    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
+        spent, lost = [], None
+        for request in requests:
+            if (request.site, request.envelope.round) in self.absent:
+                lost = request
+                continue
+            reply, mini_batches = self._runners[request.site].run(step, request.envelope, request.content)
+            spent.append(mini_batches / self.budget[request.site])
+            yield Answer(request.site, reply, mini_batches)
+        if lost is not None:
+            share = -(-self.budget[lost.site] * sum(spent) // len(spent))
+            self.progress.used[lost.site] += min(int(share), lost.envelope.mini_batches_left)
+
+
+def simulate(
+    folder: Path, options: dict[str, Any], sites: Mapping[str, int] = SITES, unseen: Mapping[str, int] = UNSEEN
+) -> Path:
+    """The same experiment in the local engine."""
+    files = write_data(folder / "data", {**sites, **unseen})
+    data = {"name": "arrays", "sites": files, "classes": ["0", "1", "2"]}
+    experiment = parse({**options, "data": data, "engine": {"threads": 1}})
+    return run_experiment(experiment, folder / "simulated")
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    """What the coordinator wrote down of a deployment."""
+    return [json.loads(line) for line in (folder / "deployment" / "progress.jsonl").read_text().splitlines()]
+
+
+__all__: Sequence[str] = ("SITES", "UNSEEN", "Loopback", "deploy", "events", "options_of", "simulate", "site_file")

@@ -1,0 +1,215 @@
+"""Three sites and a coordinator as processes, with mutual TLS: the bits of the local engine, whatever dies."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from loopback import SITES, Without, options_of, simulate
+
+pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
+
+from network import ADAPT, PATIENCE, THREE, Network, asked, environment, model, rounds, same
+
+from fedshift.deployment.flare import roles
+from fedshift.deployment.flare.jobs import job_folder
+from fedshift.deployment.flare.kits import load_kit
+from fedshift.errors import UserError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    started = Network(tmp_path_factory.mktemp("network"))
+    with environment(started):
+        try:
+            started.start()
+            yield started
+        finally:
+            started.stop()
+
+
+def test_fedavg_csac_and_kd3a_end_in_the_bits_of_the_local_engine(network: Network, tmp_path: Path) -> None:
+    options: dict[str, Any] = options_of({}, name="three", protocol=ADAPT, methods=THREE)
+    deployment = network.deploy(options, unseen=False)
+    there = network.finish(deployment)
+    here = simulate(tmp_path, options, unseen={})
+    for method in THREE:
+        name = str(method["name"])
+        assert same(model(here, name, "east"), model(there, name, "east")), name
+    assert (there / "order.json").read_text() == (here / "order.json").read_text()
+
+
+def test_only_the_coordinators_port_listens_and_nobody_dials_another(network: Network) -> None:
+    """While a job runs: the sockets that every process of the federation holds."""
+    options = options_of({"name": "slow_method:Slow", "label": "slow", "seconds": 0.5}, name="sockets")
+    deployment = network.deploy(options)
+    network.wait(deployment, lambda: asked(deployment, 2))
+    port = load_kit(network.coordinator).project.port
+    listening, jobs = set(), 0
+    for kit in (network.coordinator, *network.made.sites.values()):
+        for process in network.processes(kit):
+            jobs += any(word.endswith(("worker_process", "runner_process")) for word in process.cmdline())
+            for held in process.net_connections(kind="inet"):
+                if held.status == psutil.CONN_LISTEN:
+                    listening.add((kit == network.coordinator, held.laddr.ip, held.laddr.port))
+                elif held.raddr:
+                    ports = [held.raddr.port] + [held.laddr.port] * (kit == network.coordinator)
+                    assert held.raddr.ip == "127.0.0.1", (process.cmdline(), held)
+                    assert port in ports, (process.cmdline(), held)
+                else:
+                    assert held.status == psutil.CONN_CLOSE, (process.cmdline(), held)
+    assert listening == {(True, "127.0.0.1", port)}
+    assert jobs == 1 + len(SITES)
+    for kit in (network.coordinator, *network.made.sites.values()):
+        assert stat.S_IMODE((kit / "channel").stat().st_mode) == 0o700
+        assert [stat.S_IMODE(path.stat().st_mode) for path in (kit / "channel").iterdir()] == [0o600]
+    network.finish(deployment)
+
+
+def answers(network: Network, certificate: Path | None) -> bool:
+    """Whether the coordinator's port goes on speaking to a peer that shows this certificate, or none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if certificate is not None:
+        context.load_cert_chain(certificate / "client.crt", certificate / "client.key")
+    port = load_kit(network.coordinator).project.port
+    try:
+        with socket.create_connection(("localhost", port), 10) as plain, context.wrap_socket(plain) as connection:
+            connection.settimeout(2.0)
+            return connection.recv(1) != b""
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+
+
+def test_a_foreign_certificate_or_none_is_refused(network: Network, tmp_path: Path) -> None:
+    foreign = roles.provision(roles.load_project(network.folder / "project.yaml"), tmp_path)
+    assert answers(network, network.made.sites["north"] / "flare/startup")
+    assert not answers(network, None)
+    assert not answers(network, foreign.sites["north"] / "flare/startup")
+    with pytest.raises(UserError, match="does not accept this kit"):
+        roles.unreachable(load_kit(foreign.sites["north"]))
+
+
+def test_a_job_that_brings_code_is_refused(network: Network, tmp_path: Path) -> None:
+    """By FLARE itself, when it would be deployed, even from the coordinator's own administrator."""
+    from nvflare.fuel.flare_api.flare_api import new_secure_session
+
+    kit = load_kit(network.coordinator)
+    job = job_folder("code", 1, tmp_path / "job")
+    (job / "app" / "custom").mkdir()
+    (job / "app" / "custom" / "mine.py").write_text("print('mine')\n")
+    session = new_secure_session(kit.project.contact, str(network.coordinator / "admin"), timeout=30.0)
+    try:
+        number = session.submit_job(str(job))
+        deadline = time.monotonic() + PATIENCE
+        while not str(session.get_job_meta(number)["status"]).startswith("FINISHED"):
+            assert time.monotonic() < deadline
+            time.sleep(0.3)
+        meta = session.get_job_meta(number)
+        assert meta["status"] == "FINISHED:FAILED_TO_RUN"
+        assert "BYOC not permitted" in str(meta["job_deploy_detail"])
+    finally:
+        session.close()
+    assert not list(network.made.folder.glob("sites/*/flare/*/app_*/custom"))
+
+
+def test_a_run_survives_whatever_is_killed(network: Network, tmp_path: Path) -> None:
+    """A site's job in mid-step, a whole site, the whole coordinator: each killed with -9, two of them started again."""
+    method = {"name": "slow_method:Slow", "label": "slow", "seconds": 0.6}
+    options = options_of(method, name="faults")
+    options["training"] = {**options["training"], "rounds": 5}
+    deployment = network.deploy(options)
+
+    network.wait(deployment, lambda: asked(deployment, 2))
+    time.sleep(0.3)
+    assert network.kill(network.made.sites["north"], only="worker_process") == 1
+
+    network.wait(deployment, lambda: rounds(deployment) >= 2 and asked(deployment, 3))
+    assert network.kill(network.made.sites["south"]) >= 2
+    network.start("south")
+
+    network.wait(deployment, lambda: rounds(deployment) >= 3 and asked(deployment, 4))
+    assert network.kill(network.coordinator) >= 2
+    network.start("coordinator")
+
+    there = network.finish(deployment)
+    options["methods"] = [{**method, "seconds": 0.0}]
+    here = simulate(tmp_path, options)
+    assert same(model(here, "slow", "west"), model(there, "slow", "west"))
+    events = list(deployment.events())
+    jobs = [event["is"] for event in events if event.get("what") == "job"]
+    assert "died" in jobs
+    assert any(event.get("what") == "site" and event["site"] == "south" for event in events)
+    lines = [json.loads(line) for line in (there / "slow/west/seed-0/rounds.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == list(range(1, 6))
+    for name in SITES:
+        assert not list((network.made.sites[name] / "memory").glob("faults-*")), "a finished run is forgotten at sites"
+
+
+def test_an_aborted_run_is_gone_on_with(network: Network, tmp_path: Path) -> None:
+    method = {"name": "slow_method:Slow", "label": "slow", "seconds": 0.3}
+    options = options_of(method, name="again")
+    deployment = network.deploy(options)
+    network.wait(deployment, lambda: rounds(deployment) >= 1)
+    deployment.want("abort")
+    deadline = time.monotonic() + PATIENCE
+    while deployment.state["state"] != "aborted":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert rounds(deployment) < 3
+    deployment.want("run")
+    while deployment.state["state"] == "aborted":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    there = network.finish(deployment)
+    here = simulate(tmp_path, {**options, "methods": [{**method, "seconds": 0.0}]})
+    assert same(model(here, "slow", "west"), model(there, "slow", "west"))
+
+
+def test_a_quorum_goes_on_without_a_killed_site(
+    network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole site dies in mid-step and stays away: what docs/deploy.md says comes out."""
+    method = {"name": "slow_method:Slow", "label": "slow", "seconds": 1.0}
+    options = options_of(method, name="quorum")
+    deployment = network.deploy(options, quorum=2, deadline=25.0, patience=2.0)
+    network.wait(deployment, lambda: rounds(deployment) >= 1 and asked(deployment, 2))
+    network.kill(network.made.sites["south"])
+    try:
+        there = network.finish(deployment)
+    finally:
+        network.start("south")
+    lost = {(event["site"], event["round"]) for event in deployment.events() if event.get("is") == "lost"}
+    assert lost == {("south", 2), ("south", 3)}
+    monkeypatch.setattr(Without, "absent", {("south", 2), ("south", 3)})
+    monkeypatch.setattr("fedshift.experiment.runs.one_run.LocalFederation", Without)
+    here = simulate(tmp_path, {**options, "methods": [{**method, "seconds": 0.0}]})
+    assert same(model(here, "slow", "west"), model(there, "slow", "west"))
+
+
+def test_nobody_phones_home(network: Network) -> None:
+    """All that the processes of the tests before looked up or dialled, from their first line on."""
+    coordinator = load_kit(network.coordinator).project
+    notes = {path.stem: path.read_text().splitlines() for path in network.watched.iterdir()}
+    assert len(notes) >= 2 * (1 + len(SITES))
+    found = {tuple(json.loads(line)) for lines in notes.values() for line in lines}
+    dialled = {tuple(address) for event, *address in found if event == "dialled"}
+    assert {port for _, port in dialled} == {str(coordinator.port)}
+    assert {host for host, _ in dialled} <= {"localhost", "127.0.0.1"}
+    looked_up = {address[0] for event, *address in found if event == "looked up"}
+    assert looked_up <= {"localhost"}
+    # FLARE asks the system which of its own addresses faces outwards; nothing is sent for that.
+    assert {tuple(address) for event, *address in found if event == "aimed"} <= {("10.255.255.255", "1")}
+    assert not [address for event, *address in found if event == "sent"]

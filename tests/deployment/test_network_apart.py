@@ -1,0 +1,67 @@
+"""Federations of processes on machines of their own, as far as one machine can play that."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loopback import SITES, options_of, simulate
+
+pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
+
+from namespaces import COORDINATOR, PORT, Namespaces, why_not
+from network import ADAPT, PATIENCE, THREE, Network, environment, model, rounds, same
+
+from fedshift.deployment.flare import roles
+
+pytestmark = pytest.mark.slow
+
+
+def test_one_kit_on_two_machines_is_said(tmp_path: Path) -> None:
+    """Both would train in turn, half of what they are asked; the coordinator says so, and begins nothing."""
+    two = Network(tmp_path)
+    twin = tmp_path / "twin"
+    with environment(two):
+        try:
+            two.start("coordinator", "north")
+            shutil.copytree(two.made.sites["north"], twin, ignore=shutil.ignore_patterns("channel", "service.*"))
+            roles.start(roles.load_kit(twin, "site"), twin / "SITE.yaml", wait=PATIENCE)
+            deployment = two.deploy(options_of({"name": "fedavg"}, name="twins"))
+            said = "the kit of site 'north' is in use on two machines"
+            two.wait(deployment, lambda: said in deployment.state.get("message", ""))
+            assert deployment.state["state"] == "waiting"
+            assert said in roles.status(roles.load_kit(two.coordinator, "coordinator")).message
+        finally:
+            roles.stop(roles.load_kit(twin, "site"))
+            two.stop()
+
+
+def test_in_network_namespaces_of_their_own(tmp_path: Path) -> None:
+    """As on four machines: the same bits, no socket of a site's but to the coordinator, one port at the coordinator."""
+    reason = why_not()
+    if reason:
+        pytest.skip(reason)
+    apart = Namespaces(tmp_path)
+    options: dict[str, Any] = options_of({}, name="apart", protocol=ADAPT, methods=THREE)
+    with environment(apart):
+        try:
+            apart.connect()
+            apart.start()
+            deployment = apart.deploy(options, unseen=False)
+            apart.wait(deployment, lambda: rounds(deployment) >= 1)
+            held = {name: apart.sockets(name) for name in ("coordinator", *SITES)}
+            there = apart.finish(deployment)
+        finally:
+            apart.stop()
+            apart.disconnect()
+    door = f"{COORDINATOR}:{PORT}"
+    for name in SITES:
+        assert {(far, listens) for _, far, listens in held[name]} == {(door, False)}, held[name]
+    assert {near for near, _, listens in held["coordinator"] if listens} == {f"0.0.0.0:{PORT}"}
+    assert all(listens or door in (near, far) for near, far, listens in held["coordinator"]), held["coordinator"]
+    here = simulate(tmp_path, options, unseen={})
+    for method in THREE:
+        name = str(method["name"])
+        assert same(model(here, name, "east"), model(there, name, "east")), name

@@ -1,0 +1,79 @@
+"""What a site says of a model that it is sent, against its own files; and what a coordinator makes of several."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from test_hostile_coordinator import program_of
+from test_remote import request
+
+from fedshift.deployment.coordinator import _recall
+from fedshift.deployment.handshake import clock_difference
+from fedshift.errors import UserError
+from fedshift.federation.messages import Content
+from fedshift.federation.remote.policy import described, whole_number
+from fedshift.weights import Weights
+
+
+def answered(tmp_path: Path, **policy: object) -> tuple[dict[str, object], np.ndarray, np.ndarray]:  # type: ignore[type-arg]
+    """What site ``north`` (40 samples) measures of a model of zeros; labels of its training and held-out rows."""
+    program = program_of(tmp_path, **policy)
+    header = request(program, do="measure", round=1)
+    train, held_out = program._rows({"test_fraction": 0.3, "split": "auto", "seed": 0})
+    labels = np.asarray(program.holding.domain.labels)
+    return header, labels[train], labels[held_out]
+
+
+def test_it_measures_on_its_held_out_rows(tmp_path: Path) -> None:
+    """A model of zeros says class 0 of everything: right where a held-out label is 0."""
+    header, train, held_out = answered(tmp_path, smallest_group=1)
+    measures = header["measures"]
+    assert len(train) + len(held_out) == 40
+    assert measures["samples"] == len(held_out) != len(train)  # type: ignore[index]
+    assert measures["accuracy"] == pytest.approx(100 * (held_out == 0).mean())  # type: ignore[index]
+    counts = [int((held_out == label).sum()) for label in range(3)]
+    assert measures["classes"] == [[counts[0], counts[0]], [0, counts[1]], [0, counts[2]]]  # type: ignore[index]
+
+
+def test_classes_of_few_samples_are_not_told(tmp_path: Path) -> None:
+    """12 held out, 4 of each class: with groups of 5 no class is told, the accuracy of all is."""
+    header, _, held_out = answered(tmp_path, smallest_group=5)
+    assert max(int((held_out == label).sum()) for label in range(3)) < 5
+    assert header["measures"]["classes"] == [None, None, None]  # type: ignore[index]
+    refused, _, _ = answered(tmp_path / "more", smallest_group=len(held_out) + 1)
+    assert "smallest_group" in str(refused["message"])
+
+
+def test_the_recall_of_a_class_over_sites() -> None:
+    """3 of 4 and 1 of 12 are 4 of 16, which is not the mean of 75 % and 8.3 %."""
+    assert _recall([(3, 4), (1, 12)]) == 25.0
+    assert _recall([(3, 4), (0, 0)]) == 75.0
+    assert _recall([(0, 0), (0, 0)]) is None
+    assert _recall([(3, 4), None]) is None  # a site that does not say hides the class of all
+
+
+@pytest.mark.parametrize(
+    ("said", "ahead"),
+    [(100.0, 0.0), (104.9, 0.0), (105.0, 0.0), (110.0, 5.0), (99.0, -1.0), (40.0, -60.0), (165.0, 60.0)],
+)
+def test_clocks(said: float, ahead: float) -> None:
+    """Asked at 100 s, answered by 105 s: times between say nothing, others how far the clock is off at least."""
+    assert clock_difference("north", said, 100.0, 105.0) == ahead
+
+
+@pytest.mark.parametrize("said", [None, "x", True, -1, 1e13, float("nan")])
+def test_what_is_no_time(said: object) -> None:
+    with pytest.raises(UserError):
+        clock_difference("north", said, 100.0, 105.0)
+
+
+def test_numbers_and_descriptions() -> None:
+    assert [whole_number(value) for value in (0, 7, -1, True, 1.0, "3", None, 2**53)] == [0, 7, -1, -1, -1, -1, -1, -1]
+    content: dict[str, Content] = {"m": {"a": Weights({"w": torch.zeros(2, 3)})}, "n": 4}
+    assert described(content) == {
+        "m/a": {"kind": "weights", "bytes": 24, "shapes": {"w": [2, 3]}},
+        "n": {"kind": "numbers"},
+    }

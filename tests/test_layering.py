@@ -1,0 +1,143 @@
+"""The rooms of the package: who may import whom, no circles, and no room or file that grows out of hand."""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "fedshift"
+FLOORS = (
+    ("cli", "__main__"),
+    ("api", ""),
+    ("report",),
+    ("deployment",),
+    ("audit",),
+    ("experiment",),
+    ("methods",),
+    ("federation",),
+    ("evaluation",),
+    ("models",),
+    ("data",),
+    ("functional",),
+    ("weights", "files", "errors", "import_paths"),
+)
+"""From the top to the bottom: a module imports from its own floor or from floors beneath it. "": the package itself."""
+LONGEST_FILE = 350
+MOST_FILES = 14
+ALIKE = ("functional", "methods/federated", "methods/pooled", "data/builders", "cli")
+"""Folders whose files are alike, one thing each: they may hold any number."""
+
+FILES = sorted(path for path in SOURCE.rglob("*.py"))
+MODULES = {
+    path.relative_to(SOURCE).with_suffix("").as_posix().removesuffix("__init__").rstrip("/"): path for path in FILES
+}
+"""Every module by its path below the package, such as ``federation/site``; a package by its folder."""
+TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in MODULES.items()}
+
+
+def floor_of(module: str) -> int:
+    """The number of a module's floor, 0 at the top."""
+    room = module.partition("/")[0]
+    return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    """The modules of this package that an import statement names."""
+    names: list[str] = []
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        assert node.level == 0, "imports are absolute"
+        names = [f"{node.module}.{alias.name}" for alias in node.names]
+    for name in names:
+        parts = name.split(".")
+        if parts[0] != "fedshift":
+            continue
+        for length in range(len(parts), 0, -1):
+            module = "/".join(parts[1:length])
+            if module in MODULES:
+                yield module
+                break
+
+
+def run_at_import(nodes: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements that importing a module runs: none in functions, none for type checkers alone."""
+    for node in nodes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from run_at_import(node.orelse)
+            continue
+        yield node
+        for part in ("body", "orelse", "finalbody"):
+            yield from run_at_import(getattr(node, part, []))
+        for handler in getattr(node, "handlers", []):
+            yield from run_at_import(handler.body)
+
+
+def circles(arrows: dict[str, set[str]]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or by way of others."""
+    reached: dict[str, set[str]] = {}
+    for module in arrows:
+        seen: set[str] = set()
+        open_ends = [module]
+        while open_ends:
+            for other in arrows[open_ends.pop()] - seen:
+                seen.add(other)
+                open_ends.append(other)
+        reached[module] = seen
+    groups = {tuple(sorted(o for o in reached[m] if m in reached[o])) for m in arrows if m in reached[m]}
+    return [list(group) for group in sorted(groups)]
+
+
+def test_every_room_has_a_floor() -> None:
+    rooms = {module.partition("/")[0] for module in MODULES}
+    assert rooms == {room for floor in FLOORS for room in floor}
+
+
+@pytest.mark.parametrize("module", [module for module in MODULES if module])
+def test_imports_run_down(module: str) -> None:
+    for node in ast.walk(TREES[module]):
+        for other in imported(node):
+            if other:  # the package itself: the version
+                assert floor_of(other) >= floor_of(module), f"{module} imports {other}, which is above it"
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    arrows = {
+        module: {other for node in run_at_import(tree.body) for other in imported(node) if other}
+        for module, tree in TREES.items()
+        if module
+    }
+    assert circles(arrows) == []
+
+
+def test_circles_and_imports_are_found() -> None:
+    """The tests above see what they look for."""
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
+    code = ast.parse(
+        "if TYPE_CHECKING:\n    import x\nelse:\n    import y\n"
+        "def f():\n    import z\n"
+        "try:\n    import v\nexcept E:\n    import w\n"
+    )
+    names = [node.names[0].name for node in run_at_import(code.body) if isinstance(node, ast.Import)]
+    assert names == ["y", "v", "w"]
+    assert list(imported(ast.parse("from fedshift.federation import site, messages").body[0])) == [
+        "federation/site",
+        "federation/messages",
+    ]
+    assert list(imported(ast.parse("from fedshift.weights import Weights").body[0])) == ["weights"]
+
+
+def test_no_file_is_long() -> None:
+    lengths = {str(path.relative_to(SOURCE)): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert {name: lines for name, lines in lengths.items() if lines > LONGEST_FILE} == {}
+
+
+def test_no_room_holds_many_files() -> None:
+    counts = Counter(path.parent.relative_to(SOURCE).as_posix() for path in FILES if path.name != "__init__.py")
+    assert {room: number for room, number in counts.items() if number > MOST_FILES and room not in ALIKE} == {}
