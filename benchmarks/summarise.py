@@ -134,8 +134,8 @@ def bad_weights(found: Collected) -> str:
     lines = [f"| weight of {site} | " + " | ".join(f"round {number}" for number in rounds) + " |"]
     lines.append("|---|" + "---:|" * len(rounds))
     for label in found.order.methods:
-        parts = [part for part in found.parts if part.result.method == label]
-        runs = [read_rounds(part.folder / ROUNDS) for part in parts]
+        finished = [run for run in found.runs if run.result.method == label]
+        runs = [read_rounds(run.folder / ROUNDS) for run in finished]
         cells = [f"{mean_weights(runs, site, number) or 0.0:.3f}" for number in rounds]
         lines.append(f"| {label} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", "Mean over the runs of a method."])

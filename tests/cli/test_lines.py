@@ -31,7 +31,7 @@ RESULT: Any = SimpleNamespace(score=lambda: 81.5)
 def test_lines_in_between_come_at_intervals_and_estimate_the_rest() -> None:
     watched = Watched()
     watched.lines.begin(4)
-    watched.lines.part(part(0), 100, 0)
+    watched.lines.run(part(0), 100, 0)
     watched.train(FIRST - 1, 5)
     assert not watched.said
     watched.train(1, 5)  # a tenth of one of four runs in three seconds: 39 tenths are left
@@ -52,13 +52,13 @@ def test_each_finished_run_has_a_line_and_those_done_before_do_not_count() -> No
     for seed in range(2):
         watched.lines.finished(part(seed), RESULT, resumed=True)
     assert not watched.said
-    watched.lines.part(part(2), 10, 0)
+    watched.lines.run(part(2), 10, 0)
     watched.now += 60
     watched.lines.finished(part(2), RESULT, resumed=False)
     assert "81.50" in watched.said[0]
     assert "3 of 5" in watched.said[0]
     assert "2:00" in watched.said[0]  # two more at a minute each
-    watched.lines.part(part(3), 10, 0)
+    watched.lines.run(part(3), 10, 0)
     watched.now += 3600
     watched.lines.diverged(part(3))
     assert "1:01:00" in watched.said[1]

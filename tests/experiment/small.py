@@ -17,7 +17,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from fedshift.evaluation.records import RoundRecord
-from fedshift.experiment.plan import Part
+from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Reporter
 
 CLASSES = 3
@@ -135,7 +135,7 @@ class Slow(Reporter):
     def trained(self, site: str, mini_batches: int) -> None:
         time.sleep(self.seconds)
 
-    def round(self, part: Part, record: RoundRecord) -> None:
+    def round(self, run: Run, record: RoundRecord) -> None:
         time.sleep(self.seconds)
 
 

@@ -11,7 +11,7 @@ from small import Stop, experiment, outcome, sites
 
 import fedshift
 from fedshift.evaluation.records import RoundRecord
-from fedshift.experiment.plan import Part
+from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Reporter
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ class StopIn(Reporter):
         if self.left == 0:
             raise Stop
 
-    def round(self, part: Part, record: RoundRecord) -> None:
+    def round(self, run: Run, record: RoundRecord) -> None:
         self.left -= 1
 
 

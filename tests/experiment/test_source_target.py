@@ -20,7 +20,7 @@ from fedshift.evaluation.metrics import harmonic_mean
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.config.sections import LocalEngine, SourceTarget
 from fedshift.experiment.distance import proxy_distances
-from fedshift.experiment.plan import parts_of, site_plans
+from fedshift.experiment.plan import runs_of, site_plans
 from fedshift.experiment.protocol import roles_of, split_of, targets_of
 from fedshift.experiment.runs.context import Reporter
 from fedshift.methods.base import Method
@@ -74,7 +74,7 @@ def test_all_ordered_pairs_and_every_split() -> None:
     assert targets_of(protocol, data) == ("a-b", "a-c", "b-a", "b-c", "c-a", "c-b")
     assert protocol.seeds == (0, 1, 2, 3)
     whole = parse(pairs({"a": "a.npz", "b": "b.npz", "c": "c.npz"}, {"pairs": "all"}))
-    assert len(parts_of(whole, data)) == 6 * 2 * len(METHODS)
+    assert len(runs_of(whole, data)) == 6 * 2 * len(METHODS)
     assert parse(whole.dump()) == whole
     named = parse(pairs({"a": "a.npz"}, {"pairs": [["a", "b"], [["a", "c"], ["b"]]]}))
     assert parse(named.dump()) == named

@@ -25,7 +25,7 @@ def test_everything_in_the_order_of_the_experiment(experiment: Path) -> None:
         ("csac", "M15", 0), ("csac", "M15", 1), ("csac", "M5", 0),
     ]  # fmt: skip
     # The plan has 3 × 2 × 2 parts, 4 of them not even begun.
-    assert found.progress == "5 of 12 parts unfinished"
+    assert found.progress == "5 of 12 runs unfinished"
 
 
 def test_order_without_a_plan_is_natural(experiment: Path) -> None:
@@ -33,15 +33,15 @@ def test_order_without_a_plan_is_natural(experiment: Path) -> None:
     found = collect(experiment)
     assert found.order.methods == ["csac", "fedavg"]
     assert found.order.targets == ["M5", "M15"]
-    assert found.progress == "1 of 8 parts unfinished"
+    assert found.progress == "1 of 8 runs unfinished"
 
 
 @pytest.mark.parametrize(
     ("below", "count", "progress"),
     [
-        ("..", 7, "5 of 12 parts unfinished"),
-        ("csac", 3, "1 of 4 parts unfinished"),
-        ("csac/M5", 1, "1 of 2 parts unfinished"),
+        ("..", 7, "5 of 12 runs unfinished"),
+        ("csac", 3, "1 of 4 runs unfinished"),
+        ("csac/M5", 1, "1 of 2 runs unfinished"),
         ("csac/M5/seed-0", 1, None),
     ],
 )
@@ -64,7 +64,7 @@ def test_nothing_there(experiment: Path, tmp_path: Path) -> None:
         collect(tmp_path / "empty")
     with pytest.raises(UserError, match="is a file"):
         collect(experiment / "order.json")
-    with pytest.raises(UserError, match=r"no finished part.*1 begun"):
+    with pytest.raises(UserError, match=r"no finished run.*1 begun"):
         collect(experiment / "csac" / "M5" / "seed-1")
 
 
@@ -88,7 +88,7 @@ def test_truncated_result_is_never_taken_for_whole(experiment: Path) -> None:
 def test_a_copy_of_a_part_is_refused(experiment: Path) -> None:
     source = experiment / "csac" / "M5" / "seed-0" / "result.json"
     (experiment / "csac" / "M5" / "seed-1" / "result.json").write_text(source.read_text())
-    with pytest.raises(UserError, match="same part"):
+    with pytest.raises(UserError, match="same run"):
         collect(experiment)
 
 

@@ -26,7 +26,7 @@ Selection: last round.
 
 Accuracy in percent, mean ± standard error over seeds (n−1), n = 2 seeds, except csac at M5 (1), csac at average (1).
 
-5 of 12 parts unfinished.
+5 of 12 runs unfinished.
 """
 
 
@@ -104,7 +104,7 @@ def test_no_number_is_cut_on_a_narrow_screen(experiment: Path, width: int) -> No
     text = printed(experiment, width)
     for number in ("81.00", "±1.00", "72.00", "±2.00", "76.50", "±1.50", "85.00", "75.00", "79.50"):
         assert number in text
-    assert "5 of 12 parts unfinished" in text
+    assert "5 of 12 runs unfinished" in text
     assert max(map(len, text.splitlines())) <= width
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 from fedshift.evaluation.records import RunResult
-from fedshift.experiment.plan import Part
+from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Reporter
 
 FIRST, EVERY = 3.0, 10.0
@@ -20,7 +20,7 @@ class Lines(Reporter):
         self.left = 0
         """Runs that another process was at work on."""
         self._say, self._clock = say, clock
-        self._parts = self._passed = 0
+        self._runs = self._passed = 0
         self._begun: float | None = None
         self._found = 0  # runs that had been done before
         self._next = 0.0
@@ -30,31 +30,31 @@ class Lines(Reporter):
     def extraction(self, site: str, images: int, done: int) -> None:
         self._say(f"features of {site}: {images} images" + (f", {done} of them done before" if done else ""))
 
-    def begin(self, parts: int) -> None:
-        self._parts = parts
+    def begin(self, runs: int) -> None:
+        self._runs = runs
 
-    def part(self, part: Part, mini_batches: int, done: int) -> None:
+    def run(self, run: Run, mini_batches: int, done: int) -> None:
         if self._begun is None:
             self._begun, self._found = self._clock(), self._passed
             self._next = self._begun + FIRST
-        self._name, self._trained, self._total = _name(part), done, mini_batches
+        self._name, self._trained, self._total = _name(run), done, mini_batches
 
     def trained(self, site: str, mini_batches: int) -> None:
         self._trained += mini_batches
         if self._clock() >= self._next:
             self._line(f"{self._name}: {100 * self._share:.0f} % trained")
 
-    def finished(self, part: Part, result: RunResult, resumed: bool) -> None:
+    def finished(self, run: Run, result: RunResult, resumed: bool) -> None:
         self._pass()
         if not resumed:
-            self._line(f"{_name(part)}: {result.score():.2f} %")
+            self._line(f"{_name(run)}: {result.score():.2f} %")
 
-    def diverged(self, part: Part) -> None:
+    def diverged(self, run: Run) -> None:
         self._pass()
-        if self._parts > 1:  # of a single one the error says it
-            self._line(f"{_name(part)}: diverged")
+        if self._runs > 1:  # of a single one the error says it
+            self._line(f"{_name(run)}: diverged")
 
-    def skipped(self, part: Part) -> None:
+    def skipped(self, run: Run) -> None:
         self.left += 1
         self._pass()
 
@@ -75,13 +75,13 @@ class Lines(Reporter):
         self._next = now + EVERY
         elapsed = now - (now if self._begun is None else self._begun)
         done = self._passed - self._found + self._share
-        left = elapsed / done * (self._parts - self._passed - self._share) if done else 0.0
+        left = elapsed / done * (self._runs - self._passed - self._share) if done else 0.0
         pace = f", about {_minutes(left)} left" if left else ""
-        self._say(f"{text} ({self._passed} of {self._parts} runs, {_minutes(elapsed)}{pace})")
+        self._say(f"{text} ({self._passed} of {self._runs} runs, {_minutes(elapsed)}{pace})")
 
 
-def _name(part: Part) -> str:
-    return f"{part.method.display} → {part.target}, seed {part.seed}"
+def _name(run: Run) -> str:
+    return f"{run.method.display} → {run.target}, seed {run.seed}"
 
 
 def _minutes(seconds: float) -> str:

@@ -25,7 +25,7 @@ from fedshift.errors import TrainingDiverged
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.stored import is_finished, run_folders
 from fedshift.experiment.config.experiment import Experiment, load
-from fedshift.experiment.plan import Part
+from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Reporter
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.report.collect import collect
@@ -87,7 +87,7 @@ class Bars(Reporter):
     def __init__(self, progress: Progress) -> None:
         self.left = 0
         """Runs that another process was at work on."""
-        self._parts = 0
+        self._runs = 0
         self._progress = progress
         self._whole = progress.add_task("runs", total=None, unit="runs")
         self._part = progress.add_task("", total=None, unit="mini-batches", visible=False)
@@ -99,34 +99,34 @@ class Bars(Reporter):
     def extracted(self, images: int) -> None:
         self._features.extracted(images)
 
-    def begin(self, parts: int) -> None:
+    def begin(self, runs: int) -> None:
         self._features.stop()
-        self._parts = parts
-        self._progress.update(self._whole, total=parts)
+        self._runs = runs
+        self._progress.update(self._whole, total=runs)
         self._progress.start()
 
-    def part(self, part: Part, mini_batches: int, done: int) -> None:
-        name = escape(f"{part.method.display} → {part.target}, seed {part.seed}")
+    def run(self, run: Run, mini_batches: int, done: int) -> None:
+        name = escape(f"{run.method.display} → {run.target}, seed {run.seed}")
         self._progress.reset(self._part, total=mini_batches, completed=done, description=name, visible=True)
 
     def trained(self, site: str, mini_batches: int) -> None:
         self._progress.advance(self._part, mini_batches)
 
-    def round(self, part: Part, record: RoundRecord) -> None:
+    def round(self, run: Run, record: RoundRecord) -> None:
         if record.target_mean is not None:
-            name = escape(f"{part.method.display} → {part.target}, seed {part.seed}: {record.target_mean:.2f} %")
+            name = escape(f"{run.method.display} → {run.target}, seed {run.seed}: {record.target_mean:.2f} %")
             self._progress.update(self._part, description=name)
 
-    def finished(self, part: Part, result: RunResult, resumed: bool) -> None:
+    def finished(self, run: Run, result: RunResult, resumed: bool) -> None:
         self._progress.advance(self._whole)
 
-    def diverged(self, part: Part) -> None:
+    def diverged(self, run: Run) -> None:
         self._progress.advance(self._whole)
-        if self._parts > 1:  # of a single one the error says it
-            name = f"{part.method.display} → {part.target}, seed {part.seed}: diverged"
+        if self._runs > 1:  # of a single one the error says it
+            name = f"{run.method.display} → {run.target}, seed {run.seed}: diverged"
             self._progress.console.print(name, markup=False, highlight=False, soft_wrap=True)
 
-    def skipped(self, part: Part) -> None:
+    def skipped(self, run: Run) -> None:
         self.left += 1
         self._progress.advance(self._whole)
 

@@ -23,7 +23,7 @@ from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment, method_name, parse
 from fedshift.experiment.config.sections import AdaptToOne, FlareEngine, LeaveOneOut, SourceTarget
 from fedshift.experiment.environment import resolve_device, threads_set
-from fedshift.experiment.plan import Part, budgets, rounds_needed, site_budget, site_plans
+from fedshift.experiment.plan import Run, budgets, rounds_needed, site_budget, site_plans
 from fedshift.experiment.protocol import Split
 from fedshift.experiment.runs.context import Context
 from fedshift.experiment.runs.evaluator import Evaluator
@@ -97,37 +97,37 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
         )
         runs = folder / "runs" / experiment.name
         write_order(experiment, targets, runs)
-        parts = [
-            Part(method, target, seed)
+        planned = [
+            Run(method, target, seed)
             for seed in experiment.protocol.seeds
             for target in targets
             for method in experiment.methods
         ]
-        watch.begin(len(parts))
-        for part in parts:
-            _one(context, agreed, part, transport, engine, runs, watch)
+        watch.begin(len(planned))
+        for run in planned:
+            _one(context, agreed, run, transport, engine, runs, watch)
 
 
 def _one(
     context: Context,
     agreed: Agreed,
-    part: Part,
+    run: Run,
     transport: Transport,
     engine: FlareEngine,
     runs: Path,
     watch: Watch,
 ) -> None:
     """One run from its last checkpoint, or its beginning, to its result."""
-    experiment, method = context.experiment, part.method
-    agreed = encoded_for(experiment, agreed, part.target)
+    experiment, method = context.experiment, run.method
+    agreed = encoded_for(experiment, agreed, run.target)
     context = replace(context, data=agreed.data)
-    split = split_for(experiment, agreed, part)
-    place = run_folder(experiment, split, context.fingerprint, part, runs)
+    split = split_for(experiment, agreed, run)
+    place = run_folder(experiment, split, context.fingerprint, run, runs)
     place.identity["wire"] = engine.wire
     place.check_identity()
     finished = place.result()
     if finished is not None:
-        watch.finished(part, finished, resumed=True)
+        watch.finished(run, finished, resumed=True)
         return
     deadline = time.monotonic() + 60
     while not place.acquire():  # a job that has just died may still hold it
@@ -144,21 +144,21 @@ def _one(
             input_shape=agreed.data.input_shape,
             classes=len(agreed.data.classes),
             sources=len(split.train),
-            seed=part.seed,
+            seed=run.seed,
             device=context.device,
             refuse=frozenset(engine.refuse),
             on_refusal=engine.on_refusal,
         )
         network = setting.build_network().to(context.device)
         plans = site_plans(method, agreed.data, split)
-        run = f"{experiment.name}-{method.display}-{part.target}-seed-{part.seed}"
+        name = f"{experiment.name}-{method.display}-{run.target}-seed-{run.seed}"
         numbers = {plan.name: (plan.role, plan.parts[0][2]) for plan in plans}
         federation = RemoteFederation(
             method,
             transport,
-            run=run,
+            run=name,
             recipe=_recipe(setting),
-            parts={site: _part(experiment, agreed, part, site, numbers.get(site)) for site in agreed.sites},
+            parts={site: _part(experiment, agreed, run, site, numbers.get(site)) for site in agreed.sites},
             like=network.state_dict(),
             samples={plan.name: len(plan.parts[0][1]) for plan in plans},
             deadline=engine.deadline,
@@ -174,10 +174,10 @@ def _one(
             on_answer=watch.trained,
         )
         place.claim()
-        evaluator = _AtSites(agreed, split, federation, part, torch.device(context.device), experiment.model)
-        result = conduct(context, part, place, federation, evaluator, split, network)
-        ask_plain(transport, "end", run, {site: {} for site in agreed.sites}, engine.patience)
-        watch.finished(part, result, resumed=False)
+        evaluator = _AtSites(agreed, split, federation, run, torch.device(context.device), experiment.model)
+        result = conduct(context, run, place, federation, evaluator, split, network)
+        ask_plain(transport, "end", name, {site: {} for site in agreed.sites}, engine.patience)
+        watch.finished(run, result, resumed=False)
 
 
 def _recipe(setting: Setting) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def _recipe(setting: Setting) -> dict[str, Any]:
 
 
 def _part(
-    experiment: Experiment, agreed: Agreed, part: Part, site: str, number: tuple[str, int] | None
+    experiment: Experiment, agreed: Agreed, run: Run, site: str, number: tuple[str, int] | None
 ) -> dict[str, Any]:
     """What a site is told of its own part in a run."""
     role, place = number or ("unseen", 0)
@@ -198,7 +198,7 @@ def _part(
     return {
         "role": role,
         "number": place,
-        "split": split_rule(experiment) | {"seed": part.seed},
+        "split": split_rule(experiment) | {"seed": run.seed},
         "whole": role == "unseen" and (not agreed.grouped[site] or shared),
         "fingerprint": agreed.fingerprints[site],
     }
@@ -215,11 +215,11 @@ class _AtSites:
         agreed: Agreed,
         split: Split,
         federation: RemoteFederation,
-        part: Part,
+        run: Run,
         device: torch.device,
         model: NetworkOptions,
     ) -> None:
-        own = agreed.own is not None and part.target in agreed.own.domains
+        own = agreed.own is not None and run.target in agreed.own.domains
         self._here = Evaluator(agreed.own, Split({}, {}, split.measured), device, model) if own and agreed.own else None
         self._targets = [] if own else list(split.measured)
         self._sources = [site for site, rows in split.held_out.items() if len(rows)]

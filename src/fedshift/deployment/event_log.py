@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedshift.evaluation.records import RoundRecord
-from fedshift.experiment.plan import Part
+from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Reporter
 
 
@@ -24,25 +24,25 @@ class Watch(Reporter):
         with open(self._path, "a", encoding="utf-8") as lines:
             lines.write(json.dumps({"time": time.time(), **event}) + "\n")
 
-    def begin(self, parts: int) -> None:
-        self.event({"what": "experiment", "is": "begun", "parts": parts})
+    def begin(self, runs: int) -> None:
+        self.event({"what": "experiment", "is": "begun", "runs": runs})
 
-    def part(self, part: Part, mini_batches: int, done: int) -> None:
-        self.event({"what": "run", "is": "begun", **_name(part), "mini_batches": mini_batches, "done": done})
+    def run(self, run: Run, mini_batches: int, done: int) -> None:
+        self.event({"what": "run", "is": "begun", **_name(run), "mini_batches": mini_batches, "done": done})
 
     def trained(self, site: str, mini_batches: int) -> None:
         self.event({"what": "trained", "site": site, "mini_batches": mini_batches})
 
-    def round(self, part: Part, record: RoundRecord) -> None:
+    def round(self, run: Run, record: RoundRecord) -> None:
         accuracy, sources = record.target_mean, record.source_mean
-        self.event({"what": "round", **_name(part), "round": record.round, "accuracy": accuracy, "sources": sources})
+        self.event({"what": "round", **_name(run), "round": record.round, "accuracy": accuracy, "sources": sources})
 
-    def finished(self, part: Part, result: Any, resumed: bool) -> None:
-        self.event({"what": "run", "is": "finished", **_name(part), "accuracy": result.accuracy(), "before": resumed})
+    def finished(self, run: Run, result: Any, resumed: bool) -> None:
+        self.event({"what": "run", "is": "finished", **_name(run), "accuracy": result.accuracy(), "before": resumed})
 
     def warn(self, message: str) -> None:
         self.event({"what": "warning", "message": message})
 
 
-def _name(part: Part) -> dict[str, Any]:
-    return {"method": part.method.display, "target": part.target, "seed": part.seed}
+def _name(run: Run) -> dict[str, Any]:
+    return {"method": run.method.display, "target": run.target, "seed": run.seed}

@@ -22,7 +22,7 @@ from fedshift.errors import FedshiftError, UserError, nearest
 from fedshift.experiment.config.experiment import Experiment, method_name
 from fedshift.experiment.config.sections import AdaptToOne, FlareEngine, LeaveOneOut, SourceTarget
 from fedshift.experiment.environment import data_fingerprint, versions
-from fedshift.experiment.plan import Part
+from fedshift.experiment.plan import Run
 from fedshift.experiment.protocol import Split, domain_rows, unseen_rows
 from fedshift.federation.remote.transport import Lost, Transport, ask_plain
 from fedshift.files import write_bytes
@@ -257,35 +257,35 @@ def targets_of(experiment: Experiment, agreed: Agreed) -> tuple[str, ...]:
     return tuple(named)
 
 
-def split_for(experiment: Experiment, agreed: Agreed, part: Part) -> Split:
+def split_for(experiment: Experiment, agreed: Agreed, run: Run) -> Split:
     """The rows of one run: how many at each site, and which of the coordinator's own."""
 
     def rows(site: str) -> tuple[Rows, Rows]:
-        train, held_out = agreed.rows[site][str(part.seed)]
+        train, held_out = agreed.rows[site][str(run.seed)]
         return np.arange(train, dtype=np.int64), np.arange(held_out, dtype=np.int64)
 
-    sources = [site for site in agreed.sites if site != part.target]
+    sources = [site for site in agreed.sites if site != run.target]
     if not sources:
-        raise UserError(f"protocol.targets: no site is left to train when '{part.target}' is the target")
+        raise UserError(f"protocol.targets: no site is left to train when '{run.target}' is the target")
     train = {site: rows(site)[0] for site in sources}
     held_out = {site: rows(site)[1] for site in sources}
     for site, chosen in train.items():
         if len(chosen) == 0:
             raise UserError(f"protocol: site '{site}' has no training samples left; lower protocol.test_fraction")
-    if part.target == EVERY_SITE:
+    if run.target == EVERY_SITE:
         return Split(train, held_out, {site: chosen for site, chosen in held_out.items() if len(chosen)})
-    if agreed.own is not None and part.target in agreed.own.domains:
+    if agreed.own is not None and run.target in agreed.own.domains:
         assert isinstance(experiment.protocol, LeaveOneOut)
-        domain = agreed.own.domains[part.target]
-        own_held_out = domain_rows(experiment.protocol, domain, part.seed)[1]
-        return Split(train, held_out, {part.target: unseen_rows(experiment.protocol, domain, own_held_out)})
+        domain = agreed.own.domains[run.target]
+        own_held_out = domain_rows(experiment.protocol, domain, run.seed)[1]
+        return Split(train, held_out, {run.target: unseen_rows(experiment.protocol, domain, own_held_out)})
     if isinstance(experiment.protocol, LeaveOneOut):
-        count = agreed.rows[part.target][str(part.seed)][1]
-        if not agreed.grouped[part.target] or experiment.protocol.base_images == "shared":
-            count = len(agreed.data.domains[part.target])
-        return Split(train, held_out, {part.target: np.arange(count, dtype=np.int64)})
-    unlabelled, measured = rows(part.target)
-    return Split(train, held_out, {part.target: measured}, {part.target: unlabelled})
+        count = agreed.rows[run.target][str(run.seed)][1]
+        if not agreed.grouped[run.target] or experiment.protocol.base_images == "shared":
+            count = len(agreed.data.domains[run.target])
+        return Split(train, held_out, {run.target: np.arange(count, dtype=np.int64)})
+    unlabelled, measured = rows(run.target)
+    return Split(train, held_out, {run.target: measured}, {run.target: unlabelled})
 
 
 def split_rule(experiment: Experiment) -> dict[str, Any]:

@@ -19,7 +19,7 @@ POOL = "pool"
 
 
 @dataclass(frozen=True)
-class Part:
+class Run:
     """One run of an experiment: a method, the domain that is the target (or the name of a pair), a seed."""
 
     method: Method
@@ -27,10 +27,10 @@ class Part:
     seed: int
 
 
-def parts_of(experiment: Experiment, data: DataSet) -> list[Part]:
+def runs_of(experiment: Experiment, data: DataSet) -> list[Run]:
     """Every run of the experiment, seed by seed so that early results cover all targets and methods."""
     return [
-        Part(method, target, seed)
+        Run(method, target, seed)
         for seed in experiment.protocol.seeds
         for target in targets_of(experiment.protocol, data)
         for method in experiment.methods

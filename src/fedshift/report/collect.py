@@ -1,7 +1,7 @@
-"""Find the parts of an experiment below a folder and read them.
+"""Find the runs of an experiment below a folder and read them.
 
-A part is one (method, target, seed); its folder is `<experiment>/<method>/<target>/seed-<n>/` and it is finished when
-it holds `result.json`, or when the experiment's packed files hold the part. The experiment folder may hold
+A run is one (method, target, seed); its folder is `<experiment>/<method>/<target>/seed-<n>/` and it is finished when
+it holds `result.json`, or when the experiment's packed files hold the run. The experiment folder may hold
 `order.json`, which says what was planned and in which order: `{"methods": […], "targets": […], "seeds": […]}`.
 """
 
@@ -35,8 +35,8 @@ class Order(BaseModel):
 
 
 @dataclass(frozen=True)
-class Part:
-    """A finished part and where it lies."""
+class FinishedRun:
+    """A finished run and where it lies."""
 
     folder: Path
     result: RunResult
@@ -47,23 +47,23 @@ class Collected:
     """Everything finished below a folder, in the order of the experiment.
 
     ``order`` names the methods and targets that have results (planned order first); ``unfinished`` of ``planned``
-    parts have none yet.
+    runs have none yet.
     """
 
     name: str
-    parts: tuple[Part, ...]
+    runs: tuple[FinishedRun, ...]
     order: Order
     unfinished: int
     planned: int
 
     @property
     def results(self) -> list[RunResult]:
-        return [part.result for part in self.parts]
+        return [run.result for run in self.runs]
 
     @property
     def progress(self) -> str | None:
-        """A half sentence if parts are missing, such as "2 of 18 parts unfinished"."""
-        return f"{self.unfinished} of {self.planned} parts unfinished" if self.unfinished else None
+        """A half sentence if runs are missing, such as "2 of 18 runs unfinished"."""
+        return f"{self.unfinished} of {self.planned} runs unfinished" if self.unfinished else None
 
 
 def natural(text: str) -> list[tuple[int, str]]:
@@ -77,11 +77,11 @@ def natural(text: str) -> list[tuple[int, str]]:
 
 
 def collect(folder: str | os.PathLike[str]) -> Collected:
-    """Read all finished parts below ``folder``: an experiment's folder, the folder of runs if it holds one experiment,
+    """Read all finished runs below ``folder``: an experiment's folder, the folder of runs if it holds one experiment,
     or the folder of a method, target or seed.
 
     Raises:
-        UserError: no such folder, no run or no finished part in it, several experiments in it, or a file that cannot
+        UserError: no such folder, no run or no finished run in it, several experiments in it, or a file that cannot
             be read as what it should be.
     """
     root = Path(folder).resolve()
@@ -89,28 +89,28 @@ def collect(folder: str | os.PathLike[str]) -> Collected:
     if not folders:
         _check_is_folder(root, folder)
         raise UserError(f"'{folder}' holds no run: give a folder that 'fedshift run' made, such as runs/<experiment>")
-    experiments = sorted({part.parents[2] for part in folders})
+    experiments = sorted({run.parents[2] for run in folders})
     if len(experiments) > 1:
         names = ", ".join(str(experiment.relative_to(root)) for experiment in experiments)
         raise UserError(f"'{folder}' holds {len(experiments)} experiments ({names}): give the folder of one of them")
-    parts = [Part(part, read_result(part / RESULT)) for part in folders if is_finished(part)]
-    if not parts:
+    runs = [FinishedRun(run, read_result(run / RESULT)) for run in folders if is_finished(run)]
+    if not runs:
         raise UserError(
-            f"no finished part in '{folder}' ({len(folders)} begun): "
+            f"no finished run in '{folder}' ({len(folders)} begun): "
             "call 'fedshift run' with the same experiment file again, it goes on where it stopped"
         )
-    _check_unique(parts)
+    _check_unique(runs)
 
     order = read_order(experiments[0] / ORDER)
     planned = max(_planned(root, experiments[0], order, folders), len(folders))
-    methods = _ordered(order.methods, (part.result.method for part in parts))
-    targets = _ordered(order.targets, (part.result.target for part in parts))
-    parts.sort(key=lambda p: (methods.index(p.result.method), targets.index(p.result.target), p.result.seed))
+    methods = _ordered(order.methods, (run.result.method for run in runs))
+    targets = _ordered(order.targets, (run.result.target for run in runs))
+    runs.sort(key=lambda p: (methods.index(p.result.method), targets.index(p.result.target), p.result.seed))
     return Collected(
         name=experiments[0].name,
-        parts=tuple(parts),
-        order=Order(methods=methods, targets=targets, seeds=sorted({part.result.seed for part in parts})),
-        unfinished=planned - len(parts),
+        runs=tuple(runs),
+        order=Order(methods=methods, targets=targets, seeds=sorted({run.result.seed for run in runs})),
+        unfinished=planned - len(runs),
         planned=planned,
     )
 
@@ -124,7 +124,7 @@ def read_result(path: Path) -> RunResult:
     file = stored(path)
     if file is None:
         raise UserError(f"cannot read {path}: there is no such file")
-    return _parse(RunResult, file.data, file.place(), "remove it and run the experiment again to redo this part")
+    return _parse(RunResult, file.data, file.place(), "remove it and run the experiment again to redo this run")
 
 
 def read_order(path: Path) -> Order:
@@ -157,7 +157,7 @@ def read_rounds(path: Path) -> list[RoundRecord]:
     records: dict[int, RoundRecord] = {}
     for number, line in enumerate(lines, 1):
         if line.strip():
-            record = _parse(RoundRecord, line, file.place(number), "remove this part and run it again")
+            record = _parse(RoundRecord, line, file.place(number), "remove this run and run it again")
             records[record.round] = record
     return [records[number] for number in sorted(records)]
 
@@ -182,17 +182,17 @@ def _check_is_folder(root: Path, asked: str | os.PathLike[str]) -> None:
     raise UserError(f"no folder '{asked}': {hint}")
 
 
-def _check_unique(parts: Sequence[Part]) -> None:
+def _check_unique(runs: Sequence[FinishedRun]) -> None:
     seen: dict[tuple[str, str, int], Path] = {}
-    for part in parts:
-        key = (part.result.method, part.result.target, part.result.seed)
+    for run in runs:
+        key = (run.result.method, run.result.target, run.result.seed)
         if key in seen:
-            raise UserError(f"{seen[key]} and {part.folder} hold the same part {key}: remove one of the two")
-        seen[key] = part.folder
-        twin = packed_run(part.folder) if (part.folder / RESULT).exists() else None
-        if twin is not None and RunResult.model_validate(twin.result) != part.result:
+            raise UserError(f"{seen[key]} and {run.folder} hold the same run {key}: remove one of the two")
+        seen[key] = run.folder
+        twin = packed_run(run.folder) if (run.folder / RESULT).exists() else None
+        if twin is not None and RunResult.model_validate(twin.result) != run.result:
             raise UserError(
-                f"{part.folder} and line {twin.line} of {RUNS} hold the same part {key} with other results: "
+                f"{run.folder} and line {twin.line} of {RUNS} hold the same run {key} with other results: "
                 "remove one of the two"
             )
 
@@ -205,9 +205,9 @@ def _ordered(planned: Iterable[str], present: Iterable[str]) -> list[str]:
 
 
 def _planned(root: Path, experiment: Path, order: Order, begun: Sequence[Path]) -> int:
-    """How many parts the plan has below ``root``, which stands for one method, target or seed if it is deeper."""
+    """How many runs the plan has below ``root``, which stands for one method, target or seed if it is deeper."""
     depth = len(root.relative_to(experiment).parts) if root.is_relative_to(experiment) else 0
-    seeds = len(order.seeds) or len({part.name for part in begun})
+    seeds = len(order.seeds) or len({run.name for run in begun})
     counts = [len(order.methods), len(order.targets), seeds][depth:]
     product = 1
     for count in counts:

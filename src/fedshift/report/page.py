@@ -14,7 +14,7 @@ from fedshift.evaluation.stored import ROUNDS
 from fedshift.files import write_bytes
 from fedshift.report import differences, plots
 from fedshift.report.averages import mean_by_kind, mean_over_targets, mean_per_class
-from fedshift.report.collect import Collected, Part, read_rounds
+from fedshift.report.collect import Collected, FinishedRun, read_rounds
 from fedshift.report.html import details, grid, paragraph, section
 from fedshift.report.style import STYLE
 from fedshift.report.table import MISSING, Table, table_of
@@ -49,14 +49,14 @@ def page(collected: Collected) -> str:
     """The page as text. A pure function of the files that ``collected`` names."""
     results = collected.results
     headline = table_of(collected, "last")
-    records = {part.folder: read_rounds(part.folder / ROUNDS) for part in collected.parts}
+    records = {run.folder: read_rounds(run.folder / ROUNDS) for run in collected.runs}
     sections = [
         _header(collected),
         section("result", "Result", _main_result(headline), _how_to_read(headline)),
-        section("curves", f"{headline.measure.name} over training", _curves(collected.parts, records, headline)),
+        section("curves", f"{headline.measure.name} over training", _curves(collected.runs, records, headline)),
         section("others", "Other selection rules", *(_other(collected, rule) for rule in ("source", "oracle"))),
         section("differences", "Differences between methods", _differences(results, headline)),
-        *_weights(collected.parts, records, headline.methods),
+        *_weights(collected.runs, records, headline.methods),
         section("cost", "Cost", _cost(results, headline.methods)),
         section("classes", f"Per {_unit(results)}, at each method's worst target", _per_class(results, headline)),
         section("warnings", "Warnings", _warnings(results)),
@@ -84,7 +84,7 @@ def _header(collected: Collected) -> str:
         ("seeds", ", ".join(map(str, order.seeds))),
         ("structures" if _unit(results) == "structure" else "classes", str(len(results[0].classes))),
         (
-            "parts",
+            "runs",
             f"{len(results)} finished" + (f", {collected.unfinished} unfinished" if collected.unfinished else ""),
         ),
     ]
@@ -147,11 +147,11 @@ def _other(collected: Collected, rule: Selection) -> str:
     return f"<h3>{escape(rule)}</h3>" + _table(table_of(collected, rule))
 
 
-def _curves(parts: Sequence[Part], records: Mapping[Path, list[RoundRecord]], headline: Table) -> str:
+def _curves(runs: Sequence[FinishedRun], records: Mapping[Path, list[RoundRecord]], headline: Table) -> str:
     curves: dict[str, dict[str, plots.Curve]] = {"round": {}, "local mini-batches per site": {}}
     for method in headline.methods:
-        runs = [(part.result, records[part.folder]) for part in parts if part.result.method == method]
-        points = mean_over_targets([(result, rounds) for result, rounds in runs if rounds])
+        shown = [(run.result, records[run.folder]) for run in runs if run.result.method == method]
+        points = mean_over_targets([(result, rounds) for result, rounds in shown if rounds])
         if points:
             numbers, batches, mean, spread = zip(*points, strict=True)
             band = None if None in spread else spread
@@ -170,15 +170,17 @@ def _curves(parts: Sequence[Part], records: Mapping[Path, list[RoundRecord]], he
     return f"<figure>{figure}<figcaption>{escape(caption)}</figcaption></figure>"
 
 
-def _weights(parts: Sequence[Part], records: Mapping[Path, list[RoundRecord]], methods: Sequence[str]) -> Iterator[str]:
+def _weights(
+    runs: Sequence[FinishedRun], records: Mapping[Path, list[RoundRecord]], methods: Sequence[str]
+) -> Iterator[str]:
     """A section about methods that weigh sites anew in every round, if there are any."""
     figures = []
     for method in methods:
-        runs: dict[str, list[list[RoundRecord]]] = defaultdict(list)
-        for part in parts:
-            if part.result.method == method:
-                runs[part.result.target].append(records[part.folder])
-        curves = {target: weights_over_rounds(rounds) for target, rounds in runs.items()}
+        by_target: dict[str, list[list[RoundRecord]]] = defaultdict(list)
+        for run in runs:
+            if run.result.method == method:
+                by_target[run.result.target].append(records[run.folder])
+        curves = {target: weights_over_rounds(rounds) for target, rounds in by_target.items()}
         if any(moving(lines.values()) for lines in curves.values()):
             shown = dict(list(curves.items())[:_MOST_PANELS])
             more = (
@@ -225,7 +227,7 @@ def _cost(results: Sequence[RunResult], methods: Sequence[str]) -> str:
             ]
         )
     head = ["method", "rounds", "mini-batches per site", "seconds", "ms per mini-batch", "MB up", "MB down"]
-    note = "Means over the parts of a method. Up leaves the sites, down reaches them; all sites together; 1 MB = 10⁶ B."
+    note = "Means over the runs of a method. Up leaves the sites, down reaches them; all sites together; 1 MB = 10⁶ B."
     costs = grid(head, lines) + paragraph(note, "note")
     if not any(sum(kinds.values()) for ways in sizes.values() for kinds in ways.values()):
         return costs
@@ -281,9 +283,9 @@ def _warnings(results: Sequence[RunResult]) -> str:
     if not where:
         return paragraph("None.")
     items = []
-    for warning, parts in where.items():
-        more = f" and {len(parts) - 3} more" if len(parts) > 3 else ""
-        items.append(f'<li>{escape(warning)} <span class="note">({escape("; ".join(parts[:3]) + more)})</span></li>')
+    for warning, places in where.items():
+        more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+        items.append(f'<li>{escape(warning)} <span class="note">({escape("; ".join(places[:3]) + more)})</span></li>')
     return f"<ul>{''.join(items)}</ul>"
 
 
@@ -298,7 +300,7 @@ def _settings(results: Sequence[RunResult], methods: Sequence[str]) -> str:
     )
     mixed = [name for name, values in seen.items() if len(values) > 1]
     if mixed:
-        versions += paragraph(f"The parts were not run alike ({', '.join(mixed)}): compare with care.", "note")
+        versions += paragraph(f"The runs were not run alike ({', '.join(mixed)}): compare with care.", "note")
     first = {method: next(result for result in results if result.method == method) for method in methods}
     blocks = [details("Data", results[0].data)]
     blocks += [details(f"Settings of {method}", result.options) for method, result in first.items()]

@@ -21,7 +21,7 @@ from small import Stop, experiment, features, outcome, save, sites, write
 import fedshift
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RoundRecord, RunResult
-from fedshift.experiment.plan import Part
+from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Reporter
 from fedshift.experiment.runs.run_folder import RunFolder
 
@@ -38,7 +38,7 @@ class StopAfter(Reporter):
         if self.left == 0:
             raise Stop
 
-    def round(self, part: Part, record: RoundRecord) -> None:
+    def round(self, run: Run, record: RoundRecord) -> None:
         self.left -= 1
 
 
@@ -340,7 +340,7 @@ def test_a_folder_belongs_to_one_process(cli: Cli, tmp_path: Path) -> None:
     held[0].release()
     said = cli("run", file, "--runs", runs)
     assert said.code == 0
-    assert "1 of 2 parts unfinished" in said.out
+    assert "1 of 2 runs unfinished" in said.out
     held[1].release()
     assert "unfinished" not in cli("run", file, "--runs", runs).out
     fedshift.run(options, tmp_path / "whole")
@@ -353,8 +353,8 @@ def test_another_experiment_while_this_one_waits(tmp_path: Path) -> None:
     other = {**options, "training": {"rounds": 1}, "protocol": {"targets": ["b"], "seeds": [0]}}
 
     class Meanwhile(Reporter):
-        def finished(self, part: Part, result: RunResult, resumed: bool) -> None:
-            if part.target == "a":
+        def finished(self, run: Run, result: RunResult, resumed: bool) -> None:
+            if run.target == "a":
                 fedshift.run(other, tmp_path / "runs")
 
     with pytest.raises(UserError, match="another experiment"):

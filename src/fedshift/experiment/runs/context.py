@@ -10,7 +10,7 @@ from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.config.sections import LeaveOneOut
 from fedshift.experiment.distance import proxy_distances
 from fedshift.experiment.features import Watcher, built
-from fedshift.experiment.plan import Part
+from fedshift.experiment.plan import Run
 from fedshift.experiment.protocol import Split, roles_of
 from fedshift.federation.local.pool import WorkerPool
 
@@ -18,31 +18,31 @@ from fedshift.federation.local.pool import WorkerPool
 class Reporter(Watcher):
     """Told how an experiment goes on. This one says nothing; the command line draws progress bars."""
 
-    def begin(self, parts: int) -> None:
-        """The experiment has so many parts."""
+    def begin(self, runs: int) -> None:
+        """The experiment has so many runs."""
 
-    def part(self, part: Part, mini_batches: int, done: int) -> None:
-        """A part begins or goes on: ``done`` of ``mini_batches`` are trained."""
+    def run(self, run: Run, mini_batches: int, done: int) -> None:
+        """A run begins or goes on: ``done`` of ``mini_batches`` are trained."""
 
     def trained(self, site: str, mini_batches: int) -> None:
         """A site answered after so many mini-batches."""
 
-    def round(self, part: Part, record: RoundRecord) -> None:
+    def round(self, run: Run, record: RoundRecord) -> None:
         """A round was measured and written down."""
 
-    def finished(self, part: Part, result: RunResult, resumed: bool) -> None:
-        """A part is done; ``resumed``: it had been done before."""
+    def finished(self, run: Run, result: RunResult, resumed: bool) -> None:
+        """A run is done; ``resumed``: it had been done before."""
 
-    def diverged(self, part: Part) -> None:
-        """A part's training turned to what is no number; the others go on, and the experiment ends with the error."""
+    def diverged(self, run: Run) -> None:
+        """A run's training turned to what is no number; the others go on, and the experiment ends with the error."""
 
-    def skipped(self, part: Part) -> None:
-        """Another process has this part."""
+    def skipped(self, run: Run) -> None:
+        """Another process has this run."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What all parts of an experiment share."""
+    """What all runs of an experiment share."""
 
     experiment: Experiment
     data: DataSet
@@ -63,11 +63,11 @@ class Context:
                 self.pool.forget()
         return self.encoded[target]
 
-    def distances_of(self, part: Part, data: DataSet, split: Split) -> dict[str, float]:
+    def distances_of(self, run: Run, data: DataSet, split: Split) -> dict[str, float]:
         """The distances between the sites of a pair, which every method of the experiment shares."""
-        key = part.target, part.seed
+        key = run.target, run.seed
         if key not in self.distances:
-            self.distances[key] = proxy_distances(data, split, part.seed, self.device, self.experiment.engine)
+            self.distances[key] = proxy_distances(data, split, run.seed, self.device, self.experiment.engine)
         return self.distances[key]
 
 

@@ -10,10 +10,10 @@ from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.environment import data_fingerprint, resolve_device, threads_set
 from fedshift.experiment.features import built
-from fedshift.experiment.plan import parts_of
+from fedshift.experiment.plan import runs_of
 from fedshift.experiment.protocol import shortest_epochs, split_of, taking_part, targets_of
 from fedshift.experiment.runs.context import Context, Reporter
-from fedshift.experiment.runs.one_run import run_part
+from fedshift.experiment.runs.one_run import carry_out
 from fedshift.experiment.runs.parallel import parallel_workers
 from fedshift.experiment.runs.run_folder import run_folder, write_order
 from fedshift.federation.local.pool import WorkerPool
@@ -38,17 +38,17 @@ def run_experiment(
     data = taking_part(experiment.protocol, built(experiment, watcher=None if helper else reporter))
     for warning in data.warnings if not helper else ():
         reporter.warn(warning)
-    parts = parts_of(experiment, data)
+    planned = runs_of(experiment, data)
     for warning in check_fit(experiment, data):
         if not helper:
             reporter.warn(warning)
     fingerprint = data_fingerprint(data)
     folders = {}
     splits = []
-    for part in parts:
-        split = split_of(experiment.protocol, data, part.target, part.seed)
+    for run in planned:
+        split = split_of(experiment.protocol, data, run.target, run.seed)
         splits.append(split)
-        folders[part] = run_folder(experiment, split, fingerprint, part, folder)
+        folders[run] = run_folder(experiment, split, fingerprint, run, folder)
     steps = shortest_epochs(experiment.training, splits)
     for warning in (said for method in experiment.methods for said in method.check_steps(steps) if not helper):
         reporter.warn(warning)
@@ -58,7 +58,7 @@ def run_experiment(
         unfinished += place.result() is None
     if not helper:
         write_order(experiment, targets_of(experiment.protocol, data), folder)
-    reporter.begin(len(parts))
+    reporter.begin(len(planned))
     engine = experiment.engine
     diverged: list[TrainingDiverged] = []
     helpers = 0 if helper else max(0, min(engine.parallel_runs, unfinished) - 1)
@@ -66,24 +66,24 @@ def run_experiment(
         pool: WorkerPool | None = None
         try:
             context = Context(experiment, data, fingerprint, device, threads, pool, reporter)
-            for part, place in folders.items():
+            for run, place in folders.items():
                 if place.result() is None and not place.acquire():
-                    reporter.skipped(part)
+                    reporter.skipped(run)
                     continue
                 with place:
                     place.check_identity()  # another process may have finished it since the first look
                     finished = place.result()
                     if finished is not None:
-                        reporter.finished(part, finished, resumed=True)
+                        reporter.finished(run, finished, resumed=True)
                         continue
                     if pool is None and engine.workers > 1:
                         pool = WorkerPool(engine.workers, threads)
                         context = replace(context, pool=pool)
                     try:
-                        reporter.finished(part, run_part(context, part, place), resumed=False)
+                        reporter.finished(run, carry_out(context, run, place), resumed=False)
                     except TrainingDiverged as error:
                         diverged.append(error)
-                        reporter.diverged(part)
+                        reporter.diverged(run)
                         if pool is not None:  # its workers may be in the midst of a step
                             pool.close()
                             pool = None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fedshift.evaluation.records import RunResult
-from fedshift.experiment.plan import Part, budgets, rounds_needed, site_budget, site_plans
+from fedshift.experiment.plan import Run, budgets, rounds_needed, site_budget, site_plans
 from fedshift.experiment.protocol import split_of, with_wrong_labels
 from fedshift.experiment.runs.context import Context
 from fedshift.experiment.runs.evaluator import Evaluator
@@ -20,12 +20,12 @@ from fedshift.federation.local.pool import PoolFederation
 from fedshift.federation.site_runner import Setting
 
 
-def run_part(context: Context, part: Part, folder: RunFolder) -> RunResult:
+def carry_out(context: Context, run: Run, folder: RunFolder) -> RunResult:
     """One run from its last checkpoint, or its beginning, to its result."""
-    experiment, method = context.experiment, part.method
-    data = context.encoded_for(part.target)
+    experiment, method = context.experiment, run.method
+    data = context.encoded_for(run.target)
     context = replace(context, data=data)
-    split = split_of(experiment.protocol, data, part.target, part.seed)
+    split = split_of(experiment.protocol, data, run.target, run.seed)
     budget = budgets(method, experiment.methods, experiment.training, split)
     setting = Setting(
         method=method,
@@ -35,14 +35,14 @@ def run_part(context: Context, part: Part, folder: RunFolder) -> RunResult:
         input_shape=data.input_shape,
         classes=len(data.classes),
         sources=len(split.train),
-        seed=part.seed,
+        seed=run.seed,
         device=context.device,
         refuse=frozenset(experiment.engine.refuse),
         on_refusal=experiment.engine.on_refusal,
     )
-    shown = with_wrong_labels(experiment.protocol, data, split, part.seed)
+    shown = with_wrong_labels(experiment.protocol, data, split, run.seed)
     if context.pool is not None and shown is not data:
-        context.pool.forget()  # of the labels of an earlier part
+        context.pool.forget()  # of the labels of an earlier run
     own = experiment.engine.refuse_at
     plans = [replace(plan, refuse=frozenset(own.get(plan.name, ()))) for plan in site_plans(method, shown, split)]
     network = setting.build_network().to(context.device)
@@ -60,4 +60,4 @@ def run_part(context: Context, part: Part, folder: RunFolder) -> RunResult:
         if context.pool
         else LocalFederation(plans, setting, **options)
     )
-    return conduct(context, part, folder, federation, evaluator, split, network)
+    return conduct(context, run, folder, federation, evaluator, split, network)

@@ -14,7 +14,7 @@ from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.experiment.config.experiment import Experiment
 
 DIVERGED = 3
-"""How a helper ends when training diverged in one of its parts."""
+"""How a helper ends when training diverged in one of its runs."""
 
 
 @contextmanager

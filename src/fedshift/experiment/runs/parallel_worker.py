@@ -20,7 +20,7 @@ from fedshift.import_paths import CHILD
 
 
 def main() -> int:
-    """Take parts that no other process holds until none is left."""
+    """Take runs that no other process holds until none is left."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # an end in order: workers and their files go too
     os.environ[CHILD] = "1"
     threading.Thread(target=_end_with_parent, daemon=True).start()

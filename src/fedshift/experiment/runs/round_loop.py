@@ -17,7 +17,7 @@ from fedshift.evaluation.selection import selected_rounds
 from fedshift.experiment.config.experiment import method_record
 from fedshift.experiment.config.sections import LeaveOneOut, SourceTarget
 from fedshift.experiment.environment import versions
-from fedshift.experiment.plan import Part
+from fedshift.experiment.plan import Run
 from fedshift.experiment.protocol import Split, roles_of
 from fedshift.experiment.runs.context import Context
 from fedshift.experiment.runs.run_folder import RunFolder
@@ -39,7 +39,7 @@ class Measuring(Protocol):
 
 def conduct(
     context: Context,
-    part: Part,
+    run: Run,
     folder: RunFolder,
     federation: Federation,
     evaluator: Measuring,
@@ -47,14 +47,14 @@ def conduct(
     network: Network,
 ) -> RunResult:
     """A run over a federation that is ready, whatever its engine. ``network``: with the weights a run starts from."""
-    experiment, method = context.experiment, part.method
-    run = _Run(context, part, folder, federation, evaluator, split)
+    experiment, method = context.experiment, run.method
+    loop = _RunLoop(context, run, folder, federation, evaluator, split)
     try:
-        return run.to_the_end(network, method.evaluated_network(network, len(split.train)))
+        return loop.to_the_end(network, method.evaluated_network(network, len(split.train)))
     except TrainingDiverged as error:
         lr = f"{experiment.training.lr:g}"
         more = "" if lr in str(error) else f" (training.lr is {lr})"
-        where = f"{method.display}, target {part.target}, seed {part.seed}"
+        where = f"{method.display}, target {run.target}, seed {run.seed}"
         raise TrainingDiverged(f"{where}: {error}{more}") from error
     except torch.OutOfMemoryError as error:
         raise FedshiftError(
@@ -63,11 +63,11 @@ def conduct(
 
 
 @dataclass
-class _Run:
+class _RunLoop:
     """The state of one run in this process."""
 
     context: Context
-    part: Part
+    run: Run
     folder: RunFolder
     federation: Federation
     evaluator: Measuring
@@ -81,10 +81,10 @@ class _Run:
 
         trained: what sites train, with the weights that a run starts from. evaluated: what ``state.weights`` belong to.
         """
-        method, federation = self.part.method, self.federation
+        method, federation = self.run.method, self.federation
         state = self._resume()
         total = sum(federation.budget.values())
-        self.context.reporter.part(self.part, total, sum(federation.progress.used.values()))
+        self.context.reporter.run(self.run, total, sum(federation.progress.used.values()))
         if state is None:
             start = Weights({name: tensor.cpu().contiguous() for name, tensor in trained.state_dict().items()})
             self.folder.restart()
@@ -131,9 +131,9 @@ class _Run:
 
     def _record_pooling(self) -> None:
         """A pooled baseline begins with every sample leaving its site."""
-        if not self.part.method.pooled:
+        if not self.run.method.pooled:
             return
-        for name, size in pooled_bytes(self.part.method, self.context.data, self.split).items():
+        for name, size in pooled_bytes(self.run.method, self.context.data, self.split).items():
             samples = RawData({"samples": torch.empty(size, dtype=torch.uint8, device="meta")})
             self.federation.ledger.record(0, "pool", name, "up", {"samples": samples})
 
@@ -142,10 +142,10 @@ class _Run:
         self.federation.settle()
         if state.round == 0 and self.federation.progress.exchange == 0:
             return state  # nothing has been trained: a run that is killed now begins again
-        state = state.remembering(self.part.method.average_rounds)
+        state = state.remembering(self.run.method.average_rounds)
         measured = last or state.round % self.context.experiment.training.measure_every == 0
         results = (
-            self.evaluator.measure(self.part.method, network, state.handed_out) if measured else {"target_accuracy": {}}
+            self.evaluator.measure(self.run.method, network, state.handed_out) if measured else {"target_accuracy": {}}
         )
         _, page = self.federation.ledger.settle()
         now = time.perf_counter()
@@ -155,18 +155,18 @@ class _Run:
         known = self._said()
         for warning in report.get("warnings", []):
             if warning not in known:
-                self.context.reporter.warn(f"{self.part.target}, seed {self.part.seed}: {warning}")
+                self.context.reporter.warn(f"{self.run.target}, seed {self.run.seed}: {warning}")
         if self.federation.missing:
             report["missing"] = dict(self.federation.missing)
             for reason in self.federation.missing.values():
-                self.context.reporter.warn(f"{self.part.method.display} goes on without a site: {reason}")
+                self.context.reporter.warn(f"{self.run.method.display} goes on without a site: {reason}")
             self.federation.missing.clear()
         if self.federation.refused:
             report["refused"] = dict(self.federation.refused)
             before = self._refusals()
             for reason in itertools.chain.from_iterable(self.federation.refused.values()):
                 if reason not in before:
-                    self.context.reporter.warn(f"{self.part.method.display} goes on without it: {reason}")
+                    self.context.reporter.warn(f"{self.run.method.display} goes on without it: {reason}")
             self.federation.refused.clear()
         record = RoundRecord(
             round=state.round,
@@ -180,7 +180,7 @@ class _Run:
         )
         self.records.append(record)
         self.folder.append(record)
-        self.context.reporter.round(self.part, record)
+        self.context.reporter.round(self.run, record)
         memory = self.federation.save_memory(self.folder.memory)
         progress = self.federation.progress
         header = {
@@ -208,16 +208,16 @@ class _Run:
         return round(sum(self.federation.progress.used.values()) / len(self.split.train))
 
     def _finish(self, state: State) -> RunResult:
-        context, part = self.context, self.part
-        labelled, unlabelled = roles_of(context.experiment.protocol, context.data, part.target)
+        context, run = self.context, self.run
+        labelled, unlabelled = roles_of(context.experiment.protocol, context.data, run.target)
         both = isinstance(context.experiment.protocol, SourceTarget)
-        apart = {"proxy_a_distance": context.distances_of(part, context.data, self.split)} if both else {}
+        apart = {"proxy_a_distance": context.distances_of(run, context.data, self.split)} if both else {}
         result = RunResult(
-            method=part.method.display,
-            target=part.target,
+            method=run.method.display,
+            target=run.target,
             labelled=list(labelled) if both else [],
             unlabelled=list(unlabelled) if both else [],
-            seed=part.seed,
+            seed=run.seed,
             metric="accuracy" if context.data.task == "classification" else "dice",
             selected=selected_rounds(self.records),
             classes=list(context.data.classes),
@@ -234,7 +234,7 @@ class _Run:
                 *(f"gone on without it: {reason}" for reason in self._refusals()),
                 *self._said(),
             ],
-            setting=setting_of(part.method),
+            setting=setting_of(run.method),
             options=self.folder.identity,
             data={
                 "name": context.data.name,
@@ -246,23 +246,23 @@ class _Run:
                 **apart,
             },
         )
-        self.folder.save_model(state.handed_out, model_metadata(context, part))
+        self.folder.save_model(state.handed_out, model_metadata(context, run))
         self.folder.finish(result)
         return result
 
 
-def model_metadata(context: Context, part: Part) -> dict[str, Any]:
+def model_metadata(context: Context, run: Run) -> dict[str, Any]:
     """What a model file says of itself, enough to predict with it."""
-    sources, targets = roles_of(context.experiment.protocol, context.data, part.target)
+    sources, targets = roles_of(context.experiment.protocol, context.data, run.target)
     return {
-        "method": method_record(part.method),
+        "method": method_record(run.method),
         "model": context.experiment.model.model_dump(mode="json"),
         "input_shape": list(context.data.input_shape),
         "classes": list(context.data.classes),
         "preprocessing": context.data.preprocessing.model_dump(mode="json"),
         "sources": list(sources),
         "unseen" if isinstance(context.experiment.protocol, LeaveOneOut) else "adapted_to": "+".join(targets),
-        "seed": part.seed,
+        "seed": run.seed,
         "experiment": context.experiment.name,
         "versions": versions(),
     }

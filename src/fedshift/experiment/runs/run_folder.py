@@ -19,7 +19,7 @@ from fedshift.evaluation.stored import ORDER, RESULT, ROUNDS, SETTINGS, pack_of,
 from fedshift.experiment.config.experiment import Experiment, method_record
 from fedshift.experiment.config.sections import EXTENT
 from fedshift.experiment.environment import versions
-from fedshift.experiment.plan import Part, budgets
+from fedshift.experiment.plan import Run, budgets
 from fedshift.experiment.protocol import Split
 from fedshift.experiment.runs.identity import comparable, first_difference
 from fedshift.federation.message_files import read_message, write_message
@@ -249,21 +249,21 @@ def write_order(experiment: Experiment, targets: Sequence[str], folder: Path) ->
         write_bytes(folder / ORDER, (json.dumps(order, indent=2) + "\n").encode())
 
 
-def run_folder(experiment: Experiment, split: Split, fingerprint: str, part: Part, folder: Path) -> RunFolder:
+def run_folder(experiment: Experiment, split: Split, fingerprint: str, run: Run, folder: Path) -> RunFolder:
     """The folder of one run below the experiment's, with the settings that make it this run."""
-    settings = common_settings(experiment, part.method)
-    budget = budgets(part.method, experiment.methods, experiment.training, split)
+    settings = common_settings(experiment, run.method)
+    budget = budgets(run.method, experiment.methods, experiment.training, split)
     identity = {
         **settings,
         "data": {**settings["data"], "fingerprint": fingerprint},
-        "target": part.target,
-        "seed": part.seed,
+        "target": run.target,
+        "seed": run.seed,
         "training": {**settings["training"], "mini_batches": budget},
         "engine": experiment.dump()["engine"],
         "device": experiment.device,
         "versions": versions(),
     }
-    return RunFolder(folder / part.method.display / part.target / f"seed-{part.seed}", identity)
+    return RunFolder(folder / run.method.display / run.target / f"seed-{run.seed}", identity)
 
 
 def common_settings(experiment: Experiment, method: Method) -> dict[str, Any]:
