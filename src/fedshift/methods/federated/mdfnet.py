@@ -205,8 +205,7 @@ class MDFNet(Method):
         mean.add(labelled.result(), 1 - weight)
         if named:
             mean.add(unlabelled.result(), weight)
-        classes = _classes(state.weights)
-        numbers, warnings = self._guard(state, named, classes)
+        numbers, warnings = self._guard(state, named, classes := _classes(state.weights))
         if waiting and self.readiness is not None:
             ready = is_ready(fmean(entropies.values()), classes, self.readiness)
             numbers["opened"] = state.round + 1 if ready else _NOT_YET
