@@ -86,6 +86,7 @@ def build(options: NetworkOptions, input_shape: tuple[int, ...], classes: int, s
         # The CPU generator alone: torch.manual_seed would also reset every accelerator's generator.
         torch.default_generator.manual_seed(seed)
         network = options.build(input_shape, classes)
+    network.seed = seed
     if len(input_shape) == 3:
         network.to(memory_format=torch.channels_last)
     return network
