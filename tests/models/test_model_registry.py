@@ -44,7 +44,7 @@ def test_building_most_networks_does_not_import_torchvision() -> None:
     ("mapping", "message"),
     [
         ({"name": "resnet81"}, r"unknown model 'resnet81'; did you mean 'resnet18'\?"),
-        ({}, r"model\.name: give the name of a network; known: alexnet, "),
+        ({}, r"model\.name: .*known: alexnet, "),
         ({"name": 3}, r"model\.name"),
         ({"name": "mnist_cnn", "hiden": 64}, r"model\.hiden: .*did you mean 'hidden'\?"),
         ({"name": "mnist_cnn", "hidden": 0}, r"model\.hidden: .*greater than 0"),
