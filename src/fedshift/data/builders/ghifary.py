@@ -1,7 +1,7 @@
-"""Rotated MNIST as its authors made it: the file that the early papers of domain generalization share.
+"""Rotated MNIST as published by its authors: the file that early papers on domain generalization used.
 
-Ghifary, Kleijn, Zhang, Balduzzi, *Domain Generalization for Object Recognition with Multi-task Autoencoders*, ICCV
-2015.
+Source: Ghifary, Kleijn, Zhang, Balduzzi, *Domain Generalization for Object Recognition with Multi-task Autoencoders*,
+ICCV 2015.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HOW = (
 
 
 class GhifaryMnist(DataSource):
-    """The authors' own 16×16 images: 1,000 base images, 100 a digit, turned *counter-clockwise* by 0 to 75 degrees."""
+    """The authors' 16×16 images: 1,000 base images, 100 per digit, rotated *counter-clockwise* by 0 to 75 degrees."""
 
     mean_and_std: ClassVar[tuple[float, float]] = (0.1317, 0.2577)  # of all six domains
 
@@ -43,8 +43,8 @@ class GhifaryMnist(DataSource):
             layout=", ".join(_CANDIDATES),
             sha256={"rotated_mnist_ghifary.npz": "45d2e5986c818680cc746fc9be25754bec3f124c30790b5fa88c8072dd577273"},
             counts={f"M{angle}": 1000 for angle in _ANGLES},
-            notes="Grey values are rounded to 1/255. M45 lies half a pixel beside where a rotation about the centre "
-            "would put it. Data set rotated_mnist turns clockwise and keeps 28×28 pixels.",
+            notes="Grey values are rounded to 1/255. M45 is shifted by half a pixel against a rotation about the "
+            "centre. Data set rotated_mnist rotates clockwise and keeps 28×28 pixels.",
         )
 
     def build(self) -> DataSet:

@@ -1,4 +1,4 @@
-"""MNIST, from whichever layout is there: ``mnist.npz``, torchvision's folder, or a download through torchvision."""
+"""MNIST, from ``mnist.npz``, torchvision's folder, or a download by torchvision: the first that is there."""
 
 from __future__ import annotations
 
@@ -30,7 +30,17 @@ def train_images() -> tuple[Pixels, Labels]:
 
 
 def images_and_labels(part: str) -> tuple[Pixels, Labels]:
-    """Images (n, 28, 28) uint8 and labels of part ``train`` or ``test``. Raises UserError when MNIST cannot be had."""
+    """One part of MNIST.
+
+    Args:
+        part: ``train`` or ``test``.
+
+    Returns:
+        Images (n, 28, 28) uint8, and labels (n,).
+
+    Raises:
+        UserError: MNIST cannot be found, downloaded or read.
+    """
     path = find(CANDIDATES) or _downloaded()
     if path.is_dir():
         images = _idx(path, f"{_PREFIX[part]}-images-idx3-ubyte")
@@ -44,7 +54,7 @@ def images_and_labels(part: str) -> tuple[Pixels, Labels]:
 
 
 def _idx(folder: Path, name: str) -> npt.NDArray[np.uint8]:
-    """An array of the idx format (magic: 0, 0, 8 for bytes, number of axes; sizes as big-endian int32; bytes)."""
+    """Reads the idx format: 0, 0, 8 (bytes), the number of axes, sizes as big-endian int32, then the bytes."""
     plain, packed = folder / name, folder / f"{name}.gz"
     path = plain if plain.is_file() else packed
     if not path.is_file():
@@ -62,7 +72,7 @@ def _idx(folder: Path, name: str) -> npt.NDArray[np.uint8]:
 
 
 def _downloaded() -> Path:
-    """The folder of raw files in the cache, downloaded with torchvision when it is not there yet."""
+    """The folder of raw files in the cache. torchvision downloads them if they are missing."""
     folder = cache_dir() / "MNIST" / "raw"
     if not (folder / "t10k-labels-idx1-ubyte").is_file():
         try:
