@@ -77,11 +77,6 @@ class SiteData:
         return len(self._rows)
 
     @property
-    def classes_present(self) -> tuple[int, ...]:
-        """The class numbers of which the site has at least one sample."""
-        return tuple(int(label) for label in torch.unique(self.labels))
-
-    @property
     def deterministic(self) -> bool:
         """Whether a row always gives the same input, because nothing is augmented."""
         return self._restyle is None and (self.augmentation.is_identity or len(self.input_shape) != 3)

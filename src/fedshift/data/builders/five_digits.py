@@ -86,8 +86,7 @@ class FiveDigits(DataSource):
         }
         domains: dict[str, Domain] = {name: self._domain(name, *readers[name]()) for name in self.domains}
         preprocessing = Preprocessing(kind="image", channels=3, size=SIZE, mean=(0.5,) * 3, std=(0.5,) * 3)
-        classes = tuple(str(digit) for digit in range(10))
-        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
+        return checked(DataSet(self.name, domains, mnist.CLASSES, preprocessing, self.manifest()))
 
     def _domain(self, name: str, images: Pixels, labels: Labels, train_samples: int | None) -> Domain:
         rows = np.arange(len(labels))

@@ -11,8 +11,9 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from fedshift.data.builders import mnist
 from fedshift.data.checks import checked
-from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
+from fedshift.data.domain import DataSet, DataSource, Domain, Manifest
 from fedshift.data.locate import load_npz, require
 from fedshift.errors import UserError
 
@@ -60,13 +61,5 @@ class GhifaryMnist(DataSource):
                 raise UserError(f"data file {path}: m{angle}_x has values outside [0, 1]")
             pixels = np.rint(images * 255).astype(np.uint8)[:, np.newaxis]
             domains[f"M{angle}"] = Domain(f"M{angle}", pixels, labels.astype(np.int64), np.arange(1000))
-        mean, std = self.mean_and_std
-        preprocessing = Preprocessing(
-            kind="image",
-            channels=1,
-            size=16,
-            mean=(mean,) if self.normalise else None,
-            std=(std,) if self.normalise else None,
-        )
-        classes = tuple(str(digit) for digit in range(10))
-        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
+        preprocessing = mnist.grey_preprocessing(16, self.mean_and_std if self.normalise else None)
+        return checked(DataSet(self.name, domains, mnist.CLASSES, preprocessing, self.manifest()))

@@ -69,21 +69,37 @@ class ImageFolder(DataSource):
 
     def _files(self) -> dict[str, dict[str, list[ImageFile]]]:
         """Image files by site and class folder, sorted. Ignores hidden folders and other files."""
-        if not self.root.is_dir():
-            raise UserError(f"data.root: folder {self.root} does not exist; expected {_LAYOUT}")
-        found = {
+        return {
             site.name: {
                 label.name: [
                     on_disk(path) for path in sorted(label.iterdir()) if is_image(path.name) and path.is_file()
                 ]
-                for label in _folders(site)
+                for label in folders(site)
             }
-            for site in _folders(self.root)
+            for site in site_folders(self.root, _LAYOUT)
         }
-        if not found:
-            raise UserError(f"data.root: {self.root} holds no folder of a site; expected {_LAYOUT}")
-        return found
 
 
-def _folders(place: Path) -> list[Path]:
+def site_folders(root: Path, layout: str) -> list[Path]:
+    """The folders of sites in ``root``, sorted.
+
+    Args:
+        root: The option ``data.root``.
+        layout: What is expected there, for the message.
+
+    Raises:
+        UserError: There is no such folder, or it holds no folders.
+    """
+    if not root.is_dir():
+        raise UserError(f"data.root: folder {root} does not exist; expected {layout}")
+    found = folders(root)
+    if not found:
+        raise UserError(f"data.root: {root} holds no folder of a site; expected {layout}")
+    return found
+
+
+def folders(place: Path) -> list[Path]:
+    """The folders in ``place`` that are not hidden, sorted; none if ``place`` does not exist."""
+    if not place.is_dir():
+        return []
     return sorted(path for path in place.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))

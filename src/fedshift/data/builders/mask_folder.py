@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
+from fedshift.data.builders.image_folder import folders, site_folders
 from fedshift.data.checks import agreed_classes, checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
 from fedshift.data.images import ImageFile, decoded, has_colour, is_image, on_disk, size_of
@@ -48,12 +49,7 @@ class MaskFolder(DataSource):
             UserError: An image lacks a mask, a mask lacks its image, or their sizes differ (names the file). Or sites
                 have different structures, or some have grey and some colour images (names the sites).
         """
-        if not self.root.is_dir():
-            raise UserError(f"data.root: folder {self.root} does not exist; expected {_LAYOUT}")
-        sites = _folders(self.root)
-        if not sites:
-            raise UserError(f"data.root: {self.root} holds no folder of a site; expected {_LAYOUT}")
-        found = {site.name: _of_site(site) for site in sites}
+        found = {site.name: _of_site(site) for site in site_folders(self.root, _LAYOUT)}
         structures = agreed_classes(
             {site: list(masks) for site, (_, masks) in found.items()}, what="folders of masks", allow_missing=False
         )
@@ -106,7 +102,7 @@ def _of_site(site: Path) -> tuple[Files, dict[str, Files]]:
     images = _images(site / "images")
     if not images:
         raise UserError(f"site '{site.name}' is empty: no images in {site / 'images'}; expected {_LAYOUT}")
-    masks = {folder.name: _images(folder) for folder in _folders(site / "masks")}
+    masks = {folder.name: _images(folder) for folder in folders(site / "masks")}
     if not masks:
         raise UserError(f"site '{site.name}' has no masks: no folder in {site / 'masks'}; expected {_LAYOUT}")
     for structure, files in masks.items():
@@ -139,9 +135,3 @@ def _images(folder: Path) -> Files:
                 raise UserError(f"{path} and {found[path.stem].name} have the same name: rename one of them")
             found[path.stem] = on_disk(path)
     return found
-
-
-def _folders(place: Path) -> list[Path]:
-    if not place.is_dir():
-        return []
-    return sorted(path for path in place.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from fedshift.data.domain import Preprocessing
 from fedshift.data.locate import cache_dir, find, load_npz, not_found
 from fedshift.errors import UserError
 
@@ -18,10 +19,17 @@ HOW_TO_GET = (
     "Put mnist.npz (x_train, y_train, x_test, y_test) or torchvision's MNIST/raw folder below FEDSHIFT_DATA, or run "
     "with network access and torchvision downloads it"
 )
+CLASSES = tuple(str(digit) for digit in range(10))
 _PREFIX = {"train": "train", "test": "t10k"}
 
 Pixels = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
+
+
+def grey_preprocessing(size: int, mean_and_std: tuple[float, float] | None) -> Preprocessing:
+    """Preprocessing of grey images of ``size`` pixels a side: value / 255, then standardised if moments are given."""
+    mean, std = (None, None) if mean_and_std is None else ((mean_and_std[0],), (mean_and_std[1],))
+    return Preprocessing(kind="image", channels=1, size=size, mean=mean, std=std)
 
 
 def train_images() -> tuple[Pixels, Labels]:

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from fedshift.data.builders import mnist
 from fedshift.data.checks import checked
-from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
+from fedshift.data.domain import DataSet, DataSource, Domain, Manifest
 from fedshift.errors import UserError
 
 Pixels = npt.NDArray[np.uint8]
@@ -100,16 +100,8 @@ class _Rotated(DataSource):
         for angle in self.angles:
             name = f"{self.letter}{angle:g}"
             domains[name] = Domain(name, turned_clockwise(images, angle)[:, np.newaxis], labels, groups)
-        mean, std = self.mean_and_std
-        preprocessing = Preprocessing(
-            kind="image",
-            channels=1,
-            size=images.shape[1],
-            mean=(mean,) if self.normalise else None,
-            std=(std,) if self.normalise else None,
-        )
-        classes = tuple(str(digit) for digit in range(10))
-        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
+        preprocessing = mnist.grey_preprocessing(images.shape[1], self.mean_and_std if self.normalise else None)
+        return checked(DataSet(self.name, domains, mnist.CLASSES, preprocessing, self.manifest()))
 
 
 class RotatedDigits(_Rotated):
