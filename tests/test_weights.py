@@ -16,7 +16,6 @@ from fedshift.functional.averaging import (
     MeanAccumulator,
     difference,
     is_buffer,
-    merge_moments,
     squared_distance,
     weighted_average,
 )
@@ -252,7 +251,7 @@ def statistics(mean: float, variance: float) -> dict[str, Tensor]:
 
 def test_moments_of_the_mixture_and_the_linear_rule() -> None:
     models = [statistics(0, 1), statistics(2, 3)]
-    merged = merge_moments(models, [0.25, 0.75])
+    merged = weighted_average(models, [0.25, 0.75], bn_merge="moments")
     assert merged["bn.running_mean"].item() == 1.5
     assert merged["bn.running_var"].item() == 3.25
     assert weighted_average(models, [0.25, 0.75])["bn.running_var"].item() == 2.5
@@ -264,22 +263,23 @@ def test_merged_moments_are_those_of_pooled_data() -> None:
     models = [
         {"running_mean": part.double().mean(0), "running_var": part.double().var(0, unbiased=False)} for part in parts
     ]
-    merged = merge_moments(models, [len(part) for part in parts])
+    merged = weighted_average(models, [len(part) for part in parts], bn_merge="moments")
     pooled = torch.cat(parts).double()
     torch.testing.assert_close(merged["running_mean"], pooled.mean(0))
     torch.testing.assert_close(merged["running_var"], pooled.var(0, unbiased=False))
 
 
 def test_large_means_do_not_drown_small_variances() -> None:
-    merged = merge_moments([statistics(30_000, 1e-4), statistics(30_000, 3e-4)], [0.5, 0.5])
+    models = [statistics(30_000, 1e-4), statistics(30_000, 3e-4)]
+    merged = weighted_average(models, [0.5, 0.5], bn_merge="moments")
     assert merged["bn.running_var"].item() == pytest.approx(2e-4, rel=1e-6)
 
 
 def test_one_model_is_unchanged_and_other_tensors_are_averaged() -> None:
     model = Weights(network().state_dict())
-    assert merge_moments([model], [0.3]).equal(model)
+    assert weighted_average([model], [0.3], bn_merge="moments").equal(model)
     others = [Weights(network(seed).state_dict()) for seed in (1, 2)]
-    plain, merged = weighted_average(others, [1, 2]), merge_moments(others, [1, 2])
+    plain, merged = (weighted_average(others, [1, 2], rule) for rule in ("mean", "moments"))
     changed = {name for name in plain if not torch.equal(plain[name], merged[name])}
     assert changed == {"1.running_var"}
     assert (merged["1.running_var"] >= plain["1.running_var"]).all()

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from fedshift.errors import UserError
-from fedshift.functional import schedules
 from fedshift.functional.losses import entropy
-from fedshift.functional.mdfnet_schedule import collaborative_shares, decayed_rate, progressive_weight, proxy_distance
+from fedshift.functional.mdfnet_schedule import collaborative_shares, progressive_weight, proxy_distance
 
 
 def test_progressive_weight() -> None:
@@ -25,16 +24,6 @@ def test_progressive_weight() -> None:
     assert progressive_weight(0.3, rho=0) == 0
     with pytest.raises(UserError, match="at least 0"):
         progressive_weight(-1)
-
-
-def test_learning_rate() -> None:
-    for r, expected in {0: 0.01, 0.1: 0.00594604, 0.2: 0.00438691, 0.5: 0.00260847, 1: 0.0016556}.items():
-        assert decayed_rate(r, 0.01) == pytest.approx(expected, abs=5e-9)
-        assert decayed_rate(r, 0.01) == schedules.inverse_power(r, 0.01)
-    for r, expected in {1: 0.00165560, 2: 0.00101938, 5: 0.00052399, 10: 0.00031388, 50: 0.00009443}.items():
-        assert decayed_rate(r, 0.01) == pytest.approx(expected, abs=6e-9)
-    with pytest.raises(UserError, match="at least 0"):
-        decayed_rate(-1, 0.01)
 
 
 @pytest.mark.parametrize(

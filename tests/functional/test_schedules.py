@@ -51,6 +51,11 @@ def test_inverse_power() -> None:
         assert schedules.inverse_power(progress, 2.0) == pytest.approx(2 * factor, abs=2e-6)
 
 
+def test_inverse_power_of_the_number_of_a_round() -> None:
+    for number, rate in {1: 0.00165560, 2: 0.00101938, 5: 0.00052399, 10: 0.00031388, 50: 0.00009443}.items():
+        assert schedules.inverse_power(number, 0.01, clamp=False) == pytest.approx(rate, abs=6e-9)
+
+
 def test_ramp() -> None:
     for progress, value in ((0, 0.0), (0.1, 0.462117), (0.2, 0.761594), (0.5, 0.986614), (1, 0.999909)):
         assert schedules.ramp(progress) == pytest.approx(value, abs=1e-6)

@@ -145,16 +145,6 @@ def weighted_average(
     return mean.result()
 
 
-def merge_moments(models: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> Weights:
-    """Mean of models in which BatchNorm's running mean and variance become those of the mixture of sites.
-
-    The minimiser of KD3A's BatchNorm-MMD (appendix; section 7.3): ``m* = Σ α_k m_k``, ``v* = Σ α_k (v_k + m_k²) −
-    m*²``, known by keys that end in ``running_mean`` and ``running_var``. All other tensors are averaged. Raises as
-    `weighted_average`.
-    """
-    return weighted_average(models, weights, bn_merge="moments")
-
-
 def difference(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> Weights:
     """``first − second`` for the float tensors; integer tensors are left out. Raises UserError unless they match."""
     Weights(first).check_like(second, "difference")

@@ -38,25 +38,6 @@ def batchnorm_objective(batch_features: Tensor, means: Tensor, variances: Tensor
     return (shares[:, None] * (first.square() + second.square())).sum()
 
 
-def quadratic_kernel_mmd(first: Tensor, second: Tensor, *, diagonal: bool = False) -> Tensor:
-    """Squared MMD (biased) of two batches under the kernel ``(⟨a, b⟩ + ½)²``, a scalar (KD3A, section 7.3).
-
-    Computed as what it equals, ``‖Δ mean‖² + ‖Δ E[ππᵀ]‖²``, so never below 0. diagonal: keep only the diagonal of the
-    second moments, as `batchnorm_objective` does.
-
-    first, second: (n, d) and (m, d). Raises UserError for other shapes or an empty batch.
-    """
-    if first.dim() != 2 or second.dim() != 2 or first.shape[1] != second.shape[1] or 0 in (len(first), len(second)):
-        raise UserError(
-            f"MMD needs two batches (n, d) and (m, d), found {tuple(first.shape)} and {tuple(second.shape)}"
-        )
-    if diagonal:
-        moments = first.square().mean(0) - second.square().mean(0)
-    else:
-        moments = first.mT @ first / len(first) - second.mT @ second / len(second)
-    return (first.mean(0) - second.mean(0)).square().sum() + moments.square().sum()
-
-
 def batchnorm_distance(
     first: Mapping[str, Tensor], second: Mapping[str, Tensor], *, per_channel: bool = False
 ) -> float:

@@ -20,13 +20,6 @@ def progressive_weight(r: float, rho: float = 10.0) -> float:
     return math.tanh(rho * r / 2) / 2
 
 
-def decayed_rate(r: float, start: float) -> float:
-    """``lr = lr₀/(1 + 10r)^0.75`` (MDFNet, section 8.3); r as for `progressive_weight`, so it may exceed 1."""
-    if r < 0:
-        raise UserError(f"the learning rate needs r of at least 0, found {r}")
-    return start * float((1 + 10 * r) ** -0.75)
-
-
 def collaborative_shares(labelled: int, unlabelled: int, weight: float) -> tuple[float, float]:
     """``(1 − η)/L`` of each labelled and ``η/U`` of each unlabelled site (MDFNet, section 8.3, step 4); all sum to 1.
 

@@ -17,15 +17,6 @@ MULTIPLIERS = (1 / 27, 1 / 9, 1 / 3, 1.0, 3.0)
 Estimator = Literal["unbiased", "biased"]
 
 
-def pairwise_squared_distances(first: Tensor, second: Tensor) -> Tensor:
-    """``‖a_i − b_j‖²``, shape (…, n, m), of the rows of ``first`` (…, n, f) and ``second`` (…, m, f); at least 0."""
-    # Distances do not change with the origin; near it, fewer digits cancel.
-    origin = second.detach().flatten(0, -2).mean(0)
-    first, second = first - origin, second - origin
-    norms = first.square().sum(-1)[..., :, None] + second.square().sum(-1)[..., None, :]
-    return (norms - 2 * (first @ second.mT)).clamp(min=0)
-
-
 def multi_kernel_mmd(
     source: Tensor,
     target: Tensor,

@@ -23,9 +23,11 @@ def cosine(progress: float, start: float, end: float = 0.0) -> float:
     return end + (start - end) * (1 + math.cos(math.pi * _clamped(progress))) / 2
 
 
-def inverse_power(progress: float, start: float, gamma: float = 10.0, power: float = 0.75) -> float:
+def inverse_power(
+    progress: float, start: float, gamma: float = 10.0, power: float = 0.75, *, clamp: bool = True
+) -> float:
     """``lr₀·(1 + γp)^(−power)`` with γ = 10 and power 0.75 (DANN, Ganin et al., JMLR 2016; SHOT)."""
-    return start * float((1 + gamma * _clamped(progress)) ** -power)
+    return start * float((1 + gamma * (_clamped(progress) if clamp else progress)) ** -power)
 
 
 def ramp(progress: float, gamma: float = 10.0) -> float:
