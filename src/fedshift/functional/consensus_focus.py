@@ -1,6 +1,6 @@
-"""KD3A's consensus focus: what each source adds to the vote (Feng et al., ICML 2021; section 7).
+"""KD3A's consensus focus: what each source adds to the knowledge vote (Feng et al., ICML 2021).
 
-`source_weights` makes shares of it.
+`source_weights` turns the focus into shares of the aggregate.
 """
 
 from __future__ import annotations
@@ -27,14 +27,24 @@ _CHUNK = 524_288
 def coalition_quality(
     predictions: Tensor, gate: float, coalition: Sequence[int], *, ballots: Ballots = "rows"
 ) -> float:
-    """``Q(S) = Σ_x n_p(S) · max_c p_c(S)`` with the vote held among the teachers S alone (KD3A, section 7.1, step 4).
+    """Quality of a coalition, ``Q(S) = Σ_x n_p(S) · max_c p_c(S)``, with only the teachers S voting (KD3A, equation 7).
 
-    In float64; 0 for the empty coalition. A sum over samples: the values of batches add up, and so do the focuses.
+    In float64; 0 for the empty coalition. Q is a sum over samples, so the values of batches add up.
 
-    predictions: (K, n, C), each teacher's probabilities. gate: g, at least 0 and below 1. coalition: teachers' numbers.
-    ballots: as in `knowledge_vote`; for ``"top1"`` samples on which nobody passes the gate count 0 as in the released
-        code (7.4.2, 7.4.4), so that Q never falls when a teacher joins.
-    Raises UserError for other shapes, an impossible gate or a teacher that is not there.
+    Args:
+        predictions: each teacher's probabilities, (K, n, C).
+        gate: g, at least 0 and below 1.
+        coalition: numbers of the teachers in S.
+        ballots: as in `knowledge_vote`. With ``"top1"``, samples on which nobody passes the gate count 0, as in the
+            released code; then Q never falls when a teacher joins.
+
+    Raises:
+        UserError: other shapes, an impossible gate, or a teacher that does not exist.
+
+    Example:
+        >>> two = torch.tensor([[[0.9, 0.1]], [[0.8, 0.2]]])  # two teachers, one sample
+        >>> round(coalition_quality(two, 0.5, [0, 1]), 4)  # 2 · mean(0.9, 0.8)
+        1.7
     """
     check_predictions(predictions, gate)
     teachers = len(predictions)
@@ -46,10 +56,18 @@ def coalition_quality(
 
 
 def leave_one_out_focus(predictions: Tensor, gate: float, *, ballots: Ballots = "rows") -> Tensor:
-    """``CF_k = Q(all) − Q(all but k)``: (K,) float64 on the CPU (KD3A, eq. 8; section 7.1).
+    """Leave-one-out focus ``CF_k = Q(all) − Q(all but k)`` (KD3A, equation 8).
 
-    With ballots ``"rows"`` it can be negative: `source_weights.domain_weights` clamps. Arguments and errors of
-    `coalition_quality`.
+    With ballots ``"rows"`` it can be negative; `source_weights.domain_weights` counts that as 0. Arguments and errors
+    as in `coalition_quality`.
+
+    Returns:
+        (K,) float64 on the CPU.
+
+    Example:
+        >>> two = torch.tensor([[[0.9, 0.1]], [[0.8, 0.2]]])
+        >>> leave_one_out_focus(two, 0.5).round(decimals=4)
+        tensor([0.9000, 0.8000], dtype=torch.float64)
     """
     check_predictions(predictions, gate)
     tally = FocusTally(len(predictions), gate, rule="leave_one_out", ballots=ballots)
@@ -65,13 +83,28 @@ def shapley_focus(
     permutations: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The teachers' Shapley values of Q, their mean gain over all orders of joining: (K,) float64 on the CPU (7.4.5).
+    """Shapley values of Q: each teacher's mean gain over all orders of joining (KD3A's released code).
 
-    They sum to Q(all). Exact for up to 10 teachers; for more, or when ``permutations`` is given, the mean over that
-    many sampled orders (128 by default), every second the reverse of the one before.
+    They sum to Q(all). For up to 10 teachers they are exact. For more, or when ``permutations`` is given, they are
+    means over sampled orders, every second order being the reverse of the one before.
 
-    generator: of the orders, on the CPU; none = PyTorch's global generator. Other arguments and errors as in
-    `coalition_quality`; also UserError when ``permutations`` is below 1.
+    Args:
+        predictions: each teacher's probabilities, (K, n, C).
+        gate: g, at least 0 and below 1.
+        ballots: as in `coalition_quality`.
+        permutations: number of sampled orders, 128 by default where sampling is needed.
+        generator: generator of the orders, on the CPU; PyTorch's global one by default.
+
+    Returns:
+        (K,) float64 on the CPU.
+
+    Raises:
+        UserError: as in `coalition_quality`, and for fewer than 1 permutation.
+
+    Example:
+        >>> two = torch.tensor([[[0.9, 0.1]], [[0.8, 0.2]]])
+        >>> shapley_focus(two, 0.5).round(decimals=4)
+        tensor([0.9000, 0.8000], dtype=torch.float64)
     """
     check_predictions(predictions, gate)
     tally = FocusTally(len(predictions), gate, ballots=ballots, permutations=permutations, generator=generator)
@@ -80,12 +113,25 @@ def shapley_focus(
 
 
 class FocusTally:
-    """`shapley_focus` or `leave_one_out_focus` over batches of samples, none of which is kept.
+    """`shapley_focus` or `leave_one_out_focus` over batches of samples, without keeping any sample.
 
-    Q is a sum over samples, so what is kept is one number for each coalition that the rule needs: 2^K for exact Shapley
+    Q is a sum over samples. So the tally keeps one number for each coalition that the rule needs: 2^K for exact Shapley
     values, K + 1 for leave-one-out.
 
-    teachers: K. rule: ``"shapley"`` or ``"leave_one_out"``. Other arguments and errors as in those functions.
+    Args:
+        teachers: K.
+        gate: g, at least 0 and below 1.
+        rule: ``"shapley"`` or ``"leave_one_out"``.
+        ballots: as in `coalition_quality`.
+        permutations: as in `shapley_focus`.
+        generator: as in `shapley_focus`.
+
+    Example:
+        >>> tally = FocusTally(2, 0.5, rule="leave_one_out")
+        >>> for batch in torch.tensor([[[0.9, 0.1]], [[0.8, 0.2]]]).repeat(1, 6, 1).split(3, dim=1):
+        ...     tally.add(batch)
+        >>> tally.focus().round(decimals=4)  # six samples in two batches
+        tensor([5.4000, 4.8000], dtype=torch.float64)
     """
 
     def __init__(
@@ -138,7 +184,9 @@ class FocusTally:
 
 
 def _exact_shapley(members: Tensor, qualities: Tensor) -> Tensor:
-    """Shapley values from the qualities (2^K,) of all coalitions; who is in one says its number, bit by bit."""
+    """Shapley values from the qualities (2^K,) of all coalitions. Bit k of a coalition's number says whether k is in
+    it.
+    """
     teachers = members.shape[1]
     numbers = torch.arange(2**teachers)
     # In |S|! (K − |S| − 1)! of the K! orders exactly the members of S come before k.
@@ -177,9 +225,9 @@ def _top_qualities(rows: Tensor, gate: float, inside: Tensor) -> Tensor:
 def _row_qualities(rows: Tensor, gate: float, inside: Tensor) -> Tensor:
     """Q over the samples of ``rows`` (K, n, C) when votes are whole rows.
 
-    Wanted for every coalition and sample: the class with the largest sum over voters, and that sum. Almost always it
-    is some teacher's first, so only those classes are summed. Where the others could reach as much (no more than the
-    sum of each voter's best among them), all classes are.
+    For every coalition and sample this finds the class with the largest sum over voters, and that sum. The class is
+    almost always some teacher's first choice, so only those classes are summed. Where another class could reach as much
+    (at most the sum of each voter's best among the others), all classes are summed.
     """
     confidence, choice = rows.max(2)
     passing = (confidence > gate).double()

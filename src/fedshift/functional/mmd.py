@@ -1,4 +1,4 @@
-"""Maximum mean discrepancy with several Gaussian kernels (Gretton et al., JMLR 2012; CSAC, eq. 6, section 2.1)."""
+"""Maximum mean discrepancy with several Gaussian kernels (Gretton et al., JMLR 2012; CSAC, equation 6)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,13 @@ def multi_kernel_mmd(
     constant: bool = False,
     bandwidth: Tensor | None = None,
 ) -> Tensor:
-    """Squared MMD between two batches (n, f), a scalar; options and errors as in `cross_multi_kernel_mmd`."""
+    """Squared MMD between two batches (n, f), a scalar. Options and errors as in `cross_multi_kernel_mmd`.
+
+    Example:
+        >>> source, target = torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0], [5.0]])
+        >>> multi_kernel_mmd(source, target, estimator="biased")
+        tensor(2.1099)
+    """
     if source.dim() != 2 or target.dim() != 2:
         raise UserError(f"MMD needs two batches (n, f), found {tuple(source.shape)} and {tuple(target.shape)}")
     width = None if bandwidth is None else bandwidth.reshape(1, 1)
@@ -40,23 +46,37 @@ def cross_multi_kernel_mmd(
     constant: bool = False,
     bandwidth: Tensor | None = None,
 ) -> Tensor:
-    """Squared MMD of every layer of ``source`` (R, n, f) with every layer of ``target`` (S, n, f), as a matrix (R, S).
+    """Squared MMD of every layer of ``source`` with every layer of ``target`` (CSAC, equation 6).
 
-    Kernels ``k_u(a, b) = exp(−‖a−b‖² / (2σ_u²))``, ``σ_u² = a_u · bandwidth``, are summed with weight 1 (CSAC, section
-    2.1).
+    The kernels ``k_u(a, b) = exp(−‖a−b‖² / (2σ_u²))`` with ``σ_u² = a_u · bandwidth`` are summed with weight 1.
 
-    multipliers: a_u, positive.
-    estimator: ``"unbiased"``, as in the released code: ``1/(n(n−1)) Σ_{i≠j} [k(s_i,s_j) + k(t_i,t_j)] − 2/n² Σ_{ij}
-        k(s_i,t_j)``; neither 0 for equal batches nor always positive. ``"biased"``: ``mean k_ss + mean k_tt − 2 mean
-        k_st``, at least 0, and 0 for equal batches. With n = 1 the former is not defined and the latter is returned.
-    constant: add the code's ``2/(n−1)`` to the unbiased estimate; no gradient.
-    bandwidth: (R, S); by default the mean of ‖z_i − z_j‖² over all (2n)² pairs of the two layers' rows, zeros on the
-        diagonal included. Either way it is constant for back-propagation. Where it is zero up to rounding (all rows
-        equal) every kernel is 1, with gradient 0.
+    The result equals that of pairwise calls. But each layer's own distances are computed once, and those between layers
+    in one matrix product. First derivatives only. Half precision is computed in float32.
 
-    Equal to the pairwise calls, but each layer's own distances are computed once and those between layers in one matrix
-    product. First derivatives only. Half precision is computed in float32.
-    Raises UserError for empty batches, unequal n or f, and multipliers that are not positive.
+    Args:
+        source: (R, n, f).
+        target: (S, n, f).
+        multipliers: a_u, positive.
+        estimator: ``"unbiased"``, as in the released code, is ``1/(n(n−1)) Σ_{i≠j} [k(s_i,s_j) + k(t_i,t_j)] − 2/n²
+            Σ_{ij} k(s_i,t_j)``. It is not 0 for equal batches, and can be negative. ``"biased"`` is ``mean k_ss + mean
+            k_tt − 2 mean k_st``: at least 0, and 0 for equal batches. With n = 1 the biased value is returned, since
+            the other is not defined.
+        constant: add the released code's ``2/(n−1)`` to the unbiased estimate. It has no gradient.
+        bandwidth: (R, S). By default the mean of ‖z_i − z_j‖² over all (2n)² pairs of the two layers' rows, the zeros
+            of the diagonal included. Constant for back-propagation. Where it is zero up to rounding (all rows equal),
+            every kernel is 1 and the gradient is 0.
+
+    Returns:
+        (R, S).
+
+    Raises:
+        UserError: empty batches, unequal n or f, or multipliers that are not positive.
+
+    Example:
+        >>> layers = torch.tensor([[[0.0], [2.0]], [[1.0], [5.0]]])  # two layers, two samples
+        >>> cross_multi_kernel_mmd(layers, layers, estimator="biased").round(decimals=3).abs()
+        tensor([[0.0000, 2.1100],
+            [2.1100, 0.0000]])
     """
     if source.dim() != 3 or target.dim() != 3 or source.shape[1:] != target.shape[1:] or 0 in source.shape:
         raise UserError(
@@ -74,11 +94,12 @@ def cross_multi_kernel_mmd(
 
 
 class _CrossMMD(torch.autograd.Function):
-    """The (R, S) values and their gradient by hand.
+    """The (R, S) values and their gradient, written by hand.
 
-    With D the squared distances, k'(D) = −Σ_u k_u(D)/(2σ_u²), g the upstream gradient and c the estimator's factor, the
-    loss changes by G_ij = g·c·k'(D_ij) with D_ij, and the row z_i moves by Σ_j 2·G_ij (z_i − z_j). All pairs of a layer
-    share its own distances, so their G are summed first; two products per side remain, whatever the number of pairs.
+    Let D be the squared distances, k'(D) = −Σ_u k_u(D)/(2σ_u²), g the upstream gradient and c the estimator's factor.
+    Then the loss changes by G_ij = g·c·k'(D_ij) with D_ij, and by Σ_j 2·G_ij (z_i − z_j) with row z_i. All pairs of a
+    layer share its own distances, so their G are summed first. Two products per side remain, whatever the number of
+    pairs.
     """
 
     @staticmethod
