@@ -41,7 +41,7 @@ def cross_layer_attention(
         >>> layers = torch.zeros(2, 4, 3, 2, 2)  # two layers, four samples
         >>> cross_layer_attention(layers, layers)
         tensor([[0.5000, 0.5000],
-            [0.5000, 0.5000]])
+                [0.5000, 0.5000]])
     """
     if not (position or channel):
         raise UserError("attention needs position, channel or both; switch attention off as a whole instead")

@@ -88,7 +88,7 @@ def class_means(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor,
     Example:
         >>> class_means(torch.tensor([[1.0], [3.0]]), torch.tensor([0, 0]), 2)
         (tensor([[2.],
-            [0.]]), tensor([ True, False]))
+                [0.]]), tensor([ True, False]))
     """
     sums, counts = _sums(features, labels, classes)
     return sums / counts.clamp(min=1)[:, None], counts > 0

@@ -16,7 +16,7 @@ from fedshift.errors import UserError
 from fedshift.functional.knowledge_vote import UNSUPPORTED, Ballots, check_predictions
 
 EXACT_UP_TO = 10
-"""Teachers up to which `shapley_focus` goes through all coalitions: 2¹⁰."""
+"""The most teachers for which `shapley_focus` goes through all coalitions (2¹⁰)."""
 
 _ORDERS = 128
 

@@ -14,7 +14,7 @@ from fedshift.errors import UserError
 Ballots = Literal["rows", "top1"]
 
 UNSUPPORTED = 0.001
-"""The weight n_p of a sample on which no teacher has a say."""
+"""Support n_p of a sample that no teacher supports."""
 
 
 @dataclass(frozen=True)
@@ -152,8 +152,8 @@ def mixup(inputs: Tensor, probabilities: Tensor, lam: float, permutation: Tensor
     Example:
         >>> mixup(torch.tensor([[0.0], [1.0]]), torch.eye(2), 0.75, torch.tensor([1, 0]))
         (tensor([[0.2500],
-            [0.7500]]), tensor([[0.7500, 0.2500],
-            [0.2500, 0.7500]]))
+                [0.7500]]), tensor([[0.7500, 0.2500],
+                [0.2500, 0.7500]]))
     """
     return (
         torch.lerp(inputs[permutation], inputs, lam),

@@ -76,7 +76,7 @@ def cross_multi_kernel_mmd(
         >>> layers = torch.tensor([[[0.0], [2.0]], [[1.0], [5.0]]])  # two layers, two samples
         >>> cross_multi_kernel_mmd(layers, layers, estimator="biased").round(decimals=3).abs()
         tensor([[0.0000, 2.1100],
-            [2.1100, 0.0000]])
+                [2.1100, 0.0000]])
     """
     if source.dim() != 3 or target.dim() != 3 or source.shape[1:] != target.shape[1:] or 0 in source.shape:
         raise UserError(

@@ -66,8 +66,8 @@ def erode(masks: Tensor, steps: int = 1) -> Tensor:
     Example:
         >>> erode(torch.ones(1, 1, 3, 3))[0, 0]
         tensor([[0., 0., 0.],
-            [0., 1., 0.],
-            [0., 0., 0.]])
+                [0., 1., 0.],
+                [0., 0., 0.]])
     """
     outside = functional.pad(1 - masks, [steps] * 4, value=1.0)
     inner = 1 - dilate(outside, steps)
@@ -80,8 +80,8 @@ def contour(masks: Tensor) -> Tensor:
     Example:
         >>> contour(torch.ones(1, 1, 3, 3))[0, 0]
         tensor([[1., 1., 1.],
-            [1., 0., 1.],
-            [1., 1., 1.]])
+                [1., 0., 1.],
+                [1., 1., 1.]])
     """
     return masks - erode(masks)
 

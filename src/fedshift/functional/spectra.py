@@ -25,7 +25,7 @@ def amplitude(images: Tensor) -> Tensor:
     Example:
         >>> amplitude(torch.ones(2, 2))  # all energy is at frequency zero
         tensor([[4., 0.],
-            [0., 0.]])
+                [0., 0.]])
     """
     return _spectrum(images).abs()
 
@@ -86,8 +86,8 @@ def low_frequencies(images: Tensor, half: int) -> Tensor:
     Example:
         >>> low_frequencies(torch.ones(4, 4), half=1)
         tensor([[ 0.,  0.],
-            [16.,  0.],
-            [ 0.,  0.]])
+                [16.,  0.],
+                [ 0.,  0.]])
     """
     height, width = images.shape[-2:]
     return _window(_spectrum(images), height, width, half).abs()
