@@ -44,7 +44,7 @@ def import_file(path: str) -> ModuleType:
     whole = Path(path).resolve()
     text = whole.read_bytes()
     checksum = hashlib.sha256(text).hexdigest()
-    # The checksum is part of the name: an edited file is another module, and results name the code that really ran.
+    # The checksum is part of the name, so that an edited file is another module and results name the code that ran.
     name = f"{USER_MODULE}{whole.stem}_{zlib.crc32(str(whole).encode()):08x}_{checksum[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -55,7 +55,7 @@ def import_file(path: str) -> ModuleType:
     try:
         exec(compile(text, str(whole), "exec"), module.__dict__)
     except BaseException:
-        del sys.modules[name]  # half a module must not be found the next time
+        del sys.modules[name]  # do not keep half a module
         raise
     return module
 

@@ -117,7 +117,7 @@ class NamedTensors(Mapping[str, Tensor]):
         """
         for name, tensor in self._tensors.items():
             if tensor.is_floating_point() and tensor.numel():
-                # The extremes are NaN where any number is: one pass without a mask of the tensor's size.
+                # The extremes are NaN if any number is. This takes one pass and no mask.
                 low, high = torch.aminmax(tensor)
                 if not (math.isfinite(low.item()) and math.isfinite(high.item())):
                     raise TrainingDiverged(

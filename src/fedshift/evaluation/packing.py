@@ -112,7 +112,7 @@ def pack(experiment: Path) -> Change:
     if there is None or set(runs) != set(there.runs) or _same(planned) != _same(there.order):
         files = packed.encode(runs.values(), planned, there.columns if there else ())
         _check(files, runs, planned, experiment)
-        for name in (packed.ROUNDS, packed.SETTINGS, packed.RUNS):  # the last says which runs there are
+        for name in (packed.ROUNDS, packed.SETTINGS, packed.RUNS):  # last, because it lists the runs
             write_bytes(experiment / name, files[name])
     for folder in finished:
         _remove(folder, experiment)
@@ -156,7 +156,7 @@ def unpack(experiment: Path) -> Change:
         write_bytes(folder / SETTINGS, packed.yaml_bytes(run.identity))
         if run.rounds is not None:
             write_bytes(folder / ROUNDS, run.rounds)
-        write_bytes(folder / RESULT, _json(run.result))  # the last: now it is finished
+        write_bytes(folder / RESULT, _json(run.result))  # last, because it marks the run as finished
     if there.order and not (experiment / ORDER).exists():
         write_bytes(experiment / ORDER, _json(there.order))
     for name in (packed.RUNS, packed.SETTINGS, packed.ROUNDS):
@@ -224,7 +224,7 @@ def _remove(folder: Path, experiment: Path) -> None:
     """Remove the files that were packed, and folders that are empty after that."""
     for name in (RESULT, ROUNDS, SETTINGS, _LOCK):
         (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # something else lies there, such as a model
+    with contextlib.suppress(OSError):  # the folder holds something else, such as a model
         while folder != experiment:
             os.rmdir(folder)
             folder = folder.parent

@@ -112,7 +112,7 @@ def _selected(rounds: Sequence[RoundRecord], index: int | None) -> SelectedRound
     if index is None:
         return None
     record = rounds[index]
-    assert record.target_mean is not None  # no rule chooses a round that was not measured
+    assert record.target_mean is not None  # rules choose measured rounds only
     return SelectedRound(
         round=record.round,
         accuracy=record.target_mean,

@@ -64,10 +64,10 @@ def t_test(differences: Sequence[float]) -> TTest:
         (3, 4.0, 3.4641, 0.0742)
     """
     mean, error = mean_and_standard_error(differences)
-    # Equal differences leave a spread of rounding errors, whose t would be a made-up certainty.
+    # Equal differences have a spread of rounding errors only, whose t would mean nothing.
     if error is None or error < 1e-12 * max(1.0, abs(mean)):
         return TTest(len(differences), mean, error, None)
-    from scipy.special import stdtr  # a second of import that only this function needs
+    from scipy.special import stdtr  # takes a second to import, and only this function needs it
 
     return TTest(len(differences), mean, error, float(2.0 * stdtr(len(differences) - 1, -abs(mean) / error)))
 

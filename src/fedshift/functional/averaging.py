@@ -15,7 +15,7 @@ from fedshift.weights import NamedTensors, Weights
 _RUNNING_MEAN = "running_mean"
 _RUNNING_VAR = "running_var"
 
-# Numbers per piece in reductions: a float64 piece (512 KiB) stays in the cache, a whole tensor would not.
+# Numbers per piece in reductions. A float64 piece of 512 KiB stays in the cache; a whole tensor does not.
 _CHUNK = 65_536
 
 
@@ -43,7 +43,7 @@ class MeanAccumulator:
         self._like: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
         self._totals: dict[str, float] = {}
-        # Origins: numbers of the first model that sums are taken relative to, so that equal models sum to exactly zero.
+        # The first model's numbers. Sums are relative to them, so that equal models sum to exactly zero.
         self._origins: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
 
@@ -64,7 +64,7 @@ class MeanAccumulator:
         if self._like:
             model.check_like(self._like, who)
         else:
-            # Only shapes and types are wanted: tensors on "meta" have no memory.
+            # Tensors on "meta" have shapes and types but no memory.
             self._like = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.items()}
         for name, tensor in model.items():
             if not tensor.is_floating_point():
@@ -79,7 +79,7 @@ class MeanAccumulator:
     def _add(self, name: str, tensor: Tensor, share: float) -> None:
         """Add one float tensor to its sum."""
         relative = tensor
-        # float64 has no wider type to round back from; running means also need the second moment about a point nearby.
+        # Relative sums where float64 is the type itself, and where a second moment about a near point is needed.
         if tensor.dtype == torch.float64 or self._spreads(name):
             origin = self._origins.get(name)
             if origin is None:
@@ -89,7 +89,7 @@ class MeanAccumulator:
             self._sums[name].add_(relative, alpha=share)
             self._totals[name] += share
         else:
-            # Not zeros plus the first: 0 + (−0) would lose the sign of a zero.
+            # A copy, because zeros plus the first would turn −0 into 0.
             self._sums[name] = relative.to(torch.float64, copy=True).mul_(share)
             self._totals[name] = share
         if self._spreads(name):
@@ -122,7 +122,7 @@ class MeanAccumulator:
                 raise UserError(f"the weights of tensor '{name}' sum to zero: at least one must be positive")
             value = total / weight
             if name in self._origins:
-                # −0 + 0 is 0, so a zero deviation must leave the origin as it is.
+                # Where the deviation is zero the origin is taken as it is, because −0 + 0 is 0.
                 value = torch.where(value == 0, self._origins[name], self._origins[name] + value)
             between = self._between(name)
             if between is not None:

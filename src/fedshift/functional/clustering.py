@@ -148,7 +148,7 @@ def dispersion(features: Tensor, clusters: int, seed: int) -> float:
         raise UserError(f"k-means needs features (n, d) and a cluster, found {tuple(features.shape)} and {clusters}")
     rows = features.cpu()
     found = KMeans(min(clusters, len(torch.unique(rows, dim=0))), n_init=4, random_state=seed % 2**32)
-    with threadpool_limits(1):  # sums whose order does not depend on the number of threads
+    with threadpool_limits(1):  # fixes the order of sums
         labels = found.fit_predict(rows.numpy())
     return compactness(rows, torch.from_numpy(labels).long())
 

@@ -58,8 +58,15 @@ def coalition_quality(
 def leave_one_out_focus(predictions: Tensor, gate: float, *, ballots: Ballots = "rows") -> Tensor:
     """Leave-one-out focus ``CF_k = Q(all) − Q(all but k)`` (KD3A, equation 8).
 
-    With ballots ``"rows"`` it can be negative; `source_weights.domain_weights` counts that as 0. Arguments and errors
-    as in `coalition_quality`.
+    With ballots ``"rows"`` it can be negative; `source_weights.domain_weights` counts that as 0.
+
+    Args:
+        predictions: each teacher's probabilities, (K, n, C).
+        gate: g, at least 0 and below 1.
+        ballots: as in `coalition_quality`.
+
+    Raises:
+        UserError: other shapes, or an impossible gate.
 
     Returns:
         (K,) float64 on the CPU.
@@ -157,7 +164,7 @@ class FocusTally:
                 raise UserError(f"Shapley values need at least one order of the teachers, found {count}")
             drawn = torch.stack([torch.randperm(teachers, generator=generator) for _ in range((count + 1) // 2)])
             orders = torch.stack([drawn, drawn.flip(1)], 1).flatten(0, 1)[:count]
-            # Teacher k is in the coalition of the first j when its place in the order is below j.
+            # Teacher k is among the first j if its place in the order is below j.
             members = orders.argsort(1)[:, None, :] < torch.arange(teachers + 1)[:, None]
             self._members, number = torch.unique(members.flatten(0, 1), dim=0, return_inverse=True)
             self._orders = orders, number
@@ -189,7 +196,7 @@ def _exact_shapley(members: Tensor, qualities: Tensor) -> Tensor:
     """
     teachers = members.shape[1]
     numbers = torch.arange(2**teachers)
-    # In |S|! (K − |S| − 1)! of the K! orders exactly the members of S come before k.
+    # Exactly the members of S precede k in |S|! (K − |S| − 1)! of the K! orders.
     chances = torch.tensor(
         [1 / (teachers * math.comb(teachers - 1, size)) for size in range(teachers)], dtype=torch.float64
     )
@@ -237,7 +244,7 @@ def _row_qualities(rows: Tensor, gate: float, inside: Tensor) -> Tensor:
     def tally(values: Tensor) -> Tensor:
         return torch.where(passed, inside @ (values * passing), inside @ values)
 
-    # In order of classes, so that the first of equal ones wins.
+    # Sorted by class, so that the first of equal ones wins.
     candidates = choice.sort(0).values
     heights = torch.full_like(passed, -1.0, dtype=torch.float64)
     winners = torch.zeros_like(passed, dtype=torch.int64)
@@ -254,7 +261,7 @@ def _row_qualities(rows: Tensor, gate: float, inside: Tensor) -> Tensor:
     for teacher, vote in enumerate(confidence * passing):
         quality += torch.where(choice[teacher] == winners, inside[:, teacher, None] * vote, 0.0)
     quality = torch.where(passed, quality, UNSUPPORTED * heights / sizes.clamp(min=1))
-    # The elected class can be no voter's first; then everyone's mean counts, whether past the gate or not.
+    # If the elected class is no voter's first, the mean over all teachers counts, past the gate or not.
     for sample, coalition in _by_sample(passed & (quality == 0)):
         highest = (inside[coalition] @ rows[:, sample]).amax(1)
         quality[coalition, sample] = UNSUPPORTED * highest / sizes[coalition, 0]

@@ -113,7 +113,7 @@ def divergence_weights(distances: Sequence[float], rule: Rule = "divergence", po
     largest = max(distances)
     if rule == "average" or largest == 0:
         return [1 / count] * count
-    # Dividing by an extreme first keeps sums and reciprocals in range.
+    # Division by an extreme keeps sums and reciprocals in range.
     if rule == "divergence":
         shares = [(distance / largest) ** power for distance in distances]
     else:
@@ -165,7 +165,7 @@ def divergence_aggregate(
     for model in models:
         average.add(model, 1.0, f"model {count}")
         count += 1
-    # Not rounded: of two models one unit in the last place apart, a rounded mean would equal one of them.
+    # In float64: a rounded mean of two models one unit in the last place apart would equal one of them.
     mean = average.result(None if rule == "average" else torch.float64)
     del average
     mean.check_finite("the mean of the models")
@@ -200,7 +200,7 @@ def _distance(pairs: Sequence[tuple[Tensor, Tensor]], kind: Distance) -> float:
     norms = [math.sqrt(_total(_square(piece[side]) for piece in _pieces(pairs))) for side in (0, 1)]
     if 0 in norms:
         return float(norms[0] != norms[1])
-    # 1 − cos(a, b) = ½‖a/‖a‖ − b/‖b‖‖²: never negative, and precise for vectors that are almost parallel.
+    # 1 − cos(a, b) = ½‖a/‖a‖ − b/‖b‖‖² is never negative, and precise for vectors that are almost parallel.
     half = 0.5 * _total(_square(left / norms[0] - right / norms[1]) for left, right in _pieces(pairs))
     return half if half > _COSINE_ROUNDING or math.isnan(half) else 0.0
 
@@ -215,7 +215,7 @@ def _square(piece: Tensor) -> Tensor:
 
 
 def _total(parts: Iterable[Tensor]) -> float:
-    # Read once at the end: on an accelerator every .item() waits for the device.
+    # One .item() at the end, because each one waits for the accelerator.
     total: Tensor | None = None
     for part in parts:
         total = part if total is None else total + part

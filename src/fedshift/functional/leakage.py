@@ -58,7 +58,7 @@ def cosine_distance(gradient: Sequence[Tensor], observed: Sequence[Tensor]) -> T
     _check_alike(gradient, observed)
     a = torch.cat([part.flatten() for part in gradient])
     b = torch.cat([part.flatten() for part in observed])
-    # The norm's own gradient at zero is 0, and the quotient stays finite there.
+    # At zero the norm's gradient is 0 and the clamp keeps the quotient finite.
     norms: Tensor = torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b)
     return 1 - (a @ b) / norms.clamp_min(torch.finfo(norms.dtype).tiny)
 
@@ -74,7 +74,7 @@ def total_variation(images: Tensor) -> Tensor:
         tensor(1.)
     """
     down, across = images.diff(dim=-2).abs(), images.diff(dim=-1).abs()
-    # One row or column has no neighbour that way.
+    # A single row or column has no neighbours in that direction.
     return down.sum() / max(1, down.numel()) + across.sum() / max(1, across.numel())
 
 
@@ -214,7 +214,7 @@ def mean_squared_errors(reconstructed: Tensor, originals: Tensor) -> Tensor:
         tensor([[1., 2.]])
     """
     a, b = reconstructed.flatten(1), originals.flatten(1)
-    # Differences and not the expanded square, which loses the small errors that matter here.
+    # The expanded square would lose the small errors that matter here.
     return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").square() / a.shape[1]
 
 

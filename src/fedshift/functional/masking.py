@@ -33,7 +33,7 @@ def straight_through_mask(logits: Tensor, draws: Tensor) -> Tensor:
             f"a mask needs logits (d,) and draws (…, d), found {tuple(logits.shape)} and {tuple(draws.shape)}"
         )
     probabilities = logits.sigmoid()
-    # Zero plus what has the gradient, so that the mask is exactly 0 or 1.
+    # The bracket is exactly 0 and carries the gradient, so the mask is exactly 0 or 1.
     return (draws < probabilities).to(logits.dtype) + (probabilities - probabilities.detach())
 
 

@@ -107,7 +107,7 @@ class _CrossMMD(torch.autograd.Function):
         ctx: Any, source: Tensor, target: Tensor, multipliers: Sequence[float], unbiased: bool, bandwidth: Tensor | None
     ) -> Tensor:
         samples = source.shape[1]
-        # Distances do not change with the origin; near it, fewer digits cancel.
+        # Distances do not depend on the origin. Near it fewer digits cancel.
         origin = source.mean(dim=(0, 1))
         source, target = source - origin, target - origin
         within_source, norms_source = _distances_within(source)
@@ -117,7 +117,7 @@ class _CrossMMD(torch.autograd.Function):
         if bandwidth is None:
             total = within_source.sum((1, 2))[:, None] + within_target.sum((1, 2)) + 2 * across.sum((2, 3))
             bandwidth = total / (2 * samples) ** 2
-        # Squared distances are known up to this error; a narrower kernel would show nothing but rounding.
+        # Squared distances have this rounding error. A narrower kernel would show rounding only.
         error = 5 * torch.finfo(source.dtype).eps * (norms_source.mean(1)[:, None] + norms_target.mean(1))
         inverse = torch.where(bandwidth > error, 1 / bandwidth, 0.0)
 
@@ -152,7 +152,7 @@ class _CrossMMD(torch.autograd.Function):
 def _distances_within(rows: Tensor) -> tuple[Tensor, Tensor]:
     """‖z_i − z_j‖² of each layer, (R, n, f) → (R, n, n), zero on the diagonal; and ‖z_i‖², (R, n)."""
     products = torch.bmm(rows, rows.mT)
-    # Read off the products, not computed anew: so equal rows round alike, and their distance is zero.
+    # Taken from the products, so that equal rows round alike and their distance is zero.
     norms = products.diagonal(dim1=1, dim2=2)
     return (norms[:, :, None] + norms[:, None, :]).sub_(products, alpha=2).clamp_(min=0), norms
 
@@ -191,7 +191,7 @@ def _pull(within: Tensor, across: Tensor, own: Tensor, other: Tensor) -> Tensor:
     """
     layers, samples, _ = own.shape
     within, across = 4 * within, 2 * across
-    # Σ_j G_ij z_i is a diagonal, so that one product does the layer's own part.
+    # Σ_j G_ij z_i is a product with a diagonal, so one product does the layer's own part.
     diagonal = torch.diag_embed(within.sum(2) + across.sum((1, 3)))
     gradient = torch.bmm(diagonal - within, own)
     gradient.flatten(0, 1).addmm_(across.transpose(1, 2).reshape(layers * samples, -1), other.flatten(0, 1), alpha=-1)

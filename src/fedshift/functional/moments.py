@@ -41,7 +41,7 @@ def moment_distance(features: Sequence[Tensor], moments: Literal["mean_variance"
     second = [batch.var(0) if moments == "mean_variance" else batch.square().mean(0) for batch in features]
     both = torch.stack([torch.stack([batch.mean(0) for batch in features]), torch.stack(second)])
     gaps: Tensor = torch.linalg.vector_norm(both[:, :, None] - both[:, None], dim=3)
-    # Of all ordered pairs those of a domain with itself are 0 and do not count.
+    # The sums run over ordered pairs. Those of a domain with itself are 0 and do not count.
     count = len(shapes)
     if moments == "mean_variance":
         return gaps.sum() / (2 * count * (count - 1))

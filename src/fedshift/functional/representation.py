@@ -36,7 +36,7 @@ def norm_regulariser(codes: Tensor, form: Literal["squared", "norm"] = "squared"
     squares = codes.square().sum(1)
     if form == "squared":
         return squares.mean()
-    # The root's slope at 0 is infinite; a code of zeros has none of its own.
+    # The root's slope at 0 is infinite, so codes of zeros get the gradient 0.
     return torch.where(squares > 0, squares, 1.0).sqrt().where(squares > 0, 0.0).mean()
 
 

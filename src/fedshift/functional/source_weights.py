@@ -171,7 +171,7 @@ def gain_weights(gains: Sequence[float]) -> list[float]:
 def _shares(values: Tensor, total: float) -> list[float]:
     """Divide ``total`` in proportion to ``values``, equally when all are 0."""
     largest = values.max()
-    # Divided by the largest first: neither the sum nor a quotient leaves the range of float64.
+    # Division by the largest keeps the sum and the quotients in the range of float64.
     values = values / largest if largest > 0 else torch.ones_like(values)
     shares: list[float] = (total * values / values.sum()).tolist()
     return shares

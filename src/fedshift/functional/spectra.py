@@ -125,7 +125,7 @@ def interpolated(images: Tensor, donors: Tensor, rate: Tensor, half: int | None)
     change = rate * (donors - amplitudes) * directions
     if half is None:
         return images + _image(change, height, width)
-    # Outside the window nothing changes: what is added is the inverse of the change alone.
+    # Nothing changes outside the window, so the inverse of the change alone is added.
     whole = torch.zeros_like(spectrum)
     whole[..., : half + 1, : half + 1] = change[..., half:, :]
     if half:

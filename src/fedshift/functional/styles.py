@@ -89,7 +89,7 @@ class StyleAccumulator:
 
     def add(self, values: Tensor) -> None:
         """Add images or maps (n, c, h, w), or vectors (n, d) whose columns count as channels."""
-        # On the CPU: not every accelerator has float64.
+        # On the CPU, because not every accelerator has float64.
         rows = values.detach().cpu().double().transpose(0, 1).flatten(1)  # (c, values of the channel)
         self._count += rows.shape[1]
         self._sums = rows.sum(1) if self._sums is None else self._sums + rows.sum(1)
