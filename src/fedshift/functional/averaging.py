@@ -27,8 +27,8 @@ class MeanAccumulator:
 
     Args:
         bn_merge: ``"mean"`` averages BatchNorm's running variances like weights. ``"moments"`` takes the variance of
-            the mixture (KD3A, Feng et al., ICML 2021, appendix E), ``v* = Σ α_k v_k + Σ α_k (m_k − m*)²`` with ``m* = Σ
-            α_k m_k``. This equals ``Σ α_k (v_k + m_k²) − m*²`` but does not cancel digits.
+            the mixture (KD3A, Feng et al., ICML 2021, appendix E), ``v* = Σ α_k v_k + Σ α_k (m_k − m*)²`` with
+            ``m* = Σ α_k m_k``. This equals ``Σ α_k (v_k + m_k²) − m*²`` but does not cancel digits.
 
     Example:
         >>> mean = MeanAccumulator()

@@ -65,11 +65,11 @@ def leave_one_out_focus(predictions: Tensor, gate: float, *, ballots: Ballots = 
         gate: g, at least 0 and below 1.
         ballots: as in `coalition_quality`.
 
-    Raises:
-        UserError: other shapes, or an impossible gate.
-
     Returns:
         (K,) float64 on the CPU.
+
+    Raises:
+        UserError: other shapes, or an impossible gate.
 
     Example:
         >>> two = torch.tensor([[[0.9, 0.1]], [[0.8, 0.2]]])

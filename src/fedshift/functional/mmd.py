@@ -57,10 +57,10 @@ def cross_multi_kernel_mmd(
         source: (R, n, f).
         target: (S, n, f).
         multipliers: a_u, positive.
-        estimator: ``"unbiased"``, as in the released code, is ``1/(n(n−1)) Σ_{i≠j} [k(s_i,s_j) + k(t_i,t_j)] − 2/n²
-            Σ_{ij} k(s_i,t_j)``. It is not 0 for equal batches, and can be negative. ``"biased"`` is ``mean k_ss + mean
-            k_tt − 2 mean k_st``: at least 0, and 0 for equal batches. With n = 1 the biased value is returned, since
-            the other is not defined.
+        estimator: ``"unbiased"``, as in the released code, is
+            ``1/(n(n−1)) Σ_{i≠j} [k(s_i,s_j) + k(t_i,t_j)] − 2/n² Σ_{ij} k(s_i,t_j)``. It is not 0 for equal batches,
+            and can be negative. ``"biased"`` is ``mean k_ss + mean k_tt − 2 mean k_st``: at least 0, and 0 for equal
+            batches. With n = 1 the biased value is returned, since the other is not defined.
         constant: add the released code's ``2/(n−1)`` to the unbiased estimate. It has no gradient.
         bandwidth: (R, S). By default the mean of ‖z_i − z_j‖² over all (2n)² pairs of the two layers' rows, the zeros
             of the diagonal included. Constant for back-propagation. Where it is zero up to rounding (all rows equal),

@@ -23,8 +23,8 @@ def discriminator_loss(
     Args:
         generated: D(h'|y), any shape.
         extracted: D(h|y), any shape.
-        form: ``"least_squares"`` is ``E (1 − D(h'))² + E D(h)²`` (PACS code). ``"formula"`` is ``−E[D(h')² + (1 −
-            D(h))²]`` (paper and VLCS code).
+        form: ``"least_squares"`` is ``E (1 − D(h'))² + E D(h)²`` (PACS code). ``"formula"`` is
+            ``−E[D(h')² + (1 − D(h))²]`` (paper and VLCS code).
 
     Raises:
         UserError: one of them is empty.
