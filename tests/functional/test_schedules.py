@@ -1,4 +1,4 @@
-"""Schedules: the tables of the specification and the ends."""
+"""Schedules: worked numbers and the ends."""
 
 from __future__ import annotations
 
