@@ -171,7 +171,14 @@ class FocusTally:
         self._qualities = torch.zeros(len(self._members), dtype=torch.float64)
 
     def add(self, predictions: Tensor) -> None:
-        """Count the teachers' probabilities (K, n, C) for n more samples."""
+        """Count more samples.
+
+        Args:
+            predictions: the teachers' probabilities, (K, n, C).
+
+        Raises:
+            UserError: other shapes, or another number of teachers.
+        """
         check_predictions(predictions, self._gate)
         teachers = self._members.shape[1]
         if len(predictions) != teachers:

@@ -25,7 +25,18 @@ def multi_kernel_mmd(
     constant: bool = False,
     bandwidth: Tensor | None = None,
 ) -> Tensor:
-    """Squared MMD between two batches (n, f), a scalar. Options and errors as in `cross_multi_kernel_mmd`.
+    """Squared MMD between two batches, a scalar: `cross_multi_kernel_mmd` of two single layers.
+
+    Args:
+        source: (n, f).
+        target: (n, f).
+        multipliers: as in `cross_multi_kernel_mmd`.
+        estimator: as in `cross_multi_kernel_mmd`.
+        constant: as in `cross_multi_kernel_mmd`.
+        bandwidth: a scalar; as in `cross_multi_kernel_mmd`.
+
+    Raises:
+        UserError: other shapes, or as in `cross_multi_kernel_mmd`.
 
     Example:
         >>> source, target = torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0], [5.0]])
