@@ -27,7 +27,7 @@ from fedshift.deployment.coordinator import coordinate
 from fedshift.deployment.flare.deployment_folder import Deployment
 from fedshift.deployment.site_server import open_site
 from fedshift.errors import FedshiftError
-from fedshift.federation.remote.transport import Again, Lost
+from fedshift.federation.remote.transport import Lost, NewJobNeeded
 from fedshift.federation.remote.wire import Message, error_answer
 
 KIT, SITE = "FEDSHIFT_KIT", "FEDSHIFT_SITE"
@@ -62,7 +62,7 @@ class FlareCoordinator(Controller):  # type: ignore[misc]
         try:
             coordinate(deployment.folder, transport, deployment.sites)
             deployment.end("finished")
-        except Again as error:
+        except NewJobNeeded as error:
             deployment.end("again", str(error))
         except Aborted:
             return  # FLARE ends the job; whoever asked for that says why
@@ -138,7 +138,7 @@ class FlareTransport:
             raise Aborted("the job was ended")
         reason = self._elsewhere()
         if reason:
-            raise Again(reason)
+            raise NewJobNeeded(reason)
 
     def _lost(self, task: Task, passed: float, deadline: float, patience: float | None) -> str | None:
         if task.completion_status is not None:
