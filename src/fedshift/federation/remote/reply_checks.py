@@ -267,7 +267,7 @@ def checked_measures(value: Any, classes: int) -> dict[str, Any]:
     if not (_fits(said, float) and all(_fits(count, int) for count in counts)):
         raise FedshiftError("its measurement cannot be read")
     if not (0 <= said <= 100 and samples >= 1 and all(0 <= pair[0] <= pair[1] <= samples for pair in pairs if pair)):
-        raise FedshiftError("what it measured is not an accuracy")
+        raise FedshiftError("its measurement is not an accuracy")
     if len(pairs) != classes:
         raise FedshiftError(f"it measured {len(pairs)} classes, the experiment has {classes}")
     return {"accuracy": float(said), "samples": samples, "classes": pairs}
