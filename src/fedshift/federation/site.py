@@ -245,10 +245,9 @@ class Site:
         *modules: nn.Module,
         optimizers: Iterable[torch.optim.Optimizer] | None = None,
     ) -> float:
-        """Train as `minimise` does, over the given batches, such as those of `domain_batches`.
+        """The same over given batches, such as those of `domain_batches`.
 
-        Raises:
-            TrainingDiverged: the loss is not finite; names site, round and learning rate.
+        Raises TrainingDiverged, naming site, round and learning rate, when the loss is not a number.
         """
         steppers = list(optimizers) if optimizers is not None else [self.optimizer(*modules)]
         parameters = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
