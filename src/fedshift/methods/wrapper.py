@@ -107,6 +107,9 @@ class InFront(Method):
     def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
         return self.inner.check_samples(input_shape)
 
+    def check_steps(self, steps: Mapping[str, int]) -> tuple[str, ...]:
+        return self.inner.check_steps(steps)
+
     def adapt_network(self, network: Network, sources: int) -> Network:
         return self.inner.adapt_network(network, sources)
 
