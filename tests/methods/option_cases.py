@@ -197,6 +197,7 @@ OPTIONS: dict[str, dict[str, tuple[Try, ...]]] = {
         "r": of("round"),
         "rho": of(1.0),
         "decay": of(False),
+        "draw": of(False),
         "keep_momentum": of(False, where="normed with momentum"),
         "readiness": of(0.9, 0.01),
         "lend": of(0.25, 0.5),
