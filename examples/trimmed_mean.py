@@ -11,12 +11,7 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
-from fedshift.errors import UserError
-from fedshift.federation.federation import Federation
-from fedshift.federation.messages import Update
-from fedshift.federation.site import Site
-from fedshift.methods.base import Method, State
-from fedshift.weights import Weights
+from fedshift.methods import Federation, Method, Site, State, Update, UserError, Weights
 
 
 class TrimmedMean(Method):
