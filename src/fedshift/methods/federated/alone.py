@@ -70,13 +70,11 @@ class Alone(Method):
     def fit(self, site: Site) -> Update:
         """At a site: cross-entropy from its own model; the first time from the common start, which it makes itself."""
         model = site.model(site.memory.weights("model") if "model" in site.memory else None)
-        optimizer = site.optimizer(model, memory="optimizer")
         loss = site.minimise(
             lambda batch: F.cross_entropy(model(batch.inputs), batch.targets),
             model,
             epochs=self.local_epochs,
-            optimizers=[optimizer],
+            remember="optimizer",
         )
-        site.remember_optimizer(optimizer, "optimizer")
         site.memory["model"] = trained = site.weights_of(model)
         return Update(trained, site.samples, loss)

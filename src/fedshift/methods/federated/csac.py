@@ -194,15 +194,13 @@ class CSAC(Method):
         if self.reset_projection_each_round:
             site.memory.pop("optimizer", None)  # momentum of other projections
         # The code's two optimisers have the same settings: they are one over the parameters of both modules.
-        optimizer = site.optimizer(*trained, memory="optimizer")
         mean = site.minimise(
             loss,
             *trained,
             epochs=self.calibration_epochs,
             steps=self.calibration_steps,
-            optimizers=[optimizer],
+            remember="optimizer",
         )
-        site.remember_optimizer(optimizer, "optimizer")
         calibrated = site.weights_of(model)
         if aligner is not None and aligner.stages:
             site.memory["projections"] = site.weights_of(aligner.projections)

@@ -247,9 +247,7 @@ class ELCFS(Method):
             # At first order the gradient that made θ̂ is the whole gradient of this loss: it is not computed again.
             return (loss if second else with_gradient(loss, list(parameters.values()), gradients)) + meta
 
-        optimizer = site.optimizer(model, memory="optimizer")
-        loss = site.minimise(loss_of, model, epochs=self.local_epochs, optimizers=[optimizer])
-        site.remember_optimizer(optimizer, "optimizer")
+        loss = site.minimise(loss_of, model, epochs=self.local_epochs, remember="optimizer")
         return Update(site.weights_of(model), site.samples, loss)
 
     def _meta_loss(self, model: Network, ahead: Mapping[str, Tensor], batch: Batch, copies: Tensor) -> Tensor:

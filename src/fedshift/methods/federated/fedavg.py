@@ -57,13 +57,11 @@ class FedAvg(Method):
     def fit(self, site: Site, weights: Weights) -> Update:
         """At a site: E epochs of cross-entropy (of the Dice loss, for segmentation) from the common model."""
         model = site.model(weights)
-        optimizer = site.optimizer(model, memory="optimizer")
         loss = site.minimise(
             lambda batch: task_loss(model(batch.inputs), batch.targets),
             model,
             epochs=self.local_epochs,
             steps=self.steps_per_round,
-            optimizers=[optimizer],
+            remember="optimizer",
         )
-        site.remember_optimizer(optimizer, "optimizer")
         return Update(site.weights_of(model), site.samples, loss)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from pydantic import Field, NonNegativeFloat
+from torch import Tensor
 
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
@@ -43,12 +44,10 @@ class FedProx(FedAvg):
             return super().fit(site, weights)
         model = site.model(weights)
         reference = weights.to(site.device)
-        optimizer = site.optimizer(model, memory="optimizer")
 
-        def loss(batch: Batch) -> object:
+        def loss_of(batch: Batch) -> Tensor:
             penalty = proximal_penalty(model.named_parameters(), reference, self.proximal_weight)
             return task_loss(model(batch.inputs), batch.targets) + penalty
 
-        mean = site.minimise(loss, model, epochs=self.local_epochs, steps=self.steps_per_round, optimizers=[optimizer])  # type: ignore[arg-type]
-        site.remember_optimizer(optimizer, "optimizer")
-        return Update(site.weights_of(model), site.samples, mean)
+        loss = site.minimise(loss_of, model, epochs=self.local_epochs, steps=self.steps_per_round, remember="optimizer")
+        return Update(site.weights_of(model), site.samples, loss)

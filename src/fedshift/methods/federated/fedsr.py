@@ -161,9 +161,7 @@ class _SimpleRepresentation(Method):
             return loss + self.penalty(codes, means, scales, batch.targets, references)
 
         private = [references] if references is not None and encoder.references is None else []
-        optimizer = site.optimizer(model, *private, memory="optimizer")
-        loss = site.minimise_over(self._batches(site), loss_of, model, *private, optimizers=[optimizer])
-        site.remember_optimizer(optimizer, "optimizer")
+        loss = site.minimise_over(self._batches(site), loss_of, model, *private, remember="optimizer")
         for module in private:
             site.memory["references"] = site.weights_of(module)
         return Update(site.weights_of(model), site.samples, loss)

@@ -62,12 +62,10 @@ class DeepAll(Method):
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
         """Where the pooled data lie: this round's share of the mini-batches."""
         model = site.model(weights)
-        optimizer = site.optimizer(model, memory="optimizer")
         loss = site.minimise(
             lambda batch: task_loss(model(batch.inputs), batch.targets),
             model,
             steps=steps,
-            optimizers=[optimizer],
+            remember="optimizer",
         )
-        site.remember_optimizer(optimizer, "optimizer")
         return Update(site.weights_of(model), site.samples, loss)
