@@ -2,8 +2,8 @@
 
 A marker ``<!-- table NAME [SELECT] -->`` … ``<!-- end -->`` is filled with the table of ``benchmarks/results/NAME``,
 its facts (runs, seconds, versions, threads), on benchmarks/*.md the tests of its differences, and the published rows
-where ``published.json`` has them. SELECT is a selection rule, ``cost`` for bytes and seconds a round, or ``weights``
-for what a source with wrong labels counts.
+where ``published.json`` has them. SELECT is a selection rule, ``cost`` for bytes and seconds a round, ``weights`` for
+what a source with wrong labels counts, or ``protocols`` for averages under three ways to choose the round.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
-from fedshift.evaluation.records import Selection
+from fedshift.evaluation.records import RunResult, Selection
+from fedshift.evaluation.significance import compare
 from fedshift.evaluation.stored import ROUNDS
+from fedshift.evaluation.summary import AVERAGE, Value, rows
 from fedshift.report import differences
 from fedshift.report.collect import Collected, collect, read_rounds
 from fedshift.report.table import headline, table_of
@@ -28,6 +30,7 @@ HERE = Path(__file__).parent
 PUBLISHED = {
     "rotated_mnist_paper": "rotated_mnist",
     "rotated_mnist_family": "rotated_mnist",
+    "rotated_mnist_ghifary": "rotated_mnist",
     "pacs_features": "pacs",
     "amazon_reviews": "amazon_reviews",
     "amazon_reviews_log": "amazon_reviews",
@@ -141,6 +144,47 @@ def bad_weights(found: Collected) -> str:
     return "\n".join([*lines, "", "Mean over the runs of a method."])
 
 
+def by_protocol(found: Collected) -> str:
+    """Averages over targets, and what each method adds to FedAvg, under three rules for the round that is reported.
+
+    Work is equal where a method that trains before its first round has fewer rounds. Published tables count rounds, and
+    the released code of CSAC reports the round that is best at the target: that one is an oracle.
+    """
+    rounds = {id(run.result): read_rounds(run.folder / ROUNDS) for run in found.runs}
+
+    def up_to_plan(result: RunResult) -> list[float]:
+        planned = result.options["training"]["rounds"]
+        return [of.target_mean for of in rounds[id(result)] if of.round <= planned and of.target_mean is not None]
+
+    protocols: dict[str, Value] = {
+        "last round, equal work": lambda result, _: result.accuracy(),
+        "last round, equal rounds": lambda result, _: up_to_plan(result)[-1],
+        "best target round, equal rounds (oracle)": lambda result, _: max(up_to_plan(result)),
+    }
+    targets = {result.target for result in found.results}
+    lines = ["| method | " + " | ".join(protocols) + " |", "|---|" + "---:|" * len(protocols)]
+    for method in found.order.methods:
+        own = [result for result in found.results if result.method == method]
+        if {result.target for result in own} < targets:
+            continue  # an average over fewer targets is no average of this table
+        cells = []
+        for value in protocols.values():
+            average = next(row for row in rows(own, value=value) if row.target == AVERAGE)
+            error = "" if average.standard_error is None else f" ± {average.standard_error:.2f}"
+            base = [result for result in found.results if result.method == "fedavg"]
+            test = compare(own, base, value=value)
+            gain = test.average if method != "fedavg" and test is not None else None
+            more = f" ({gain.mean:+.2f}, p {_p(gain.p)})" if gain and gain.p is not None else ""
+            cells.append(f"{average.mean:.2f}{error}{more}")
+        lines.append(f"| {method} | " + " | ".join(cells) + " |")
+    return "\n".join([*lines, "", "In parentheses: over FedAvg by the same rule, Student's paired t-test over seeds."])
+
+
+def _p(p: float) -> str:
+    text = differences.p_value(p)
+    return text if text.startswith("<") else f"= {text}"
+
+
 def _span(numbers: list[int]) -> str:
     least, most = min(numbers), max(numbers)
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
@@ -154,8 +198,9 @@ def section(match: re.Match[str], tests: bool) -> str:
         return match.group(0)
     found = collect(folder)
     head = match.group(0).split("-->")[0] + "-->"
-    if select in ("cost", "weights"):
-        return "\n".join([head, costs(found) if select == "cost" else bad_weights(found), "<!-- end -->"])
+    others = {"cost": costs, "weights": bad_weights, "protocols": by_protocol}
+    if select in others:
+        return "\n".join([head, others[select](found), "<!-- end -->"])
     rule: Selection = select  # type: ignore[assignment]
     table = table_of(found, rule)
     parts = [head, "Measured:", "", markdown(table).strip(), ""]
@@ -166,14 +211,19 @@ def section(match: re.Match[str], tests: bool) -> str:
     return "\n".join(parts)
 
 
+PAGES = [*sorted(HERE.glob("*.md")), HERE.parent / "README.md"]
+
+
+def filled(page: Path) -> str:
+    """The text of a page with every marker filled from the results."""
+    tests = page.resolve().parent == HERE.resolve()
+    return MARKER.sub(partial(section, tests=tests), page.read_text(encoding="utf-8"))
+
+
 def main() -> None:
     """Fill the markers of the pages named on the command line (default: all)."""
-    every = [*sorted(HERE.glob("*.md")), HERE.parent / "README.md"]
-    for page in [Path(argument) for argument in sys.argv[1:]] or every:
-        text = page.read_text(encoding="utf-8")
-        page.write_text(
-            MARKER.sub(partial(section, tests=page.resolve().parent == HERE.resolve()), text), encoding="utf-8"
-        )
+    for page in [Path(argument) for argument in sys.argv[1:]] or PAGES:
+        page.write_text(filled(page), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import summarise
 from fedshift.evaluation.packed import LOADER
 from fedshift.evaluation.stored import SETTINGS, is_finished, run_folders, stored
 from fedshift.experiment.config.experiment import override_field, parse
@@ -36,6 +37,11 @@ def test_benchmarks_can_be_made_again(page: Path) -> None:
     for name in re.findall(r"^<!-- table (\S+)", text, flags=re.M):
         assert any(map(is_finished, run_folders(RESULTS / name))), name
     assert runs or page.name in ("README.md", "speed.md")
+
+
+@pytest.mark.parametrize("page", summarise.PAGES, ids=lambda page: page.name)
+def test_tables_are_those_that_the_results_give(page: Path) -> None:
+    assert summarise.filled(page) == page.read_text(encoding="utf-8"), "run python benchmarks/summarise.py"
 
 
 def test_committed_results_are_whole_and_still_understood() -> None:

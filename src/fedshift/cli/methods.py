@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from fedshift.cli.fields import options_table, written
-from fedshift.methods import registry
-from fedshift.methods.base import Method
+from fedshift.methods.catalogue import ENTRIES
 from fedshift.methods.settings import PAPER
+
+if TYPE_CHECKING:
+    from fedshift.methods.base import Method
 
 
 def show_methods(name: str | None) -> None:
@@ -21,14 +24,13 @@ def show_methods(name: str | None) -> None:
         table = Table(box=None, pad_edge=False)
         for column in ("name", "for", "settings", "leaves a site", "source"):
             table.add_column(column, overflow="fold")
-        for known in registry.names():
-            method = registry.method_class(known)
-            scenario = method.scenario + (", pooled" if method.pooled else "")
-            table.add_row(
-                known, scenario, ", ".join((PAPER, *method.settings)), ", ".join(method.shares), method.citation
-            )
+        for known, entry in ENTRIES.items():
+            settings, shares = ", ".join((PAPER, *entry.settings)), ", ".join(entry.shares)
+            table.add_row(known, entry.scenario, settings, shares, entry.citation)
         console.print(table)
         return
+    from fedshift.methods import registry  # and with it torch, which the list does without
+
     method = registry.method_class(name)
     console.print((sys.modules[method.__module__].__doc__ or "").strip(), markup=False, highlight=False, soft_wrap=True)
     console.print()

@@ -11,35 +11,9 @@ from typing import Any
 from fedshift.errors import UserError, nearest
 from fedshift.import_paths import import_file
 from fedshift.methods.base import Method
+from fedshift.methods.catalogue import ENTRIES
 
-METHODS: Mapping[str, str] = {
-    "deepall": "fedshift.methods.pooled.deepall:DeepAll",
-    "fedavg": "fedshift.methods.federated.fedavg:FedAvg",
-    "fedprox": "fedshift.methods.federated.fedprox:FedProx",
-    "csac": "fedshift.methods.federated.csac:CSAC",
-    "elcfs": "fedshift.methods.federated.elcfs:ELCFS",
-    "fedsr": "fedshift.methods.federated.fedsr:FedSR",
-    "fedl2r": "fedshift.methods.federated.fedsr:FedL2R",
-    "fedcmi": "fedshift.methods.federated.fedsr:FedCMI",
-    "fedadg": "fedshift.methods.federated.fedadg:FedADG",
-    "ccst": "fedshift.methods.federated.ccst:CCST",
-    "styles": "fedshift.methods.federated.ccst:StyleTransfer",
-    "copa": "fedshift.methods.federated.copa:COPA",
-    "source_only": "fedshift.methods.pooled.source_only:SourceOnly",
-    "oracle": "fedshift.methods.federated.oracle:Oracle",
-    "kd3a": "fedshift.methods.federated.kd3a:KD3A",
-    "alone": "fedshift.methods.federated.alone:Alone",
-    "shot": "fedshift.methods.federated.shot:SHOT",
-    "fada": "fedshift.methods.federated.fada:FADA",
-    "mdfnet": "fedshift.methods.federated.mdfnet:MDFNet",
-    "mdan": "fedshift.methods.pooled.mdan:MDAN",
-    "m3sda": "fedshift.methods.pooled.m3sda:M3SDA",
-    "dael": "fedshift.methods.pooled.dael:DAEL",
-    "cmss": "fedshift.methods.pooled.cmss:CMSS",
-    "dsbn": "fedshift.methods.pooled.dsbn:DSBN",
-    "cdan": "fedshift.methods.pooled.cdan:CDAN",
-    "srdc": "fedshift.methods.pooled.srdc:SRDC",
-}
+METHODS: Mapping[str, str] = {name: entry.place for name, entry in ENTRIES.items()}
 
 
 def names() -> tuple[str, ...]:

@@ -1,0 +1,122 @@
+"""The list of methods: what there is to say of each without importing it, and with it torch.
+
+A contract test holds every entry to its class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of ``fedshift methods``.
+
+    Args:
+        place: ``module:Class``.
+        scenario: what sites there are, and whether their data are pooled.
+        shares: kinds of content that leave a site.
+        citation: where it was published.
+        settings: named settings beside the paper's.
+    """
+
+    place: str
+    scenario: str
+    shares: tuple[str, ...]
+    citation: str
+    settings: tuple[str, ...] = ()
+
+
+_FEDERATED, _POOLED = "fedshift.methods.federated", "fedshift.methods.pooled"
+_MODELS = ("weights", "numbers")
+_ALL_DATA = ("raw_data", *_MODELS)
+
+ENTRIES: Mapping[str, Entry] = {
+    "deepall": Entry(f"{_POOLED}.deepall:DeepAll", "unseen target, pooled", _ALL_DATA, "Li et al., ICCV 2017"),
+    "fedavg": Entry(f"{_FEDERATED}.fedavg:FedAvg", "unseen target", _MODELS, "McMahan et al., AISTATS 2017"),
+    "fedprox": Entry(f"{_FEDERATED}.fedprox:FedProx", "unseen target", _MODELS, "Li et al., MLSys 2020"),
+    "csac": Entry(f"{_FEDERATED}.csac:CSAC", "unseen target", _MODELS, "Yuan et al., IEEE TKDE 2023", ("released",)),
+    "elcfs": Entry(
+        f"{_FEDERATED}.elcfs:ELCFS",
+        "unseen target",
+        (*_MODELS, "spectra"),
+        "Liu et al., CVPR 2021",
+        ("released", "ccst_port", "light"),
+    ),
+    "fedsr": Entry(f"{_FEDERATED}.fedsr:FedSR", "unseen target", _MODELS, "Nguyen et al., NeurIPS 2022", ("released",)),
+    "fedl2r": Entry(
+        f"{_FEDERATED}.fedsr:FedL2R", "unseen target", _MODELS, "Nguyen et al., NeurIPS 2022", ("released",)
+    ),
+    "fedcmi": Entry(
+        f"{_FEDERATED}.fedsr:FedCMI", "unseen target", _MODELS, "Nguyen et al., NeurIPS 2022", ("released",)
+    ),
+    "fedadg": Entry(
+        f"{_FEDERATED}.fedadg:FedADG",
+        "unseen target",
+        _MODELS,
+        "Zhang et al., arXiv 2021",
+        ("released", "released_vlcs", "least_squares"),
+    ),
+    "ccst": Entry(
+        f"{_FEDERATED}.ccst:CCST", "unseen target", (*_MODELS, "styles"), "Chen et al., WACV 2023", ("vgg", "released")
+    ),
+    "styles": Entry(
+        f"{_FEDERATED}.ccst:StyleTransfer",
+        "unseen target",
+        (*_MODELS, "styles"),
+        "Chen et al., WACV 2023",
+        ("vgg", "released"),
+    ),
+    "copa": Entry(
+        f"{_FEDERATED}.copa:COPA",
+        "unseen target, or one without labels",
+        _MODELS,
+        "Wu and Gong, ICCV 2021",
+        ("batch_norm",),
+    ),
+    "source_only": Entry(
+        f"{_POOLED}.source_only:SourceOnly", "unseen target, pooled", _ALL_DATA, "as in Feng et al., ICML 2021"
+    ),
+    "oracle": Entry(
+        f"{_FEDERATED}.oracle:Oracle", "target with labels, an upper bound", _MODELS, "as in Feng et al., ICML 2021"
+    ),
+    "kd3a": Entry(f"{_FEDERATED}.kd3a:KD3A", "target without labels", _MODELS, "Feng et al., ICML 2021", ("released",)),
+    "alone": Entry(
+        f"{_FEDERATED}.alone:Alone", "unseen target", _MODELS, "reference row of the win-win gain, fedshift 2026"
+    ),
+    "shot": Entry(
+        f"{_FEDERATED}.shot:SHOT", "target without labels", _MODELS, "Liang et al., ICML 2020", ("digits", "pretrained")
+    ),
+    "fada": Entry(
+        f"{_FEDERATED}.fada:FADA",
+        "target without labels",
+        ("weights", "features", "numbers"),
+        "Peng et al., ICLR 2020",
+        ("every_step",),
+    ),
+    "mdfnet": Entry(
+        f"{_FEDERATED}.mdfnet:MDFNet",
+        "labelled and unlabelled sites",
+        _MODELS,
+        "P²MDCL, anonymous, ICLR 2022 submission",
+        ("practical",),
+    ),
+    "mdan": Entry(f"{_POOLED}.mdan:MDAN", "target without labels, pooled", _ALL_DATA, "Zhao et al., NeurIPS 2018"),
+    "m3sda": Entry(
+        f"{_POOLED}.m3sda:M3SDA",
+        "target without labels, pooled",
+        _ALL_DATA,
+        "Peng et al., ICCV 2019",
+        ("reimplementation",),
+    ),
+    "dael": Entry(f"{_POOLED}.dael:DAEL", "target without labels, pooled", _ALL_DATA, "Zhou et al., IEEE TIP 2021"),
+    "cmss": Entry(f"{_POOLED}.cmss:CMSS", "target without labels, pooled", _ALL_DATA, "Yang et al., ECCV 2020"),
+    "dsbn": Entry(f"{_POOLED}.dsbn:DSBN", "target without labels, pooled", _ALL_DATA, "Chang et al., CVPR 2019"),
+    "cdan": Entry(
+        f"{_POOLED}.cdan:CDAN", "target without labels, pooled", _ALL_DATA, "Long et al., NeurIPS 2018", ("released",)
+    ),
+    "srdc": Entry(
+        f"{_POOLED}.srdc:SRDC", "target without labels, pooled", _ALL_DATA, "Tang et al., CVPR 2020", ("released",)
+    ),
+}

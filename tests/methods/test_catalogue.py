@@ -1,0 +1,31 @@
+"""The list of methods says what their classes say, and costs no import of torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from fedshift.methods import registry
+from fedshift.methods.catalogue import ENTRIES
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_an_entry_is_its_class(name: str) -> None:
+    entry, kind = ENTRIES[name], registry.method_class(name)
+    assert kind.name == name
+    assert entry.scenario == kind.scenario + (", pooled" if kind.pooled else "")
+    assert entry.shares == kind.shares
+    assert entry.citation == kind.citation
+    assert entry.settings == tuple(kind.settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["--help"], ["methods"]], ids=lambda arguments: arguments[0])
+def test_a_list_does_without_torch(arguments: list[str]) -> None:
+    code = f"import sys; from fedshift.cli import main; sys.argv = ['fedshift', *{arguments}]\n"
+    code += "try:\n    main()\nfinally:\n    print('torch' in sys.modules, file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.strip().splitlines()[-1] == "False"
+    assert "fedavg" in done.stdout or arguments == ["--help"]
