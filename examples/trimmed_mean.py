@@ -18,7 +18,6 @@ class TrimmedMean(Method):
     """FedAvg with another mean: per number of the model, the highest and the lowest of the sites are left out."""
 
     name: ClassVar[str] = "trimmed_mean"
-    title: ClassVar[str] = "Trimmed mean"
     citation: ClassVar[str] = "Yin et al., ICML 2018"
 
     trim: NonNegativeInt = Field(1, description="b: sites left out at each end, for every number of the model")

@@ -24,7 +24,7 @@ class Plain(Method):
     """A method that trains nothing."""
 
     name = "plain"
-    title = citation = "none"
+    citation = "none"
 
     def round(self, federation: Federation, state: State) -> State:
         return state

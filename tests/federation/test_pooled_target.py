@@ -35,7 +35,6 @@ from fedshift.methods.base import Method
 
 class Sure(Method):
     name: ClassVar[str] = "sure"
-    title: ClassVar[str] = "Sure"
     citation: ClassVar[str] = "none"
     shares: ClassVar[tuple[str, ...]] = ("raw_data", "weights", "numbers")
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)

@@ -77,14 +77,13 @@ def assert_close(first: Weights, second: Weights) -> None:
 def test_it_says_what_it_is(name: str) -> None:
     kind = registry.method_class(name)
     assert kind.name == name
-    for text in (kind.title, kind.citation, kind.scenario, inspect.getdoc(kind)):
+    for text in (kind.citation, kind.scenario, inspect.getdoc(kind)):
         assert text
         assert text.strip()
     assert any(character.isdigit() for character in kind.citation), "a citation has a year"
     assert kind.round.__qualname__.split(".")[0] != "Method"
-    assert kind.shares
-    assert set(kind.shares) <= set(known_kinds())
-    assert kind.pooled == ("raw_data" in kind.shares)
+    assert {"weights", "numbers"} <= set(kind().shares) <= set(known_kinds())
+    assert kind.pooled == ("raw_data" in kind().shares)
 
 
 @every_method

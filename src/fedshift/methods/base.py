@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -14,7 +15,17 @@ from fedshift.data.domain import Task
 from fedshift.errors import FedshiftError
 from fedshift.federation.exchange import Replies
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import BYTES_PER_NUMBER, Content, Number, Reply, Update
+from fedshift.federation.messages import (
+    BYTES_PER_NUMBER,
+    KINDS,
+    NUMBERS,
+    Content,
+    Number,
+    Reply,
+    Update,
+    promised_kinds,
+    returned,
+)
 from fedshift.federation.site import Site
 from fedshift.functional.averaging import MeanAccumulator, weighted_average
 from fedshift.import_paths import place_of
@@ -106,8 +117,8 @@ class Method(BaseModel, ABC):
     """Base of all methods. A subclass names itself, declares its hyper-parameters as fields, and writes `round` and
     steps.
 
-    Class attributes: ``name`` in experiment files; ``title`` and ``citation``; ``scenario``: what sites there are;
-    ``settings``: named values of the options beside the paper's; ``shares``: kinds of content that leave a site;
+    Class attributes: ``name`` in experiment files; ``citation``; ``scenario``: what sites there are;
+    ``settings``: named values of the options beside the paper's;
     ``memory_names``: what a site keeps between exchanges; ``pooled``: needs all data in one place; ``needs_target``: a
     target without labels takes part; ``supervised_target``: trains on the target's labels alone, an upper bound;
     ``one_target``: adapts to one target, no more; ``uses_held_out``: sites choose by their held-out parts; ``tasks``:
@@ -118,12 +129,10 @@ class Method(BaseModel, ABC):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
-    title: ClassVar[str]
     citation: ClassVar[str]
     scenario: ClassVar[str] = "unseen target"
     settings: ClassVar[Settings] = {}
-    shares: ClassVar[tuple[str, ...]] = ("weights", "numbers")
-    memory_names: ClassVar[tuple[str, ...]] = ()
+    memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
     pooled: ClassVar[bool] = False
     needs_target: ClassVar[bool] = False
     supervised_target: ClassVar[bool] = False
@@ -196,6 +205,13 @@ class Method(BaseModel, ABC):
         scores: Tensor = network(inputs)
         return scores
 
+    @property
+    def shares(self) -> tuple[str, ...]:
+        """Kinds of content that leave a site: models and numbers, what else its steps promise to return, and for a
+        pooled method the samples."""
+        promised = {kind for reply in steps_of(type(self)).values() for kind in promised_kinds(reply).values()}
+        return in_order({"weights", NUMBERS, *promised, *({"raw_data"} if self.pooled else ())})
+
     def step_owner(self, step: str) -> Method:
         """The method that has the step of this name: itself, or the one that it stands in front of."""
         return self
@@ -213,6 +229,22 @@ class Method(BaseModel, ABC):
     def recipe(self) -> dict[str, Any]:
         """Where this method can be imported and with which options, so that another process can make its equal."""
         return {"class": place_of(type(self)), "options": self.model_dump(mode="json")}
+
+
+def steps_of(kind: type[Method]) -> dict[str, type[Reply]]:
+    """What the sites of a method run: the public functions ``(self, site, …) -> Reply``, and what each returns."""
+    found: dict[str, type[Reply]] = {}
+    for name, function in inspect.getmembers(kind, inspect.isfunction):
+        if not name.startswith("_") and list(inspect.signature(function).parameters)[1:2] == ["site"]:
+            reply = returned(function)
+            if reply is not None:
+                found[name] = reply
+    return found
+
+
+def in_order(kinds: Collection[str]) -> tuple[str, ...]:
+    """Kinds of content, in the order in which they are listed: samples, models, numbers, what else there is."""
+    return tuple(kind for kind in dict.fromkeys(("raw_data", "weights", NUMBERS, *KINDS)) if kind in kinds)
 
 
 def trained_mean(

@@ -14,43 +14,19 @@ from fedshift.data.domain import Task
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply
 from fedshift.federation.site import Site
-from fedshift.methods.base import Method, RunPlan, State, Traffic
+from fedshift.methods.base import Method, RunPlan, State, Traffic, in_order, steps_of
 from fedshift.models.network import Network
 from fedshift.weights import Weights
-
-
-class _Both:
-    """A class attribute that holds, on an instance, what the method behind has, then what is its own.
-
-    On the class, where the method behind is not known yet, what most methods have stands for it.
-    """
-
-    def __init__(self, name: str, own: str) -> None:
-        self._name, self._own = name, own
-
-    def __get__(self, instance: InFront | None, owner: type[InFront]) -> tuple[str, ...]:
-        behind: tuple[str, ...] = getattr(Method if instance is None else instance.inner, self._name)
-        return tuple(dict.fromkeys((*behind, *getattr(owner, self._own))))
 
 
 class InFront(Method):
     """Hands everything to `inner` that a subclass does not do itself.
 
-    A subclass gives `inner` and `inside`. own_shares, own_memory: the kinds it lets out and what it keeps at sites, in
-    addition to the method behind. own_steps: names of its steps; every other step is the method's behind.
+    A subclass gives `inner` and `inside`. What its own steps return leaves the sites too, and its own hooks call those
+    of this class. own_memory: what it keeps at sites beside the method behind.
     """
 
-    shares: ClassVar[tuple[str, ...]] = _Both("shares", "own_shares")  # type: ignore[assignment]
-    memory_names: ClassVar[tuple[str, ...]] = _Both("memory_names", "own_memory")  # type: ignore[assignment]
-    own_shares: ClassVar[tuple[str, ...]] = ()
     own_memory: ClassVar[tuple[str, ...]] = ()
-    own_steps: ClassVar[tuple[str, ...]] = ()
-
-    @classmethod
-    def __pydantic_init_subclass__(cls, **_: Any) -> None:
-        for step in cls.own_steps:
-            if not callable(getattr(cls, step, None)):
-                raise TypeError(f"{cls.__name__}.own_steps names '{step}', which is no method of the class")
 
     @model_validator(mode="after")
     def _trains_at_sites(self) -> Self:
@@ -66,6 +42,16 @@ class InFront(Method):
     @abstractmethod
     def inside(self, site: Site) -> AbstractContextManager[None]:
         """What surrounds every step of the method behind at a site."""
+
+    @property
+    def shares(self) -> tuple[str, ...]:
+        """What the method behind shares, and what the steps in front return."""
+        return in_order({*self.inner.shares, *super().shares})
+
+    @property
+    def memory_names(self) -> tuple[str, ...]:  # type: ignore[override]
+        """What sites keep for the method behind, and for the one in front."""
+        return tuple(dict.fromkeys((*self.inner.memory_names, *self.own_memory)))
 
     @property
     def needs_target(self) -> bool:  # type: ignore[override]
@@ -107,6 +93,9 @@ class InFront(Method):
     def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
         return self.inner.check_samples(input_shape)
 
+    def check_steps(self, steps: Mapping[str, int]) -> tuple[str, ...]:
+        return self.inner.check_steps(steps)
+
     def adapt_network(self, network: Network, sources: int) -> Network:
         return self.inner.adapt_network(network, sources)
 
@@ -120,7 +109,7 @@ class InFront(Method):
         return self.inner.predict(network, inputs)
 
     def step_owner(self, step: str) -> Method:
-        return self if step in self.own_steps else self.inner.step_owner(step)
+        return self if step in steps_of(type(self)) else self.inner.step_owner(step)
 
     def run_step(self, step: str, site: Site, content: Mapping[str, Any]) -> Reply:
         if self.step_owner(step) is self:

@@ -37,7 +37,6 @@ class Alone(Method):
     """Cross-entropy at every labelled site, and no exchange."""
 
     name: ClassVar[str] = "alone"
-    title: ClassVar[str] = "Alone"
     citation: ClassVar[str] = "reference row of the win-win gain, fedshift 2026"
     memory_names: ClassVar[tuple[str, ...]] = ("model", "optimizer")
 

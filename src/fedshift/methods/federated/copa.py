@@ -84,7 +84,6 @@ class COPA(Method):
     """Features that every site's classifier can read; all classifiers answer together."""
 
     name: ClassVar[str] = "copa"
-    title: ClassVar[str] = "COPA"
     citation: ClassVar[str] = "Wu and Gong, ICCV 2021"
     scenario: ClassVar[str] = "unseen target, or one without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "classifier")

@@ -70,7 +70,6 @@ class CSAC(Method):
     """The farthest model weighs most; sites then align the fused model with what they knew, across layers."""
 
     name: ClassVar[str] = "csac"
-    title: ClassVar[str] = "CSAC"
     citation: ClassVar[str] = "Yuan et al., IEEE TKDE 2023"
     memory_names: ClassVar[tuple[str, ...]] = ("local_model", "projections", "optimizer")
     relative_cost: ClassVar[float] = 1.5

@@ -94,9 +94,7 @@ class ELCFS(Method):
     """Sites learn so that a step on their own images also helps on the same images with another site's look."""
 
     name: ClassVar[str] = "elcfs"
-    title: ClassVar[str] = "FedDG-ELCFS"
     citation: ClassVar[str] = "Liu et al., CVPR 2021"
-    shares: ClassVar[tuple[str, ...]] = ("weights", "numbers", "spectra")
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "bank")
     tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
     settings: ClassVar[Settings] = {

@@ -37,9 +37,7 @@ class FedAvg(Method):
     """Every site trains from the common model; the server takes the mean."""
 
     name: ClassVar[str] = "fedavg"
-    title: ClassVar[str] = "FedAvg"
     citation: ClassVar[str] = "McMahan et al., AISTATS 2017"
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
     tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
 
     local_epochs: PositiveInt = Field(1, description="E: passes over a site's data per round")

@@ -33,7 +33,6 @@ class FedProx(FedAvg):
     """FedAvg whose sites are held near the common model."""
 
     name: ClassVar[str] = "fedprox"
-    title: ClassVar[str] = "FedProx"
     citation: ClassVar[str] = "Li et al., MLSys 2020"
 
     proximal_weight: NonNegativeFloat = Field(0.01, description="μ: strength of the pull towards the common model")

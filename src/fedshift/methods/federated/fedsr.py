@@ -185,8 +185,6 @@ class FedL2R(_SimpleRepresentation):
     """FedAvg whose representation is kept short: an implicit alignment of its distribution across sites."""
 
     name: ClassVar[str] = "fedl2r"
-    title: ClassVar[str] = "FedL2R"
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
     sampled: ClassVar[bool] = False
     settings: ClassVar[Settings] = {"released": {"norm": "norm", "independent_batches": True}}
 
@@ -203,7 +201,6 @@ class FedCMI(_SimpleRepresentation):
     """FedAvg whose probabilistic representation is kept near a reference of each class."""
 
     name: ClassVar[str] = "fedcmi"
-    title: ClassVar[str] = "FedCMI"
     sampled: ClassVar[bool] = True
     relative_cost: ClassVar[float] = 1.1
     settings: ClassVar[Settings] = {
@@ -243,8 +240,6 @@ class FedSR(FedL2R, FedCMI):
     """Both: a short representation that says of a sample little more than its class."""
 
     name: ClassVar[str] = "fedsr"
-    title: ClassVar[str] = "FedSR"
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "references")
     sampled: ClassVar[bool] = True
     settings: ClassVar[Settings] = {"released": {**FedL2R.settings["released"], **FedCMI.settings["released"]}}
 

@@ -96,7 +96,6 @@ class KD3A(Method):
     """Source models vote on the target's samples; sources are weighed by what they add to the consensus."""
 
     name: ClassVar[str] = "kd3a"
-    title: ClassVar[str] = "KD3A"
     citation: ClassVar[str] = "Feng et al., ICML 2021"
     scenario: ClassVar[str] = "target without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "alignment", "private")

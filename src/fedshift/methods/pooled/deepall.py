@@ -33,10 +33,7 @@ class DeepAll(Method):
     """Cross-entropy on the pooled data of all sources."""
 
     name: ClassVar[str] = "deepall"
-    title: ClassVar[str] = "DeepAll"
     citation: ClassVar[str] = "Li et al., ICCV 2017"
-    shares: ClassVar[tuple[str, ...]] = ("raw_data", "weights", "numbers")
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
     pooled: ClassVar[bool] = True
     tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
 
