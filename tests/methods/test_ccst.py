@@ -348,9 +348,9 @@ def test_each_site_alone_in_its_own_styles_is_measured_with_its_own_model() -> N
     found = [images(site, number) for site, number in SIZES.items()]
     method = StyleTransfer(method=Alone())
     network = method.evaluated_network(setting(method, found).build_network(), len(found))
-    sources = tuple(SIZES)
-    parts = [method.network_at(network, site, sources) for site in sources]
-    assert len({id(part) for part in parts}) == len(sources)
+    parts = [network.at(number) for number in range(len(found))]
+    assert len({id(part) for part in parts}) == len(found)
+    assert network not in parts
 
 
 def test_styles_before_a_method_of_one_target_has_one_target() -> None:

@@ -147,7 +147,7 @@ def test_it_trains(name: str) -> None:
     for site in (runner.site for runner in where._runners.values() if runner.site.role == "source"):
         with torch.no_grad():
             for batch in site.all_batches():
-                scores = method.predict(model, batch.inputs)
+                scores = model(batch.inputs)
                 assert scores.shape == (len(batch.inputs), CLASSES)
                 total += torch.nn.functional.cross_entropy(scores, batch.targets, reduction="sum").item()
                 samples += len(batch.inputs)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
-from torch import Tensor
 
 from fedshift.data.domain import Task
 from fedshift.errors import FedshiftError
@@ -189,21 +188,16 @@ class Method(BaseModel, ABC):
         return ()
 
     def adapt_network(self, network: Network, sources: int) -> Network:
-        """The network that sites train, from the experiment's, for so many source domains; unchanged for most."""
+        """What do sites train? A network made from the experiment's, for so many source domains; for most, that one."""
         return network
 
     def evaluated_network(self, network: Network, sources: int) -> Network:
-        """The network that ``state.weights`` belong to, from the one that sites train; the same for most."""
-        return network
+        """What answers? A network made from the one that sites train, which takes ``state.weights``.
 
-    def network_at(self, network: Network, site: str, sources: Sequence[str]) -> Network:
-        """The part of a network with ``state.weights`` that answers at one of the ``sources``; for most, all of it."""
+        It maps a batch of inputs to class scores (n, classes), whose softmax are the probabilities. Its ``at`` gives
+        what answers at one of the sources, where that is another network.
+        """
         return network
-
-    def predict(self, network: Network, inputs: Tensor) -> Tensor:
-        """Class scores (n, classes) of a network that holds ``state.weights``; plain logits for most."""
-        scores: Tensor = network(inputs)
-        return scores
 
     @property
     def shares(self) -> tuple[str, ...]:

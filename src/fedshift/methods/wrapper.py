@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Self
 
 from pydantic import model_validator
-from torch import Tensor
 
 from fedshift.data.domain import Task
 from fedshift.federation.federation import Federation
@@ -101,12 +100,6 @@ class InFront(Method):
 
     def evaluated_network(self, network: Network, sources: int) -> Network:
         return self.inner.evaluated_network(network, sources)
-
-    def network_at(self, network: Network, site: str, sources: Sequence[str]) -> Network:
-        return self.inner.network_at(network, site, sources)
-
-    def predict(self, network: Network, inputs: Tensor) -> Tensor:
-        return self.inner.predict(network, inputs)
 
     def step_owner(self, step: str) -> Method:
         return self if step in steps_of(type(self)) else self.inner.step_owner(step)

@@ -18,7 +18,6 @@ Should reproduce: MDFNet's Source-only rows, where one site has labels (ACC_s of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch.nn.functional as F
@@ -49,13 +48,7 @@ class Alone(Method):
         return Traffic(up=plan.rounds * plan.sources * (plan.payload + 2 * BYTES_PER_NUMBER), down=0)
 
     def evaluated_network(self, network: Network, sources: int) -> Network:
-        return Ensemble(network, sources)
-
-    def network_at(self, network: Network, site: str, sources: Sequence[str]) -> Network:
-        assert isinstance(network, Ensemble)
-        member = network.members[sorted(sources).index(site)]
-        assert isinstance(member, Network)
-        return member
+        return _EachItsOwn(network, sources)
 
     def start(self, federation: Federation, weights: Weights) -> State:
         return State(ensemble_weights(dict.fromkeys(federation.sources, weights), federation.sources))
@@ -77,3 +70,12 @@ class Alone(Method):
         )
         site.memory["model"] = trained = site.weights_of(model)
         return Update(trained, site.samples, loss)
+
+
+class _EachItsOwn(Ensemble):
+    """At a source its own model answers."""
+
+    def at(self, source: int) -> Network:
+        member = self.members[source]
+        assert isinstance(member, Network)
+        return member

@@ -226,14 +226,8 @@ class FedCMI(_SimpleRepresentation):
         assert references is not None
         return self.cmi_weight * references.divergence(means, scales, labels)
 
-    def predict(self, network: Network, inputs: Tensor) -> Tensor:
-        backbone, encoder = _parts(network)
-        means, scales = encoder.codes(backbone(inputs))
-        assert scales is not None
-        draws = generator("prediction")
-        # One ε for all inputs of any batch.
-        noise = [_noise((1, encoder.width), draws, means) for _ in range(self.samples)]
-        return mean_prediction(torch.stack([network.classifier(means + scales * epsilon) for epsilon in noise]))
+    def evaluated_network(self, network: Network, sources: int) -> Network:
+        return _Sampled(network, self.samples)
 
 
 class FedSR(FedL2R, FedCMI):
@@ -248,6 +242,30 @@ class FedSR(FedL2R, FedCMI):
     ) -> Tensor:
         given = codes, means, scales, labels, references
         return FedL2R.penalty(self, *given) + FedCMI.penalty(self, *given)
+
+
+class _Sampled(Network):
+    """Answers with the logarithm of the mean softmax over samples of z."""
+
+    def __init__(self, network: Network, samples: int) -> None:
+        super().__init__(
+            network.features,
+            network.classifier,
+            embedding_size=network.embedding_size,
+            classes=network.classes,
+            stages=network.stages,
+            alignment_stages=network.alignment_stages,
+        )
+        self._samples = samples
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        backbone, encoder = _parts(self)
+        means, scales = encoder.codes(backbone(inputs))
+        assert scales is not None
+        draws = generator("prediction")
+        # One ε for all inputs of any batch.
+        noise = [_noise((1, encoder.width), draws, means) for _ in range(self._samples)]
+        return mean_prediction(torch.stack([self.classifier(means + scales * epsilon) for epsilon in noise]))
 
 
 def _parts(network: Network) -> tuple[nn.Module, Encoder]:
