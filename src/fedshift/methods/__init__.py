@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from fedshift.functional.averaging import MeanAccumulator, weighted_average
     from fedshift.functional.losses import task_loss
     from fedshift.methods.base import Method, RunPlan, State, Traffic, trained_mean
+    from fedshift.methods.federated.fedavg import FedAvg, LocalTraining
     from fedshift.methods.settings import Settings
     from fedshift.methods.wrapper import InFront
     from fedshift.models.network import Network
@@ -36,8 +37,10 @@ __all__ = [
     "Batch",
     "Content",
     "Features",
+    "FedAvg",
     "Federation",
     "InFront",
+    "LocalTraining",
     "MeanAccumulator",
     "Method",
     "Network",
@@ -80,6 +83,7 @@ _PLACES = {
     "functional.averaging": ("MeanAccumulator", "weighted_average"),
     "functional.losses": ("task_loss",),
     "methods.base": ("Method", "RunPlan", "State", "Traffic", "trained_mean"),
+    "methods.federated.fedavg": ("FedAvg", "LocalTraining"),
     "methods.settings": ("Settings",),
     "methods.wrapper": ("InFront",),
     "models.network": ("Network",),

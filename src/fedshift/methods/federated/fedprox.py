@@ -17,15 +17,16 @@ Should reproduce: no published table of this setting is known to us; with μ = 0
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.losses import proximal_penalty, task_loss
+from fedshift.functional.losses import proximal_penalty
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 
@@ -37,16 +38,15 @@ class FedProx(FedAvg):
 
     proximal_weight: NonNegativeFloat = Field(0.01, description="μ: strength of the pull towards the common model")
 
-    def fit(self, site: Site, weights: Weights) -> Update:
-        """At a site: E epochs of cross-entropy plus the proximal term (equation 2)."""
+    def loss_at(self, site: Site, model: Network, weights: Weights) -> Callable[[Batch], Tensor]:
+        """Cross-entropy plus the proximal term (equation 2)."""
+        plain = super().loss_at(site, model, weights)
         if self.proximal_weight == 0:
-            return super().fit(site, weights)
-        model = site.model(weights)
+            return plain
         reference = weights.to(site.device)
 
-        def loss_of(batch: Batch) -> Tensor:
+        def pulled(batch: Batch) -> Tensor:
             penalty = proximal_penalty(model.named_parameters(), reference, self.proximal_weight)
-            return task_loss(model(batch.inputs), batch.targets) + penalty
+            return plain(batch) + penalty
 
-        loss = site.minimise(loss_of, model, epochs=self.local_epochs, steps=self.steps_per_round, remember="optimizer")
-        return Update(site.weights_of(model), site.samples, loss)
+        return pulled
