@@ -29,7 +29,8 @@ def in_evaluation(values: dict[str, Tensor], inputs: Tensor) -> Tensor:
 
 
 def test_d_sees_features_in_evaluation_mode_and_statistics_move_once_a_batch() -> None:
-    method, found = short(task_epochs=0, noise=2), [vectors("alone", 8)]
+    method = short(task_epochs=0, noise=2, discriminator_loss="least_squares")
+    found = [vectors("alone", 8)]
     odd = {
         name: tensor + (0.5 if name.endswith("running_mean") else 2.0 if name.endswith("running_var") else 0.0)
         for name, tensor in start_of(method, found, NORMED).items()
@@ -40,7 +41,7 @@ def test_d_sees_features_in_evaluation_mode_and_statistics_move_once_a_batch() -
     site = site_of(where, "alone")
 
     # The discriminator before the round: what a round that does not train it leaves at the site.
-    still = short(task_epochs=0, noise=2, adversary_rate=0.0)
+    still = short(task_epochs=0, noise=2, adversary_rate=0.0, discriminator_loss="least_squares")
     untouched = federation(still, found, NORMED, rounds=1, batch_size=8)
     step_on(still, untouched, still.start(untouched, Weights(odd)))
     critic = {

@@ -7,7 +7,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from test_kd3a import FIRST, SECOND, STUDENT, focus_of, of_first, told
+from kd3a_written import focus_of
+from test_kd3a_worked import FIRST, SECOND, STUDENT, of_first, told
 from tiny import LINEAR, federation
 
 from fedshift.data.domain import Domain

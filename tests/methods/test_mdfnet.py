@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -166,6 +167,25 @@ def test_masks_are_drawn_in_training_and_certain_in_evaluation() -> None:
     hard = Mask(3, hard=True).eval()
     hard.logits.data = torch.tensor([-0.1, 0.0, 2.0])
     assert hard(ones[:, :3]).tolist() == [[0.0, 1.0, 1.0]] * 5
+
+
+def test_a_mask_that_is_not_drawn_is_its_probabilities_in_training_too() -> None:
+    """σ(ln 3) = 3/4 and σ(0) = 1/2; its gradient is that of σ: p(1 − p)."""
+    mask = Mask(2, hard=False, drawn=False).train()
+    mask.logits.data = torch.tensor([math.log(3), 0.0])
+    masked = mask(torch.ones(4, 2))
+    torch.testing.assert_close(masked.detach(), torch.tensor([0.75, 0.5]).expand(4, 2))
+    masked.sum().backward()
+    torch.testing.assert_close(mask.logits.grad, torch.tensor([4 * 3 / 16, 4 * 1 / 4]))
+
+
+@pytest.mark.parametrize("where", ["embedding", "inputs"])
+def test_draw_reaches_the_common_and_the_private_mask(where: Any) -> None:
+    for draw in (True, False):
+        _, halves, _ = common(MDFNet(mask=where, draw=draw))
+        for mask in (halves._invariant, halves.private.mask):
+            ones = torch.ones(6, len(mask.logits))
+            assert (len(mask.train()(ones).unique(dim=0)) > 1) == draw
 
 
 def test_masked_inputs_encode_twice_and_need_a_linear_layer() -> None:

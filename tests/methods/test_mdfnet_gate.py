@@ -137,7 +137,7 @@ def test_unlabelled_sites_wait_and_r_begins_when_the_gate_opens(monkeypatch: pyt
 def test_what_those_who_wait_would_have_trained_goes_to_the_labelled_sites(monkeypatch: pytest.MonkeyPatch) -> None:
     """An epoch is 2 mini-batches at each of three sites; two rounds of waiting move 2 · 2 from the target."""
     gate(monkeypatch, [0.9, 0.9, 0.1, 0.1] + [0.9] * 6)
-    method, found = practical(readiness=0.25), domains(MLP, {"north": 16, "south": 12})
+    method, found = practical(readiness=0.25, lend=0), domains(MLP, {"north": 16, "south": 12})
     where = federation(method, found, MLP, rounds=5, budget=10)
     used = where.progress.used
     states = rounds_of(where, method, found, 2)

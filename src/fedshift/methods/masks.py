@@ -14,18 +14,22 @@ from fedshift.models.network import Network
 
 
 class Mask(nn.Module):
-    """Multiplies features (b, …) by a mask over all but the first axis, m̂ drawn from U(0, 1) at first."""
+    """Multiplies features (b, …) by a mask over all but the first axis, m̂ drawn from U(0, 1) at first.
 
-    def __init__(self, width: int, hard: bool) -> None:
+    hard: in evaluation, whether the probabilities reach ½, not the probabilities. drawn: in training, 0 or 1 for each
+    sample, not the probabilities.
+    """
+
+    def __init__(self, width: int, hard: bool, drawn: bool = True) -> None:
         super().__init__()
         self.logits = nn.Parameter(torch.rand(width))
         self._hard = hard
+        self._drawn = drawn
 
     def forward(self, features: Tensor) -> Tensor:
-        """Drawn for each sample in training; in evaluation the probabilities, or whether they reach ½."""
         flat = features.flatten(1)
         if self.training:
-            mask = straight_through_mask(self.logits, draws_like(flat))
+            mask = straight_through_mask(self.logits, draws_like(flat)) if self._drawn else self.logits.sigmoid()
         else:
             mask = (self.logits >= 0).to(flat) if self._hard else self.logits.sigmoid()
         return (flat * mask).view_as(features)
@@ -34,9 +38,9 @@ class Mask(nn.Module):
 class Private(nn.Module):
     """What stays at a site: the specific mask, and the decoder from both halves to the inputs."""
 
-    def __init__(self, masked: int, embedding: int, hidden: int, inputs: int) -> None:
+    def __init__(self, masked: int, embedding: int, hidden: int, inputs: int, drawn: bool = True) -> None:
         super().__init__()
-        self.mask = Mask(masked, hard=False)
+        self.mask = Mask(masked, hard=False, drawn=drawn)
         self.decoder = nn.Sequential(nn.Linear(2 * embedding, hidden), nn.ReLU(), nn.Linear(hidden, inputs))
 
 
@@ -47,13 +51,13 @@ def parts(model: Network) -> tuple[nn.Module, nn.Module]:
     return first, second
 
 
-def with_masked_inputs(network: Network, hard: bool) -> Network:
+def with_masked_inputs(network: Network, hard: bool, drawn: bool = True) -> Network:
     """``network`` with the invariant mask before its features."""
     first = next((module for module in network.features.modules() if list(module.parameters(recurse=False))), None)
     if not isinstance(first, nn.Linear):
         raise UserError("mdfnet.mask: inputs masks the vectors that a fully connected layer reads; choose model mlp")
     width = first.in_features
-    mask = parts(with_block(network, lambda _: Mask(width, hard), size=network.embedding_size))[1]
+    mask = parts(with_block(network, lambda _: Mask(width, hard, drawn), size=network.embedding_size))[1]
     return Network(
         nn.Sequential(OrderedDict(mask=mask, encoder=network.features)),
         network.classifier,
