@@ -1,4 +1,4 @@
-"""A method in front of another one: what it changes is inside the other's steps, the rest is the other's."""
+"""The base of a method that wraps another one. It delegates whatever a subclass does not override."""
 
 from __future__ import annotations
 
