@@ -28,7 +28,7 @@ class SiteMemory(MutableMapping[str, Content]):
 
     def __setitem__(self, name: str, content: Content) -> None:
         if name not in self._declared:
-            raise FedshiftError(f"site memory '{name}' is not declared by the method (its `memory` class attribute)")
+            raise FedshiftError(f"site memory '{name}' is not declared in the method's `memory_names`")
         self._entries[name] = content
         self._files.pop(name, None)
 

@@ -113,16 +113,23 @@ class RunPlan:
 
 
 class Method(BaseModel, ABC):
-    """Base of all methods. A subclass names itself, declares its hyper-parameters as fields, and writes `round` and
-    steps.
+    """Base of all methods. A subclass names itself, declares its hyper-parameters as fields, and writes `round`,
+    `mini_batches` and what its sites run.
 
-    Class attributes: ``name`` in experiment files; ``citation``; ``scenario``: what sites there are;
-    ``settings``: named values of the options beside the paper's;
-    ``memory_names``: what a site keeps between exchanges; ``pooled``: needs all data in one place; ``needs_target``: a
-    target without labels takes part; ``supervised_target``: trains on the target's labels alone, an upper bound;
-    ``one_target``: adapts to one target, no more; ``uses_held_out``: sites choose by their held-out parts; ``tasks``:
-    what it can learn, classification for most; ``relative_cost``: seconds of a mini-batch beside plain cross-entropy,
-    a rough guide for estimates.
+    Every site runs functions ``(self, site, **content) -> Reply`` of the class; `round` asks for them by
+    ``federation.ask(self.fit, …)``. Class attributes, of which most methods need the first two:
+
+    name: in experiment files.
+    citation: where it was published.
+    scenario: what sites there are, for lists.
+    settings: named values of the options beside the paper's.
+    memory_names: what a site keeps between exchanges.
+    tasks: what it can learn.
+    needs_target: whether a target without labels takes part. one_target: whether it adapts to exactly one.
+    pooled: whether all data lie in one place.
+    supervised_target: whether it trains on the target's labels alone, an upper bound.
+    uses_held_out: whether sites choose by their held-out parts.
+    relative_cost: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -158,14 +165,22 @@ class Method(BaseModel, ABC):
 
     @abstractmethod
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
-        """Mini-batches that a site with ``batches_per_epoch`` trains on in a run of ``rounds``, everything included."""
+        """How much a source trains in a whole run, what comes before the first round included.
+
+        Args:
+            batches_per_epoch: mini-batches in one pass over its data.
+            rounds: rounds of the run.
+
+        Returns:
+            Mini-batches.
+        """
 
     def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
-        """The same for a target without labels that has ``batches_per_epoch``; most methods do not train there."""
+        """`mini_batches` for a target without labels; most methods do not train there."""
         return 0
 
     def traffic(self, plan: RunPlan) -> Traffic:
-        """Bytes of a run by formula: here one model down, one with two numbers up, per source and round."""
+        """Bytes of a run: by default one model down, and one with two numbers up, per source and round."""
         models = plan.rounds * plan.sources
         return Traffic(up=models * (plan.payload + 2 * BYTES_PER_NUMBER), down=models * plan.payload)
 
@@ -174,12 +189,23 @@ class Method(BaseModel, ABC):
         return State(weights)
 
     def check(self, network: Network) -> None:
-        """Raises UserError when the options do not fit the network; called before any training."""
+        """Look at the options beside the network, before any training.
+
+        Raises:
+            UserError: they do not fit.
+        """
 
     def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
-        """Warnings about these options on samples of ``input_shape``, before any training.
+        """Look at the options beside the samples, before any training.
 
-        Raises UserError when the method cannot work on such samples.
+        Args:
+            input_shape: of one sample.
+
+        Returns:
+            Warnings.
+
+        Raises:
+            UserError: the method cannot work on such samples.
         """
         return ()
 
@@ -244,9 +270,17 @@ def in_order(kinds: Collection[str]) -> tuple[str, ...]:
 def trained_mean(
     updates: Replies[Update], by: str | Mapping[str, float] = "samples"
 ) -> tuple[Weights, dict[str, float], dict[str, float]]:
-    """The mean of the sites' models: ``(weights, share per site, loss per site)``, taken in one streaming pass.
+    """The mean of the sites' models, taken in one streaming pass.
 
-    ``by``: ``samples`` weighs sites by N_k/ΣN (FedAvg), ``uniform`` by 1/K, a mapping by what it gives each site.
+    Args:
+        updates: what the sites sent.
+        by: ``samples`` weighs sites by N_k/ΣN (FedAvg), ``uniform`` by 1/K, a mapping by what it gives each site.
+
+    Returns:
+        The mean model, every site's share of it, and every site's loss.
+
+    Raises:
+        FedshiftError: no site answered.
     """
     mean = MeanAccumulator()
     raw: dict[str, float] = {}

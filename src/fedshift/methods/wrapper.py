@@ -19,10 +19,10 @@ from fedshift.weights import Weights
 
 
 class InFront(Method):
-    """Hands everything to `inner` that a subclass does not do itself.
+    """Wraps a method: delegates to `inner` whatever a subclass does not override.
 
-    A subclass gives `inner` and `inside`. What its own steps return leaves the sites too, and its own hooks call those
-    of this class. own_memory: what it keeps at sites beside the method behind.
+    A subclass gives `inner` and `inside`, which prepares a site for the inner method. It may have functions that sites
+    run of its own. own_memory: what it keeps at sites beside what the inner method keeps.
     """
 
     own_memory: ClassVar[tuple[str, ...]] = ()
@@ -36,40 +36,40 @@ class InFront(Method):
     @property
     @abstractmethod
     def inner(self) -> Method:
-        """The method behind."""
+        """The method that is wrapped."""
 
     @abstractmethod
     def inside(self, site: Site) -> AbstractContextManager[None]:
-        """What surrounds every step of the method behind at a site."""
+        """What surrounds everything that the inner method runs at a site."""
 
     @property
     def shares(self) -> tuple[str, ...]:
-        """What the method behind shares, and what the steps in front return."""
+        """What the inner method shares, and what the wrapper's own functions return."""
         return in_order({*self.inner.shares, *super().shares})
 
     @property
     def memory_names(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What sites keep for the method behind, and for the one in front."""
+        """What sites keep for the inner method and for the wrapper."""
         return tuple(dict.fromkeys((*self.inner.memory_names, *self.own_memory)))
 
     @property
     def needs_target(self) -> bool:  # type: ignore[override]
-        """Whether a target without labels takes part in the method behind."""
+        """Whether a target without labels takes part in the inner method."""
         return self.inner.needs_target
 
     @property
     def one_target(self) -> bool:  # type: ignore[override]
-        """Whether the method behind adapts to one target, no more."""
+        """Whether the inner method adapts to exactly one target."""
         return self.inner.one_target
 
     @property
     def uses_held_out(self) -> bool:  # type: ignore[override]
-        """Whether sites look at their held-out parts in the method behind."""
+        """Whether sites look at their held-out parts in the inner method."""
         return self.inner.uses_held_out
 
     @property
     def tasks(self) -> tuple[Task, ...]:  # type: ignore[override]
-        """What the method behind can learn."""
+        """What the inner method can learn."""
         return self.inner.tasks
 
     @property
