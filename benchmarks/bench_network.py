@@ -56,7 +56,6 @@ class Echo(Method):
     """Sends weights to every site and has them sent back."""
 
     name: ClassVar[str] = "bench_network:Echo"
-    title: ClassVar[str] = "Echo"
     citation: ClassVar[str] = "none"
 
     megabytes: float = Field(0.0, description="of float32 weights, each way; 0: an empty step")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import shutil
@@ -32,6 +33,7 @@ from fedshift.models import registry as models
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
 OWN_METHOD = ROOT / "examples" / "trimmed_mean.py"
+OWN_LOSS = ROOT / "examples" / "own_loss.py"
 TABLE = ROOT / "examples" / "table.yaml"
 PAGES = [page for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))) if page.is_file()]
 RESULTS = sorted((ROOT / "benchmarks").glob("*.md"))
@@ -98,8 +100,9 @@ def test_worked_example_gives_the_same_weights_in_process_and_in_a_pool(tmp_path
     assert len(records.splitlines()) == 2
 
 
-def test_worked_example_is_under_60_lines() -> None:
-    assert len(OWN_METHOD.read_text().splitlines()) < 60
+def test_worked_examples_are_short() -> None:
+    for example in (OWN_METHOD, OWN_LOSS):
+        assert len([line for line in example.read_text().splitlines() if line.strip()]) < 30
 
 
 def test_worked_example_trims_each_number_on_its_own() -> None:
@@ -126,8 +129,28 @@ def test_worked_example_explains_that_too_much_is_trimmed(tmp_path: Path) -> Non
         fedshift.run(greedy, tmp_path)
 
 
+def test_own_loss_is_the_equation() -> None:
+    """By hand for p = (1/2, 1/2) and p = (3/4, 1/4), both of class 0."""
+    logits = torch.tensor([[0.0, 0.0], [math.log(3.0), 0.0]])
+    cross_entropy = (math.log(2) + math.log(4 / 3)) / 2
+    entropy = (math.log(2) + math.log(4) - 0.75 * math.log(3)) / 2
+    penalised = import_file(str(OWN_LOSS)).penalised
+    assert penalised(logits, torch.tensor([0, 0]), 0.5).item() == pytest.approx(cross_entropy - 0.5 * entropy)
+
+
+def test_own_loss_without_its_penalty_is_fedavg(tmp_path: Path) -> None:
+    own = f"{OWN_LOSS}:ConfidencePenalty"
+    three = [{"name": own, "beta": 0.0}, "fedavg", {"name": own, "label": "penalised", "beta": 0.5}]
+    folder = fedshift.run({**SMALL, "methods": three, "engine": {"threads": 1}}, tmp_path).folder
+    names = ("confidence_penalty", "fedavg", "penalised")
+    ours, theirs, other = (load_file(folder / name / "D0/seed-0/model.safetensors") for name in names)
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-6)
+    assert any(not torch.equal(tensor, other[name]) for name, tensor in ours.items())
+
+
 def test_worked_example_is_quoted_as_it_stands() -> None:
-    source = OWN_METHOD.read_text()
+    source = OWN_METHOD.read_text() + OWN_LOSS.read_text()
     quoted = [block for block in blocks(ROOT / "docs" / "add_a_method.md", "python") if "(Reply)" not in block]
     assert len(quoted) >= 4
     for block in quoted:

@@ -13,43 +13,28 @@ from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.data.site_data import SiteData
 from fedshift.experiment.protocol import Split
 from fedshift.experiment.runs.evaluator import Evaluator, predictions
-from fedshift.federation.federation import Federation
-from fedshift.methods.base import Method, State
 from fedshift.models import registry as models
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 
-class Plain(Method):
-    """A method that trains nothing."""
+class Backwards(Network):
+    """Answers with the class that a network thinks the least of."""
 
-    name = "plain"
-    title = citation = "none"
-
-    def round(self, federation: Federation, state: State) -> State:
-        return state
-
-    def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
-        return 0
+    def forward(self, inputs: Tensor) -> Tensor:
+        return -super().forward(inputs)
 
 
-class Backwards(Plain):
-    """Answers with the class that the network thinks the least of."""
-
-    def predict(self, network: Network, inputs: Tensor) -> Tensor:
-        return -network(inputs)
-
-
-class OneEach(Plain):
+class OneEach(Network):
     """At every source another column of the inputs decides."""
 
-    def network_at(self, network: Network, site: str, sources: Any) -> Network:
-        shift = list(sources).index(site)
-        return linear(torch.eye(3).roll(shift, 0))
+    def at(self, source: int) -> Network:
+        return linear(torch.eye(3).roll(source, 0))
 
 
-def linear(weight: Tensor) -> Network:
-    made = models.build(models.parse({"name": "linear"}), (3,), 3, 0)
+def linear(weight: Tensor, kind: type[Network] = Network) -> Network:
+    plain = models.build(models.parse({"name": "linear"}), (3,), 3, 0)
+    made = kind(plain.features, plain.classifier, embedding_size=3, classes=3, stages=plain.stages, alignment_stages=())
     made.load_state_dict({"classifier.weight": weight, "classifier.bias": torch.zeros(3)})
     return made
 
@@ -72,16 +57,16 @@ SPLIT = Split(
 )
 
 
-def measured(method: Method, network: Network | None = None, split: Split = SPLIT) -> dict[str, Any]:
+def measured(network: Network | None = None, split: Split = SPLIT) -> dict[str, Any]:
     whole = DataSet("x", DATA, ("x", "y", "z"), Preprocessing(kind="features"), Manifest(*[""] * 5))
     evaluator = Evaluator(whole, split, torch.device("cpu"), models.parse({"name": "linear"}))
     network = network or linear(torch.zeros(3, 3))
     weights = Weights({"classifier.weight": torch.eye(3), "classifier.bias": torch.zeros(3)})
-    return evaluator.measure(method, network, weights)
+    return evaluator.measure(network, weights)
 
 
 def test_targets_and_held_out_parts() -> None:
-    found = measured(Plain())
+    found = measured()
     assert found["target_accuracy"] == {"t": 50.0}
     assert found["source_accuracy"] == {"a": 50.0, "b": 0.0}
     # Of class y three are measured, one is right; of z one and it is right; x is not there.
@@ -90,7 +75,7 @@ def test_targets_and_held_out_parts() -> None:
 
 def test_two_targets_are_measured_apart_and_their_classes_together() -> None:
     split = Split({"c": np.array([0])}, {}, {"t": np.arange(5), "a": np.arange(4)})
-    found = measured(Plain(), split=split)
+    found = measured(split=split)
     assert found["target_accuracy"] == {"t": 60.0, "a": 75.0}
     # x: 1 of 1 and 1 of 1; y: 1 of 3 and 2 of 3; z: 1 of 1.
     assert found["per_class"] == [100.0, 50.0, 100.0]
@@ -99,14 +84,14 @@ def test_two_targets_are_measured_apart_and_their_classes_together() -> None:
 
 def test_the_methods_own_answer_counts() -> None:
     """Backwards: the first of the two classes that are not said."""
-    found = measured(Backwards())
+    found = measured(linear(torch.zeros(3, 3), Backwards))
     # Row by row of t: 1 → 0, 2 → 0, 2 → 0, 0 → 1; the last one is right.
     assert found["target_accuracy"] == {"t": 25.0}
 
 
 def test_each_source_answers_by_its_own_network() -> None:
     """At ``a`` the identity; at ``b`` what says z becomes x, as its held-out labels are."""
-    assert measured(OneEach())["source_accuracy"] == {"a": 50.0, "b": 100.0}
+    assert measured(linear(torch.zeros(3, 3), OneEach))["source_accuracy"] == {"a": 50.0, "b": 100.0}
 
 
 def test_a_model_is_measured_in_evaluation_mode() -> None:
@@ -115,7 +100,7 @@ def test_a_model_is_measured_in_evaluation_mode() -> None:
     noisy = Network(
         nn.Dropout(0.99), plain.classifier, embedding_size=3, classes=3, stages={}, alignment_stages=()
     ).train()
-    assert measured(Plain(), noisy)["target_accuracy"] == {"t": 50.0}
+    assert measured(noisy)["target_accuracy"] == {"t": 50.0}
     assert not noisy.training
 
 
@@ -124,4 +109,4 @@ def test_predictions_are_in_order() -> None:
     view = SiteData(
         [(shown("x", labels.tolist(), labels.tolist()), np.arange(1203), 0)], Preprocessing(kind="features")
     )
-    assert np.array_equal(predictions(Plain(), linear(torch.eye(3)).eval(), view), labels)
+    assert np.array_equal(predictions(linear(torch.eye(3)).eval(), view), labels)

@@ -30,7 +30,6 @@ class Probe(Method):
     """A method of several small steps."""
 
     name: ClassVar[str] = "probe"
-    title: ClassVar[str] = "Probe"
     citation: ClassVar[str] = "none"
     shares: ClassVar[tuple[str, ...]] = ("weights", "statistics", "numbers")
     memory_names: ClassVar[tuple[str, ...]] = ("diary",)

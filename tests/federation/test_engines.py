@@ -50,7 +50,6 @@ class Note(Reply):
 
 class Own(Method):
     name: ClassVar[str] = "own"
-    title: ClassVar[str] = "Own"
     citation: ClassVar[str] = "none"
     memory_names: ClassVar[tuple[str, ...]] = ("count",)
 

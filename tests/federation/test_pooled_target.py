@@ -35,7 +35,6 @@ from fedshift.methods.base import Method
 
 class Sure(Method):
     name: ClassVar[str] = "sure"
-    title: ClassVar[str] = "Sure"
     citation: ClassVar[str] = "none"
     shares: ClassVar[tuple[str, ...]] = ("raw_data", "weights", "numbers")
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
@@ -56,7 +55,6 @@ class Sure(Method):
 
     def fit(self, site, weights, steps):
         model = site.model(weights)
-        optimizer = site.optimizer(model, memory="optimizer")
 
         def loss_of(batches):
             sources, target = batches
@@ -64,8 +62,7 @@ class Sure(Method):
             surest = model(target.inputs).log_softmax(1)
             return loss - 0.1 * (surest.exp() * surest).sum(1).mean()
 
-        loss = site.minimise_over(site.domain_batches(steps), loss_of, model, optimizers=[optimizer])
-        site.remember_optimizer(optimizer, "optimizer")
+        loss = site.minimise_over(site.domain_batches(steps), loss_of, model, remember="optimizer")
         return Update(site.weights_of(model), site.samples, loss)
 '''
 

@@ -198,9 +198,7 @@ def exchanges(site: Site, number: int, through: Path | None = None) -> tuple[Wei
     for exchange in range(1, number + 1):
         site.begin(Envelope(exchange, exchange, 0.0, 1000))
         model = site.model(weights)
-        optimizer = site.optimizer(model, memory="optimizer")
-        site.minimise(cross_entropy(model), model, optimizers=[optimizer])
-        site.remember_optimizer(optimizer, "optimizer")
+        site.minimise(cross_entropy(model), model, remember="optimizer")
         weights = site.weights_of(model)
         if through is not None:
             files = site.memory.save(through, exchange)
@@ -236,6 +234,13 @@ def test_a_remembered_optimiser_takes_the_present_learning_rate() -> None:
     site.memory["optimizer"] = 3
     with pytest.raises(FedshiftError, match="must be Statistics"):
         site.optimizer(site.model(), memory="optimizer")
+
+
+def test_an_optimiser_that_is_given_is_remembered_by_whoever_made_it() -> None:
+    site = site_of()
+    model = site.model()
+    with pytest.raises(FedshiftError, match="not those that are given"):
+        site.minimise(cross_entropy(model), model, optimizers=[site.optimizer(model)], remember="optimizer")
 
 
 # Memory ---------------------------------------------------------------------------------------------------------------

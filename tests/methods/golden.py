@@ -103,7 +103,7 @@ def record(name: str) -> tuple[Record, dict[str, tuple[int, float]]]:
         ]
         inputs, labels = (torch.cat(column) for column in zip(*batches, strict=True))
         with torch.no_grad():
-            logits = method.predict(model, inputs).double()
+            logits = model(inputs).double()
         start = start_of(method, found, network)
         trained = [key for key, tensor in start.items() if key in state.weights and tensor.is_floating_point()]
         numbers[kind] = {

@@ -16,7 +16,7 @@ def test_an_entry_is_its_class(name: str) -> None:
     entry, kind = ENTRIES[name], registry.method_class(name)
     assert kind.name == name
     assert entry.scenario == kind.scenario + (", pooled" if kind.pooled else "")
-    assert entry.shares == kind.shares
+    assert entry.shares == kind().shares
     assert entry.citation == kind.citation
     assert entry.settings == tuple(kind.settings)
 

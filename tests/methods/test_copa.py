@@ -120,7 +120,7 @@ def test_the_answer_is_the_mean_of_all_classifiers() -> None:
     inputs, _ = everything(where, "a")
     values = dict(state.weights)
     expected = sum(head(values, k, mlp(values, inputs)).softmax(1) for k in range(3)) / 3
-    scores = method.predict(evaluated(method, state.weights, found, MLP), inputs)
+    scores = evaluated(method, state.weights, found, MLP)(inputs)
     torch.testing.assert_close(scores.softmax(1), expected)
 
 

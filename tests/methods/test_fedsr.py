@@ -151,11 +151,11 @@ def test_a_prediction_is_the_mean_over_samples_and_depends_on_nothing_else() -> 
     inputs = torch.rand(5, 1, 12, 12)
     with torch.no_grad():
         torch.rand(3)
-        scores = method.predict(network, inputs)
+        scores = network(inputs)
         torch.testing.assert_close(scores.exp().sum(1), torch.ones(5))
-        assert torch.equal(scores, method.predict(network, inputs))
+        assert torch.equal(scores, network(inputs))
         for row in range(5):  # alone as in a batch
-            torch.testing.assert_close(method.predict(network, inputs[row : row + 1])[0], scores[row])
+            torch.testing.assert_close(network(inputs[row : row + 1])[0], scores[row])
         out = network.features.encoder.linear(network.features.backbone(inputs))  # type: ignore[operator, union-attr]
         mean, scale = out[:, :6], F.softplus(out[:, 6:])
         draws = generator("prediction")
@@ -164,7 +164,7 @@ def test_a_prediction_is_the_mean_over_samples_and_depends_on_nothing_else() -> 
             z = mean + scale * torch.randn(1, 6, generator=draws)
             each.append((z @ network.classifier.weight.T + network.classifier.bias).softmax(1))  # type: ignore[union-attr, operator]
     torch.testing.assert_close(scores.exp(), sum(each) / 6)
-    assert not torch.allclose(scores, FedSR(samples=1).predict(network, inputs))
+    assert not torch.allclose(scores, FedSR(samples=1).evaluated_network(network, 3)(inputs))
 
 
 def test_many_samples_approach_the_expectation() -> None:
@@ -172,7 +172,7 @@ def test_many_samples_approach_the_expectation() -> None:
     network = evaluated(method, start_of(method))
     inputs = torch.rand(2, 1, 12, 12)
     with torch.no_grad():
-        few, many = method.predict(network, inputs).exp(), FedCMI(samples=9000).predict(network, inputs).exp()
+        few, many = network(inputs).exp(), FedCMI(samples=9000).evaluated_network(network, 3)(inputs).exp()
     torch.testing.assert_close(few, many, atol=0.02, rtol=0)
 
 
@@ -181,8 +181,8 @@ def test_the_deterministic_variant_has_no_samples() -> None:
     network = evaluated(method, start_of(method))
     inputs = torch.rand(3, 1, 12, 12)
     with torch.no_grad():
-        assert torch.equal(method.predict(network, inputs), method.predict(network, inputs))
-        assert torch.equal(method.predict(network, inputs), network(inputs))
+        assert torch.equal(network(inputs), network(inputs))
+        assert torch.equal(network(inputs), network.classifier(network.features(inputs)))
 
 
 @pytest.mark.parametrize("network", [CNN, NORMED, RESNET], ids=["mnist_cnn", "mlp", "resnet18"])
@@ -195,7 +195,7 @@ def test_it_fits_any_network(network: dict[str, object]) -> None:
         assert adapted.features.encoder.linear.weight.shape == (factor * width, width)  # type: ignore[union-attr]
         inputs = torch.rand(4, *shape)
         assert adapted(inputs).shape == (4, 3)
-        assert method.predict(adapted.eval(), inputs).shape == (4, 3)
+        assert method.evaluated_network(adapted, 3).eval()(inputs).shape == (4, 3)
         _, stages = adapted.with_stages(inputs, adapted.alignment_stages)
         assert len(stages) == len(plain.alignment_stages)
 

@@ -46,7 +46,7 @@ def result_of(method: Method, state: State, found: Any, network: dict[str, objec
     shape = (4, *found[0].inputs.shape[1:])
     inputs = torch.linspace(-1, 1, int(np.prod(shape))).view(shape)
     with torch.no_grad():
-        return state.weights, dict(state.parts), method.predict(model, inputs).tolist()
+        return state.weights, dict(state.parts), model(inputs).tolist()
 
 
 def masks(method: Method) -> Result:

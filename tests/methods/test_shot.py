@@ -191,7 +191,7 @@ def test_the_target_grows_sure_and_stays_diverse() -> None:
     model = evaluated(method, state.weights, network=NORMED)
     inputs, labels = everything(where, "target")
     with torch.no_grad():
-        assert (method.predict(model, inputs).argmax(1) == labels).float().mean() > 0.9
+        assert (model(inputs).argmax(1) == labels).float().mean() > 0.9
 
 
 def test_a_backbone_rate_of_0_leaves_the_backbone_as_it_began() -> None:
@@ -246,7 +246,7 @@ def test_the_ensemble_answers_with_the_mean_of_its_members() -> None:
     model = evaluated(method, state.weights, network=NORMED)
     inputs, _ = everything(where, "large")
     with torch.no_grad():
-        scores = method.predict(model, inputs)
+        scores = model(inputs)
         each = []
         for weights in member_weights(state.weights):
             member = setting(method, domains(NORMED), NORMED).build_network()
@@ -318,7 +318,7 @@ def test_a_finished_run_predicts(tmp_path: Path) -> None:
     model = load_model(results.folder / "shot" / "D30" / "seed-0")
     assert len(list(member_weights(Weights(model.network.state_dict())))) == 5
     with torch.no_grad():
-        scores = model.method.predict(model.network, torch.rand(3, 1, 8, 8))
+        scores = model.network(torch.rand(3, 1, 8, 8))
     torch.testing.assert_close(scores.exp().sum(1), torch.ones(3))
 
 

@@ -60,7 +60,7 @@ def _say_policy(config: SiteConfig, say: object) -> None:
     allowed = []
     for name in methods.names() if policy.methods == "all" else policy.methods:
         kind = methods.method_class(name)
-        if not kind.pooled and set(kind.shares) <= set(policy.send):
+        if not kind.pooled and set(kind().shares) <= set(policy.send):
             allowed.append(name)
     rate = f"; at most {policy.rounds_per_day} rounds a day" if policy.rounds_per_day else ""
     say(f"methods that can run: {', '.join(allowed) or 'none'}{rate}")

@@ -225,7 +225,7 @@ class _AtSites:
         self._sources = [site for site, rows in split.held_out.items() if len(rows)]
         self._federation, self._classes = federation, len(agreed.data.classes)
 
-    def measure(self, method: Method, network: Network, weights: Weights) -> dict[str, Any]:
+    def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
         """As `Evaluator.measure`; raises FedshiftError when the target's own site does not answer."""
         asked = list(dict.fromkeys([*self._sources, *self._targets]))
         found = self._federation.measure(weights, asked) if asked else {}
@@ -237,7 +237,7 @@ class _AtSites:
             )
         sources = {site: found[site]["accuracy"] for site in self._sources if site in found}
         if self._here is not None:
-            return {**self._here.measure(method, network, weights), "source_accuracy": sources}
+            return {**self._here.measure(network, weights), "source_accuracy": sources}
         targets = [found[site] for site in self._targets if site in found]
         pairs = [[target["classes"][number] for target in targets] for number in range(self._classes)]
         return {

@@ -331,7 +331,7 @@ class SiteProgram:
         _, network, view = self._measurer
         network.load_state_dict(dict(weights))
         network.eval()
-        found, labels = predictions(method, network, view), view.labels.cpu().numpy()
+        found, labels = predictions(network, view), view.labels.cpu().numpy()
         pairs = counts_by_class(found, labels, len(self.holding.data.classes), self.policy.smallest_group)
         entry["sent"] = {"measures": {"kind": ACCURACY}}
         measures = {"accuracy": accuracy(found, labels), "samples": len(labels), "classes": pairs}

@@ -54,7 +54,6 @@ class SiteClassifier(Method):
     """Logistic regression between one source and one target: which of the two does a sample come from?"""
 
     name: ClassVar[str] = "site_classifier"
-    title: ClassVar[str] = "Site classifier"
     citation: ClassVar[str] = "Ben-David et al., Machine Learning 2010"
 
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:

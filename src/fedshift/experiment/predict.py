@@ -66,7 +66,7 @@ class TrainedModel:
             if extractor is not None:
                 rows = extractor(rows).half()  # as they are kept in the cache
             batch = to_network(rows, self.preprocessing, "cpu")
-            probabilities = self.method.predict(self.network, batch).softmax(dim=1)
+            probabilities = self.network(batch).softmax(dim=1)
             for name, row in zip(names[begin : begin + _BATCH], probabilities, strict=True):
                 out.append(Prediction(name, self.classes[int(row.argmax())], tuple(row.tolist())))
         return out
@@ -86,7 +86,7 @@ class TrainedModel:
         out: list[tuple[Path, float]] = []
         for begin in range(0, len(names), _MASKS):
             batch = to_network(torch.from_numpy(inputs[begin : begin + _MASKS]), self.preprocessing, "cpu")
-            found = self.options.masks(self.method.predict(self.network, batch))
+            found = self.options.masks(self.network(batch))
             for name, masks in zip(names[begin : begin + _MASKS], found, strict=True):
                 for structure, mask in zip(self.classes, masks, strict=True):
                     file = files[structure, name]

@@ -125,9 +125,12 @@ class Site:
         return with_products(module.to(self.device), self.training.matrix_products)
 
     def optimizer(self, *modules: nn.Module, memory: str | None = None, keep: bool = False) -> torch.optim.Optimizer:
-        """The experiment's optimiser over the modules' parameters; ``memory`` names where momentum is kept, if so.
+        """The experiment's optimiser over the modules' parameters. `minimise` makes one by itself.
 
-        keep: the method keeps it, whatever the experiment says; likewise in `remember_optimizer`.
+        Args:
+            modules: what it trains.
+            memory: the entry of the site's memory that `remember_optimizer` keeps its momentum in.
+            keep: whether the method keeps momentum where the experiment resets it each round.
         """
         parameters = [parameter for module in modules for parameter in module.parameters()]
         optimizer = self.training.build_optimizer(parameters, self.learning_rate)
@@ -137,7 +140,10 @@ class Site:
         return optimizer
 
     def remember_optimizer(self, optimizer: torch.optim.Optimizer, memory: str, keep: bool = False) -> None:
-        """Keep momentum and moments for the next exchange, if the experiment or ``keep`` asks for it."""
+        """Keep momentum and moments for the next exchange, if the experiment or ``keep`` asks for it.
+
+        For optimisers that `minimise` cannot make and remember itself, such as one that lives for several exchanges.
+        """
         if keep or not self.training.reset_optimizer_each_round:
             self.memory[memory] = _optimizer_state(optimizer)
 
@@ -230,13 +236,28 @@ class Site:
         epochs: int = 1,
         steps: int | None = None,
         optimizers: Iterable[torch.optim.Optimizer] | None = None,
+        remember: str | None = None,
     ) -> float:
-        """Train: for every batch one step down the gradient of ``loss_of(batch)``. Returns the mean loss.
+        """Train on shuffled mini-batches: for each one a step down the gradient of ``loss_of(batch)``.
 
-        ``modules`` are what is trained, with one optimiser unless ``optimizers`` are given (their gradients are
-        cleared and stepped together). Raises TrainingDiverged as `minimise_over`.
+        Args:
+            loss_of: the loss of a mini-batch, a scalar.
+            modules: what is trained.
+            epochs: passes over the site's data, unless ``steps`` says how many mini-batches.
+            steps: mini-batches, however many passes that takes.
+            optimizers: stepped together; by default one over all modules, as the experiment describes it.
+            remember: the entry of the site's memory in which that optimiser's momentum stays for the next exchange,
+                if the experiment keeps momentum (``training.reset_optimizer_each_round: false``). Optimisers that are
+                given are remembered with `remember_optimizer`.
+
+        Returns:
+            The mean loss of the mini-batches; 0 if there was none.
+
+        Raises:
+            TrainingDiverged: the loss is not a number; the message names site, round and learning rate.
         """
-        return self.minimise_over(self.batches(epochs, steps), loss_of, *modules, optimizers=optimizers)
+        batches = self.batches(epochs, steps)
+        return self.minimise_over(batches, loss_of, *modules, optimizers=optimizers, remember=remember)
 
     def minimise_over(
         self,
@@ -244,12 +265,12 @@ class Site:
         loss_of: Callable[[B], Tensor],
         *modules: nn.Module,
         optimizers: Iterable[torch.optim.Optimizer] | None = None,
+        remember: str | None = None,
     ) -> float:
-        """The same over given batches, such as those of `domain_batches`.
-
-        Raises TrainingDiverged, naming site, round and learning rate, when the loss is not a number.
-        """
-        steppers = list(optimizers) if optimizers is not None else [self.optimizer(*modules)]
+        """`minimise` over given batches, such as those of `domain_batches`."""
+        if remember is not None and optimizers is not None:
+            raise FedshiftError("minimise remembers the optimiser that it makes, not those that are given")
+        steppers = list(optimizers) if optimizers is not None else [self.optimizer(*modules, memory=remember)]
         parameters = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
         losses: list[Tensor] = []  # read once at the end: a look at each would make an accelerator wait
         for batch in batches:
@@ -268,6 +289,8 @@ class Site:
                 f"training turned to {mean} at site '{self.name}' in round {self.envelope.round} with learning rate "
                 f"{self.learning_rate:g}: lower training.lr or set training.clip_norm"
             )
+        if remember is not None:
+            self.remember_optimizer(steppers[0], remember)
         return mean
 
     def weights_of(self, module: nn.Module) -> Weights:

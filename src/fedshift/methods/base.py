@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
-from torch import Tensor
 
 from fedshift.data.domain import Task
 from fedshift.errors import FedshiftError
 from fedshift.federation.exchange import Replies
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import BYTES_PER_NUMBER, Content, Number, Reply, Update
+from fedshift.federation.messages import (
+    BYTES_PER_NUMBER,
+    KINDS,
+    NUMBERS,
+    Content,
+    Number,
+    Reply,
+    Update,
+    promised_kinds,
+    returned,
+)
 from fedshift.federation.site import Site
 from fedshift.functional.averaging import MeanAccumulator, weighted_average
 from fedshift.import_paths import place_of
@@ -103,27 +113,32 @@ class RunPlan:
 
 
 class Method(BaseModel, ABC):
-    """Base of all methods. A subclass names itself, declares its hyper-parameters as fields, and writes `round` and
-    steps.
+    """Base of all methods. A subclass names itself, declares its hyper-parameters as fields, and writes `round`,
+    `mini_batches` and what its sites run.
 
-    Class attributes: ``name`` in experiment files; ``title`` and ``citation``; ``scenario``: what sites there are;
-    ``settings``: named values of the options beside the paper's; ``shares``: kinds of content that leave a site;
-    ``memory_names``: what a site keeps between exchanges; ``pooled``: needs all data in one place; ``needs_target``: a
-    target without labels takes part; ``supervised_target``: trains on the target's labels alone, an upper bound;
-    ``one_target``: adapts to one target, no more; ``uses_held_out``: sites choose by their held-out parts; ``tasks``:
-    what it can learn, classification for most; ``relative_cost``: seconds of a mini-batch beside plain cross-entropy,
-    a rough guide for estimates.
+    Every site runs functions ``(self, site, **content) -> Reply`` of the class; `round` asks for them by
+    ``federation.ask(self.fit, …)``. Class attributes, of which most methods need the first two:
+
+    name: in experiment files.
+    citation: where it was published.
+    scenario: what sites there are, for lists.
+    settings: named values of the options beside the paper's.
+    memory_names: what a site keeps between exchanges.
+    tasks: what it can learn.
+    needs_target: whether a target without labels takes part. one_target: whether it adapts to exactly one.
+    pooled: whether all data lie in one place.
+    supervised_target: whether it trains on the target's labels alone, an upper bound.
+    uses_held_out: whether sites choose by their held-out parts.
+    relative_cost: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: ClassVar[str]
-    title: ClassVar[str]
     citation: ClassVar[str]
     scenario: ClassVar[str] = "unseen target"
     settings: ClassVar[Settings] = {}
-    shares: ClassVar[tuple[str, ...]] = ("weights", "numbers")
-    memory_names: ClassVar[tuple[str, ...]] = ()
+    memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
     pooled: ClassVar[bool] = False
     needs_target: ClassVar[bool] = False
     supervised_target: ClassVar[bool] = False
@@ -150,14 +165,22 @@ class Method(BaseModel, ABC):
 
     @abstractmethod
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
-        """Mini-batches that a site with ``batches_per_epoch`` trains on in a run of ``rounds``, everything included."""
+        """How much a source trains in a whole run, what comes before the first round included.
+
+        Args:
+            batches_per_epoch: mini-batches in one pass over its data.
+            rounds: rounds of the run.
+
+        Returns:
+            Mini-batches.
+        """
 
     def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
-        """The same for a target without labels that has ``batches_per_epoch``; most methods do not train there."""
+        """`mini_batches` for a target without labels; most methods do not train there."""
         return 0
 
     def traffic(self, plan: RunPlan) -> Traffic:
-        """Bytes of a run by formula: here one model down, one with two numbers up, per source and round."""
+        """Bytes of a run: by default one model down, and one with two numbers up, per source and round."""
         models = plan.rounds * plan.sources
         return Traffic(up=models * (plan.payload + 2 * BYTES_PER_NUMBER), down=models * plan.payload)
 
@@ -166,12 +189,23 @@ class Method(BaseModel, ABC):
         return State(weights)
 
     def check(self, network: Network) -> None:
-        """Raises UserError when the options do not fit the network; called before any training."""
+        """Look at the options beside the network, before any training.
+
+        Raises:
+            UserError: they do not fit.
+        """
 
     def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
-        """Warnings about these options on samples of ``input_shape``, before any training.
+        """Look at the options beside the samples, before any training.
 
-        Raises UserError when the method cannot work on such samples.
+        Args:
+            input_shape: of one sample.
+
+        Returns:
+            Warnings.
+
+        Raises:
+            UserError: the method cannot work on such samples.
         """
         return ()
 
@@ -180,21 +214,23 @@ class Method(BaseModel, ABC):
         return ()
 
     def adapt_network(self, network: Network, sources: int) -> Network:
-        """The network that sites train, from the experiment's, for so many source domains; unchanged for most."""
+        """What do sites train? A network made from the experiment's, for so many source domains; for most, that one."""
         return network
 
     def evaluated_network(self, network: Network, sources: int) -> Network:
-        """The network that ``state.weights`` belong to, from the one that sites train; the same for most."""
+        """What answers? A network made from the one that sites train, which takes ``state.weights``.
+
+        It maps a batch of inputs to class scores (n, classes), whose softmax are the probabilities. Its ``at`` gives
+        what answers at one of the sources, where that is another network.
+        """
         return network
 
-    def network_at(self, network: Network, site: str, sources: Sequence[str]) -> Network:
-        """The part of a network with ``state.weights`` that answers at one of the ``sources``; for most, all of it."""
-        return network
-
-    def predict(self, network: Network, inputs: Tensor) -> Tensor:
-        """Class scores (n, classes) of a network that holds ``state.weights``; plain logits for most."""
-        scores: Tensor = network(inputs)
-        return scores
+    @property
+    def shares(self) -> tuple[str, ...]:
+        """Kinds of content that leave a site: models and numbers, what else its steps promise to return, and for a
+        pooled method the samples."""
+        promised = {kind for reply in steps_of(type(self)).values() for kind in promised_kinds(reply).values()}
+        return in_order({"weights", NUMBERS, *promised, *({"raw_data"} if self.pooled else ())})
 
     def step_owner(self, step: str) -> Method:
         """The method that has the step of this name: itself, or the one that it stands in front of."""
@@ -215,12 +251,36 @@ class Method(BaseModel, ABC):
         return {"class": place_of(type(self)), "options": self.model_dump(mode="json")}
 
 
+def steps_of(kind: type[Method]) -> dict[str, type[Reply]]:
+    """What the sites of a method run: the public functions ``(self, site, …) -> Reply``, and what each returns."""
+    found: dict[str, type[Reply]] = {}
+    for name, function in inspect.getmembers(kind, inspect.isfunction):
+        if not name.startswith("_") and list(inspect.signature(function).parameters)[1:2] == ["site"]:
+            reply = returned(function)
+            if reply is not None:
+                found[name] = reply
+    return found
+
+
+def in_order(kinds: Collection[str]) -> tuple[str, ...]:
+    """Kinds of content, in the order in which they are listed: samples, models, numbers, what else there is."""
+    return tuple(kind for kind in dict.fromkeys(("raw_data", "weights", NUMBERS, *KINDS)) if kind in kinds)
+
+
 def trained_mean(
     updates: Replies[Update], by: str | Mapping[str, float] = "samples"
 ) -> tuple[Weights, dict[str, float], dict[str, float]]:
-    """The mean of the sites' models: ``(weights, share per site, loss per site)``, taken in one streaming pass.
+    """The mean of the sites' models, taken in one streaming pass.
 
-    ``by``: ``samples`` weighs sites by N_k/ΣN (FedAvg), ``uniform`` by 1/K, a mapping by what it gives each site.
+    Args:
+        updates: what the sites sent.
+        by: ``samples`` weighs sites by N_k/ΣN (FedAvg), ``uniform`` by 1/K, a mapping by what it gives each site.
+
+    Returns:
+        The mean model, every site's share of it, and every site's loss.
+
+    Raises:
+        FedshiftError: no site answered.
     """
     mean = MeanAccumulator()
     raw: dict[str, float] = {}

@@ -91,7 +91,7 @@ ENTRIES: Mapping[str, Entry] = {
     "fada": Entry(
         f"{_FEDERATED}.fada:FADA",
         "target without labels",
-        ("weights", "features", "numbers"),
+        (*_MODELS, "features"),
         "Peng et al., ICLR 2020",
         ("every_step",),
     ),

@@ -14,7 +14,6 @@ from fedshift.data.site_data import SiteData
 from fedshift.evaluation import segmentation
 from fedshift.evaluation.metrics import accuracy, per_class_accuracy
 from fedshift.experiment.protocol import Split
-from fedshift.methods.base import Method
 from fedshift.models.network import Network
 from fedshift.models.options import NetworkOptions
 from fedshift.models.unet import SegmentationOptions
@@ -37,11 +36,11 @@ class Evaluator:
             }
 
         self._targets, self._sources = views(split.measured), views(split.held_out)
-        self._trained_at = tuple(split.train)
+        self._trained_at = sorted(split.train)
         self._classes = len(data.classes)
         self._model = model
 
-    def measure(self, method: Method, network: Network, weights: Weights) -> dict[str, Any]:
+    def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
         """Accuracy in percent per target and per held-out part, and per class over the target(s).
 
         For segmentation: the Dice coefficient in its place, per structure in place of per class, and the Hausdorff
@@ -50,14 +49,14 @@ class Evaluator:
         network.load_state_dict(dict(weights))
         network.eval()
         if isinstance(self._model, SegmentationOptions):
-            return self._measure_masks(method, network, self._model)
+            return self._measure_masks(network, self._model)
         labels = {name: view.labels.cpu().numpy() for name, view in self._targets.items()}
-        predicted = {name: predictions(method, network, view) for name, view in self._targets.items()}
+        predicted = {name: predictions(network, view) for name, view in self._targets.items()}
         return {
             "target_accuracy": {name: accuracy(predicted[name], labels[name]) for name in labels},
             "source_accuracy": {
                 name: accuracy(
-                    predictions(method, method.network_at(network, name, self._trained_at), view),
+                    predictions(network.at(self._trained_at.index(name)), view),
                     view.labels.cpu().numpy(),
                 )
                 for name, view in self._sources.items()
@@ -67,13 +66,13 @@ class Evaluator:
             ),
         }
 
-    def _measure_masks(self, method: Method, network: Network, model: SegmentationOptions) -> dict[str, Any]:
+    def _measure_masks(self, network: Network, model: SegmentationOptions) -> dict[str, Any]:
         """Means over images, then over structures."""
         overlaps, distances = {}, {}
         for name, view in self._targets.items():
             found = [
                 (segmentation.dice(predicted, true), segmentation.hausdorff(predicted, true))
-                for predicted, true in predicted_masks(method, network, view, model)
+                for predicted, true in predicted_masks(network, view, model)
             ]
             overlaps[name] = np.concatenate([overlap for overlap, _ in found])
             distances[name] = float(np.concatenate([distance for _, distance in found]).mean())
@@ -82,9 +81,7 @@ class Evaluator:
             "target_hausdorff": distances,
             "source_accuracy": {
                 name: float(
-                    np.concatenate(
-                        [segmentation.dice(*pair) for pair in predicted_masks(method, network, view, model)]
-                    ).mean()
+                    np.concatenate([segmentation.dice(*pair) for pair in predicted_masks(network, view, model)]).mean()
                 )
                 for name, view in self._sources.items()
             },
@@ -93,16 +90,16 @@ class Evaluator:
 
 
 @torch.no_grad()
-def predictions(method: Method, network: Network, view: SiteData) -> np.ndarray[Any, np.dtype[np.int64]]:
+def predictions(network: Network, view: SiteData) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The class number of every sample of ``view``, in order (n,)."""
-    scores = [method.predict(network, inputs).argmax(dim=1) for inputs, _, _ in view.all_batches(_BATCH)]
+    scores = [network(inputs).argmax(dim=1) for inputs, _, _ in view.all_batches(_BATCH)]
     return torch.cat(scores).cpu().numpy()
 
 
 @torch.no_grad()
 def predicted_masks(
-    method: Method, network: Network, view: SiteData, model: SegmentationOptions
+    network: Network, view: SiteData, model: SegmentationOptions
 ) -> Iterator[tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]]:
     """Predicted and true masks (b, structures, h, w) of every sample of ``view``, a few at a time."""
     for inputs, masks, _ in view.all_batches(_MASKS):
-        yield model.masks(method.predict(network, inputs)), masks.cpu().numpy() > 0
+        yield model.masks(network(inputs)), masks.cpu().numpy() > 0

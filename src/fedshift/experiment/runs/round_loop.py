@@ -32,7 +32,7 @@ from fedshift.weights import Weights
 class Measuring(Protocol):
     """What measures a model after a round."""
 
-    def measure(self, method: Method, network: Network, weights: Weights) -> dict[str, Any]:
+    def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
         """``target_accuracy``, ``source_accuracy`` and ``per_class``, as a `RoundRecord` holds them."""
         ...
 
@@ -144,9 +144,7 @@ class _RunLoop:
             return state  # nothing has been trained: a run that is killed now begins again
         state = state.remembering(self.run.method.average_rounds)
         measured = last or state.round % self.context.experiment.training.measure_every == 0
-        results = (
-            self.evaluator.measure(self.run.method, network, state.handed_out) if measured else {"target_accuracy": {}}
-        )
+        results = self.evaluator.measure(network, state.handed_out) if measured else {"target_accuracy": {}}
         _, page = self.federation.ledger.settle()
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now

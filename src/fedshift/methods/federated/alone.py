@@ -18,7 +18,6 @@ Should reproduce: MDFNet's Source-only rows, where one site has labels (ACC_s of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
 import torch.nn.functional as F
@@ -37,7 +36,6 @@ class Alone(Method):
     """Cross-entropy at every labelled site, and no exchange."""
 
     name: ClassVar[str] = "alone"
-    title: ClassVar[str] = "Alone"
     citation: ClassVar[str] = "reference row of the win-win gain, fedshift 2026"
     memory_names: ClassVar[tuple[str, ...]] = ("model", "optimizer")
 
@@ -50,13 +48,7 @@ class Alone(Method):
         return Traffic(up=plan.rounds * plan.sources * (plan.payload + 2 * BYTES_PER_NUMBER), down=0)
 
     def evaluated_network(self, network: Network, sources: int) -> Network:
-        return Ensemble(network, sources)
-
-    def network_at(self, network: Network, site: str, sources: Sequence[str]) -> Network:
-        assert isinstance(network, Ensemble)
-        member = network.members[sorted(sources).index(site)]
-        assert isinstance(member, Network)
-        return member
+        return _EachItsOwn(network, sources)
 
     def start(self, federation: Federation, weights: Weights) -> State:
         return State(ensemble_weights(dict.fromkeys(federation.sources, weights), federation.sources))
@@ -70,13 +62,20 @@ class Alone(Method):
     def fit(self, site: Site) -> Update:
         """At a site: cross-entropy from its own model; the first time from the common start, which it makes itself."""
         model = site.model(site.memory.weights("model") if "model" in site.memory else None)
-        optimizer = site.optimizer(model, memory="optimizer")
         loss = site.minimise(
             lambda batch: F.cross_entropy(model(batch.inputs), batch.targets),
             model,
             epochs=self.local_epochs,
-            optimizers=[optimizer],
+            remember="optimizer",
         )
-        site.remember_optimizer(optimizer, "optimizer")
         site.memory["model"] = trained = site.weights_of(model)
         return Update(trained, site.samples, loss)
+
+
+class _EachItsOwn(Ensemble):
+    """At a source its own model answers."""
+
+    def at(self, source: int) -> Network:
+        member = self.members[source]
+        assert isinstance(member, Network)
+        return member

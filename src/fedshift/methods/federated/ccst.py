@@ -66,7 +66,6 @@ class CCST(StyleWrapper):
     """FedAvg on images in the styles of all sites."""
 
     name: ClassVar[str] = "ccst"
-    title: ClassVar[str] = "CCST"
 
     local_epochs: PositiveInt = Field(1, description="E: passes over a site's data per round")
     steps_per_round: PositiveInt | None = Field(None, description="mini-batches per round instead of whole epochs")
@@ -88,7 +87,6 @@ class StyleTransfer(StyleWrapper):
     """Any federated method on images in the styles of all sites."""
 
     name: ClassVar[str] = "styles"
-    title: ClassVar[str] = "Cross-client styles"
 
     method: SerializeAsAny[Method] = Field(
         {"name": "fedavg"},

@@ -84,7 +84,6 @@ class COPA(Method):
     """Features that every site's classifier can read; all classifiers answer together."""
 
     name: ClassVar[str] = "copa"
-    title: ClassVar[str] = "COPA"
     citation: ClassVar[str] = "Wu and Gong, ICCV 2021"
     scenario: ClassVar[str] = "unseen target, or one without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "classifier")
@@ -201,12 +200,7 @@ class COPA(Method):
         return Adapted(site.weights_of(model).select("features"), site.samples, loss, confident)
 
     def _train(self, site: Site, model: Network, loss_of: Callable[[Batch], Tensor]) -> float:
-        optimizer = site.optimizer(model, memory="optimizer")
-        loss = site.minimise(
-            loss_of, model, epochs=self.local_epochs, steps=self.steps_per_round, optimizers=[optimizer]
-        )
-        site.remember_optimizer(optimizer, "optimizer")
-        return loss
+        return site.minimise(loss_of, model, epochs=self.local_epochs, steps=self.steps_per_round, remember="optimizer")
 
 
 def _classifiers(weights: Weights) -> Iterator[Weights]:

@@ -70,7 +70,6 @@ class CSAC(Method):
     """The farthest model weighs most; sites then align the fused model with what they knew, across layers."""
 
     name: ClassVar[str] = "csac"
-    title: ClassVar[str] = "CSAC"
     citation: ClassVar[str] = "Yuan et al., IEEE TKDE 2023"
     memory_names: ClassVar[tuple[str, ...]] = ("local_model", "projections", "optimizer")
     relative_cost: ClassVar[float] = 1.5
@@ -194,15 +193,13 @@ class CSAC(Method):
         if self.reset_projection_each_round:
             site.memory.pop("optimizer", None)  # momentum of other projections
         # The code's two optimisers have the same settings: they are one over the parameters of both modules.
-        optimizer = site.optimizer(*trained, memory="optimizer")
         mean = site.minimise(
             loss,
             *trained,
             epochs=self.calibration_epochs,
             steps=self.calibration_steps,
-            optimizers=[optimizer],
+            remember="optimizer",
         )
-        site.remember_optimizer(optimizer, "optimizer")
         calibrated = site.weights_of(model)
         if aligner is not None and aligner.stages:
             site.memory["projections"] = site.weights_of(aligner.projections)

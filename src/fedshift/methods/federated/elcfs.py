@@ -94,9 +94,7 @@ class ELCFS(Method):
     """Sites learn so that a step on their own images also helps on the same images with another site's look."""
 
     name: ClassVar[str] = "elcfs"
-    title: ClassVar[str] = "FedDG-ELCFS"
     citation: ClassVar[str] = "Liu et al., CVPR 2021"
-    shares: ClassVar[tuple[str, ...]] = ("weights", "numbers", "spectra")
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "bank")
     tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
     settings: ClassVar[Settings] = {
@@ -247,9 +245,7 @@ class ELCFS(Method):
             # At first order the gradient that made θ̂ is the whole gradient of this loss: it is not computed again.
             return (loss if second else with_gradient(loss, list(parameters.values()), gradients)) + meta
 
-        optimizer = site.optimizer(model, memory="optimizer")
-        loss = site.minimise(loss_of, model, epochs=self.local_epochs, optimizers=[optimizer])
-        site.remember_optimizer(optimizer, "optimizer")
+        loss = site.minimise(loss_of, model, epochs=self.local_epochs, remember="optimizer")
         return Update(site.weights_of(model), site.samples, loss)
 
     def _meta_loss(self, model: Network, ahead: Mapping[str, Tensor], batch: Batch, copies: Tensor) -> Tensor:

@@ -96,10 +96,8 @@ class FADA(Method):
     """Domain identifiers see the features of both sides and teach both generators to look alike."""
 
     name: ClassVar[str] = "fada"
-    title: ClassVar[str] = "FADA"
     citation: ClassVar[str] = "Peng et al., ICLR 2020"
     scenario: ClassVar[str] = "target without labels"
-    shares: ClassVar[tuple[str, ...]] = ("weights", "features", "numbers")
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "disentangler")
     needs_target: ClassVar[bool] = True
     one_target: ClassVar[bool] = True

@@ -134,7 +134,6 @@ class FedADG(Method):
     """Features of all sites go to one reference distribution, which learns too."""
 
     name: ClassVar[str] = "fedadg"
-    title: ClassVar[str] = "FedADG"
     citation: ClassVar[str] = "Zhang et al., arXiv 2021"
     memory_names: ClassVar[tuple[str, ...]] = (
         "discriminator",

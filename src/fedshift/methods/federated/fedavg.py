@@ -20,50 +20,68 @@ Should reproduce: Rotated MNIST average 92.65 ± 0.08, PACS ResNet-18 82.36 ± 0
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
 from pydantic import Field, PositiveInt
+from torch import Tensor
 
 from fedshift.data.domain import Task
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
-from fedshift.federation.site import Site
+from fedshift.federation.site import Batch, Site
 from fedshift.functional.losses import task_loss
 from fedshift.methods.base import Method, State, trained_mean
+from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 
-class FedAvg(Method):
-    """Every site trains from the common model; the server takes the mean."""
+class LocalTraining(Method):
+    """Sites train the common model; what the server makes of their models is a subclass's ``round``.
 
-    name: ClassVar[str] = "fedavg"
-    title: ClassVar[str] = "FedAvg"
-    citation: ClassVar[str] = "McMahan et al., AISTATS 2017"
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
+    A subclass with another loss overrides `loss_at`, and says in ``tasks`` what that loss is for.
+    """
+
     tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
 
     local_epochs: PositiveInt = Field(1, description="E: passes over a site's data per round")
     steps_per_round: PositiveInt | None = Field(None, description="mini-batches per round instead of whole epochs")
-    weighting: Literal["samples", "uniform"] = Field("samples", description="shares N_k/ΣN (paper) or 1/K")
 
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return rounds * (self.steps_per_round or self.local_epochs * batches_per_epoch)
+
+    def fit(self, site: Site, weights: Weights) -> Update:
+        """At a site: E epochs from the common model."""
+        model = site.model(weights)
+        loss = site.minimise(
+            self.loss_at(site, model, weights),
+            model,
+            epochs=self.local_epochs,
+            steps=self.steps_per_round,
+            remember="optimizer",
+        )
+        return Update(site.weights_of(model), site.samples, loss)
+
+    def loss_at(self, site: Site, model: Network, weights: Weights) -> Callable[[Batch], Tensor]:
+        """What a site minimises on each mini-batch: cross-entropy, the Dice loss for segmentation.
+
+        Args:
+            site: where it is.
+            model: the network that is trained.
+            weights: the common model that it began with.
+        """
+        return lambda batch: task_loss(model(batch.inputs), batch.targets)
+
+
+class FedAvg(LocalTraining):
+    """Every site trains from the common model; the server takes the mean."""
+
+    name: ClassVar[str] = "fedavg"
+    citation: ClassVar[str] = "McMahan et al., AISTATS 2017"
+
+    weighting: Literal["samples", "uniform"] = Field("samples", description="shares N_k/ΣN (paper) or 1/K")
 
     def round(self, federation: Federation, state: State) -> State:
         updates = federation.ask(self.fit, to=federation.sources, weights=state.weights)
         weights, shares, losses = trained_mean(updates, by=self.weighting)
         return state.advance(weights, report={"losses": losses, "aggregation_weights": shares})
-
-    def fit(self, site: Site, weights: Weights) -> Update:
-        """At a site: E epochs of cross-entropy (of the Dice loss, for segmentation) from the common model."""
-        model = site.model(weights)
-        optimizer = site.optimizer(model, memory="optimizer")
-        loss = site.minimise(
-            lambda batch: task_loss(model(batch.inputs), batch.targets),
-            model,
-            epochs=self.local_epochs,
-            steps=self.steps_per_round,
-            optimizers=[optimizer],
-        )
-        site.remember_optimizer(optimizer, "optimizer")
-        return Update(site.weights_of(model), site.samples, loss)

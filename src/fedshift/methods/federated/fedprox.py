@@ -17,14 +17,16 @@ Should reproduce: no published table of this setting is known to us; with μ = 0
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from pydantic import Field, NonNegativeFloat
+from torch import Tensor
 
-from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.losses import proximal_penalty, task_loss
+from fedshift.functional.losses import proximal_penalty
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 
@@ -32,23 +34,19 @@ class FedProx(FedAvg):
     """FedAvg whose sites are held near the common model."""
 
     name: ClassVar[str] = "fedprox"
-    title: ClassVar[str] = "FedProx"
     citation: ClassVar[str] = "Li et al., MLSys 2020"
 
     proximal_weight: NonNegativeFloat = Field(0.01, description="μ: strength of the pull towards the common model")
 
-    def fit(self, site: Site, weights: Weights) -> Update:
-        """At a site: E epochs of cross-entropy plus the proximal term (equation 2)."""
+    def loss_at(self, site: Site, model: Network, weights: Weights) -> Callable[[Batch], Tensor]:
+        """Cross-entropy plus the proximal term (equation 2)."""
+        plain = super().loss_at(site, model, weights)
         if self.proximal_weight == 0:
-            return super().fit(site, weights)
-        model = site.model(weights)
+            return plain
         reference = weights.to(site.device)
-        optimizer = site.optimizer(model, memory="optimizer")
 
-        def loss(batch: Batch) -> object:
+        def pulled(batch: Batch) -> Tensor:
             penalty = proximal_penalty(model.named_parameters(), reference, self.proximal_weight)
-            return task_loss(model(batch.inputs), batch.targets) + penalty
+            return plain(batch) + penalty
 
-        mean = site.minimise(loss, model, epochs=self.local_epochs, steps=self.steps_per_round, optimizers=[optimizer])  # type: ignore[arg-type]
-        site.remember_optimizer(optimizer, "optimizer")
-        return Update(site.weights_of(model), site.samples, mean)
+        return pulled

@@ -161,9 +161,7 @@ class _SimpleRepresentation(Method):
             return loss + self.penalty(codes, means, scales, batch.targets, references)
 
         private = [references] if references is not None and encoder.references is None else []
-        optimizer = site.optimizer(model, *private, memory="optimizer")
-        loss = site.minimise_over(self._batches(site), loss_of, model, *private, optimizers=[optimizer])
-        site.remember_optimizer(optimizer, "optimizer")
+        loss = site.minimise_over(self._batches(site), loss_of, model, *private, remember="optimizer")
         for module in private:
             site.memory["references"] = site.weights_of(module)
         return Update(site.weights_of(model), site.samples, loss)
@@ -187,8 +185,6 @@ class FedL2R(_SimpleRepresentation):
     """FedAvg whose representation is kept short: an implicit alignment of its distribution across sites."""
 
     name: ClassVar[str] = "fedl2r"
-    title: ClassVar[str] = "FedL2R"
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
     sampled: ClassVar[bool] = False
     settings: ClassVar[Settings] = {"released": {"norm": "norm", "independent_batches": True}}
 
@@ -205,7 +201,6 @@ class FedCMI(_SimpleRepresentation):
     """FedAvg whose probabilistic representation is kept near a reference of each class."""
 
     name: ClassVar[str] = "fedcmi"
-    title: ClassVar[str] = "FedCMI"
     sampled: ClassVar[bool] = True
     relative_cost: ClassVar[float] = 1.1
     settings: ClassVar[Settings] = {
@@ -231,22 +226,14 @@ class FedCMI(_SimpleRepresentation):
         assert references is not None
         return self.cmi_weight * references.divergence(means, scales, labels)
 
-    def predict(self, network: Network, inputs: Tensor) -> Tensor:
-        backbone, encoder = _parts(network)
-        means, scales = encoder.codes(backbone(inputs))
-        assert scales is not None
-        draws = generator("prediction")
-        # One ε for all inputs of any batch.
-        noise = [_noise((1, encoder.width), draws, means) for _ in range(self.samples)]
-        return mean_prediction(torch.stack([network.classifier(means + scales * epsilon) for epsilon in noise]))
+    def evaluated_network(self, network: Network, sources: int) -> Network:
+        return _Sampled(network, self.samples)
 
 
 class FedSR(FedL2R, FedCMI):
     """Both: a short representation that says of a sample little more than its class."""
 
     name: ClassVar[str] = "fedsr"
-    title: ClassVar[str] = "FedSR"
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "references")
     sampled: ClassVar[bool] = True
     settings: ClassVar[Settings] = {"released": {**FedL2R.settings["released"], **FedCMI.settings["released"]}}
 
@@ -255,6 +242,30 @@ class FedSR(FedL2R, FedCMI):
     ) -> Tensor:
         given = codes, means, scales, labels, references
         return FedL2R.penalty(self, *given) + FedCMI.penalty(self, *given)
+
+
+class _Sampled(Network):
+    """Answers with the logarithm of the mean softmax over samples of z."""
+
+    def __init__(self, network: Network, samples: int) -> None:
+        super().__init__(
+            network.features,
+            network.classifier,
+            embedding_size=network.embedding_size,
+            classes=network.classes,
+            stages=network.stages,
+            alignment_stages=network.alignment_stages,
+        )
+        self._samples = samples
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        backbone, encoder = _parts(self)
+        means, scales = encoder.codes(backbone(inputs))
+        assert scales is not None
+        draws = generator("prediction")
+        # One ε for all inputs of any batch.
+        noise = [_noise((1, encoder.width), draws, means) for _ in range(self._samples)]
+        return mean_prediction(torch.stack([self.classifier(means + scales * epsilon) for epsilon in noise]))
 
 
 def _parts(network: Network) -> tuple[nn.Module, Encoder]:

@@ -96,7 +96,6 @@ class KD3A(Method):
     """Source models vote on the target's samples; sources are weighed by what they add to the consensus."""
 
     name: ClassVar[str] = "kd3a"
-    title: ClassVar[str] = "KD3A"
     citation: ClassVar[str] = "Feng et al., ICML 2021"
     scenario: ClassVar[str] = "target without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "alignment", "private")
@@ -208,14 +207,12 @@ class KD3A(Method):
     def fit(self, site: Site, weights: Weights) -> Update:
         """At a source: cross-entropy from the aggregate."""
         model = site.model(with_private(site, weights))
-        optimizer = site.optimizer(model, memory="optimizer")
         loss = site.minimise(
             lambda batch: F.cross_entropy(model(batch.inputs), batch.targets),
             model,
             steps=self._steps(site.batches_per_epoch, self.aggregations_per_epoch),
-            optimizers=[optimizer],
+            remember="optimizer",
         )
-        site.remember_optimizer(optimizer, "optimizer")
         trained = site.weights_of(model)
         self._keep(site, trained)
         return Update(trained, site.samples, loss)
@@ -286,11 +283,8 @@ class KD3A(Method):
 
     def _pass(self, site: Site, model: Network, loss_of: Callable[[Batch], Tensor], memory: str) -> float:
         """Train ``model`` for as many mini-batches as the target has in a round; the mean loss."""
-        optimizer = site.optimizer(model, memory=memory)
         steps = self._steps(site.batches_per_epoch, max(1.0, self.aggregations_per_epoch))
-        loss = site.minimise(loss_of, model, steps=steps, optimizers=[optimizer])
-        site.remember_optimizer(optimizer, memory)
-        return loss
+        return site.minimise(loss_of, model, steps=steps, remember=memory)
 
     def _aligned(
         self, site: Site, weights: Weights, models: Mapping[str, Weights], shares: Mapping[str, float]

@@ -113,7 +113,6 @@ class MDFNet(Method):
     """A mask keeps what domains share apart from what they do not; unlabelled sites teach themselves by clusters."""
 
     name: ClassVar[str] = "mdfnet"
-    title: ClassVar[str] = "MDFNet"
     citation: ClassVar[str] = "P²MDCL, anonymous, ICLR 2022 submission"
     scenario: ClassVar[str] = "labelled and unlabelled sites"
     memory_names: ClassVar[tuple[str, ...]] = ("private", "optimizer")

@@ -24,10 +24,8 @@ class Oracle(DeepAll):
     """Cross-entropy on the target's labels: what a label for every sample would give."""
 
     name: ClassVar[str] = "oracle"
-    title: ClassVar[str] = "Oracle"
     citation: ClassVar[str] = "as in Feng et al., ICML 2021"
     scenario: ClassVar[str] = "target with labels, an upper bound"
-    shares: ClassVar[tuple[str, ...]] = ("weights", "numbers")
     pooled: ClassVar[bool] = False
     needs_target: ClassVar[bool] = True
     supervised_target: ClassVar[bool] = True

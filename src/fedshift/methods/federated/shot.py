@@ -77,7 +77,6 @@ class SHOT(Method):
     """Each source's classifier stays as it is; the target trains features that it is sure about."""
 
     name: ClassVar[str] = "shot"
-    title: ClassVar[str] = "SHOT"
     citation: ClassVar[str] = "Liang et al., ICML 2020"
     scenario: ClassVar[str] = "target without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("models", "labels", "trained")

@@ -59,9 +59,7 @@ class StyleWrapper(InFront):
         "vgg": {"style_space": "vgg"},
         "released": {"style_space": "vgg", "unbiased_content": True, "one_style_per_batch": True},
     }
-    own_shares: ClassVar[tuple[str, ...]] = ("styles",)
     own_memory: ClassVar[tuple[str, ...]] = ("styles",)
-    own_steps: ClassVar[tuple[str, ...]] = ("share_styles", "receive_styles")
 
     style_space: Literal["pixel", "lab", "lowfreq", "feature", "vgg"] = Field(
         "pixel", description="Φ: pixels (columns of vectors), Lab, low frequencies, the network, or VGG-19 (paper)"

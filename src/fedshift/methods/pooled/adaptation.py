@@ -82,9 +82,7 @@ class PooledAdaptation(DeepAll):
     ) -> Update:
         """Train the model and its parts together, and remember the parts."""
         modules = [model] if parts is None else [model, parts]
-        optimizer = site.optimizer(*modules, memory="optimizer")
-        loss = site.minimise_over(batches, loss_of, *modules, optimizers=[optimizer])
-        site.remember_optimizer(optimizer, "optimizer")
+        loss = site.minimise_over(batches, loss_of, *modules, remember="optimizer")
         if parts is not None:
             site.memory["parts"] = site.weights_of(parts)
         return Update(site.weights_of(model), site.samples, loss)

@@ -58,7 +58,6 @@ class CDAN(PooledAdaptation):
     """A domain classifier that sees features and predictions together, and that the features fool."""
 
     name: ClassVar[str] = "cdan"
-    title: ClassVar[str] = "CDAN+E"
     citation: ClassVar[str] = "Long et al., NeurIPS 2018"
     relative_cost: ClassVar[float] = 1.6
     settings: ClassVar[Settings] = {"released": {"ramp_share": 0.1}}

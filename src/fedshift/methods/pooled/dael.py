@@ -48,9 +48,7 @@ class DAEL(PooledAdaptation):
     """An expert per source, taught by its own domain and by the other experts; the surest one labels the target."""
 
     name: ClassVar[str] = "dael"
-    title: ClassVar[str] = "DAEL"
     citation: ClassVar[str] = "Zhou et al., IEEE TIP 2021"
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
     relative_cost: ClassVar[float] = 2.0
 
     threshold: Annotated[float, Field(ge=0, le=1)] = Field(0.95, description="least probability of a pseudo-label")

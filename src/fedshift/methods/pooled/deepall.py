@@ -33,10 +33,7 @@ class DeepAll(Method):
     """Cross-entropy on the pooled data of all sources."""
 
     name: ClassVar[str] = "deepall"
-    title: ClassVar[str] = "DeepAll"
     citation: ClassVar[str] = "Li et al., ICCV 2017"
-    shares: ClassVar[tuple[str, ...]] = ("raw_data", "weights", "numbers")
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
     pooled: ClassVar[bool] = True
     tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
 
@@ -62,12 +59,10 @@ class DeepAll(Method):
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
         """Where the pooled data lie: this round's share of the mini-batches."""
         model = site.model(weights)
-        optimizer = site.optimizer(model, memory="optimizer")
         loss = site.minimise(
             lambda batch: task_loss(model(batch.inputs), batch.targets),
             model,
             steps=steps,
-            optimizers=[optimizer],
+            remember="optimizer",
         )
-        site.remember_optimizer(optimizer, "optimizer")
         return Update(site.weights_of(model), site.samples, loss)

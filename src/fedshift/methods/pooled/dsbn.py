@@ -57,7 +57,6 @@ class DSBN(PooledAdaptation):
     """Domains share all weights but BatchNorm's; a model of the first stage labels the target for the second."""
 
     name: ClassVar[str] = "dsbn"
-    title: ClassVar[str] = "DSBN"
     citation: ClassVar[str] = "Chang et al., CVPR 2019"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts", "teacher")
     relative_cost: ClassVar[float] = 1.2

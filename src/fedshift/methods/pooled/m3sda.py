@@ -59,7 +59,6 @@ class M3SDA(PooledAdaptation):
     """Moments of all domains' features meet; pairs of classifiers find where the target is still unlike the sources."""
 
     name: ClassVar[str] = "m3sda"
-    title: ClassVar[str] = "M3SDA"
     citation: ClassVar[str] = "Peng et al., ICCV 2019"
     relative_cost: ClassVar[float] = 2.5
     settings: ClassVar[Settings] = {"reimplementation": {"moments": "mean_variance", "moment_weight": 0.5}}

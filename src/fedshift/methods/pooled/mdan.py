@@ -45,7 +45,6 @@ class MDAN(PooledAdaptation):
     """Features that no domain classifier can tell from the target's, the hardest sources first."""
 
     name: ClassVar[str] = "mdan"
-    title: ClassVar[str] = "MDAN"
     citation: ClassVar[str] = "Zhao et al., NeurIPS 2018"
     relative_cost: ClassVar[float] = 1.1
 

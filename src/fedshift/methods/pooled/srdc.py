@@ -61,7 +61,6 @@ class SRDC(PooledAdaptation):
     """The target's samples cluster, the sources' labels keep the clusters in order."""
 
     name: ClassVar[str] = "srdc"
-    title: ClassVar[str] = "SRDC"
     citation: ClassVar[str] = "Tang et al., CVPR 2020"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "centres")
     relative_cost: ClassVar[float] = 1.3
