@@ -37,6 +37,7 @@ from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedprox import FedProx
 from fedshift.methods.federated.fedsr import FedSR
+from fedshift.methods.federated.mdfnet import MDFNet
 from fedshift.methods.federated.oracle import Oracle
 from fedshift.methods.pooled.deepall import DeepAll
 from fedshift.methods.wrapper import InFront
@@ -338,11 +339,19 @@ def test_it_is_the_method_behind_with_other_samples(name: str, monkeypatch: pyte
 
 def test_nothing_of_the_method_behind_is_forgotten() -> None:
     """A new hook of methods has to be handed on, or named here as not the other's."""
-    own = {"name", "title", "citation", "setting", "label", "recipe", "display", "pooled", "supervised_target"}
+    own = {"name", "title", "citation", "scenario", "setting", "settings", "label", "recipe", "display"}
+    own |= {"pooled", "supervised_target", "average_rounds"}
     hooks = {name for name in vars(Method) if not name.startswith("_")} | set(Method.__annotations__)
     hooks -= {name for name in hooks if name.startswith("model_")}
     hooks -= {"scenario", "settings", "average_rounds"}  # a method in front has its own
     assert hooks - own <= set(vars(InFront))
+
+
+def test_warnings_of_the_method_behind_are_handed_on() -> None:
+    behind = MDFNet()
+    (warning,) = behind.check_steps({"a": 2})
+    assert "a (2)" in warning
+    assert StyleTransfer(method=behind).check_steps({"a": 2}) == (warning,)
 
 
 def test_each_site_alone_in_its_own_styles_is_measured_with_its_own_model() -> None:
