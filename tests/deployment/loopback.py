@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 import yaml
+from safetensors.torch import load_file
 from tiny import domains
 
 from fedshift.deployment.coordinator import EXPERIMENT, coordinate
@@ -21,6 +23,7 @@ from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.remote.transport import Lost
 from fedshift.federation.remote.wire import Message
 
+ADAPT = {"kind": "adapt_to_one", "targets": ["east"], "seeds": [0], "test_fraction": 0.3}
 SITES = {"north": 41, "south": 17, "east": 26}
 UNSEEN = {"west": 30}
 VECTOR_MODEL: dict[str, Any] = {"name": "mlp", "hidden": [8, 6]}
@@ -155,3 +158,19 @@ def events(folder: Path) -> list[dict[str, Any]]:
 
 
 __all__: Sequence[str] = ("SITES", "UNSEEN", "Loopback", "deploy", "events", "options_of", "simulate", "site_file")
+
+
+# Runs -----------------------------------------------------------------------------------------------------------------
+
+
+def model(folder: Path, method: str, target: str) -> dict[str, torch.Tensor]:
+    return load_file(folder / method / target / "seed-0" / "model.safetensors")
+
+
+def result(folder: Path, method: str, target: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / method / target / "seed-0" / "result.json").read_text())
+    return found
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

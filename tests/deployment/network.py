@@ -12,10 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 import yaml
 from loopback import SITES, UNSEEN, write_data
-from safetensors.torch import load_file
 
 from fedshift.cli.deploy import fetch, follow
 from fedshift.cli.project import free_port
@@ -25,7 +23,6 @@ from fedshift.experiment.config.experiment import parse
 
 PATIENCE = 240.0
 """Seconds that anything may take here: test machines are busy."""
-ADAPT = {"kind": "adapt_to_one", "targets": ["east"], "seeds": [0], "test_fraction": 0.3}
 THREE = [{"name": "fedavg"}, {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}, {"name": "kd3a"}]
 
 
@@ -149,11 +146,3 @@ def environment(network: Network) -> Iterator[None]:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here / "watched"), *([before] if before else [])]))
         patch.setenv("FEDSHIFT_WATCHED", str(network.watched))
         yield
-
-
-def model(folder: Path, method: str, target: str) -> dict[str, torch.Tensor]:
-    return load_file(folder / method / target / "seed-0" / "model.safetensors")
-
-
-def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

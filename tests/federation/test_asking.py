@@ -185,25 +185,25 @@ def test_content_per_site() -> None:
     assert [float(update.weights["seen"]) for update in replies] == [0.0, 1.0, 2.0]
     assert where.ledger.total["down"] == {"statistics": 3 * 8, "numbers": 3 * 16}
     lacking = where.ask(probe.look, to=where.sources, bank=bank, number=PerSite({where.sources[0]: 1.0}))
-    with pytest.raises(FedshiftError, match=f"'number' differs between sites and has nothing for '{where.sources[1]}'"):
+    with pytest.raises(FedshiftError, match=f"'number' .*'{where.sources[1]}'"):
         list(lacking)
 
 
 def test_mistakes_of_a_method() -> None:
     probe = Probe()
     where = federation(probe)
-    with pytest.raises(FedshiftError, match="'larg' is not in this federation; did you mean 'large'"):
+    with pytest.raises(FedshiftError, match=r"'larg' .*'large'"):
         where.ask(probe.fit, to=["larg"], weights=Weights({}))
     steps: list[Any] = [Probe().fit, FedAvg().fit, Probe.fit, lambda site: None]
     for step in steps:
-        with pytest.raises(FedshiftError, match="a step of the method itself"):
+        with pytest.raises(FedshiftError, match="step of the method"):
             where.ask(step, to=where.sources)
     assert where.progress.exchange == 0
-    with pytest.raises(FedshiftError, match="step wrong returned dict, not a Reply"):
+    with pytest.raises(FedshiftError, match=r"wrong .*not a Reply"):
         where.ask(probe.wrong, to=["large"]).only()
-    with pytest.raises(FedshiftError, match="'value' is a Tensor, which may not travel"):
+    with pytest.raises(FedshiftError, match=r"'value' .*may not travel"):
         where.ask(probe.tensor, to=["large"]).only()
-    with pytest.raises(FedshiftError, match="'weights' is a Tensor, which may not travel"):
+    with pytest.raises(FedshiftError, match=r"'weights' .*may not travel"):
         where.ask(probe.fit, to=["large"], weights=torch.ones(1)).only()  # type: ignore[arg-type]
     assert where.ledger.total["up"] == {}
 
@@ -211,14 +211,14 @@ def test_mistakes_of_a_method() -> None:
 def test_a_refused_kind_never_leaves() -> None:
     probe = Probe()
     where = federation(probe, refuse=["features"])
-    with pytest.raises(UserError, match=r"site 'large' refuses to send features \(field 'crops' of step leak\)"):
+    with pytest.raises(UserError, match=r"'large' refuses .*features .*'crops' .*leak"):
         where.ask(probe.leak, to=["large"]).only()
     assert where.ledger.total["up"] == {}
     assert where.progress.used["large"] == 0
 
 
 def test_a_method_that_shares_a_refused_kind_does_not_begin() -> None:
-    with pytest.raises(UserError, match="refuses to send statistics, which the method shares"):
+    with pytest.raises(UserError, match=r"refuses .*statistics"):
         federation(Probe(), refuse=["statistics", "features"])
 
 

@@ -198,7 +198,7 @@ class SiteProgram:
             self._stamp = stamp  # the files were rewritten with the same content
         if stamp != self._stamp or (fingerprint is not None and fingerprint != self.holding.fingerprint):
             raise UserError(
-                f"site '{self.name}': the data changed during the run; put the files back as they were and go on with "
+                f"site '{self.name}': the data changed during the run; put the files back and continue with "
                 "fedshift deploy resume, or begin a new experiment"
             )
 

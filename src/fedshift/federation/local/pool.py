@@ -138,7 +138,7 @@ class WorkerPool:
         reason = (
             "was killed, perhaps for lack of memory" if code is not None and code < 0 else f"ended with code {code}"
         )
-        return FedshiftError(f"worker process {worker} {reason}; run again to go on from the last round")
+        return FedshiftError(f"worker process {worker} {reason}; run again to continue from the last round")
 
     def close(self) -> None:
         """Stop the workers and remove the shared files."""

@@ -242,7 +242,7 @@ class RemoteFederation(Federation):
                 raise type(why)(f"round {self.round}, step {step}: {why}; {left}")
             raise FedshiftError(
                 f"round {self.round}, step {step}: site '{site}' is lost ({outcome.reason}); {left}; when the site is "
-                "back, go on with fedshift deploy resume"
+                "back, continue with fedshift deploy resume"
             )
 
     def _record(self, step: str, site: str, outcome: str, reason: str) -> None:
