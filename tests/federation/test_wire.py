@@ -87,6 +87,17 @@ def test_rounding_is_bounded(seed: int, scale: float, size: int) -> None:
         assert bool(((back["t"] - values).abs() <= bound * (1 + 1e-5)).all())
 
 
+def test_every_block_of_8_bit_integers_has_its_own_scale() -> None:
+    """Small numbers beside large ones: each block is off by half a step of its own largest number, not of all."""
+    sizes = torch.tensor([1e-3, 100.0, 1.0]).repeat_interleave(BLOCK)
+    values = sizes * torch.randn(3 * BLOCK, generator=torch.Generator().manual_seed(5))
+    content, manifest = narrowed({"w": Weights({"t": values})}, "int8")
+    back = widened(content, manifest)["w"]
+    assert isinstance(back, Weights)
+    for found, block in zip(back["t"].view(3, BLOCK), values.view(3, BLOCK), strict=True):
+        assert (found - block).abs().max() <= block.abs().max() / 254 * (1 + 1e-5)
+
+
 @pytest.mark.parametrize("wire", ["bf16", "int8"])
 def test_error_feedback_lets_the_mean_of_messages_converge(wire: Wire) -> None:
     """The same numbers sent again and again: with feedback what rounding took comes later, without it never does."""
