@@ -11,10 +11,9 @@ from small import experiment, sites
 
 import fedshift
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
-from fedshift.experiment.plan import rounds_needed, site_budget, site_plans
+from fedshift.experiment.plan import pooled_bytes, rounds_needed, site_budget, site_plans
 from fedshift.experiment.protocol import Split
-from fedshift.experiment.runs import one_run as part_module
-from fedshift.experiment.runs.round_loop import pooled_bytes
+from fedshift.experiment.runs import one_run
 from fedshift.federation.training import Training
 from fedshift.methods import registry
 from fedshift.methods.base import Method
@@ -84,14 +83,14 @@ def test_one_site_in_place_of_all_has_the_work_of_all() -> None:
 def test_what_a_run_hands_to_its_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each seed its own setting, the engine's quorum, and what single sites refuse."""
     seen: list[tuple[Any, Any, Any]] = []
-    plain = part_module.LocalFederation
+    plain = one_run.LocalFederation
 
     class Watched(plain):  # type: ignore[misc, valid-type]
         def __init__(self, plans: Any, setting: Any, **options: Any) -> None:
             seen.append((plans, setting, options))
             super().__init__(plans, setting, **options)
 
-    monkeypatch.setattr(part_module, "LocalFederation", Watched)
+    monkeypatch.setattr(one_run, "LocalFederation", Watched)
     engine = {"name": "local", "threads": 1, "quorum": 1, "on_refusal": "leave_out", "refuse_at": {"c": ["styles"]}}
     protocol = {"targets": ["a"], "seeds": [3, 5], "test_fraction": 0.3}
     fedshift.run(experiment(sites(tmp_path), engine=engine, protocol=protocol), tmp_path / "runs")

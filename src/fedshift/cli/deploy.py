@@ -18,7 +18,8 @@ from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
 from fedshift.errors import FedshiftError, UserError
 from fedshift.evaluation.stored import run_folders
 from fedshift.experiment.config.experiment import Experiment, load
-from fedshift.experiment.runs.run_folder import RunFolder, common_settings
+from fedshift.experiment.plan import common_settings
+from fedshift.experiment.runs.run_folder import RunFolder
 from fedshift.files import write_bytes
 from fedshift.report.collect import collect
 from fedshift.report.page import write_page

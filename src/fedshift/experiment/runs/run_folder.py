@@ -1,11 +1,14 @@
-"""The folder of one run: who wrote it, what is in it, how it is resumed. Nothing half-written is taken for whole."""
+"""The folder of one run: its settings, rounds, checkpoint, model and result.
+
+Every file is written whole or not at all.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,16 +19,12 @@ from fedshift.errors import UserError
 from fedshift.evaluation.packed import LOADER
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.stored import ORDER, RESULT, ROUNDS, SETTINGS, pack_of, stored
-from fedshift.experiment.config.experiment import Experiment, method_record
-from fedshift.experiment.config.sections import EXTENT
-from fedshift.experiment.environment import versions
-from fedshift.experiment.plan import Run, budgets
-from fedshift.experiment.protocol import Split
+from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.runs.identity import comparable, first_difference
 from fedshift.federation.message_files import read_message, write_message
 from fedshift.federation.messages import Content
 from fedshift.files import write_bytes
-from fedshift.methods.base import Method, State
+from fedshift.methods.base import State
 from fedshift.weights import Weights
 
 FORMAT = 1
@@ -90,9 +89,9 @@ class RunFolder:
         if difference is not None:
             path, old, new = difference
             file = stored(self.path / SETTINGS)
-            place = self.path if file is None or file.line is None else file.place()
+            where = self.path if file is None or file.line is None else file.place()
             raise UserError(
-                f"{place} was written by another experiment: {path} is {old!r} there and {new!r} here; "
+                f"{where} was written by another experiment: {path} is {old!r} there and {new!r} here; "
                 "give this one another name, or another folder with --runs"
             )
 
@@ -237,11 +236,12 @@ class RunFolder:
             self.memory.rmdir()
 
 
-def write_order(experiment: Experiment, targets: Sequence[str], folder: Path) -> None:
-    """Say beside the methods' folders what was planned, in the order of the tables; not where packed files say it."""
+def write_order(plan: Plan, folder: Path) -> None:
+    """Write the order of methods, targets and seeds for the tables, except where packed files say the same."""
+    experiment = plan.experiment
     order = {
         "methods": [method.display for method in experiment.methods],
-        "targets": list(targets),
+        "targets": list(plan.targets),
         "seeds": list(experiment.protocol.seeds),
     }
     pack = pack_of(folder)
@@ -249,31 +249,6 @@ def write_order(experiment: Experiment, targets: Sequence[str], folder: Path) ->
         write_bytes(folder / ORDER, (json.dumps(order, indent=2) + "\n").encode())
 
 
-def run_folder(experiment: Experiment, split: Split, fingerprint: str, run: Run, folder: Path) -> RunFolder:
-    """The folder of one run below the experiment's, with the settings that make it this run."""
-    settings = common_settings(experiment, run.method)
-    budget = budgets(run.method, experiment.methods, experiment.training, split)
-    identity = {
-        **settings,
-        "data": {**settings["data"], "fingerprint": fingerprint},
-        "target": run.target,
-        "seed": run.seed,
-        "training": {**settings["training"], "mini_batches": budget},
-        "engine": experiment.dump()["engine"],
-        "device": experiment.device,
-        "versions": versions(),
-    }
-    return RunFolder(folder / run.method.display / run.target / f"seed-{run.seed}", identity)
-
-
-def common_settings(experiment: Experiment, method: Method) -> dict[str, Any]:
-    """What all runs of a method in an experiment share."""
-    whole = experiment.dump()
-    return {
-        "name": experiment.name,
-        "data": whole["data"],
-        "protocol": {key: value for key, value in whole["protocol"].items() if key not in EXTENT},
-        "model": whole["model"],
-        "training": whole["training"],
-        "method": method_record(method),
-    }
+def run_folder(planned: PlannedRun, folder: Path) -> RunFolder:
+    """The folder of one run below the experiment's ``folder``."""
+    return RunFolder(folder / planned.folder, planned.identity)
