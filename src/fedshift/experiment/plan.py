@@ -243,10 +243,10 @@ def common_settings(experiment: Experiment, method: Method) -> dict[str, Any]:
 def budgets(method: Method, methods: Sequence[Method], training: Training, split: Split) -> dict[str, int]:
     """Mini-batches that each site may train on in a run of ``method``.
 
-    All sites together get what the most demanding of ``methods`` needs (or `mini_batches` times their number), the
-    same for every method. They share it as the method itself spends it, so all of them are done in the same round: a
-    site that is done early would go on voting with a model it did not train. Methods that count in epochs all share it
-    alike. What a method trains at an unlabelled target counts like any other mini-batch.
+    All sites together get what the most demanding of ``methods`` needs (or `mini_batches` times their number), so the
+    total is the same for every method. Sites share it as the method spends it, so that all are done in the same round:
+    a site that is done early would go on voting with a model that it did not train. Mini-batches at an unlabelled
+    target count like any other.
     """
 
     def needs(candidate: Method) -> dict[str, int]:
@@ -282,13 +282,14 @@ def rounds_needed(method: Method, training: Training, split: Split, budget: Mapp
             before = trained(per_epoch, 1) - per_round
             if per_round > 0:
                 needed.append(math.ceil((budget[site] - before) / per_round))
-    # A method that trains nothing in its rounds has those of the experiment.
+    # A method that trains nothing in its rounds runs as many as the experiment says.
     return max(0, *needed) if needed else training.rounds
 
 
 def site_plans(method: Method, data: DataSet, split: Split) -> list[SitePlan]:
-    """The sites a method talks to: one per source and per target that takes part, or one pool. An unseen target is not
-    among them.
+    """The sites a method talks to: one per source and per target that takes part, or one pool.
+
+    An unseen target is not among them.
     """
     names = [name for name in data.domains if name in split.train]
     parts = [(data.domains[name], split.train[name], number) for number, name in enumerate(names)]
@@ -309,7 +310,7 @@ def site_plans(method: Method, data: DataSet, split: Split) -> list[SitePlan]:
 
 
 def site_budget(budget: Mapping[str, int], plans: Sequence[SitePlan]) -> dict[str, int]:
-    """The budget by site as the method sees it: one site in place of all may do the work of all."""
+    """The budget by site as the method sees it: a single site has the budget of all."""
     return {plans[0].name: sum(budget.values())} if len(plans) == 1 else dict(budget)
 
 

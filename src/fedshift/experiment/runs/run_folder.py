@@ -43,7 +43,11 @@ class RunFolder:
     # Who may write --------------------------------------------------------------------------------------------------
 
     def acquire(self) -> bool:
-        """Take the folder for this process; False when another one has it. Raises UserError when it cannot be made."""
+        """Lock the folder for this process; False when another one holds it.
+
+        Raises:
+            UserError: When the folder cannot be made or locked.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -65,7 +69,7 @@ class RunFolder:
         return True
 
     def release(self) -> None:
-        """Let other processes have the folder."""
+        """Unlock the folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -77,7 +81,11 @@ class RunFolder:
         self.release()
 
     def check_identity(self) -> None:
-        """Raises UserError, naming the first setting that differs, when another experiment wrote this folder."""
+        """Check that this run wrote the folder, if any did.
+
+        Raises:
+            UserError: Naming the first setting that differs, when another experiment wrote it.
+        """
         there = self.written_by()
         if there is None:
             if (self.path / _CHECKPOINT).exists() or (self.path / RESULT).exists():
@@ -106,7 +114,7 @@ class RunFolder:
             raise UserError(f"{file.place()} is damaged: delete {self.path} and run again") from None
 
     def claim(self) -> None:
-        """Write who this folder belongs to."""
+        """Write the run's settings, which say whose folder this is."""
         if not (self.path / SETTINGS).exists():
             text = yaml.safe_dump(self.identity, sort_keys=False, allow_unicode=True)
             write_bytes(self.path / SETTINGS, text.encode())
@@ -129,7 +137,7 @@ class RunFolder:
         self._forget_checkpoint()
 
     def save_model(self, weights: Weights, metadata: Mapping[str, Any]) -> None:
-        """The final model: plain safetensors under state-dict names, with all that prediction needs as JSON."""
+        """Write the final model: safetensors under state-dict names, with all that prediction needs as JSON."""
         from safetensors.torch import save
 
         from fedshift.federation.messages import unshared
@@ -144,7 +152,7 @@ class RunFolder:
 
     @property
     def memory(self) -> Path:
-        """Where sites remember (in a deployment this folder is at each site)."""
+        """The folder of what sites remember between exchanges; in a deployment each site has its own."""
         return self.path / "memory"
 
     def append(self, record: RoundRecord) -> None:
@@ -159,7 +167,7 @@ class RunFolder:
             raise UserError(f"cannot write {file}: {error.strerror}; free some space and run again") from None
 
     def save_checkpoint(self, state: State, memory: Mapping[str, Mapping[str, str]], header: Mapping[str, Any]) -> None:
-        """Everything a resumed run needs, in one atomic file; then drop the memory files it no longer points to."""
+        """Write all that a resumed run needs in one atomic file, then delete memory files that it no longer names."""
         content: dict[str, Content] = {"weights": state.weights}
         content |= {f"part:{name}": part for name, part in state.parts.items()}
         content |= {f"recent:{number:06}": weights for number, weights in enumerate(state.recent)}
@@ -195,7 +203,7 @@ class RunFolder:
         return State(weights, round=header["round"], parts=parts, numbers=header["numbers"], recent=models), header
 
     def records(self, last_round: int) -> list[RoundRecord]:
-        """The rounds up to ``last_round``; lines after it (a round that has to be done again) are cut off the file.
+        """Read the rounds up to ``last_round`` and cut later ones, which are run again, off the file.
 
         Raises UserError when a line before is missing or damaged: the result would choose among other rounds.
         """
@@ -218,7 +226,7 @@ class RunFolder:
         return records
 
     def restart(self) -> None:
-        """Forget lines of rounds that no checkpoint covers."""
+        """Delete the log of rounds that no checkpoint covers."""
         (self.path / ROUNDS).unlink(missing_ok=True)
 
     def _tidy(self, memory: Mapping[str, Mapping[str, str]]) -> None:
