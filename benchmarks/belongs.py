@@ -19,8 +19,8 @@ import yaml
 
 from fedshift.evaluation.records import RunResult
 from fedshift.experiment.config.experiment import Experiment, override_field, parse
+from fedshift.experiment.plan import common_settings
 from fedshift.experiment.runs.identity import comparable, first_difference
-from fedshift.experiment.runs.run_folder import common_settings
 from fedshift.report.collect import collect
 
 HERE = Path(__file__).parent

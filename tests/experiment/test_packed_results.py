@@ -54,7 +54,7 @@ def test_packed_and_unpacked_read_alike(ran: tuple[dict[str, Any], Path], tmp_pa
             assert as_json(table_of(here, rule)) == as_json(table_of(there, rule))  # type: ignore[arg-type]
         # A page lists data and options in the order of their names in the files, which packing does not keep.
         assert sorted(page(here).splitlines()) == sorted(page(there).splitlines())
-    assert [here.result for here in collect(tmp_path / "runs").parts] == [it.result for it in collect(whole).parts]
+    assert collect(tmp_path / "runs").results == collect(whole).results
 
 
 def test_there_and_back(ran: tuple[dict[str, Any], Path], tmp_path: Path) -> None:

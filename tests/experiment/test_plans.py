@@ -11,10 +11,11 @@ from small import experiment, sites
 
 import fedshift
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
-from fedshift.experiment.plan import rounds_needed, site_budget, site_plans
-from fedshift.experiment.protocol import Split
-from fedshift.experiment.runs import one_run as part_module
-from fedshift.experiment.runs.round_loop import pooled_bytes
+from fedshift.experiment import plan as plan_module
+from fedshift.experiment.config.experiment import parse
+from fedshift.experiment.plan import Plan, budgets, pooled_bytes, rounds_needed, site_budget, site_plans
+from fedshift.experiment.protocol import Split, split_of
+from fedshift.experiment.runs import one_run
 from fedshift.federation.training import Training
 from fedshift.methods import registry
 from fedshift.methods.base import Method
@@ -81,17 +82,41 @@ def test_one_site_in_place_of_all_has_the_work_of_all() -> None:
     assert site_budget({"a": 12, "b": 5}, two) == {"a": 12, "b": 5}
 
 
+def test_a_split_is_computed_once_for_all_methods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def counted(protocol: Any, data: DataSet, target: str, seed: int) -> Split:
+        asked.append((target, seed))
+        return split_of(protocol, data, target, seed)
+
+    monkeypatch.setattr(plan_module, "split_of", counted)
+    protocol = {"targets": ["a", "b"], "seeds": [3, 5], "test_fraction": 0.3}
+    whole = parse(experiment(sites(tmp_path), protocol=protocol, methods=["fedavg", "deepall"]))
+    plan = Plan(whole, whole.data.build())
+    for planned in (*plan.runs, *plan.runs):
+        run = planned.run
+        expected = split_of(whole.protocol, plan.data, run.target, run.seed)
+        assert {name: rows.tolist() for name, rows in planned.split.train.items()} == {
+            name: rows.tolist() for name, rows in expected.train.items()
+        }
+        assert planned.budget == budgets(run.method, whole.methods, whole.training, expected)
+        assert planned.identity["training"]["mini_batches"] == planned.budget
+        assert planned.setting("cpu").seed == planned.identity["seed"] == run.seed
+        assert planned.folder == Path(run.method.name, run.target, f"seed-{run.seed}")
+    assert asked == [("a", 3), ("b", 3), ("a", 5), ("b", 5)]
+
+
 def test_what_a_run_hands_to_its_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each seed its own setting, the engine's quorum, and what single sites refuse."""
     seen: list[tuple[Any, Any, Any]] = []
-    plain = part_module.LocalFederation
+    plain = one_run.LocalFederation
 
     class Watched(plain):  # type: ignore[misc, valid-type]
         def __init__(self, plans: Any, setting: Any, **options: Any) -> None:
             seen.append((plans, setting, options))
             super().__init__(plans, setting, **options)
 
-    monkeypatch.setattr(part_module, "LocalFederation", Watched)
+    monkeypatch.setattr(one_run, "LocalFederation", Watched)
     engine = {"name": "local", "threads": 1, "quorum": 1, "on_refusal": "leave_out", "refuse_at": {"c": ["styles"]}}
     protocol = {"targets": ["a"], "seeds": [3, 5], "test_fraction": 0.3}
     fedshift.run(experiment(sites(tmp_path), engine=engine, protocol=protocol), tmp_path / "runs")

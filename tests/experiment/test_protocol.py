@@ -18,7 +18,7 @@ from fedshift.data.site_data import batches_per_epoch, epoch_batches
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.config.sections import LeaveOneOut, LocalEngine
-from fedshift.experiment.plan import POOL, budgets, rounds_needed, runs_of, site_budget, site_plans
+from fedshift.experiment.plan import POOL, Plan, budgets, rounds_needed, site_budget, site_plans
 from fedshift.experiment.protocol import Split, split_of
 from fedshift.federation.site_runner import SitePlan
 from fedshift.federation.training import Training
@@ -178,12 +178,15 @@ def test_the_target_is_not_among_the_sites() -> None:
     assert [part[0].name for part in pool.parts] == ["a", "c"]
 
 
-def test_parts_come_seed_by_seed(tmp_path: Path) -> None:
+def test_runs_come_seed_by_seed(tmp_path: Path) -> None:
     options = experiment(
         sites(tmp_path), protocol={"targets": ["c", "a"], "seeds": [4, 1]}, methods=["deepall", "fedavg"]
     )
     resolved = parse(options)
-    order = [(run.seed, run.target, run.method.name) for run in runs_of(resolved, resolved.data.build())]
+    order = [
+        (planned.run.seed, planned.run.target, planned.run.method.name)
+        for planned in Plan(resolved, resolved.data.build()).runs
+    ]
     assert order == [
         (seed, target, method) for seed in (4, 1) for target in ("c", "a") for method in ("deepall", "fedavg")
     ]

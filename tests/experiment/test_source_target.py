@@ -20,13 +20,17 @@ from fedshift.evaluation.metrics import harmonic_mean
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.config.sections import LocalEngine, SourceTarget
 from fedshift.experiment.distance import proxy_distances
-from fedshift.experiment.plan import runs_of, site_plans
+from fedshift.experiment.plan import Plan, site_plans
 from fedshift.experiment.protocol import roles_of, split_of, targets_of
 from fedshift.experiment.runs.context import Reporter
+from fedshift.federation.site_runner import Setting
+from fedshift.federation.training import Training
 from fedshift.methods.base import Method
+from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.mdfnet import MDFNet
 from fedshift.methods.pooled.cdan import CDAN
 from fedshift.methods.pooled.source_only import SourceOnly
+from fedshift.models import registry as models
 
 FOLDER = Manifest("", "", "", "", "")
 NETWORK: dict[str, Any] = {"name": "mlp", "hidden": [6]}
@@ -74,7 +78,7 @@ def test_all_ordered_pairs_and_every_split() -> None:
     assert targets_of(protocol, data) == ("a-b", "a-c", "b-a", "b-c", "c-a", "c-b")
     assert protocol.seeds == (0, 1, 2, 3)
     whole = parse(pairs({"a": "a.npz", "b": "b.npz", "c": "c.npz"}, {"pairs": "all"}))
-    assert len(runs_of(whole, data)) == 6 * 2 * len(METHODS)
+    assert len(Plan(whole, data).runs) == 6 * 2 * len(METHODS)
     assert parse(whole.dump()) == whole
     named = parse(pairs({"a": "a.npz"}, {"pairs": [["a", "b"], [["a", "c"], ["b"]]]}))
     assert parse(named.dump()) == named
@@ -214,11 +218,13 @@ def test_proxy_distance_of_like_and_unlike_sites() -> None:
     data = DataSet("x", made, ("0", "1", "2"), Preprocessing(kind="features"), FOLDER)
     protocol = SourceTarget(pairs=[["here", ["twin", "far"]]])
     split = split_of(protocol, data, "here-twin+far", 0)
-    found = proxy_distances(data, split, 0, "cpu", LocalEngine())
+    linear = models.parse({"name": "linear"})
+    setting = Setting(FedAvg(), Training(), linear, data.preprocessing, data.input_shape, 3, 1, 0, "cpu")
+    found = proxy_distances(data, split, setting, LocalEngine())
     assert set(found) == {"here-twin", "here-far"}
     assert found["here-twin"] < 0.4
     assert found["here-far"] > 1.9
-    assert found == proxy_distances(data, split, 0, "cpu", LocalEngine())
+    assert found == proxy_distances(data, split, setting, LocalEngine())
     # By a library, on the same kind of halves.
     from sklearn.linear_model import LogisticRegression
 
@@ -227,8 +233,8 @@ def test_proxy_distance_of_like_and_unlike_sites() -> None:
     error = 1 - LogisticRegression().fit(x[::2], side[::2]).score(x[1::2], side[1::2])
     assert found["here-far"] == pytest.approx(2 * (1 - 2 * error), abs=0.1)
     for kind in ("weights", "numbers"):
-        assert proxy_distances(data, split, 0, "cpu", LocalEngine(refuse=(kind,))) == {}
-        alone = proxy_distances(data, split, 0, "cpu", LocalEngine(refuse_at={"far": (kind,)}))
+        assert proxy_distances(data, split, setting, LocalEngine(refuse=(kind,))) == {}
+        alone = proxy_distances(data, split, setting, LocalEngine(refuse_at={"far": (kind,)}))
         assert alone == {"here-twin": found["here-twin"]}, "the others are measured all the same"
 
 

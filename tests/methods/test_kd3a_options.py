@@ -12,6 +12,7 @@ from kd3a_written import EQUATIONS
 from fedshift.errors import UserError
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import parse
+from fedshift.experiment.plan import Plan
 from fedshift.functional.averaging import is_buffer
 from fedshift.methods.federated import kd3a_teachers
 
@@ -91,10 +92,10 @@ def test_options_that_need_batch_norm(options: dict[str, Any], word: str) -> Non
     }
     experiment = parse(written)
     with pytest.raises(UserError, match=rf"^kd3a\.{next(iter(options))}: {word} .*the network has none$"):
-        check_fit(experiment, experiment.data.build())
+        check_fit(Plan(experiment, experiment.data.build()))
     written["model"] = {"name": "mlp", "hidden": [8], "batch_norm": True}
     experiment = parse(written)
-    check_fit(experiment, experiment.data.build())
+    check_fit(Plan(experiment, experiment.data.build()))
 
 
 def test_it_needs_a_target() -> None:

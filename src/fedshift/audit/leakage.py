@@ -22,11 +22,11 @@ from fedshift.data.domain import DataSet
 from fedshift.data.site_data import SiteData, batches_per_epoch
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.experiment import Experiment
-from fedshift.experiment.environment import data_fingerprint, resolve_device, threads_set, versions
+from fedshift.experiment.environment import resolve_device, threads_set, versions
 from fedshift.experiment.features import built
+from fedshift.experiment.plan import Plan
 from fedshift.experiment.predict import load_model
-from fedshift.experiment.protocol import roles_of, split_of, taking_part, targets_of, with_wrong_labels
-from fedshift.experiment.runs.context import data_for
+from fedshift.experiment.protocol import taking_part, with_wrong_labels
 from fedshift.federation.site import Site
 from fedshift.federation.site_memory import SiteMemory
 from fedshift.models import registry as models
@@ -102,13 +102,13 @@ def audit_leakage(
     sizes = list(dict.fromkeys(batches))
     if not sizes or min(sizes) < 1 or iterations < 1 or starts < 1:
         raise UserError("--batch, --iterations and --starts: give whole numbers of at least 1")
-    whole = taking_part(experiment.protocol, built(experiment))
+    plan = Plan(experiment, taking_part(experiment.protocol, built(experiment)))
+    whole = plan.data
     if whole.task != "classification":
         raise UserError(f"data set {whole.name} is for {whole.task}, and the audit only attacks classification")
-    target, name = _target_and_site(experiment, whole, site)
+    target, name = _target_and_site(plan, site)
     seed = experiment.protocol.seeds[0]
-    data = data_for(experiment, whole, target)
-    split = split_of(experiment.protocol, data, target, seed)
+    data, split = plan.data_for(target), plan.split(target, seed)
     shown = with_wrong_labels(experiment.protocol, data, split, seed)
     device, threads = resolve_device(experiment.device), experiment.engine.thread_count()
     part = (shown.domains[name], split.train[name], 0)
@@ -130,7 +130,7 @@ def audit_leakage(
     return LeakageAudit(
         experiment=experiment.dump(),
         data=data.name,
-        fingerprint=data_fingerprint(whole),
+        fingerprint=plan.fingerprint,
         images=len(data.input_shape) == 3,
         site=name,
         samples=view.samples,
@@ -151,13 +151,13 @@ def audit_leakage(
     )
 
 
-def _target_and_site(experiment: Experiment, data: DataSet, site: str | None) -> tuple[str, str]:
+def _target_and_site(plan: Plan, site: str | None) -> tuple[str, str]:
     """The first target for which ``site`` is a source, and the site; None means any site."""
-    targets = targets_of(experiment.protocol, data)
+    targets, data = plan.targets, plan.data
     if site is not None and site not in data.domains:
         raise UserError(f"--site: no site is called '{site}'; {nearest(site, data.domains)}")
     for target in targets:
-        sources = [name for name in roles_of(experiment.protocol, data, target)[0] if site in (None, name)]
+        sources = [name for name in plan.roles(target)[0] if site in (None, name)]
         if sources:
             return target, sources[0]
     others = [name for name in data.domains if name != site]

@@ -7,7 +7,7 @@ import signal
 import sys
 
 _NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Faults of the disk that are no defect: full, above a quota, read-only."""
+"""Errors of the disk that are no bug: full, over quota, read-only."""
 
 
 def main() -> None:
@@ -36,10 +36,8 @@ def _run() -> int:
     except OSError as error:
         if error.errno not in _NO_PLACE:
             raise
-        place = f" {error.filename}" if error.filename else ""
-        print(
-            f"error: cannot write{place}: {error.strerror}; free some space or choose another folder", file=sys.stderr
-        )
+        path = f" {error.filename}" if error.filename else ""
+        print(f"error: cannot write{path}: {error.strerror}; free some space or choose another folder", file=sys.stderr)
         return 2
     except Exception as error:
         # What typer says of a wrong option. Its class cannot be named: some versions carry a click of their own.

@@ -18,7 +18,8 @@ from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
 from fedshift.errors import FedshiftError, UserError
 from fedshift.evaluation.stored import run_folders
 from fedshift.experiment.config.experiment import Experiment, load
-from fedshift.experiment.runs.run_folder import RunFolder, common_settings
+from fedshift.experiment.plan import common_settings
+from fedshift.experiment.runs.run_folder import RunFolder
 from fedshift.files import write_bytes
 from fedshift.report.collect import collect
 from fedshift.report.page import write_page
@@ -71,20 +72,23 @@ def follow(kit: Path, experiment: Experiment, runs: Path, *, detach: bool = Fals
 
 
 def check_place(experiment: Experiment, folder: Path) -> None:
-    """Raises UserError where runs with other settings have the place of this experiment's: it would not be kept.
+    """Check that the results of this experiment can be kept below ``folder``.
 
     What depends on the sites' data is not known yet; `fetch` compares that too.
+
+    Raises:
+        UserError: When runs with other settings lie there.
     """
     for method in experiment.methods:
         settings = common_settings(experiment, method)
-        for place in run_folders(folder / method.display):
-            there = RunFolder(place, {}).written_by()
+        for path in run_folders(folder / method.display):
+            there = RunFolder(path, {}).written_by()
             if there is not None:
                 known = {
                     "data": {**settings["data"], "fingerprint": there["data"].get("fingerprint")},
                     "training": {**settings["training"], "mini_batches": there["training"].get("mini_batches")},
                 }
-                RunFolder(place, {**there, **settings, **known}).check_identity()
+                RunFolder(path, {**there, **settings, **known}).check_identity()
 
 
 def _check_running(kit: Path) -> None:
@@ -130,14 +134,15 @@ def _watch(deployment: Deployment, runs: Path) -> Path:
 def fetch(deployment: Deployment, runs: Path) -> Path:
     """Copy a deployment's run folders below ``runs``, where every other command finds them.
 
-    Raises UserError, and copies nothing, where another experiment's run has the place of one of them.
+    Raises:
+        UserError: When another experiment's run lies where one of them belongs; nothing is copied then.
     """
     source, folder = deployment.folder / "runs" / deployment.name, runs / deployment.name
     if source.exists():
-        for place in sorted(source.glob("*/*/seed-*")):
-            made = RunFolder(place, {}).written_by()
+        for path in sorted(source.glob("*/*/seed-*")):
+            made = RunFolder(path, {}).written_by()
             if made is not None:
-                RunFolder(folder / place.relative_to(source), made).check_identity()
+                RunFolder(folder / path.relative_to(source), made).check_identity()
         shutil.copytree(
             source, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "checkpoint*", "memory")
         )

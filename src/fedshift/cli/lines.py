@@ -1,4 +1,4 @@
-"""Progress without a terminal: a line for each finished run, and one now and then in between."""
+"""Progress without a terminal: a line for each finished run, and one every few seconds in between."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ FIRST, EVERY = 3.0, 10.0
 
 
 class Lines(Reporter):
-    """Says how far an experiment is, for how long it has been at work and how long it will still take at that pace."""
+    """Says how far an experiment is, how long it has run, and how long it will still take at that pace."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self.left = 0
-        """Runs that another process was at work on."""
+        """Runs that another process holds."""
         self._say, self._clock = say, clock
         self._runs = self._passed = 0
         self._begun: float | None = None
@@ -63,7 +63,7 @@ class Lines(Reporter):
 
     @property
     def _share(self) -> float:
-        """Of the present run's training."""
+        """Share of the current run's training that is done."""
         return min(1.0, self._trained / self._total) if self._total else 0.0
 
     def _pass(self) -> None:

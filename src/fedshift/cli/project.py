@@ -59,7 +59,7 @@ def provision_project(path: Path, out: Path, renew: bool) -> None:
 
 
 def try_project(path: Path | None, overrides: Sequence[str], runs: Path, port: int | None, keep: Path | None) -> None:
-    """Play a federation on this machine: own processes, TLS over loopback, data written apart for each site."""
+    """Run a whole federation on this machine: a process for each role, TLS over loopback, own data for each site."""
     experiment = load(path, overrides) if path else load(Path(__file__).with_name("try.yaml"), overrides)
     roles.installed()
     if keep is not None:
@@ -70,7 +70,11 @@ def try_project(path: Path | None, overrides: Sequence[str], runs: Path, port: i
 
 
 def play(experiment: Experiment, folder: Path, runs: Path, port: int | None) -> Path:
-    """Provision, start, deploy and stop a federation for an experiment whose data lie on this machine; the results."""
+    """Provision, start, deploy and stop a federation for an experiment whose data lie on this machine.
+
+    Returns:
+        The folder of the results.
+    """
     from fedshift.cli.deploy import check_place, follow
 
     console = Console(stderr=True)
@@ -93,9 +97,9 @@ def play(experiment: Experiment, folder: Path, runs: Path, port: int | None) -> 
         roles.start(roles.load_kit(made.coordinator, "coordinator"))
         started.append((made.coordinator, "coordinator"))
         for site, options in sites.items():
-            place = made.sites[site] / "SITE.yaml"
-            place.write_text(yaml.safe_dump(options))
-            roles.start(roles.load_kit(made.sites[site], "site"), place, wait=0)
+            path = made.sites[site] / "SITE.yaml"
+            path.write_text(yaml.safe_dump(options))
+            roles.start(roles.load_kit(made.sites[site], "site"), path, wait=0)
             started.append((made.sites[site], "site"))
         return follow(made.coordinator, deployed, runs)
     finally:
@@ -104,7 +108,11 @@ def play(experiment: Experiment, folder: Path, runs: Path, port: int | None) -> 
 
 
 def spread(experiment: Experiment, folder: Path) -> tuple[Experiment, dict[str, dict[str, object]]]:
-    """The experiment as it is deployed, and a SITE.yaml's content per site; data are written below ``folder``."""
+    """Write each site's data below ``folder``.
+
+    Returns:
+        The experiment as it is deployed, and the content of each site's SITE.yaml.
+    """
     data = taking_part(experiment.protocol, experiment.data.build())
     targets = targets_of(experiment.protocol, data)
     own = targets if isinstance(experiment.protocol, LeaveOneOut) and len(targets) == 1 else ()
@@ -168,8 +176,8 @@ def _described(data: DataSet, names: Sequence[str], folder: Path) -> dict[str, o
 def free_port() -> int:
     """A port that nothing listens on now.
 
-    Not one that the system gives to outgoing connections: a site that dials again and again would one day get the
-    coordinator's own port, and be connected to itself.
+    It is outside the range that the system uses for outgoing connections. Else a site that reconnects often enough
+    would be given the coordinator's own port and be connected to itself.
     """
     for port in random.sample(range(20_000, 30_000), 200):
         with socket.socket() as probe, contextlib.suppress(OSError):

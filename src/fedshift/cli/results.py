@@ -1,4 +1,4 @@
-"""``fedshift results``: finished runs into a few small files, and back."""
+"""``fedshift results``: pack finished runs into a few small files, and unpack them."""
 
 from __future__ import annotations
 

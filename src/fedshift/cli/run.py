@@ -58,13 +58,13 @@ def _run(experiment: Experiment, runs: Path, errors: Console) -> None:
         Console().print(terminal(table_of(collected)))
         errors.print(f"page: {write_page(folder, collected)}", markup=False, highlight=False, soft_wrap=True)
     elif reporter.left:
-        errors.print("another process is at work on all that is left of this experiment", highlight=False)
+        errors.print("another process is running all remaining runs of this experiment", highlight=False)
     if diverged is not None:
         raise diverged
 
 
 def _reporter(errors: Console) -> tuple[Bars | Lines, Callable[[], None]]:
-    """Bars at a terminal, lines in a file; and what ends them."""
+    """Bars at a terminal, lines elsewhere; and a function that ends them."""
     if not errors.is_terminal:
         return Lines(partial(errors.print, markup=False, highlight=False, soft_wrap=True)), lambda: None
     progress = Progress(
@@ -82,15 +82,15 @@ def _reporter(errors: Console) -> tuple[Bars | Lines, Callable[[], None]]:
 
 
 class Bars(Reporter):
-    """Progress of an experiment as two bars: runs, and mini-batches of the present run."""
+    """Shows progress as two bars: runs, and mini-batches of the current run."""
 
     def __init__(self, progress: Progress) -> None:
         self.left = 0
-        """Runs that another process was at work on."""
+        """Runs that another process holds."""
         self._runs = 0
         self._progress = progress
         self._whole = progress.add_task("runs", total=None, unit="runs")
-        self._part = progress.add_task("", total=None, unit="mini-batches", visible=False)
+        self._current = progress.add_task("", total=None, unit="mini-batches", visible=False)
         self._features = FeatureBar(progress.console)
 
     def extraction(self, site: str, images: int, done: int) -> None:
@@ -107,15 +107,15 @@ class Bars(Reporter):
 
     def run(self, run: Run, mini_batches: int, done: int) -> None:
         name = escape(f"{run.method.display} → {run.target}, seed {run.seed}")
-        self._progress.reset(self._part, total=mini_batches, completed=done, description=name, visible=True)
+        self._progress.reset(self._current, total=mini_batches, completed=done, description=name, visible=True)
 
     def trained(self, site: str, mini_batches: int) -> None:
-        self._progress.advance(self._part, mini_batches)
+        self._progress.advance(self._current, mini_batches)
 
     def round(self, run: Run, record: RoundRecord) -> None:
         if record.target_mean is not None:
             name = escape(f"{run.method.display} → {run.target}, seed {run.seed}: {record.target_mean:.2f} %")
-            self._progress.update(self._part, description=name)
+            self._progress.update(self._current, description=name)
 
     def finished(self, run: Run, result: RunResult, resumed: bool) -> None:
         self._progress.advance(self._whole)

@@ -1,7 +1,8 @@
-"""The coordinator's side of a deployed experiment: agree with the sites, then every (method, target, seed) in turn.
+"""The coordinator's side of a deployed experiment: agree with the sites, then carry out every run in turn.
 
-It knows names, shapes, classes and numbers of samples; samples are only those of its own unseen set, where it has one.
-An engine calls `coordinate` in the process of its job; all that has to outlive the job lies in the deployment's folder.
+The coordinator knows names, shapes, classes and numbers of samples. It holds no samples but those of its own unseen
+set, where it has one. An engine calls `coordinate` in the process of its job; all that has to outlive the job lies in
+the deployment's folder.
 """
 
 from __future__ import annotations
@@ -9,40 +10,36 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fedshift.data.builders.at_sites import AtSites
+from fedshift.deployment.deployed_plan import DeployedPlan
 from fedshift.deployment.event_log import Watch
-from fedshift.deployment.handshake import Agreed, agree, encoded_for, fingerprint_of, split_for, split_rule, targets_of
+from fedshift.deployment.handshake import agree, split_rule
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment, method_name, parse
 from fedshift.experiment.config.sections import AdaptToOne, FlareEngine, LeaveOneOut, SourceTarget
 from fedshift.experiment.environment import resolve_device, threads_set
-from fedshift.experiment.plan import Run, budgets, rounds_needed, site_budget, site_plans
+from fedshift.experiment.plan import PlannedRun, Run, site_budget
 from fedshift.experiment.protocol import Split
 from fedshift.experiment.runs.context import Context
 from fedshift.experiment.runs.evaluator import Evaluator
-from fedshift.experiment.runs.round_loop import conduct
-from fedshift.experiment.runs.run_folder import run_folder, write_order
+from fedshift.experiment.runs.round_loop import train_and_evaluate
+from fedshift.experiment.runs.run_folder import RunFolder, run_folder, write_order
 from fedshift.federation.remote.remote_federation import RemoteFederation
 from fedshift.federation.remote.transport import Transport, ask_plain
 from fedshift.federation.setting_json import setting_recipe
+from fedshift.federation.site import Role
 from fedshift.federation.site_runner import Setting
 from fedshift.methods.base import Method
 from fedshift.models.network import Network
-from fedshift.models.options import NetworkOptions
 from fedshift.weights import Weights
 
-EXPERIMENT, CARDS, PROGRESS = "experiment.json", "cards.json", "progress.jsonl"
-CLOCKS_APART = 60.0
-"""Seconds by which clocks may differ before the coordinator says so."""
-EVERY_SITE = "sites"
-"""As a target: no site is left out, and the model is measured on the held-out samples of all of them."""
+EXPERIMENT, PROGRESS = "experiment.json", "progress.jsonl"
 
 
 def check_deployable(experiment: Experiment) -> FlareEngine:
@@ -83,101 +80,74 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
         agreed = agree(experiment, transport, [site for site in sites if site not in dropped], folder, engine, watch)
         for warning in agreed.data.warnings:
             watch.warn(warning)
-        targets = targets_of(experiment, agreed)
-        check_fit(experiment, agreed.data, targets)
-        fingerprint = fingerprint_of(agreed)
-        context = Context(
-            experiment,
-            agreed.data,
-            fingerprint,
-            resolve_device(experiment.device),
-            torch.get_num_threads(),
-            None,
-            watch,
-        )
+        plan = DeployedPlan(experiment, agreed)
+        check_fit(plan)
+        context = Context(resolve_device(experiment.device), torch.get_num_threads(), watch)
         runs = folder / "runs" / experiment.name
-        write_order(experiment, targets, runs)
-        planned = [
-            Run(method, target, seed)
-            for seed in experiment.protocol.seeds
-            for target in targets
-            for method in experiment.methods
-        ]
-        watch.begin(len(planned))
-        for run in planned:
-            _one(context, agreed, run, transport, engine, runs, watch)
+        write_order(plan, runs)
+        watch.begin(len(plan.runs))
+        for planned in plan.runs:
+            _carry_out(context, plan, planned, transport, engine, runs, watch)
 
 
-def _one(
+def _carry_out(
     context: Context,
-    agreed: Agreed,
-    run: Run,
+    plan: DeployedPlan,
+    planned: PlannedRun,
     transport: Transport,
     engine: FlareEngine,
     runs: Path,
     watch: Watch,
 ) -> None:
-    """One run from its last checkpoint, or its beginning, to its result."""
-    experiment, method = context.experiment, run.method
-    agreed = encoded_for(experiment, agreed, run.target)
-    context = replace(context, data=agreed.data)
-    split = split_for(experiment, agreed, run)
-    place = run_folder(experiment, split, context.fingerprint, run, runs)
-    place.identity["wire"] = engine.wire
-    place.check_identity()
-    finished = place.result()
+    """Carry out one run from its last checkpoint, or its beginning, to its result."""
+    experiment, run, sites = plan.experiment, planned.run, plan.agreed.sites
+    folder = run_folder(planned, runs)
+    folder.check_identity()
+    finished = folder.result()
     if finished is not None:
         watch.finished(run, finished, resumed=True)
         return
-    deadline = time.monotonic() + 60
-    while not place.acquire():  # a job that has just died may still hold it
-        if time.monotonic() > deadline:
-            raise FedshiftError(f"{place.path} is held by another job")
-        time.sleep(0.5)
-    with place:
-        budget = budgets(method, experiment.methods, experiment.training, split)
-        setting = Setting(
-            method=method,
-            training=experiment.training,
-            network=experiment.model,
-            preprocessing=agreed.data.preprocessing,
-            input_shape=agreed.data.input_shape,
-            classes=len(agreed.data.classes),
-            sources=len(split.train),
-            seed=run.seed,
-            device=context.device,
-            refuse=frozenset(engine.refuse),
-            on_refusal=engine.on_refusal,
-        )
+    _wait_for(folder)
+    with folder:
+        setting = planned.setting(context.device)
         network = setting.build_network().to(context.device)
-        plans = site_plans(method, agreed.data, split)
-        name = f"{experiment.name}-{method.display}-{run.target}-seed-{run.seed}"
-        numbers = {plan.name: (plan.role, plan.parts[0][2]) for plan in plans}
+        plans = planned.sites(planned.data)
+        name = f"{experiment.name}-{run.method.display}-{run.target}-seed-{run.seed}"
+        numbers = {site.name: (site.role, site.parts[0][2]) for site in plans}
         federation = RemoteFederation(
-            method,
+            run.method,
             transport,
             run=name,
             recipe=_recipe(setting),
-            parts={site: _part(experiment, agreed, run, site, numbers.get(site)) for site in agreed.sites},
+            parts={site: _part(plan, run, site, numbers.get(site)) for site in sites},
             like=network.state_dict(),
-            samples={plan.name: len(plan.parts[0][1]) for plan in plans},
+            samples={site.name: len(site.parts[0][1]) for site in plans},
             deadline=engine.deadline,
             quorum=engine.quorum,
             on_refusal=engine.on_refusal,
             wire=engine.wire,
             patience=engine.patience,
             on_event=watch.event,
-            sources=[plan.name for plan in plans if plan.role == "source"],
-            targets=[plan.name for plan in plans if plan.role == "target"],
-            budget=site_budget(budget, plans),
-            rounds=max(1, rounds_needed(method, experiment.training, split, budget)),
+            sources=[site.name for site in plans if site.role == "source"],
+            targets=[site.name for site in plans if site.role == "target"],
+            budget=site_budget(planned.budget, plans),
+            rounds=max(1, planned.rounds),
             on_answer=watch.trained,
         )
-        place.claim()
-        evaluator = _AtSites(agreed, split, federation, run, torch.device(context.device), experiment.model)
-        result = conduct(context, run, place, federation, evaluator, split, network)
-        ask_plain(transport, "end", name, {site: {} for site in agreed.sites}, engine.patience)
+        folder.claim()
+        evaluator = _AtSites(plan, planned, federation, torch.device(context.device))
+        result = train_and_evaluate(context, planned, folder, federation, evaluator, network)
+        ask_plain(transport, "end", name, {site: {} for site in sites}, engine.patience)
         watch.finished(run, result, resumed=False)
+
+
+def _wait_for(folder: RunFolder) -> None:
+    """Take the folder for this job; a job that has just died may still hold it."""
+    deadline = time.monotonic() + 60
+    while not folder.acquire():
+        if time.monotonic() > deadline:
+            raise FedshiftError(f"{folder.path} is held by another job")
+        time.sleep(0.5)
 
 
 def _recipe(setting: Setting) -> dict[str, Any]:
@@ -189,41 +159,33 @@ def _recipe(setting: Setting) -> dict[str, Any]:
     return recipe
 
 
-def _part(
-    experiment: Experiment, agreed: Agreed, run: Run, site: str, number: tuple[str, int] | None
-) -> dict[str, Any]:
-    """What a site is told of its own part in a run."""
-    role, place = number or ("unseen", 0)
-    shared = isinstance(experiment.protocol, LeaveOneOut) and experiment.protocol.base_images == "shared"
+def _part(plan: DeployedPlan, run: Run, site: str, role: tuple[Role, int] | None) -> dict[str, Any]:
+    """What a site is told of its own part in a run; ``role``: its role and domain number, None for an unseen one."""
+    protocol = plan.experiment.protocol
+    shared = isinstance(protocol, LeaveOneOut) and protocol.base_images == "shared"
     return {
-        "role": role,
-        "number": place,
-        "split": split_rule(experiment) | {"seed": run.seed},
-        "whole": role == "unseen" and (not agreed.grouped[site] or shared),
-        "fingerprint": agreed.fingerprints[site],
+        "role": role[0] if role else "unseen",
+        "number": role[1] if role else 0,
+        "split": split_rule(plan.experiment) | {"seed": run.seed},
+        "whole": role is None and (not plan.agreed.grouped[site] or shared),
+        "fingerprint": plan.agreed.fingerprints[site],
     }
 
 
-# Measuring ------------------------------------------------------------------------------------------------------------
+# Evaluation -----------------------------------------------------------------------------------------------------------
 
 
 class _AtSites:
-    """Measures a model where the samples are: at the sites, and here on the coordinator's own."""
+    """Evaluates a model where the samples are: at the sites, and here on the coordinator's own."""
 
     def __init__(
-        self,
-        agreed: Agreed,
-        split: Split,
-        federation: RemoteFederation,
-        run: Run,
-        device: torch.device,
-        model: NetworkOptions,
+        self, plan: DeployedPlan, planned: PlannedRun, federation: RemoteFederation, device: torch.device
     ) -> None:
-        own = agreed.own is not None and run.target in agreed.own.domains
-        self._here = Evaluator(agreed.own, Split({}, {}, split.measured), device, model) if own and agreed.own else None
+        data, split, own = planned.data, planned.split, planned.run.target in plan.own
+        self._here = Evaluator(data, Split({}, {}, split.measured), device, plan.experiment.model) if own else None
         self._targets = [] if own else list(split.measured)
         self._sources = [site for site, rows in split.held_out.items() if len(rows)]
-        self._federation, self._classes = federation, len(agreed.data.classes)
+        self._federation, self._classes = federation, len(data.classes)
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
         """As `Evaluator.measure`; raises FedshiftError when the target's own site does not answer."""

@@ -1,4 +1,4 @@
-"""What the coordinator and the sites of a deployed experiment agree on before training, and the splits it leads to."""
+"""What the coordinator and the sites of a deployed experiment agree on before training."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ from fedshift import __version__
 from fedshift.data import agreement
 from fedshift.data import registry as data_registry
 from fedshift.data.builders.at_sites import AtSites
-from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing, Rows
+from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.deployment.event_log import Watch
 from fedshift.deployment.site_cards import checked_card, one_line
-from fedshift.errors import FedshiftError, UserError, nearest
+from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.config.experiment import Experiment, method_name
-from fedshift.experiment.config.sections import AdaptToOne, FlareEngine, LeaveOneOut, SourceTarget
-from fedshift.experiment.environment import data_fingerprint, versions
-from fedshift.experiment.plan import Run
-from fedshift.experiment.protocol import Split, domain_rows, unseen_rows
+from fedshift.experiment.config.sections import FlareEngine, LeaveOneOut, SourceTarget
+from fedshift.experiment.environment import versions
 from fedshift.federation.remote.transport import Lost, Transport, ask_plain
 from fedshift.files import write_bytes
 
@@ -32,8 +30,6 @@ CLOCKS_APART = 60.0
 """Seconds by which clocks may differ before the coordinator says so."""
 _LATEST = 1e12
 """Seconds since 1970 that a clock can show; an integer of any size would overflow as a float."""
-EVERY_SITE = "sites"
-"""As a target: no site is left out, and the model is measured on the held-out samples of all of them."""
 
 
 @dataclass(frozen=True)
@@ -185,10 +181,10 @@ def _encoding(given: Mapping[str, Mapping[str, Any]], preprocessing: Preprocessi
         raise UserError(one_line(str(error))) from None
 
 
-def encoded_for(experiment: Experiment, agreed: Agreed, target: str) -> Agreed:
-    """The same in an encoding in which an unseen ``target`` has no say."""
+def encoded_for(experiment: Experiment, agreed: Agreed, target: str) -> DataSet:
+    """The agreed data in an encoding in which an unseen ``target`` has no say."""
     if agreed.given is None:
-        return agreed
+        return agreed.data
     unseen = isinstance(experiment.protocol, LeaveOneOut)
     given = {site: one for site, one in agreed.given.items() if not (unseen and site == target)}
     preprocessing = _encoding(given, agreed.data.preprocessing)
@@ -196,7 +192,7 @@ def encoded_for(experiment: Experiment, agreed: Agreed, target: str) -> Agreed:
     own = _own_set(experiment, shape, agreed.data.classes, preprocessing)
     domains = {site: _without_samples(site, len(agreed.data.domains[site]), shape) for site in agreed.sites}
     whole = {**domains, **(own.domains if own else {})}
-    return replace(agreed, data=replace(agreed.data, domains=whole, preprocessing=preprocessing), own=own)
+    return replace(agreed.data, domains=whole, preprocessing=preprocessing)
 
 
 def _own_set(
@@ -235,59 +231,7 @@ def _without_samples(name: str, samples: int, shape: tuple[int, ...]) -> Domain:
     return Domain(name, inputs, np.broadcast_to(np.zeros((), dtype=np.int64), (samples,)))
 
 
-def fingerprint_of(agreed: Agreed) -> str:
-    own = data_fingerprint(agreed.own) if agreed.own else ""
-    return "+".join([*(agreed.fingerprints[site] for site in agreed.sites), *([own] if own else [])])
-
-
-def targets_of(experiment: Experiment, agreed: Agreed) -> tuple[str, ...]:
-    """The targets in turn: as the protocol names them; ``all``: the coordinator's own domains, else every site."""
-    assert not isinstance(experiment.protocol, SourceTarget)  # as `check_deployable` made sure
-    named = experiment.protocol.targets
-    own = tuple(agreed.own.domains) if agreed.own else ()
-    if named == "all":
-        return own if own and isinstance(experiment.protocol, LeaveOneOut) else agreed.sites
-    for target in named:
-        if target == EVERY_SITE and isinstance(experiment.protocol, LeaveOneOut):
-            continue
-        if target not in (*agreed.sites, *own):
-            raise UserError(f"protocol.targets: no site is called '{target}'; {nearest(target, (*agreed.sites, *own))}")
-        if target in own and isinstance(experiment.protocol, AdaptToOne):
-            raise UserError(f"protocol.targets: '{target}' lies at the coordinator and cannot take part in training")
-    return tuple(named)
-
-
-def split_for(experiment: Experiment, agreed: Agreed, run: Run) -> Split:
-    """The rows of one run: how many at each site, and which of the coordinator's own."""
-
-    def rows(site: str) -> tuple[Rows, Rows]:
-        train, held_out = agreed.rows[site][str(run.seed)]
-        return np.arange(train, dtype=np.int64), np.arange(held_out, dtype=np.int64)
-
-    sources = [site for site in agreed.sites if site != run.target]
-    if not sources:
-        raise UserError(f"protocol.targets: no site is left to train when '{run.target}' is the target")
-    train = {site: rows(site)[0] for site in sources}
-    held_out = {site: rows(site)[1] for site in sources}
-    for site, chosen in train.items():
-        if len(chosen) == 0:
-            raise UserError(f"protocol: site '{site}' has no training samples left; lower protocol.test_fraction")
-    if run.target == EVERY_SITE:
-        return Split(train, held_out, {site: chosen for site, chosen in held_out.items() if len(chosen)})
-    if agreed.own is not None and run.target in agreed.own.domains:
-        assert isinstance(experiment.protocol, LeaveOneOut)
-        domain = agreed.own.domains[run.target]
-        own_held_out = domain_rows(experiment.protocol, domain, run.seed)[1]
-        return Split(train, held_out, {run.target: unseen_rows(experiment.protocol, domain, own_held_out)})
-    if isinstance(experiment.protocol, LeaveOneOut):
-        count = agreed.rows[run.target][str(run.seed)][1]
-        if not agreed.grouped[run.target] or experiment.protocol.base_images == "shared":
-            count = len(agreed.data.domains[run.target])
-        return Split(train, held_out, {run.target: np.arange(count, dtype=np.int64)})
-    unlabelled, measured = rows(run.target)
-    return Split(train, held_out, {run.target: measured}, {run.target: unlabelled})
-
-
 def split_rule(experiment: Experiment) -> dict[str, Any]:
+    """How every site splits its samples."""
     assert not isinstance(experiment.protocol, SourceTarget)  # as `check_deployable` made sure
     return {"test_fraction": experiment.protocol.test_fraction, "split": experiment.protocol.split}

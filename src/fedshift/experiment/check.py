@@ -1,27 +1,26 @@
-"""Everything that can be known about an experiment before it trains."""
+"""What can be known about an experiment before it trains (``fedshift check``)."""
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fedshift.data.checks import absent_classes
-from fedshift.data.domain import DataSet, Rows
-from fedshift.data.site_data import SiteData, batches_per_epoch, epoch_batches
+from fedshift.data.domain import DataSet
+from fedshift.data.site_data import SiteData, epoch_batches
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.config.sections import SourceTarget
-from fedshift.experiment.environment import data_fingerprint, resolve_device
+from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.features import built
-from fedshift.experiment.plan import budgets, rounds_needed
-from fedshift.experiment.protocol import roles_of, shortest_epochs, split_of, taking_part, targets_of
-from fedshift.experiment.runs.context import data_for
-from fedshift.experiment.runs.round_loop import pooled_bytes
+from fedshift.experiment.plan import Plan, PlannedRun
+from fedshift.experiment.protocol import taking_part
 from fedshift.functional.losses import task_loss
-from fedshift.methods.base import Method, RunPlan
+from fedshift.methods.base import Method, Traffic
 from fedshift.models import registry as models
 from fedshift.models.network import Network
 from fedshift.models.payload import payload
@@ -32,7 +31,7 @@ _TIMED_BATCHES = 8
 
 @dataclass(frozen=True)
 class DomainCheck:
-    """Sizes of one domain in the first split. ``missing``: names of classes the domain has no sample of."""
+    """Sizes of one domain in the first split; ``missing`` names the classes that it has no sample of."""
 
     name: str
     samples: int
@@ -44,8 +43,10 @@ class DomainCheck:
 
 @dataclass(frozen=True)
 class MethodCheck:
-    """What one method will need. hours (of mini-batches alone) and bytes: of all runs (targets × seeds). rounds
-    and mini-batches (the mean over the sources): of one run, the longest where they differ.
+    """What one method will need.
+
+    ``hours`` (of mini-batches alone) and bytes are those of all runs (targets × seeds). ``rounds`` and
+    ``mini_batches_per_site`` (the mean over the sources) are those of one run, the longest where runs differ.
     """
 
     label: str
@@ -78,97 +79,92 @@ class Check:
 
 
 def check(experiment: Experiment) -> Check:
-    """Read the data, build the network, try every method's fit, time a few mini-batches; train nothing that is kept.
+    """Read the data, build the network, check that every method fits, and time a few mini-batches. No model is kept.
 
-    Raises UserError for whatever would stop the experiment later.
+    Raises:
+        UserError: For whatever would stop the experiment later.
     """
-    data = taking_part(experiment.protocol, built(experiment))
-    device = resolve_device(experiment.device)
-    targets = targets_of(experiment.protocol, data)
-    warnings = check_fit(experiment, data)
-    encoded = {target: data_for(experiment, data, target) for target in targets}
-    splits = {
-        (target, seed): split_of(experiment.protocol, encoded[target], target, seed)
-        for target in targets
-        for seed in experiment.protocol.seeds
-    }
-    steps = shortest_epochs(experiment.training, splits.values())
-    warnings += tuple(said for method in experiment.methods for said in method.check_steps(steps))
-    threads = experiment.engine.thread_count()
+    plan = Plan(experiment, taking_part(experiment.protocol, built(experiment)))
+    data = plan.data
+    device, threads = resolve_device(experiment.device), experiment.engine.thread_count()
+    warnings = (*check_fit(plan), *plan.warnings())
     per_batch = _seconds_per_batch(experiment, data, device, threads)
-    found = []
-    for method in experiment.methods:
-        networks = {
-            target: _network(experiment, method, encoded[target], len(roles_of(experiment.protocol, data, target)[0]))
-            for target in targets
-        }
-        work = up = down = rounds = 0
-        seconds = 0.0
-        for (target, _), split in splits.items():
-            budget = budgets(method, experiment.methods, experiment.training, split)
-            needed = rounds_needed(method, experiment.training, split, budget)
-            rounds = max(rounds, needed)
-            work = max(work, round(sum(budget.values()) / len(split.train)))
-            sites = 1 if method.pooled else len(split.train)
-            speed_up = experiment.engine.parallel_runs * min(experiment.engine.workers, sites)
-            seconds += sum(budget.values()) * per_batch * method.relative_cost / speed_up
-            network = networks[target]
-            plan = RunPlan.of(
-                network,
-                input_shape=data.input_shape,
-                samples={site: len(rows) for site, rows in split.train.items()},
-                targets=len(split.unlabelled),
-                rounds=needed,
-                trained=_samples(experiment, budget, {**split.train, **split.unlabelled}),
-            )
-            traffic = method.traffic(plan)
-            up, down = up + traffic.up, down + traffic.down
-            up += sum(pooled_bytes(method, encoded[target], split).values())
-        found.append(MethodCheck(method.display, len(splits), rounds, work, seconds / 3600, up, down, method.shares))
+    needs = _needs(plan, per_batch)
     plain = payload(models.build(experiment.model, data.input_shape, len(data.classes), 0))
     return Check(
         data=data.name,
-        fingerprint=data_fingerprint(data),
+        fingerprint=plan.fingerprint,
         classes=data.classes,
         input_shape=data.input_shape,
-        domains=tuple(_domain(experiment, data, name) for name in data.domains),
+        domains=tuple(_domain(plan, name) for name in data.domains),
         model=experiment.model.name,
         parameters=plain.parameters,
         payload=plain.bytes,
         device=device,
         threads=threads,
-        methods=tuple(found),
+        methods=tuple(_method(method, needs[method.display]) for method in experiment.methods),
         warnings=(*data.warnings, *warnings),
         encoding_shares=experiment.data.shares,
     )
 
 
-def _network(experiment: Experiment, method: Method, data: DataSet, sources: int) -> Network:
-    """The network that sites train under ``method``."""
-    return method.adapt_network(models.build(experiment.model, data.input_shape, len(data.classes), 0), sources)
+@dataclass(frozen=True)
+class _Need:
+    """What one run needs."""
+
+    rounds: int
+    mini_batches: int
+    seconds: float
+    traffic: Traffic
 
 
-def _samples(experiment: Experiment, budget: Mapping[str, int], rows: Mapping[str, Rows]) -> int:
-    """Samples in the mini-batches of ``budget`` at sites that hold ``rows``, all sites together."""
-    size = experiment.training.batch_size
-    return round(sum(budget[site] * len(own) / batches_per_epoch(len(own), size) for site, own in rows.items()))
+def _needs(plan: Plan, per_batch: float) -> dict[str, list[_Need]]:
+    """What every run needs, by method; ``per_batch`` seconds a mini-batch."""
+    needs: dict[str, list[_Need]] = {method.display: [] for method in plan.experiment.methods}
+    # Target by target, then method by method: one encoding of the data and one network are in memory at a time.
+    for target, method in itertools.product(plan.targets, plan.experiment.methods):
+        runs = [planned for planned in plan.runs if planned.run.target == target and planned.run.method is method]
+        network = runs[0].network()
+        needs[method.display] += [_need(planned, network, per_batch) for planned in runs]
+    return needs
 
 
-def _domain(experiment: Experiment, data: DataSet, name: str) -> DomainCheck:
-    protocol, seed = experiment.protocol, experiment.protocol.seeds[0]
-    targets = targets_of(protocol, data) if isinstance(protocol, SourceTarget) else tuple(data.domains)
-    roles = {target: roles_of(protocol, data, target) for target in targets}
-    as_source = next((target for target, (sources, _) in roles.items() if name in sources), None)
-    as_target = next((target for target, (_, others) in roles.items() if name in others), None)
-    given = split_of(protocol, data, as_source, seed) if as_source is not None else None
-    domain = data.domains[name]
+def _need(planned: PlannedRun, network: Network, per_batch: float) -> _Need:
+    method, engine = planned.run.method, planned.experiment.engine
+    sites = 1 if method.pooled else len(planned.split.train)
+    speed_up = engine.parallel_runs * min(engine.workers, sites)
+    seconds = sum(planned.budget.values()) * per_batch * method.relative_cost / speed_up
+    return _Need(planned.rounds, planned.mini_batches, seconds, planned.traffic(network))
+
+
+def _method(method: Method, needs: Sequence[_Need]) -> MethodCheck:
+    return MethodCheck(
+        label=method.display,
+        runs=len(needs),
+        rounds=max(need.rounds for need in needs),
+        mini_batches_per_site=max(need.mini_batches for need in needs),
+        hours=sum(need.seconds for need in needs) / 3600,
+        bytes_up=sum(need.traffic.up for need in needs),
+        bytes_down=sum(need.traffic.down for need in needs),
+        shares=method.shares,
+    )
+
+
+def _domain(plan: Plan, name: str) -> DomainCheck:
+    protocol, data = plan.experiment.protocol, plan.data
+    seed = protocol.seeds[0]
+    # A domain that is no target of the protocol is shown as if it were one.
+    targets = plan.targets if isinstance(protocol, SourceTarget) else tuple(data.domains)
+    as_source = next((target for target in targets if name in plan.roles(target)[0]), None)
+    as_target = next((target for target in targets if name in plan.roles(target)[1]), None)
+    given = plan.split(as_source, seed) if as_source is not None else None
     return DomainCheck(
         name,
-        len(domain),
-        len(given.train[name]) if given else 0,
-        len(given.held_out[name]) if given else 0,
-        len(split_of(protocol, data, as_target, seed).measured[name]) if as_target is not None else 0,
-        absent_classes(data, domain),
+        samples=len(data.domains[name]),
+        train=len(given.train[name]) if given else 0,
+        held_out=len(given.held_out[name]) if given else 0,
+        measured_as_target=len(plan.split(as_target, seed).measured[name]) if as_target is not None else 0,
+        missing=absent_classes(data, data.domains[name]),
     )
 
 

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from fedshift.data.domain import DataSet
 from fedshift.errors import UserError, nearest
-from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.config.sections import LeaveOneOut
-from fedshift.experiment.protocol import roles_of, targets_of
+from fedshift.experiment.plan import Plan
 from fedshift.methods import registry
 from fedshift.models import registry as models
 
 
-def check_fit(experiment: Experiment, data: DataSet, targets: Sequence[str] | None = None) -> tuple[str, ...]:
-    """Warnings of the methods about their options on these data.
+def check_fit(plan: Plan) -> tuple[str, ...]:
+    """Check that methods, network, data and what sites refuse fit together, without training.
 
-    targets: those of a deployment, which has a name for all sites together; else the protocol's. Raises UserError when
-    a method, the network, the data and what sites refuse do not fit; nothing is trained.
+    Returns:
+        What the methods warn of: their options on these data.
+
+    Raises:
+        UserError: For the first thing that does not fit.
     """
+    experiment, data, engine = plan.experiment, plan.data, plan.experiment.engine
+    roles = [plan.roles(target) for target in plan.targets]
     warnings: list[str] = []
-    engine = experiment.engine
     for site in engine.refuse_at:
         if site not in data.domains:
             raise UserError(f"engine.refuse_at: no site is called '{site}'; {nearest(site, data.domains)}")
@@ -30,10 +30,8 @@ def check_fit(experiment: Experiment, data: DataSet, targets: Sequence[str] | No
                 f"engine.refuse: sites refuse {kind}, which data set {experiment.data.name} needs for a common encoding"
             )
     models.check_task(experiment.model, data.task, data.name)
-    protocol = experiment.protocol
-    roles = [roles_of(protocol, data, target) for target in targets or targets_of(protocol, data)]
     numbers = {len(sources) for sources, _ in roles}
-    unseen = isinstance(protocol, LeaveOneOut)
+    unseen = isinstance(experiment.protocol, LeaveOneOut)
     most = max(len(sources) + (0 if unseen else len(others)) for sources, others in roles)
     if engine.quorum is not None and engine.quorum > most:
         raise UserError(
@@ -43,7 +41,7 @@ def check_fit(experiment: Experiment, data: DataSet, targets: Sequence[str] | No
     for method in experiment.methods:
         if data.task not in method.tasks:
             known = {name: registry.method_class(name).tasks for name in registry.names()}
-            # A method in front of another one learns what that one can: its class alone does not say.
+            # A wrapper learns what the method that it wraps learns, so its class alone does not say.
             fitting = [name for name, tasks in known.items() if isinstance(tasks, tuple) and data.task in tasks]
             raise UserError(
                 f"methods: {method.display} is a method of {' and '.join(method.tasks)}, data set {data.name} is one "

@@ -8,7 +8,7 @@ border is of the kinds weights and numbers; a site that refuses one of them is n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -105,14 +105,27 @@ def _scores(site: Site, half: int, plane: Weights | dict[str, Tensor]) -> Tensor
     return scores
 
 
-def proxy_distances(data: DataSet, split: Split, seed: int, device: str, engine: Engine) -> dict[str, float]:
-    """The proxy A-distance of every labelled and unlabelled site, by "labelled-unlabelled"; none where one refuses."""
+def proxy_distances(data: DataSet, split: Split, setting: Setting, engine: Engine) -> dict[str, float]:
+    """The proxy A-distance of every labelled and unlabelled site, by "labelled-unlabelled".
+
+    Args:
+        data: The data of all sites.
+        split: Which sites have labels, and the rows that each trains on.
+        setting: That of a run on these data: the classifier takes its seed and its device.
+        engine: Says which kinds the sites refuse; the distance of a site that refuses one of them is left out.
+    """
     method = SiteClassifier()
     width = torch.Size(data.input_shape).numel()
-    setting = Setting(
-        method, Training(batch_size=256), models.parse({"name": "linear"}), data.preprocessing, data.input_shape, 2, 1,
-        seed, device,
-    )  # fmt: skip
+    setting = replace(
+        setting,
+        method=method,
+        training=Training(batch_size=256),
+        network=models.parse({"name": "linear"}),
+        classes=2,
+        sources=1,
+        refuse=frozenset(),
+        on_refusal="stop",
+    )
     start = State(Weights({"weight": torch.zeros(width), "bias": torch.zeros(())}))
     found = {}
     for source, rows in split.train.items():

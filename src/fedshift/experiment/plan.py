@@ -1,18 +1,29 @@
-"""What an experiment will run: its runs, and the sites, the budget and the rounds of each."""
+"""Which runs an experiment has, and what each of them trains, where and for how long.
+
+Running, checking and deploying an experiment all read the same `Plan`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
 
-from fedshift.data.domain import DataSet, Rows
+from fedshift.data.domain import DataSet, Rows, SparseRows
 from fedshift.data.site_data import batches_per_epoch
-from fedshift.experiment.config.experiment import Experiment
-from fedshift.experiment.protocol import Split, targets_of
-from fedshift.federation.site_runner import SitePlan
+from fedshift.experiment.config.experiment import Experiment, method_record
+from fedshift.experiment.config.sections import EXTENT, FlareEngine, LeaveOneOut
+from fedshift.experiment.environment import data_fingerprint, versions
+from fedshift.experiment.features import built
+from fedshift.experiment.protocol import Split, roles_of, shortest_epochs, split_of, targets_of, with_wrong_labels
+from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.federation.training import Training
-from fedshift.methods.base import Method
+from fedshift.methods.base import Method, RunPlan, Traffic
+from fedshift.models import registry as models
+from fedshift.models.network import Network
 
 POOL = "pool"
 """Name of the one site that holds all sources for a pooled baseline."""
@@ -27,23 +38,215 @@ class Run:
     seed: int
 
 
-def runs_of(experiment: Experiment, data: DataSet) -> list[Run]:
-    """Every run of the experiment, seed by seed so that early results cover all targets and methods."""
-    return [
-        Run(method, target, seed)
-        for seed in experiment.protocol.seeds
-        for target in targets_of(experiment.protocol, data)
-        for method in experiment.methods
-    ]
+class Plan:
+    """Every run of an experiment, and what its runs share.
+
+    A split is computed once for a target and a seed, whichever method asks first. Of the data, one target's encoding is
+    kept at a time. A deployment's plan takes the sites' word for what is computed here from data.
+    """
+
+    def __init__(self, experiment: Experiment, data: DataSet) -> None:
+        """``data``: of the domains that take part."""
+        self.experiment = experiment
+        self.data = data
+        self._roles: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
+        self._splits: dict[tuple[str, int], Split] = {}
+        self._encoded: dict[str, DataSet] = {}
+
+    @cached_property
+    def targets(self) -> tuple[str, ...]:
+        """The targets in turn. Raises UserError as `protocol.targets_of` does."""
+        return targets_of(self.experiment.protocol, self.data)
+
+    @cached_property
+    def runs(self) -> tuple[PlannedRun, ...]:
+        """Every run, seed by seed so that early results cover all targets and methods."""
+        return tuple(
+            PlannedRun(self, Run(method, target, seed))
+            for seed in self.experiment.protocol.seeds
+            for target in self.targets
+            for method in self.experiment.methods
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A checksum of the data."""
+        return data_fingerprint(self.data)
+
+    def roles(self, target: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The sources and the targets of the runs with this target."""
+        if target not in self._roles:
+            self._roles[target] = roles_of(self.experiment.protocol, self.data, target)
+        return self._roles[target]
+
+    def split(self, target: str, seed: int) -> Split:
+        """The rows of the runs with this target and seed. Raises UserError as `protocol.split_of` does."""
+        if (target, seed) not in self._splits:
+            self._splits[target, seed] = self._split(target, seed)
+        return self._splits[target, seed]
+
+    def data_for(self, target: str) -> DataSet:
+        """The data in an encoding in which a site that is unseen, or not in the pair, has no say."""
+        if target not in self._encoded:
+            self._encoded.clear()  # before the next one is made: the two need not fit in memory together
+            self._encoded[target] = self._data_for(target)
+        return self._encoded[target]
+
+    def warnings(self) -> Iterator[str]:
+        """What methods warn of where an epoch of a source has few mini-batches."""
+        steps = shortest_epochs(self.experiment.training, (planned.split for planned in self.runs))
+        for method in self.experiment.methods:
+            yield from method.check_steps(steps)
+
+    def _split(self, target: str, seed: int) -> Split:
+        return split_of(self.experiment.protocol, self.data, target, seed)
+
+    def _data_for(self, target: str) -> DataSet:
+        """A target that takes part without labels shares in the encoding as the sources do."""
+        sources, targets = self.roles(target)
+        unseen = isinstance(self.experiment.protocol, LeaveOneOut)
+        source = self.experiment.data
+        for name in self.data.domains:
+            if name not in sources and (unseen or name not in targets):
+                source = source.without(name)
+        return self.data if source == self.experiment.data else built(self.experiment, source)
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a plan, and all that follows from the experiment and its data before anything is trained."""
+
+    plan: Plan
+    run: Run
+
+    @property
+    def experiment(self) -> Experiment:
+        """The experiment that the run belongs to."""
+        return self.plan.experiment
+
+    @property
+    def split(self) -> Split:
+        """The rows of the run."""
+        return self.plan.split(self.run.target, self.run.seed)
+
+    @property
+    def data(self) -> DataSet:
+        """The data in the run's encoding, with true labels: what models are measured on."""
+        return self.plan.data_for(self.run.target)
+
+    @property
+    def shown_data(self) -> DataSet:
+        """The data as the sites show them: malicious sources have wrong labels."""
+        return with_wrong_labels(self.experiment.protocol, self.data, self.split, self.run.seed)
+
+    def sites(self, data: DataSet) -> list[SitePlan]:
+        """The sites that the method talks to, with their part of ``data`` and the kinds that each refuses."""
+        refused = self.experiment.engine.refuse_at
+        plans = site_plans(self.run.method, data, self.split)
+        return [replace(plan, refuse=frozenset(refused.get(plan.name, ()))) for plan in plans]
+
+    @cached_property
+    def budget(self) -> dict[str, int]:
+        """Mini-batches that each site may train on."""
+        return budgets(self.run.method, self.experiment.methods, self.experiment.training, self.split)
+
+    @cached_property
+    def rounds(self) -> int:
+        """Rounds until the budget is used; 0 when it is used up before the first round."""
+        return rounds_needed(self.run.method, self.experiment.training, self.split, self.budget)
+
+    @property
+    def mini_batches(self) -> int:
+        """Mini-batches per source, the mean over the sources."""
+        return round(sum(self.budget.values()) / len(self.split.train))
+
+    def setting(self, device: str) -> Setting:
+        """What all sites of the run share, on ``device``."""
+        experiment, data = self.experiment, self.data
+        return Setting(
+            method=self.run.method,
+            training=experiment.training,
+            network=experiment.model,
+            preprocessing=data.preprocessing,
+            input_shape=data.input_shape,
+            classes=len(data.classes),
+            sources=len(self.split.train),
+            seed=self.run.seed,
+            device=device,
+            refuse=frozenset(experiment.engine.refuse),
+            on_refusal=experiment.engine.on_refusal,
+        )
+
+    @property
+    def pooled_bytes(self) -> dict[str, int]:
+        """Bytes of the samples that leave each site before a pooled method trains."""
+        return pooled_bytes(self.run.method, self.data, self.split)
+
+    def traffic(self, network: Network) -> Traffic:
+        """Bytes of the run by the method's formula, for the ``network`` that its sites train."""
+        split, size = self.split, self.experiment.training.batch_size
+        trained = sum(
+            self.budget[site] * len(rows) / batches_per_epoch(len(rows), size)
+            for site, rows in {**split.train, **split.unlabelled}.items()
+        )
+        plan = RunPlan.of(
+            network,
+            input_shape=self.plan.data.input_shape,
+            samples={site: len(rows) for site, rows in split.train.items()},
+            targets=len(split.unlabelled),
+            rounds=self.rounds,
+            trained=round(trained),
+        )
+        return self.run.method.traffic(plan) + Traffic(up=sum(self.pooled_bytes.values()), down=0)
+
+    def network(self) -> Network:
+        """A network of the kind that the run's sites train; its weights are those of no run."""
+        data, sources = self.data, self.plan.roles(self.run.target)[0]
+        plain = models.build(self.experiment.model, data.input_shape, len(data.classes), 0)
+        return self.run.method.adapt_network(plain, len(sources))
+
+    @property
+    def folder(self) -> Path:
+        """Where the run lies below its experiment's folder."""
+        return Path(self.run.method.display, self.run.target, f"seed-{self.run.seed}")
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """The settings that make it this run, and those that are recorded beside them."""
+        experiment, settings = self.experiment, common_settings(self.experiment, self.run.method)
+        identity = {
+            **settings,
+            "data": {**settings["data"], "fingerprint": self.plan.fingerprint},
+            "target": self.run.target,
+            "seed": self.run.seed,
+            "training": {**settings["training"], "mini_batches": self.budget},
+            "engine": experiment.dump()["engine"],
+            "device": experiment.device,
+            "versions": versions(),
+        }
+        return identity | {"wire": experiment.engine.wire} if isinstance(experiment.engine, FlareEngine) else identity
+
+
+def common_settings(experiment: Experiment, method: Method) -> dict[str, Any]:
+    """The settings that all runs of a method share, which the experiment file alone decides."""
+    whole = experiment.dump()
+    return {
+        "name": experiment.name,
+        "data": whole["data"],
+        "protocol": {key: value for key, value in whole["protocol"].items() if key not in EXTENT},
+        "model": whole["model"],
+        "training": whole["training"],
+        "method": method_record(method),
+    }
 
 
 def budgets(method: Method, methods: Sequence[Method], training: Training, split: Split) -> dict[str, int]:
     """Mini-batches that each site may train on in a run of ``method``.
 
-    All sites together get what the most demanding of ``methods`` needs (or `mini_batches` times their number), the
-    same for every method. They share it as the method itself spends it, so all of them are done in the same round: a
-    site that is done early would go on voting with a model it did not train. Methods that count in epochs all share it
-    alike. What a method trains at an unlabelled target counts like any other mini-batch.
+    All sites together get what the most demanding of ``methods`` needs (or `mini_batches` times their number), so the
+    total is the same for every method. Sites share it as the method spends it, so that all are done in the same round:
+    a site that is done early would go on voting with a model that it did not train. Mini-batches at an unlabelled
+    target count like any other.
     """
 
     def needs(candidate: Method) -> dict[str, int]:
@@ -79,13 +282,14 @@ def rounds_needed(method: Method, training: Training, split: Split, budget: Mapp
             before = trained(per_epoch, 1) - per_round
             if per_round > 0:
                 needed.append(math.ceil((budget[site] - before) / per_round))
-    # A method that trains nothing in its rounds has those of the experiment.
+    # A method that trains nothing in its rounds runs as many as the experiment says.
     return max(0, *needed) if needed else training.rounds
 
 
 def site_plans(method: Method, data: DataSet, split: Split) -> list[SitePlan]:
-    """The sites a method talks to: one per source and per target that takes part, or one pool. An unseen target is not
-    among them.
+    """The sites a method talks to: one per source and per target that takes part, or one pool.
+
+    An unseen target is not among them.
     """
     names = [name for name in data.domains if name in split.train]
     parts = [(data.domains[name], split.train[name], number) for number, name in enumerate(names)]
@@ -106,5 +310,19 @@ def site_plans(method: Method, data: DataSet, split: Split) -> list[SitePlan]:
 
 
 def site_budget(budget: Mapping[str, int], plans: Sequence[SitePlan]) -> dict[str, int]:
-    """The budget by site as the method sees it: one site in place of all may do the work of all."""
+    """The budget by site as the method sees it: a single site has the budget of all."""
     return {plans[0].name: sum(budget.values())} if len(plans) == 1 else dict(budget)
+
+
+def pooled_bytes(method: Method, data: DataSet, split: Split) -> dict[str, int]:
+    """Bytes of the training samples of each site, masks included, which leave it when ``method`` pools data."""
+    sizes = {}
+    pooled = {**split.train, **(split.unlabelled if method.needs_target else {})} if method.pooled else {}
+    for name, rows in pooled.items():
+        inputs = data.domains[name].inputs
+        item = 4 if isinstance(inputs, SparseRows) else inputs.itemsize
+        sizes[name] = len(rows) * math.prod(inputs.shape[1:]) * item
+        masks = data.domains[name].masks
+        if masks is not None and name in split.train:
+            sizes[name] += len(rows) * math.prod(masks.shape[1:])
+    return sizes

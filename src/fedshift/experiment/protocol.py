@@ -1,4 +1,4 @@
-"""Which sites have which role in a run, and which of their rows train, are held out and are measured."""
+"""Which role each site has in a run, and which of its rows train, are held out and are measured."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from fedshift.functional.poisoning import wrong_labels
 
 @dataclass(frozen=True)
 class Split:
-    """Rows of one (target, seed).
+    """Rows of one (target, seed), by site.
 
-    train: of each source. held_out: of each source, may be empty. measured: of each target. unlabelled: of each target
-    that takes part.
+    Args:
+        train: Of each source.
+        held_out: Of each source; may be empty.
+        measured: Of each target.
+        unlabelled: Of each target that takes part in training.
     """
 
     train: Mapping[str, Rows]
@@ -34,8 +37,9 @@ class Split:
 def targets_of(protocol: Protocol, data: DataSet) -> tuple[str, ...]:
     """The domains that take their turn as the target, or the names of the pairs.
 
-    Raises UserError for one that does not exist or stands twice, for a lone domain, and for one whose name cannot be
-    that of a folder.
+    Raises:
+        UserError: For a target that does not exist or stands twice, for data of one domain, and for a domain whose
+            name cannot name a folder.
     """
     if len(data.domains) < 2:
         raise UserError(f"data: {protocol.kind} needs at least 2 domains, there is only '{next(iter(data.domains))}'")
@@ -78,7 +82,7 @@ def _pairs(protocol: SourceTarget, data: DataSet) -> dict[str, tuple[tuple[str, 
 
 
 def roles_of(protocol: Protocol, data: DataSet, target: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The sources, and the targets: one domain and all others, or the two sides of a pair, in the order of the data."""
+    """The sources and the targets, in the order of the data: all other domains and one, or the two sides of a pair."""
     if not isinstance(protocol, SourceTarget):
         return tuple(name for name in data.domains if name != target), (target,)
     labelled, unlabelled = _pairs(protocol, data)[target]
@@ -91,8 +95,8 @@ def roles_of(protocol: Protocol, data: DataSet, target: str) -> tuple[tuple[str,
 def split_of(protocol: Protocol, data: DataSet, target: str, seed: int) -> Split:
     """The rows of one (target, seed); the same for every method.
 
-    Raises UserError when a careful split is asked for with nothing held out, a source would have nothing to train on,
-    or nothing of the target would be measured.
+    Raises:
+        UserError: When a source would have nothing to train on, or nothing of the target would be measured.
     """
     if isinstance(protocol, SourceTarget):
         return _pair_split(protocol, data, target, seed)
@@ -114,7 +118,7 @@ def split_of(protocol: Protocol, data: DataSet, target: str, seed: int) -> Split
 
 
 def _pair_split(protocol: SourceTarget, data: DataSet, target: str, seed: int) -> Split:
-    """Labelled sites: a part to train on and one to be measured on; unlabelled sites: all their samples for both."""
+    """Labelled sites train on some rows and are measured on the others; unlabelled sites use all rows for both."""
     labelled, unlabelled = roles_of(protocol, data, target)
     train, held_out = {}, {}
     for name in labelled:
@@ -130,7 +134,7 @@ def _pair_split(protocol: SourceTarget, data: DataSet, target: str, seed: int) -
 
 
 def unseen_rows(protocol: LeaveOneOut, domain: Domain, held_out: Rows) -> Rows:
-    """What an unseen target is measured on: all of it, or the base samples that no source trained on."""
+    """The rows that an unseen target is measured on: all, or those of base samples that no source trained on."""
     if domain.groups is None or protocol.base_images == "shared":
         return np.arange(len(domain), dtype=np.int64)
     if protocol.test_fraction == 0:
@@ -166,8 +170,9 @@ def shortest_epochs(training: Training, splits: Iterable[Split]) -> dict[str, in
 def taking_part(protocol: Protocol, data: DataSet) -> DataSet:
     """The data without the domains that ``protocol.drop`` names.
 
-    Raises UserError when it or ``protocol.wrong_labels`` names a domain that does not exist, and when a source whose
-    labels are to be wrong is a target too.
+    Raises:
+        UserError: When ``drop`` or ``wrong_labels`` names a domain that does not exist, and when a source whose labels
+            are to be wrong is a target too.
     """
     if not isinstance(protocol, AdaptToOne):
         return data
@@ -188,7 +193,7 @@ def taking_part(protocol: Protocol, data: DataSet) -> DataSet:
 
 
 def with_wrong_labels(protocol: Protocol, data: DataSet, split: Split, seed: int) -> DataSet:
-    """The data as malicious sources show it: a share of their training labels is wrong, held-out labels are true."""
+    """The data as malicious sources show them: a share of the training labels is wrong; held-out labels are true."""
     if not isinstance(protocol, AdaptToOne) or not protocol.wrong_labels:
         return data
     if data.task == "segmentation":

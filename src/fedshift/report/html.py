@@ -8,7 +8,7 @@ from typing import Any
 
 
 def section(name: str, title: str, *content: str) -> str:
-    """A part of the page with a heading; empty pieces of content are left out."""
+    """A section of the page with a heading; empty pieces of content are left out."""
     return f'<section id="{name}">\n<h2>{escape(title)}</h2>\n' + "\n".join(filter(None, content)) + "\n</section>"
 
 

@@ -1,4 +1,4 @@
-"""What a table can be about: the numbers of finished runs, and how tables, figures and the page speak of them."""
+"""Metrics that a table can report, and the words for them in tables, figures and the page."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ from fedshift.evaluation.summary import Value
 
 @dataclass(frozen=True)
 class Measure:
-    """What a table is about.
+    """A metric of finished runs.
 
-    name: on axes and in headings. value: the number of a run. what: name and unit in a note, or "" where ``notes``
-    stand in place of the usual ones. title: above the table. repeat: what is averaged over. meaning: for people who do
-    not know it.
+    Args:
+        name: Stands on axes and in headings.
+        value: Gives the metric of a run.
+        what: Name and unit in a note; "" where ``notes`` replace the usual ones.
+        title: Stands above the table.
+        repeat: What the table averages over.
+        less_is_better: Whether the smallest value is marked as the best.
+        notes: Stand below the table.
+        meaning: Explains the metric to people who do not know it.
     """
 
     name: str

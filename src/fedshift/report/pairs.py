@@ -1,4 +1,4 @@
-"""What is said of runs in which labelled and unlabelled sites are both measured: harmonic means, gains, distances."""
+"""Reports on runs that measure labelled and unlabelled sites: harmonic means, gains, distances."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HARMONIC_MEANS = {
     )
     for metric, plural in _PLURALS.items()
 }
-"""What runs are compared by in which both sides are measured, for each metric."""
+"""The metric that compares runs in which both sides are measured, for each metric of one side."""
 
 
 class PairRow(Row):
@@ -88,7 +88,7 @@ def rows_of(results: Sequence[RunResult], found: Iterable[Row], select: Selectio
 
 
 def notes(found: Sequence[PairRow], metric: Metric) -> Iterable[str]:
-    """What the averages do not say."""
+    """Notes on what the averages do not show."""
     averages = [row for row in found if row.target == AVERAGE]
     if averages:
         listing = ", ".join(f"{row.method} {row.harmonic_mean_of_averages:.2f}" for row in averages)
@@ -146,7 +146,7 @@ def _references(results: Sequence[RunResult]) -> Reference:
 
 
 def _gains(result: RunResult, references: Reference, select: Selection) -> dict[str, float]:
-    """Points over the best that each site can train alone; sites of which that is not known are left out."""
+    """Percentage points over the best model that each site can train alone; a site without one is left out."""
     chosen = result.selected.get(select)
     if chosen is None:
         return {}

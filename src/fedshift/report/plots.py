@@ -72,11 +72,11 @@ def accuracy_per_target(table: Table) -> Figure:
     count = len(table.methods)
     step = min(0.14, 0.7 / count)
     for index, method in enumerate(table.methods):
-        present = [(place, cell.row) for place, cell in enumerate(table.cells[method].values()) if cell is not None]
+        present = [(column, cell.row) for column, cell in enumerate(table.cells[method].values()) if cell is not None]
         if not present:
             continue
         color, _, marker = _style(index)
-        x = [place + (index - (count - 1) / 2) * step for place, _ in present]
+        x = [column + (index - (count - 1) / 2) * step for column, _ in present]
         errors = [row.standard_error or 0.0 for _, row in present]
         means = [row.mean for _, row in present]
         axes.errorbar(x, means, errors, color=color, fmt=marker, markersize=6, capsize=2.5, linewidth=1.4, label=method)
@@ -92,26 +92,26 @@ def accuracy_per_target(table: Table) -> Figure:
 
 
 def bytes_by_kind(sizes: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figure:
-    """Megabytes per part by kind of content: ``sizes[method]["up" | "down"][kind]``, one bar for each way."""
+    """Megabytes per run by kind of content: ``sizes[method]["up" | "down"][kind]``, one bar for each way."""
     kinds = sorted({kind for ways in sizes.values() for by_kind in ways.values() for kind in by_kind})
     bars = [(method, way) for method in sizes for way in ("up", "down")]
     figure, [axes] = _figure(9.6, 0.9 + 0.3 * len(bars))
-    places = np.array([index + 0.45 * (index // 2) for index in range(len(bars))])
+    heights = np.array([index + 0.45 * (index // 2) for index in range(len(bars))])
     left = np.zeros(len(bars))
     for index, kind in enumerate(kinds):
         width = np.array([sizes[method].get(way, {}).get(kind, 0.0) / 1e6 for method, way in bars])
-        axes.barh(places, width, left=left, color=SERIES[-1 - index % len(SERIES)], height=0.8, label=kind)
+        axes.barh(heights, width, left=left, color=SERIES[-1 - index % len(SERIES)], height=0.8, label=kind)
         left += width
-    for place, total in zip(places, left, strict=True):
+    for height, total in zip(heights, left, strict=True):
         axes.annotate(
             f"{total:,.1f}" if total else "0",
-            (total, place),
+            (total, height),
             (4, 0),
             textcoords="offset points",
             va="center",
             color=INK,
         )
-    axes.set_yticks(places, [f"{method}  {way}" for method, way in bars])
+    axes.set_yticks(heights, [f"{method}  {way}" for method, way in bars])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("megabytes per run, all sites together")

@@ -105,7 +105,7 @@ def table(
 
 
 def headline(results: Sequence[RunResult]) -> Measure:
-    """What runs are compared by. Raises UserError where some classify and some segment."""
+    """The metric of the results. Raises UserError where some runs classify and others segment."""
     if len({result.metric for result in results}) > 1:
         raise UserError("some of these results are accuracies and some Dice coefficients: no table can hold both")
     if not results:
@@ -158,7 +158,7 @@ def _best(found: Sequence[Row], partial: set[str], choose: Callable[[Iterable[fl
 
 
 def _fewer(cells: dict[str, dict[str, Cell | None]], most: int) -> Iterator[str]:
-    """Where there are fewer seeds than ``most``: a method, if it is so everywhere alike, else its columns."""
+    """What has fewer seeds than ``most``: a method where all its columns have, else its columns."""
     for method, line in cells.items():
         numbers = {column: cell.row.n for column, cell in line.items() if cell is not None}
         if len(set(numbers.values())) == 1 and len(numbers) > 1:

@@ -1,85 +1,93 @@
-"""What all runs of an experiment share: its data as each run sees them, its workers, and who is told how it goes on."""
+"""What all runs of an experiment share in one process: the progress reporter, the device and the workers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Self
 
 from fedshift.data.domain import DataSet
 from fedshift.evaluation.records import RoundRecord, RunResult
-from fedshift.experiment.config.experiment import Experiment
-from fedshift.experiment.config.sections import LeaveOneOut
 from fedshift.experiment.distance import proxy_distances
-from fedshift.experiment.features import Watcher, built
-from fedshift.experiment.plan import Run
-from fedshift.experiment.protocol import Split, roles_of
+from fedshift.experiment.features import Watcher
+from fedshift.experiment.plan import PlannedRun, Run
 from fedshift.federation.local.pool import WorkerPool
 
 
 class Reporter(Watcher):
-    """Told how an experiment goes on. This one says nothing; the command line draws progress bars."""
+    """Progress reporter of an experiment. This one says nothing; the command line's draws progress bars."""
 
     def begin(self, runs: int) -> None:
-        """The experiment has so many runs."""
+        """The experiment begins; it has this many runs."""
 
     def run(self, run: Run, mini_batches: int, done: int) -> None:
-        """A run begins or goes on: ``done`` of ``mini_batches`` are trained."""
+        """A run starts or resumes; ``done`` of its ``mini_batches`` are trained."""
 
     def trained(self, site: str, mini_batches: int) -> None:
-        """A site answered after so many mini-batches."""
+        """A site answered after training on this many mini-batches."""
 
     def round(self, run: Run, record: RoundRecord) -> None:
-        """A round was measured and written down."""
+        """A round was evaluated and logged."""
 
     def finished(self, run: Run, result: RunResult, resumed: bool) -> None:
-        """A run is done; ``resumed``: it had been done before."""
+        """A run is finished; ``resumed``: it was finished before this call."""
 
     def diverged(self, run: Run) -> None:
-        """A run's training turned to what is no number; the others go on, and the experiment ends with the error."""
+        """A run's training diverged. The other runs go on, and the experiment ends with the error."""
 
     def skipped(self, run: Run) -> None:
-        """Another process has this run."""
+        """Another process holds this run."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What all runs of an experiment share."""
+    """What all runs of an experiment share in one process: device, threads and progress reporter."""
 
-    experiment: Experiment
-    data: DataSet
-    fingerprint: str
     device: str
     threads: int
-    pool: WorkerPool | None
     reporter: Reporter
-    encoded: dict[str, DataSet] = field(default_factory=dict)
     distances: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)
 
-    def encoded_for(self, target: str) -> DataSet:
-        """The data with whoever is unseen kept out of the encoding; kept until another target's turn."""
-        if target not in self.encoded:
-            self.encoded.clear()
-            self.encoded[target] = data_for(self.experiment, self.data, target)
-            if self.pool is not None and self.encoded[target] is not self.data:
-                self.pool.forget()
-        return self.encoded[target]
-
-    def distances_of(self, run: Run, data: DataSet, split: Split) -> dict[str, float]:
-        """The distances between the sites of a pair, which every method of the experiment shares."""
-        key = run.target, run.seed
+    def distances_of(self, planned: PlannedRun) -> dict[str, float]:
+        """The distances between the sites of a pair, measured once for all methods of the experiment."""
+        key = planned.run.target, planned.run.seed
         if key not in self.distances:
-            self.distances[key] = proxy_distances(data, split, run.seed, self.device, self.experiment.engine)
+            self.distances[key] = proxy_distances(
+                planned.data, planned.split, planned.setting(self.device), planned.experiment.engine
+            )
         return self.distances[key]
 
 
-def data_for(experiment: Experiment, data: DataSet, target: str) -> DataSet:
-    """The experiment's ``data`` in an encoding in which a site that is unseen, or not in the pair, has no say.
+class Workers:
+    """The worker processes that the sites of a run are spread over.
 
-    A target that takes part without labels shares in the encoding as the sources do.
+    They start when the first run needs them, and anew after `close`.
     """
-    sources, targets = roles_of(experiment.protocol, data, target)
-    unseen = isinstance(experiment.protocol, LeaveOneOut)
-    source = experiment.data
-    for name in data.domains:
-        if name not in sources and (unseen or name not in targets):
-            source = source.without(name)
-    return data if source == experiment.data else built(experiment, source)
+
+    def __init__(self, number: int, threads: int) -> None:
+        """``threads``: of each worker."""
+        self._number, self._threads = number, threads
+        self._pool: WorkerPool | None = None
+        self._data: DataSet | None = None
+
+    def pool_for(self, data: DataSet) -> WorkerPool | None:
+        """The pool for a run whose sites show ``data``; None where runs train in this process."""
+        if self._number == 1:
+            return None
+        if self._pool is None:
+            self._pool = WorkerPool(self._number, self._threads)
+        if data is not self._data:
+            self._pool.forget()  # the samples and labels of an earlier run
+            self._data = data
+        return self._pool
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._pool is not None:
+            self._pool.close()
+        self._pool = self._data = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

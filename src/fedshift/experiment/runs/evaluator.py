@@ -1,4 +1,4 @@
-"""The other door to labels: measuring a model on rows that no step of a method can reach."""
+"""Evaluates a model on rows that methods never see."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fedshift.weights import Weights
 
 _BATCH = 500
 _MASKS = 16
-"""Images at a time, where every pixel has a score."""
+"""Images in a batch where every pixel has a score."""
 
 
 class Evaluator:
-    """Measures models on the target and on the sources' held-out parts."""
+    """Evaluates models on the target and on the held-out rows of the sources."""
 
     def __init__(self, data: DataSet, split: Split, device: torch.device, model: NetworkOptions) -> None:
         def views(rows: Mapping[str, Rows]) -> dict[str, SiteData]:
@@ -41,10 +41,10 @@ class Evaluator:
         self._model = model
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
-        """Accuracy in percent per target and per held-out part, and per class over the target(s).
+        """Accuracy in percent per target, per source on its held-out rows, and per class over the targets.
 
-        For segmentation: the Dice coefficient in its place, per structure in place of per class, and the Hausdorff
-        distance at the target(s).
+        For segmentation: the Dice coefficient per target, per source and per structure, and the Hausdorff distance at
+        the targets.
         """
         network.load_state_dict(dict(weights))
         network.eval()
@@ -67,7 +67,7 @@ class Evaluator:
         }
 
     def _measure_masks(self, network: Network, model: SegmentationOptions) -> dict[str, Any]:
-        """Means over images, then over structures."""
+        """As `measure`, for segmentation: means over images, then over structures."""
         overlaps, distances = {}, {}
         for name, view in self._targets.items():
             found = [

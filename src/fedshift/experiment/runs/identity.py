@@ -1,4 +1,4 @@
-"""Which settings make a run the same run: what a folder's files and a new experiment are compared by."""
+"""Which settings must be equal for two runs to be the same run."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from fedshift.methods import registry as method_registry
 from fedshift.models import registry as model_registry
 
 _NOT_IDENTITY = ("engine", "device", "versions")
-_PLACES = ("root", "sites")
-"""Where files lie is not what they hold: their fingerprint says that."""
+_PATHS = ("root", "sites")
+"""Where the data lie. What they hold is compared by their fingerprint."""
 
 
 def comparable(settings: Any) -> dict[str, Any]:
     """The settings that two runs must share to be the same run.
 
-    Fields that a later version added hold their defaults, so a run that was written before can be read and resumed: a
-    new field's default is what the code did without it.
+    A field that a later version added is filled in with its default, which is what the code did before it had the
+    field. So runs of an earlier version can be read and resumed.
     """
     identity = {key: value for key, value in dict(settings or {}).items() if key not in _NOT_IDENTITY}
     for section, kind in _kinds(identity):
         identity[section] = {**_defaults(kind), **identity[section]}
-    if isinstance(identity.get("method"), Mapping):  # its options say what was done, whatever name they were asked by
+    if isinstance(identity.get("method"), Mapping):  # the options say what was done, not the name that chose them
         identity["method"] = {key: value for key, value in identity["method"].items() if key != "setting"}
     if isinstance(identity.get("data"), Mapping):
-        identity["data"] = {key: value for key, value in identity["data"].items() if key not in _PLACES}
+        identity["data"] = {key: value for key, value in identity["data"].items() if key not in _PATHS}
     return identity
 
 
@@ -49,13 +49,13 @@ def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any]
 
 
 def _same_data(old: str, new: str) -> bool:
-    """Whether two checksums are of the same data; one written before groups and splits were in it lacks that part."""
+    """Whether two checksums are of the same data. An old one lacks the digits for groups and splits after a dash."""
     pairs = zip(old.split("+"), new.split("+"), strict=False)  # of a deployment: one for each site
     return old.count("+") == new.count("+") and all(then in (now, now.partition("-")[0]) for then, now in pairs)
 
 
 def _kinds(identity: Mapping[str, Any]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """The sections that are there, with the class that describes each; a person's own method is compared as it is."""
+    """The sections of ``identity`` with the class that describes each; a method from a user's file has none."""
     finders: Mapping[str, Any] = {
         "data": lambda section: data_registry.source_class(section["name"]),
         "protocol": lambda section: PROTOCOLS[section["kind"]],
@@ -76,5 +76,5 @@ def _defaults(kind: type[BaseModel]) -> dict[str, Any]:
     return {
         name: to_jsonable_python(field.get_default(call_default_factory=True))
         for name, field in kind.model_fields.items()
-        if not field.is_required() and name not in (*_PLACES, *EXTENT)
+        if not field.is_required() and name not in (*_PATHS, *EXTENT)
     }

@@ -1,4 +1,4 @@
-"""Further processes of one experiment (``engine.parallel_runs``): starts them and waits for them."""
+"""Starts the further processes of ``engine.parallel_runs`` and waits for them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.experiment.config.experiment import Experiment
 
 DIVERGED = 3
-"""How a helper ends when training diverged in one of its runs."""
+"""Exit code of a helper in which a run diverged."""
 
 
 @contextmanager
 def parallel_workers(
     experiment: Experiment, runs: Path, number: int, diverged: list[TrainingDiverged]
 ) -> Iterator[None]:
-    """Further processes that take parts of the same experiment; they are waited for, or ended with this one.
+    """Run ``number`` further processes that take runs of the same experiment.
 
-    What diverged in one of them is added to ``diverged``.
+    Leaving the block waits for them; leaving it with an error ends them. The errors of runs that diverged in one of
+    them are added to ``diverged``.
+
+    Raises:
+        UserError, FedshiftError: With the last line that a process wrote before it failed.
     """
     if number == 0:
         yield
@@ -37,7 +41,7 @@ def parallel_workers(
             for count in range(number):
                 output = Path(folder) / f"errors-{count}.txt"
                 with open(output, "wb") as errors:
-                    # A session of its own: Ctrl-C reaches this process alone, which then ends its helpers.
+                    # In its own session: Ctrl-C then reaches this process alone, which ends its helpers.
                     process = subprocess.Popen(
                         command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, start_new_session=True
                     )

@@ -21,7 +21,7 @@ from fedshift.import_paths import CHILD
 
 def main() -> int:
     """Take runs that no other process holds until none is left."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # an end in order: workers and their files go too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that workers and their files are cleaned up
     os.environ[CHILD] = "1"
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def _end_with_parent() -> None:
-    """Standard input is a pipe that nobody writes to: reading ends when the process that holds the other end does."""
+    """Wait until the parent ends: nobody writes to standard input, so reading it returns when its other end closes."""
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,60 +1,69 @@
-"""A run over a federation that is ready, whatever its engine: round after round, measured, written down, resumable."""
+"""The training loop of one run, whatever engine its sites run on."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from fedshift.data.domain import DataSet, SparseRows
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.selection import selected_rounds
 from fedshift.experiment.config.experiment import method_record
 from fedshift.experiment.config.sections import LeaveOneOut, SourceTarget
 from fedshift.experiment.environment import versions
-from fedshift.experiment.plan import Run
-from fedshift.experiment.protocol import Split, roles_of
+from fedshift.experiment.plan import PlannedRun, Run
 from fedshift.experiment.runs.context import Context
 from fedshift.experiment.runs.run_folder import RunFolder
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import RawData
-from fedshift.methods.base import Method, State
+from fedshift.methods.base import State
 from fedshift.methods.settings import setting_of
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 
 class Measuring(Protocol):
-    """What measures a model after a round."""
+    """Evaluates a model after a round."""
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
-        """``target_accuracy``, ``source_accuracy`` and ``per_class``, as a `RoundRecord` holds them."""
+        """Returns ``target_accuracy``, ``source_accuracy`` and ``per_class``, as a `RoundRecord` holds them."""
         ...
 
 
-def conduct(
+def train_and_evaluate(
     context: Context,
-    run: Run,
+    planned: PlannedRun,
     folder: RunFolder,
     federation: Federation,
     evaluator: Measuring,
-    split: Split,
     network: Network,
 ) -> RunResult:
-    """A run over a federation that is ready, whatever its engine. ``network``: with the weights a run starts from."""
-    experiment, method = context.experiment, run.method
-    loop = _RunLoop(context, run, folder, federation, evaluator, split)
+    """Training loop of one run: round, evaluate, log, checkpoint.
+
+    Args:
+        context: What all runs of the experiment share.
+        planned: The run.
+        folder: Where it is written down, and resumed from.
+        federation: The run's sites, here or on other machines.
+        evaluator: Measures a model after a round.
+        network: What sites train, with the weights that the run starts from.
+
+    Raises:
+        TrainingDiverged: When weights or losses are no longer finite.
+        FedshiftError: When the device has too little memory, or the method breaks its contract.
+    """
+    run, training = planned.run, planned.experiment.training
+    loop = _RunLoop(context, planned, folder, federation, evaluator)
     try:
-        return loop.to_the_end(network, method.evaluated_network(network, len(split.train)))
+        return loop.to_the_end(network, run.method.evaluated_network(network, len(planned.split.train)))
     except TrainingDiverged as error:
-        lr = f"{experiment.training.lr:g}"
+        lr = f"{training.lr:g}"
         more = "" if lr in str(error) else f" (training.lr is {lr})"
-        where = f"{method.display}, target {run.target}, seed {run.seed}"
+        where = f"{run.method.display}, target {run.target}, seed {run.seed}"
         raise TrainingDiverged(f"{where}: {error}{more}") from error
     except torch.OutOfMemoryError as error:
         raise FedshiftError(
@@ -67,19 +76,24 @@ class _RunLoop:
     """The state of one run in this process."""
 
     context: Context
-    run: Run
+    planned: PlannedRun
     folder: RunFolder
     federation: Federation
     evaluator: Measuring
-    split: Split
     records: list[RoundRecord] = field(default_factory=list)
     seconds: float = 0.0
     clock: float = field(default_factory=time.perf_counter)
 
-    def to_the_end(self, trained: Network, evaluated: Network) -> RunResult:
-        """Resume or start, then round after round until the budget is used.
+    @property
+    def run(self) -> Run:
+        return self.planned.run
 
-        trained: what sites train, with the weights that a run starts from. evaluated: what ``state.weights`` belong to.
+    def to_the_end(self, trained: Network, evaluated: Network) -> RunResult:
+        """Resume or start, then train round after round until the budget is used.
+
+        Args:
+            trained: What sites train, with the weights that the run starts from.
+            evaluated: The network that ``state.weights`` belong to.
         """
         method, federation = self.run.method, self.federation
         state = self._resume()
@@ -106,6 +120,7 @@ class _RunLoop:
         return self._finish(state)
 
     def _resume(self) -> State | None:
+        """Restore the last checkpoint; None where there is none."""
         found = self.folder.load_checkpoint()
         if found is None:
             return None
@@ -115,7 +130,7 @@ class _RunLoop:
         self.federation.budget.update(header.get("budget", {}))
         ledger.total = header["bytes"]
         self.seconds = header["seconds"]
-        now = {"threads": self.context.threads, "device": self.context.device, **versions()}
+        now = self._environment()
         for name, then in header.get("environment", {}).items():
             if now.get(name) != then:
                 self.context.reporter.warn(
@@ -130,25 +145,42 @@ class _RunLoop:
         return state
 
     def _record_pooling(self) -> None:
-        """A pooled baseline begins with every sample leaving its site."""
-        if not self.run.method.pooled:
-            return
-        for name, size in pooled_bytes(self.run.method, self.context.data, self.split).items():
+        """Count the samples that a pooled method moves before it trains."""
+        for name, size in self.planned.pooled_bytes.items():
             samples = RawData({"samples": torch.empty(size, dtype=torch.uint8, device="meta")})
             self.federation.ledger.record(0, "pool", name, "up", {"samples": samples})
 
     def _close_round(self, network: Network, state: State, *, last: bool) -> State:
-        """Measure, write the line, then the checkpoint: a kill between any two loses nothing but this round."""
+        """Evaluate the round, log it, then save the checkpoint: a kill between any two loses this round alone."""
         self.federation.settle()
         if state.round == 0 and self.federation.progress.exchange == 0:
             return state  # nothing has been trained: a run that is killed now begins again
         state = state.remembering(self.run.method.average_rounds)
-        measured = last or state.round % self.context.experiment.training.measure_every == 0
+        measured = last or state.round % self.planned.experiment.training.measure_every == 0
         results = self.evaluator.measure(network, state.handed_out) if measured else {"target_accuracy": {}}
         _, page = self.federation.ledger.settle()
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
         self.seconds += seconds
+        report = self._report(state)
+        record = RoundRecord(
+            round=state.round,
+            seconds=seconds,
+            mini_batches=self._mini_batches(),
+            bytes=page,
+            losses=report.pop("losses", {}),
+            aggregation_weights=report.pop("aggregation_weights", {}),
+            extra=report,
+            **results,
+        )
+        self.records.append(record)
+        self.folder.append(record)
+        self.context.reporter.round(self.run, record)
+        self._save_checkpoint(state)
+        return state
+
+    def _report(self, state: State) -> dict[str, Any]:
+        """What the method reports of its round, and which sites were missing or refused. Warns of what is new in it."""
         report = dict(state.report)
         known = self._said()
         for warning in report.get("warnings", []):
@@ -166,59 +198,58 @@ class _RunLoop:
                 if reason not in before:
                     self.context.reporter.warn(f"{self.run.method.display} goes on without it: {reason}")
             self.federation.refused.clear()
-        record = RoundRecord(
-            round=state.round,
-            seconds=seconds,
-            mini_batches=self._mini_batches(),
-            bytes=page,
-            losses=report.pop("losses", {}),
-            aggregation_weights=report.pop("aggregation_weights", {}),
-            extra=report,
-            **results,
-        )
-        self.records.append(record)
-        self.folder.append(record)
-        self.context.reporter.round(self.run, record)
-        memory = self.federation.save_memory(self.folder.memory)
-        progress = self.federation.progress
+        return report
+
+    def _save_checkpoint(self, state: State) -> None:
+        federation = self.federation
+        memory = federation.save_memory(self.folder.memory)
         header = {
-            "exchange": progress.exchange,
-            "used": progress.used,
-            "budget": self.federation.budget,
-            "bytes": self.federation.ledger.total,
+            "exchange": federation.progress.exchange,
+            "used": federation.progress.used,
+            "budget": federation.budget,
+            "bytes": federation.ledger.total,
             "seconds": self.seconds,
-            "environment": {"threads": self.context.threads, "device": self.context.device, **versions()},
+            "environment": self._environment(),
         }
         self.folder.save_checkpoint(state, memory, header)
-        return state
+
+    def _environment(self) -> dict[str, Any]:
+        """What the last bits of weights depend on."""
+        return {"threads": self.context.threads, "device": self.context.device, **versions()}
 
     def _refusals(self) -> list[str]:
-        """What sites did not let out in the rounds so far, each refusal once."""
+        """The refusals of sites in the rounds so far, each once."""
         pages = [record.extra.get("refused", {}) for record in self.records]
         return list(dict.fromkeys(reason for page in pages for reasons in page.values() for reason in reasons))
 
     def _said(self) -> list[str]:
-        """What the method warned of in the rounds so far, each warning once."""
+        """The method's warnings in the rounds so far, each once."""
         return list(dict.fromkeys(said for record in self.records for said in record.extra.get("warnings", [])))
 
     def _mini_batches(self) -> int:
-        """Mini-batches so far per source domain, the mean over them; a pool does the work of all its domains."""
-        return round(sum(self.federation.progress.used.values()) / len(self.split.train))
+        """Mini-batches so far per source domain: the mean over the sources, also where they are pooled."""
+        return round(sum(self.federation.progress.used.values()) / len(self.planned.split.train))
 
     def _finish(self, state: State) -> RunResult:
-        context, run = self.context, self.run
-        labelled, unlabelled = roles_of(context.experiment.protocol, context.data, run.target)
-        both = isinstance(context.experiment.protocol, SourceTarget)
-        apart = {"proxy_a_distance": context.distances_of(run, context.data, self.split)} if both else {}
-        result = RunResult(
+        """Write the model and the result."""
+        result = self._result(state)
+        self.folder.save_model(state.handed_out, model_metadata(self.planned))
+        self.folder.finish(result)
+        return result
+
+    def _result(self, state: State) -> RunResult:
+        context, planned, run, data = self.context, self.planned, self.run, self.planned.data
+        labelled, unlabelled = planned.plan.roles(run.target)
+        both = isinstance(planned.experiment.protocol, SourceTarget)
+        return RunResult(
             method=run.method.display,
             target=run.target,
             labelled=list(labelled) if both else [],
             unlabelled=list(unlabelled) if both else [],
             seed=run.seed,
-            metric="accuracy" if context.data.task == "classification" else "dice",
+            metric="accuracy" if data.task == "classification" else "dice",
             selected=selected_rounds(self.records),
-            classes=list(context.data.classes),
+            classes=list(data.classes),
             rounds=state.round,
             seconds=self.seconds,
             mini_batches=self._mini_batches(),
@@ -228,53 +259,41 @@ class _RunLoop:
             threads=context.threads,
             device=context.device,
             warnings=[
-                *context.data.warnings,
+                *data.warnings,
                 *(f"gone on without it: {reason}" for reason in self._refusals()),
                 *self._said(),
             ],
             setting=setting_of(run.method),
             options=self.folder.identity,
-            data={
-                "name": context.data.name,
-                "fingerprint": context.fingerprint,
-                "training_samples": {name: len(rows) for name, rows in self.split.train.items()},
-                "held_out_samples": {name: len(rows) for name, rows in self.split.held_out.items()},
-                "measured_samples": {name: len(rows) for name, rows in self.split.measured.items()},
-                "unlabelled_samples": {name: len(rows) for name, rows in self.split.unlabelled.items()},
-                **apart,
-            },
+            data=self._data_record() | ({"proxy_a_distance": context.distances_of(planned)} if both else {}),
         )
-        self.folder.save_model(state.handed_out, model_metadata(context, run))
-        self.folder.finish(result)
-        return result
+
+    def _data_record(self) -> dict[str, Any]:
+        """What the run was trained and measured on."""
+        split = self.planned.split
+        return {
+            "name": self.planned.data.name,
+            "fingerprint": self.planned.plan.fingerprint,
+            "training_samples": {name: len(rows) for name, rows in split.train.items()},
+            "held_out_samples": {name: len(rows) for name, rows in split.held_out.items()},
+            "measured_samples": {name: len(rows) for name, rows in split.measured.items()},
+            "unlabelled_samples": {name: len(rows) for name, rows in split.unlabelled.items()},
+        }
 
 
-def model_metadata(context: Context, run: Run) -> dict[str, Any]:
+def model_metadata(planned: PlannedRun) -> dict[str, Any]:
     """What a model file says of itself, enough to predict with it."""
-    sources, targets = roles_of(context.experiment.protocol, context.data, run.target)
+    experiment, data, run = planned.experiment, planned.data, planned.run
+    sources, targets = planned.plan.roles(run.target)
     return {
         "method": method_record(run.method),
-        "model": context.experiment.model.model_dump(mode="json"),
-        "input_shape": list(context.data.input_shape),
-        "classes": list(context.data.classes),
-        "preprocessing": context.data.preprocessing.model_dump(mode="json"),
+        "model": experiment.model.model_dump(mode="json"),
+        "input_shape": list(data.input_shape),
+        "classes": list(data.classes),
+        "preprocessing": data.preprocessing.model_dump(mode="json"),
         "sources": list(sources),
-        "unseen" if isinstance(context.experiment.protocol, LeaveOneOut) else "adapted_to": "+".join(targets),
+        "unseen" if isinstance(experiment.protocol, LeaveOneOut) else "adapted_to": "+".join(targets),
         "seed": run.seed,
-        "experiment": context.experiment.name,
+        "experiment": experiment.name,
         "versions": versions(),
     }
-
-
-def pooled_bytes(method: Method, data: DataSet, split: Split) -> dict[str, int]:
-    """Bytes of the training samples of each site, masks included, which leave it when ``method`` pools data."""
-    sizes = {}
-    pooled = {**split.train, **(split.unlabelled if method.needs_target else {})} if method.pooled else {}
-    for name, rows in pooled.items():
-        inputs = data.domains[name].inputs
-        item = 4 if isinstance(inputs, SparseRows) else inputs.itemsize
-        sizes[name] = len(rows) * math.prod(inputs.shape[1:]) * item
-        masks = data.domains[name].masks
-        if masks is not None and name in split.train:
-            sizes[name] += len(rows) * math.prod(masks.shape[1:])
-    return sizes

@@ -1,11 +1,14 @@
-"""The folder of one run: who wrote it, what is in it, how it is resumed. Nothing half-written is taken for whole."""
+"""The folder of one run: its settings, rounds, checkpoint, model and result.
+
+Every file is written whole or not at all.
+"""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -16,16 +19,12 @@ from fedshift.errors import UserError
 from fedshift.evaluation.packed import LOADER
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.stored import ORDER, RESULT, ROUNDS, SETTINGS, pack_of, stored
-from fedshift.experiment.config.experiment import Experiment, method_record
-from fedshift.experiment.config.sections import EXTENT
-from fedshift.experiment.environment import versions
-from fedshift.experiment.plan import Run, budgets
-from fedshift.experiment.protocol import Split
+from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.runs.identity import comparable, first_difference
 from fedshift.federation.message_files import read_message, write_message
 from fedshift.federation.messages import Content
 from fedshift.files import write_bytes
-from fedshift.methods.base import Method, State
+from fedshift.methods.base import State
 from fedshift.weights import Weights
 
 FORMAT = 1
@@ -44,7 +43,11 @@ class RunFolder:
     # Who may write --------------------------------------------------------------------------------------------------
 
     def acquire(self) -> bool:
-        """Take the folder for this process; False when another one has it. Raises UserError when it cannot be made."""
+        """Lock the folder for this process; False when another one holds it.
+
+        Raises:
+            UserError: When the folder cannot be made or locked.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             handle = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -66,7 +69,7 @@ class RunFolder:
         return True
 
     def release(self) -> None:
-        """Let other processes have the folder."""
+        """Unlock the folder."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
@@ -78,7 +81,11 @@ class RunFolder:
         self.release()
 
     def check_identity(self) -> None:
-        """Raises UserError, naming the first setting that differs, when another experiment wrote this folder."""
+        """Check that this run wrote the folder, if any did.
+
+        Raises:
+            UserError: Naming the first setting that differs, when another experiment wrote it.
+        """
         there = self.written_by()
         if there is None:
             if (self.path / _CHECKPOINT).exists() or (self.path / RESULT).exists():
@@ -90,9 +97,9 @@ class RunFolder:
         if difference is not None:
             path, old, new = difference
             file = stored(self.path / SETTINGS)
-            place = self.path if file is None or file.line is None else file.place()
+            where = self.path if file is None or file.line is None else file.place()
             raise UserError(
-                f"{place} was written by another experiment: {path} is {old!r} there and {new!r} here; "
+                f"{where} was written by another experiment: {path} is {old!r} there and {new!r} here; "
                 "give this one another name, or another folder with --runs"
             )
 
@@ -107,7 +114,7 @@ class RunFolder:
             raise UserError(f"{file.place()} is damaged: delete {self.path} and run again") from None
 
     def claim(self) -> None:
-        """Write who this folder belongs to."""
+        """Write the run's settings, which say whose folder this is."""
         if not (self.path / SETTINGS).exists():
             text = yaml.safe_dump(self.identity, sort_keys=False, allow_unicode=True)
             write_bytes(self.path / SETTINGS, text.encode())
@@ -130,7 +137,7 @@ class RunFolder:
         self._forget_checkpoint()
 
     def save_model(self, weights: Weights, metadata: Mapping[str, Any]) -> None:
-        """The final model: plain safetensors under state-dict names, with all that prediction needs as JSON."""
+        """Write the final model: safetensors under state-dict names, with all that prediction needs as JSON."""
         from safetensors.torch import save
 
         from fedshift.federation.messages import unshared
@@ -145,7 +152,7 @@ class RunFolder:
 
     @property
     def memory(self) -> Path:
-        """Where sites remember (in a deployment this folder is at each site)."""
+        """The folder of what sites remember between exchanges; in a deployment each site has its own."""
         return self.path / "memory"
 
     def append(self, record: RoundRecord) -> None:
@@ -160,7 +167,7 @@ class RunFolder:
             raise UserError(f"cannot write {file}: {error.strerror}; free some space and run again") from None
 
     def save_checkpoint(self, state: State, memory: Mapping[str, Mapping[str, str]], header: Mapping[str, Any]) -> None:
-        """Everything a resumed run needs, in one atomic file; then drop the memory files it no longer points to."""
+        """Write all that a resumed run needs in one atomic file, then delete memory files that it no longer names."""
         content: dict[str, Content] = {"weights": state.weights}
         content |= {f"part:{name}": part for name, part in state.parts.items()}
         content |= {f"recent:{number:06}": weights for number, weights in enumerate(state.recent)}
@@ -196,7 +203,7 @@ class RunFolder:
         return State(weights, round=header["round"], parts=parts, numbers=header["numbers"], recent=models), header
 
     def records(self, last_round: int) -> list[RoundRecord]:
-        """The rounds up to ``last_round``; lines after it (a round that has to be done again) are cut off the file.
+        """Read the rounds up to ``last_round`` and cut later ones, which are run again, off the file.
 
         Raises UserError when a line before is missing or damaged: the result would choose among other rounds.
         """
@@ -219,7 +226,7 @@ class RunFolder:
         return records
 
     def restart(self) -> None:
-        """Forget lines of rounds that no checkpoint covers."""
+        """Delete the log of rounds that no checkpoint covers."""
         (self.path / ROUNDS).unlink(missing_ok=True)
 
     def _tidy(self, memory: Mapping[str, Mapping[str, str]]) -> None:
@@ -237,11 +244,12 @@ class RunFolder:
             self.memory.rmdir()
 
 
-def write_order(experiment: Experiment, targets: Sequence[str], folder: Path) -> None:
-    """Say beside the methods' folders what was planned, in the order of the tables; not where packed files say it."""
+def write_order(plan: Plan, folder: Path) -> None:
+    """Write the order of methods, targets and seeds for the tables, except where packed files say the same."""
+    experiment = plan.experiment
     order = {
         "methods": [method.display for method in experiment.methods],
-        "targets": list(targets),
+        "targets": list(plan.targets),
         "seeds": list(experiment.protocol.seeds),
     }
     pack = pack_of(folder)
@@ -249,31 +257,6 @@ def write_order(experiment: Experiment, targets: Sequence[str], folder: Path) ->
         write_bytes(folder / ORDER, (json.dumps(order, indent=2) + "\n").encode())
 
 
-def run_folder(experiment: Experiment, split: Split, fingerprint: str, run: Run, folder: Path) -> RunFolder:
-    """The folder of one run below the experiment's, with the settings that make it this run."""
-    settings = common_settings(experiment, run.method)
-    budget = budgets(run.method, experiment.methods, experiment.training, split)
-    identity = {
-        **settings,
-        "data": {**settings["data"], "fingerprint": fingerprint},
-        "target": run.target,
-        "seed": run.seed,
-        "training": {**settings["training"], "mini_batches": budget},
-        "engine": experiment.dump()["engine"],
-        "device": experiment.device,
-        "versions": versions(),
-    }
-    return RunFolder(folder / run.method.display / run.target / f"seed-{run.seed}", identity)
-
-
-def common_settings(experiment: Experiment, method: Method) -> dict[str, Any]:
-    """What all runs of a method in an experiment share."""
-    whole = experiment.dump()
-    return {
-        "name": experiment.name,
-        "data": whole["data"],
-        "protocol": {key: value for key, value in whole["protocol"].items() if key not in EXTENT},
-        "model": whole["model"],
-        "training": whole["training"],
-        "method": method_record(method),
-    }
+def run_folder(planned: PlannedRun, folder: Path) -> RunFolder:
+    """The folder of one run below the experiment's ``folder``."""
+    return RunFolder(folder / planned.folder, planned.identity)

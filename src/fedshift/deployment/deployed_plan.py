@@ -1,0 +1,94 @@
+"""The plan of a deployed experiment: what the sites said of their data stands in for the data."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+
+from fedshift.data.domain import DataSet, Rows
+from fedshift.deployment.handshake import Agreed, encoded_for
+from fedshift.errors import UserError, nearest
+from fedshift.experiment.config.experiment import Experiment
+from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut, SourceTarget
+from fedshift.experiment.environment import data_fingerprint
+from fedshift.experiment.plan import Plan
+from fedshift.experiment.protocol import Split, domain_rows, unseen_rows
+
+EVERY_SITE = "sites"
+"""As a target: no site is left out, and the model is measured on the held-out samples of all of them."""
+
+
+class DeployedPlan(Plan):
+    """A `Plan` in which a site's rows are counted, not known: each site holds its own.
+
+    Only the coordinator's own unseen set, where there is one, is data as in a simulation.
+    """
+
+    def __init__(self, experiment: Experiment, agreed: Agreed) -> None:
+        super().__init__(experiment, agreed.data)
+        self.agreed = agreed
+        self.own = tuple(agreed.own.domains) if agreed.own else ()
+
+    @cached_property
+    def targets(self) -> tuple[str, ...]:
+        """As the protocol names them; ``all``: the coordinator's own domains, else every site.
+
+        Raises:
+            UserError: For a target that does not exist, or that cannot take part.
+        """
+        protocol = self.experiment.protocol
+        assert not isinstance(protocol, SourceTarget)  # as `check_deployable` made sure
+        if protocol.targets == "all":
+            return self.own if self.own and isinstance(protocol, LeaveOneOut) else self.agreed.sites
+        known = (*self.agreed.sites, *self.own)
+        for target in protocol.targets:
+            if target == EVERY_SITE and isinstance(protocol, LeaveOneOut):
+                continue
+            if target not in known:
+                raise UserError(f"protocol.targets: no site is called '{target}'; {nearest(target, known)}")
+            if target in self.own and isinstance(protocol, AdaptToOne):
+                raise UserError(
+                    f"protocol.targets: '{target}' lies at the coordinator and cannot take part in training"
+                )
+        return tuple(protocol.targets)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """The sites' checksums, then that of the coordinator's own set."""
+        own = data_fingerprint(self.agreed.own) if self.agreed.own else ""
+        return "+".join([*(self.agreed.fingerprints[site] for site in self.agreed.sites), *([own] if own else [])])
+
+    def _split(self, target: str, seed: int) -> Split:
+        """How many rows each site has for what, and which rows of the coordinator's own set are measured."""
+        protocol, agreed = self.experiment.protocol, self.agreed
+        sources = [site for site in agreed.sites if site != target]
+        if not sources:
+            raise UserError(f"protocol.targets: no site is left to train when '{target}' is the target")
+        rows = {site: self._rows(site, seed) for site in agreed.sites}
+        train = {site: rows[site][0] for site in sources}
+        held_out = {site: rows[site][1] for site in sources}
+        for site, chosen in train.items():
+            if len(chosen) == 0:
+                raise UserError(f"protocol: site '{site}' has no training samples left; lower protocol.test_fraction")
+        if target == EVERY_SITE:
+            return Split(train, held_out, {site: chosen for site, chosen in held_out.items() if len(chosen)})
+        if agreed.own is not None and target in self.own:
+            assert isinstance(protocol, LeaveOneOut)
+            domain = agreed.own.domains[target]
+            own_held_out = domain_rows(protocol, domain, seed)[1]
+            return Split(train, held_out, {target: unseen_rows(protocol, domain, own_held_out)})
+        unlabelled, measured = rows[target]
+        if not isinstance(protocol, LeaveOneOut):
+            return Split(train, held_out, {target: measured}, {target: unlabelled})
+        whole = not agreed.grouped[target] or protocol.base_images == "shared"
+        count = len(agreed.data.domains[target]) if whole else len(measured)
+        return Split(train, held_out, {target: np.arange(count, dtype=np.int64)})
+
+    def _rows(self, site: str, seed: int) -> tuple[Rows, Rows]:
+        """Training and held-out rows of a site, of which only the number is known."""
+        train, held_out = self.agreed.rows[site][str(seed)]
+        return np.arange(train, dtype=np.int64), np.arange(held_out, dtype=np.int64)
+
+    def _data_for(self, target: str) -> DataSet:
+        return encoded_for(self.experiment, self.agreed, target)
