@@ -292,6 +292,28 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in slugs, f"{page.name} links to {link}"
 
 
+def test_design_page_lists_the_folders_that_exist() -> None:
+    (tree,) = (block for block in blocks(ROOT / "docs" / "design.md", "text") if block.startswith("src/fedshift/"))
+    found: list[str] = []
+    above: list[str] = []
+    for indent_of, name in re.findall(r"^( +)([\w]+)/ ", tree, flags=re.M):
+        above = [*above[: len(indent_of) // 2 - 1], name]
+        found.append("/".join(above))
+    source = ROOT / "src" / "fedshift"
+    assert sorted(found) == sorted(
+        {path.parent.relative_to(source).as_posix() for path in source.rglob("*.py")} - {"."}
+    )
+
+
+def test_files_that_the_design_page_names_exist() -> None:
+    """A path such as ``remote/policy.py`` must be the end of a file's path."""
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    files = [path.relative_to(ROOT).as_posix() for folder in ("src", "tests") for path in (ROOT / folder).rglob("*.py")]
+    named = set(re.findall(r"`([a-z_/]+\.py)`", text))
+    assert len(named) > 20
+    assert [name for name in named if not any(f"/{file}".endswith(f"/{name}") for file in files)] == []
+
+
 def test_readme_lists_the_methods_that_exist() -> None:
     section = (ROOT / "README.md").read_text().partition("## Methods")[2].partition("\n## ")[0]
     assert set(re.findall(r"^\| `(\w+)`", section, flags=re.M)) == set(methods.names())

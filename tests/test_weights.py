@@ -1,4 +1,4 @@
-"""Named tensors, the streaming mean and the merge of BatchNorm statistics."""
+"""Named tensors: what they share, how they are selected, compared and checked."""
 
 from __future__ import annotations
 
@@ -6,23 +6,10 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
 from torch import Tensor, nn
 
 from fedshift.errors import TrainingDiverged, UserError
-from fedshift.functional.averaging import (
-    MeanAccumulator,
-    difference,
-    is_buffer,
-    merge_moments,
-    squared_distance,
-    weighted_average,
-)
 from fedshift.weights import Weights
-
-FLOATS = {"float32": torch.float32, "float64": torch.float64, "float16": torch.float16}
 
 
 def network(seed: int = 0) -> nn.Module:
@@ -30,15 +17,6 @@ def network(seed: int = 0) -> nn.Module:
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 4))
     model.train()(torch.randn(5, 3, 3, 3))
     return model
-
-
-def finite(dtype: str) -> st.SearchStrategy[Tensor]:
-    width = int(dtype.removeprefix("float"))
-    elements = st.floats(width=width, allow_nan=False, allow_infinity=False)
-    return arrays.arrays(dtype, arrays.array_shapes(max_dims=3, max_side=4), elements=elements).map(torch.from_numpy)
-
-
-# Weights ---------------------------------------------------------------------------------------------
 
 
 def test_bytes_follow_the_formula_of_a_payload() -> None:
@@ -58,7 +36,7 @@ def test_tensors_are_shared_detached_and_cannot_be_replaced() -> None:
     with torch.no_grad():
         model[0].weight.add_(1)
     assert not copied.equal(weights)
-    with pytest.raises(UserError, match="'step' is a int"):
+    with pytest.raises(UserError, match="step"):
         Weights({"step": 3})  # type: ignore[dict-item]
 
 
@@ -81,10 +59,10 @@ def test_private_part_merges_back() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"a": torch.zeros(2)}, "site 'x': tensor 'b' is missing"),
-        ({"a": torch.zeros(2), "b": torch.zeros(4)}, r"site 'x': tensor 'b' has shape \(4,\), expected \(3,\)"),
-        ({"a": torch.zeros(2), "b": torch.zeros(3).double()}, "site 'x': tensor 'b' is torch.float64"),
-        ({"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1)}, "site 'x': tensor 'c' is not expected"),
+        ({"a": torch.zeros(2)}, "site 'x'.*'b'"),
+        ({"a": torch.zeros(2), "b": torch.zeros(4)}, r"site 'x'.*'b'.*\(4,\).*\(3,\)"),
+        ({"a": torch.zeros(2), "b": torch.zeros(3).double()}, "site 'x'.*'b'.*float64"),
+        ({"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1)}, "site 'x'.*'c'"),
     ],
 )
 def test_what_does_not_match_is_named(changed: dict[str, Tensor], message: str) -> None:
@@ -100,7 +78,7 @@ def test_a_number_that_is_not_finite_is_found(bad: float) -> None:
     good = Weights({"steps": torch.tensor(3), "empty": torch.zeros(0), "w": tensor.clone()})
     good.check_finite("site 'x'")
     tensor[517] = bad
-    with pytest.raises(TrainingDiverged, match="site 'x': tensor 'w'"):
+    with pytest.raises(TrainingDiverged, match=r"site 'x'.*'w'"):
         good.merge({"w": tensor}).check_finite("site 'x'")
 
 
@@ -116,170 +94,3 @@ def test_equality_is_of_bits() -> None:
     assert copy.deepcopy(nan) == nan
     transposed = torch.arange(6.0).view(2, 3)
     assert Weights({"a": transposed.T}).equal({"a": transposed.T.contiguous()})
-
-
-def test_difference_and_distance() -> None:
-    a = {"w": torch.tensor([1.0, 5.0]), "n": torch.tensor(4)}
-    b = {"w": torch.tensor([4.0, 1.0]), "n": torch.tensor(9)}
-    assert difference(a, b).equal({"w": torch.tensor([-3.0, 4.0])})
-    assert squared_distance(a, b) == 25.0
-    with pytest.raises(UserError, match="'n' is missing"):
-        squared_distance({"w": a["w"]}, b)
-
-
-def test_distance_of_tensors_longer_than_a_piece() -> None:
-    torch.manual_seed(0)
-    a, b = torch.randn(300, 500), torch.randn(300, 500)
-    assert squared_distance({"w": a.T}, {"w": b.T}) == pytest.approx((a.double() - b.double()).square().sum().item())
-
-
-def test_buffers_are_known_by_name() -> None:
-    state = network().state_dict()
-    assert {name for name in state if is_buffer(name)} == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
-    assert not is_buffer("my_running_mean")
-
-
-# Mean ------------------------------------------------------------------------------------------------
-
-
-def test_hand_example_of_fedavg() -> None:
-    models = [{"w": torch.tensor(1.0)}, {"w": torch.tensor(5.0)}]
-    assert weighted_average(models, [100, 300])["w"].item() == 4.0
-
-
-def test_mean_agrees_with_numpy_in_float64() -> None:
-    models = [network(seed).state_dict() for seed in range(4)]
-    shares = [0.1, 0.4, 0.2, 0.3]
-    average = MeanAccumulator()
-    for model, share in zip(models, shares, strict=True):
-        average.add(model, share)
-    mean, exact = average.result(), average.result(torch.float64)
-    for name in ("0.weight", "1.running_var", "3.bias"):
-        expected = sum(w * m[name].double().numpy() for w, m in zip(shares, models, strict=True))
-        torch.testing.assert_close(exact[name], torch.from_numpy(expected), rtol=0, atol=1e-15)
-        assert torch.equal(mean[name], exact[name].float())
-    assert mean["1.num_batches_tracked"].dtype == torch.int64
-
-
-def test_integers_take_the_maximum_and_stay_integers() -> None:
-    mean = weighted_average([{"n": torch.tensor(value)} for value in (3, 11, 5)], [1, 0, 1])
-    assert mean["n"].dtype == torch.int64
-    assert mean["n"].item() == 11
-
-
-@given(
-    st.sampled_from(sorted(FLOATS)).flatmap(finite),
-    st.lists(st.floats(0, 1e3), min_size=1, max_size=12).filter(lambda w: sum(w) > 1e-3),
-    st.sampled_from(["mean", "moments"]),
-)
-@settings(deadline=None, max_examples=200)
-def test_equal_models_stay_equal_bit_for_bit(tensor: Tensor, shares: list[float], rule: str) -> None:
-    model = Weights({"w": tensor, "n": torch.tensor(7)})
-    assert weighted_average([model] * len(shares), shares, rule).equal(model)  # type: ignore[arg-type]
-
-
-@given(st.integers(1, 6), st.sampled_from([1 / 3, 0.1, 7.0]))
-@settings(deadline=None, max_examples=30)
-def test_equal_networks_stay_equal_bit_for_bit(count: int, share: float) -> None:
-    model = Weights(network(count).state_dict())
-    for rule in ("mean", "moments"):
-        assert weighted_average([model] * count, [share] * count, rule).equal(model)  # type: ignore[arg-type]
-
-
-def test_inputs_are_not_written_into() -> None:
-    models = [Weights(network(seed).state_dict()) for seed in range(3)]
-    before = [model.clone() for model in models]
-    for rule in ("mean", "moments"):
-        mean = MeanAccumulator(rule)  # type: ignore[arg-type]
-        for model in models:
-            mean.add(model, 0.5)
-        first = mean.result()
-        mean.add(models[0], 0.5)
-        assert not first.equal(mean.result())
-    assert all(model.equal(copied) for model, copied in zip(models, before, strict=True))
-
-
-def test_one_weight_per_tensor() -> None:
-    models = [{"a": torch.tensor(0.0), "b": torch.tensor(0.0)}, {"a": torch.tensor(8.0), "b": torch.tensor(8.0)}]
-    mean = weighted_average(models, {"a": [3, 1], "b": [1, 3]})
-    assert (mean["a"].item(), mean["b"].item()) == (2.0, 6.0)
-    with pytest.raises(UserError, match="one weight per model"):
-        MeanAccumulator("moments").add(models[0], {"a": 1.0, "b": 1.0})
-
-
-def test_memory_is_that_of_one_model() -> None:
-    mean = MeanAccumulator("moments")
-    sizes = []
-    for seed in range(5):
-        mean.add(network(seed).state_dict(), 1.0)
-        held = {**mean._sums, **{f"o{k}": v for k, v in mean._origins.items()}, **mean._squares}
-        sizes.append(sum(t.numel() * t.element_size() for t in held.values()))
-    assert len(set(sizes)) == 1
-
-
-def test_result_without_rounding() -> None:
-    mean = MeanAccumulator()
-    mean.add({"w": torch.tensor(1.0)}, 1)
-    mean.add({"w": torch.tensor(1.0 + 2**-23)}, 1)
-    assert mean.result(torch.float64)["w"].item() == 1.0 + 2**-24
-
-
-@pytest.mark.parametrize("share", [-1.0, float("nan"), float("inf")])
-def test_impossible_weights(share: float) -> None:
-    with pytest.raises(UserError, match="site 'x': weight"):
-        MeanAccumulator().add({"w": torch.zeros(1)}, share, "site 'x'")
-
-
-def test_nothing_to_average() -> None:
-    with pytest.raises(UserError, match="no model"):
-        MeanAccumulator().result()
-    with pytest.raises(UserError, match="sum to zero"):
-        weighted_average([{"w": torch.zeros(1)}], [0])
-    with pytest.raises(UserError, match="2 models but 1 weights"):
-        weighted_average([{"w": torch.zeros(1)}] * 2, [1])
-    mean = MeanAccumulator()
-    mean.add({"w": torch.zeros(1)}, 1)
-    with pytest.raises(UserError, match="site 'x': tensor 'w' is missing"):
-        mean.add({"v": torch.zeros(1)}, 1, "site 'x'")
-
-
-# BatchNorm -------------------------------------------------------------------------------------------
-
-
-def statistics(mean: float, variance: float) -> dict[str, Tensor]:
-    return {"bn.running_mean": torch.tensor([float(mean)]), "bn.running_var": torch.tensor([float(variance)])}
-
-
-def test_moments_of_the_mixture_and_the_linear_rule() -> None:
-    models = [statistics(0, 1), statistics(2, 3)]
-    merged = merge_moments(models, [0.25, 0.75])
-    assert merged["bn.running_mean"].item() == 1.5
-    assert merged["bn.running_var"].item() == 3.25
-    assert weighted_average(models, [0.25, 0.75])["bn.running_var"].item() == 2.5
-
-
-def test_merged_moments_are_those_of_pooled_data() -> None:
-    torch.manual_seed(0)
-    parts = [torch.randn(n, 6) * scale + shift for n, scale, shift in ((40, 1, 0), (10, 3, 5), (50, 0.5, -2))]
-    models = [
-        {"running_mean": part.double().mean(0), "running_var": part.double().var(0, unbiased=False)} for part in parts
-    ]
-    merged = merge_moments(models, [len(part) for part in parts])
-    pooled = torch.cat(parts).double()
-    torch.testing.assert_close(merged["running_mean"], pooled.mean(0))
-    torch.testing.assert_close(merged["running_var"], pooled.var(0, unbiased=False))
-
-
-def test_large_means_do_not_drown_small_variances() -> None:
-    merged = merge_moments([statistics(30_000, 1e-4), statistics(30_000, 3e-4)], [0.5, 0.5])
-    assert merged["bn.running_var"].item() == pytest.approx(2e-4, rel=1e-6)
-
-
-def test_one_model_is_unchanged_and_other_tensors_are_averaged() -> None:
-    model = Weights(network().state_dict())
-    assert merge_moments([model], [0.3]).equal(model)
-    others = [Weights(network(seed).state_dict()) for seed in (1, 2)]
-    plain, merged = weighted_average(others, [1, 2]), merge_moments(others, [1, 2])
-    changed = {name for name in plain if not torch.equal(plain[name], merged[name])}
-    assert changed == {"1.running_var"}
-    assert (merged["1.running_var"] >= plain["1.running_var"]).all()

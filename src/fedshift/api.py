@@ -23,7 +23,12 @@ from fedshift.report.table_formats import markdown
 
 @dataclass(frozen=True)
 class Results:
-    """The finished runs of an experiment. Printed, it is the table of last rounds in Markdown."""
+    """The finished runs of an experiment. Printed, it is the Markdown table of last rounds.
+
+    Attributes:
+        folder: where the runs are.
+        collected: what was read there.
+    """
 
     folder: Path
     collected: Collected
@@ -46,13 +51,36 @@ class Results:
 
 
 Given = Experiment | Mapping[str, Any] | str | Path
-"""An experiment, the same as a mapping, or the file it stands in."""
+"""An experiment: an `Experiment`, a mapping with its fields, or its YAML file."""
 
 
 def run(experiment: Given, runs: str | Path = "runs", reporter: Reporter | None = None) -> Results:
-    """Run what is not finished of an experiment and return its results; what is finished is not run again.
+    """Run an experiment and return its results. Runs that are finished already are not repeated.
 
-    Raises fedshift.errors.UserError for a mistake in the experiment, FedshiftError when training fails.
+    Args:
+        experiment: an `Experiment`, a mapping with the same fields, or its YAML file.
+        runs: the folder in which the experiment's folder is made.
+        reporter: is told how the experiment goes on. Silent by default.
+
+    Raises:
+        UserError: there is a mistake in the experiment.
+        FedshiftError: training failed.
+
+    Example:
+        >>> import tempfile
+        >>> experiment = {
+        ...     "data": {"name": "rotated_digits", "per_class": 5, "size": 8},
+        ...     "protocol": {"targets": ["D0"], "seeds": [0]},
+        ...     "model": {"name": "linear"},
+        ...     "training": {"rounds": 1},
+        ...     "methods": [{"name": "fedavg"}],
+        ...     "engine": {"threads": 1},
+        ...     "device": "cpu",
+        ... }
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     found = run(experiment, folder)
+        >>> [(row["method"], row["target"], row["n"]) for row in found.rows()]
+        [('fedavg', 'D0', 1), ('fedavg', 'average', 1)]
     """
     if os.environ.get(CHILD):
         raise UserError(
@@ -64,21 +92,65 @@ def run(experiment: Given, runs: str | Path = "runs", reporter: Reporter | None 
 
 
 def results(folder: str | Path) -> Results:
-    """The finished runs below an experiment's folder. Raises UserError where there are none."""
+    """The finished runs in or below an experiment's folder.
+
+    Raises:
+        UserError: there are none.
+
+    Example:
+        >>> results("no-such-folder")  # doctest: +IGNORE_EXCEPTION_DETAIL
+        Traceback (most recent call last):
+        fedshift.errors.UserError: there is no such folder
+    """
     return Results(Path(folder), collect(Path(folder)))
 
 
 def load(path: str | Path, *overrides: str) -> Experiment:
-    """The experiment in a YAML file, with ``key.path=value`` overrides."""
+    """The experiment in a YAML file.
+
+    Args:
+        path: the file.
+        overrides: changes of it, as ``key.path=value``.
+
+    Raises:
+        UserError: the file or a change has a mistake.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder) / "digits.yaml"
+        ...     _ = file.write_text("{data: {name: rotated_digits}, model: {name: linear}, methods: [{name: fedavg}]}")
+        ...     load(file, "training.rounds=7").training.rounds
+        7
+    """
     return load_file(Path(path), overrides)
 
 
 def check(experiment: Given) -> checks.Check:
-    """Everything that can be known before training."""
+    """Check an experiment without keeping any training: data, network, methods, time and traffic.
+
+    Raises:
+        UserError: something would stop the experiment.
+
+    Example:
+        >>> found = check(
+        ...     {
+        ...         "data": {"name": "rotated_digits", "per_class": 5, "size": 8},
+        ...         "protocol": {"targets": ["D0"], "seeds": [0]},
+        ...         "model": {"name": "linear"},
+        ...         "methods": [{"name": "fedavg"}],
+        ...         "engine": {"threads": 1},
+        ...         "device": "cpu",
+        ...     }
+        ... )
+        >>> found.parameters, found.payload  # 8 × 8 pixels to 10 classes; bytes of one model
+        (650, 2600)
+    """
     return checks.check(_resolved(experiment))
 
 
 def _resolved(experiment: Given) -> Experiment:
+    """The experiment in any of its forms, parsed."""
     if isinstance(experiment, str | Path):
         return load(experiment)
     return experiment if isinstance(experiment, Experiment) else parse(experiment)

@@ -1,4 +1,4 @@
-"""What a person may be told. Every message is one line: what is wrong, where, and what to do."""
+"""Errors that are shown to a person. Every message is one line: what is wrong, where, and what to do."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from typing import Any
 
 
 class FedshiftError(Exception):
-    """A failure that is explained in one line; the command line prints it without a traceback.
+    """A failure that is explained in one line. The command line prints it without a traceback.
 
-    ``public`` is the line for those who may not see the data: without cells, and without the names of columns that
-    nobody listed. It is the message itself unless given.
+    Args:
+        message: the line.
+        public: the line for people who may not see the data: without cells, and without the names of columns that
+            nobody listed. By default the message itself.
     """
 
     exit_code = 1
@@ -22,28 +24,29 @@ class FedshiftError(Exception):
 
 
 class UserError(FedshiftError):
-    """A mistake of the person's: a name, a value or a file that cannot be used. Exit code 2."""
+    """A user's mistake: a name, a value or a file that cannot be used. Exit code 2."""
 
     exit_code = 2
 
 
 class Refused(UserError):
-    """A site's policy forbids an exchange; the message names site and rule."""
+    """A site's policy forbids an exchange. The message names the site and the rule."""
 
 
 class KindRefused(Refused):
-    """A site's policy does not let a kind of content out: the site may be left out where an experiment allows it."""
+    """A site's policy keeps a kind of content at the site. Where an experiment allows it, the site is left out."""
 
 
 class TrainingDiverged(FedshiftError):
-    """A loss or weight became NaN or infinite; the message names the site, the round and the learning rate."""
+    """A loss or weight became NaN or infinite. The message names the site, the round and the learning rate."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A half sentence that helps with a mistyped ``name``: the nearest of ``known``, else all of them.
+    """Help for a mistyped ``name``, as half a sentence: the nearest of ``known``, and all of them.
 
-    >>> nearest("fedagv", ["fedavg", "csac"])
-    "did you mean 'fedavg'? known: csac, fedavg"
+    Example:
+        >>> nearest("fedagv", ["fedavg", "csac"])
+        "did you mean 'fedavg'? known: csac, fedavg"
     """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
@@ -58,6 +61,14 @@ _AS_IN_A_FILE = {
 
 
 def in_words(fault: Mapping[str, Any]) -> str:
-    """What is wrong with a field: one of pydantic's errors, in the words of an experiment's file."""
+    """What is wrong with a field: one of pydantic's errors in the words of an experiment's file.
+
+    Args:
+        fault: an entry of pydantic's ``ValidationError.errors()``.
+
+    Example:
+        >>> in_words({"type": "dict_type", "msg": "Input should be a valid dictionary"})
+        'input should be like {name: value}'
+    """
     text: str = _AS_IN_A_FILE.get(fault["type"], fault["msg"].removeprefix("Value error, "))
     return text[0].lower() + text[1:]

@@ -1,4 +1,4 @@
-"""Files that are whole or not there: written to the side, flushed to the disk, then renamed."""
+"""Atomic writing of files: a file is complete or absent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,22 @@ from fedshift.errors import UserError
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file atomically. Raises UserError, naming file and reason, when the disk is full or read-only."""
+    """Write a file atomically. It is written next to its place, flushed to the disk, then renamed.
+
+    Args:
+        path: the file. Its folder is made if necessary.
+        data: the content.
+
+    Raises:
+        UserError: the disk is full or read-only. The message names the file and the reason.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_bytes(Path(folder) / "new" / "file.txt", b"whole")
+        ...     (Path(folder) / "new" / "file.txt").read_bytes()
+        b'whole'
+    """
     side = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

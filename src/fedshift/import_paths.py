@@ -1,4 +1,4 @@
-"""Import paths: where a class stands, and how it is found again in another process."""
+"""Import paths: how another process finds a class again."""
 
 from __future__ import annotations
 
@@ -11,13 +11,18 @@ from types import ModuleType
 from typing import Any
 
 CHILD = "FEDSHIFT_CHILD"
-"""Set in worker processes: an experiment must not begin another one while a method's file is imported."""
+"""Environment variable of worker processes. While they import a method's file, it must not start an experiment."""
 USER_MODULE = "fedshift_user_"
-"""How the modules are called that `import_file` makes."""
+"""Prefix of the names of modules that `import_file` makes."""
 
 
 def find(place: str) -> Any:
-    """What stands at ``package.module:Name`` or ``/path/file.py:Name``."""
+    """The object at ``package.module:Name`` or ``/path/file.py:Name``.
+
+    Example:
+        >>> find("fedshift.weights:Weights").__name__
+        'Weights'
+    """
     module_name, _, attribute = place.rpartition(":")
     module = importlib.import_module(module_name) if not module_name.endswith(".py") else import_file(module_name)
     found = module
@@ -27,11 +32,19 @@ def find(place: str) -> Any:
 
 
 def import_file(path: str) -> ModuleType:
-    """A person's own method file as a module; the same file is imported once."""
+    """A user's own method file as a module. The same file is imported once.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = (Path(folder) / "own.py").write_text("ANSWER = 42")
+        ...     import_file(f"{folder}/own.py").ANSWER
+        42
+    """
     whole = Path(path).resolve()
     text = whole.read_bytes()
     checksum = hashlib.sha256(text).hexdigest()
-    # The checksum is part of the name: an edited file is another module, and results name the code that really ran.
+    # The checksum is part of the name, so that an edited file is another module and results name the code that ran.
     name = f"{USER_MODULE}{whole.stem}_{zlib.crc32(str(whole).encode()):08x}_{checksum[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -42,13 +55,19 @@ def import_file(path: str) -> ModuleType:
     try:
         exec(compile(text, str(whole), "exec"), module.__dict__)
     except BaseException:
-        del sys.modules[name]  # half a module must not be found the next time
+        del sys.modules[name]  # do not keep half a module
         raise
     return module
 
 
 def place_of(kind: type) -> str:
-    """Where `find` finds a class again."""
+    """The import path at which `find` finds a class.
+
+    Example:
+        >>> from fedshift.weights import Weights
+        >>> place_of(Weights)
+        'fedshift.weights:Weights'
+    """
     module = sys.modules[kind.__module__]
     file = module.__file__ if kind.__module__.startswith((USER_MODULE, "__main__")) else None
     return f"{file or kind.__module__}:{kind.__qualname__}"

@@ -1,4 +1,4 @@
-"""Named tensors (state dicts): selection, merging, checks. What is computed with them: `functional`."""
+"""Named tensors (state dicts): selection, merging and checks. Arithmetic on them is in `functional.averaging`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,25 @@ from torch import Tensor
 from fedshift.errors import TrainingDiverged, UserError
 
 KeyFilter = Callable[[str], bool] | str | Iterable[str]
-"""Which keys: a predicate, or dotted prefixes (``"classifier"`` means ``classifier`` itself and ``classifier.*``)."""
+"""A choice of keys: a predicate, or dotted prefixes (``"head"`` means ``head`` itself and ``head.*``)."""
 
 
 class NamedTensors(Mapping[str, Tensor]):
-    """Immutable tensors by name, shared with the mapping they came from (not copied) and without a graph.
+    """Immutable tensors by name, detached from any graph. They share memory with the mapping they came from.
 
-    Shared means: made from ``module.state_dict()``, they change when the module trains on; `clone` where that matters.
+    So tensors made from ``module.state_dict()`` change when the module trains on; use `clone` where that matters.
+
+    Raises:
+        UserError: a value is not a tensor.
+
+    Example:
+        >>> weights = Weights({"features.w": torch.zeros(3), "head.w": torch.zeros(2), "head.b": torch.zeros(1)})
+        >>> list(weights.select("head")), list(weights.without("head")), weights.nbytes
+        (['head.w', 'head.b'], ['features.w'], 24)
     """
 
     kind: ClassVar[str]
-    """What the ledger counts such content as."""
+    """The kind of content under which the ledger counts it."""
 
     __slots__ = ("_tensors",)
     _tensors: dict[str, Tensor]
@@ -56,7 +64,7 @@ class NamedTensors(Mapping[str, Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors; for float32 weights and int64 counters ``S(θ) = 4·(|θ| + |b|) + 8·n_i``."""
+        """Bytes of all tensors. For float32 weights and int64 counters ``S(θ) = 4·(|θ| + |b|) + 8·n_i``."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self._tensors.values())
 
     def select(self, keys: KeyFilter) -> Self:
@@ -65,16 +73,24 @@ class NamedTensors(Mapping[str, Tensor]):
         return type(self)({name: tensor for name, tensor in self._tensors.items() if accepts(name)})
 
     def without(self, keys: KeyFilter) -> Self:
-        """All tensors but those whose names ``keys`` accepts."""
+        """All tensors except those whose names ``keys`` accepts."""
         rejects = _predicate(keys)
         return type(self)({name: tensor for name, tensor in self._tensors.items() if not rejects(name)})
 
     def merge(self, other: Mapping[str, Tensor]) -> Self:
-        """These tensors, with those of ``other`` put over them or added."""
+        """These tensors and those of ``other``, whose tensors replace equal names. Like ``dict | other``."""
         return type(self)({**self._tensors, **other})
 
     def check_like(self, reference: Mapping[str, Tensor], who: str) -> None:
-        """Raise UserError unless names, shapes and types are those of ``reference``; ``who`` says whose these are."""
+        """Check that names, shapes and types are those of ``reference``.
+
+        Args:
+            reference: the tensors that are expected.
+            who: what a message calls the owner of these tensors.
+
+        Raises:
+            UserError: they differ.
+        """
         for name, expected in reference.items():
             found = self._tensors.get(name)
             if found is None:
@@ -91,10 +107,17 @@ class NamedTensors(Mapping[str, Tensor]):
             raise UserError(f"{who}: tensor '{extra}' is not expected; do all sites use the same model?")
 
     def check_finite(self, who: str) -> None:
-        """Raise TrainingDiverged, naming the tensor, when one holds NaN or infinity; ``who`` says whose these are."""
+        """Check that no tensor holds NaN or infinity.
+
+        Args:
+            who: what a message calls the owner of these tensors.
+
+        Raises:
+            TrainingDiverged: a tensor does; the message names it.
+        """
         for name, tensor in self._tensors.items():
             if tensor.is_floating_point() and tensor.numel():
-                # The extremes are NaN where any number is: one pass without a mask of the tensor's size.
+                # The extremes are NaN if any number is. This takes one pass and no mask.
                 low, high = torch.aminmax(tensor)
                 if not (math.isfinite(low.item()) and math.isfinite(high.item())):
                     raise TrainingDiverged(
@@ -106,11 +129,11 @@ class NamedTensors(Mapping[str, Tensor]):
         return type(self)({name: tensor.clone() for name, tensor in self._tensors.items()})
 
     def to(self, device: torch.device | str) -> Self:
-        """The tensors on ``device``; those already there are shared."""
+        """The tensors on ``device``. Those that are already there are shared."""
         return type(self)({name: tensor.to(device) for name, tensor in self._tensors.items()})
 
     def equal(self, other: Mapping[str, Tensor]) -> bool:
-        """Whether names, types, shapes and every bit agree (so NaN equals itself and −0 differs from 0)."""
+        """Whether names, types, shapes and every bit agree. So NaN equals itself, and −0 differs from 0."""
         if self._tensors.keys() != other.keys():
             return False
         return all(_same_bits(tensor, other[name]) for name, tensor in self._tensors.items())

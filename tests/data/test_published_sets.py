@@ -13,7 +13,7 @@ import torch
 from fedshift.data.builders.office_caltech_surf import OfficeCaltechSurf
 from fedshift.data.builders.rotated import RotatedMnist, turned_clockwise
 from fedshift.data.domain import DataSet, SparseRows
-from fedshift.data.locate import verify
+from fedshift.data.locate import sha256_of
 from fedshift.data.registry import names, parse, source_class
 from fedshift.errors import UserError
 
@@ -43,11 +43,10 @@ def test_every_data_set_has_a_manifest(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in names() if source_class(name).manifest().sha256])
 def test_checksums_are_those_of_the_files(name: str) -> None:
     known = source_class(name).manifest().sha256
-    sums = {file: digest for file, digest in known.items() if ROOT and (ROOT / file).exists()}
-    if not sums:
+    there = [file for file in known if ROOT and (ROOT / file).exists()]
+    if ROOT is None or not there:
         pytest.skip("none of its files is below FEDSHIFT_DATA")
-    for file, digest in sums.items():
-        verify(Path(os.environ["FEDSHIFT_DATA"]) / file, digest)
+    assert {file: sha256_of(ROOT / file) for file in there} == {file: known[file] for file in there}
 
 
 def test_rotated_digits_share_base_images() -> None:

@@ -111,9 +111,8 @@ def test_sparse_rows_are_dense_rows(table: list[list[int]], chosen: st.DataObjec
             assert torch.equal(data.batch(torch.tensor([data.samples - 1]))[0], torch.from_numpy(dense[-1:]))
 
 
-def test_classes_present_and_nothing_at_all() -> None:
+def test_a_site_without_samples_is_refused() -> None:
     domain = Domain("d", np.zeros((3, 2), dtype=np.float32), np.array([4, 1, 4]))
-    assert SiteData([(domain, np.arange(3), 0)], FEATURES).classes_present == (1, 4)
     with pytest.raises(UserError, match="no samples in d"):
         SiteData([(domain, np.array([], dtype=np.int64), 0)], FEATURES)
 

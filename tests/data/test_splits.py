@@ -1,4 +1,4 @@
-"""Splits: shares, purity of groups, repeatability."""
+"""Splits: shares, groups that stay on one side, repeatability."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedshift.data.domain import Domain
-from fedshift.data.splits import part_rows, stratified_split
+from fedshift.data.splits import part_rows, random_split, stratified_split
 from fedshift.errors import UserError
 
 labels_lists = st.lists(st.integers(0, 4), min_size=1, max_size=80).map(lambda found: np.array(found, dtype=np.int64))
 fractions = st.floats(0, 0.95)
 seeds = st.integers(0, 2**31)
+group_lists = st.lists(st.integers(0, 300), max_size=120)
 
 
 @given(labels_lists, fractions, seeds)
@@ -34,17 +35,37 @@ def test_same_arguments_same_rows(labels: np.ndarray, fraction: float, seed: int
     assert np.array_equal(first[0], second[0])
 
 
-@given(st.sets(st.integers(0, 300)), st.sets(st.integers(0, 300)), fractions, seeds)
-def test_a_group_is_on_one_side_in_every_domain(one: set[int], other: set[int], fraction: float, seed: int) -> None:
-    """Also when the domains do not hold the same groups, and when a group has several rows."""
+@given(group_lists, group_lists, fractions, seeds)
+def test_a_group_is_on_one_side_in_every_domain(one: list[int], other: list[int], fraction: float, seed: int) -> None:
+    """Whatever groups the domains hold, in any order and with any number of rows each."""
     sides: dict[int, set[bool]] = {}
-    for groups in (sorted(one) * 2, sorted(other)):
+    for groups in (one, other):
         array = np.array(groups, dtype=np.int64)
         train, held = stratified_split(array % 3, fraction, seed, array)
+        assert sorted([*train, *held]) == list(range(len(array)))
         for rows, side in ((train, False), (held, True)):
             for row in rows:
                 sides.setdefault(int(array[row]), set()).add(side)
     assert all(len(found) == 1 for found in sides.values())
+
+
+def test_shuffled_groups_give_their_share() -> None:
+    """Twenty base samples, each shown one to four times: 30 % of them are held out."""
+    draws = np.random.default_rng(0)
+    groups = draws.permutation(np.repeat(np.arange(20), draws.integers(1, 5, 20)))
+    for seed in range(5):
+        _, held = stratified_split(groups % 3, 0.3, seed, groups)
+        assert len(set(groups[held])) == 6
+
+
+def test_seeds_hold_out_other_rows_of_a_class() -> None:
+    """3 of 10 and 6 of 20 samples, drawn anew by every seed; each row is held out in some draws."""
+    labels = np.repeat([0, 1], [10, 20])
+    chosen = [stratified_split(labels, 0.3, seed)[1] for seed in range(40)]
+    assert all(np.bincount(labels[rows]).tolist() == [3, 6] for rows in chosen)
+    counts = np.bincount(np.concatenate(chosen), minlength=30)
+    assert counts.min() >= 3  # 12 on average
+    assert counts.max() <= 24
 
 
 def test_rotated_counts_are_exact() -> None:
@@ -66,6 +87,8 @@ def test_a_class_of_one_trains() -> None:
     train, held = stratified_split(np.array([0] * 9 + [1]), 0.9, 3)
     assert 9 in train
     assert len(held) == 8
+    train, held = random_split(5, 0.95, 0)
+    assert (len(train), len(held)) == (1, 4)
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1.0, 2.0, float("nan")])

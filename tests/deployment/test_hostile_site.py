@@ -257,7 +257,7 @@ GOOD: dict[str, Any] = {"accuracy": 50.0, "samples": 4, "classes": [[1, 2], None
     ],
 )
 def test_measures_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(FedshiftError, match="measured"):
+    with pytest.raises(FedshiftError, match="measure"):
         checked_measures({**GOOD, **changes}, 3)
     assert checked_measures(GOOD, 3) == {**GOOD, "classes": [(1, 2), None, (1, 2)]}
 

@@ -25,7 +25,7 @@ from fedshift.cli.project import free_port
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.checks import check_certificates, check_port, check_reachable
 from fedshift.deployment.flare.deployment_folder import Deployment
-from fedshift.deployment.flare.jobs import Attendance, DeploymentInWork
+from fedshift.deployment.flare.jobs import Attendance, RunningDeployment
 from fedshift.deployment.flare.kits import Kit, load_kit
 from fedshift.deployment.flare.provision import Provisioned, relocate
 from fedshift.deployment.flare.service import Service
@@ -288,20 +288,20 @@ def test_two_machines_with_one_kit_are_told_apart_from_a_line_that_broke_once(
     monkeypatch.setattr("fedshift.deployment.flare.jobs.time.monotonic", lambda: now)
     attendance = Attendance()
     for _ in range(2):
-        attendance.hear(line)
-    assert attendance.crowded() == ""
+        attendance.read_line(line)
+    assert attendance.kit_used_twice() == ""
     now += 9
-    attendance.hear(line)
-    assert attendance.crowded().startswith("the kit of site 'north' is in use on two machines")
+    attendance.read_line(line)
+    assert attendance.kit_used_twice().startswith("the kit of site 'north' is in use on two machines")
     now += 60
-    assert attendance.crowded() == ""
+    assert attendance.kit_used_twice() == ""
 
 
 def test_a_service_notes_which_sites_registered(kits: Provisioned, monkeypatch: pytest.MonkeyPatch) -> None:
     service = Service(load_kit(kits.coordinator))
     service.child = SimpleNamespace(pid=1, stdout=["INFO - Client: New client north@10.0.0.7 joined. Sent token: 1\n"])  # type: ignore[assignment]
     monkeypatch.setattr("fedshift.deployment.flare.jobs.time.monotonic", lambda: 7.0)
-    service._listen(service.child)  # type: ignore[arg-type]
+    service._read_output(service.child)  # type: ignore[arg-type]
     assert service._attendance.joined == {"north": 7.0}
 
 
@@ -335,7 +335,7 @@ def test_jobs_that_die_again_and_again_are_given_up(
     deployment.want("run")
     (deployment.folder / "experiment.json").write_text(json.dumps({"engine": {"tries": 3}}))
     server = Server(deployment, rounds)
-    job = DeploymentInWork(Attendance(), deployment)
+    job = RunningDeployment(Attendance(), deployment)
     looks = 0
     while not job.look(server):
         looks += 1

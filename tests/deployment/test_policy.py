@@ -83,7 +83,7 @@ def test_a_kind_that_no_field_promised_does_not_leave(tmp_path: Path, monkeypatc
     program = program_of(tmp_path)
     answer = request(program)
     assert "refuses to send features" in answer["message"]
-    lines = program.place.audit_log.read_text().splitlines()
+    lines = program.config.audit_log.read_text().splitlines()
     assert "refused" in json.loads(lines[-1])
     assert "sent" not in json.loads(lines[-1])
     allowed = program_of(tmp_path / "open", send=["weights", "numbers", "accuracy", "features"])

@@ -65,9 +65,9 @@ def test_every_image_and_structure_has_its_own_number() -> None:
 
 
 def test_what_cannot_be_compared() -> None:
-    with pytest.raises(ValueError, match="both have the shape"):
+    with pytest.raises(ValueError, match="shape"):
         dice(square(0, 0, 2), square(0, 0, 2, size=13))
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="no images"):
         hausdorff(square(0, 0, 2)[:0], square(0, 0, 2)[:0])
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -45,7 +45,7 @@ def test_without_a_spread_there_is_no_test() -> None:
     assert t_test([10.0]) == TTest(1, 10.0, None, None)
     assert t_test([10.0]).t is None
     assert t_test([0.1 + 0.2, 0.3]).p is None  # equal but for rounding
-    with pytest.raises(ValueError, match="no values"):
+    with pytest.raises(ValueError, match="values"):
         t_test([])
 
 
@@ -96,6 +96,7 @@ grids = st.integers(2, 5).flatmap(
 )  # fmt: skip
 
 
+@settings(deadline=None, max_examples=40)
 @given(grids)
 def test_scipy_agrees(grid: dict[str, list[tuple[float, float]]]) -> None:
     first = {(target, seed): pair[0] for target, pairs in grid.items() for seed, pair in enumerate(pairs)}
@@ -118,6 +119,7 @@ def test_scipy_agrees(grid: dict[str, list[tuple[float, float]]]) -> None:
             assert test.t == pytest.approx(reference.statistic, rel=1e-6, abs=1e-9)
 
 
+@settings(deadline=None, max_examples=40)
 @given(grids, st.randoms())
 def test_order_and_sign(grid: dict[str, list[tuple[float, float]]], chance: object) -> None:
     """The order of the results does not matter, and the other way round only the sign changes."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from statistics import fmean
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -31,10 +31,11 @@ def test_standard_error_by_hand() -> None:
     assert mean == 93.0
     assert error == pytest.approx((13 / 3) ** 0.5)
     assert mean_and_standard_error([5.0]) == (5.0, None)
-    with pytest.raises(ValueError, match="no values"):
+    with pytest.raises(ValueError, match="values"):
         mean_and_standard_error([])
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=20))
 def test_scipy_agrees(values: list[float]) -> None:
     assert mean_and_standard_error(values)[1] == pytest.approx(stats.sem(values), abs=1e-9)
@@ -83,7 +84,7 @@ def test_results_without_the_selected_round_do_not_count() -> None:
 
 
 def test_a_part_may_occur_once() -> None:
-    with pytest.raises(ValueError, match="two results of m at a with seed 0"):
+    with pytest.raises(ValueError, match=r"m at a .*0"):
         rows([result("m", "a", 0, 10.0), result("m", "a", 0, 10.0)])
 
 
@@ -92,6 +93,7 @@ accuracies = st.dictionaries(
 )
 
 
+@settings(deadline=None, max_examples=40)
 @given(accuracies)
 def test_average_is_the_mean_over_targets_per_seed(drawn: dict[tuple[str, int], float]) -> None:
     found = rows([result("m", target, seed, value) for (target, seed), value in drawn.items()])

@@ -225,3 +225,14 @@ def test_files_are_whole_or_not_there(tmp_path) -> None:  # type: ignore[no-unty
     write_bytes(tmp_path / "file", b"x")
     with pytest.raises(UserError, match="cannot write"):
         write_bytes(tmp_path / "file" / "below", b"x")
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_a_number_that_is_not_finite_comes_back_as_that_number(value: float) -> None:
+    """JSON has none of them; as a text it would be another kind of content."""
+    content, _ = decode(encode({"loss": value, "by": {"a": value}}))
+    by_site = content["by"]
+    assert isinstance(by_site, dict)
+    for found in (content["loss"], by_site["a"]):
+        assert isinstance(found, float)
+        assert found == value or (math.isnan(found) and math.isnan(value))

@@ -32,11 +32,12 @@ def site_of(
     role: Role = "source",
     exchange: int = 1,
     left: int = 1000,
+    name: str = "here",
     **options: Any,
 ) -> Site:
-    domain = (images if network["name"] == "mnist_cnn" else vectors)("here", number)
+    domain = (images if network["name"] == "mnist_cnn" else vectors)(name, number)
     method = FedAvg()
-    (plan,) = plans(method, [domain], {"here": role})
+    (plan,) = plans(method, [domain], {name: role})
     site = SiteRunner(plan, setting(method, [domain], network, **options)).site
     site.begin(Envelope(exchange, 1, 0.0, left))
     return site
@@ -104,7 +105,7 @@ def test_generators_depend_on_seed_site_and_exchange_only() -> None:
 
     first = draws(site_of())
     assert draws(site_of(), used=100) == first
-    for other in (site_of(seed=4), site_of(exchange=2)):
+    for other in (site_of(seed=4), site_of(exchange=2), site_of(name="there")):
         assert all(mine != theirs for mine, theirs in zip(first, draws(other), strict=True))
     assert len({tuple(draw) for draw in first[:3]}) == 3
     site = site_of()

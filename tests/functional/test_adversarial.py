@@ -189,7 +189,7 @@ def test_what_cannot_be_combined() -> None:
         (torch.zeros(0), torch.zeros(0)),
         (torch.tensor(1.0),) * 2,
     ):
-        with pytest.raises(UserError, match="per source site"):
+        with pytest.raises(UserError):
             combine_domains(source, domain)
     for gamma in (0.0, -1.0, math.nan):
         with pytest.raises(UserError, match="gamma"):
@@ -197,9 +197,9 @@ def test_what_cannot_be_combined() -> None:
     assert combine_domains(torch.ones(2), torch.ones(2), 1.0, 0.0, "maxmin").item() == 2
     for loss in (domain_identifier_loss, generator_loss):
         for sides in ((torch.zeros(0), torch.zeros(1)), (torch.zeros(1), torch.zeros(0))):
-            with pytest.raises(UserError, match="at least one sample"):
+            with pytest.raises(UserError, match="sample"):
                 loss(*sides)
-    with pytest.raises(UserError, match=r"weights \(2,\) for logits \(2, 1\)"):
+    with pytest.raises(UserError, match=r"\(2,\).*\(2, 1\)"):
         weighted_adversarial_loss(torch.zeros(2, 1), torch.zeros(2, 1), torch.ones(2))
 
 

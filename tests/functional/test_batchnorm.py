@@ -1,4 +1,4 @@
-"""BatchNorm-MMD: worked numbers, its closed form as the minimum, the kernel itself, gradients."""
+"""BatchNorm-MMD: worked numbers, its closed form as the minimum, gradients."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fedshift.errors import UserError
-from fedshift.functional.averaging import merge_moments, weighted_average
-from fedshift.functional.batchnorm import batchnorm_distance, batchnorm_objective, quadratic_kernel_mmd
+from fedshift.functional.averaging import weighted_average
+from fedshift.functional.batchnorm import batchnorm_distance, batchnorm_objective
 from fedshift.weights import Weights
 
 MEANS, VARIANCES = torch.tensor([[0.0], [2.0]]).double(), torch.tensor([[1.0], [3.0]]).double()
@@ -31,16 +31,6 @@ def random(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_worked_numbers_of_the_closed_form() -> None:
-    models = [model(mean, variance) for mean, variance in zip(MEANS, VARIANCES, strict=True)]
-    merged = merge_moments(models, SHARES.tolist())
-    mean, variance = merged["bn.running_mean"].item(), merged["bn.running_var"].item()
-    assert (mean, variance + mean**2, variance) == pytest.approx((1.5, 5.5, 3.25), abs=1e-12)
-    linear = weighted_average(models, SHARES.tolist(), bn_merge="mean")
-    assert linear["bn.running_var"].item() == pytest.approx(2.5, abs=1e-12)
-    assert merge_moments(models[:1], [0.3]).equal(models[0])
-
-
 def test_worked_numbers_of_the_objective() -> None:
     batch = torch.tensor([[1.0], [2.0], [3.0], [6.0]]).double()
     assert batchnorm_objective(batch, MEANS, VARIANCES, SHARES).item() == pytest.approx(58.75, abs=1e-12)
@@ -53,7 +43,7 @@ def test_the_closed_form_is_the_minimum(models: int, channels: int, seed: int) -
     means, variances = random(seed, models, channels), random(seed + 1, models, channels).abs() + 0.1
     shares = random(seed + 2, models).softmax(0)
     stack = [model(mean, variance) for mean, variance in zip(means, variances, strict=True)]
-    best = merge_moments(stack, shares.tolist())
+    best = weighted_average(stack, shares.tolist(), bn_merge="moments")
     mean, deviation = best["bn.running_mean"], best["bn.running_var"].sqrt()
     batch = torch.stack([mean - deviation, mean + deviation]).requires_grad_()
     least = batchnorm_objective(batch, means, variances, shares)
@@ -105,46 +95,8 @@ def test_objective_of_what_does_not_match() -> None:
         ((4, 3), (2, 3), (2, 3), (3,)),
         ((0, 3), (2, 3), (2, 3), (2,)),
     ):
-        with pytest.raises(UserError, match="BatchNorm-MMD needs"):
+        with pytest.raises(UserError):
             batchnorm_objective(*(torch.zeros(shape) for shape in shapes))
-
-
-def test_worked_numbers_of_the_quadratic_kernel() -> None:
-    x, y = torch.tensor([[1.0, 2], [3, 0]]).double(), torch.tensor([[0.0, 1], [2, 2]]).double()
-    assert quadratic_kernel_mmd(x, y).item() == pytest.approx(12.5, abs=1e-12)
-    assert quadratic_kernel_mmd(x, y, diagonal=True).item() == pytest.approx(10.5, abs=1e-12)
-    assert quadratic_kernel_mmd(x, x.flip(0)).item() == 0
-
-
-@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5), st.integers(0, 999))
-@settings(deadline=None, max_examples=25)
-def test_moments_against_the_kernel(first: int, second: int, width: int, seed: int) -> None:
-    x, y = random(seed, first, width), random(seed + 1, second, width) + 1
-
-    def kernel(a: Tensor, b: Tensor) -> Tensor:
-        return (a @ b.mT + 0.5).square().mean()
-
-    expected = kernel(x, x) + kernel(y, y) - 2 * kernel(x, y)
-    torch.testing.assert_close(quadratic_kernel_mmd(x, y), expected, rtol=1e-9, atol=1e-9)
-    # A model whose statistics are those of the second batch.
-    diagonal = quadratic_kernel_mmd(x, y, diagonal=True)
-    statistics = [(batch.mean(0), batch.var(0, correction=0)) for batch in (x, y)]
-    mean, variance = statistics[1]
-    torch.testing.assert_close(batchnorm_objective(x, mean[None], variance[None], torch.ones(1).double()), diagonal)
-    distance = batchnorm_distance(*(model(*pair) for pair in statistics))
-    assert distance == pytest.approx(diagonal.item(), abs=1e-9)
-
-
-@pytest.mark.parametrize("diagonal", [False, True])
-def test_gradient_of_the_quadratic_kernel(diagonal: bool) -> None:
-    inputs = (random(0, 3, 2).requires_grad_(), random(1, 4, 2).requires_grad_())
-    assert torch.autograd.gradcheck(lambda x, y: quadratic_kernel_mmd(x, y, diagonal=diagonal), inputs)
-
-
-def test_kernel_of_what_does_not_match() -> None:
-    for first, second in (((3,), (3,)), ((3, 2), (3, 1)), ((0, 2), (3, 2))):
-        with pytest.raises(UserError, match="two batches"):
-            quadratic_kernel_mmd(torch.zeros(first), torch.zeros(second))
 
 
 def test_worked_numbers_of_the_distance() -> None:
@@ -153,6 +105,15 @@ def test_worked_numbers_of_the_distance() -> None:
     assert batchnorm_distance(first, second) == pytest.approx(4 + 36)
     assert batchnorm_distance(second, first) == batchnorm_distance(first, second)
     assert batchnorm_distance(first, first) == 0
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5), st.integers(0, 999))
+@settings(deadline=None, max_examples=15)
+def test_the_distance_is_the_objective_of_one_model(first: int, second: int, width: int, seed: int) -> None:
+    x, y = random(seed, first, width), random(seed + 1, second, width) + 1
+    left, right = ((batch.mean(0), batch.var(0, correction=0)) for batch in (x, y))
+    expected = batchnorm_objective(x, right[0][None], right[1][None], torch.ones(1).double())
+    assert batchnorm_distance(model(*left), model(*right)) == pytest.approx(expected.item(), abs=1e-9)
 
 
 def test_distance_of_whole_models() -> None:
@@ -172,7 +133,7 @@ def test_distance_of_whole_models() -> None:
     assert batchnorm_distance(before, after, per_channel=True) == pytest.approx(expected / 8, rel=1e-5)
     plain = nn.Linear(2, 2).state_dict()
     assert batchnorm_distance(plain, plain) == batchnorm_distance(plain, plain, per_channel=True) == 0
-    with pytest.raises(UserError, match="BatchNorm distance"):
+    with pytest.raises(UserError):
         batchnorm_distance(before, plain)
-    with pytest.raises(UserError, match="BatchNorm distance"):
+    with pytest.raises(UserError):
         batchnorm_distance(plain, before)

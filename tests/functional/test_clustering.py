@@ -1,4 +1,4 @@
-"""Clusters: the worked numbers of the specification, a plain loop as reference, lost classes, gradients."""
+"""Clusters: the worked numbers, a plain loop as reference, lost classes, gradients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fedshift.functional.clustering import (
 POINTS = torch.tensor([(2, 0), (3, 1), (0, 1), (1, 4), (2, 3)], dtype=torch.float64)
 
 
-def test_the_specification() -> None:
+def test_worked_numbers_of_k_means() -> None:
     start = torch.tensor([0, 0, 1, 1, 0])
     means, present = class_means(POINTS, start, 2)
     torch.testing.assert_close(means, torch.tensor([(2.333333, 1.333333), (0.5, 2.5)]).double(), atol=1e-6, rtol=0)
@@ -81,7 +81,7 @@ def test_a_class_that_loses_its_samples_keeps_its_centroid() -> None:
 def test_a_class_without_samples_takes_no_part_and_zero_vectors_go_somewhere() -> None:
     found = spherical_kmeans(torch.zeros(3, 2), torch.tensor([1, 1, 1]), 3)
     assert found.labels.tolist() == [1, 1, 1]
-    with pytest.raises(UserError, match="k-means needs"):
+    with pytest.raises(UserError):
         spherical_kmeans(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64), 3)
 
 
@@ -122,7 +122,7 @@ def test_compactness_of_what_does_not_match() -> None:
     assert compactness(torch.tensor([[0.0, 0], [2, 0], [9, 9]]), torch.tensor([4, 4, 0])) == 2
     assert compactness(torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64)) == 0
     for shape, count in (((3,), 3), ((3, 2), 2)):
-        with pytest.raises(UserError, match="compactness needs"):
+        with pytest.raises(UserError):
             compactness(torch.zeros(shape), torch.zeros(count, dtype=torch.int64))
 
 
@@ -140,5 +140,5 @@ def test_dispersion_with_fewer_rows_than_clusters_is_nothing() -> None:
 
 @pytest.mark.parametrize(("shape", "clusters"), [((0, 3), 2), ((4,), 2), ((4, 3), 0)])
 def test_dispersion_of_nothing(shape: tuple[int, ...], clusters: int) -> None:
-    with pytest.raises(UserError, match="k-means needs"):
+    with pytest.raises(UserError):
         dispersion(torch.zeros(shape), clusters, seed=0)

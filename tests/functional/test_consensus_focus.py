@@ -181,7 +181,7 @@ def test_sampled_orders() -> None:
     assert torch.equal(sampled, again)
     odd = shapley_focus(predictions, 0.6, permutations=3, generator=torch.Generator().manual_seed(0))
     assert odd.sum().item() == pytest.approx(exact.sum().item(), abs=1e-9)
-    with pytest.raises(UserError, match="at least one order"):
+    with pytest.raises(UserError, match="order"):
         shapley_focus(predictions, 0.6, permutations=0)
 
 
@@ -230,16 +230,16 @@ def test_batches_add_up(teachers: int, sizes: list[int], ballots, seed: int) -> 
 
 def test_a_tally_of_other_teachers() -> None:
     tally = FocusTally(2, 0.9)
-    with pytest.raises(UserError, match="of 2 teachers, found predictions of 3"):
+    with pytest.raises(UserError, match=r"2 .*3"):
         tally.add(TEACHERS)
 
 
 def test_no_coalition_of_strangers() -> None:
     for coalition in ([3], [-1], [0, 7]):
-        with pytest.raises(UserError, match="numbers 0 to 2"):
+        with pytest.raises(UserError, match="0 to 2"):
             coalition_quality(TEACHERS, 0.9, coalition)
     for function in (shapley_focus, leave_one_out_focus):
         with pytest.raises(UserError, match="gate"):
             function(TEACHERS, 1.0)
-        with pytest.raises(UserError, match="at least one teacher"):
+        with pytest.raises(UserError, match="teacher"):
             function(torch.zeros(0, 2, 3), 0.9)

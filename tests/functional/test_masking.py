@@ -28,7 +28,7 @@ def t(*values: float) -> torch.Tensor:
         (t(3), t(3), -3.0),
     ],
 )
-def test_interaction_of_the_specification(first: torch.Tensor, second: torch.Tensor, expected: float) -> None:
+def test_worked_numbers_of_the_interaction(first: torch.Tensor, second: torch.Tensor, expected: float) -> None:
     assert soft_interaction(first, second).item() == pytest.approx(expected, abs=5e-7)
     assert soft_interaction(second, first).item() == pytest.approx(expected, abs=5e-7)
 
@@ -46,7 +46,7 @@ def test_interaction_of_masks_lies_between_nothing_and_all(pair: object) -> None
 
 def test_interaction_with_smoothing_is_defined_for_empty_masks() -> None:
     assert soft_interaction(t(0, 0), t(0, 0), 1e-6).item() == 1.0
-    with pytest.raises(UserError, match="equal shapes"):
+    with pytest.raises(UserError):
         soft_interaction(t(0, 0), t(0))
     assert torch.autograd.gradcheck(soft_interaction, (t(0.2, 0.9).requires_grad_(), t(0.7, 0.1).requires_grad_()))
 
@@ -70,5 +70,5 @@ def test_masks_are_open_as_often_as_they_say() -> None:
     torch.manual_seed(0)
     mask = straight_through_mask(logits, draws_like(torch.zeros(20000, 3)))
     torch.testing.assert_close(mask.mean(0), logits.sigmoid(), atol=0.015, rtol=0)
-    with pytest.raises(UserError, match="a mask needs logits"):
+    with pytest.raises(UserError):
         straight_through_mask(logits, torch.zeros(2, 4))

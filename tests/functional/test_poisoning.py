@@ -48,9 +48,9 @@ def test_other_classes_are_equally_likely_and_seeds_differ() -> None:
 def test_what_cannot_be_poisoned() -> None:
     labels = np.array([0, 1, 2])
     for fraction in (-0.1, 1.1, float("nan")):
-        with pytest.raises(UserError, match="between 0 and 1"):
+        with pytest.raises(UserError, match="fraction"):
             wrong_labels(labels, fraction, 3, 0)
-    with pytest.raises(UserError, match="at least 2 classes"):
+    with pytest.raises(UserError, match="classes"):
         wrong_labels(np.zeros(3, dtype=np.int64), 0.5, 1, 0)
     for bad in (np.array([0, 3]), np.array([-1, 0])):
         with pytest.raises(UserError, match="0 to 2"):

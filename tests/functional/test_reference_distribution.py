@@ -63,7 +63,7 @@ def test_the_condition_and_the_projection() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(UserError, match="at least one sample"):
+    with pytest.raises(UserError, match="sample"):
         reference.discriminator_loss(GENERATED, torch.empty(0))
-    with pytest.raises(UserError, match="sizes of at least 1, found 0 and 3"):
+    with pytest.raises(UserError, match="0 and 3"):
         reference.random_projection(0, 3, torch.Generator())

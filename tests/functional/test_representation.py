@@ -98,9 +98,9 @@ def test_a_code_of_zeros_has_a_slope() -> None:
 
 
 def test_wrong_shapes() -> None:
-    with pytest.raises(UserError, match=r"codes \(n, Z\)"):
+    with pytest.raises(UserError, match=r"\(3,\)"):
         norm_regulariser(torch.zeros(3))
-    with pytest.raises(UserError, match=r"four tensors \(n, Z\), found \(2, 3\), \(2, 3\), \(2, 3\), \(3,\)"):
+    with pytest.raises(UserError, match=r"\(2, 3\).*\(3,\)"):
         gaussian_divergence(*[torch.ones(2, 3)] * 3, torch.ones(3))  # type: ignore[call-arg]
-    with pytest.raises(UserError, match="S > 0"):
+    with pytest.raises(UserError, match=r"\(0, 2, 3\)"):
         mean_prediction(torch.zeros(0, 2, 3))

@@ -1,4 +1,4 @@
-"""Schedules: the tables of the specification and the ends."""
+"""Schedules: worked numbers and the ends."""
 
 from __future__ import annotations
 
@@ -49,6 +49,11 @@ def test_cosine_against_torch() -> None:
 def test_inverse_power() -> None:
     for progress, factor in ((0, 1.0), (0.1, 0.594604), (0.5, 0.260847), (1, 0.165560)):
         assert schedules.inverse_power(progress, 2.0) == pytest.approx(2 * factor, abs=2e-6)
+
+
+def test_inverse_power_of_the_number_of_a_round() -> None:
+    for number, rate in {1: 0.00165560, 2: 0.00101938, 5: 0.00052399, 10: 0.00031388, 50: 0.00009443}.items():
+        assert schedules.inverse_power(number, 0.01, clamp=False) == pytest.approx(rate, abs=6e-9)
 
 
 def test_ramp() -> None:

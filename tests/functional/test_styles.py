@@ -98,14 +98,14 @@ def test_gradient() -> None:
 
 
 def test_mistakes() -> None:
-    with pytest.raises(UserError, match=r"\(n, c, h, w\), found \(3, 2\)"):
+    with pytest.raises(UserError, match=r"\(3, 2\)"):
         channel_styles(torch.zeros(3, 2))
-    with pytest.raises(UserError, match="2 images of 3 channels need as many styles"):
+    with pytest.raises(UserError, match=r"2 .*3 "):
         adain(torch.zeros(2, 3, 4, 4), torch.zeros(2, 1), torch.zeros(2, 1))
-    with pytest.raises(UserError, match="a style needs at least one image"):
+    with pytest.raises(UserError, match="image"):
         StyleAccumulator().result()
     for level in (0, 4):
-        with pytest.raises(UserError, match="1 to 3 of 3 styles"):
+        with pytest.raises(UserError, match=f"level {level}"):
             style_assignment(2, 3, level, torch.Generator())
 
 
@@ -138,5 +138,5 @@ def test_there_and_back() -> None:
 
 def test_lab_needs_colours() -> None:
     for function in (rgb_to_lab, lab_to_rgb):
-        with pytest.raises(UserError, match="Lab needs colour images"):
+        with pytest.raises(UserError, match=r"\(2, 1, 3, 3\)"):
             function(torch.zeros(2, 1, 3, 3))

@@ -36,6 +36,7 @@ from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedprox import FedProx
 from fedshift.methods.federated.fedsr import FedSR
+from fedshift.methods.federated.mdfnet import MDFNet
 from fedshift.methods.federated.oracle import Oracle
 from fedshift.methods.pooled.deepall import DeepAll
 from fedshift.methods.wrapper import InFront
@@ -343,6 +344,13 @@ def test_nothing_of_the_method_behind_is_forgotten() -> None:
     hooks = {name for name in vars(Method) if not name.startswith("_")} | set(Method.__annotations__)
     hooks -= {name for name in hooks if name.startswith("model_")}
     assert hooks - own <= set(vars(InFront))
+
+
+def test_warnings_of_the_method_behind_are_handed_on() -> None:
+    behind = MDFNet()
+    (warning,) = behind.check_steps({"a": 2})
+    assert "a (2)" in warning
+    assert StyleTransfer(method=behind).check_steps({"a": 2}) == (warning,)
 
 
 def test_each_site_alone_in_its_own_styles_is_measured_with_its_own_model() -> None:

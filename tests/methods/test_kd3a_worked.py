@@ -14,6 +14,7 @@ from tiny import LINEAR, federation
 
 from fedshift.data.domain import Domain
 from fedshift.methods.federated.kd3a import KD3A, Aggregate
+from fedshift.methods.federated.kd3a_shares import smoothed
 from fedshift.weights import Weights
 
 FIRST = ((0.95, 0.03, 0.02), (0.92, 0.05, 0.03), (0.02, 0.96, 0.02))
@@ -127,6 +128,12 @@ def test_the_worked_step_of_momentum() -> None:
     assert [*found.shares.values(), found.target_share] == pytest.approx((0.2580, 0.2454, 0.2465, 0.25), abs=6e-5)
     first = told(method, TEACHERS_OF_TWO, 400)  # nothing to go by in the first round
     assert [*first.shares.values(), first.target_share] == pytest.approx(SHARES["code"][1], abs=6e-5)
+
+
+def test_a_site_that_comes_back_begins_with_its_share_of_now() -> None:
+    """0.9 · (0.6, —, 0.4) + 0.1 · (0.2, 0.5, 0.3) is (0.56, 0.5, 0.39), over their sum of 1.45."""
+    found = smoothed({"a": 0.6, "t": 0.4}, {"a": 0.2, "b": 0.5, "t": 0.3}, 0.9)
+    assert found == pytest.approx({"a": 0.56 / 1.45, "b": 0.5 / 1.45, "t": 0.39 / 1.45})
 
 
 def test_the_share_of_confident_samples() -> None:

@@ -18,6 +18,7 @@ from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Site
 from fedshift.methods.pooled.mdan import MDAN
 from fedshift.models.network import Network
+from fedshift.weights import Weights
 
 
 def parts_at(method: MDAN, site: Site, model: Network) -> nn.ModuleList:
@@ -123,3 +124,14 @@ def test_errors() -> None:
         parse({**whole, "protocol": {"kind": "leave_one_out"}})
     with pytest.raises(UserError, match="refuses to send raw_data"):
         federation(MDAN(), refuse=["raw_data"])
+
+
+def test_identifiers_go_on_from_round_to_round() -> None:
+    method = MDAN()
+    site, weights = pool_of(method), start(method)
+    drawn = Weights(parts_at(method, site, site.model(weights)).state_dict()).clone()
+    fit(method, site, weights)
+    kept = site.memory.weights("parts").clone()
+    assert moved(drawn, kept)
+    again = parts_at(method, site, site.model(weights)).state_dict()
+    assert not moved(kept, again)

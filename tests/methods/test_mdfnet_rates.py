@@ -19,7 +19,9 @@ from fedshift.weights import Weights
 @pytest.mark.parametrize("decay", [True, False])
 @pytest.mark.parametrize("keeps", [True, False])
 def test_the_rate_of_each_round(decay: bool, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three rounds of r = 0, ½, 1 and half a cosine over the work done, for all parameters alike."""
+    """Three rounds of r = 0, ½, 1 and half a cosine over the work done, for all parameters alike; momentum that a site
+    keeps does not bring back the rate at which it was kept.
+    """
     used: list[tuple[int, float, set[float]]] = []
     plain = Site.minimise
 
@@ -30,13 +32,15 @@ def test_the_rate_of_each_round(decay: bool, keeps: bool, monkeypatch: pytest.Mo
         return plain(self, *arguments, optimizers=optimizers, **options)
 
     monkeypatch.setattr(Site, "minimise", watched)
-    method, found = MDFNet(decay=decay), domains(MLP, {"north": 16, "south": 9})
-    schedule: dict[str, Any] = {"lr": 0.2, "lr_schedule": "cosine", "lr_end": 0.02}
-    where = federation(method, found, MLP, rounds=3, budget=6, reset_optimizer_each_round=not keeps, **schedule)
+    method, found = MDFNet(decay=decay, keep_momentum=keeps), domains(MLP, {"north": 16, "south": 9})
+    schedule: dict[str, Any] = {"lr": 0.2, "lr_schedule": "cosine", "lr_end": 0.02, "momentum": 0.9}
+    where = federation(method, found, MLP, rounds=3, budget=6, **schedule)
     state = method.start(where, start_of(method, found, MLP))
     for _ in range(3):
         state = step_on(method, where, state)
     assert len(used) == 9
+    assert isinstance(where, LocalFederation)
+    assert all(("optimizer" in runner.site.memory) == keeps for runner in where._runners.values())
     assert len({progress for _, progress, _ in used}) > 2
     for number, progress, rates in used:
         r = (number - 1) / 2

@@ -17,6 +17,7 @@ from fedshift.methods.federated.fedprox import FedProx
 from fedshift.methods.pooled.deepall import DeepAll
 
 KEEPS = [name for name in registry.names() if "optimizer" in registry.method_class(name)().memory_names]
+KEEPS_ANYWAY = [name for name in KEEPS if "keep_momentum" in registry.method_class(name).model_fields]
 
 
 @pytest.mark.parametrize("method", [FedAvg(), FedProx(proximal_weight=0.0), Alone(), DeepAll()], ids=lambda m: m.name)
@@ -45,8 +46,11 @@ def test_four_rounds_are_four_steps_of_one_optimiser(method: Any) -> None:
 
 @pytest.mark.parametrize("name", KEEPS)
 def test_every_site_that_trains_keeps_it_if_asked_to(name: str) -> None:
-    """A method that has a name for momentum fills it at every site that it trained, and is another with it."""
-    method = method_of(name, **({"keep_momentum": False} if name == "mdfnet" else {}))
+    """A method that has a name for momentum fills it at every site that it trained, and is another with it.
+
+    MDFNet leaves that to the experiment with `keep_momentum: false` only.
+    """
+    method = method_of(name, **({"keep_momentum": False} if name in KEEPS_ANYWAY else {}))
     network = normed_for(method) if name == "dsbn" else CNN
     results = []
     for keeps in (True, False):
@@ -58,3 +62,17 @@ def test_every_site_that_trains_keeps_it_if_asked_to(name: str) -> None:
             assert ("optimizer" in runner.site.memory) == (keeps and trained), runner.site.name
         results.append(state)
     assert results[0].weights != results[1].weights
+
+
+@pytest.mark.parametrize("name", KEEPS_ANYWAY)
+def test_a_method_may_keep_it_whatever_the_experiment_says(name: str) -> None:
+    """As with `keep_momentum: false` and an experiment that asks for it, bit for bit."""
+
+    def weights(keep: bool, reset: bool) -> object:
+        method = method_of(name, keep_momentum=keep)
+        return run(method, momentum=0.9, reset_optimizer_each_round=reset)[0].weights
+
+    asked = weights(keep=False, reset=False)
+    assert weights(keep=True, reset=True) == asked
+    assert weights(keep=True, reset=False) == asked
+    assert weights(keep=False, reset=True) != asked

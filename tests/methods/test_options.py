@@ -80,6 +80,7 @@ SETUPS: dict[str, Callable[[Method], Any]] = {
     "colour": lambda method: trained(method, [coloured(name, number) for name, number in {"a": 9, "b": 6}.items()]),
     "mlp": functools.partial(trained, network=MLP, rounds=4, budget=80, lr=0.2),
     "normed": functools.partial(trained, network=NORMED, rounds=4, budget=80, lr=0.2),
+    "normed with momentum": functools.partial(trained, network=NORMED, rounds=2, momentum=0.9),
     "normed images": functools.partial(trained, network=NORMED_CNN, rounds=1),
     "masks": masks,
     "held out": chosen_by_held_out,

@@ -25,15 +25,10 @@ def test_every_name_leads_to_options_of_that_name() -> None:
 
 
 @pytest.mark.slow
-def test_names_do_not_import_torch() -> None:
-    code = "import sys; from fedshift.models import registry; registry.names(); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-@pytest.mark.slow
-def test_building_most_networks_does_not_import_torchvision() -> None:
+def test_torch_is_imported_by_networks_alone_and_torchvision_by_its_own() -> None:
     code = (
-        "import sys; from fedshift.models import registry, vision; "
+        "import sys; from fedshift.models import registry; registry.names(); assert 'torch' not in sys.modules; "
+        "from fedshift.models import vision; "
         "registry.build(registry.parse({'name': 'mnist_cnn'}), (1, 28, 28), 10, 0); "
         "sys.exit('torchvision' in sys.modules)"
     )
@@ -44,7 +39,7 @@ def test_building_most_networks_does_not_import_torchvision() -> None:
     ("mapping", "message"),
     [
         ({"name": "resnet81"}, r"unknown model 'resnet81'; did you mean 'resnet18'\?"),
-        ({}, r"model\.name: give the name of a network; known: alexnet, "),
+        ({}, r"model\.name: .*known: alexnet, "),
         ({"name": 3}, r"model\.name"),
         ({"name": "mnist_cnn", "hiden": 64}, r"model\.hiden: .*did you mean 'hidden'\?"),
         ({"name": "mnist_cnn", "hidden": 0}, r"model\.hidden: .*greater than 0"),
@@ -63,10 +58,8 @@ def test_bad_options_are_told_in_one_line(mapping: dict[str, object], message: s
 
 @pytest.mark.parametrize("name", IMAGE_NETWORKS)
 def test_image_networks_refuse_vectors(name: str) -> None:
-    expected = f"model '{name}' reads images, data set gives vectors of 1280 numbers; choose mlp or linear"
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError, match=rf"'{name}' .*images.* vectors of 1280 .*mlp"):
         registry.build(registry.parse({"name": name}), (1280,), 7, 0)
-    assert str(told.value) == expected
 
 
 def test_one_class_is_refused() -> None:
@@ -86,6 +79,7 @@ def test_the_seed_alone_decides_the_weights(name: str, shape: tuple[int, ...]) -
     again = registry.build(options, shape, 7, seed=3).state_dict()
     assert torch.equal(torch.get_rng_state(), before), "the caller's generator must not move"
     other = registry.build(options, shape, 7, seed=4).state_dict()
+    assert registry.build(options, shape, 7, seed=4).seed == 4
     assert all(torch.equal(first[key], again[key]) for key in first)
     assert not torch.equal(first["classifier.weight"], other["classifier.weight"])
 

@@ -62,9 +62,7 @@ def test_digit_networks_take_any_size_from_4_pixels(channels: int, height: int, 
 
 
 def test_mnist_cnn_says_when_nothing_is_left() -> None:
-    with pytest.raises(
-        UserError, match=r"images of 8x8 leave nothing after two convolutions with padding 0; raise model\.padding"
-    ):
+    with pytest.raises(UserError, match=r"8x8 .*padding 0.* model\.padding"):
         network((1, 8, 8), name="mnist_cnn", padding=0)
     with pytest.raises(UserError, match="images of 3x9"):
         network((1, 3, 9), name="mnist_cnn")
@@ -164,9 +162,9 @@ def test_vision_networks_take_small_and_grey_images(name: str, size: int, channe
 
 
 def test_vision_networks_refuse_what_they_cannot_read() -> None:
-    with pytest.raises(UserError, match="'alexnet' needs images of at least 63x63 pixels, data set gives 62x80"):
+    with pytest.raises(UserError, match=r"'alexnet' .*63x63.*62x80"):
         network((3, 62, 80), name="alexnet")
-    with pytest.raises(UserError, match="grey or colour images, data set gives 4 channels"):
+    with pytest.raises(UserError, match=r"grey or colour.* 4 channels"):
         network((4, 64, 64), name="resnet18")
 
 

@@ -1,4 +1,4 @@
-"""Sizes on the wire against the reference table (methods, section 0) and costs against published counts."""
+"""Sizes on the wire against a reference table, and costs against published counts."""
 
 from __future__ import annotations
 

@@ -14,6 +14,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
+import multiprocessing
 import os
 import platform
 import re
@@ -28,6 +29,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from mutation_report import KILLED, markdown
@@ -35,12 +38,16 @@ from mutations import HERE, ROOT, Mutation, all_mutations
 
 SOURCE = ROOT / "src"
 KEPT = HERE / "report.json"
+_PROCESSES = multiprocessing.get_context("forkserver")
+"""Each run of tests is a fork of a process that has imported what takes seconds, but nothing of the package."""
+_PROCESSES.set_forkserver_preload(["pytest", "numpy", "pydantic", "torch", "torchvision"])
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.+?)(?: - .*)?$", re.MULTILINE)
 
 
 def main() -> int:
     """Run what is asked for; 0 when no mutation survived."""
     options = _options()
+    os.environ["OMP_NUM_THREADS"] = "1"  # read where torch is imported
     mutations = all_mutations()
     chosen = [mutation for mutation in mutations if any(part in mutation.name for part in options.only)]
     kept = _kept()
@@ -95,35 +102,52 @@ def _environment(source: Path) -> dict[str, str]:
 def _check_copy_is_used() -> None:
     """Raises RuntimeError when Python would import another copy than the one it is given."""
     with tempfile.TemporaryDirectory() as folder:
-        source = _copy(Path(folder))
-        code = "import importlib.util; print(importlib.util.find_spec('fedshift').origin)"
-        command = [sys.executable, "-c", code]
-        origin = subprocess.run(command, env=_environment(source), capture_output=True, text=True, check=True).stdout
-        if not Path(origin.strip()).resolve().is_relative_to(source.resolve()):
-            raise RuntimeError(f"the mutated copy is not what Python imports, but {origin.strip()}")
+        child = _PROCESSES.Process(target=_find_copy, args=(_copy(Path(folder)),))
+        child.start()
+        child.join()
+    if child.exitcode != 0:
+        raise RuntimeError("the mutated copy is not what Python imports")
+
+
+def _find_copy(source: Path) -> None:
+    _use(source)
+    found = importlib.util.find_spec("fedshift")
+    sys.exit(0 if found and Path(str(found.origin)).resolve().is_relative_to(source.resolve()) else 1)
+
+
+def _use(source: Path) -> None:
+    """Let this process, and those that its tests start, import the package in ``source``."""
+    os.environ.update(_environment(source))
+    sys.dont_write_bytecode = True
+    sys.path.insert(0, str(source))
+
+
+def _run_tests(source: Path, arguments: list[str], output: str) -> None:
+    """In a process of its own: pytest, with what it prints in the file ``output``; its status is the process's."""
+    os.setsid()
+    handle = os.open(output, os.O_WRONLY | os.O_APPEND)
+    os.dup2(handle, 1)
+    os.dup2(handle, 2)
+    _use(source)
+    os.chdir(ROOT)
+    sys.exit(int(pytest.main(arguments)))
 
 
 def _pytest(source: Path, targets: Iterable[str], timeout: float, *more: str) -> tuple[int | None, str]:
     """Exit status (none where time ran out) and output of pytest on the package in ``source``."""
-    command = [sys.executable, "-m", "pytest", "-q", "--tb=line", "-rfE", "-p", "no:cacheprovider", "-m", "not slow"]
+    arguments = ["-q", "--tb=line", "-rfE", "-p", "no:cacheprovider", "-m", "not slow"]
     if importlib.util.find_spec("xdist") is not None:
-        command += ["-n", "0"]
-    child = subprocess.Popen(
-        [*command, *more, *targets],
-        cwd=ROOT,
-        env=_environment(source),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = child.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.communicate()
-        return None, ""
-    return child.returncode, output
+        arguments += ["-n", "0"]
+    with tempfile.NamedTemporaryFile() as output:
+        child = _PROCESSES.Process(target=_run_tests, args=(source, [*arguments, *more, *targets], output.name))
+        child.start()
+        child.join(timeout)
+        if child.is_alive():
+            assert child.pid is not None
+            os.killpg(child.pid, signal.SIGKILL)
+            child.join()
+            return None, ""
+        return child.exitcode, Path(output.name).read_text(encoding="utf-8", errors="replace")
 
 
 def _tried(mutation: Mutation, timeout: float) -> dict[str, Any]:

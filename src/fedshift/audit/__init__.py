@@ -1,1 +1,1 @@
-"""What a site's messages leak: attacks that reconstruct its samples."""
+"""Leakage audits: attacks that reconstruct a site's samples from what it sends."""

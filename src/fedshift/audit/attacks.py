@@ -1,6 +1,4 @@
-"""Gradient-leakage attacks on one site: what it sends, attacked by search and by inverting the first layer, and how
-much of it came back.
-"""
+"""Gradient-leakage attacks on one site: search, inversion of the first layer, and measures of what they recover."""
 
 from __future__ import annotations
 
@@ -28,20 +26,35 @@ from fedshift.models.network import Network
 from fedshift.models.wide import WideLinear
 
 _AT_ONCE = 256
-"""Samples of the site that are looked through at a time."""
+"""Samples of the site that are compared at a time."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One attack on one exchange of a site that trains in mini-batches of ``batch`` samples.
+    """The result of one attack on one exchange of a site.
 
-    steps: optimiser steps between the model before and what was sent (0: the gradient itself). distance: what the
-    attack lowered, at its lowest. mse, psnr (dB), ssim, correlation: of each reconstruction against the original that
-    it resembles most, no original twice: of the batch, or of all training samples for an epoch. psnr and ssim are None
-    for feature vectors, correlation is None for images; pixels count in [0, 1], features as the network reads them.
-    guess_…: what the site's mean sample scores in place of every reconstruction. labels: of the originals, in the order
-    of the reconstructions. inferred: as the attacker takes them, by ``labels_by``. labels_right: how many labels of the
-    batch he has, None where more samples were behind what was sent than he reconstructs.
+    Each reconstruction is compared with the original that it resembles most, no original twice: of the batch, or of all
+    training samples for an epoch. Pixels are in [0, 1], features as the network reads them.
+
+    Attributes:
+        exchange: what the site sent.
+        attack: how it was attacked.
+        batch: samples in a mini-batch of the site.
+        steps: optimiser steps behind what was sent; 0 for a gradient.
+        distance: the lowest distance between the gradients that a search reached.
+        mse: mean squared error of each reconstruction.
+        psnr: peak signal-to-noise ratio of each reconstruction in dB; None for feature vectors.
+        ssim: structural similarity of each reconstruction; None for feature vectors.
+        correlation: correlation of each reconstruction; None for images.
+        guess_mse: what the site's mean sample scores in place of every reconstruction; likewise the other ``guess_…``.
+        labels: labels of the originals, in the order of the reconstructions.
+        inferred: labels that the attacker inferred.
+        labels_by: how the attacker inferred them.
+        labels_right: how many labels of the batch are right; None if more samples were behind what was sent than the
+            attacker reconstructs.
+        seconds: duration of the attack.
+        originals: the originals.
+        reconstructions: the reconstructions.
     """
 
     exchange: Exchange
@@ -66,15 +79,13 @@ class Case:
     reconstructions: npt.NDArray[np.float32] = field(repr=False)
 
     def record(self) -> dict[str, Any]:
-        """As plain data without the samples; what is infinite, as the PSNR of an exact copy, is None."""
+        """Plain data without the samples. Infinite numbers, such as the PSNR of an exact copy, are None."""
         return {key: _plain(value) for key, value in vars(self).items() if key not in ("originals", "reconstructions")}
 
 
 @dataclass(frozen=True)
 class _Found:
-    """What an attack made of it: inputs (b, …), their labels (none if nothing tells them) and how these were found, and
-    the distance reached, if one was lowered.
-    """
+    """What an attack found: inputs (b, …), labels (empty if unknown), how it found the labels, its distance."""
 
     inputs: Tensor
     labels: list[int]
@@ -102,7 +113,7 @@ class Attacker:
         self.first = _fully_connected(self.attacked.network, math.prod(data.input_shape)) if size == 1 else None
 
     def cases(self, exchange: Exchange, searches: Sequence[Search]) -> Iterator[Case]:
-        """The searches on one exchange, then the first layer inverted where it can be."""
+        """Attack one exchange: by each search, then by inverting the first layer if it can be inverted."""
         cuda = [self.site.device] if self.site.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda):
             self.site.begin(Envelope(exchange=1, round=1, progress=0.0, mini_batches_left=2**31))
@@ -126,7 +137,7 @@ class Attacker:
         return Sent("batch", [part.detach() for part in gradient], 0, (inputs, labels))
 
     def _epoch(self) -> Sent:
-        """The model after one local epoch, as the attacker reads it: a mean gradient."""
+        """The model after one local epoch, turned into a mean gradient as the attacker does."""
         site, training = self.site, self.site.training
         model = site.model()
         site.minimise(lambda batch: F.cross_entropy(model(batch.inputs), batch.targets), model, epochs=1)
@@ -135,17 +146,17 @@ class Attacker:
         gradient = leakage.pseudo_gradient(before, after, site.learning_rate)
         if training.optimizer == "sgd":
             number = leakage.gradients_in_update(site.mini_batches, training.momentum, training.nesterov)
-        else:  # Adam's steps have lost the gradients' scale
+        else:  # Adam's steps do not show the gradients' scale
             number = site.mini_batches
         decay = training.weight_decay
         gradient = [part / number - decay * weight for part, weight in zip(gradient, before, strict=True)]
         return Sent("epoch", gradient, site.mini_batches, None)
 
     def _searched(self, attack: Search, sent: Sent) -> _Found:
-        """The best of several attempts to find samples whose gradient is the one that was sent.
+        """Search for samples whose gradient is the one that was sent; return the best of several attempts.
 
-        Labels are those inferred from the last layer's bias where they are exact (one sample) or the attack takes them
-        as given (cosine); else they are searched for too.
+        Labels are inferred from the last layer's bias if that is exact (one sample) or the attack takes labels as given
+        (cosine). Otherwise they are searched for, too.
         """
         labels = self._labels(sent)
         fixed = labels if self.size == 1 or attack == "cosine" else None
@@ -161,7 +172,7 @@ class Attacker:
         return _Found(self.attacked.space.inputs(best.dummies), best.logits.argmax(1).tolist(), by, best.distance)
 
     def _inverted(self, sent: Sent) -> _Found:
-        """The first layer's input, from its gradients alone."""
+        """Compute the first layer's input from its gradients alone."""
         assert self.first is not None
         weight, bias = self._gradient(sent, self.first.weight), self._gradient(sent, self.first.bias)
         assert weight is not None
@@ -172,7 +183,7 @@ class Attacker:
         return _Found(inputs, labels or [], "sign" if labels else "nothing", None)
 
     def _labels(self, sent: Sent) -> list[int] | None:
-        """Labels from the gradient of the last layer's bias, None if it has none."""
+        """Infer labels from the gradient of the last layer's bias; None if it has no bias."""
         last = self.attacked.network.classifier
         gradient = self._gradient(sent, last.bias) if isinstance(last, nn.Linear) else None
         if gradient is None:
@@ -183,12 +194,12 @@ class Attacker:
         return leakage.infer_labels(gradient, expected, self.size)
 
     def _gradient(self, sent: Sent, parameter: Tensor | None) -> Tensor | None:
-        """The part of what was sent that belongs to a parameter of the attacker's network."""
+        """The gradient that was sent of one parameter of the attacker's network; None if it is not trained."""
         pairs = zip(self.attacked.trained, sent.gradient, strict=True)
         return next((gradient for trained, gradient in pairs if trained is parameter), None)
 
     def _measured(self, attack: Attack, sent: Sent, found: _Found, began: float) -> Case:
-        """Reconstructions beside the originals they resemble most, and the same for the site's mean sample."""
+        """Compare reconstructions, and the site's mean sample, with the originals that they resemble most."""
         images = self.attacked.space.images
         shown = self.attacked.space.shown(found.inputs)
         sums = [self.attacked.space.shown(inputs).sum(0) for inputs, _, _ in self.site.data.all_batches(_AT_ONCE)]
@@ -221,7 +232,7 @@ class Attacker:
         )
 
     def _beside(self, shown: Tensor, sent: Sent) -> tuple[Tensor, Tensor, int]:
-        """For each of ``shown`` the original it resembles most and its label; and among how many they were found."""
+        """The most similar original of each of ``shown``, its label, and the number of originals compared."""
         if sent.batch is not None:
             originals, labels = self.attacked.space.shown(sent.batch[0]), sent.batch[1]
             found = leakage.best_match(leakage.mean_squared_errors(shown, originals)).to(labels.device)
@@ -239,7 +250,7 @@ class Attacker:
 
 
 def seen_by_attacker(network: Network) -> Network:
-    """A copy that trains as the site's does, without its dropout, whose masks nobody else knows."""
+    """A copy in training mode, but without dropout, since an attacker does not know the masks."""
     network = copy.deepcopy(network).train()
     for module in network.modules():
         if isinstance(module, nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d):
@@ -248,9 +259,7 @@ def seen_by_attacker(network: Network) -> Network:
 
 
 def _fully_connected(network: Network, inputs: int) -> nn.Linear | WideLinear | None:
-    """The network's first layer with weights if it is fully connected, has a bias, is trained and reads all of a
-    sample.
-    """
+    """The first layer with weights, if it is fully connected, has a bias, is trained and reads a whole sample."""
     for module in network.modules():
         if next(module.children(), None) is not None or isinstance(module, nn.Flatten | nn.Identity | nn.Dropout):
             continue
@@ -261,14 +270,14 @@ def _fully_connected(network: Network, inputs: int) -> nn.Linear | WideLinear | 
 
 
 def _alike(shown: Tensor, originals: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Of each pair: mean squared error, and SSIM of images or correlation of vectors."""
+    """Mean squared error of each pair, and SSIM of images or correlation of vectors."""
     errors = (shown - originals).square().flatten(1).mean(1)
     alike = leakage.ssim(shown, originals) if shown.dim() == 4 else leakage.correlation(shown, originals)
     return tuple(errors.tolist()), tuple(alike.tolist())
 
 
 def _plain(value: Any) -> Any:
-    """Tuples as lists, and None for numbers that JSON does not have."""
+    """A value for JSON: tuples as lists, and None for infinite numbers and NaN."""
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,4 +1,4 @@
-"""A gradient-leakage attack: what it saw, what it knows, and its search for samples whose gradient is what was seen.
+"""A gradient-leakage attack by search: it looks for samples whose gradient is the one that a site sent.
 
 Zhu, Liu, Han: Deep Leakage from Gradients. NeurIPS 2019. Geiping, Bauermeister, Dröge, Moeller: Inverting Gradients.
 NeurIPS 2020.
@@ -21,40 +21,46 @@ from fedshift.functional import leakage
 from fedshift.models.network import Network
 
 Exchange = Literal["batch", "epoch"]
-"""What was seen: the gradient of a mini-batch, or the change of the model in an epoch."""
+"""What the site sent: the gradient of a mini-batch, or the model after an epoch."""
 Search = Literal["l2", "cosine"]
-"""Zhu et al., or Geiping et al."""
+"""The distance between gradients: squared (Zhu et al.) or cosine (Geiping et al.)."""
 Attack = Literal[Search, "analytic"]
-"""By search, or by inverting the first layer."""
+"""A search, or inversion of the first layer."""
 
 _STEP = 0.1
 _VARIATION = 1e-2
 _FALLS = (3 / 8, 5 / 8, 7 / 8)
-"""Adam's step, the weight of total variation, and when the step falls to a tenth (Geiping et al.)."""
+"""Adam's step, the weight of total variation, and the shares of the search at which the step falls to a tenth
+(Geiping et al.)."""
 _LBFGS_STEPS = 20
 _HISTORY = 100
-"""Iterations of L-BFGS between two looks at the loss, and its history (Zhu et al.)."""
+"""Iterations of L-BFGS per call, and the length of its history (Zhu et al.)."""
 _SPREAD = 1 / 3
-"""Deviation of the noise an attack on images begins with, around mid-grey, for pixels in [0, 1]."""
+"""Standard deviation of the noise that an attack on images starts from, around mid-grey, for pixels in [0, 1]."""
 
 
 class Watcher:
-    """Told how an audit goes on. This one says nothing; the command line draws a bar."""
+    """Reports the progress of an audit. This one does nothing; the command line draws a bar."""
 
     def begin(self, evaluations: int) -> None:
-        """The audit has so many evaluations of a gradient."""
+        """An audit begins; it evaluates a gradient so many times."""
 
     def case(self, title: str) -> None:
         """An attack begins."""
 
     def evaluated(self, number: int) -> None:
-        """So many more evaluations are done."""
+        """So many further evaluations are done."""
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What the attacker saw, as the gradient of a mean loss; how many steps it holds; and what is behind it: a batch's
-    own inputs and labels, or None for all samples of the site.
+    """What the site sent, as the attacker reads it.
+
+    Attributes:
+        exchange: what kind of exchange it was.
+        gradient: the gradient of a mean loss, by parameter.
+        steps: optimiser steps behind it.
+        batch: inputs and labels of the mini-batch behind it; None if all samples of the site are.
     """
 
     exchange: Exchange
@@ -65,8 +71,8 @@ class Sent:
 
 @dataclass(frozen=True)
 class Attacked:
-    """What the attacker knows before he searches: the network in training mode, its trained parameters, and how many
-    samples (``size``) of which shape and how many classes are behind what he sees.
+    """What the attacker knows: the network in training mode, its trained parameters, and of the samples behind the
+    gradient the number (``size``), the shape and the number of classes.
     """
 
     network: Network
@@ -79,10 +85,16 @@ class Attacked:
 
 
 class Attempt:
-    """A search from one draw of noise; ``labels``: of the samples, None to search for them too.
+    """One search, which starts from noise. It keeps the samples, logits and distance of its best evaluation.
 
-    It keeps the dummy samples, the logits of their labels and the distance of the evaluation that was lowest in what
-    the search lowers.
+    Args:
+        attacked: what the attacker knows.
+        attack: the distance to lower.
+        sent: what the site sent.
+        labels: labels of the samples; None to search for them, too.
+        draws: the generator of the noise.
+        iterations: how often the gradient may be evaluated.
+        watcher: reports progress.
     """
 
     def __init__(
@@ -112,7 +124,7 @@ class Attempt:
         self.dummies, self.logits = self._dummies.detach().clone(), self._logits.detach().clone()
 
     def run(self) -> None:
-        """Search until the evaluations are used up, or nothing is gained any more."""
+        """Search until the evaluations are used up or the search makes no progress."""
         if self._attack == "l2":
             self._lbfgs()
         else:
@@ -127,11 +139,11 @@ class Attempt:
             optimizer.param_groups[0].update(max_iter=steps, max_eval=steps)
             before = self._left
             optimizer.step(self._evaluate)  # type: ignore[no-untyped-call]
-            if steps > 1 and before - self._left == 1:  # it finds no way down
+            if steps > 1 and before - self._left == 1:  # it finds no descent direction
                 return
 
     def _signed_adam(self) -> None:
-        """Geiping et al.: Adam on the sign of the gradient, with smaller steps in the end; images are kept in range."""
+        """Geiping et al.: Adam on the sign of the gradient, with smaller steps at the end. Pixels stay in range."""
         optimizer = torch.optim.Adam(self._free, lr=_STEP)
         falls = [max(1, round(share * self._left)) for share in _FALLS]
         schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, falls)
@@ -147,7 +159,7 @@ class Attempt:
             self._attacked.space.clamp_(self._dummies)
 
     def _evaluate(self) -> Tensor:
-        """The distance at the present dummies, and its gradient in their ``grad``."""
+        """The distance at the current samples. Its gradient goes to their ``grad``."""
         attacked = self._attacked
         targets = self._logits.softmax(1) if self._labels is None else self._labels
         loss = F.cross_entropy(attacked.network(attacked.space.inputs(self._dummies)), targets)
@@ -172,7 +184,7 @@ class Attempt:
 
 
 class Space:
-    """Where an attack searches: noise around mid-grey for images, the network's own input for vectors."""
+    """The space of a search: for images, deviations from mid-grey; for vectors, the network's own inputs."""
 
     def __init__(self, preprocessing: Preprocessing, shape: tuple[int, ...], device: torch.device) -> None:
         self.preprocessing, self.images = preprocessing, len(shape) == 3
@@ -184,7 +196,7 @@ class Space:
         return normalised(0.5 + _SPREAD * dummies, self.preprocessing) if self.images else dummies
 
     def clamp_(self, dummies: Tensor) -> None:
-        """Keep pixels in [0, 1]; nothing is known of the range of a vector."""
+        """Clamp pixels to [0, 1]. The range of vectors is not known."""
         if self.images:
             dummies.detach().clamp_(-0.5 / _SPREAD, 0.5 / _SPREAD)
 

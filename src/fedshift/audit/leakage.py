@@ -1,9 +1,9 @@
-"""What somebody who sees what a site sends could reconstruct of its samples: gradient-leakage attacks on an experiment.
+"""Audits what an attacker could reconstruct of a site's samples from what the site sends in an experiment.
 
-Attacked are the gradient of one mini-batch, as a method sends that exchanges every batch (FADA), and the
-pseudo-gradient of a whole local epoch, as a method sends that exchanges models (FedAvg, KD3A). The attacker knows the
+Two exchanges are attacked: the gradient of one mini-batch, as methods send it that exchange every batch (FADA), and the
+change of the model in a local epoch, as methods send it that exchange models (FedAvg, KD3A). The attacker knows the
 network, the weights before, the learning rate, momentum and weight decay, the number of samples and the size of a
-mini-batch. An attack that fails proves nothing about better ones.
+mini-batch. An attack that fails proves nothing about better attacks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ATTACKS: dict[str, tuple[Search, ...]] = {"l2": ("l2",), "cosine": ("cosine",), 
 
 @dataclass(frozen=True)
 class LeakageAudit:
-    """The answer of `audit_leakage`. weights: where the attacked weights come from. notes: what was not attacked."""
+    """The result of `audit_leakage`. ``weights``: which weights were attacked. ``notes``: what was not attacked."""
 
     experiment: dict[str, Any]
     data: str
@@ -62,7 +62,7 @@ class LeakageAudit:
     cases: tuple[Case, ...]
 
     def record(self) -> dict[str, Any]:
-        """As plain data without the samples."""
+        """Plain data without the samples."""
         return {**vars(self), "notes": list(self.notes), "cases": [case.record() for case in self.cases]}
 
 
@@ -77,14 +77,23 @@ def audit_leakage(
     model: Path | None = None,
     watcher: Watcher | None = None,
 ) -> LeakageAudit:
-    """Attack what a source site of the experiment sends in its first round, or after training.
+    """Attack what a source site of the experiment sends, with the initial weights or those of a trained model.
 
-    site: a source, the first one if none is named. batches: sizes of the site's mini-batches. attack: l2 (Zhu et al.),
-    cosine (Geiping et al.) or both; a network that begins with a fully connected layer is also inverted analytically
-    at size 1. iterations: evaluations of each attempt; starts: attempts from different noise, the one that lowers
-    its aim most counts. model: a run's folder, whose weights are attacked in place of the initial ones.
-    Raises UserError for an unknown site or attack, a batch that the site or network cannot make, and a model that does
-    not fit.
+    A network that begins with a fully connected layer is also inverted analytically, at mini-batches of 1.
+
+    Args:
+        experiment: the experiment.
+        site: name of a source; None means the first one.
+        batches: sizes of the site's mini-batches.
+        attack: ``l2`` (Zhu et al.), ``cosine`` (Geiping et al.) or ``both``.
+        iterations: evaluations of the gradient in each attempt.
+        starts: attempts from different noise; the best one counts.
+        model: folder of a run whose weights are attacked; None means the initial weights.
+        watcher: reports progress.
+
+    Raises:
+        UserError: the site or attack is unknown, the site or network cannot make a mini-batch of that size, or the
+            model does not fit.
     """
     began, worked = time.perf_counter(), time.process_time()
     watcher = watcher or Watcher()
@@ -95,7 +104,7 @@ def audit_leakage(
         raise UserError("--batch, --iterations and --starts: give whole numbers of at least 1")
     whole = taking_part(experiment.protocol, built(experiment))
     if whole.task != "classification":
-        raise UserError(f"data set {whole.name} is one of {whole.task}: the audit attacks the labels of classification")
+        raise UserError(f"data set {whole.name} is for {whole.task}, and the audit only attacks classification")
     target, name = _target_and_site(experiment, whole, site)
     seed = experiment.protocol.seeds[0]
     data = data_for(experiment, whole, target)
@@ -143,7 +152,7 @@ def audit_leakage(
 
 
 def _target_and_site(experiment: Experiment, data: DataSet, site: str | None) -> tuple[str, str]:
-    """The first target for which ``site`` (or any site) is a source, and the site."""
+    """The first target for which ``site`` is a source, and the site; None means any site."""
     targets = targets_of(experiment.protocol, data)
     if site is not None and site not in data.domains:
         raise UserError(f"--site: no site is called '{site}'; {nearest(site, data.domains)}")
@@ -180,7 +189,7 @@ def _check_sizes(sizes: Sequence[int], view: SiteData, network: Network, name: s
         try:
             with torch.no_grad():
                 seen_by_attacker(network)(view.batch(torch.zeros(1, dtype=torch.int64))[0])
-        except ValueError:  # from BatchNorm, of features that it sees once
+        except ValueError:  # from BatchNorm, which needs several values per feature
             others = " ".join(f"--batch {size}" for size in sizes if size > 1) or "--batch 2"
             raise UserError(
                 f"--batch 1: the network has BatchNorm, which cannot train on one sample; give {others}"

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fedshift.data.domain import SparseRows
 from fedshift.deployment.flare import roles
-from fedshift.deployment.site_file import SitePlace, load_site, read_holding
+from fedshift.deployment.site_file import SiteConfig, load_site, read_holding
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.environment import resolve_device, versions
 from fedshift.federation.federation import known_kinds
@@ -25,11 +25,11 @@ def check_site(path: Path) -> None:
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    place = load_site(path)
-    holding = read_holding(place)
+    config = load_site(path)
+    holding = read_holding(config)
     domain, data = holding.domain, holding.data
     shape = "×".join(map(str, domain.inputs.shape[1:]))
-    say(f"site {place.file.site}: {len(domain)} samples of {shape}, data fingerprint {holding.fingerprint}")
+    say(f"site {config.file.site}: {len(domain)} samples of {shape}, data fingerprint {holding.fingerprint}")
     counts = np.bincount(domain.labels, minlength=len(data.classes))
     say("classes: " + ", ".join(f"{name} {count}" for name, count in zip(data.classes, counts, strict=True)))
     if not isinstance(domain.inputs, SparseRows) and domain.inputs.dtype == np.float32:
@@ -38,22 +38,22 @@ def check_site(path: Path) -> None:
         say(f"values: {missing} missing or not finite, {constant} columns that never change")
     for warning in data.warnings:
         say(f"warning: {warning}")
-    place.memory.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(place.memory).free
-    say(f"disk: {free / 1e9:.1f} GB free at {place.memory}")
-    say(f"device: {resolve_device(place.file.device)}; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
-    _say_policy(place, say)
+    config.memory.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(config.memory).free
+    say(f"disk: {free / 1e9:.1f} GB free at {config.memory}")
+    say(f"device: {resolve_device(config.file.device)}; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
+    _say_policy(config, say)
     try:
-        lines, last = AuditLog.check(place.audit_log)
+        lines, last = AuditLog.check(config.audit_log)
         say(f"audit log: {len(lines)} lines, unbroken, last digest {last}")
     except FedshiftError as error:
         say(f"warning: {error}")
-    _say_kit(place, say)
+    _say_kit(config, say)
 
 
-def _say_policy(place: SitePlace, say: object) -> None:
+def _say_policy(config: SiteConfig, say: object) -> None:
     assert callable(say)
-    policy = place.file.policy
+    policy = config.file.policy
     every = (*known_kinds(), ACCURACY)
     say(f"may leave: {', '.join(policy.send)}; of at least {policy.smallest_group} samples")
     say(f"never leaves: {', '.join(kind for kind in every if kind not in policy.send)}")
@@ -66,31 +66,31 @@ def _say_policy(place: SitePlace, say: object) -> None:
     say(f"methods that can run: {', '.join(allowed) or 'none'}{rate}")
 
 
-def _say_kit(place: SitePlace, say: object) -> None:
+def _say_kit(config: SiteConfig, say: object) -> None:
     assert callable(say)
-    if not (place.kit / "kit.json").exists():
-        say(f"kit: none at {place.kit} yet")
+    if not (config.kit / "kit.json").exists():
+        say(f"kit: none at {config.kit} yet")
         return
-    kit = roles.load_kit(place.kit, "site")
-    _same_name(place, kit.name)
+    kit = roles.load_kit(config.kit, "site")
+    _same_name(config, kit.name)
     say(f"kit: project {kit.project.name}, valid until {roles.expiry(kit)}, contact {kit.project.contact}")
     reason = roles.unreachable(kit)
     say(f"coordinator: {'can be reached' if reason is None else f'cannot be reached: {reason}'}")
 
 
-def _same_name(place: SitePlace, name: str) -> None:
-    if place.file.site != name:
-        raise UserError(f"{place.path}: site is '{place.file.site}', and the kit is for '{name}'")
+def _same_name(config: SiteConfig, name: str) -> None:
+    if config.file.site != name:
+        raise UserError(f"{config.path}: site is '{config.file.site}', and the kit is for '{name}'")
 
 
 def start_site(path: Path, foreground: bool) -> None:
     """Check what can be checked, then start the site's service."""
-    place = load_site(path)
-    kit = roles.load_kit(place.kit, "site")
-    _same_name(place, kit.name)
-    AuditLog.check(place.audit_log)
-    read_holding(place)
-    _tell(kit.name, roles.start(kit, place.path, foreground=foreground))
+    config = load_site(path)
+    kit = roles.load_kit(config.kit, "site")
+    _same_name(config, kit.name)
+    AuditLog.check(config.audit_log)
+    read_holding(config)
+    _tell(kit.name, roles.start(kit, config.path, foreground=foreground))
 
 
 def stop_site(path: Path) -> None:

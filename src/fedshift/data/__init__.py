@@ -1,1 +1,1 @@
-"""Domains and how they are read: builders, checks, splits, augmentation, and a site's view of its samples."""
+"""Data sets: builders, checks, splits, augmentation, and the batches of a site."""

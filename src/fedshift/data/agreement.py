@@ -1,6 +1,6 @@
-"""One encoding for sites that never see each other's data, from the sums and sets that each of them gives.
+"""One encoding for sites that never see each other's data, made from sums and sets that each site sends.
 
-The same numbers as in a simulation: each site's part is computed alone there, too, and added up in the same order.
+A simulation gives the same numbers: it also computes each site's part separately and adds them in the same order.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MOMENTS, TABLE = "moments", "table"
 
 
 def table_given(statistics: TableStatistics, numeric: Sequence[str], categorical: Sequence[str]) -> dict[str, Any]:
-    """A table's statistics as plain values."""
+    """A table's statistics as plain values, ready to be sent."""
     return {
         "kind": TABLE,
         "numeric": list(numeric),
@@ -32,9 +32,14 @@ def table_given(statistics: TableStatistics, numeric: Sequence[str], categorical
 
 
 def agreed(given: Mapping[str, Mapping[str, Any]], preprocessing: Preprocessing) -> Preprocessing:
-    """The encoding that follows from what the sites give; ``preprocessing``: that of any site, which it refines.
+    """The encoding that all sites use.
 
-    Raises UserError, naming the site, where they describe different columns, and for a column without any value.
+    Args:
+        given: Site → what it sent (`DataSource.gives`).
+        preprocessing: The preprocessing of any site; the agreed numbers are filled in.
+
+    Raises:
+        UserError: Sites describe different columns (the message names the site), or a column has no value anywhere.
     """
     first_name, first = next(iter(given.items()))
     for site, one in given.items():

@@ -1,4 +1,4 @@
-"""What must hold for every data set, however it was built, and what is only worth a warning."""
+"""Checks that every data set must pass, and warnings about what looks wrong."""
 
 from __future__ import annotations
 
@@ -17,11 +17,18 @@ _ROWS_AT_ONCE = 4096
 
 
 def checked(dataset: DataSet) -> DataSet:
-    """The same data set, with warnings added and the input shape written into its preprocessing.
+    """Checks a data set. Every builder ends with this call.
 
-    Raises UserError, naming the site, for: no domain, fewer than two classes (no structure, for segmentation), an empty
-    domain, shapes or types that differ between sites, labels that are not 0…C-1, inputs and labels (or groups) of
-    different length, NaN or infinite features, masks that do not match their images.
+    Args:
+        dataset: What a builder made.
+
+    Returns:
+        The same data set, with warnings added and the input shape written into its preprocessing.
+
+    Raises:
+        UserError: There is no domain, or there are fewer than two classes (for segmentation: no structure). Or a domain
+            is empty, has labels outside 0…C-1, inputs, labels or groups of different lengths, NaN or infinite features,
+            or masks that do not match its images. Or shapes or types differ between sites. Names the site.
     """
     where = f"data set {dataset.name}"
     if not dataset.domains:
@@ -95,7 +102,15 @@ def _check_domain(where: str, domain: Domain, classes: int) -> None:
 
 
 def check_finite(where: str, features: npt.NDArray[np.generic]) -> None:
-    """Raise UserError, naming the first row and column, when float features (n, d) hold NaN or infinite values."""
+    """Checks that float features (n, d) are finite.
+
+    Args:
+        where: Where they come from, for the message.
+        features: The features.
+
+    Raises:
+        UserError: Some value is NaN or infinite; names the first row and column.
+    """
     for begin in range(0, len(features), _ROWS_AT_ONCE):
         bad = ~np.isfinite(features[begin : begin + _ROWS_AT_ONCE])
         if bad.any():
@@ -113,7 +128,7 @@ def _warnings(dataset: DataSet) -> list[str]:
         like = known.setdefault("".join(name.split()).casefold(), name)
         if like != name:
             found.append(
-                f"classes '{like}' and '{name}' differ in spaces or capitals alone: if they are one, write it alike"
+                f"classes '{like}' and '{name}' differ only in spaces or capitals: use one spelling for one class"
             )
     for name, domain in dataset.domains.items():
         absent = absent_classes(dataset, domain)
@@ -128,7 +143,7 @@ def _warnings(dataset: DataSet) -> list[str]:
 
 
 def absent_classes(dataset: DataSet, domain: Domain) -> tuple[str, ...]:
-    """The classes (for segmentation: structures) of which a domain has no sample."""
+    """The classes, or structures for segmentation, of which a domain has no sample."""
     if domain.masks is None:
         counts = np.bincount(domain.labels, minlength=len(dataset.classes))
     else:
@@ -137,11 +152,21 @@ def absent_classes(dataset: DataSet, domain: Domain) -> tuple[str, ...]:
 
 
 def agreed_classes(found: Mapping[str, Collection[str]], *, what: str, allow_missing: bool) -> tuple[str, ...]:
-    """The classes of all sites together, in natural order (2 before 10).
+    """The classes of all sites together.
 
-    ``found`` maps a site to the names of the classes it has. A site may lack classes that another has; but when two
-    sites each have a class that the other lacks ({cat, dog} and {cat, dogs}), that is more often a misspelling than the
-    truth, so it raises UserError with both lists unless ``allow_missing``.
+    A site may lack classes that another one has. When two sites each have a class that the other lacks, such as
+    {cat, dog} and {cat, dogs}, one of them is probably misspelt.
+
+    Args:
+        found: Site → names of the classes it has.
+        what: What the names are, for the message.
+        allow_missing: Accept two sites that each have a class that the other lacks.
+
+    Returns:
+        Names in natural order (2 before 10).
+
+    Raises:
+        UserError: Two sites each have a class that the other lacks; lists the classes of both.
     """
     if not allow_missing:
         for (one, first), (other, second) in combinations(found.items(), 2):
@@ -158,7 +183,7 @@ def _listing(names: Collection[str]) -> str:
 
 
 def natural_order(names: Collection[str]) -> tuple[str, ...]:
-    """Names sorted; whole numbers by value and before words, so that class 10 follows class 9."""
+    """Sorts names: first whole numbers by value (9 before 10), then words."""
 
     def key(name: str) -> tuple[int, int, str]:
         digits = name.removeprefix("-")

@@ -1,6 +1,6 @@
-"""What a data set is to fedshift: named domains of the same classes, each a few arrays that can be indexed by row.
+"""The data set as an object: named domains with common classes, each a few arrays indexed by row.
 
-Nothing here decodes, downloads or trains; builders make these objects and everything above reads them.
+Builders make these objects. Nothing here decodes, downloads or trains.
 """
 
 from __future__ import annotations
@@ -24,8 +24,11 @@ Task = Literal["classification", "segmentation"]
 class SparseRows:
     """Rows of mostly zeros in compressed form (CSR), for bags of words.
 
-    ``data`` (nonzeros,), ``indices`` (nonzeros,) column of each, ``indptr`` (n + 1,) where a row begins; ``width``
-    columns.
+    Attributes:
+        data: Values that are not zero, row after row (nonzeros,).
+        indices: The column of each value (nonzeros,).
+        indptr: Where each row begins in ``data`` (n + 1,).
+        width: Number of columns.
     """
 
     data: npt.NDArray[np.float32]
@@ -56,15 +59,18 @@ Inputs = npt.NDArray[np.uint8] | npt.NDArray[np.float32] | SparseRows
 
 @dataclass(frozen=True)
 class Domain:
-    """The samples of one domain, decoded once, in memory or memory-mapped.
+    """The samples of one domain, decoded, in memory or memory-mapped.
 
-    inputs: uint8 images (n, channels, height, width), float32 features (n, d) or `SparseRows`.
-    labels: int64 (n,), class numbers in the order of the data set's ``classes``; all 0 where there are masks.
-    groups: int64 (n,) or None. Rows of *any* domain with the same number show the same base sample (Rotated MNIST); a
-        careful split keeps such rows on one side.
-    train_rows, test_rows: the data set's own split, where it has one.
-    masks: for segmentation, uint8 (n, structures, height, width) of 0 and 1, one mask per entry of ``classes``, which
-        then names structures; they may overlap.
+    Attributes:
+        name: Name of the domain.
+        inputs: uint8 images (n, channels, height, width), float32 features (n, d) or `SparseRows`.
+        labels: int64 (n,), class numbers in the order of the data set's ``classes``; all 0 if there are masks.
+        groups: int64 (n,) or None. Rows with the same number, in *any* domain, show the same base sample (Rotated
+            MNIST). A split must keep such rows on one side.
+        train_rows: Training rows of the data set's own split, if it has one.
+        test_rows: Test rows of that split.
+        masks: For segmentation, uint8 (n, structures, height, width) of 0 and 1, one mask per entry of ``classes``,
+            which then names structures. Masks may overlap.
     """
 
     name: str
@@ -80,12 +86,20 @@ class Domain:
 
 
 class Preprocessing(BaseModel):
-    """How stored inputs become the numbers a network reads; saved beside a model so that prediction does the same.
+    """How stored inputs become what a network reads. Saved with a model, so that prediction does the same.
 
-    Images: ``value / 255``, then ``(value - mean) / std`` per channel. Features: as stored unless mean and std are
-    given (per column). ``table`` holds the encoding of a table (see `fedshift.data.tables`). ``shape`` is that of one
-    stored sample, (channels, height, width) or (d,); `fedshift.data.checks.checked` fills it in. ``backbone`` says
-    which frozen network made features from images, and how (see `fedshift.experiment.features`).
+    Images: ``value / 255``, then ``(value - mean) / std`` per channel. Features: as stored, or ``(value - mean) / std``
+    per column if mean and std are given.
+
+    Attributes:
+        kind: What the stored inputs are.
+        channels: Channels of images.
+        size: Height and width of square images.
+        mean: Per channel or column, of values in [0, 1] for images.
+        std: Per channel or column.
+        shape: Shape of one stored sample, (channels, height, width) or (d,); `fedshift.data.checks.checked` sets it.
+        table: The encoding of a table (see `fedshift.data.tables`).
+        backbone: Which frozen network made features from images, and how (see `fedshift.experiment.features`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -137,9 +151,9 @@ class DataSet:
 
 
 class DataSource(BaseModel):
-    """Base of the builders: a frozen description of where data are; `build` reads them.
+    """Base of the builders: the fields of ``data:`` in an experiment file, and how the data are read.
 
-    A subclass sets ``name`` as a `Literal` with a default, its own fields, and ``manifest()``.
+    A subclass sets ``name`` (a `Literal` with a default), its own fields, ``manifest`` and ``build``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -155,22 +169,32 @@ class DataSource(BaseModel):
 
     @property
     def shares(self) -> tuple[str, ...]:
-        """Kinds of content that leave sites to agree on the encoding, before any training; nothing for most."""
+        """Kinds of content that sites send before training to agree on the encoding; mostly none."""
         return ()
 
     def gives(self) -> dict[str, Any] | None:
-        """What a site that is alone with its data gives for an encoding common to all, as plain values (kind
-        `statistics`); None where there is nothing to agree on. `fedshift.data.agreement` makes an encoding of them.
+        """What one site sends so that all can agree on an encoding (see `fedshift.data.agreement`).
+
+        Returns:
+            Plain values (kind ``statistics``), or None if there is nothing to agree on.
         """
         return None
 
     def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
-        """The data in an encoding that was agreed on, with the classes in the federation's order."""
+        """The data in the agreed encoding.
+
+        Args:
+            preprocessing: The encoding.
+            classes: The federation's classes, in its order.
+
+        Raises:
+            UserError: The data do not fit.
+        """
         data = self.build()
         if data.classes != classes:
             raise UserError(f"data set {self.name} has the classes {data.classes}, the federation {classes}")
         return replace(data, preprocessing=preprocessing)
 
     def without(self, unseen: str) -> DataSource:
-        """The same source with nothing in its preprocessing that comes from the domain ``unseen``; itself for most."""
+        """This source with a preprocessing that uses no statistics of the domain ``unseen``; mostly itself."""
         return self

@@ -1,4 +1,4 @@
-"""Image files decoded once into a memory-mapped array of uint8 (n, channels, size, size)."""
+"""Image files, decoded once into a memory-mapped uint8 array (n, channels, height, width)."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ SUFFIXES = frozenset(
     {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm", ".pbm", ".pnm"}
 )
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""What may be inside a file, whatever its ending. Pillow knows more, and runs Ghostscript for one of them, EPS."""
+"""Accepted formats, whatever the ending of the file. Pillow reads more, but runs Ghostscript for EPS."""
 _GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "F", "I;16", "I;16B", "I;16L", "I;16N"})
-_FORMAT = "1"  # part of the cache key: raise it whenever decoding changes
+_FORMAT = "1"  # part of the cache key: increase it whenever decoding changes
 _THREADS = 2
 _ORIENTATION = 0x0112
 _UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, Image.DecompressionBombError)
@@ -35,7 +35,13 @@ _UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, zipfile.BadZipFile, z
 
 @dataclass(frozen=True)
 class ImageFile:
-    """One image: its name in messages, a stamp that changes with its content, and how to open its bytes."""
+    """One image.
+
+    Attributes:
+        name: Its name in messages.
+        stamp: A text that changes with its content.
+        open: Opens its bytes.
+    """
 
     name: str
     stamp: str
@@ -43,19 +49,19 @@ class ImageFile:
 
 
 def is_image(name: str) -> bool:
-    """Whether a file name is that of an image, by its ending; hidden files are not."""
+    """Whether a file name has the ending of an image and is not hidden."""
     path = Path(name)
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
 
 
 def on_disk(path: Path) -> ImageFile:
-    """An image file in a folder, stamped with its size and time of change."""
+    """An image file in a folder; its stamp is its size and time of change."""
     found = path.stat()
     return ImageFile(str(path), f"{found.st_size} {found.st_mtime_ns}", lambda: path.open("rb"))
 
 
 def in_zip(archive: zipfile.ZipFile, name: str) -> ImageFile:
-    """An image inside an open zip file, stamped with its checksum; reading is safe from several threads."""
+    """An image inside an open zip file; its stamp is its checksum. Several threads may read it."""
     return ImageFile(f"{archive.filename}:{name}", str(archive.getinfo(name).CRC), lambda: archive.open(name))
 
 
@@ -67,7 +73,7 @@ def _does_not_decode(file: ImageFile) -> UserError:
 
 
 def has_colour(files: Sequence[ImageFile]) -> bool:
-    """Whether any image is stored with colour (RGB, palette, CMYK …); stops at the first that is."""
+    """Whether any image is stored in colour (RGB, palette, CMYK …). Stops at the first one."""
     return any(_mode(file) not in _GREY_MODES for file in files)
 
 
@@ -80,12 +86,23 @@ def _mode(file: ImageFile) -> str:
 
 
 def decode(file: ImageFile, channels: int, height: int, width: int, *, mask: bool = False) -> npt.NDArray[np.uint8]:
-    """One image as uint8 (channels, height, width): turned upright, scaled to cover that size, the centre cut out.
+    """Decodes one image: turns it upright, scales it to cover the size, and keeps the centre.
 
-    Of a ``mask`` everything that is not black is 1, cut at one half after scaling.
+    Grey becomes colour by repeating its channel; colour becomes grey as luma. 16-bit grey is scaled to 8 bits.
+    Transparency is dropped.
 
-    Grey images are repeated to three channels where colour is asked for; colour becomes luma where grey is. 16-bit
-    grey is scaled to 8 bits, transparency is dropped. Raises UserError, naming the file, when it does not decode.
+    Args:
+        file: The image.
+        channels: 1 or 3.
+        height: In pixels.
+        width: In pixels.
+        mask: Whether it is a mask: everything that is not black is 1, with a threshold of one half after scaling.
+
+    Returns:
+        uint8 (channels, height, width).
+
+    Raises:
+        UserError: The file does not decode.
     """
     try:
         with file.open() as stream:
@@ -106,7 +123,7 @@ def decode(file: ImageFile, channels: int, height: int, width: int, *, mask: boo
 
 
 def _eight_bits(image: Image.Image, file: ImageFile) -> Image.Image:
-    """Pillow cuts 16-bit values off at 255 when it converts; this scales them instead."""
+    """The image with 8 bits. Scales 16-bit values, which Pillow would cut off at 255."""
     if image.mode == "F":
         raise UserError(f"image {file.name} holds real numbers: save it with 8 or 16 bits, or use data set 'arrays'")
     if not image.mode.startswith("I"):
@@ -118,10 +135,10 @@ def _eight_bits(image: Image.Image, file: ImageFile) -> Image.Image:
 
 
 def size_of(file: ImageFile) -> tuple[int, int]:
-    """Width and height of an image as it is shown, without decoding its pixels."""
+    """Width and height of an image as it is displayed, without decoding its pixels."""
     try:
         with file.open() as stream, Image.open(stream, formats=FORMATS) as image:
-            turned = image.getexif().get(_ORIENTATION, 1) > 4  # the longer half of EXIF's eight swap the sides
+            turned = image.getexif().get(_ORIENTATION, 1) > 4  # EXIF orientations 5 to 8 swap the sides
             return (image.height, image.width) if turned else (image.width, image.height)
     except _UNREADABLE as error:
         raise _does_not_decode(file) from error
@@ -130,11 +147,24 @@ def size_of(file: ImageFile) -> tuple[int, int]:
 def decoded(
     files: Sequence[ImageFile], channels: int, height: int, width: int, label: str, *, mask: bool = False
 ) -> npt.NDArray[np.uint8]:
-    """All images as one read-only memory-mapped array (n, channels, height, width), decoded now or found in the cache.
+    """All images as one array, decoded now or found in the cache.
 
-    The cache file is named after ``label`` and a hash of names, stamps and shape, so a changed, added or removed file
-    makes a new one. It is written to the side and renamed when whole. Raises UserError for an image that does not
-    decode and for a cache folder that is full or cannot be written.
+    The cache file is named after ``label`` and a hash of names, stamps and shape, so any changed, added or removed file
+    gives a new one. It is written under a temporary name and renamed when complete.
+
+    Args:
+        files: The images.
+        channels: 1 or 3.
+        height: In pixels.
+        width: In pixels.
+        label: Beginning of the cache file's name.
+        mask: Whether they are masks, see `decode`.
+
+    Returns:
+        A read-only memory-mapped array (n, channels, height, width).
+
+    Raises:
+        UserError: An image does not decode, or the cache folder is full or cannot be written.
     """
     digest = hashlib.sha256(f"{_FORMAT} {'mask' if mask else channels} {height} {width}\n".encode())
     for file in files:
@@ -149,7 +179,7 @@ def decoded(
     try:
         with NamedTemporaryFile(dir=folder, prefix=f".{label}-", suffix=".part", delete=False) as stream:
             aside = Path(stream.name)
-            # Written in order, not through a memory map: on a full disk a write fails, a map would end the process.
+            # Not written through a memory map: on a full disk a write raises an error, a map kills the process.
             header = {"descr": "|u1", "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(stream, header)
             for image in _in_order(files, channels, height, width, mask):
@@ -173,7 +203,7 @@ def _in_order(
     files: Sequence[ImageFile], channels: int, height: int, width: int, mask: bool
 ) -> Iterator[npt.NDArray[np.uint8]]:
     with ThreadPoolExecutor(_THREADS) as pool:
-        for begin in range(0, len(files), 256):  # in pieces: what waits to be written stays small
+        for begin in range(0, len(files), 256):  # in pieces, so that few decoded images wait in memory
             yield from pool.map(
                 lambda file: decode(file, channels, height, width, mask=mask), files[begin : begin + 256]
             )
@@ -188,10 +218,17 @@ def _cached(path: Path, shape: tuple[int, ...]) -> npt.NDArray[np.uint8] | None:
 
 
 def as_channels_first(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Images (n, h, w), (n, h, w, c) or (n, c, h, w) as (n, c, h, w), without a copy.
+    """Images with their channels first, without a copy.
 
-    Channels are the last axis when it is 1 or 3 long and the second is not; when both could be, they are the second.
-    Raises ValueError for another number of axes, or when neither is 1 or 3 long.
+    Args:
+        pixels: (n, h, w), (n, c, h, w) or (n, h, w, c) with c = 1 or 3. If both readings are possible, the second axis
+            holds the channels.
+
+    Returns:
+        (n, c, h, w).
+
+    Raises:
+        ValueError: Another number of axes, or no axis of 1 or 3 channels.
     """
     if pixels.ndim == 3:
         return pixels[:, np.newaxis]

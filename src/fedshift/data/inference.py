@@ -1,4 +1,4 @@
-"""Samples to predict, prepared exactly as the training data were."""
+"""Samples to predict, prepared as the training data were."""
 
 from __future__ import annotations
 
@@ -18,11 +18,18 @@ Stored = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
 
 
 def load_for_prediction(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored]:
-    """Names and stored inputs (for `fedshift.data.transforms.to_network`) of the samples in ``path``.
+    """Reads samples to predict.
 
-    ``path``: an image, a folder of images (searched to the bottom, sorted), an ``.npz`` with ``x`` as in data set
-    `arrays`, or a ``.csv`` for a model of tables. Raises UserError when it is missing, empty or not what the model
-    reads.
+    Args:
+        path: An image, a folder of images (searched recursively), an ``.npz`` with ``x`` as in data set `arrays`, or a
+            ``.csv`` for a model of tables.
+        preprocessing: The preprocessing saved with the model.
+
+    Returns:
+        Names of the samples, and their inputs for `fedshift.data.transforms.to_network`.
+
+    Raises:
+        UserError: The path is missing, empty, or not what the model reads.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist: give an image, a folder of images, an .npz or a .csv file")

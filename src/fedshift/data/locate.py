@@ -1,6 +1,6 @@
-"""Where data files are, and one clear line when they are not there or cannot be read.
+"""Finds and reads data files.
 
-``FEDSHIFT_DATA`` names the folder of the data sets; ``FEDSHIFT_CACHE`` the folder of decoded images and downloads
+``FEDSHIFT_DATA`` names the folder of the data sets. ``FEDSHIFT_CACHE`` names the folder of decoded images and downloads
 (default ``~/.cache/fedshift``).
 """
 
@@ -23,7 +23,11 @@ CACHE_VARIABLE = "FEDSHIFT_CACHE"
 
 
 def data_root() -> Path | None:
-    """The folder that ``FEDSHIFT_DATA`` names, or None when it is unset. Raises UserError when it is not a folder."""
+    """The folder that ``FEDSHIFT_DATA`` names, or None if it is not set.
+
+    Raises:
+        UserError: It is not a folder.
+    """
     named = os.environ.get(DATA_VARIABLE)
     if not named:
         return None
@@ -36,7 +40,11 @@ def data_root() -> Path | None:
 
 
 def cache_dir() -> Path:
-    """The folder for decoded images and downloads, made when it is missing."""
+    """The folder for decoded images and downloads; created if it is missing.
+
+    Raises:
+        UserError: It cannot be created.
+    """
     named = os.environ.get(CACHE_VARIABLE)
     folder = Path(named).expanduser() if named else Path.home() / ".cache" / "fedshift"
     try:
@@ -49,7 +57,7 @@ def cache_dir() -> Path:
 
 
 def find(candidates: Sequence[str]) -> Path | None:
-    """The first of ``candidates`` (paths below ``FEDSHIFT_DATA``) that exists, else None."""
+    """The first of ``candidates`` that exists below ``FEDSHIFT_DATA``, or None."""
     root = data_root()
     if root is None:
         return None
@@ -57,14 +65,23 @@ def find(candidates: Sequence[str]) -> Path | None:
 
 
 def not_found(what: str, candidates: Sequence[str], how_to_get: str) -> UserError:
-    """The error for a data set that is nowhere: what was looked for, where, and how to get it."""
+    """The error for a data set that was not found: what was searched, where, and how to get it."""
     root = data_root()
     place = f"not below {DATA_VARIABLE} ({root})" if root else f"{DATA_VARIABLE} is not set"
     return UserError(f"{what} not found: {place}; looked for {', '.join(candidates)}. {how_to_get}")
 
 
 def require(what: str, candidates: Sequence[str], how_to_get: str) -> Path:
-    """Like `find`, but raises UserError, which says how to get the data, when there is nothing."""
+    """Like `find`, for data that must be there.
+
+    Args:
+        what: Name of the data set.
+        candidates: Paths below ``FEDSHIFT_DATA``.
+        how_to_get: A sentence that says how to get the data.
+
+    Raises:
+        UserError: None of the paths exists.
+    """
     found = find(candidates)
     if found is None:
         raise not_found(what, candidates, how_to_get)
@@ -74,10 +91,18 @@ def require(what: str, candidates: Sequence[str], how_to_get: str) -> Path:
 def load_npz(
     path: Path, required: Sequence[str] | None = None, optional: Sequence[str] = ()
 ) -> dict[str, npt.NDArray[np.generic]]:
-    """Arrays of an ``.npz`` file: the ``required`` ones (all, if None) and those of ``optional`` that are there.
+    """Reads arrays of an ``.npz`` file.
 
-    Raises UserError, naming the file, when it is missing, truncated, not an npz, lacks an array or holds Python
-    objects.
+    Args:
+        path: The file.
+        required: Names of arrays that must be there; None: all that are there.
+        optional: Names of arrays that are read if they are there.
+
+    Returns:
+        Name → array.
+
+    Raises:
+        UserError: The file is missing, truncated or not an npz, lacks an array, or holds Python objects.
     """
     if not path.is_file():
         raise UserError(f"data file {path} does not exist")
@@ -108,14 +133,3 @@ def sha256_of(path: Path) -> str:
         while piece := stream.read(1 << 20):
             digest.update(piece)
     return digest.hexdigest()
-
-
-def verify(path: Path, expected: str) -> None:
-    """Raise UserError unless the file's SHA-256 is ``expected``. Reads the whole file, so builders do not call it."""
-    if not path.is_file():
-        raise UserError(f"data file {path} does not exist")
-    found = sha256_of(path)
-    if found != expected.lower():
-        raise UserError(
-            f"data file {path} is not the published one (sha256 {found[:12]}…, expected {expected[:12]}…): get it again"
-        )

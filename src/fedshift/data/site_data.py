@@ -1,4 +1,4 @@
-"""What a site holds, as batches: rows of one or more domains, ready for a network on a device."""
+"""The samples of a site as batches, ready for a network on a device."""
 
 from __future__ import annotations
 
@@ -17,16 +17,22 @@ from fedshift.errors import UserError
 Batch = tuple[Tensor, Tensor, Tensor]
 """Inputs, labels (class numbers or masks) and domain numbers."""
 Restyle = Callable[[Tensor, Tensor, torch.Generator], Tensor]
-"""Changed samples from samples as stored (images in [0, 1]), their rows and a generator."""
+"""Changes samples: takes them as stored (images in [0, 1]), their rows and a generator; returns the changed ones."""
 
 
 class SiteData:
-    """The chosen rows of some domains, one after the other, numbered 0 … samples - 1.
+    """The chosen rows of some domains, one domain after the other, numbered 0 … samples - 1.
 
-    parts: (domain, its rows, its number) each; a site has one part, a pooled baseline one per source domain.
-    cache_bytes: when nothing is augmented and all samples as float32 take at most this much, they are converted once
-    and kept on the device; else each batch is gathered from the stored arrays (in memory or memory-mapped), then
-    converted. Raises UserError when there is no row at all.
+    Args:
+        parts: (domain, its rows, its number) each. A site has one part, a pooled baseline one per source domain.
+        preprocessing: How stored inputs become what the network reads.
+        augmentation: Random changes of training images; None: none.
+        device: Where batches are wanted.
+        cache_bytes: If nothing is augmented and all samples take at most this many bytes as float32, they are converted
+            once and kept on the device. Otherwise each batch is read from the stored arrays and converted.
+
+    Raises:
+        UserError: There are no rows.
     """
 
     def __init__(
@@ -56,11 +62,11 @@ class SiteData:
         self._cacheable = 4 * self.samples * int(np.prod(self.input_shape)) <= cache_bytes
         self._cache: Tensor | None = None
         self.seen: Tensor | None = None
-        """Which samples were looked at since `watch`; none is noted before."""
+        """Which samples were read since `watch` was called; None before."""
         self._restyle: Restyle | None = None
 
     def restyled(self, restyle: Restyle) -> SiteData:
-        """The same samples, which ``restyle`` changes whenever they are drawn for training, before augmentation."""
+        """The same samples, changed by ``restyle`` whenever they are drawn for training, before augmentation."""
         other = copy.copy(self)
         other._restyle = restyle
         return other
@@ -71,21 +77,20 @@ class SiteData:
         return len(self._rows)
 
     @property
-    def classes_present(self) -> tuple[int, ...]:
-        """The class numbers of which the site has at least one sample."""
-        return tuple(int(label) for label in torch.unique(self.labels))
-
-    @property
     def deterministic(self) -> bool:
-        """Whether the same row always gives the same input (nothing is augmented)."""
+        """Whether a row always gives the same input, because nothing is augmented."""
         return self._restyle is None and (self.augmentation.is_identity or len(self.input_shape) != 3)
 
     def batch(self, rows: Tensor, generator: torch.Generator | None = None) -> Batch:
-        """Inputs (b, …) float32, labels (b,) int64 and domain numbers (b,) int64 of the given rows, on the device.
+        """A batch on the device.
 
-        For segmentation the labels are masks, (b, structures, h, w) float32, augmented together with their images.
-        rows: int64 (b,). ``generator`` (CPU) draws the augmentation; without it, or where there is none, inputs come as
-        they are.
+        Args:
+            rows: int64 (b,).
+            generator: Draws the augmentation, on the CPU; None: no augmentation.
+
+        Returns:
+            Inputs (b, …) float32, labels (b,) int64 and domain numbers (b,) int64. For segmentation the labels are
+            masks (b, structures, h, w) float32, augmented together with their images.
         """
         place = rows.to(self.device)
         self._note(rows)
@@ -106,12 +111,12 @@ class SiteData:
         return inputs, labels, numbers
 
     def stored(self, rows: Tensor) -> Tensor:
-        """The given rows as they are stored, on the device: images with values in [0, 1], before normalisation."""
+        """The given rows before normalisation, on the device: images have values in [0, 1]."""
         self._note(rows)
         return to_unit(self._gather(rows.cpu().numpy(), self._inputs), self.device)
 
     def watch(self) -> None:
-        """Note from now on in `seen` which samples are looked at."""
+        """From now on, `seen` records which samples are read."""
         self.seen = torch.zeros(self.samples, dtype=torch.bool)
 
     def _note(self, rows: Tensor) -> None:
@@ -124,13 +129,13 @@ class SiteData:
             yield self.batch(torch.arange(begin, min(begin + size, self.samples)))
 
     def _plain(self, rows: Tensor, place: Tensor) -> Tensor:
-        # Augmented data are converted batch by batch: a cache would only serve the few un-augmented reads.
+        # No cache for augmented data: only the few reads without augmentation could use it.
         if not (self._cacheable and self.deterministic):
             return to_network(self._gather(rows.cpu().numpy(), self._inputs), self.preprocessing, self.device)
         if self._cache is None:
             self._cache = self._converted()
         chosen = self._cache.index_select(0, place)
-        # Kept as (n, h, w, c): selecting rows keeps that order, and the permuted view is channels last without a copy.
+        # The cache is (n, h, w, c): rows are selected in that layout, so the permuted view is channels-last, no copy.
         return chosen.permute(0, 3, 1, 2) if chosen.dim() == 4 else chosen
 
     def _converted(self) -> Tensor:
@@ -144,7 +149,7 @@ class SiteData:
         return out
 
     def _gather(self, rows: npt.NDArray[np.int64], stored: Sequence[Inputs]) -> Tensor:
-        """What is stored of the given rows (inputs or masks), as one tensor on the CPU."""
+        """The given rows of the stored inputs or masks, as one tensor on the CPU."""
         if len(stored) == 1:
             return torch.from_numpy(_take(stored[0], self._rows[rows]))
         parts = self._part[rows]
@@ -165,10 +170,10 @@ def _take(inputs: Inputs, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8] 
 
 
 def epoch_batches(samples: int, batch_size: int, generator: torch.Generator) -> list[Tensor]:
-    """All rows 0 … samples - 1 in random order, cut into batches of ``batch_size``.
+    """All rows 0 … samples - 1 in random order, in batches of ``batch_size``.
 
-    BatchNorm cannot train on one sample, so a last batch of one is joined to the one before it, and a site with a
-    single sample gets a batch that holds it twice.
+    BatchNorm cannot train on one sample. So a last batch of one sample is joined to the one before it, and a site with
+    a single sample gets a batch that holds it twice.
     """
     if samples == 1:
         return [torch.zeros(2, dtype=torch.int64)]

@@ -1,4 +1,4 @@
-"""Which rows train and which are held out. Pure functions: the same arguments always give the same rows."""
+"""Splits into training and held-out rows. The same arguments always give the same rows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,26 @@ _BLOCK = 10
 def stratified_split(
     labels: npt.NDArray[np.int64], fraction: float, seed: int, groups: npt.NDArray[np.int64] | None = None
 ) -> tuple[Rows, Rows]:
-    """Training rows and held-out rows, both sorted, the share ``fraction`` of every class held out.
+    """Holds out the share ``fraction`` of every class.
 
-    labels: (n,). Without ``groups`` each class of m samples gives round(m·fraction) samples, but never all, so a class
-    that is there can be learned. With ``groups`` (n,) the side of a row depends on its group number and the seed alone,
-    hence it is the same in every domain that shows the same base sample, whatever else that domain holds; the share is
-    then exact (± 1) over every run of consecutive group numbers, which is how the builders number the samples of a
-    class. A class whose only groups fall on the held-out side is not moved: that would put a base sample on both sides.
-    Raises UserError unless 0 ≤ fraction < 1.
+    Without groups, a class of m samples gives round(m·fraction) of them, but never all, so that it can be learned.
+
+    With groups, the side of a row depends only on its group number and the seed. So a base sample is on the same side
+    in every domain that shows it. The share is exact (± 1) over any run of consecutive group numbers, and builders
+    number the samples of a class consecutively. All groups of a small class may be held out: moving one would put its
+    base sample on both sides.
+
+    Args:
+        labels: (n,).
+        fraction: Share that is held out.
+        seed: Seed of the draw.
+        groups: Group number of each row (n,), or None.
+
+    Returns:
+        Training rows and held-out rows, both sorted.
+
+    Raises:
+        UserError: ``fraction`` is not in [0, 1), or a group number is negative.
     """
     if not 0 <= fraction < 1:
         raise UserError(f"the held-out fraction must be at least 0 and below 1, not {fraction}")
@@ -43,8 +55,8 @@ def _rows_held_out(labels: npt.NDArray[np.int64], fraction: float, seed: int) ->
 def _groups_held_out(groups: npt.NDArray[np.int64], fraction: float, seed: int) -> npt.NDArray[np.bool_]:
     """Systematic sampling of the group numbers in an order shuffled within blocks of ten.
 
-    A group's place in the order is a function of its number and the seed; the side is held out where the running total
-    place·fraction passes a whole number. So no domain needs to know which groups another one holds.
+    A group's place in this order depends only on its number and the seed. A group is held out where place·fraction
+    passes a whole number. So no domain needs to know the groups of another one.
     """
     unique, row_to_group = np.unique(groups, return_inverse=True)
     if len(unique) and unique[0] < 0:
@@ -61,9 +73,10 @@ def _groups_held_out(groups: npt.NDArray[np.int64], fraction: float, seed: int) 
 
 
 def random_split(number: int, fraction: float, seed: int) -> tuple[Rows, Rows]:
-    """Training rows and held-out rows of ``number`` samples, both sorted, whatever their classes.
+    """Holds out round(number·fraction) samples, but never all, whatever their classes.
 
-    round(number·fraction) are held out, but never all.
+    Returns:
+        Training rows and held-out rows, both sorted.
     """
     held = max(0, min(int(np.floor(number * fraction + 0.5)), number - 1))
     order = np.random.default_rng([seed, 13]).permutation(number).astype(np.int64)
@@ -71,10 +84,22 @@ def random_split(number: int, fraction: float, seed: int) -> tuple[Rows, Rows]:
 
 
 def part_rows(domain: Domain, fraction: float, seed: int, split: Literal["random", "official"]) -> tuple[Rows, Rows]:
-    """Training and held-out rows of one domain: drawn at random, or the data set's own.
+    """Training and held-out rows of one domain.
 
-    Where a share of every class is nothing, as with fewer samples than classes, rows are drawn whatever their class.
-    Raises UserError when ``split`` is ``official`` and the domain comes without one.
+    A random split holds out a share of every class. If this holds out nothing, as with few samples per class, it draws
+    rows whatever their class.
+
+    Args:
+        domain: The domain.
+        fraction: Share that is held out (random split).
+        seed: Seed of the draw (random split).
+        split: Draw rows at random, or take the data set's own split.
+
+    Returns:
+        Training rows and held-out rows, both sorted.
+
+    Raises:
+        UserError: The domain has no split of its own.
     """
     if split == "random":
         train, held_out = stratified_split(domain.labels, fraction, seed, domain.groups)

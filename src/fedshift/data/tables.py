@@ -1,12 +1,14 @@
 """Tables of numbers and categories: reading CSV files, one encoding for all sites, rows as features.
 
-The encoding is agreed without pooling rows. What each site gives is a `TableStatistics`: per numeric column the count,
-sum and sum of squares of the values that are there and whether any is missing; per categorical column the set of its
-values. Counts and sums are added up, sets are united.
+Sites agree on the encoding without pooling rows. Each site sends a `TableStatistics`. For a numeric column this is the
+count, sum and sum of squares of its values, and whether any value is missing. For a categorical column it is the set of
+its values. Counts and sums are added; sets are united.
 
-Encoded columns, in order: each numeric column (value - mean) / std, a missing value being 0; one 0/1 column per numeric
-column that can be missing; for each categorical column one 0/1 column per category, all zero when the value is missing
-or was never seen.
+The encoded columns, in order:
+
+* each numeric column as (value - mean) / std, and 0 for a missing value;
+* for each numeric column that can be missing, a 0/1 column that says so;
+* for each categorical column, one 0/1 column per category, all zero for a missing or unknown value.
 """
 
 from __future__ import annotations
@@ -33,7 +35,13 @@ _WHOLE = re.compile(r"(-?\d+)\.0+")
 
 @dataclass(frozen=True)
 class Columns:
-    """A CSV file as text: column name → cells, and the line of each row for messages."""
+    """A CSV file as text.
+
+    Attributes:
+        path: The file, for messages.
+        cells: Column name → its cells.
+        lines: Line number of each row, for messages.
+    """
 
     path: str
     cells: Mapping[str, Sequence[str]]
@@ -43,7 +51,11 @@ class Columns:
         return len(self.lines)
 
     def column(self, name: str) -> Sequence[str]:
-        """Cells of one column. Raises UserError with the nearest name when the file lacks it."""
+        """The cells of one column.
+
+        Raises:
+            UserError: There is no such column; names the nearest one.
+        """
         if name not in self.cells:
             raise UserError(
                 f"{self.path} has no column '{name}'; {nearest(name, self.cells)}",
@@ -53,10 +65,11 @@ class Columns:
 
 
 def read_csv(path: Path) -> Columns:
-    """Read a CSV file with a header; comma, semicolon or tab separates, whichever the header has most of.
+    """Reads a CSV file with a header. The separator is a comma, semicolon or tab: the most frequent one in the header.
 
-    Raises UserError for a missing, empty or unreadable file, a repeated column and a row of another length than the
-    header.
+    Raises:
+        UserError: The file is missing, empty or unreadable, repeats a column, or has a row with another number of cells
+            than the header.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
@@ -95,18 +108,26 @@ def read_csv(path: Path) -> Columns:
 
 
 def canonical(cell: str) -> str:
-    """A category or label as compared between sites: '1.0' and '1' are one."""
+    """A category or label in the form that sites compare: '1.0' becomes '1'."""
     whole = _WHOLE.fullmatch(cell)
     return whole.group(1) if whole else cell
 
 
 def is_missing(cell: str) -> bool:
-    """Whether a cell says that there is no value: empty, ?, NA, N/A, NaN, null."""
+    """Whether a cell holds no value: empty, ?, NA, N/A, NaN or null, in any case."""
     return cell.strip().lower() in MISSING
 
 
 class NumericColumn(BaseModel):
-    """A numeric column: mean and std over the sites, whether values can be missing, numbers that mean "missing"."""
+    """A numeric column.
+
+    Attributes:
+        name: Its name in the files.
+        mean: Mean over the sites.
+        std: Standard deviation over the sites.
+        can_be_missing: Whether there is a 0/1 column for missing values.
+        missing_values: Numbers that mean "missing".
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -118,7 +139,7 @@ class NumericColumn(BaseModel):
 
 
 class CategoricalColumn(BaseModel):
-    """A categorical column and its known categories, in the order of the encoded columns."""
+    """A categorical column, with its known categories in the order of the encoded columns."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -127,7 +148,7 @@ class CategoricalColumn(BaseModel):
 
 
 class TableEncoding(BaseModel):
-    """How rows become features, the same at every site."""
+    """How rows become features. It is the same at every site."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -136,17 +157,29 @@ class TableEncoding(BaseModel):
 
     @property
     def width(self) -> int:
-        """Number of encoded columns."""
+        """The number of encoded columns."""
         indicators = sum(column.can_be_missing for column in self.numeric)
         return len(self.numeric) + indicators + sum(len(column.categories) for column in self.categorical)
 
     def preprocessing(self) -> Preprocessing:
-        """The encoding as it is saved beside a model."""
+        """The encoding in the form that is saved with a model."""
         return Preprocessing(kind="table", table=self.model_dump(mode="json"))
 
 
 def numbers(table: Columns, name: str, missing_values: Sequence[float] = ()) -> npt.NDArray[np.float64]:
-    """One numeric column (n,), NaN where it is missing. Raises UserError for a cell that is no finite number."""
+    """A numeric column.
+
+    Args:
+        table: The file.
+        name: The column.
+        missing_values: Numbers that mean "missing".
+
+    Returns:
+        Its values (n,), NaN where missing.
+
+    Raises:
+        UserError: There is no such column, or a cell is not a finite number.
+    """
     out = np.empty(len(table), dtype=np.float64)
     for row, cell in enumerate(table.column(name)):
         if is_missing(cell):
@@ -169,7 +202,15 @@ def numbers(table: Columns, name: str, missing_values: Sequence[float] = ()) -> 
 
 @dataclass(frozen=True)
 class TableStatistics:
-    """What one site tells the others about its table: sums and sets, no rows."""
+    """What one site sends about its table: sums and sets, no rows.
+
+    Attributes:
+        count: Number of values of each numeric column.
+        total: Their sum.
+        squares: The sum of their squares.
+        any_missing: Whether any value of the column is missing.
+        categories: The set of values of each categorical column.
+    """
 
     count: npt.NDArray[np.int64]
     total: npt.NDArray[np.float64]
@@ -179,10 +220,19 @@ class TableStatistics:
 
 
 def site_statistics(table: Columns, numeric: Sequence[str], categorical: Sequence[str]) -> TableStatistics:
-    """Counts, sums and sums of squares (numeric columns), sets of values (categorical columns) of one site's table."""
+    """The statistics of one site's table.
+
+    Args:
+        table: The file.
+        numeric: Names of numeric columns.
+        categorical: Names of categorical columns.
+
+    Raises:
+        UserError: A column is missing, or a numeric cell is not a number.
+    """
     values = [numbers(table, name) for name in numeric]
     there = [column[~np.isnan(column)] for column in values]
-    with np.errstate(over="ignore"):  # `agreed_encoding` says which column it is
+    with np.errstate(over="ignore"):  # `agreed_encoding` reports the column
         total = np.array([column.sum() for column in there])
         squares = np.array([(column**2).sum() for column in there])
     return TableStatistics(
@@ -199,9 +249,15 @@ def site_statistics(table: Columns, numeric: Sequence[str], categorical: Sequenc
 def agreed_encoding(
     statistics: Sequence[TableStatistics], numeric: Sequence[str], categorical: Sequence[str]
 ) -> TableEncoding:
-    """One encoding from the added statistics of the sites.
+    """The encoding that follows from the statistics of all sites.
 
-    Raises UserError for a column without any value, and for one whose numbers are too large to be squared.
+    Args:
+        statistics: One entry per site.
+        numeric: Names of numeric columns.
+        categorical: Names of categorical columns.
+
+    Raises:
+        UserError: A column has no value anywhere, or its numbers are too large to be squared.
     """
     count = np.sum([site.count for site in statistics], axis=0)
     total = np.sum([site.total for site in statistics], axis=0)
@@ -228,21 +284,41 @@ def agreed_encoding(
 def moments(
     count: int, total: npt.NDArray[np.float64], squares: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Mean and population standard deviation from a count, sums and sums of squares; a constant column gets std 1."""
+    """Mean and population standard deviation of columns.
+
+    Args:
+        count: Number of values.
+        total: Their sum, per column.
+        squares: The sum of their squares, per column.
+
+    Returns:
+        Mean and deviation; the deviation of a constant column is set to 1.
+    """
     mean = total / count
     variance = squares / count - mean**2
-    # Rounding leaves a constant column with a variance of about 1e-16 of its square, not exactly 0.
+    # Rounding gives a constant column a variance of about 1e-16 of its square instead of 0.
     constant = variance <= 1e-12 * (1 + mean**2)
     return mean, np.where(constant, 1.0, np.sqrt(np.where(constant, 1.0, variance)))
 
 
 def encode(table: Columns, encoding: TableEncoding) -> npt.NDArray[np.float32]:
-    """Rows of a table as features (n, encoding.width) float32. Raises UserError as `numbers` and `Columns.column`."""
+    """The rows of a table as features.
+
+    Args:
+        table: The file.
+        encoding: The encoding.
+
+    Returns:
+        float32 (n, encoding.width).
+
+    Raises:
+        UserError: The file lacks a column, or a numeric cell is not a number.
+    """
     scaled, absent, flags = [], [], []
     for numeric in encoding.numeric:
         values = numbers(table, numeric.name, numeric.missing_values)
         gone = np.isnan(values)
-        # Never a statistic of the file at hand: a patient's encoding must not depend on who else is in it.
+        # Not the mean of this file: a patient's encoding must not depend on who else is in it.
         scaled.append((np.where(gone, numeric.mean, values) - numeric.mean) / numeric.std)
         if numeric.can_be_missing:
             absent.append(gone.astype(np.float64))
@@ -253,10 +329,17 @@ def encode(table: Columns, encoding: TableEncoding) -> npt.NDArray[np.float32]:
 
 
 def encode_rows(preprocessing: Preprocessing, path: Path) -> npt.NDArray[np.float32]:
-    """Features of a CSV file by a saved encoding, for prediction; it needs no label column.
+    """Features of a CSV file for prediction. The file needs no label column.
 
-    Raises UserError when the model was not trained on tables, or the file lacks a column or holds a cell that is no
-    number.
+    Args:
+        preprocessing: The preprocessing saved with the model.
+        path: The file.
+
+    Returns:
+        float32 (n, width).
+
+    Raises:
+        UserError: The model was not trained on tables, the file lacks a column, or a numeric cell is not a number.
     """
     if preprocessing.kind != "table" or preprocessing.table is None:
         raise UserError(f"{path} is a table, but the model reads {preprocessing.kind} inputs")

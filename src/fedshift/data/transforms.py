@@ -1,6 +1,6 @@
-"""From stored samples to network input, and augmentation of whole batches on the device they are on.
+"""Conversion of stored samples to network inputs, and augmentation of whole batches on their device.
 
-All parameters are drawn per sample from a generator on the CPU, so a run gives the same images on any device.
+All random parameters are drawn per sample from a generator on the CPU, so a run sees the same images on any device.
 """
 
 from __future__ import annotations
@@ -22,11 +22,17 @@ Strength = Annotated[float, Field(ge=0, le=1)]
 
 
 class Augmentation(BaseModel):
-    """Random changes of training images; with the defaults there are none.
+    """Random changes of training images. The defaults change nothing.
 
-    crop_scale: bounds of the share of the image's area that a resized crop keeps, None for no crop; crop_ratio: bounds
-    of its width / height. flip: probability of a mirror image. brightness, contrast, saturation: factors drawn from
-    [1 - s, 1 + s]; hue: turn of the colour circle drawn from [-h, h]. greyscale: probability that the colour goes.
+    Attributes:
+        crop_scale: Bounds of the share of the image's area that a resized crop keeps; None: no crop.
+        crop_ratio: Bounds of the crop's width / height.
+        flip: Probability of a horizontal flip.
+        brightness: s; a factor is drawn from [1 - s, 1 + s].
+        contrast: The same.
+        saturation: The same.
+        hue: h; a shift is drawn from [-h, h], in turns of the colour circle.
+        greyscale: Probability that colour is removed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -80,7 +86,11 @@ PRESETS: dict[str, Augmentation] = {
 
 
 def preset(name: str) -> Augmentation:
-    """A named augmentation. Raises UserError, with the nearest name, for an unknown one."""
+    """A named augmentation.
+
+    Raises:
+        UserError: There is none of that name; names the nearest one.
+    """
     if name not in PRESETS:
         raise UserError(f"unknown augmentation '{name}'; {nearest(name, PRESETS)}")
     return PRESETS[name]
@@ -96,13 +106,13 @@ def _by_name(value: object) -> object:
 
 
 NamedAugmentation = Annotated[Augmentation, BeforeValidator(_by_name)]
-"""An augmentation as a field of settings: its parts, or a preset's name."""
+"""An augmentation in settings: its fields, or the name of a preset."""
 
 
 def to_unit(inputs: Tensor, device: torch.device | str) -> Tensor:
     """Stored samples as float32 on the device: images as value / 255 in [0, 1], features as they are.
 
-    Images lie channels last in memory: convolutions on the CPU were measured 1.4 to 1.7 times faster so.
+    Images get the channels-last layout, with which CPU convolutions were measured to be 1.4 to 1.7 times faster.
     """
     values = inputs.to(device)
     values = values.float().div_(255) if values.dtype == torch.uint8 else values.float()
@@ -110,35 +120,44 @@ def to_unit(inputs: Tensor, device: torch.device | str) -> Tensor:
 
 
 def normalised(values: Tensor, preprocessing: Preprocessing) -> Tensor:
-    """(value - mean) / std per channel or column, where the preprocessing gives them."""
+    """(value - mean) / std per channel or column; unchanged if the preprocessing has no mean and std."""
     if preprocessing.mean is None or preprocessing.std is None:
         return values
-    shape = (1, -1, 1, 1) if values.dim() == 4 else (1, -1)
-    mean = torch.tensor(preprocessing.mean, dtype=values.dtype, device=values.device).view(shape)
-    std = torch.tensor(preprocessing.std, dtype=values.dtype, device=values.device).view(shape)
+    mean, std = (_per_channel(numbers, values) for numbers in (preprocessing.mean, preprocessing.std))
     return (values - mean) / std
 
 
 def to_pixels(values: Tensor, preprocessing: Preprocessing) -> Tensor:
-    """The inverse of `normalised`: pixels in [0, 1] from what a network reads."""
+    """The inverse of `normalised`: values as stored, pixels in [0, 1]."""
     if preprocessing.mean is None or preprocessing.std is None:
         return values
-    shape = (1, -1, 1, 1)
-    mean = torch.tensor(preprocessing.mean, dtype=values.dtype, device=values.device).view(shape)
-    std = torch.tensor(preprocessing.std, dtype=values.dtype, device=values.device).view(shape)
+    mean, std = (_per_channel(numbers, values) for numbers in (preprocessing.mean, preprocessing.std))
     return values * std + mean
 
 
+def _per_channel(numbers: tuple[float, ...], like: Tensor) -> Tensor:
+    """One number per channel or column of ``like``, shaped to be broadcast over it."""
+    return like.new_tensor(numbers).view((1, -1, 1, 1) if like.dim() == 4 else (1, -1))
+
+
 def to_network(inputs: Tensor, preprocessing: Preprocessing, device: torch.device | str) -> Tensor:
-    """What a network reads, from stored samples (n, c, h, w) uint8 or (n, d) float: float32 on ``device``."""
+    """Network inputs (float32 on ``device``) from stored samples (n, c, h, w) uint8 or (n, d) float."""
     return normalised(to_unit(inputs, device), preprocessing)
 
 
 def augment(images: Tensor, augmentation: Augmentation, generator: torch.Generator) -> Tensor:
-    """Randomly changed copies of images (n, c, h, w) with values in [0, 1]; the result stays in [0, 1].
+    """Randomly changed copies of images.
 
-    Crop and mirror are one bilinear resampling. The four colour changes happen in one random order per batch
-    (torchvision draws one order per image). Hue, saturation and greyscale do nothing to images of one channel.
+    Crop and flip are one bilinear resampling. The four colour changes are applied in one random order per batch
+    (torchvision draws an order per image). Hue, saturation and greyscale do not change images of one channel.
+
+    Args:
+        images: (n, c, h, w) with values in [0, 1].
+        augmentation: What is changed.
+        generator: Draws all parameters, on the CPU.
+
+    Returns:
+        Images of the same shape with values in [0, 1].
     """
     if augmentation.is_identity:
         return images
@@ -148,9 +167,9 @@ def augment(images: Tensor, augmentation: Augmentation, generator: torch.Generat
 def augment_with_masks(
     images: Tensor, masks: Tensor, augmentation: Augmentation, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """The same for images and their masks (n, structures, h, w) of 0 and 1, which are cropped and mirrored together.
+    """`augment` for images and their masks, which are cropped and flipped together.
 
-    A mask is resampled bilinearly and cut at one half.
+    Masks (n, structures, h, w) of 0 and 1 are resampled bilinearly with a threshold of one half.
     """
     if augmentation.is_identity:
         return images, masks
@@ -168,7 +187,7 @@ def _recolour(images: Tensor, augmentation: Augmentation, generator: torch.Gener
 
 
 def _uniform(number: int, low: float, high: float, like: Tensor, generator: torch.Generator) -> Tensor:
-    """``number`` draws from [low, high), shaped (n, 1, 1, 1), on the device of ``like``."""
+    """``number`` draws from [low, high), as (n, 1, 1, 1) on the device of ``like``."""
     draws = torch.rand(number, generator=generator, dtype=torch.float32) * (high - low) + low
     return draws.view(-1, 1, 1, 1).to(like.device)
 
@@ -183,7 +202,7 @@ def _crop_and_flip(images: Tensor, augmentation: Augmentation, generator: torch.
     low, high = augmentation.crop_scale
     area, ratio, across, down = torch.rand(4, number, generator=generator)
     area = low + area * (high - low)
-    # The ratio is drawn (in logarithms) from the part of its range in which the crop fits into the image.
+    # The logarithm of the ratio is drawn from the part of its range in which the crop fits into the image.
     fits = -area.log()
     least = torch.maximum(torch.full_like(area, math.log(augmentation.crop_ratio[0])), -fits)
     most = torch.minimum(torch.full_like(area, math.log(augmentation.crop_ratio[1])), fits)
@@ -217,13 +236,13 @@ def _factor(strength: float, images: Tensor, generator: torch.Generator) -> Tens
 
 
 def grey(images: Tensor) -> Tensor:
-    """Luma (n, 1, h, w) of images (n, 3, h, w), weights of ITU-R BT.601."""
+    """Luma (n, 1, h, w) of images (n, 3, h, w), with the weights of ITU-R BT.601."""
     red, green, blue = _GREY
     return red * images[:, 0:1] + green * images[:, 1:2] + blue * images[:, 2:3]
 
 
 def adjust_brightness(images: Tensor, factor: Tensor) -> Tensor:
-    """images·factor, cut to [0, 1]; ``factor`` (n, 1, 1, 1)."""
+    """images·factor, clamped to [0, 1]; ``factor`` is (n, 1, 1, 1)."""
     return (images * factor).clamp(0, 1)
 
 
@@ -240,7 +259,7 @@ def adjust_saturation(images: Tensor, factor: Tensor) -> Tensor:
 
 
 def adjust_hue(images: Tensor, turn: Tensor) -> Tensor:
-    """Each image (n, 3, h, w) with its hue moved by ``turn`` (n, 1, 1, 1) parts of the colour circle.
+    """Images (n, 3, h, w) with their hue shifted by ``turn`` (n, 1, 1, 1), in turns of the colour circle.
 
     Uses the closed form of HSV → RGB: channel c = v - v·s·max(0, min(k, 4 - k, 1)) with k = (offset_c + 6·hue) mod 6,
     offsets 5, 3, 1 for red, green, blue.
@@ -260,18 +279,25 @@ def adjust_hue(images: Tensor, turn: Tensor) -> Tensor:
 
 
 STRONG = Augmentation(crop_scale=(0.5, 1.0), brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, greyscale=0.2)
-"""No mirror image: where one keeps the class, the weak view has it."""
+"""The strong view. No flip: if flips preserve the class, the weak view already flips."""
 
 
 def strong_view(
     inputs: Tensor, augmentation: Augmentation, preprocessing: Preprocessing, generator: torch.Generator
 ) -> Tensor:
-    """Images (n, c, h, w), as a network reads them, changed once more; vectors as they are."""
+    """A second, stronger augmentation of network inputs.
+
+    Args:
+        inputs: Images (n, c, h, w) as a network reads them, or vectors, which do not change.
+        augmentation: What is changed.
+        preprocessing: How the images were normalised.
+        generator: Draws all parameters, on the CPU.
+
+    Returns:
+        Inputs of the same shape.
+    """
     if inputs.dim() != 4:
         return inputs
-    images = inputs
-    if preprocessing.mean is not None and preprocessing.std is not None:
-        mean, std = (inputs.new_tensor(part).view(1, -1, 1, 1) for part in (preprocessing.mean, preprocessing.std))
-        images = (inputs * std + mean).clamp(0, 1)
+    images = to_pixels(inputs, preprocessing).clamp(0, 1)
     changed = normalised(augment(images, augmentation, generator), preprocessing)
     return changed.contiguous(memory_format=torch.channels_last)

@@ -1,1 +1,1 @@
-"""The same experiment across machines: the coordinator's side and the sites'."""
+"""The same experiment across machines: what runs at the coordinator, and what runs at the sites."""

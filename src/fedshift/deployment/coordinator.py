@@ -73,7 +73,7 @@ def check_deployable(experiment: Experiment) -> FlareEngine:
 def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None:
     """Run what is not finished of the deployment in ``folder``.
 
-    Raises Again when the run has to go on in a new job, UserError and FedshiftError for what ends it.
+    Raises NewJobNeeded when the run has to go on in a new job, UserError and FedshiftError for what ends it.
     """
     experiment = parse(json.loads((folder / EXPERIMENT).read_text(encoding="utf-8")))
     engine = check_deployable(experiment)

@@ -1,28 +1,26 @@
-"""How a deployed experiment goes on, as lines of JSON that `fedshift deploy` shows."""
+"""Progress of a deployed experiment, as lines of JSON that `fedshift deploy` shows."""
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedshift.deployment.json_files import append_event
 from fedshift.evaluation.records import RoundRecord
 from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Reporter
 
 
 class Watch(Reporter):
-    """Writes what happens as lines of JSON beside the run, beside the run."""
+    """Writes the events of an experiment to a log in the deployment's folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """One thing that happened."""
-        with open(self._path, "a", encoding="utf-8") as lines:
-            lines.write(json.dumps({"time": time.time(), **event}) + "\n")
+        """Add an event."""
+        append_event(self._path, event)
 
     def begin(self, runs: int) -> None:
         self.event({"what": "experiment", "is": "begun", "runs": runs})

@@ -1,30 +1,36 @@
-"""What a site says of itself before training, checked: a coordinator believes no count, kind or length as it comes."""
+"""A site's card, which describes the site before training: how the site makes it, how the coordinator checks it.
+
+The coordinator trusts no number in a card.
+"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from fedshift.data.domain import Preprocessing
+from fedshift.data.domain import Preprocessing, SparseRows
+from fedshift.deployment.site_file import Holding
 from fedshift.errors import UserError
 from fedshift.experiment.config.error_messages import describe
+from fedshift.experiment.environment import versions
 
 MOST_SAMPLES = 50_000_000
-"""Of one site. The coordinator lists a site's rows by number, in 8 bytes each."""
+"""Samples of one site. The coordinator lists a site's rows by number, in 8 bytes each."""
 MOST_CLASSES, MOST_COLUMNS, MOST_CATEGORIES = 100_000, 1_000_000, 100_000
 LARGEST_SAMPLE = 2**31
 """Numbers in one sample."""
 
 Name = Annotated[str, StringConstraints(max_length=500)]
-"""Of a class, a column or a category."""
+"""Name of a class, a column or a category."""
 Word = Annotated[str, StringConstraints(max_length=100)]
 Count = Annotated[int, Field(ge=0, le=MOST_SAMPLES)]
 Size = Annotated[int, Field(ge=1, le=LARGEST_SAMPLE)]
-# Their squares must not overflow either.
+# The squares of sums must not overflow.
 Sums = Annotated[tuple[Annotated[float, Field(ge=-1e150, le=1e150)], ...], Field(max_length=MOST_COLUMNS)]
 Columns = Annotated[tuple[Name, ...], Field(max_length=MOST_COLUMNS)]
 
@@ -34,7 +40,7 @@ class _Part(BaseModel):
 
 
 class GivenMoments(_Part):
-    """Sums to standardise with, per column or channel."""
+    """Sums and sums of squares per column or channel, for standardising."""
 
     kind: Literal["moments"]
     count: Annotated[int, Field(ge=1, le=2**62)]
@@ -43,7 +49,7 @@ class GivenMoments(_Part):
 
 
 class GivenTable(_Part):
-    """A table's statistics: per numeric column sums, per categorical column its values."""
+    """Statistics of a table: sums per numeric column, values per categorical column."""
 
     kind: Literal["table"]
     numeric: Columns
@@ -67,7 +73,10 @@ class GivenTable(_Part):
 
 
 class Card(_Part):
-    """One site. rows: how many samples train and how many are held out, by seed."""
+    """One site: its versions, the form of its samples, its classes, how many samples it has.
+
+    ``rows``: the numbers of training and held-out samples, by seed.
+    """
 
     versions: Annotated[dict[Word, Word], Field(max_length=50)]
     shape: Annotated[tuple[Size, ...], Field(min_length=1, max_length=4)]
@@ -109,10 +118,46 @@ class Card(_Part):
         return self
 
 
+def card_of(holding: Holding, rows: Mapping[str, Sequence[int]], send: Sequence[str], device: str) -> dict[str, Any]:
+    """Make a site's card.
+
+    Args:
+        holding: the site's data.
+        rows: the numbers of training and held-out samples, by seed.
+        send: kinds that may leave the site.
+        device: the site's device.
+    """
+    data, domain = holding.data, holding.domain
+    return {
+        "versions": versions(),
+        "shape": list(domain.inputs.shape[1:]),
+        "type": "sparse" if isinstance(domain.inputs, SparseRows) else str(domain.inputs.dtype),
+        "preprocessing": data.preprocessing.model_dump(mode="json"),
+        "classes": list(data.classes),
+        "samples": len(domain),
+        "rows": dict(rows),
+        "given": holding.given,
+        "grouped": domain.groups is not None,
+        "fingerprint": holding.fingerprint,
+        "send": list(send),
+        "device": device,
+        "threads": torch.get_num_threads(),
+    }
+
+
 def checked_card(site: str, card: Any, seeds: Sequence[int]) -> dict[str, Any]:
-    """``card`` as plain values. Raises UserError, in one line that names the site, for one that cannot be."""
+    """Check a site's card; return it as plain values.
+
+    Args:
+        site: the site's name.
+        card: what the site sent.
+        seeds: seeds of the experiment, for which the card must have rows.
+
+    Raises:
+        UserError: the card is impossible; one line that names the site.
+    """
     try:
-        # By way of JSON: there a list is a tuple also where nothing else may stand for another type.
+        # Validate as JSON: strict mode takes a JSON list for a tuple, and a Python list not.
         found = Card.model_validate_json(json.dumps(card))
         absent = next((seed for seed in seeds if str(seed) not in found.rows), None)
         if absent is not None:
@@ -125,6 +170,6 @@ def checked_card(site: str, card: Any, seeds: Sequence[int]) -> dict[str, Any]:
 
 
 def one_line(text: str) -> str:
-    """Text that holds what a stranger wrote, not too long, without line breaks and control characters."""
+    """A stranger's text as one line: shortened, without line breaks and control characters."""
     text = "".join(letter if letter.isprintable() else " " for letter in text[:500])
     return text if len(text) < 500 else f"{text[:-1]}…"

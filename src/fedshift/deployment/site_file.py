@@ -1,4 +1,4 @@
-"""SITE.yaml: what a site of a deployed federation holds and allows, and its data as that file describes them."""
+"""SITE.yaml, which says what data a site holds and what it allows; and the data it describes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _WATCHED_FILES = 10_000
 
 
 class SiteFile(BaseModel):
-    """SITE.yaml: what a site holds and what it allows. It stays at the site."""
+    """The content of a SITE.yaml. The file stays at the site."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -47,8 +47,8 @@ class SiteFile(BaseModel):
 
 
 @dataclass(frozen=True)
-class SitePlace:
-    """A SITE.yaml that was read: its content, and where it lies."""
+class SiteConfig:
+    """A SITE.yaml that was read: its content, and the paths that it names."""
 
     path: Path
     file: SiteFile
@@ -66,8 +66,12 @@ class SitePlace:
         return self.memory / "audit.jsonl"
 
 
-def load_site(path: Path) -> SitePlace:
-    """The site that a SITE.yaml describes. Raises UserError, one line, for a mistake in it."""
+def load_site(path: Path) -> SiteConfig:
+    """Read a SITE.yaml.
+
+    Raises:
+        UserError: the file is missing, or there is a mistake in it.
+    """
     try:
         options = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -80,12 +84,12 @@ def load_site(path: Path) -> SitePlace:
         raise UserError(f"{path}: {describe(error, '', SiteFile)}") from None
     if not _NAME.fullmatch(file.site):
         raise UserError(f"{path}: site '{file.site}': letters, digits, '.', '_' and '-' only")
-    return SitePlace(path.resolve(), file)
+    return SiteConfig(path.resolve(), file)
 
 
 @dataclass(frozen=True)
 class Holding:
-    """What a site holds: the data set it lies in, its own domain, and what it gives for an encoding common to all."""
+    """A site's data: its data set, its own domain, and the statistics it gives for the common encoding."""
 
     source: DataSource
     data: DataSet
@@ -94,42 +98,52 @@ class Holding:
     given: dict[str, Any] | None
 
 
-def read_holding(place: SitePlace) -> Holding:
-    """The site's data as they would be used. Raises UserError for data that cannot be."""
-    source = data_source(place.file.data, place.path.parent)
-    if place.file.classes is not None and "classes" in type(source).model_fields:
-        source = source.model_copy(update={"classes": place.file.classes})
+def read_holding(config: SiteConfig) -> Holding:
+    """Read the site's data as training uses them.
+
+    Raises:
+        UserError: the data cannot be used.
+    """
+    source = data_source(config.file.data, config.path.parent)
+    if config.file.classes is not None and "classes" in type(source).model_fields:
+        source = source.model_copy(update={"classes": config.file.classes})
     data = source.build()
     if data.task != "classification":
-        raise UserError(f"{place.path}: data: '{data.name}' is one of {data.task}, which a deployment cannot train yet")
-    name = place.file.domain or (place.file.site if place.file.site in data.domains else None)
+        raise UserError(f"{config.path}: data: '{data.name}' is for {data.task}, which a deployment cannot train yet")
+    name = config.file.domain or (config.file.site if config.file.site in data.domains else None)
     if name is None and len(data.domains) == 1:
         name = next(iter(data.domains))
     if name is None or name not in data.domains:
         raise UserError(
-            f"{place.path}: domain: say which domain of the data this site holds; {nearest(name or '', data.domains)}"
+            f"{config.path}: domain: say which domain of the data this site holds; {nearest(name or '', data.domains)}"
         )
     if source.shares and len(data.domains) > 1:
-        raise UserError(f"{place.path}: data.sites: name this site's own file alone; the encoding is made of all of it")
-    domain = replace(data.domains[name], name=place.file.site)
-    if place.file.classes is not None and data.classes != place.file.classes:
-        domain, data = _renumbered(place, data, domain)
-    own = replace(data, domains={place.file.site: domain})
+        raise UserError(f"{config.path}: data.sites: name only this site's own file; the encoding is made of all of it")
+    domain = replace(data.domains[name], name=config.file.site)
+    if config.file.classes is not None and data.classes != config.file.classes:
+        domain, data = _renumbered(config, data, domain)
+    own = replace(data, domains={config.file.site: domain})
     return Holding(source, own, domain, data_fingerprint(own), source.gives())
 
 
-def _renumbered(place: SitePlace, data: DataSet, domain: Domain) -> tuple[Domain, DataSet]:
-    """Labels as numbers of the federation's classes, where the data set itself knows only those it has."""
-    wanted = place.file.classes or ()
+def _renumbered(config: SiteConfig, data: DataSet, domain: Domain) -> tuple[Domain, DataSet]:
+    """Number the labels by the classes of the federation; the data set may hold only some of them."""
+    wanted = config.file.classes or ()
     unknown = [name for name in data.classes if name not in wanted]
     if unknown:
-        raise UserError(f"{place.path}: classes: the data hold '{unknown[0]}', which is not listed")
+        raise UserError(f"{config.path}: classes: the data hold '{unknown[0]}', which is not listed")
     numbers = np.array([wanted.index(name) for name in data.classes], dtype=np.int64)
     return replace(domain, labels=numbers[domain.labels]), replace(data, classes=wanted)
 
 
 def file_stamp(options: Mapping[str, Any], folder: Path) -> str:
-    """A short text that changes when a data file does: names, sizes and times of what ``root`` and ``sites`` name."""
+    """A digest that changes when a data file does.
+
+    Args:
+        options: the ``data`` section of SITE.yaml; names, sizes and times of the files below ``root`` and ``sites``
+            count.
+        folder: the folder that relative paths start from.
+    """
     digest = hashlib.sha256()
     for path in _files_of([options.get("root"), options.get("sites")], folder):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a request to a site may say, and the answers that are kept in case it comes again."""
+"""Checks of requests to a site, and the site's kept answers, which it repeats if the same request comes again."""
 
 from __future__ import annotations
 
@@ -21,26 +21,37 @@ from fedshift.federation.site import Envelope
 
 
 def plain_name(name: Any) -> str:
-    """A name that a message gives, to be used in a path. Raises FedshiftError for one that could lead elsewhere."""
+    """Check a name from a message that becomes part of a path.
+
+    Raises:
+        FedshiftError: the name could lead out of the folder.
+    """
     if not isinstance(name, str) or not re.fullmatch(r"[\w=+-][\w.=+-]{0,200}", name):
-        raise FedshiftError("a message names a file that it may not")
+        raise FedshiftError("a message names a file that is not a plain name")
     return name
 
 
 def envelope_of(fields: Any) -> Envelope:
-    """The envelope of a request. Raises FedshiftError for anything else."""
+    """The envelope in a request's header.
+
+    Raises:
+        FedshiftError: it is not a valid envelope.
+    """
     if isinstance(fields, Mapping) and set(fields) == {"exchange", "round", "progress", "mini_batches_left"}:
         progress, numbers = fields["progress"], [fields[name] for name in ("exchange", "round", "mini_batches_left")]
         real = isinstance(progress, int | float) and not isinstance(progress, bool) and 0 <= progress <= 1
         if real and all(whole_number(number) >= 0 for number in numbers):
             return Envelope(**fields)
-    raise FedshiftError("a request does not say which exchange it is of")
+    raise FedshiftError("a request has no valid envelope (exchange, round, progress, mini_batches_left)")
 
 
 def check_files(site: str, options: BaseModel) -> None:
-    """Raises Refused where options of a request name files other than weights that the ``site`` holds ready.
+    """Check that the options of a request name no file but weights in the site's ``FEDSHIFT_WEIGHTS``.
 
-    Else a request could have any file opened here, or have the site dial out for one.
+    Otherwise a request could have the site open any file, or download one.
+
+    Raises:
+        Refused: an option names another file.
     """
     folder = os.environ.get("FEDSHIFT_WEIGHTS")
     for field, value in options:
@@ -52,7 +63,7 @@ def check_files(site: str, options: BaseModel) -> None:
         file = Path(str(value))
         plain = len(file.parts) == 1 and file.suffix in (".safetensors", ".npz")
         ready = folder is not None and (Path(folder) / file).is_file()
-        # What nothing is loaded from may stay as it is, such as a default.
+        # A path that nothing is loaded from may stay, such as a default.
         if not plain or not (ready or (not loads and not file.exists())):
             raise Refused(
                 f"site '{site}': {field} must be the plain name of a .safetensors or .npz file that lies in "
@@ -61,12 +72,13 @@ def check_files(site: str, options: BaseModel) -> None:
 
 
 def digest_of(header: Mapping[str, Any]) -> str:
+    """A digest of run, setting and part: requests with equal digests use the same runner."""
     own = [header["run"], header["setting"], header["part"]]
     return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
 
 
 def audit_entry(header: Mapping[str, Any], message: Message) -> dict[str, Any]:
-    """What the audit log says of a request."""
+    """The audit log's entry for a request."""
     setting = header.get("setting")
     method = setting.get("method") if isinstance(setting, Mapping) else None
     envelope = header.get("envelope")
@@ -91,7 +103,13 @@ def _answer_file(folder: Path, header: Mapping[str, Any]) -> Path:
 
 
 def keep_answer(folder: Path, header: Mapping[str, Any], answer: Message) -> None:
-    """Keep an answer until a checkpoint covers it. Not flushed: half an answer is known by its digest."""
+    """Keep an answer until a checkpoint covers it.
+
+    The file is not flushed, since its digest tells half an answer from a whole one.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
     file = _answer_file(folder, header)
     try:
         file.with_suffix(".safetensors").write_bytes(answer.body)
@@ -103,7 +121,7 @@ def keep_answer(folder: Path, header: Mapping[str, Any], answer: Message) -> Non
 
 
 def kept_answer(folder: Path, header: Mapping[str, Any]) -> tuple[Message, Mapping[str, Content]] | None:
-    """The answer that was given to the same request, and what it holds."""
+    """The kept answer to this request and its content; None if there is none."""
     file = _answer_file(folder, header)
     try:
         kept = json.loads(file.read_text())
@@ -115,7 +133,7 @@ def kept_answer(folder: Path, header: Mapping[str, Any]) -> tuple[Message, Mappi
 
 
 def drop_covered(folder: Path, header: Mapping[str, Any]) -> None:
-    """Drop answers that a checkpoint covers, and memory that nobody points to any more."""
+    """Remove answers that a checkpoint covers, and memory files that no checkpoint or kept answer names."""
     folder.mkdir(parents=True, exist_ok=True)
     wanted = {*header["kept"].values(), *header["memory"].values()}
     checkpoint = int(header["checkpoint"])

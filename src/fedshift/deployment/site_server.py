@@ -1,9 +1,9 @@
-"""A site of a deployed federation: what it answers to a coordinator's requests.
+"""A site of a deployed federation: it answers the coordinator's requests.
 
-A site runs nothing but steps of methods that are installed here. It checks version, method and policy before a step
-runs and everything that would leave after it, writes each exchange to its audit log, and keeps what it remembers on its
-own disk. What it has answered since the last checkpoint is kept as well: a request that comes again, because a job
-died, is answered again without training again.
+A site runs only steps of methods that are installed here. Before a step it checks version, method and policy; after it,
+everything that would leave. It writes each exchange to its audit log, and keeps its memory on its own disk. It also
+keeps its answers since the last checkpoint: when a job died and a request comes again, the site repeats its answer
+without training again.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ import torch
 from pydantic import ValidationError
 
 from fedshift import __version__
-from fedshift.data.domain import Domain, Rows, SparseRows
+from fedshift.data.domain import Domain, Rows
 from fedshift.data.site_data import SiteData
 from fedshift.data.splits import part_rows
-from fedshift.deployment.site_file import SitePlace, file_stamp, load_site, read_holding
+from fedshift.deployment.site_cards import card_of
+from fedshift.deployment.site_file import SiteConfig, file_stamp, load_site, read_holding
 from fedshift.deployment.site_requests import (
     audit_entry,
     check_files,
@@ -39,7 +40,7 @@ from fedshift.deployment.site_requests import (
 from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.evaluation.metrics import accuracy, counts_by_class
 from fedshift.experiment.config.error_messages import describe
-from fedshift.experiment.environment import resolve_device, versions
+from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.runs.evaluator import predictions
 from fedshift.federation.messages import Statistics, promised_kinds, reply_content
 from fedshift.federation.remote.policy import ACCURACY, AuditLog, described, whole_number
@@ -54,32 +55,37 @@ from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 _RESIDUALS = "wire-residuals"
-"""The site memory that holds what rounding took from the models it sent."""
+"""The site memory that holds the rounding residuals of the models it sent."""
 
 
 def open_site(path: Path) -> SiteProgram:
-    """The program of the site that a SITE.yaml describes."""
+    """Make the program of the site that a SITE.yaml describes."""
     return SiteProgram(load_site(path))
 
 
 class SiteProgram:
-    """Answers a coordinator's requests at one site; one for a job's whole life."""
+    """Answers a coordinator's requests at one site, for as long as a job lives."""
 
-    def __init__(self, place: SitePlace) -> None:
-        self.place = place
-        self.name = place.file.site
-        self.policy = place.file.policy
-        self.log = AuditLog(place.audit_log)
-        self.device = resolve_device(place.file.device)
-        if place.file.threads is not None:
-            torch.set_num_threads(place.file.threads)
+    def __init__(self, config: SiteConfig) -> None:
+        self.config = config
+        self.name = config.file.site
+        self.policy = config.file.policy
+        self.log = AuditLog(config.audit_log)
+        self.device = resolve_device(config.file.device)
+        if config.file.threads is not None:
+            torch.set_num_threads(config.file.threads)
         self._stamp = self._stamp_now()
-        self.holding = read_holding(place)
+        self.holding = read_holding(config)
         self._runner: tuple[str, SiteRunner, dict[str, str]] | None = None
         self._measurer: tuple[str, Network, SiteData] | None = None
 
     def handle(self, message: Message, coordinator: str) -> Message:
-        """The answer to a request; whatever goes wrong is an answer, too."""
+        """Answer a request. An error is an answer, too.
+
+        Args:
+            message: the request.
+            coordinator: who sent it, for the audit log.
+        """
         header: dict[str, Any] = {}
         entry: dict[str, Any] = {"coordinator": coordinator}
         try:
@@ -91,7 +97,7 @@ class SiteProgram:
                     f"{header.get('protocol')}: install the same fedshift at both"
                 )
             if header.get("key") != request_key(header, hashlib.sha256(message.body).hexdigest()):
-                raise FedshiftError("a request's key is not its own")
+                raise FedshiftError("a request's key does not fit its content")
             work = {"hello": self._hello, "step": self._step, "measure": self._measure, "end": self._end}
             do = header.get("do")
             if not isinstance(do, str) or do not in work:
@@ -117,7 +123,7 @@ class SiteProgram:
     # Before a run -----------------------------------------------------------------------------------------------------
 
     def _hello(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
-        """Who this site is: versions, shapes, classes, how many samples of each part, which kinds may leave."""
+        """Answer with the site's card: versions, shapes, classes, numbers of samples, kinds that may leave."""
         if header["version"] != __version__:
             raise Refused(
                 f"site '{self.name}' has fedshift {__version__}, the coordinator {header['version']}: install the same "
@@ -137,28 +143,13 @@ class SiteProgram:
             self.policy.check_group(self.name, "numbers", train, "the count of its training samples")
             if held_out:
                 self.policy.check_group(self.name, ACCURACY, held_out, "the count of its held-out samples")
-        data, domain = self.holding.data, self.holding.domain
         if self.holding.given is not None:
             self.policy.check_kind(self.name, "statistics", "the encoding of its data")
-            # A column may be filled in for a few of the samples alone.
+            # A column may have values for only a few of the samples.
             counts = self.holding.given["count"]
             for filled in counts if isinstance(counts, list) else [counts]:
                 self.policy.check_group(self.name, "statistics", filled, "the encoding of its data")
-        card = {
-            "versions": versions(),
-            "shape": list(domain.inputs.shape[1:]),
-            "type": "sparse" if isinstance(domain.inputs, SparseRows) else str(domain.inputs.dtype),
-            "preprocessing": data.preprocessing.model_dump(mode="json"),
-            "classes": list(data.classes),
-            "samples": len(domain),
-            "rows": rows,
-            "given": self.holding.given,
-            "grouped": domain.groups is not None,
-            "fingerprint": self.holding.fingerprint,
-            "send": list(self.policy.send),
-            "device": self.device,
-            "threads": torch.get_num_threads(),
-        }
+        card = card_of(self.holding, rows, self.policy.send, self.device)
         given = {} if self.holding.given is None else {"encoding": {"kind": "statistics"}}
         entry["sent"] = {"card": {"kind": "numbers"}, **given}
         return seal({"answers": header["key"], "card": card, "time": time.time()}, body_of({}))
@@ -170,7 +161,12 @@ class SiteProgram:
         return part_rows(domain, float(split["test_fraction"]), int(split["seed"]), "official" if own else "random")
 
     def _method(self, recipe: Mapping[str, Any]) -> Method:
-        """The method installed here under the name a request gives. Raises Refused for anything else."""
+        """The method that a request names.
+
+        Raises:
+            Refused: it is not installed here, or may not run.
+            UserError: its options are wrong.
+        """
         name = recipe["name"]
         self._permit(name)
         kind = methods.method_class(name)
@@ -182,7 +178,7 @@ class SiteProgram:
             raise UserError(f"method '{name}': {describe(error, 'methods', kind)}") from None
 
     def _permit(self, name: Any) -> None:
-        """Raises Refused unless a method of this name is installed here and may run, by itself or behind another."""
+        """Raise Refused unless a method of this name is installed here and may run, alone or inside a wrapper."""
         allowed = self.policy.methods if self.policy.methods != "all" else ()
         installed = isinstance(name, str) and (name in methods.METHODS or (name in allowed and ".py:" not in name))
         if not installed:
@@ -193,13 +189,13 @@ class SiteProgram:
         self.policy.check_method(self.name, name, ())
 
     def _stamp_now(self) -> str:
-        return file_stamp(self.place.file.data, self.place.path.parent)
+        return file_stamp(self.config.file.data, self.config.path.parent)
 
     def _check_unchanged(self, fingerprint: str | None = None) -> None:
-        """Raises UserError when the data are not those the run began with."""
+        """Raise UserError if the data are not those that the run began with."""
         stamp = self._stamp_now()
-        if stamp != self._stamp and read_holding(self.place).fingerprint == self.holding.fingerprint:
-            self._stamp = stamp  # written anew, and the same
+        if stamp != self._stamp and read_holding(self.config).fingerprint == self.holding.fingerprint:
+            self._stamp = stamp  # the files were rewritten with the same content
         if stamp != self._stamp or (fingerprint is not None and fingerprint != self.holding.fingerprint):
             raise UserError(
                 f"site '{self.name}': the data changed during the run; put the files back as they were and go on with "
@@ -209,15 +205,15 @@ class SiteProgram:
     # Steps ------------------------------------------------------------------------------------------------------------
 
     def _step(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
-        """Run one step, or answer again what was answered already."""
+        """Run one step, or repeat the answer to the same request."""
         envelope = envelope_of(header["envelope"])
         run = plain_name(header["run"])
-        folder = self.place.memory / run
+        folder = self.config.memory / run
         method = self._method(header["setting"]["method"])
         leave_out = header["setting"]["on_refusal"] == "leave_out"
         self.policy.check_method(self.name, header["setting"]["method"]["name"], () if leave_out else method.shares)
         self.log.check_rate(self.name, self.policy, run, envelope.round)
-        # What the step's reply holds is known before it runs; what it really holds is looked at before it leaves.
+        # Check what the reply's type promises before the step runs, and the reply itself before it leaves.
         for field, kind in promised_kinds(reply_type(method, header["step"])).items():
             self.policy.check_kind(self.name, kind, f"field '{field}' of step {header['step']}")
         self._check_unchanged(header["part"]["fingerprint"])
@@ -227,18 +223,18 @@ class SiteProgram:
         if before is not None:
             answer, held = before
             entry |= {"again": True, "sent": described(held)}
-            self._check_sent(entry["sent"], header["step"], runner.site.samples)  # by the policy of now
+            self._check_sent(entry["sent"], header["step"], runner.site.samples)  # the policy may have changed
             return answer
         memory = runner.site.memory
         self._remember(runner, folder, header["memory"])
-        self._runner = None  # until the step is done: one that fails may leave half of what it wanted to remember
+        self._runner = None  # a step that fails may leave its memory half written
         views = [view for view in (runner.site.data, runner.site.unlabelled, runner.site.held_out) if view is not None]
         for view in views:
             view.watch()
         reply, mini_batches = runner.run(header["step"], envelope, content)
         sent = reply_content(reply)
         entry["sent"] = described(sent)
-        # A step that looked at no sample sends what was made of all of them before, or nothing of them.
+        # A step that read no sample sends what an earlier step made of all samples, or nothing.
         seen = sum(int(view.seen.sum()) for view in views if view.seen is not None) or runner.site.samples
         self._check_sent(entry["sent"], header["step"], seen)
         body = self._narrow(runner, header, sent)
@@ -249,13 +245,13 @@ class SiteProgram:
         return answer
 
     def _check_sent(self, sent: Mapping[str, Any], step: str, samples: int) -> None:
-        """Raises Refused unless the policy lets out what a reply holds, of which ``samples`` are behind it."""
+        """Raise Refused unless the policy lets a reply out that was made of so many ``samples``."""
         for path, piece in sent.items():
             self.policy.check_kind(self.name, piece["kind"], f"field '{path}' of step {step}")
             self.policy.check_group(self.name, piece["kind"], samples, f"field '{path}'")
 
     def _narrow(self, runner: SiteRunner, header: Mapping[str, Any], sent: Mapping[str, Any]) -> Any:
-        """The reply as bytes; what rounding takes away is remembered for the step's next reply."""
+        """Write the reply as bytes, and remember its rounding residual for the step's next reply."""
         if header["wire"] == "float32":
             return body_of(sent)
         remembered = runner.site.memory.get(_RESIDUALS)
@@ -281,7 +277,7 @@ class SiteProgram:
         return runner
 
     def _setting(self, recipe: Mapping[str, Any], method: Method) -> Setting:
-        """The setting of a request, with this site's own device."""
+        """The setting of a request, on this site's device."""
         whole = {**recipe, "method": method.recipe(), "device": self.device}
         setting = setting_from(whole)
         check_files(self.name, method)
@@ -289,7 +285,11 @@ class SiteProgram:
         return setting
 
     def _encoded(self, setting: Setting) -> Domain:
-        """This site's domain in the encoding of a request. Raises UserError for data of another shape."""
+        """This site's domain in the encoding of a request.
+
+        Raises:
+            UserError: the samples have another shape.
+        """
         if self.holding.given is not None:
             data = self.holding.source.encoded(setting.preprocessing, self.holding.data.classes)
             domain = replace(next(iter(data.domains.values())), name=self.name)
@@ -300,7 +300,7 @@ class SiteProgram:
         return domain
 
     def _remember(self, runner: SiteRunner, folder: Path, files: Mapping[str, str]) -> None:
-        """Bring the site's memory to where the coordinator's run stands."""
+        """Load the memory that the coordinator's request names, unless it is loaded already."""
         assert self._runner is not None
         if self._runner[2] != dict(files):
             for file in files.values():
@@ -310,7 +310,7 @@ class SiteProgram:
     # Measuring and the end --------------------------------------------------------------------------------------------
 
     def _measure(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
-        """This site's accuracy under the given weights, on samples that no step trains on."""
+        """Answer with this site's accuracy under the given weights, on samples that no step trains on."""
         self.policy.check_kind(self.name, ACCURACY, "measuring a model")
         self.log.check_rate(self.name, self.policy, plain_name(header["run"]), whole_number(header["round"]))
         method = self._method(header["setting"]["method"])
@@ -338,7 +338,7 @@ class SiteProgram:
         return seal({"answers": header["key"], "measures": measures}, body_of({}))
 
     def _end(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
-        """A run is over: forget what was remembered for it."""
-        shutil.rmtree(self.place.memory / plain_name(header["run"]), ignore_errors=True)
+        """End a run: remove the memory of it."""
+        shutil.rmtree(self.config.memory / plain_name(header["run"]), ignore_errors=True)
         self._runner = self._measurer = None
         return seal({"answers": header["key"]}, body_of({}))

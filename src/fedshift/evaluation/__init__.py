@@ -1,1 +1,1 @@
-"""Metrics, selection rules, the records of a run, and mean ± standard error over seeds."""
+"""Metrics, selection rules, the records of a run, and means with standard errors over seeds."""

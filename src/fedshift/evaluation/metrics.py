@@ -1,4 +1,4 @@
-"""Accuracy as a whole and per class, and the harmonic mean of two accuracies. All in percent."""
+"""Accuracy, overall and per class, and the harmonic mean of two accuracies. All in percent."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _checked(predictions: Integers, labels: Integers) -> tuple[Integers, Integer
 
 
 def accuracy(predictions: Integers, labels: Integers) -> float:
-    """Share of the samples whose prediction is the label, in percent.
+    """Share of samples whose prediction is the label, in percent.
 
     Args:
         predictions: class numbers, shape (n,), n ≥ 1.
@@ -28,13 +28,17 @@ def accuracy(predictions: Integers, labels: Integers) -> float:
 
     Raises:
         ValueError: the shapes differ, or there is no sample.
+
+    Example:
+        >>> accuracy(np.array([0, 1, 1, 0]), np.array([0, 1, 0, 0]))
+        75.0
     """
     predictions, labels = _checked(predictions, labels)
     return 100.0 * int(np.count_nonzero(predictions == labels)) / len(labels)
 
 
 def confusion_matrix(predictions: Integers, labels: Integers, classes: int) -> NDArray[np.int64]:
-    """How often each class was taken for each: entry (i, j) counts samples of class i predicted as j.
+    """Count how often each class is predicted as each: entry (i, j) counts samples of class i predicted as j.
 
     Args:
         predictions: class numbers in 0 … classes−1, shape (n,).
@@ -46,6 +50,10 @@ def confusion_matrix(predictions: Integers, labels: Integers, classes: int) -> N
 
     Raises:
         ValueError: the shapes differ, there is no sample, or a number lies outside 0 … classes−1.
+
+    Example:
+        >>> confusion_matrix(np.array([0, 1, 1]), np.array([0, 1, 0]), classes=2).tolist()
+        [[1, 1], [0, 1]]
     """
     predictions, labels = _checked(predictions, labels)
     for name, values in (("predictions", predictions), ("labels", labels)):
@@ -56,9 +64,19 @@ def confusion_matrix(predictions: Integers, labels: Integers, classes: int) -> N
 
 
 def per_class_accuracy(predictions: Integers, labels: Integers, classes: int) -> list[float | None]:
-    """Share of each class's samples that were recognised (its recall), in percent; None where a class is absent.
+    """Recall of each class in percent; None for a class without samples.
 
-    Arguments and errors as for `confusion_matrix`.
+    Args:
+        predictions: class numbers in 0 … classes−1, shape (n,).
+        labels: class numbers in 0 … classes−1, shape (n,).
+        classes: number of classes.
+
+    Raises:
+        ValueError: as in `confusion_matrix`.
+
+    Example:
+        >>> per_class_accuracy(np.array([0, 1, 1]), np.array([0, 1, 0]), classes=3)
+        [50.0, 100.0, None]
     """
     matrix = confusion_matrix(predictions, labels, classes)
     counts = matrix.sum(axis=1)
@@ -70,11 +88,12 @@ def per_class_accuracy(predictions: Integers, labels: Integers, classes: int) ->
 def harmonic_mean(a: float, b: float) -> float:
     """HM = 2ab / (a + b) of two accuracies, 0 where both are 0 (MDFNet's win-win score of ACC_s and ACC_t).
 
-    >>> round(harmonic_mean(98.5, 93.0), 6)
-    95.671018
-
     Raises:
         ValueError: an accuracy is negative or not a number.
+
+    Example:
+        >>> round(harmonic_mean(98.5, 93.0), 6)
+        95.671018
     """
     if not (a >= 0 and b >= 0):
         raise ValueError(f"accuracies cannot be negative: {a}, {b}")
@@ -84,16 +103,25 @@ def harmonic_mean(a: float, b: float) -> float:
 def counts_by_class(
     predictions: Integers, labels: Integers, classes: int, smallest_group: int
 ) -> list[list[int] | None]:
-    """[right, of] for each class, None where it is kept back.
+    """Count correct predictions and samples of each class; withhold classes that would reveal single samples.
 
-    A class of few samples would tell of single ones. What is kept back could be had from the whole and the others, so
-    further classes are, the smallest first, until those kept back are two at least and together no few samples.
+    Classes with fewer samples than ``smallest_group`` are withheld. A withheld class could be computed from the total
+    and the others. So further classes are withheld, the smallest first, until at least two are, with at least
+    ``smallest_group`` samples together.
 
     Args:
         predictions: class numbers, shape (n,).
         labels: class numbers, shape (n,).
-        classes: how many there are.
+        classes: number of classes.
         smallest_group: the fewest samples of a class that may be counted.
+
+    Returns:
+        [correct, samples] for each class, or None where it is withheld.
+
+    Example:
+        >>> labels = np.repeat([0, 1, 2], [10, 8, 1])
+        >>> counts_by_class(labels, labels, classes=3, smallest_group=5)
+        [[10, 10], None, None]
     """
     pairs = [
         [int(np.count_nonzero((labels == number) & (predictions == number))), int(np.count_nonzero(labels == number))]

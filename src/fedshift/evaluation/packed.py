@@ -1,9 +1,9 @@
-"""The finished runs of an experiment in three files: `experiment.yaml`, `runs.csv` and `rounds.jsonl.xz`.
+"""The format of packed results: `experiment.yaml`, `runs.csv` and `rounds.jsonl.xz` hold an experiment's finished runs.
 
-`runs.csv` has a line for each run, and a column for each field of its result: `selected.last.accuracy` is the field
-`accuracy` below `last` below `selected`. A cell is JSON, or a text as it is; an empty one says that the run has no such
-field. Columns that hold the same in every run, or in every run of a method, stand in `experiment.yaml` instead.
-`rounds.jsonl.xz` holds the lines of every run's `rounds.jsonl` unchanged, each run behind a line that names it.
+`runs.csv` has a line for each run and a column for each field of its result. `selected.last.accuracy` is the field
+`accuracy` in `last` in `selected`. A cell holds JSON or plain text; an empty cell means that the run has no such field.
+Values that are the same in every run, or in every run of a method, are in `experiment.yaml` instead. `rounds.jsonl.xz`
+holds the lines of every run's `rounds.jsonl` unchanged, after a line that names the run.
 
 Nothing here touches a file: `encode` makes the three files' bytes, `decode` and `decode_rounds` read them.
 """
@@ -22,13 +22,14 @@ from typing import Any
 import yaml
 
 from fedshift.errors import UserError
+from fedshift.evaluation.cells import cell_of, leaves, nested, value_of
 from fedshift.evaluation.records import RunResult
 
 SETTINGS, RUNS, ROUNDS = "experiment.yaml", "runs.csv", "rounds.jsonl.xz"
 FORMAT = 1
 _KEY = ("method", "target", "seed")
 _SHAREABLE = ("labelled", "unlabelled", "metric", "headline", "classes", "options", "data")
-"""Fields that may stand in `experiment.yaml`; all others are columns even where every run has the same."""
+"""Fields that may move to `experiment.yaml`. All others are columns, even if every run has the same value."""
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
@@ -37,11 +38,13 @@ Cells = dict[str, str]
 
 @dataclass(frozen=True)
 class PackedRun:
-    """What the folder of one finished run holds.
+    """The content of one finished run's folder.
 
-    result: the content of `result.json`. identity: the settings in `experiment.yaml`. rounds: the lines of
-    `rounds.jsonl`, None where there is no such file or where they were not asked for. line: where the run stands in
-    `runs.csv`, from 1.
+    Attributes:
+        result: the content of `result.json`.
+        identity: the settings in `experiment.yaml`.
+        rounds: the lines of `rounds.jsonl`; None if there is no such file, or if they were not asked for.
+        line: the run's line in `runs.csv`, from 1.
     """
 
     result: Mapping[str, Any]
@@ -51,27 +54,46 @@ class PackedRun:
 
     @property
     def name(self) -> str:
-        """`<method>/<target>/seed-<n>`: where the run's folder lies below its experiment's."""
+        """`<method>/<target>/seed-<n>`: the run's folder below its experiment's."""
         return name_of(self.result)
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """The lines of one run in `rounds.jsonl.xz`, and how many lines stand before them there."""
+    """The lines of one run in `rounds.jsonl.xz`.
+
+    Attributes:
+        data: the lines.
+        before: how many lines of the file precede them.
+    """
 
     data: bytes
     before: int
 
 
 def name_of(run: Mapping[str, Any]) -> str:
-    """`<method>/<target>/seed-<n>` of a result, or of anything else with these three fields."""
+    """`<method>/<target>/seed-<n>` of a result, or of any mapping with these three fields.
+
+    Example:
+        >>> name_of({"method": "fedavg", "target": "D0", "seed": 1})
+        'fedavg/D0/seed-1'
+    """
     return f"{run['method']}/{run['target']}/seed-{run['seed']}"
 
 
 def encode(runs: Iterable[PackedRun], order: Mapping[str, Any], columns: Sequence[str] = ()) -> dict[str, bytes]:
-    """The three files, by name. The same runs give the same bytes, in whatever order they come.
+    """The three files by name. The same runs give the same bytes, whatever their order.
 
-    columns: those of the files that are replaced, so that lines which stay keep their order of cells.
+    Args:
+        runs: the finished runs.
+        order: the order of the plan: names of methods, targets and so on.
+        columns: columns of the file that is replaced. Lines that stay keep their order of cells.
+
+    Example:
+        >>> run = PackedRun({"method": "fedavg", "target": "D0", "seed": 0, "seconds": 1.5}, {})
+        >>> print(encode([run], {})["runs.csv"].decode(), end="")
+        method,target,seed,seconds
+        fedavg,D0,0,1.5
     """
     runs = sorted(runs, key=lambda run: [run.result[field] for field in _KEY])
     rows = [_cells(run) for run in runs]
@@ -88,9 +110,9 @@ def encode(runs: Iterable[PackedRun], order: Mapping[str, Any], columns: Sequenc
         "format": FORMAT,
         "columns": _digest(columns),
         "order": dict(order),
-        "all_runs": _nested({path: _value(cell) for path, cell in shared.items()}),
+        "all_runs": nested({path: value_of(cell) for path, cell in shared.items()}),
         "methods": {
-            method: _nested({path: _value(cell) for path, cell in cells.items()})
+            method: nested({path: value_of(cell) for path, cell in cells.items()})
             for method, cells in sorted(by_method.items())
             if cells
         },
@@ -103,15 +125,24 @@ def encode(runs: Iterable[PackedRun], order: Mapping[str, Any], columns: Sequenc
 
 
 def decode(settings: bytes, runs: bytes, place: str = "") -> tuple[dict[str, PackedRun], dict[str, Any], list[str]]:
-    """The runs in `experiment.yaml` and `runs.csv` by name, without their rounds; the planned order; the columns.
+    """Read `experiment.yaml` and `runs.csv`.
 
     Args:
         settings: content of `experiment.yaml`.
         runs: content of `runs.csv`.
         place: the folder of both, for messages.
 
+    Returns:
+        The runs by name, without their rounds; the planned order; the columns.
+
     Raises:
-        UserError: one of the two is malformed; the message names the file and the line.
+        UserError: one of the two is malformed. The message names the file and the line.
+
+    Example:
+        >>> files = encode([PackedRun({"method": "fedavg", "target": "D0", "seed": 0}, {})], {"seeds": [0]})
+        >>> runs, order, columns = decode(files["experiment.yaml"], files["runs.csv"])
+        >>> list(runs), order, columns
+        (['fedavg/D0/seed-0'], {'seeds': [0]}, ['method', 'target', 'seed'])
     """
     shared, by_method, order, digest = _settings(settings, f"{place}{SETTINGS}")
     file = f"{place}{RUNS}"
@@ -129,7 +160,7 @@ def decode(settings: bytes, runs: bytes, place: str = "") -> tuple[dict[str, Pac
                 continue
             if len(row) != len(columns):
                 raise ValueError(f"{len(row)} cells for {len(columns)} columns")
-            own = {column: _value(cell) for column, cell in zip(columns, row, strict=True) if cell}
+            own = {column: value_of(cell) for column, cell in zip(columns, row, strict=True) if cell}
             run = _run(own, shared, by_method, before + 1)
             if run.name in found:
                 raise ValueError(f"{run.name} stands in line {found[run.name].line} already")
@@ -146,7 +177,20 @@ def decode(settings: bytes, runs: bytes, place: str = "") -> tuple[dict[str, Pac
 
 
 def decode_rounds(data: bytes, place: str = "") -> dict[str, Rounds]:
-    """The lines of each run in `rounds.jsonl.xz`, by name. Raises UserError, naming file and line, if malformed."""
+    """The lines of each run in `rounds.jsonl.xz`, by the run's name.
+
+    Args:
+        data: content of the file.
+        place: its folder, for messages.
+
+    Raises:
+        UserError: the file is malformed. The message names the file and the line.
+
+    Example:
+        >>> run = PackedRun({"method": "fedavg", "target": "D0", "seed": 0}, {}, rounds=b'{"round": 1}' + bytes([10]))
+        >>> decode_rounds(encode([run], {})["rounds.jsonl.xz"])["fedavg/D0/seed-0"].data.decode().strip()
+        '{"round": 1}'
+    """
     file = f"{place}{ROUNDS}"
     try:
         lines = lzma.decompress(data).splitlines(keepends=True)
@@ -170,13 +214,18 @@ def decode_rounds(data: bytes, place: str = "") -> dict[str, Rounds]:
 
 
 def yaml_bytes(content: Mapping[str, Any]) -> bytes:
-    """YAML as the files of a run are written in."""
+    """A mapping as YAML, in the form in which a run's files are written.
+
+    Example:
+        >>> yaml_bytes({"rounds": 2, "name": "demo"}).decode().split()
+        ['rounds:', '2', 'name:', 'demo']
+    """
     text: str = yaml.dump(content, Dumper=DUMPER, sort_keys=False, allow_unicode=True)
     return text.encode()
 
 
 def _lines(run: PackedRun) -> bytes:
-    """A line that names the run, then its rounds; a last line without an end was never whole and is left out."""
+    """A line that names the run, then its rounds. An unfinished last line is left out."""
     if run.rounds is None:
         return b""
     whole = run.rounds[: run.rounds.rfind(b"\n") + 1]
@@ -185,14 +234,14 @@ def _lines(run: PackedRun) -> bytes:
 
 
 def _cells(run: PackedRun) -> Cells:
-    """Every field of a run as text. Of the identity only what differs from the options: as a rule nothing."""
+    """Every field of a run as text. Of the identity only what differs from the options, which is usually nothing."""
     result = {**{field: run.result[field] for field in _KEY}, **run.result}
-    cells = {path: _cell(value) for path, value in _leaves(result)}
-    options = {path: _cell(value) for path, value in _leaves(run.result.get("options") or {})}
-    identity = {path: _cell(value) for path, value in _leaves(run.identity)}
+    cells = {path: cell_of(value) for path, value in leaves(result)}
+    options = {path: cell_of(value) for path, value in leaves(run.result.get("options") or {})}
+    identity = {path: cell_of(value) for path, value in leaves(run.identity)}
     absent = [path for path in options if path not in identity]
     if absent:
-        cells["identity"] = _cell(absent)
+        cells["identity"] = cell_of(absent)
     cells |= {f"identity.{path}": cell for path, cell in identity.items() if options.get(path) != cell}
     return cells
 
@@ -200,7 +249,11 @@ def _cells(run: PackedRun) -> Cells:
 def _run(
     own: Mapping[str, Any], shared: Mapping[str, Any], by_method: Mapping[str, Mapping[str, Any]], line: int
 ) -> PackedRun:
-    """A run from its line. Raises ValueError for one that is not."""
+    """A run from its line.
+
+    Raises:
+        ValueError: the line is not one of a run.
+    """
     if not isinstance(own.get("method"), str) or not isinstance(own.get("target"), str):
         raise ValueError("method and target must be names")
     if type(own.get("seed")) is not int:
@@ -211,19 +264,19 @@ def _run(
         raise ValueError(f"a column stands in {SETTINGS}, too")
     absent = values.pop("identity", [])
     changed = {path: values.pop(path) for path in [*values] if path.startswith("identity.")}
-    result = _nested(values)
-    options = dict(_leaves(result.get("options") or {}))
+    result = nested(values)
+    options = dict(leaves(result.get("options") or {}))
     identity = {path: value for path, value in options.items() if path not in absent}
     identity |= {path.removeprefix("identity."): value for path, value in changed.items()}
     known = [name for name in RunResult.model_fields if name in result]
     ordered = {name: result[name] for name in [*known, *(name for name in result if name not in known)]}
-    return PackedRun(ordered, _nested(identity), line=line)
+    return PackedRun(ordered, nested(identity), line=line)
 
 
 def _settings(data: bytes, file: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any], str]:
-    """Fields of all runs, fields of each method's runs, the order and the digest of the columns."""
+    """Fields of all runs, fields of each method's runs, the planned order, and the digest of the columns."""
     try:
-        found = yaml.load(data, Loader=LOADER)  # a safe loader
+        found = yaml.load(data, Loader=LOADER)  # LOADER is a safe loader
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
@@ -231,15 +284,15 @@ def _settings(data: bytes, file: str) -> tuple[dict[str, Any], dict[str, dict[st
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise UserError(f"{file} line 1 is malformed (it should say format: {FORMAT}): restore the file")
     try:
-        shared = dict(_leaves(found["all_runs"]))
-        by_method = {method: dict(_leaves(fields)) for method, fields in found["methods"].items()}
+        shared = dict(leaves(found["all_runs"]))
+        by_method = {method: dict(leaves(fields)) for method, fields in found["methods"].items()}
         return shared, by_method, dict(found["order"]), str(found["columns"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(f"{file} line 1 is malformed ({error!s} is missing or no mapping): restore the file") from None
 
 
 def _hoisted(rows: Sequence[Cells], methods: Sequence[str]) -> tuple[Cells, dict[str, Cells]]:
-    """Cells that all rows share, and below each method's name the options that all of its rows share."""
+    """Cells that all rows share, and for each method the options that all of its rows share."""
     first = rows[0] if rows else {}
     shared = {
         path: cell
@@ -263,7 +316,7 @@ def _hoisted(rows: Sequence[Cells], methods: Sequence[str]) -> tuple[Cells, dict
 
 
 def _merged(rows: Sequence[Mapping[str, str]], before: Sequence[str]) -> list[str]:
-    """All columns of the rows: first those of ``before``; one that is new comes where it stands in its own row."""
+    """All columns of the rows. Those of ``before`` come first; a new one keeps its place among its row's columns."""
     used = set[str]().union(*rows)
     columns = [column for column in before if column in used]
     known = set(columns)
@@ -282,47 +335,5 @@ def _merged(rows: Sequence[Mapping[str, str]], before: Sequence[str]) -> list[st
 
 
 def _digest(columns: Sequence[str]) -> str:
-    """Short, to tell whether `experiment.yaml` and `runs.csv` were written together."""
+    """A short digest that shows whether `experiment.yaml` and `runs.csv` were written together."""
     return "sha256-" + hashlib.sha256("\n".join(columns).encode()).hexdigest()[:12]
-
-
-def _leaves(value: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, Any]]:
-    """(path, value) of everything below that is not a mapping with entries; names keep a dot as %2E."""
-    if not isinstance(value, Mapping):
-        raise ValueError(above or "everything")
-    for name, below in value.items():
-        path = f"{above}{name.replace('%', '%25').replace('.', '%2E')}"
-        if isinstance(below, Mapping) and below:
-            yield from _leaves(below, f"{path}.")
-        else:
-            yield path, below
-
-
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of `_leaves`. Raises ValueError where one path is both a value and a mapping."""
-    whole: dict[str, Any] = {}
-    for path, value in values.items():
-        *above, last = (name.replace("%2E", ".").replace("%25", "%") for name in path.split("."))
-        inner = whole
-        for name in above:
-            inner = inner.setdefault(name, {})
-            if not isinstance(inner, dict):
-                raise ValueError(f"{path} stands below a value")
-        if last in inner:
-            raise ValueError(f"{path} is a value and a mapping")
-        inner[last] = value
-    return whole
-
-
-def _cell(value: Any) -> str:
-    """JSON, but a text that could not be taken for JSON stands as it is."""
-    plain = isinstance(value, str) and value == value.strip() and value.isprintable() and _value(value) is value
-    return value if plain and value else json.dumps(value, ensure_ascii=False)
-
-
-def _value(cell: str) -> Any:
-    """The JSON in ``cell``, else the same object ``cell``."""
-    try:
-        return json.loads(cell)
-    except ValueError:
-        return cell

@@ -1,4 +1,4 @@
-"""Finished runs into an experiment's packed files, and back into a folder each."""
+"""Pack an experiment's finished runs into three files, and unpack them into one folder per run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,13 @@ _LOCK = ".lock"
 
 @dataclass(frozen=True)
 class Change:
-    """What was done to an experiment: ``moved`` runs into or out of its packed files, ``left`` unfinished ones."""
+    """What packing or unpacking did to an experiment.
+
+    Attributes:
+        experiment: its folder.
+        moved: number of runs moved into or out of the packed files.
+        left: number of unfinished runs.
+    """
 
     experiment: Path
     moved: int
@@ -41,7 +47,18 @@ class Change:
 
 
 def experiments_below(folder: Path) -> list[Path]:
-    """The folders of all experiments in or below ``folder``. Raises UserError where there is none."""
+    """The folders of all experiments in or below ``folder``.
+
+    Raises:
+        UserError: there is none, or ``folder`` is only a part of one.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     (Path(place) / "demo" / "fedavg" / "D0" / "seed-0").mkdir(parents=True)
+        ...     [experiment.name for experiment in experiments_below(Path(place))]
+        ['demo']
+    """
     if not folder.is_dir():
         raise UserError(f"no folder '{folder}': give the folder of an experiment's runs, or one that holds several")
     found = sorted({run.parents[2] for run in run_folders(folder)})
@@ -54,13 +71,25 @@ def experiments_below(folder: Path) -> list[Path]:
 
 
 def pack(experiment: Path) -> Change:
-    """Add the finished runs of an experiment to its packed files, and remove their folders.
+    """Move the finished runs of an experiment into its packed files.
 
-    Unfinished runs and models (`model.safetensors`) stay where they are. Folders go when the packed files are whole and
-    say the same, so what is killed on the way can be done again.
+    Unfinished runs and models (`model.safetensors`) stay in their folders. A folder is removed only after the packed
+    files are written and checked. So an interrupted call can be repeated.
+
+    Args:
+        experiment: the experiment's folder.
 
     Raises:
-        UserError: a file is damaged, or a run is packed with another content already; nothing is changed then.
+        UserError: a file is damaged, or a run is already packed with other results. Nothing is changed then.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     run = Path(place) / "demo" / "fedavg" / "D0" / "seed-0"
+        ...     write_bytes(run / "result.json", b'{"method": "fedavg", "target": "D0", "seed": 0}')
+        ...     write_bytes(run / "experiment.yaml", b"rounds: 1")
+        ...     pack(Path(place) / "demo").moved, run.exists(), is_finished(run)
+        (1, False, True)
     """
     there = pack_of(experiment)
     folders = [run for run in run_folders(experiment) if run.exists()]
@@ -83,7 +112,7 @@ def pack(experiment: Path) -> Change:
     if there is None or set(runs) != set(there.runs) or _same(planned) != _same(there.order):
         files = packed.encode(runs.values(), planned, there.columns if there else ())
         _check(files, runs, planned, experiment)
-        for name in (packed.ROUNDS, packed.SETTINGS, packed.RUNS):  # the last says which runs there are
+        for name in (packed.ROUNDS, packed.SETTINGS, packed.RUNS):  # last, because it lists the runs
             write_bytes(experiment / name, files[name])
     for folder in finished:
         _remove(folder, experiment)
@@ -94,9 +123,22 @@ def pack(experiment: Path) -> Change:
 def unpack(experiment: Path) -> Change:
     """Write every packed run into a folder of its own, and remove the packed files.
 
+    Args:
+        experiment: the experiment's folder.
+
     Raises:
-        UserError: a packed file is damaged, or a run that is packed is finished in its folder with other results;
-            nothing is changed then.
+        UserError: a packed file is damaged, or a packed run is finished in its folder with other results. Nothing is
+            changed then.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     run = Path(place) / "demo" / "fedavg" / "D0" / "seed-0"
+        ...     write_bytes(run / "result.json", b'{"method": "fedavg", "target": "D0", "seed": 0}')
+        ...     write_bytes(run / "experiment.yaml", b"rounds: 1")
+        ...     _ = pack(Path(place) / "demo")
+        ...     unpack(Path(place) / "demo").moved, (run / "result.json").exists()
+        (1, True)
     """
     there = pack_of(experiment)
     if there is None:
@@ -114,7 +156,7 @@ def unpack(experiment: Path) -> Change:
         write_bytes(folder / SETTINGS, packed.yaml_bytes(run.identity))
         if run.rounds is not None:
             write_bytes(folder / ROUNDS, run.rounds)
-        write_bytes(folder / RESULT, _json(run.result))  # the last: now it is finished
+        write_bytes(folder / RESULT, _json(run.result))  # last, because it marks the run as finished
     if there.order and not (experiment / ORDER).exists():
         write_bytes(experiment / ORDER, _json(there.order))
     for name in (packed.RUNS, packed.SETTINGS, packed.ROUNDS):
@@ -131,7 +173,7 @@ def _whole(there: Pack | None) -> list[PackedRun]:
 
 
 def _of_folder(folder: Path, experiment: Path) -> PackedRun:
-    """What a finished run's folder holds."""
+    """The finished run in a folder."""
     result, settings, rounds = (stored(folder / name) for name in (RESULT, SETTINGS, ROUNDS))
     if result is None or settings is None:
         raise UserError(f"{folder} holds no {SETTINGS}: it was not written by this version of fedshift")
@@ -146,6 +188,7 @@ def _of_folder(folder: Path, experiment: Path) -> PackedRun:
 
 
 def _mapping(file: Stored) -> dict[str, Any]:
+    """The mapping in a JSON or YAML file."""
     try:
         found = json.loads(file.data) if file.file.suffix == ".json" else yaml.load(file.data, Loader=packed.LOADER)
     except (ValueError, yaml.YAMLError):
@@ -166,7 +209,7 @@ def _same(content: Any) -> str:
 
 
 def _check(files: dict[str, bytes], runs: dict[str, PackedRun], order: dict[str, Any], experiment: Path) -> None:
-    """Raises UserError when what was packed does not read back as it was: before anything is written."""
+    """Raise UserError if the packed files do not read back as the same runs. Called before anything is written."""
     read, planned, _ = packed.decode(files[packed.SETTINGS], files[packed.RUNS])
     rounds = packed.decode_rounds(files[packed.ROUNDS])
     for name, run in runs.items():
@@ -178,10 +221,10 @@ def _check(files: dict[str, bytes], runs: dict[str, PackedRun], order: dict[str,
 
 
 def _remove(folder: Path, experiment: Path) -> None:
-    """Remove what was packed, and the folders that are empty then."""
+    """Remove the files that were packed, and folders that are empty after that."""
     for name in (RESULT, ROUNDS, SETTINGS, _LOCK):
         (folder / name).unlink(missing_ok=True)
-    with contextlib.suppress(OSError):  # something else lies there, such as a model
+    with contextlib.suppress(OSError):  # the folder holds something else, such as a model
         while folder != experiment:
             os.rmdir(folder)
             folder = folder.parent

@@ -1,4 +1,4 @@
-"""What a run writes down: one `RoundRecord` per line of `rounds.jsonl`, one `RunResult` as `result.json`."""
+"""The records of a run: one `RoundRecord` per line of `rounds.jsonl`, one `RunResult` as `result.json`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedshift.evaluation.metrics import harmonic_mean
 
 Selection = Literal["last", "source", "oracle"]
 Metric = Literal["accuracy", "dice"]
-"""What stands in the fields called accuracy, in percent: the accuracy, or for segmentation the Dice coefficient."""
+"""What the fields called accuracy hold, in percent: accuracy, or for segmentation the Dice coefficient."""
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -19,7 +19,7 @@ Pixels = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Record(BaseModel):
-    # A loss may be infinite and still has to be written as legal JSON that reads back as the same number.
+    # A loss may be infinite. It is written as legal JSON that reads back as the same number.
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
@@ -28,7 +28,7 @@ def _nothing_crossed() -> dict[Literal["up", "down"], dict[str, Count]]:
 
 
 class RoundRecord(_Record):
-    """One line of `rounds.jsonl`. Written after the round was evaluated."""
+    """One line of `rounds.jsonl`, written after the round was evaluated."""
 
     round: Count = Field(description="number of rounds done when this was measured")
     target_accuracy: dict[str, Percent] = Field(
@@ -68,7 +68,7 @@ class RoundRecord(_Record):
         return fmean(self.source_accuracy.values()) if self.source_accuracy else None
 
     def score(self, both: bool) -> float | None:
-        """The target mean, or where ``both`` sides are measured its harmonic mean with the source mean."""
+        """The target mean; with ``both`` its harmonic mean with the source mean. None if one is missing."""
         at_target, at_source = self.target_mean, self.source_mean
         if not both or at_target is None:
             return at_target
@@ -76,7 +76,7 @@ class RoundRecord(_Record):
 
 
 class SelectedRound(_Record):
-    """The round that a selection rule chose and what was measured in it."""
+    """The round that a selection rule chose, and what was measured in it."""
 
     round: Count
     accuracy: Percent = Field(description="mean over the measured targets, percent")
@@ -87,7 +87,7 @@ class SelectedRound(_Record):
 
 
 class RunResult(_Record):
-    """The content of `result.json`: one finished part of an experiment, that is one (method, target, seed)."""
+    """The content of `result.json`: one finished run, that is one (method, target, seed)."""
 
     method: str = Field(description="the method's label in the experiment")
     setting: str = Field(
@@ -120,23 +120,26 @@ class RunResult(_Record):
         return self
 
     def accuracy(self, select: Selection = "last") -> float | None:
-        """Accuracy in percent at the target(s) in the round that ``select`` chose; None if it had nothing to go by."""
+        """Accuracy at the target(s) in the selected round, in percent; None if the rule selected none."""
         chosen = self.selected.get(select)
         return None if chosen is None else chosen.accuracy
 
     def source_accuracy(self, select: Selection = "last") -> float | None:
-        """The same on the sources' held-out parts."""
+        """Accuracy on the sources' held-out parts in the selected round, in percent; None if not measured."""
         chosen = self.selected.get(select)
         return None if chosen is None else chosen.source_accuracy
 
     def score(self, select: Selection = "last") -> float | None:
-        """What methods are compared by: the accuracy, or where both sides are measured the harmonic mean of the two."""
+        """The number that methods are compared by; None if not measured.
+
+        It is the accuracy. Where labelled and unlabelled sites are both measured, it is the harmonic mean of the two.
+        """
         at_target, at_source = self.accuracy(select), self.source_accuracy(select)
         if not self.labelled or at_target is None:
             return at_target
         return None if at_source is None else harmonic_mean(at_source, at_target)
 
     def hausdorff(self, select: Selection = "last") -> float | None:
-        """Hausdorff distance in pixels in that round; None if it was not measured."""
+        """Hausdorff distance in the selected round, in pixels; None if not measured."""
         chosen = self.selected.get(select)
         return None if chosen is None else chosen.hausdorff

@@ -12,10 +12,22 @@ Masks = NDArray[np.bool_] | NDArray[np.uint8]
 
 
 def dice(predictions: Masks, masks: Masks) -> NDArray[np.float64]:
-    """``2|A ∩ B| / (|A| + |B|)`` in percent of every image and structure; 100 where both are empty.
+    """Dice coefficient ``2|A ∩ B| / (|A| + |B|)`` of every image and structure, in percent; 100 where both are empty.
 
-    predictions, masks: (n, structures, h, w) of 0 and 1, n ≥ 1. Returns (n, structures). Raises ValueError when the
-    shapes differ or there is no image.
+    Args:
+        predictions: A, (n, structures, h, w) of 0 and 1, n ≥ 1.
+        masks: B, the same shape.
+
+    Returns:
+        (n, structures).
+
+    Raises:
+        ValueError: the shapes differ, or there is no image.
+
+    Example:
+        >>> predicted, true = np.array([[[[1, 1, 0]]]]), np.array([[[[0, 1, 0]]]])
+        >>> dice(predicted, true).round(2)
+        array([[66.67]])
     """
     a, b = _checked(predictions, masks)
     both = np.count_nonzero(a & b, axis=(2, 3))
@@ -24,11 +36,26 @@ def dice(predictions: Masks, masks: Masks) -> NDArray[np.float64]:
 
 
 def hausdorff(predictions: Masks, masks: Masks) -> NDArray[np.float64]:
-    """``max(max_{a∈A} min_{b∈B} ‖a − b‖, max_{b∈B} min_{a∈A} ‖a − b‖)`` in pixels, A and B the contours of predicted
-    and true mask, of every image and structure.
+    """Hausdorff distance between the contours of predicted and true mask, of every image and structure, in pixels.
 
-    Contours: pixels with one of their four neighbours outside. 0 where both are empty; where one is, the image's
-    diagonal, which no distance exceeds. Arguments and errors as for `dice`.
+    ``max(max_{a∈A} min_{b∈B} ‖a − b‖, max_{b∈B} min_{a∈A} ‖a − b‖)`` with A and B the contours: pixels of the mask with
+    one of their four neighbours outside. It is 0 where both masks are empty. Where one is empty it is the image's
+    diagonal, which no distance exceeds.
+
+    Args:
+        predictions: (n, structures, h, w) of 0 and 1, n ≥ 1.
+        masks: the same shape.
+
+    Returns:
+        (n, structures).
+
+    Raises:
+        ValueError: the shapes differ, or there is no image.
+
+    Example:
+        >>> predicted, true = np.array([[[[1, 0, 0, 0]]]]), np.array([[[[0, 0, 1, 0]]]])
+        >>> hausdorff(predicted, true)
+        array([[2.]])
     """
     a, b = _checked(predictions, masks)
     edges = _contours(a), _contours(b)

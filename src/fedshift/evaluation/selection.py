@@ -1,7 +1,7 @@
-"""Which round's model is the result. The rule in force is an object with a name, so a table can say it.
+"""Selection rules: which round's model is the result. A rule is an object with a name that a table can print.
 
-The headline is always the last round: it needs no labels that a person would not have. The oracle looks at the target's
-labels, which nobody has at a new site; it is reported as an upper bound and never as a result.
+The headline is always the last round, because it needs no labels. The oracle looks at the target's labels, which nobody
+has at a new site. It is reported as an upper bound and never as a result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fedshift.evaluation.records import RoundRecord, SelectedRound, Selection
 
 
 class SelectionRule(Protocol):
-    """Chooses one of the rounds of a run."""
+    """A rule that chooses one of the rounds of a run."""
 
     name: ClassVar[Selection]
     description: ClassVar[str]
@@ -25,7 +25,7 @@ class SelectionRule(Protocol):
 
 
 def _first_best(scores: Sequence[float | None]) -> int | None:
-    """The index of the highest score, the first of them on ties; None if there is none."""
+    """The index of the highest score, the first of equal ones; None if there is no score."""
     known = [(score, -index) for index, score in enumerate(scores) if score is not None]
     return -max(known)[1] if known else None
 
@@ -43,9 +43,9 @@ class LastRound:
 
 @dataclass(frozen=True)
 class SourceValidation:
-    """The round with the highest mean accuracy on the sources' held-out parts, the first such round on ties.
+    """The round with the highest mean accuracy on the sources' held-out parts, the first of equal ones.
 
-    Unavailable when no source has a held-out part. Rounds in which the target was not measured cannot be chosen.
+    There is none if no source has a held-out part. Rounds in which the target was not measured cannot be chosen.
     """
 
     name: ClassVar[Selection] = "source"
@@ -57,7 +57,7 @@ class SourceValidation:
 
 @dataclass(frozen=True)
 class Oracle:
-    """The round with the highest mean accuracy at the target, the first such round on ties. Looks at target labels."""
+    """The round with the highest mean accuracy at the target, the first of equal ones. It looks at target labels."""
 
     name: ClassVar[Selection] = "oracle"
     description: ClassVar[str] = "oracle: best round by the target's own labels, an upper bound and not a result"
@@ -74,6 +74,10 @@ def selection_rule(name: str) -> SelectionRule:
 
     Raises:
         UserError: there is no such rule.
+
+    Example:
+        >>> selection_rule("last").description
+        'last round'
     """
     for known, rule in RULES.items():
         if name == known:
@@ -82,10 +86,22 @@ def selection_rule(name: str) -> SelectionRule:
 
 
 def selected_rounds(rounds: Sequence[RoundRecord]) -> dict[Selection, SelectedRound | None]:
-    """What every rule chooses among ``rounds``: the field `selected` of a `RunResult`.
+    """The round that each rule chooses: the field `selected` of a `RunResult`.
+
+    Args:
+        rounds: the records of a run, in order.
 
     Raises:
         ValueError: there is no round, or the last round was not measured.
+
+    Example:
+        >>> rounds = [
+        ...     RoundRecord(round=number, target_accuracy={"a": accuracy}, seconds=1.0, mini_batches=number)
+        ...     for number, accuracy in ((1, 70.0), (2, 80.0), (3, 75.0))
+        ... ]
+        >>> chosen = selected_rounds(rounds)
+        >>> chosen["last"].accuracy, chosen["oracle"].accuracy, chosen["source"]
+        (75.0, 80.0, None)
     """
     if not rounds or not rounds[-1].target_accuracy:
         raise ValueError("the last round must be there and its target measured")
@@ -96,7 +112,7 @@ def _selected(rounds: Sequence[RoundRecord], index: int | None) -> SelectedRound
     if index is None:
         return None
     record = rounds[index]
-    assert record.target_mean is not None  # no rule chooses a round that was not measured
+    assert record.target_mean is not None  # rules choose measured rounds only
     return SelectedRound(
         round=record.round,
         accuracy=record.target_mean,

@@ -1,8 +1,8 @@
 """Whether two methods differ: Student's paired t-test over seeds, of the average over targets and at each target.
 
 A seed is one repeat of an experiment: it draws the split, the common start and the order of the samples. The targets of
-one seed share sites, so a test that counted every (target, seed) as a repeat would take the spread between targets for
-chance and call too many repeats independent.
+one seed share sites. So a test that counted every (target, seed) as a repeat would count too many independent repeats,
+and take the spread between targets for chance.
 """
 
 from __future__ import annotations
@@ -17,9 +17,13 @@ from fedshift.evaluation.summary import Value, mean_and_standard_error
 
 @dataclass(frozen=True)
 class TTest:
-    """Mean difference over ``n`` repeats, its standard error, and the two-sided p of Student's t-test.
+    """The result of a two-sided t-test.
 
-    ``standard_error`` is None for one repeat, ``p`` also where all differences are equal.
+    Attributes:
+        n: number of repeats.
+        mean: mean difference.
+        standard_error: of the mean; None for one repeat.
+        p: two-sided p of Student's t-test; None for one repeat, and where all differences are equal.
     """
 
     n: int
@@ -37,8 +41,9 @@ class TTest:
 class Comparison:
     """One method minus another.
 
-    average: over seeds, of the mean over targets; None where no seed has every common target. targets: over seeds, at
-    each target that both methods have.
+    Attributes:
+        average: test over seeds of the mean over targets; None where no seed has every common target.
+        targets: test over seeds at each target that both methods have.
     """
 
     average: TTest | None
@@ -50,18 +55,19 @@ def t_test(differences: Sequence[float]) -> TTest:
 
     For differences 2, 4, 6: mean 4, standard error 2/√3, so t = 2√3; with 2 degrees of freedom p = 1 − t/√(t² + 2).
 
-    >>> found = t_test([2.0, 4.0, 6.0])
-    >>> found.n, found.mean, round(found.t, 4), round(found.p, 4)
-    (3, 4.0, 3.4641, 0.0742)
-
     Raises:
         ValueError: there is no difference.
+
+    Example:
+        >>> found = t_test([2.0, 4.0, 6.0])
+        >>> found.n, found.mean, round(found.t, 4), round(found.p, 4)
+        (3, 4.0, 3.4641, 0.0742)
     """
     mean, error = mean_and_standard_error(differences)
-    # Equal differences leave a spread of rounding errors, whose t would be a made-up certainty.
+    # Equal differences have a spread of rounding errors only, whose t would mean nothing.
     if error is None or error < 1e-12 * max(1.0, abs(mean)):
         return TTest(len(differences), mean, error, None)
-    from scipy.special import stdtr  # a second of import that only this function needs
+    from scipy.special import stdtr  # takes a second to import, and only this function needs it
 
     return TTest(len(differences), mean, error, float(2.0 * stdtr(len(differences) - 1, -abs(mean) / error)))
 
@@ -75,10 +81,21 @@ def compare(
     """``first`` minus ``second`` in percentage points; None where they share no (target, seed).
 
     Args:
-        first: results of one method, a (target, seed) once.
+        first: results of one method, each (target, seed) once.
         second: results of the other.
         select: the selection rule whose round is taken.
-        value: what is compared; a result of which it is None does not count.
+        value: what is compared. A result for which it is None does not count.
+
+    Example:
+        >>> def result(method, seed, accuracy):
+        ...     selected = {"last": {"round": 1, "accuracy": accuracy}}
+        ...     fixed = {"target": "a", "classes": ["0", "1"], "rounds": 1, "seconds": 1.0, "mini_batches": 1}
+        ...     return RunResult(method=method, seed=seed, selected=selected, threads=1, device="cpu", **fixed)
+        >>> ours = [result("ours", seed, accuracy) for seed, accuracy in enumerate([72.0, 74.0, 76.0])]
+        >>> theirs = [result("theirs", seed, 70.0) for seed in range(3)]
+        >>> found = compare(ours, theirs)
+        >>> found.average.mean, round(found.average.p, 4)
+        (4.0, 0.0742)
     """
     one, other = _by_target(first, select, value), _by_target(second, select, value)
     differences: dict[str, dict[int, float]] = {}
@@ -104,13 +121,14 @@ def _by_target(results: Iterable[RunResult], select: Selection, value: Value) ->
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Holm's correction of p-values that are looked at together; None, where there was no test, stays and counts none.
+    """Holm's correction of p-values that are looked at together. None, for no test, stays None and does not count.
 
-    The smallest of m is multiplied by m, the next by m − 1, and so on; none may fall below the one before it or rise
-    above 1. The chance to call any true equality a difference then stays below the level that all are held against.
+    The smallest of m is multiplied by m, the next by m − 1, and so on. None may fall below the one before it or rise
+    above 1. The chance of one or more false positives then stays below the level that all are compared with.
 
-    >>> holm([0.01, 0.04, None, 0.03])
-    [0.03, 0.06, None, 0.06]
+    Example:
+        >>> holm([0.01, 0.04, None, 0.03])
+        [0.03, 0.06, None, 0.06]
     """
     order = sorted((p, place) for place, p in enumerate(p_values) if p is not None)
     corrected: list[float | None] = [None] * len(p_values)

@@ -1,7 +1,7 @@
-"""Where the runs of an experiment are read from, packed or not: every reader finds them through `stored`.
+"""Reading the runs of an experiment, packed or not.
 
-A run that is not packed lies in `<experiment>/<method>/<target>/seed-<n>/`; a packed one would lie there. A run that is
-finished in its folder is read from there, else from the experiment's packed files, else its unfinished folder is read.
+An unpacked run is in `<experiment>/<method>/<target>/seed-<n>/`; a packed run has that folder as its name. Each run is
+read from its folder if it is finished there, else from the experiment's packed files, else from its unfinished folder.
 """
 
 from __future__ import annotations
@@ -22,19 +22,25 @@ from fedshift.evaluation.packed import PackedRun, Rounds
 RESULT, ROUNDS, ORDER, SETTINGS = "result.json", "rounds.jsonl", "order.json", "experiment.yaml"
 _SEED = re.compile(r"seed-\d+")
 _DEPTH = 3
-"""Folders of a run below its experiment's."""
+"""How many folders deep a run is below its experiment."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """The content of a file of a run, and where it stands: in ``file``, in a packed one from ``line`` on."""
+    """The content of a run's file, and where it comes from.
+
+    Attributes:
+        data: the content.
+        file: the file on disk, which may be a packed one.
+        line: the line of a packed file at which the content starts; else None.
+    """
 
     data: bytes
     file: Path
     line: int | None = None
 
     def place(self, line: int | None = None) -> str:
-        """What a message calls the file, or a line of it (from 1)."""
+        """How a message names the file, or a line of it (from 1)."""
         if self.line is not None:
             return f"{self.file} line {self.line + (line or 1) - 1}"
         return f"{self.file} line {line}" if line else str(self.file)
@@ -42,7 +48,14 @@ class Stored:
 
 @dataclass(frozen=True)
 class Pack:
-    """An experiment's packed files. ``runs`` by name, without their rounds."""
+    """An experiment's packed files.
+
+    Attributes:
+        folder: the experiment's folder.
+        runs: the runs by name, without their rounds.
+        order: the planned order.
+        columns: the columns of `runs.csv`.
+    """
 
     folder: Path
     runs: Mapping[str, PackedRun]
@@ -50,7 +63,11 @@ class Pack:
     columns: list[str]
 
     def rounds(self, name: str) -> Rounds | None:
-        """The rounds of a run. Raises UserError when their file is damaged."""
+        """The rounds of a run.
+
+        Raises:
+            UserError: their file is damaged.
+        """
         file = self.folder / packed.ROUNDS
         return _rounds(file, _stamp(file)).get(name)
 
@@ -58,7 +75,22 @@ class Pack:
 def stored(path: Path) -> Stored | None:
     """The content of a run's `result.json`, `rounds.jsonl` or `experiment.yaml`, or of an experiment's `order.json`.
 
-    None where there is no such file, packed or not. Raises UserError for a file that cannot be read.
+    Args:
+        path: where the file is, or would be if the run were not packed.
+
+    Returns:
+        The content; None if there is no such file, packed or not.
+
+    Raises:
+        UserError: a file cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     file = Path(place) / "order.json"
+        ...     before, _ = stored(file), file.write_text("{}")
+        ...     before, stored(file).data
+        (None, b'{}')
     """
     folder = path.parent.absolute()
     if path.name == ORDER:
@@ -77,7 +109,15 @@ def stored(path: Path) -> Stored | None:
 
 
 def run_folders(root: Path) -> list[Path]:
-    """The folders of all runs in or below ``root``, finished or begun, packed or not."""
+    """The folders of all runs in or below ``root``, finished or not, packed or not.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as place:
+        ...     (Path(place) / "demo" / "fedavg" / "D0" / "seed-0").mkdir(parents=True)
+        ...     [folder.relative_to(place).as_posix() for folder in run_folders(Path(place))]
+        ['demo/fedavg/D0/seed-0']
+    """
     root = root.absolute()
     found: set[Path] = set()
     for place, below, files in os.walk(root):
@@ -93,12 +133,28 @@ def run_folders(root: Path) -> list[Path]:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the run that has this folder is finished. Raises UserError for damaged packed files."""
+    """Whether the run that has this folder is finished.
+
+    Raises:
+        UserError: the packed files are damaged.
+
+    Example:
+        >>> is_finished(Path("no-such-experiment/fedavg/D0/seed-0"))
+        False
+    """
     return (folder / RESULT).exists() or packed_run(folder) is not None
 
 
 def packed_run(folder: Path) -> PackedRun | None:
-    """The packed run whose folder this would be. Raises UserError for damaged packed files."""
+    """The packed run that has this folder as its name; None if there is none.
+
+    Raises:
+        UserError: the packed files are damaged.
+
+    Example:
+        >>> packed_run(Path("no-such-experiment/fedavg/D0/seed-0")) is None
+        True
+    """
     folder = folder.absolute()
     if len(folder.parents) < _DEPTH:
         return None
@@ -108,7 +164,15 @@ def packed_run(folder: Path) -> PackedRun | None:
 
 
 def pack_of(experiment: Path) -> Pack | None:
-    """The packed files of an experiment, None if it has none. Raises UserError for damaged ones."""
+    """The packed files of an experiment; None if it has none.
+
+    Raises:
+        UserError: the packed files are damaged.
+
+    Example:
+        >>> pack_of(Path("no-such-experiment")) is None
+        True
+    """
     runs = experiment / packed.RUNS
     return _pack(experiment, _stamp(runs), _stamp(experiment / packed.SETTINGS)) if runs.exists() else None
 
@@ -120,17 +184,19 @@ def _packed_folders(experiment: Path) -> list[Path]:
 
 @functools.lru_cache(maxsize=8)
 def _pack(experiment: Path, *_: object) -> Pack:
-    """The packed files, read again when they are others than before."""
+    """The packed files, read again when they have changed."""
     settings, runs = _read(experiment / packed.SETTINGS), _read(experiment / packed.RUNS)
     return Pack(experiment, *packed.decode(settings, runs, f"{experiment}{os.sep}"))
 
 
 @functools.lru_cache(maxsize=1)
 def _rounds(file: Path, *_: object) -> dict[str, Rounds]:
+    """The rounds of all packed runs, read again when their file has changed."""
     return packed.decode_rounds(_read(file), f"{file.parent}{os.sep}")
 
 
 def _stamp(file: Path) -> tuple[int, int, int] | None:
+    """What changes when a file changes; None if there is none."""
     try:
         there = file.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""From single runs to the rows of a table: mean ± standard error over seeds."""
+"""From single runs to the rows of a table: mean and standard error over seeds."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ AVERAGE = "average"
 
 
 Value = Callable[[RunResult, Selection], float | None]
-"""What a table is about: a number of a finished run in the round that a rule chose; None where there is none."""
+"""What a table reports: a number of a finished run in the selected round; None where there is none."""
 
 
 class Row(BaseModel):
     """One method at one target, or (target "average") the mean over its targets. Accuracies in percent.
 
-    ``seeds`` holds the accuracy (or what else the table is about, such as a Dice coefficient in percent or a Hausdorff
-    distance in pixels) of every seed, in the order of the seeds' numbers; ``n``, ``mean`` and ``standard_error`` follow
-    from it.
+    ``seeds`` holds the value of every seed, in the order of the seeds' numbers: the accuracy, or what else the table
+    reports, such as a Dice coefficient in percent or a Hausdorff distance in pixels. ``n``, ``mean`` and
+    ``standard_error`` follow from it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,13 +37,15 @@ class Row(BaseModel):
 
 
 def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """The mean of ``values`` and its standard error s/√n, with s over n−1; None in place of the latter for n = 1.
-
-    >>> mean_and_standard_error([94.0, 95.0, 96.0])
-    (95.0, 0.5773502691896258)
+    """The mean of ``values`` and its standard error s/√n, with s over n−1; None instead of the error for n = 1.
 
     Raises:
         ValueError: there is no value.
+
+    Example:
+        >>> mean, error = mean_and_standard_error([94.0, 95.0, 96.0])
+        >>> mean, round(error, 6)
+        (95.0, 0.57735)
     """
     if not values:
         raise ValueError("no values: a mean needs at least one")
@@ -59,19 +61,30 @@ def rows(
 ) -> list[Row]:
     """One row per (method, target), and after a method's targets its row "average".
 
-    The average is taken per seed, unweighted over all targets at which the method has results; its n counts the seeds
-    that have every one of them. A method without any such seed has no row "average". Results to which ``select`` does
-    not apply do not count.
+    The average is taken per seed, unweighted over all targets at which the method has results. Its n counts the seeds
+    that have every target. A method without any such seed has no row "average". Results without a round selected by
+    ``select`` do not count.
 
     Args:
         results: finished runs; a (method, target, seed) may occur once.
         select: the selection rule whose round is taken.
-        methods: their order; those that are not named follow in the order of first appearance.
+        methods: their order. Methods that are not named follow in the order of first appearance.
         targets: their order, likewise.
-        value: what is tabulated; a result of which it is None does not count.
+        value: what is tabulated. A result for which it is None does not count.
 
     Raises:
         ValueError: a (method, target, seed) occurs twice.
+
+    Example:
+        >>> def result(target, seed, accuracy):
+        ...     selected = {"last": {"round": 1, "accuracy": accuracy}}
+        ...     fixed = {"method": "fedavg", "classes": ["0", "1"], "rounds": 1, "seconds": 1.0, "mini_batches": 1}
+        ...     return RunResult(target=target, seed=seed, selected=selected, threads=1, device="cpu", **fixed)
+        >>> for row in rows([result("a", 0, 70.0), result("a", 1, 72.0), result("b", 0, 90.0)]):
+        ...     print(row.target, row.n, row.mean, row.seeds)
+        a 2 71.0 [70.0, 72.0]
+        b 1 90.0 [90.0]
+        average 1 80.0 [80.0]
     """
     table: dict[str, dict[str, dict[int, float]]] = {method: {} for method in methods}
     order = dict.fromkeys(targets)

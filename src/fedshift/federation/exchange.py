@@ -1,4 +1,4 @@
-"""One exchange between the server and its sites: requests, answers, and the replies that a method goes over."""
+"""One exchange between the server and its sites: requests, answers, and the replies that a method reads."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from fedshift.federation.site import Envelope
 R = TypeVar("R", bound=Reply)
 
 KEPT_IN_MEMORY = 256 << 20
-"""Bytes of replies that `Replies.keep` holds in memory; what is beyond goes to a temporary folder."""
+"""Bytes of replies that `Replies.keep` holds in memory. Further replies go to files in a temporary folder."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One site's part of an exchange, as an engine delivers it."""
+    """What one site is asked in an exchange."""
 
     site: str
     envelope: Envelope
@@ -30,28 +30,28 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer(Generic[R]):
-    """What an engine brings back from a site: the reply and how many mini-batches were trained for it."""
+    """What an engine brings back from a site: its reply, and how many mini-batches it trained on."""
 
     site: str
     reply: R
     mini_batches: int
     crossed: Mapping[str, Content] | None = None
-    """The reply's content as it crossed the network, where that differs."""
+    """The reply's content as it crossed the network, where that differs (rounded weights)."""
 
 
 @dataclass(frozen=True)
 class Missing:
-    """A site without a reply that can be used in an exchange, and what happened there."""
+    """A site that gave no usable reply in an exchange, and the error."""
 
     site: str
     error: TrainingDiverged | KindRefused
 
 
 class Replies(Generic[R]):
-    """The replies of an exchange, one per site in the order asked, whatever order they arrive in.
+    """The replies of an exchange, one per site, in the order asked and not the order of arrival.
 
-    They stream: a reply is gone once the next one is taken, so the server's memory does not grow with the number of
-    sites. Who has to go over them more than once says so first with `keep`. Numbers are kept anyway, see `numbers`.
+    Replies stream: each one is dropped when the next is read, so the server's memory does not grow with the number of
+    sites. Call `keep` first to read them more than once. The numbers in replies are always kept, see `numbers`.
     """
 
     def __init__(self, sites: Sequence[str], answers: Generator[tuple[str, R], None, None]) -> None:
@@ -63,17 +63,21 @@ class Replies(Generic[R]):
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """The sites that were asked; once all has been gone over, those that answered (a network may lose some)."""
+        """The sites asked; after the last reply was read, the sites that answered (a network may lose some)."""
         return tuple(self._numbers) if self._ended else self._sites
 
     def items(self) -> Iterator[tuple[str, R]]:
-        """``(site, reply)`` in the order asked. Raises FedshiftError on a second pass without `keep`."""
+        """Iterate over ``(site, reply)`` in the order asked.
+
+        Raises:
+            FedshiftError: this is a second pass, and `keep` was not called.
+        """
         if self._kept is not None:
-            self.drain()  # passes may be broken off or nested, so the replies are all taken in before the first one
+            self.drain()  # a caller may stop early or nest passes, so read all replies before the first pass
             yield from self._kept
             return
         if self._begun:
-            raise FedshiftError("replies stream and can be gone over once: call .keep() before the first pass")
+            raise FedshiftError("replies can be read only once: call .keep() before the first pass")
         yield from self._remaining()
 
     def _remaining(self) -> Iterator[tuple[str, R]]:
@@ -96,32 +100,40 @@ class Replies(Generic[R]):
         return len(self.sites)
 
     def keep(self) -> Replies[R]:
-        """Allow any number of passes: replies stay in memory up to a limit and on the disk beyond it."""
+        """Allow any number of passes. Replies stay in memory up to `KEPT_IN_MEMORY`, and on disk beyond it.
+
+        Raises:
+            FedshiftError: the first pass has begun.
+        """
         if self._begun and self._kept is None:
             raise FedshiftError("call .keep() before the first pass over the replies")
         self._kept = self._kept or _Kept()
         return self
 
     def only(self) -> R:
-        """The reply of the one site that was asked. Raises FedshiftError when several were."""
+        """The reply of the one site that was asked.
+
+        Raises:
+            FedshiftError: several sites were asked, or none answered.
+        """
         replies = list(self)
         if len(replies) != 1:
             raise FedshiftError(f"one reply was expected, {len(replies)} sites were asked")
         return replies[0]
 
     def numbers(self, name: str) -> dict[str, float]:
-        """A number that every reply carries, by site. Takes in what has not been gone over yet."""
+        """A number that every reply carries, by site. Reads the remaining replies first."""
         self.drain()
         return {site: float(values[name]) for site, values in self._numbers.items()}
 
     def drain(self) -> None:
-        """Take in the remaining replies (a reply that nobody reads was still trained, sent and counted)."""
+        """Read the remaining replies. A reply that the method ignores was still trained, sent and counted."""
         for _ in self._remaining():
             pass
 
 
 class _Kept(Generic[R]):
-    """Replies for several passes. The first ones stay in memory, the others lie in files that die with this object."""
+    """Replies for several passes: the first in memory, the others in temporary files that go with this object."""
 
     def __init__(self) -> None:
         self._memory: list[tuple[str, R]] = []

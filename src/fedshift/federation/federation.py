@@ -1,4 +1,4 @@
-"""The federation: the sites a method can talk to, and the one way to talk to them."""
+"""The federation as a method sees it: the sites that take part, and `ask`, the one way to talk to them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OnRefusal = Literal["stop", "leave_out"]
 
 
 class StepOwner(Protocol):
-    """What an engine needs to know of a method: where it can be imported, its options, what its sites remember."""
+    """What an engine needs of a method: its steps, its network, what sites remember, how to import it elsewhere."""
 
     @property
     def memory_names(self) -> tuple[str, ...]: ...
@@ -41,18 +41,25 @@ class StepOwner(Protocol):
 
 @dataclass
 class Progress:
-    """How far the sites are: what a checkpoint stores of a federation."""
+    """What a checkpoint stores of a federation: the number of exchanges, and the mini-batches used at each site."""
 
     exchange: int = 0
     used: dict[str, int] = field(default_factory=dict)
 
 
 class Federation(ABC):
-    """The sites that take part. A method talks to them with `ask`; how the words travel is the engine's business.
+    """The sites that take part in a run. Methods ask with `ask`; engines subclass this and implement `deliver`.
 
-    budget: site → mini-batches it may train on in the whole run. rounds: planned rounds. quorum: sites that must answer
-    an exchange, of those asked, for the run to go on without the others; none = all. on_refusal: whether the run also
-    goes on without a site that refuses to send a kind.
+    Args:
+        method: the method of the run.
+        sources: names of the labelled sites.
+        targets: names of the unlabelled sites that take part.
+        budget: mini-batches that each site may train on in the whole run.
+        rounds: planned rounds.
+        quorum: sites that must answer an exchange, of those asked, for the run to continue without the others; None
+            means all.
+        on_refusal: whether the run also continues without a site that refuses to send a kind.
+        on_answer: called with each site that answered and the mini-batches it trained on.
     """
 
     def __init__(
@@ -84,26 +91,30 @@ class Federation(ABC):
 
     @abstractmethod
     def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
-        """Carry the requests to their sites and yield the answers in the same order (engines implement this).
+        """Carry the requests to their sites and yield the answers in the same order. Engines implement this.
 
-        A site whose training went wrong or that refuses is `Missing`; an engine may also leave lost sites out.
+        A site whose training diverged or that refuses is `Missing`. An engine may leave out a site that it lost.
         """
 
     def crossing(self, step: str, site: str, content: Mapping[str, Content]) -> Mapping[str, Content]:
-        """``content`` as it goes to ``site``, for the ledger; an engine may make it smaller on the way."""
+        """``content`` as the ledger counts it on its way to ``site``; an engine may send it in a smaller form."""
         return content
 
     def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:
-        """Write what sites remember below ``folder``; returns site → entry → file name. Here: they remember nothing."""
+        """Write what sites remember below ``folder``; return site → entry → file name. Here, sites remember nothing."""
         return {}
 
     def load_memory(self, folder: Path, files: Mapping[str, Mapping[str, str]]) -> None:
-        """Restore what sites remember. Raises FedshiftError when the engine cannot."""
+        """Restore what `save_memory` wrote.
+
+        Raises:
+            FedshiftError: the engine cannot restore memory.
+        """
         if any(files.values()):
             raise FedshiftError(f"{type(self).__name__} cannot restore what sites remember")
 
     def exhausted(self) -> bool:
-        """Whether every site has used up its mini-batches."""
+        """Whether every site has used its whole budget."""
         return all(self.progress.used[site] >= self.budget[site] for site in self.progress.used)
 
     def share(self, site: str) -> int:
@@ -111,12 +122,18 @@ class Federation(ABC):
         return -(-self.budget[site] // self.rounds)
 
     def ask(self, step: Callable[..., R], *, to: Sequence[str], **content: Content | PerSite) -> Replies[R]:
-        """Run ``step`` at the sites ``to`` with the same ``content`` and collect one reply from each.
+        """Run a step of the method at some sites and return one reply from each.
 
-        step: a method's own bound function ``step(site, **content) -> Reply``. Content that differs between sites is
-        wrapped in `PerSite`. Steps run when the replies are gone over, at the latest before the next exchange. Raises
-        FedshiftError for an unknown site or content that may not travel, UserError when a site refuses to send a
-        kind.
+        The step runs when its reply is read, at the latest before the next exchange.
+
+        Args:
+            step: a bound method of this run's method, ``step(site, **content) -> Reply``.
+            to: names of the sites.
+            content: what the step is given, by argument. Wrap content that differs between sites in `PerSite`.
+
+        Raises:
+            FedshiftError: a site is unknown, or content may not travel.
+            UserError: a site refuses to send a kind.
         """
         self.settle()
         unknown = [site for site in to if site not in self.progress.used]
@@ -130,7 +147,7 @@ class Federation(ABC):
         return replies
 
     def settle(self) -> None:
-        """Bring an exchange that was not gone over to its end."""
+        """Finish the last exchange if its replies were not all read."""
         if self._open is not None:
             open_replies, self._open = self._open, None
             open_replies.drain()
@@ -172,9 +189,15 @@ class Federation(ABC):
             self.forfeit(site, spent)
 
     def go_on_without(self, missing: Missing, asked: int, number: int) -> None:
-        """Note a site that is missing, the ``number``-th of those ``asked``: its reply cannot be used.
+        """Record a site that is missing from an exchange, so that the run continues without it.
 
-        Raises what happened there when too few are left, or nobody allowed to go on without a site (`quorum`).
+        Args:
+            missing: the site and its error.
+            asked: how many sites were asked.
+            number: how many of them are missing so far.
+
+        Raises:
+            FedshiftError: the site's own error, if there is no quorum or too few sites are left for it.
         """
         refused = isinstance(missing.error, KindRefused)
         if self.quorum is None or (refused and self.on_refusal == "stop"):
@@ -189,14 +212,19 @@ class Federation(ABC):
             self.missing[missing.site] = str(missing.error)
 
     def note_refusal(self, site: str, reason: str) -> None:
-        """Remember, for the round's record, what a site did not let out."""
+        """Note in the round's record what a site refused to send."""
         reasons = self.refused.setdefault(site, [])
         if reason not in reasons:
             reasons.append(reason)
 
     def forfeit(self, site: str, spent: Sequence[float]) -> None:
-        """A site that misses an exchange loses as large a part of its work as the others did in it (``spent``), or the
-        run would go on for it alone.
+        """Charge an absent site the mean share of the budget that the others spent in this exchange.
+
+        Without the charge, the run would go on for the absent site alone once the others have used their budgets.
+
+        Args:
+            site: the absent site.
+            spent: the share of its budget that each of the other sites spent.
         """
         if spent:
             left = max(0, self.budget.get(site, 0) - self.progress.used[site])
@@ -208,7 +236,7 @@ class Federation(ABC):
 
 
 def _content_for(site: str, name: str, value: Content | PerSite) -> Content:
-    """The part of ``value`` that ``site`` gets."""
+    """What ``site`` is sent of ``value``."""
     if not isinstance(value, PerSite):
         return value
     if site not in value.of:

@@ -1,4 +1,4 @@
-"""The record of every exchange: who, which way, what kind of content, how many bytes."""
+"""The ledger: which site sent or received what kind of content in each exchange, and how many bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Totals = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class Entry:
-    """One piece of content that crossed a site's border. ``up`` leaves the site, ``down`` reaches it."""
+    """Content of one field and kind that left a site (``up``) or reached it (``down``)."""
 
     exchange: int
     step: str
@@ -28,13 +28,16 @@ class Entry:
 
 @dataclass
 class Ledger:
-    """Counts content as it crosses the border. ``entries`` holds what came since the last `settle`."""
+    """Counts the content that leaves and reaches sites.
+
+    ``entries`` are those since the last `settle`. ``total`` is the bytes of the whole run by direction and kind.
+    """
 
     entries: list[Entry] = field(default_factory=list)
     total: Totals = field(default_factory=lambda: {"up": {}, "down": {}})
 
     def record(self, exchange: int, step: str, site: str, direction: Direction, content: Mapping[str, Any]) -> None:
-        """Count every piece of ``content``; several pieces of one field and kind become one entry."""
+        """Count ``content``. Pieces of the same field and kind become one entry."""
         sizes: dict[tuple[str, str], int] = defaultdict(int)
         for name, kind, size in pieces(content):
             sizes[name, kind] += size
@@ -43,7 +46,7 @@ class Ledger:
             self.total[direction][kind] = self.total[direction].get(kind, 0) + size
 
     def settle(self) -> tuple[list[Entry], Totals]:
-        """The entries since the last call and their bytes by direction and kind; starts a new page."""
+        """The entries since the last call, with their bytes by direction and kind; then start a new page."""
         page, self.entries = self.entries, []
         totals: Totals = {"up": {}, "down": {}}
         for entry in page:

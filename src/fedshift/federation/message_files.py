@@ -1,4 +1,4 @@
-"""Messages as files: checkpoints and what sites remember."""
+"""Content as files: checkpoints and site memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ def write_message(path: Path, content: Mapping[str, Content], header: Mapping[st
 
 
 def read_message(path: Path) -> tuple[dict[str, Content], dict[str, Any]]:
-    """Read what `write_message` wrote. Raises UserError for a missing, damaged or foreign file."""
+    """Read the content and header that `write_message` wrote.
+
+    Raises:
+        UserError: the file is missing, damaged, or of another program.
+    """
     try:
         return decode(path.read_bytes())
     except OSError as error:

@@ -1,8 +1,8 @@
-"""What may travel between sites and server, and how it is written as bytes.
+"""Content that may travel between sites and server, and how it is written as bytes.
 
-Every piece of content has a *kind*. The ledger counts bytes by kind, a site's policy may refuse a kind, and the type
-in a step's signature shows the kind. Bytes are safetensors with a JSON header: no pickle, so reading a message never
-runs code.
+Every piece of content has a *kind*, which its type in a step's signature shows. The ledger counts bytes by kind, and a
+site's policy may refuse a kind. Messages are safetensors with a JSON header. There is no pickle, so reading a message
+never runs code.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ class Statistics(NamedTensors):
 
 
 class Styles(NamedTensors):
-    """Styles of a site's images, of single ones or of all together: a few numbers per channel."""
+    """Styles of single images or of all images of a site: a few numbers per channel."""
 
     kind: ClassVar[str] = "styles"
 
 
 class Spectra(NamedTensors):
-    """Amplitude spectra of single images: image-level information."""
+    """Amplitude spectra of single images. They tell about each image."""
 
     kind: ClassVar[str] = "spectra"
 
 
 class Features(NamedTensors):
-    """A network's outputs for single samples, or gradients with respect to them: sample-level information."""
+    """A network's outputs for single samples, or gradients with respect to them. They tell about each sample."""
 
     kind: ClassVar[str] = "features"
 
 
 class RawData(NamedTensors):
-    """Samples themselves. Only the pooled baselines move them, and the ledger says so."""
+    """Samples themselves. Only pooled methods move them, and the ledger counts them."""
 
     kind: ClassVar[str] = "raw_data"
 
@@ -63,24 +63,24 @@ KINDS: dict[str, type[NamedTensors]] = {
 
 Number = int | float | bool | str
 Content = NamedTensors | Number | Mapping[str, "NamedTensors | Number"]
-"""One piece of content: named tensors, a number, or several of either under site names."""
+"""One piece of content: named tensors, a number, or several of these by site name."""
 
 
 @dataclass(frozen=True)
 class PerSite:
-    """Wraps content that differs between the sites asked: ``PerSite({"a": for_a, "b": for_b})``."""
+    """Content that differs between the sites asked: ``PerSite({"a": for_a, "b": for_b})``."""
 
     of: Mapping[str, Content]
 
 
 @dataclass(frozen=True)
 class Reply:
-    """Base of what a step returns. A method's replies are frozen dataclasses whose fields are typed content."""
+    """Base class of what a step returns: a frozen dataclass whose fields are typed content."""
 
 
 @dataclass(frozen=True)
 class Update(Reply):
-    """The common reply of a training step: the trained model, on how many samples, and the mean loss."""
+    """The usual reply of a training step: the trained model, the number of training samples, the mean loss."""
 
     weights: Weights
     samples: int
@@ -88,7 +88,11 @@ class Update(Reply):
 
 
 def pieces(content: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
-    """``(field, kind, bytes)`` of each piece of ``content``; raises FedshiftError for a type that may not travel."""
+    """List the pieces of ``content`` as ``(field, kind, bytes)``.
+
+    Raises:
+        FedshiftError: a value is of a type that may not travel, or a text is too long.
+    """
     for name, value in content.items():
         if isinstance(value, NamedTensors):
             yield name, value.kind, value.nbytes
@@ -109,13 +113,22 @@ def pieces(content: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
             )
 
 
+def leaves(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """List the named tensors and numbers in ``content`` with their paths, such as ``models/north``."""
+    for name, value in content.items():
+        if isinstance(value, Mapping) and not isinstance(value, NamedTensors):
+            yield from leaves(value, f"{path}{name}/")
+        else:
+            yield f"{path}{name}", value
+
+
 def reply_content(reply: Reply) -> dict[str, Content]:
-    """The fields of a reply by name, without copying them."""
+    """The fields of a reply by name; nothing is copied."""
     return {field.name: getattr(reply, field.name) for field in fields(reply)}
 
 
 def returned(step: Callable[..., Any]) -> type[Reply] | None:
-    """The class of reply that a step's signature promises; None when it promises none."""
+    """The reply class in a step's return annotation; None where there is none."""
     try:
         kind = typing.get_type_hints(step).get("return")
     except NameError:
@@ -124,7 +137,7 @@ def returned(step: Callable[..., Any]) -> type[Reply] | None:
 
 
 def promised_kinds(reply: type[Reply]) -> dict[str, str]:
-    """The kind of each field of a reply, by the field's name; without those whose type leaves it open."""
+    """The kind of each field of a reply class, by field. Fields whose type does not tell the kind are left out."""
     try:
         hints = typing.get_type_hints(reply)
     except NameError:
@@ -144,22 +157,22 @@ def promised_kinds(reply: type[Reply]) -> dict[str, str]:
 
 
 def encode(content: Mapping[str, Content], header: Mapping[str, object] | None = None) -> bytes:
-    """``content`` as safetensors bytes, with an optional JSON ``header``. `decode` is its inverse, bit for bit."""
+    """Write ``content`` as safetensors bytes, with an optional JSON ``header``. `decode` is the exact inverse."""
     tensors: dict[str, Tensor] = {}
     layout: dict[str, object] = {}
     for name, value in content.items():
         layout[name] = _laid_out(name, value, tensors)
-    # One entry: safetensors writes several in any order, and equal messages are to have equal bytes.
+    # One metadata entry: safetensors writes several in any order, and equal messages must have equal bytes.
     metadata = {"message": json.dumps({"content": layout, "header": dict(header or {})})}
     return save_tensors(unshared(tensors), metadata)
 
 
-# A function of the module, not a closure: one that calls itself is a reference cycle, and would keep the tensors of
-# every message in memory until the garbage collector comes by.
+# This is not a closure inside `encode`: a closure that calls itself is a reference cycle, which would keep every
+# message's tensors in memory until the garbage collector runs.
 
 
 def _laid_out(path: str, value: Any, tensors: dict[str, Tensor]) -> object:
-    """How ``value`` is put together, as JSON; its tensors go to ``tensors`` under names that begin with ``path``."""
+    """Describe ``value`` as JSON and add its tensors to ``tensors``, under names that begin with ``path``."""
     if isinstance(value, NamedTensors):
         for key, tensor in value.items():
             tensors[f"{path}|{key}"] = tensor.detach().cpu().contiguous()
@@ -172,14 +185,18 @@ def _laid_out(path: str, value: Any, tensors: dict[str, Tensor]) -> object:
 
 
 def decode(data: bytes) -> tuple[dict[str, Content], dict[str, Any]]:
-    """The content and header that `encode` wrote. Raises FedshiftError when ``data`` is not such a message."""
+    """Read the content and header that `encode` wrote.
+
+    Raises:
+        FedshiftError: ``data`` is not such a message.
+    """
     try:
         length = int.from_bytes(data[:8], "little")
         metadata = json.loads(data[8 : 8 + length])["__metadata__"]
         if "message" in metadata:
             whole = json.loads(metadata["message"])
             layout, header = whole["content"], whole["header"]
-        else:  # checkpoints that were written before
+        else:  # a checkpoint of an older version
             layout, header = json.loads(metadata["content"]), json.loads(metadata["header"])
         tensors = load_tensors(data)
         return {name: _read(name, entry, tensors) for name, entry in layout.items()}, dict(header)
@@ -188,7 +205,7 @@ def decode(data: bytes) -> tuple[dict[str, Content], dict[str, Any]]:
 
 
 def _read(path: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Content:
-    """The content that `encode` described as ``entry``."""
+    """The inverse of `_laid_out`: the content that ``entry`` describes."""
     if "kind" in entry:
         return KINDS[entry["kind"]]({key: tensors[f"{path}|{key}"] for key in entry["keys"]})
     if "by_site" in entry:
@@ -199,18 +216,18 @@ def _read(path: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     if "float" in entry:
         return float(entry["float"])
     number: Number = entry["number"]
-    if not isinstance(number, bool | int | float | str):  # a stranger may have written it
+    if not isinstance(number, bool | int | float | str):  # the message may come from anybody
         raise FedshiftError(f"'{path}' is a {type(number).__name__}, which may not travel")
     return number
 
 
 def _below(path: str, key: str) -> str:
-    """The path of ``key`` below ``path``; separators inside a site's name are escaped, so no two paths are equal."""
+    """The path of ``key`` below ``path``. Separators in ``key`` are escaped, so two paths are never equal."""
     return f"{path}/{key.replace('%', '%25').replace('/', '%2F').replace('|', '%7C')}"
 
 
 def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, with a copy of each one that shares memory with an earlier one (safetensors refuses those)."""
+    """The same tensors, copied where one shares memory with an earlier one, which safetensors refuses to write."""
     seen: set[int] = set()
     out: dict[str, Tensor] = {}
     for name, tensor in tensors.items():

@@ -1,6 +1,4 @@
-"""Seeds that depend on names, never on the order of execution: the reason why any number of workers gives the same
-weights.
-"""
+"""Random seeds that depend on names and not on the order of execution, so any number of workers gives the same bits."""
 
 from __future__ import annotations
 
@@ -12,20 +10,20 @@ import torch
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from what it is for, e.g. ``derive_seed(experiment_seed, site, exchange, "batches")``."""
+    """A 63-bit seed from its purpose, such as ``derive_seed(experiment_seed, site, exchange, "batches")``."""
     text = "\x1f".join(str(part) for part in parts)
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
 
 
 def generator(*parts: object) -> torch.Generator:
-    """A CPU generator seeded by `derive_seed`. Draws are made on the CPU so that every device sees the same batches."""
+    """A generator seeded by `derive_seed`. It draws on the CPU, so every device gets the same batches."""
     return torch.Generator().manual_seed(derive_seed(*parts))
 
 
 @contextmanager
 def drawn_from(seed: int) -> Iterator[None]:
-    """Inside, PyTorch's CPU generator starts at ``seed``; afterwards it stands where it stood."""
+    """Seed PyTorch's CPU generator inside the block, and restore its state afterwards."""
     with torch.random.fork_rng(devices=[]):
-        # Not torch.manual_seed, which would also reset every accelerator's generator.
+        # torch.manual_seed would also reset every accelerator's generator.
         torch.default_generator.manual_seed(seed)
         yield

@@ -1,4 +1,4 @@
-"""How a setting is written as JSON and made again in another process: by names and options, never by code."""
+"""A setting as JSON, and back again in another process. It holds names and options, never code."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedshift.models import registry as models
 
 
 def setting_recipe(setting: Setting) -> dict[str, Any]:
-    """A setting as JSON."""
+    """Write a setting as plain values for JSON."""
     return {
         "method": setting.method.recipe(),
         "training": setting.training.model_dump(mode="json"),
@@ -33,7 +33,7 @@ def setting_recipe(setting: Setting) -> dict[str, Any]:
 
 
 def setting_from(recipe: Mapping[str, Any]) -> Setting:
-    """The setting that `setting_recipe` wrote."""
+    """Build the setting that `setting_recipe` wrote."""
     method: StepOwner = find(recipe["method"]["class"]).model_validate(recipe["method"]["options"])
     return Setting(
         method=method,
@@ -50,9 +50,13 @@ def setting_from(recipe: Mapping[str, Any]) -> Setting:
     )
 
 
-def reply_from(place: str, content: Mapping[str, Any]) -> Reply:
-    """A reply of the class at ``place``. Raises FedshiftError when that is not a `Reply`."""
-    kind = find(place)
+def reply_from(import_path: str, content: Mapping[str, Any]) -> Reply:
+    """Build a reply of the class at ``import_path``.
+
+    Raises:
+        FedshiftError: the class is not a `Reply`.
+    """
+    kind = find(import_path)
     if not (isinstance(kind, type) and issubclass(kind, Reply)):
-        raise FedshiftError(f"{place} is not a Reply")
+        raise FedshiftError(f"{import_path} is not a Reply")
     return kind(**content)

@@ -1,6 +1,4 @@
-"""What a step sees of the site it runs at: data as batches, a network, an optimiser, a generator and the site's
-memory.
-"""
+"""A site as the steps of a method see it: batches of its data, the network, optimisers, generators, its memory."""
 
 from __future__ import annotations
 
@@ -33,9 +31,11 @@ B = TypeVar("B")
 class Batch:
     """A mini-batch on the device.
 
-    inputs: (b, …) float32. labels: (b,) int64, or None at an unlabelled target. domains: (b,) int64, the number of
-    the domain each sample comes from (all equal unless the site is pooled). rows: (b,) int64, the samples' numbers at
-    this site.
+    Attributes:
+        inputs: (b, …) float32.
+        labels: (b,) int64, or masks; None at an unlabelled target.
+        domains: (b,) int64, the number of each sample's domain; all equal unless the site is a pool.
+        rows: (b,) int64, the samples' numbers at this site.
     """
 
     inputs: Tensor
@@ -45,7 +45,11 @@ class Batch:
 
     @property
     def targets(self) -> Tensor:
-        """The labels. Raises FedshiftError at a site that has none."""
+        """The labels.
+
+        Raises:
+            FedshiftError: the site has none.
+        """
         if self.labels is None:
             raise FedshiftError("a step asked an unlabelled target for labels")
         return self.labels
@@ -53,7 +57,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Envelope:
-    """What the engine tells a site beside the content: which exchange this is and how much work is left."""
+    """What the engine tells a site beside the content: exchange, round, share of the budget used, batches left."""
 
     exchange: int
     round: int
@@ -63,7 +67,7 @@ class Envelope:
 
 @dataclass
 class Site:
-    """A site as the steps of a method see it. The engine makes it; a method never learns which engine."""
+    """The site that a step runs at. An engine makes it, and a method cannot tell which engine."""
 
     name: str
     role: Role
@@ -84,7 +88,7 @@ class Site:
     envelope: Envelope = field(default_factory=lambda: Envelope(0, 0, 0.0, 0))
 
     def begin(self, envelope: Envelope) -> None:
-        """Start an exchange: fresh generators that depend on the seed, the site and the exchange alone."""
+        """Start an exchange. Its generators depend on the seed, the site and the exchange alone."""
         self.envelope = envelope
         self.mini_batches = self._orders = 0
         self.generator = generator(self.seed, self.name, envelope.exchange, "step")
@@ -92,7 +96,7 @@ class Site:
 
     @property
     def samples(self) -> int:
-        """N_k: training samples at this site."""
+        """N_k: the number of training samples at this site."""
         return self.data.samples
 
     @property
@@ -102,22 +106,22 @@ class Site:
 
     @property
     def learning_rate(self) -> float:
-        """η at the present progress of the run."""
+        """η: the learning rate at this point of the run."""
         return self.training.learning_rate(self.envelope.progress)
 
     def generator_for(self, purpose: str) -> torch.Generator:
-        """A generator of this exchange for one purpose, independent of how often others are drawn from."""
+        """A generator for one purpose in this exchange. Draws for other purposes do not change it."""
         return generator(self.seed, self.name, self.envelope.exchange, purpose)
 
     def model(self, weights: Weights | None = None) -> Network:
-        """The experiment's network with the given weights, in training mode, on this site's device."""
+        """A copy of the experiment's network on this site's device, in training mode, with ``weights`` if given."""
         network = copy.deepcopy(self.network)
         if weights is not None:
             network.load_state_dict(dict(weights))
         return network.train()
 
     def place(self, module: M) -> M:
-        """A module of the method's own, moved to this site's device; its products are made as the network's."""
+        """Move a module of the method's own to this site's device; it multiplies matrices as the network does."""
         return with_products(module.to(self.device), self.training.matrix_products)
 
     def optimizer(self, *modules: nn.Module, memory: str | None = None, keep: bool = False) -> torch.optim.Optimizer:
@@ -144,22 +148,25 @@ class Site:
             self.memory[memory] = _optimizer_state(optimizer)
 
     def pixels(self, inputs: Tensor) -> Tensor:
-        """A batch's images (b, c, h, w) with values in [0, 1], as they were before normalisation."""
+        """A batch's images before normalisation: (b, c, h, w), values in [0, 1]."""
         return to_pixels(inputs, self.data.preprocessing)
 
     def inputs_of(self, pixels: Tensor) -> Tensor:
-        """The inverse of `pixels`: what a network reads, in the memory format of a batch."""
+        """The inverse of `pixels`: normalised images, in the memory format of a batch."""
         values = normalised(pixels, self.data.preprocessing).contiguous(memory_format=torch.channels_last)
         _, channels, height, width = values.shape
-        # With one channel both formats lie alike in memory, and strides of the other make convolutions take half as
-        # long again.
+        # With one channel, NCHW and NHWC have the same layout in memory. Channels-last strides keep PyTorch from
+        # choosing convolutions that are 1.5 times slower.
         return values.as_strided(values.shape, (channels * height * width, 1, channels * width, channels))
 
     def batches(self, epochs: int = 1, steps: int | None = None) -> Iterator[Batch]:
-        """Shuffled, augmented training batches: ``epochs`` passes over the site's data, or ``steps`` batches.
+        """Iterate over shuffled, augmented training batches.
 
-        Ends early when the site has used up the mini-batches the experiment grants it, so that every method of an
-        experiment does the same work.
+        Ends early when the site has used its budget of mini-batches, so every method of an experiment does equal work.
+
+        Args:
+            epochs: passes over the site's data.
+            steps: mini-batches; if given, ``epochs`` does not count.
         """
         again = f" {self._orders}" if self._orders else ""  # a second call in one exchange draws another order
         self._orders += 1
@@ -179,10 +186,10 @@ class Site:
             epoch += 1
 
     def domain_batches(self, steps: int) -> Iterator[tuple[tuple[Batch, ...], Batch | None]]:
-        """For a pool, ``steps`` times: a mini-batch of every source domain, and one of the target's where its samples
-        lie in the pool too (without labels).
+        """Iterate ``steps`` times, at a pool, over a mini-batch of every source domain and one of the target.
 
-        Each of them counts as a mini-batch; a domain that is through begins anew. Ends early like `batches`.
+        The target's batch has no labels, and is None where the pool holds no target. Each mini-batch counts against
+        the budget. A domain that runs out of samples starts again. Ends early like `batches`.
         """
         numbers = self.data.domain_numbers.cpu()
         rows = [torch.nonzero(numbers == number).flatten() for number in range(self.domains)]
@@ -195,7 +202,7 @@ class Site:
             yield tuple(next(source) for source in sources), next(target) if target is not None else None
 
     def _endless(self, data: SiteData, rows: Tensor | None, purpose: str) -> Iterator[Batch]:
-        """Mini-batches of the given rows (all of them if none are given), pass after pass. Unlabelled data stay so."""
+        """Mini-batches of ``rows``, or of all rows, pass after pass. Unlabelled data give no labels."""
         order, augmentation = self.generator_for(f"{purpose} order"), self.generator_for(f"{purpose} augmentation")
         while True:
             for places in epoch_batches(data.samples if rows is None else len(rows), self.training.batch_size, order):
@@ -204,7 +211,7 @@ class Site:
                 yield Batch(inputs, None if data is self.unlabelled else labels, domains, chosen)
 
     def all_batches(self) -> Iterator[Batch]:
-        """Every sample once, in order and without augmentation: for statistics and caches, not counted as training."""
+        """Every training sample once, in order, without augmentation. It does not count as training."""
         first = 0
         for inputs, labels, domains in self.data.all_batches(max(self.training.batch_size, 256)):
             rows = torch.arange(first, first + len(labels))
@@ -212,8 +219,9 @@ class Site:
             yield Batch(inputs, labels if self.role == "source" else None, domains, rows)
 
     def held_out_batches(self) -> Iterator[Batch]:
-        """The samples that are not trained on, once and in order; none unless the method has ``uses_held_out`` and the
-        protocol holds some out.
+        """The held-out samples once, in order, without augmentation.
+
+        There are none unless the method sets ``uses_held_out`` and the protocol holds samples out.
         """
         first = 0
         for inputs, labels, domains in self.held_out.all_batches(256) if self.held_out is not None else ():
@@ -286,7 +294,7 @@ class Site:
         return mean
 
     def weights_of(self, module: nn.Module) -> Weights:
-        """A copy of the module's weights and buffers, as content that can be sent."""
+        """Copy a module's weights and buffers as content that can be sent."""
         return Weights(
             {
                 key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -296,7 +304,7 @@ class Site:
 
 
 def _optimizer_state(optimizer: torch.optim.Optimizer) -> Statistics:
-    """An optimiser's momentum and moments as named tensors."""
+    """An optimiser's momentum and moments, as named tensors."""
     state = optimizer.state_dict()["state"]
     return Statistics(
         {
@@ -318,8 +326,7 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, content: Content) -> None:
         number, _, key = name.partition(".")
         parameter = parameters[int(number)]
         if tensor.shape == parameter.shape:
-            # Fused optimisers walk over memory and ignore strides: a file gives back contiguous tensors, the parameter
-            # may lie channels last.
+            # Fused optimisers ignore strides. A tensor from a file is contiguous, the parameter may be channels-last.
             tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
         state.setdefault(int(number), {})[key] = tensor
     whole["state"] = state

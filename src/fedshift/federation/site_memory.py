@@ -1,4 +1,4 @@
-"""What a site keeps between exchanges."""
+"""What a site remembers between exchanges."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fedshift.weights import Weights
 
 
 class SiteMemory(MutableMapping[str, Content]):
-    """What a site remembers between exchanges under declared names. It is saved with the checkpoint and never sent.
+    """Content that a site keeps between exchanges, under names that the method declares. It is never sent.
 
-    Each entry is one file, written only when it changed; the file name holds the exchange that wrote it, so an
-    interrupted save never spoils what an older checkpoint points to.
+    Each entry is saved as one file of the checkpoint, written only when it changed. The file name holds the exchange
+    that wrote it, so an interrupted save leaves the files of an older checkpoint as they are.
     """
 
     def __init__(self, declared: Iterable[str]) -> None:
@@ -43,16 +43,20 @@ class SiteMemory(MutableMapping[str, Content]):
         return len(self._entries)
 
     def weights(self, name: str) -> Weights:
-        """The entry ``name``, which must be `Weights`. Raises FedshiftError when an earlier step did not leave it."""
+        """The entry ``name`` as `Weights`.
+
+        Raises:
+            FedshiftError: there is no such entry, since an earlier step failed here, or it is not `Weights`.
+        """
         if name not in self._entries:
-            raise FedshiftError(f"site memory '{name}' is empty: the step that fills it went wrong at this site")
+            raise FedshiftError(f"site memory '{name}' is empty: the step that fills it failed at this site")
         content = self._entries[name]
         if not isinstance(content, Weights):
             raise FedshiftError(f"site memory '{name}' holds {type(content).__name__}, not Weights")
         return content
 
     def save(self, folder: Path, version: int) -> dict[str, str]:
-        """Write the entries that changed since the last save; returns entry → file name for the checkpoint."""
+        """Write the entries that changed since the last save; return entry → file name for the checkpoint."""
         for name, content in self._entries.items():
             if name not in self._files:
                 file = f"{name}-{version}.safetensors"
@@ -61,7 +65,11 @@ class SiteMemory(MutableMapping[str, Content]):
         return dict(self._files)
 
     def load(self, folder: Path, files: Mapping[str, str]) -> None:
-        """Forget everything and read the entries a checkpoint names."""
+        """Replace all entries by those that a checkpoint names.
+
+        Raises:
+            UserError: a file is missing, damaged, or holds another entry.
+        """
         entries: dict[str, Content] = {}
         for name, file in files.items():
             content, _ = read_message(folder / file)

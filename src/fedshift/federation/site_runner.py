@@ -1,4 +1,4 @@
-"""Runs a method's steps at one site; every engine runs its sites through `SiteRunner`."""
+"""Runs a method's steps at one site. Every engine runs its sites through `SiteRunner`."""
 
 from __future__ import annotations
 
@@ -24,9 +24,15 @@ from fedshift.models.products import with_products
 
 @dataclass(frozen=True)
 class SitePlan:
-    """Everything that makes a site, in any process. ``parts``: (domain, training rows, domain number); one unless
-    pooled. ``unlabelled``: the same of a target whose samples lie in the pool too. ``held_out``: the same with the rows
-    that are not trained on, for a method that looks at them. ``refuse``: kinds that this site alone does not let out.
+    """What a site holds and may send.
+
+    Attributes:
+        name: the site's name.
+        role: whether it is a source or a target.
+        parts: (domain, training rows, domain number) of its samples; one part unless the site is a pool.
+        unlabelled: the same, of a target whose samples lie in the pool.
+        held_out: the same, with the rows that are held out, for a method that uses them.
+        refuse: kinds that only this site refuses to send.
     """
 
     name: str
@@ -39,7 +45,7 @@ class SitePlan:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all sites of a run share."""
+    """What all sites of a run have in common."""
 
     method: StepOwner
     training: Training
@@ -54,17 +60,26 @@ class Setting:
     on_refusal: OnRefusal = "stop"
 
     def build_network(self) -> Network:
-        """The network that the method trains, with the weights that belong to the seed; the same in every process."""
+        """The network that the method trains, with weights drawn from the seed; the same in every process."""
         network = models.build(self.network, self.input_shape, self.classes, self.seed)
         network = self.method.adapt_network(network, self.sources)
         return with_products(network, self.training.matrix_products)
 
 
 class SiteRunner:
-    """Holds one site and runs a method's steps at it. Every engine runs its sites through this class."""
+    """Holds one site and runs a method's steps at it."""
 
     def __init__(self, plan: SitePlan, setting: Setting, memory: Sequence[str] = ()) -> None:
-        """``memory``: names that the engine itself keeps things under, beside the method's."""
+        """Make the site.
+
+        Args:
+            plan: the site's data and role.
+            setting: what all sites of the run have in common.
+            memory: names of site memory that the engine itself uses, beside the method's.
+
+        Raises:
+            KindRefused: the site refuses a kind that the method declares, and the run may not continue without it.
+        """
         device = torch.device(setting.device)
         network = setting.build_network().to(device)
         self.refuse = {
@@ -72,7 +87,7 @@ class SiteRunner:
             **dict.fromkeys(setting.refuse, "engine.refuse"),
         }
         refused = sorted(set(self.refuse).intersection(setting.method.shares))
-        if refused and setting.on_refusal == "stop":  # before any training; each step is looked at again
+        if refused and setting.on_refusal == "stop":  # before any training; `run` checks each reply again
             raise KindRefused(
                 f"site '{plan.name}' refuses to send {refused[0]}, which the method shares: choose another "
                 f"method or take the kind out of {self.refuse[refused[0]]}"
@@ -96,18 +111,18 @@ class SiteRunner:
         )
 
     def run(self, step: str, envelope: Envelope, content: Mapping[str, Any]) -> tuple[Reply, int]:
-        """Run ``step``; returns its reply and the mini-batches it trained on.
+        """Run a step; return its reply and the number of mini-batches it trained on.
 
-        Raises FedshiftError for a wrong reply type, KindRefused for a kind of content that the site does not let out.
+        Raises:
+            FedshiftError: the step does not return a `Reply`.
+            KindRefused: the reply holds, or its type promises, a kind that the site refuses to send.
         """
-        if self.refuse:  # what the step's signature promises needs no training to be refused
+        if self.refuse:  # what the step's signature promises can be refused before it trains
             promised = returned(getattr(self.method.step_owner(step), step))
             for name, kind in promised_kinds(promised).items() if promised else ():
                 self._check(step, name, kind)
         cuda = [self.site.device] if self.site.device.type == "cuda" else []
-        with torch.random.fork_rng(
-            devices=cuda
-        ):  # dropout draws from torch's own generators: seeded inside, restored after
+        with torch.random.fork_rng(devices=cuda):  # dropout draws from torch's own generators, which `begin` seeds
             self.site.begin(envelope)
             reply = self.method.run_step(step, self.site, content)
         if not isinstance(reply, Reply):
@@ -117,7 +132,7 @@ class SiteRunner:
         return reply, self.site.mini_batches
 
     def _check(self, step: str, name: str, kind: str) -> None:
-        """Raises KindRefused, with the rule, for a kind that the site does not let out."""
+        """Raise KindRefused, naming the rule, for a kind that the site refuses to send."""
         if kind in self.refuse:
             raise KindRefused(
                 f"site '{self.site.name}' refuses to send {kind} (field '{name}' of step {step}), rule "

@@ -15,7 +15,7 @@ from fedshift.models.products import Products
 
 
 class Training(BaseModel):
-    """How a site trains: batches, optimiser, learning rate, augmentation; and how many rounds an experiment has."""
+    """How sites train (batches, optimiser, learning rate, augmentation), and how many rounds an experiment has."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -24,7 +24,7 @@ class Training(BaseModel):
     optimizer: Literal["sgd", "adam"] = Field("sgd", description="optimiser of every site")
     lr: PositiveFloat = Field(0.01, description="η: learning rate")
     lr_schedule: Literal["constant", "cosine", "inverse_power"] = Field(
-        "constant", description="how the learning rate falls with the share of the mini-batches already done"
+        "constant", description="how the learning rate falls with the share of mini-batches done"
     )
     lr_end: NonNegativeFloat = Field(0.0, description="learning rate at the end of a cosine schedule")
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.5, description="momentum of SGD")
@@ -46,7 +46,7 @@ class Training(BaseModel):
     augmentation: NamedAugmentation = Field(default_factory=Augmentation, description="a preset's name or its parts")
 
     def learning_rate(self, progress: float) -> float:
-        """Learning rate after ``progress`` in [0, 1] of a run's mini-batches."""
+        """The learning rate when a share ``progress``, in [0, 1], of a run's mini-batches is done."""
         if self.lr_schedule == "cosine":
             return schedules.cosine(progress, self.lr, self.lr_end)
         if self.lr_schedule == "inverse_power":
@@ -54,7 +54,7 @@ class Training(BaseModel):
         return self.lr
 
     def build_optimizer(self, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
-        """The optimiser these settings describe, over the parameters that require a gradient."""
+        """The optimiser of these settings, over those ``parameters`` that require a gradient."""
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if self.optimizer == "adam":
             return torch.optim.Adam(trained, lr=lr, weight_decay=self.weight_decay, fused=True)

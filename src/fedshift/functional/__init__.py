@@ -1,1 +1,1 @@
-"""One pure function per equation: no state, no data, no model of fedshift's own."""
+"""Equations as pure functions, one each: no state, no data, no network of fedshift's own."""

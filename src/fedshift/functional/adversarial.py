@@ -1,6 +1,7 @@
-"""Domains told apart by a classifier that the features learn to fool: gradient reversal, FADA, MDAN, CMSS and CDAN.
+"""Adversarial alignment: losses of a domain classifier that the features learn to fool.
 
-The domain classifier D answers in logits; a positive one means "source". All losses are in nats.
+Used by DANN's gradient reversal, FADA, MDAN, CMSS and CDAN. The domain classifier D answers in logits; a positive logit
+means "source". All losses are in nats.
 """
 
 from __future__ import annotations
@@ -16,8 +17,20 @@ from fedshift.errors import UserError
 
 
 def reverse_gradient(features: Tensor, strength: float = 1.0) -> Tensor:
-    """``features`` as they are; gradients that pass backwards are multiplied by ``−strength`` (DANN, Ganin et al., JMLR
-    2016). Any shape. The result shares memory with ``features``."""
+    """Return the features unchanged; multiply gradients that pass backwards by ``−strength``.
+
+    Source: DANN (Ganin et al., JMLR 2016).
+
+    Args:
+        features: any shape. The result shares memory with it.
+        strength: the factor of the reversed gradient.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> reverse_gradient(x, 0.5).sum().backward()
+        >>> x.grad
+        tensor([-0.5000, -0.5000])
+    """
     reversed_features: Tensor = _ReverseGradient.apply(features, strength)
     return reversed_features
 
@@ -34,27 +47,60 @@ class _ReverseGradient(torch.autograd.Function):
 
 
 def domain_identifier_loss(source_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """``−E log D(s) − E log(1 − D(t))``, a scalar that the domain identifier minimises (FADA, Peng et al., ICLR
-    2020; MDAN's d_k).
+    """Loss of the domain classifier, ``−E log D(s) − E log(1 − D(t))``, a scalar.
 
-    source_logits, target_logits: (n,) or (n, 1), (m,) or (m, 1). At D = ½ on both sides it is 2 ln 2. Raises UserError
-    when one side is empty.
+    It is 2 ln 2 where D answers ½ on both sides. Source: FADA (Peng et al., ICLR 2020); also d_k of MDAN.
+
+    Args:
+        source_logits: (n,) or (n, 1).
+        target_logits: (m,) or (m, 1).
+
+    Raises:
+        UserError: one side is empty.
+
+    Example:
+        >>> domain_identifier_loss(torch.zeros(3), torch.zeros(2))
+        tensor(1.3863)
     """
     return _surprise(source_logits).mean() + _surprise(-target_logits).mean()
 
 
 def generator_loss(source_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """``−E log D(s) − E log D(t)``, a scalar that both feature generators minimise, the identifier fixed (FADA).
-    Shapes and errors as `domain_identifier_loss`."""
+    """Loss of both feature generators while D is fixed, ``−E log D(s) − E log D(t)``, a scalar.
+
+    Source: FADA (Peng et al., ICLR 2020).
+
+    Args:
+        source_logits: (n,) or (n, 1).
+        target_logits: (m,) or (m, 1).
+
+    Raises:
+        UserError: one side is empty.
+
+    Example:
+        >>> generator_loss(torch.zeros(3), torch.zeros(2))
+        tensor(1.3863)
+    """
     return _surprise(source_logits).mean() + _surprise(target_logits).mean()
 
 
 def weighted_adversarial_loss(source_logits: Tensor, target_logits: Tensor, weights: Tensor) -> Tensor:
-    """``−E_s w·log D(s) − E_t log(1 − D(t))``, a scalar (CMSS, Yang et al., ECCV 2020).
+    """Domain loss with weighted source samples, ``−E_s w·log D(s) − E_t log(1 − D(t))``, a scalar.
 
-    D minimises it; features and curriculum network maximise it: pass both through `reverse_gradient`.
-    weights: one per source sample, shaped as ``source_logits``; from `curriculum_weights`. Other shapes and errors as
-    `domain_identifier_loss`; also UserError when weights and source logits differ in shape.
+    D minimises it. Features and the curriculum network maximise it: pass both through `reverse_gradient`. Source: CMSS
+    (Yang et al., ECCV 2020).
+
+    Args:
+        source_logits: (n,) or (n, 1).
+        target_logits: (m,) or (m, 1).
+        weights: one per source sample, in the shape of ``source_logits``; see `curriculum_weights`.
+
+    Raises:
+        UserError: one side is empty, or weights and source logits differ in shape.
+
+    Example:
+        >>> weighted_adversarial_loss(torch.zeros(2), torch.zeros(1), torch.tensor([2.0, 0.0]))
+        tensor(1.3863)
     """
     if weights.shape != source_logits.shape:
         raise UserError(
@@ -65,9 +111,19 @@ def weighted_adversarial_loss(source_logits: Tensor, target_logits: Tensor, weig
 
 
 def curriculum_weights(scores: Tensor) -> Tensor:
-    """``w = N·softmax(scores)`` over the N samples of a source batch, with mean 1 (CMSS).
+    """Weights of the N samples of a source batch, ``w = N·softmax(scores)``; their mean is 1.
 
-    scores: (n,) or (n, 1), of which the result has the shape. Differentiable. Equal scores give ones.
+    Source: CMSS (Yang et al., ECCV 2020). Differentiable.
+
+    Args:
+        scores: (n,) or (n, 1).
+
+    Returns:
+        One weight per sample, in the shape of ``scores``.
+
+    Example:
+        >>> curriculum_weights(torch.tensor([0.0, 0.0, 0.0])).round(decimals=4)
+        tensor([1., 1., 1.])
     """
     return scores.numel() * scores.flatten().softmax(0).view_as(scores)
 
@@ -79,12 +135,24 @@ def combine_domains(
     gamma: float = 10.0,
     rule: Literal["dynamic", "maxmin"] = "dynamic",
 ) -> Tensor:
-    """One loss, a scalar, from the source sites' errors ℓ_k and domain losses d_k (MDAN, Zhao et al., NeurIPS 2018).
+    """Combine the source sites' errors ℓ_k and domain losses d_k into one scalar loss.
 
-    source_losses, domain_losses: (K,), each. The features behind d_k pass through `reverse_gradient`.
-    rule: ``"dynamic"`` ``1/γ · log Σ_k exp(γ(ℓ_k + μ d_k))``, whose gradient weights sites by the softmax of ``γ(ℓ_k +
-        μ d_k)``; ``"maxmin"`` ``max_k ℓ_k + μ · min_k d_k``, the released code's hard version, where one site counts.
-    Raises UserError when there is no site, the shapes differ, or γ is not positive.
+    Source: MDAN (Zhao et al., NeurIPS 2018). The features behind d_k pass through `reverse_gradient`.
+
+    Args:
+        source_losses: ℓ_k, (K,).
+        domain_losses: d_k, (K,).
+        mu: weight of the domain losses.
+        gamma: sharpness of the dynamic rule, above 0.
+        rule: ``"dynamic"`` is ``1/γ · log Σ_k exp(γ(ℓ_k + μ d_k))``; its gradient weights sites by the softmax of
+            ``γ(ℓ_k + μ d_k)``. ``"maxmin"`` is ``max_k ℓ_k + μ · min_k d_k``, the hard version of the released code.
+
+    Raises:
+        UserError: there is no site, the shapes differ, or γ is not positive.
+
+    Example:
+        >>> combine_domains(torch.tensor([1.0, 2.0]), torch.tensor([3.0, 5.0]), mu=0.1, rule="maxmin")
+        tensor(2.3000)
     """
     if source_losses.dim() != 1 or source_losses.shape != domain_losses.shape or not len(source_losses):
         raise UserError(
@@ -99,10 +167,21 @@ def combine_domains(
 
 
 def conditioned(features: Tensor, probabilities: Tensor, projections: tuple[Tensor, Tensor] | None = None) -> Tensor:
-    """Features conditioned on predictions, ``p ⊗ f`` flattened: (n, d), (n, C) → (n, C·d) (CDAN, Long et al., NeurIPS
-    2018).
+    """Condition features on predictions: the outer product ``p ⊗ f``, flattened.
 
-    projections: random matrices R_f (d, m) and R_p (C, m) for ``(f R_f ⊙ p R_p)/√m`` (n, m) in its place.
+    Source: CDAN (Long et al., NeurIPS 2018).
+
+    Args:
+        features: f, (n, d).
+        probabilities: p, (n, C).
+        projections: random matrices R_f (d, m) and R_p (C, m). With them the result is ``(f R_f ⊙ p R_p)/√m`` instead.
+
+    Returns:
+        (n, C·d), or (n, m) with projections.
+
+    Example:
+        >>> conditioned(torch.tensor([[1.0, 2.0]]), torch.tensor([[0.25, 0.75]]))
+        tensor([[0.2500, 0.5000, 0.7500, 1.5000]])
     """
     if projections is None:
         return (probabilities[:, :, None] * features[:, None, :]).flatten(1)
@@ -112,9 +191,20 @@ def conditioned(features: Tensor, probabilities: Tensor, projections: tuple[Tens
 
 
 def certainty_weights(entropies: Tensor) -> Tensor:
-    """``1 + e^(−H)`` of each sample, divided by their sum: (n,) → (n,), which sums to 1 (CDAN+E).
+    """Weight each sample by its certainty: ``1 + e^(−H)``, divided by the sum over the batch.
 
-    1 + e^(−H) is 2 for a certain prediction, 1 + 1/C for one that knows nothing.
+    Before the division the weight is 2 for a certain prediction and 1 + 1/C for a uniform one. Source: CDAN+E (Long et
+    al., NeurIPS 2018).
+
+    Args:
+        entropies: H of each sample's prediction, (n,), in nats.
+
+    Returns:
+        (n,), which sums to 1. The sum is constant for back-propagation.
+
+    Example:
+        >>> certainty_weights(torch.tensor([0.0, 0.6931]))  # certain; two classes at 0.5
+        tensor([0.5714, 0.4286])
     """
     weights = 1 + (-entropies).exp()
     return weights / weights.sum().detach()
@@ -123,10 +213,23 @@ def certainty_weights(entropies: Tensor) -> Tensor:
 def conditional_adversarial_loss(
     source_logits: Tensor, target_logits: Tensor, source_weights: Tensor, target_weights: Tensor
 ) -> Tensor:
-    """``−½ Σ_s w·log D(s) − ½ Σ_t w·log(1 − D(t))``, a scalar; weights of each side sum to 1 (CDAN).
+    """Domain loss with weights on both sides, ``−½ Σ_s w·log D(s) − ½ Σ_t w·log(1 − D(t))``, a scalar.
 
-    source_logits, target_logits: (n, 1), (m, 1). source_weights, target_weights: (n,), (m,). ln 2 at D = ½. Errors as
-    `domain_identifier_loss`.
+    It is ln 2 where D answers ½. Source: CDAN (Long et al., NeurIPS 2018).
+
+    Args:
+        source_logits: (n, 1).
+        target_logits: (m, 1).
+        source_weights: (n,), which sum to 1.
+        target_weights: (m,), which sum to 1.
+
+    Raises:
+        UserError: one side is empty.
+
+    Example:
+        >>> half = torch.tensor([0.5, 0.5])
+        >>> conditional_adversarial_loss(torch.zeros(2, 1), torch.zeros(2, 1), half, half)
+        tensor(0.6931)
     """
     source, target = _surprise(source_logits).flatten(), _surprise(-target_logits).flatten()
     return ((source_weights * source).sum() + (target_weights * target).sum()) / 2

@@ -1,4 +1,4 @@
-"""Cross-layer attention of CSAC: how much each layer of the fused model aligns with each layer of the local one."""
+"""CSAC's cross-layer attention: how well each layer of the fused model matches each layer of the local one."""
 
 from __future__ import annotations
 
@@ -17,19 +17,31 @@ def cross_layer_attention(
     channel: bool = True,
     scale: bool = False,
 ) -> Tensor:
-    """Attention weights ``α`` of shape (R_fused, R_local); every row sums to 1 (CSAC, eqs. 7-9; section 2.1).
+    """Attention weights ``α`` of shape (R_fused, R_local); every row sums to 1 (CSAC, equations 7 to 9).
 
-    fused, local: projected features of the same mini-batch, one tensor (n, c, g, w) per layer, all of one shape; or the
-        layers stacked, (R, n, c, g, w).
-    position, channel: which of the two attentions take part; both = their mean.
-    scale: divide position scores by √c and channel scores by √d, d = g·w (not in the paper; raw means saturate the
-        softmax).
+    Scores are the means over batch and entries of the maps ``AᵀB`` (d×d, position) and ``ABᵀ`` (c×c, channel). A
+    softmax over the local layers normalises them. The weights are constants for back-propagation.
 
-    Scores are the means over batch and entries of the maps ``AᵀB`` (d×d, position) and ``ABᵀ`` (c×c, channel),
-    normalised by a softmax over the local layers. The maps are not formed: ``mean(AᵀB) = Σ_c Ā_c B̄_c`` with Ā_c the
-    mean of channel c over positions, ``mean(ABᵀ) = Σ_p Ã_p B̃_p`` with Ã_p the mean of position p over channels
-    (exact). The weights are constants for back-propagation. Raises UserError when shapes differ or no attention is
-    chosen.
+    The maps are never formed, because their means are products of means: ``mean(AᵀB) = Σ_c Ā_c B̄_c`` with Ā_c the mean
+    of channel c over positions, and ``mean(ABᵀ) = Σ_p Ã_p B̃_p`` with Ã_p the mean of position p over channels.
+
+    Args:
+        fused: projected features of the fused model, one tensor (n, c, g, w) per layer or all stacked as (R, n, c, g,
+            w).
+        local: features of the local model on the same mini-batch, likewise.
+        position: whether position attention takes part. With both, α is the mean of the two.
+        channel: whether channel attention takes part.
+        scale: divide position scores by √c and channel scores by √d, d = g·w. Not in the paper; raw means saturate the
+            softmax.
+
+    Raises:
+        UserError: shapes differ, or no attention is chosen.
+
+    Example:
+        >>> layers = torch.zeros(2, 4, 3, 2, 2)  # two layers, four samples
+        >>> cross_layer_attention(layers, layers)
+        tensor([[0.5000, 0.5000],
+                [0.5000, 0.5000]])
     """
     if not (position or channel):
         raise UserError("attention needs position, channel or both; switch attention off as a whole instead")
@@ -51,6 +63,7 @@ def cross_layer_attention(
 
 
 def _stacked(layers: Sequence[Tensor] | Tensor) -> Tensor:
+    """Layers as one tensor (R, n, c, g, w)."""
     return layers if isinstance(layers, Tensor) else torch.stack(list(layers))
 
 

@@ -15,20 +15,27 @@ from fedshift.weights import NamedTensors, Weights
 _RUNNING_MEAN = "running_mean"
 _RUNNING_VAR = "running_var"
 
-# Numbers per piece in reductions: a float64 piece (512 KiB) stays in the cache, a whole tensor would not.
+# Numbers per piece in reductions. A float64 piece of 512 KiB stays in the cache; a whole tensor does not.
 _CHUNK = 65_536
 
 
 class MeanAccumulator:
-    """Weighted mean of models that arrive one after another; its memory does not grow with their number.
+    """Weighted mean of models that arrive one after another. Memory does not grow with their number.
 
-    Float tensors become ``Σ_k w_k t_k / Σ_k w_k``, accumulated in float64 and cast back; integer tensors (BatchNorm's
-    counters) become their maximum (section 0, aggregation primitive). Inputs are never written into. The mean of equal
-    models has their very bits.
+    Float tensors become ``Σ_k w_k t_k / Σ_k w_k``, summed in float64 and cast back. Integer tensors (BatchNorm's
+    counters) become their maximum. Inputs are never written into. The mean of equal models is bitwise equal to them.
 
-    bn_merge: ``"mean"`` averages BatchNorm's running variances like weights. ``"moments"`` gives the variance of the
-        mixture, ``v* = Σ α_k v_k + Σ α_k (m_k − m*)²`` with ``m* = Σ α_k m_k``, which equals ``Σ α_k (v_k + m_k²) −
-        m*²`` (KD3A, Feng et al., ICML 2021, appendix; section 7.3) without its cancellation.
+    Args:
+        bn_merge: ``"mean"`` averages BatchNorm's running variances like weights. ``"moments"`` takes the variance of
+            the mixture (KD3A, Feng et al., ICML 2021, appendix E), ``v* = Σ α_k v_k + Σ α_k (m_k − m*)²`` with
+            ``m* = Σ α_k m_k``. This equals ``Σ α_k (v_k + m_k²) − m*²`` but does not cancel digits.
+
+    Example:
+        >>> mean = MeanAccumulator()
+        >>> mean.add({"w": torch.tensor([0.0])}, 1)
+        >>> mean.add({"w": torch.tensor([4.0])}, 3)
+        >>> mean.result()["w"]
+        tensor([3.])
     """
 
     def __init__(self, bn_merge: Literal["mean", "moments"] = "mean") -> None:
@@ -36,15 +43,20 @@ class MeanAccumulator:
         self._like: dict[str, Tensor] = {}
         self._sums: dict[str, Tensor] = {}
         self._totals: dict[str, float] = {}
-        # Origins: numbers of the first model that sums are taken relative to, so that equal models sum to exactly zero.
+        # The first model's numbers. Sums are relative to them, so that equal models sum to exactly zero.
         self._origins: dict[str, Tensor] = {}
         self._squares: dict[str, Tensor] = {}
 
     def add(self, weights: Mapping[str, Tensor], weight: float | Mapping[str, float], who: str = "a model") -> None:
-        """Take one more model with its weight, or one weight per float tensor. Only the ratios of weights matter.
+        """Add a model.
 
-        Raises UserError when keys, shapes or types differ from the first model's (``who`` names the model), and for a
-        weight that is negative or not finite.
+        Args:
+            weights: its tensors by name.
+            weight: the model's weight, or one for each float tensor. Only ratios matter.
+            who: what a message calls the model.
+
+        Raises:
+            UserError: keys, shapes or types differ from the first model's, or a weight is negative or not finite.
         """
         model = weights if isinstance(weights, NamedTensors) else Weights(weights)
         if self._moments and isinstance(weight, Mapping):
@@ -52,7 +64,7 @@ class MeanAccumulator:
         if self._like:
             model.check_like(self._like, who)
         else:
-            # Only shapes and types are wanted: tensors on "meta" have no memory.
+            # Tensors on "meta" have shapes and types but no memory.
             self._like = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.items()}
         for name, tensor in model.items():
             if not tensor.is_floating_point():
@@ -65,8 +77,9 @@ class MeanAccumulator:
             self._add(name, tensor, share)
 
     def _add(self, name: str, tensor: Tensor, share: float) -> None:
+        """Add one float tensor to its sum."""
         relative = tensor
-        # float64 has no wider type to round back from; running means also need the second moment about a point nearby.
+        # Relative sums where float64 is the type itself, and where a second moment about a near point is needed.
         if tensor.dtype == torch.float64 or self._spreads(name):
             origin = self._origins.get(name)
             if origin is None:
@@ -76,7 +89,7 @@ class MeanAccumulator:
             self._sums[name].add_(relative, alpha=share)
             self._totals[name] += share
         else:
-            # Not zeros plus the first: 0 + (−0) would lose the sign of a zero.
+            # A copy, because zeros plus the first would turn −0 into 0.
             self._sums[name] = relative.to(torch.float64, copy=True).mul_(share)
             self._totals[name] = share
         if self._spreads(name):
@@ -84,12 +97,17 @@ class MeanAccumulator:
             self._squares[name] = self._squares[name].add_(squares) if name in self._squares else squares
 
     def _spreads(self, name: str) -> bool:
+        """Whether the tensor's spread over models is needed too: running means under ``"moments"``."""
         return self._moments and _is_last_part(name, _RUNNING_MEAN)
 
     def result(self, dtype: torch.dtype | None = None) -> Weights:
-        """The mean so far, in the models' types or with float tensors in ``dtype`` (float64: not rounded).
+        """The mean of the models added so far.
 
-        Raises UserError when no model was added or the weights of a tensor sum to zero.
+        Args:
+            dtype: type of the float tensors; the models' own by default. Pass float64 for a mean that is not rounded.
+
+        Raises:
+            UserError: no model was added, or the weights of a tensor sum to zero.
         """
         if not self._like:
             raise UserError("there is no model to average: not one site replied")
@@ -104,7 +122,7 @@ class MeanAccumulator:
                 raise UserError(f"the weights of tensor '{name}' sum to zero: at least one must be positive")
             value = total / weight
             if name in self._origins:
-                # −0 + 0 is 0, so a zero deviation must leave the origin as it is.
+                # Where the deviation is zero the origin is taken as it is, because −0 + 0 is 0.
                 value = torch.where(value == 0, self._origins[name], self._origins[name] + value)
             between = self._between(name)
             if between is not None:
@@ -113,7 +131,7 @@ class MeanAccumulator:
         return Weights(mean)
 
     def _between(self, name: str) -> Tensor | None:
-        """The weighted variance of the means that belong to running variance ``name``; none where it is not wanted."""
+        """The weighted variance of the running means that belong to running variance ``name``; None if not wanted."""
         if not (self._moments and _is_last_part(name, _RUNNING_VAR)):
             return None
         partner = name.removesuffix(_RUNNING_VAR) + _RUNNING_MEAN
@@ -129,10 +147,22 @@ def weighted_average(
     weights: Sequence[float] | Mapping[str, Sequence[float]],
     bn_merge: Literal["mean", "moments"] = "mean",
 ) -> Weights:
-    """`MeanAccumulator` over models in memory.
+    """Weighted mean of models in memory: `MeanAccumulator` in one call.
 
-    weights: one number per model, or for each float tensor's key one number per model.
-    Raises UserError as `MeanAccumulator` does, and when there are not as many weights as models.
+    Args:
+        models: state dicts with the same keys.
+        weights: one number per model, or for each float tensor's key one number per model.
+        bn_merge: as in `MeanAccumulator`.
+
+    Raises:
+        UserError: there are not as many weights as models, or as in `MeanAccumulator`.
+
+    Example:
+        >>> models = [{"bn.running_mean": torch.tensor([m]), "bn.running_var": torch.tensor([1.0])} for m in (0.0, 2.0)]
+        >>> weighted_average(models, [1, 1])["bn.running_var"]
+        tensor([1.])
+        >>> weighted_average(models, [1, 1], bn_merge="moments")["bn.running_var"]
+        tensor([2.])
     """
     rows = weights.values() if isinstance(weights, Mapping) else [weights]
     for row in rows:
@@ -145,24 +175,30 @@ def weighted_average(
     return mean.result()
 
 
-def merge_moments(models: Sequence[Mapping[str, Tensor]], weights: Sequence[float]) -> Weights:
-    """Mean of models in which BatchNorm's running mean and variance become those of the mixture of sites.
-
-    The minimiser of KD3A's BatchNorm-MMD (appendix; section 7.3): ``m* = Σ α_k m_k``, ``v* = Σ α_k (v_k + m_k²) −
-    m*²``, known by keys that end in ``running_mean`` and ``running_var``. All other tensors are averaged. Raises as
-    `weighted_average`.
-    """
-    return weighted_average(models, weights, bn_merge="moments")
-
-
 def difference(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> Weights:
-    """``first − second`` for the float tensors; integer tensors are left out. Raises UserError unless they match."""
+    """``first − second`` for the float tensors. Integer tensors are left out.
+
+    Raises:
+        UserError: names, shapes or types differ.
+
+    Example:
+        >>> difference({"w": torch.tensor([3.0])}, {"w": torch.tensor([1.0])})["w"]
+        tensor([2.])
+    """
     Weights(first).check_like(second, "difference")
     return Weights({name: tensor - second[name] for name, tensor in first.items() if tensor.is_floating_point()})
 
 
 def squared_distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    """``‖first − second‖²`` over all float tensors, in float64. Raises UserError when they do not match."""
+    """``‖first − second‖²`` over all float tensors, in float64.
+
+    Raises:
+        UserError: names, shapes or types differ.
+
+    Example:
+        >>> squared_distance({"w": torch.tensor([3.0, 4.0])}, {"w": torch.zeros(2)})
+        25.0
+    """
     Weights(first).check_like(second, "squared distance")
     total = 0.0
     for name, tensor in first.items():
@@ -174,7 +210,12 @@ def squared_distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) 
 
 
 def float64_chunks(first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Flat pieces of two tensors of one shape, side by side, in float64: reductions need no large temporaries."""
+    """Flat pieces of two tensors of one shape, side by side, in float64. Reductions then need no large temporaries.
+
+    Example:
+        >>> [(left.tolist(), right.tolist()) for left, right in float64_chunks(torch.ones(2), torch.zeros(2))]
+        [([1.0, 1.0], [0.0, 0.0])]
+    """
     for left, right in zip(
         torch.split(first.reshape(-1), _CHUNK), torch.split(second.reshape(-1), _CHUNK), strict=True
     ):
@@ -182,7 +223,12 @@ def float64_chunks(first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tens
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a key names a BatchNorm buffer: a state dict does not tell parameters from buffers otherwise."""
+    """Whether a key names a BatchNorm buffer. A state dict has no other way to tell parameters from buffers.
+
+    Example:
+        >>> is_buffer("layer1.bn.running_mean"), is_buffer("layer1.bn.weight")
+        (True, False)
+    """
     return any(_is_last_part(name, part) for part in (_RUNNING_MEAN, _RUNNING_VAR, "num_batches_tracked"))
 
 

@@ -1,5 +1,7 @@
-"""BatchNorm-MMD: how far BatchNorm's statistics of several models are from a batch and from each other (KD3A, Feng et
-al., ICML 2021; section 7.3). Its closed-form minimiser is `fedshift.functional.averaging.merge_moments`."""
+"""BatchNorm-MMD: distances between BatchNorm statistics of models and batches (KD3A, Feng et al., ICML 2021).
+
+`averaging.weighted_average` with ``bn_merge="moments"`` is the closed-form minimiser of the objective.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,24 @@ _VARIANCE = "running_var"
 
 
 def batchnorm_objective(batch_features: Tensor, means: Tensor, variances: Tensor, shares: Tensor) -> Tensor:
-    """``Σ_k α_k (‖mean(π) − m_k‖² + ‖mean(π²) − (v_k + m_k²)‖²)`` of one BatchNorm layer, a scalar (KD3A, section 7.3).
+    """BatchNorm-MMD of one layer, ``Σ_k α_k (‖mean(π) − m_k‖² + ‖mean(π²) − (v_k + m_k²)‖²)``, a scalar.
 
-    batch_features: π, what enters the layer, (n, c) or (n, c, …); means run over samples and positions. means,
-    variances: m_k and v_k, each model's running statistics, (K, c). shares: α_k, (K,). Differentiable by all of them.
-    Raises UserError for other shapes or an empty batch.
+    Source: KD3A, equation 12, with the diagonal of the second moments only. Differentiable by every argument.
+
+    Args:
+        batch_features: π, what enters the layer, (n, c) or (n, c, …). Means run over samples and positions.
+        means: m_k, each model's running mean, (K, c).
+        variances: v_k, each model's running variance, (K, c).
+        shares: α_k, (K,).
+
+    Raises:
+        UserError: other shapes, or an empty batch.
+
+    Example:
+        >>> import torch
+        >>> batch = torch.tensor([[1.0], [3.0]])  # mean 2, mean square 5
+        >>> batchnorm_objective(batch, torch.tensor([[0.0]]), torch.tensor([[1.0]]), torch.ones(1))
+        tensor(20.)
     """
     if (
         batch_features.dim() < 2
@@ -38,33 +53,29 @@ def batchnorm_objective(batch_features: Tensor, means: Tensor, variances: Tensor
     return (shares[:, None] * (first.square() + second.square())).sum()
 
 
-def quadratic_kernel_mmd(first: Tensor, second: Tensor, *, diagonal: bool = False) -> Tensor:
-    """Squared MMD (biased) of two batches under the kernel ``(⟨a, b⟩ + ½)²``, a scalar (KD3A, section 7.3).
-
-    Computed as what it equals, ``‖Δ mean‖² + ‖Δ E[ππᵀ]‖²``, so never below 0. diagonal: keep only the diagonal of the
-    second moments, as `batchnorm_objective` does.
-
-    first, second: (n, d) and (m, d). Raises UserError for other shapes or an empty batch.
-    """
-    if first.dim() != 2 or second.dim() != 2 or first.shape[1] != second.shape[1] or 0 in (len(first), len(second)):
-        raise UserError(
-            f"MMD needs two batches (n, d) and (m, d), found {tuple(first.shape)} and {tuple(second.shape)}"
-        )
-    if diagonal:
-        moments = first.square().mean(0) - second.square().mean(0)
-    else:
-        moments = first.mT @ first / len(first) - second.mT @ second / len(second)
-    return (first.mean(0) - second.mean(0)).square().sum() + moments.square().sum()
-
-
 def batchnorm_distance(
     first: Mapping[str, Tensor], second: Mapping[str, Tensor], *, per_channel: bool = False
 ) -> float:
-    """``Σ_l ‖Δ m‖² + ‖Δ (v + m²)‖²`` over two models' BatchNorm layers, in float64 (section 7.3, 7.5).
+    """Distance of two models' BatchNorm statistics, ``Σ_l ‖Δ m‖² + ‖Δ (v + m²)‖²`` over layers, in float64.
 
-    per_channel: divided by the number of channels of all layers, so that it does not grow with the network. The layers
-    are known by keys that end in ``running_mean`` and ``running_var``; 0 when there is none.
-    Raises UserError when the two models' layers differ.
+    It is the objective of `batchnorm_objective` between two models. Layers are found by keys that end in
+    ``running_mean`` and ``running_var``; without any the distance is 0.
+
+    Args:
+        first: a model's tensors by name.
+        second: the other model's.
+        per_channel: divide by the number of channels of all layers, so that the distance does not grow with the
+            network.
+
+    Raises:
+        UserError: the two models' layers differ.
+
+    Example:
+        >>> import torch
+        >>> first = {"bn.running_mean": torch.tensor([0.0]), "bn.running_var": torch.tensor([1.0])}
+        >>> second = {"bn.running_mean": torch.tensor([2.0]), "bn.running_var": torch.tensor([3.0])}
+        >>> batchnorm_distance(first, second)  # 2² + (7 − 1)²
+        40.0
     """
     left, right = Weights(first).select(is_buffer), Weights(second).select(is_buffer)
     left.check_like(right, "BatchNorm distance")

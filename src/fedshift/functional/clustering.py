@@ -1,4 +1,4 @@
-"""Clusters that stand for classes: spherical k-means (MDFNet), deep clustering (SRDC), how tight they are (FADA)."""
+"""Clusters that stand for classes: spherical k-means (MDFNet), deep clustering (SRDC) and compactness (FADA)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ from fedshift.errors import UserError
 
 @dataclass(frozen=True)
 class Clusters:
-    """What `spherical_kmeans` found. labels: (n,). centroids: (C, d), zero where a class never had a sample.
+    """The result of `spherical_kmeans`.
 
-    passes: how often samples were assigned, the last one without a change (unless the limit came first).
+    Attributes:
+        labels: class of each sample, (n,).
+        centroids: (C, d), zero where a class never had a sample.
+        passes: how often samples were assigned. The last pass changed nothing, unless the limit came first.
     """
 
     labels: Tensor
@@ -25,13 +28,25 @@ class Clusters:
 
 @torch.no_grad()
 def spherical_kmeans(features: Tensor, labels: Tensor, classes: int, limit: int = 100) -> Clusters:
-    """k-means by cosine distance ``d = ½(1 − cos(g, O_k))``, started from given labels (MDFNet, section 8.3, step 2).
+    """k-means by cosine distance ``d = ½(1 − cos(g, O_k))``, started from given labels (MDFNet).
 
-    ``O_k`` is the mean of its class at first, then ``Σ_{ŷ=k} g/‖g‖``; samples go to the nearest, until none changes.
-    A class that loses all its samples keeps its last centroid; one that has none from the start takes no part. A zero
-    vector has cosine 0 with everything and goes to the first class that takes part.
+    A centroid ``O_k`` is at first the mean of its class, then ``Σ_{ŷ=k} g/‖g‖``. Samples go to the nearest centroid
+    until no label changes. A class that loses all samples keeps its last centroid; a class that is empty at the start
+    takes no part. A zero vector has cosine 0 with everything and goes to the first class that takes part.
 
-    features: (n, d). labels: (n,) int64 in 0 … classes−1. Raises UserError for other shapes or no sample.
+    Args:
+        features: g, (n, d).
+        labels: first labels, (n,) int64 in 0 … classes−1.
+        classes: number of classes.
+        limit: the most passes.
+
+    Raises:
+        UserError: other shapes, or no sample.
+
+    Example:
+        >>> points = torch.tensor([[1.0, 0.0], [2.0, 0.1], [0.0, 1.0]])
+        >>> spherical_kmeans(points, torch.tensor([0, 1, 1]), 2).labels
+        tensor([0, 0, 1])
     """
     if features.dim() != 2 or labels.shape != features.shape[:1] or not len(features):
         raise UserError(
@@ -60,17 +75,40 @@ def _sums(rows: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
 
 
 def class_means(features: Tensor, labels: Tensor, classes: int) -> tuple[Tensor, Tensor]:
-    """The mean of each class (C, d), zero where it has no sample, and which classes have one (C,) bool."""
+    """The mean feature of each class.
+
+    Args:
+        features: (n, d).
+        labels: (n,) int64 in 0 … classes−1.
+        classes: C.
+
+    Returns:
+        Means (C, d), zero for a class without samples, and which classes have samples, (C,) bool.
+
+    Example:
+        >>> class_means(torch.tensor([[1.0], [3.0]]), torch.tensor([0, 0]), 2)
+        (tensor([[2.],
+                [0.]]), tensor([ True, False]))
+    """
     sums, counts = _sums(features, labels, classes)
     return sums / counts.clamp(min=1)[:, None], counts > 0
 
 
 def compactness(features: Tensor, labels: Tensor) -> float:
-    """The gap statistic ``I = Σ_r 1/(2n_r) Σ_{i,j∈r} ‖f_i − f_j‖²``; smaller is tighter (FADA).
+    """The gap statistic ``I = Σ_r 1/(2n_r) Σ_{i,j∈r} ‖f_i − f_j‖²``; smaller means tighter clusters (FADA).
 
-    Computed as what it equals, the sum of squared distances to the clusters' means, in float64.
+    It is computed as the sum of squared distances to the cluster means, in float64, which is equal.
 
-    features: (n, d). labels: (n,), each row's cluster, any integers. Raises UserError for other shapes.
+    Args:
+        features: (n, d).
+        labels: cluster of each row, (n,), any integers.
+
+    Raises:
+        UserError: other shapes.
+
+    Example:
+        >>> compactness(torch.tensor([[0.0], [2.0], [9.0]]), torch.tensor([0, 0, 1]))
+        2.0
     """
     if features.dim() != 2 or labels.shape != features.shape[:1]:
         raise UserError(
@@ -88,10 +126,20 @@ def compactness(features: Tensor, labels: Tensor) -> float:
 def dispersion(features: Tensor, clusters: int, seed: int) -> float:
     """The `compactness` of features in the clusters that k-means finds (FADA).
 
-    The same on any number of threads. With fewer distinct rows than clusters each distinct row is one.
+    The result does not depend on the number of threads. With fewer distinct rows than clusters, each distinct row is a
+    cluster.
 
-    features: (n, d). clusters: at least 1. seed: of the starts, a whole number; its last 32 bits count.
-    Raises UserError for other shapes, no row, or no cluster.
+    Args:
+        features: (n, d).
+        clusters: how many, at least 1.
+        seed: seed of the starting centroids; its last 32 bits count.
+
+    Raises:
+        UserError: other shapes, no row, or no cluster.
+
+    Example:
+        >>> dispersion(torch.tensor([[0.0], [2.0], [9.0], [9.0]]), clusters=2, seed=0)
+        2.0
     """
     from sklearn.cluster import KMeans
     from threadpoolctl import threadpool_limits
@@ -100,26 +148,59 @@ def dispersion(features: Tensor, clusters: int, seed: int) -> float:
         raise UserError(f"k-means needs features (n, d) and a cluster, found {tuple(features.shape)} and {clusters}")
     rows = features.cpu()
     found = KMeans(min(clusters, len(torch.unique(rows, dim=0))), n_init=4, random_state=seed % 2**32)
-    with threadpool_limits(1):  # sums whose order does not depend on the number of threads
+    with threadpool_limits(1):  # fixes the order of sums
         labels = found.fit_predict(rows.numpy())
     return compactness(rows, torch.from_numpy(labels).long())
 
 
 def auxiliary_distribution(probabilities: Tensor) -> Tensor:
-    """``q_ic ∝ p_ic / √(Σ_i p_ic)``, rows sum to 1: (n, C) → (n, C) (SRDC, Tang et al., CVPR 2020).
+    """Target distribution ``q_ic ∝ p_ic / √(Σ_i p_ic)``, rows sum to 1 (SRDC, Tang et al., CVPR 2020).
 
-    Classes that are predicted often count less; in a small batch one that happens to be absent counts far too much.
+    Classes that are predicted often count less. In a small batch, a class that happens to be absent counts far too
+    much.
+
+    Args:
+        probabilities: p, (n, C).
+
+    Returns:
+        q, (n, C).
+
+    Example:
+        >>> auxiliary_distribution(torch.tensor([[0.5, 0.5], [1.0, 0.0]])).round(decimals=2)
+        tensor([[0.3700, 0.6300],
+                [1.0000, 0.0000]])
     """
     raw = probabilities / probabilities.sum(0).clamp(min=torch.finfo(probabilities.dtype).tiny).sqrt()
     return raw / raw.sum(1, keepdim=True)
 
 
 def student_assignment(features: Tensor, centres: Tensor) -> Tensor:
-    """Logarithm of the soft assignment to centres, ``softmax_c (1 + ‖f − c‖²)^−1``: (n, d), (C, d) → (n, C) (SRDC)."""
+    """Logarithm of the soft assignment to centres, ``softmax_c (1 + ‖f − c‖²)^−1`` (SRDC).
+
+    Args:
+        features: f, (n, d).
+        centres: c, (C, d).
+
+    Returns:
+        (n, C).
+
+    Example:
+        >>> student_assignment(torch.tensor([[0.0]]), torch.tensor([[1.0], [-1.0]])).exp()
+        tensor([[0.5000, 0.5000]])
+    """
     squared = features.square().sum(1, keepdim=True) + centres.square().sum(1) - 2 * features @ centres.T
     return (1 / (1 + squared.clamp(min=0))).log_softmax(1)
 
 
 def soft_cross_entropy(labels: Tensor, log_probabilities: Tensor) -> Tensor:
-    """``−Σ_c q_c log p_c``, mean over the rows, in nats."""
+    """Cross-entropy with soft labels, ``−Σ_c q_c log p_c``, mean over the rows, in nats.
+
+    Args:
+        labels: q, (n, C).
+        log_probabilities: log p, (n, C).
+
+    Example:
+        >>> soft_cross_entropy(torch.tensor([[0.5, 0.5]]), torch.tensor([[0.5, 0.5]]).log())
+        tensor(0.6931)
+    """
     return -(labels * log_probabilities).sum(1).mean()

@@ -16,7 +16,21 @@ _BEND = 6 / 29
 
 
 def rgb_to_lab(images: Tensor) -> Tensor:
-    """(n, 3, h, w) with values in [0, 1] → L* in [0, 100], a* and b*. Raises UserError for other channels."""
+    """Convert sRGB images to L*a*b*.
+
+    Args:
+        images: (n, 3, h, w), values in [0, 1].
+
+    Returns:
+        (n, 3, h, w): L* in [0, 100], a* and b*.
+
+    Raises:
+        UserError: the images do not have three channels.
+
+    Example:
+        >>> rgb_to_lab(torch.ones(1, 3, 1, 1))[0, 0].round()  # white has L* = 100
+        tensor([[100.]])
+    """
     if images.dim() != 4 or images.shape[1] != 3:
         raise UserError(f"Lab needs colour images (n, 3, h, w), found {tuple(images.shape)}")
     linear = torch.where(images > 0.04045, ((images.clamp(min=0) + 0.055) / 1.055) ** 2.4, images / 12.92)
@@ -27,7 +41,19 @@ def rgb_to_lab(images: Tensor) -> Tensor:
 
 
 def lab_to_rgb(images: Tensor) -> Tensor:
-    """The inverse of `rgb_to_lab`; colours that sRGB does not have fall outside [0, 1]."""
+    """The inverse of `rgb_to_lab`. Colours that sRGB cannot show fall outside [0, 1].
+
+    Args:
+        images: L*, a* and b*, (n, 3, h, w).
+
+    Raises:
+        UserError: the images do not have three channels.
+
+    Example:
+        >>> red = torch.tensor([1.0, 0.0, 0.0]).view(1, 3, 1, 1)
+        >>> torch.allclose(lab_to_rgb(rgb_to_lab(red)), red, atol=1e-3)
+        True
+    """
     if images.dim() != 4 or images.shape[1] != 3:
         raise UserError(f"Lab needs colour images (n, 3, h, w), found {tuple(images.shape)}")
     lightness, a, b = images.unbind(1)

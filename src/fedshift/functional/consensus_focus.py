@@ -1,6 +1,6 @@
-"""KD3A's consensus focus: what each source adds to the vote (Feng et al., ICML 2021; section 7).
+"""KD3A's consensus focus: what each source adds to the knowledge vote (Feng et al., ICML 2021).
 
-`source_weights` makes shares of it.
+`source_weights` turns the focus into shares of the aggregate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fedshift.errors import UserError
 from fedshift.functional.knowledge_vote import UNSUPPORTED, Ballots, check_predictions
 
 EXACT_UP_TO = 10
-"""Teachers up to which `shapley_focus` goes through all coalitions: 2¹⁰."""
+"""The most teachers for which `shapley_focus` goes through all coalitions (2¹⁰)."""
 
 _ORDERS = 128
 
@@ -27,14 +27,24 @@ _CHUNK = 524_288
 def coalition_quality(
     predictions: Tensor, gate: float, coalition: Sequence[int], *, ballots: Ballots = "rows"
 ) -> float:
-    """``Q(S) = Σ_x n_p(S) · max_c p_c(S)`` with the vote held among the teachers S alone (KD3A, section 7.1, step 4).
+    """Quality of a coalition, ``Q(S) = Σ_x n_p(S) · max_c p_c(S)``, with only the teachers S voting (KD3A, equation 7).
 
-    In float64; 0 for the empty coalition. A sum over samples: the values of batches add up, and so do the focuses.
+    In float64; 0 for the empty coalition. Q is a sum over samples, so the values of batches add up.
 
-    predictions: (K, n, C), each teacher's probabilities. gate: g, at least 0 and below 1. coalition: teachers' numbers.
-    ballots: as in `knowledge_vote`; for ``"top1"`` samples on which nobody passes the gate count 0 as in the released
-        code (7.4.2, 7.4.4), so that Q never falls when a teacher joins.
-    Raises UserError for other shapes, an impossible gate or a teacher that is not there.
+    Args:
+        predictions: each teacher's probabilities, (K, n, C).
+        gate: g, at least 0 and below 1.
+        coalition: numbers of the teachers in S.
+        ballots: as in `knowledge_vote`. With ``"top1"``, samples on which nobody passes the gate count 0, as in the
+            released code; then Q never falls when a teacher joins.
+
+    Raises:
+        UserError: other shapes, an impossible gate, or a teacher that does not exist.
+
+    Example:
+        >>> two = torch.tensor([[[0.9, 0.1]], [[0.8, 0.2]]])  # two teachers, one sample
+        >>> round(coalition_quality(two, 0.5, [0, 1]), 4)  # 2 · mean(0.9, 0.8)
+        1.7
     """
     check_predictions(predictions, gate)
     teachers = len(predictions)
@@ -46,10 +56,25 @@ def coalition_quality(
 
 
 def leave_one_out_focus(predictions: Tensor, gate: float, *, ballots: Ballots = "rows") -> Tensor:
-    """``CF_k = Q(all) − Q(all but k)``: (K,) float64 on the CPU (KD3A, eq. 8; section 7.1).
+    """Leave-one-out focus ``CF_k = Q(all) − Q(all but k)`` (KD3A, equation 8).
 
-    With ballots ``"rows"`` it can be negative: `source_weights.domain_weights` clamps. Arguments and errors of
-    `coalition_quality`.
+    With ballots ``"rows"`` it can be negative; `source_weights.domain_weights` counts that as 0.
+
+    Args:
+        predictions: each teacher's probabilities, (K, n, C).
+        gate: g, at least 0 and below 1.
+        ballots: as in `coalition_quality`.
+
+    Returns:
+        (K,) float64 on the CPU.
+
+    Raises:
+        UserError: other shapes, or an impossible gate.
+
+    Example:
+        >>> two = torch.tensor([[[0.9, 0.1]], [[0.8, 0.2]]])
+        >>> leave_one_out_focus(two, 0.5).round(decimals=4)
+        tensor([0.9000, 0.8000], dtype=torch.float64)
     """
     check_predictions(predictions, gate)
     tally = FocusTally(len(predictions), gate, rule="leave_one_out", ballots=ballots)
@@ -65,13 +90,28 @@ def shapley_focus(
     permutations: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """The teachers' Shapley values of Q, their mean gain over all orders of joining: (K,) float64 on the CPU (7.4.5).
+    """Shapley values of Q: each teacher's mean gain over all orders of joining (KD3A's released code).
 
-    They sum to Q(all). Exact for up to 10 teachers; for more, or when ``permutations`` is given, the mean over that
-    many sampled orders (128 by default), every second the reverse of the one before.
+    They sum to Q(all). For up to 10 teachers they are exact. For more, or when ``permutations`` is given, they are
+    means over sampled orders, every second order being the reverse of the one before.
 
-    generator: of the orders, on the CPU; none = PyTorch's global generator. Other arguments and errors as in
-    `coalition_quality`; also UserError when ``permutations`` is below 1.
+    Args:
+        predictions: each teacher's probabilities, (K, n, C).
+        gate: g, at least 0 and below 1.
+        ballots: as in `coalition_quality`.
+        permutations: number of sampled orders, 128 by default where sampling is needed.
+        generator: generator of the orders, on the CPU; PyTorch's global one by default.
+
+    Returns:
+        (K,) float64 on the CPU.
+
+    Raises:
+        UserError: as in `coalition_quality`, and for fewer than 1 permutation.
+
+    Example:
+        >>> two = torch.tensor([[[0.9, 0.1]], [[0.8, 0.2]]])
+        >>> shapley_focus(two, 0.5).round(decimals=4)
+        tensor([0.9000, 0.8000], dtype=torch.float64)
     """
     check_predictions(predictions, gate)
     tally = FocusTally(len(predictions), gate, ballots=ballots, permutations=permutations, generator=generator)
@@ -80,12 +120,25 @@ def shapley_focus(
 
 
 class FocusTally:
-    """`shapley_focus` or `leave_one_out_focus` over batches of samples, none of which is kept.
+    """`shapley_focus` or `leave_one_out_focus` over batches of samples, without keeping any sample.
 
-    Q is a sum over samples, so what is kept is one number for each coalition that the rule needs: 2^K for exact Shapley
+    Q is a sum over samples. So the tally keeps one number for each coalition that the rule needs: 2^K for exact Shapley
     values, K + 1 for leave-one-out.
 
-    teachers: K. rule: ``"shapley"`` or ``"leave_one_out"``. Other arguments and errors as in those functions.
+    Args:
+        teachers: K.
+        gate: g, at least 0 and below 1.
+        rule: ``"shapley"`` or ``"leave_one_out"``.
+        ballots: as in `coalition_quality`.
+        permutations: as in `shapley_focus`.
+        generator: as in `shapley_focus`.
+
+    Example:
+        >>> tally = FocusTally(2, 0.5, rule="leave_one_out")
+        >>> for batch in torch.tensor([[[0.9, 0.1]], [[0.8, 0.2]]]).repeat(1, 6, 1).split(3, dim=1):
+        ...     tally.add(batch)
+        >>> tally.focus().round(decimals=4)  # six samples in two batches
+        tensor([5.4000, 4.8000], dtype=torch.float64)
     """
 
     def __init__(
@@ -111,14 +164,21 @@ class FocusTally:
                 raise UserError(f"Shapley values need at least one order of the teachers, found {count}")
             drawn = torch.stack([torch.randperm(teachers, generator=generator) for _ in range((count + 1) // 2)])
             orders = torch.stack([drawn, drawn.flip(1)], 1).flatten(0, 1)[:count]
-            # Teacher k is in the coalition of the first j when its place in the order is below j.
+            # Teacher k is among the first j if its place in the order is below j.
             members = orders.argsort(1)[:, None, :] < torch.arange(teachers + 1)[:, None]
             self._members, number = torch.unique(members.flatten(0, 1), dim=0, return_inverse=True)
             self._orders = orders, number
         self._qualities = torch.zeros(len(self._members), dtype=torch.float64)
 
     def add(self, predictions: Tensor) -> None:
-        """Count the teachers' probabilities (K, n, C) for n more samples."""
+        """Count more samples.
+
+        Args:
+            predictions: the teachers' probabilities, (K, n, C).
+
+        Raises:
+            UserError: other shapes, or another number of teachers.
+        """
         check_predictions(predictions, self._gate)
         teachers = self._members.shape[1]
         if len(predictions) != teachers:
@@ -138,10 +198,12 @@ class FocusTally:
 
 
 def _exact_shapley(members: Tensor, qualities: Tensor) -> Tensor:
-    """Shapley values from the qualities (2^K,) of all coalitions; who is in one says its number, bit by bit."""
+    """Shapley values from the qualities (2^K,) of all coalitions. Bit k of a coalition's number says whether k is in
+    it.
+    """
     teachers = members.shape[1]
     numbers = torch.arange(2**teachers)
-    # In |S|! (K − |S| − 1)! of the K! orders exactly the members of S come before k.
+    # Exactly the members of S precede k in |S|! (K − |S| − 1)! of the K! orders.
     chances = torch.tensor(
         [1 / (teachers * math.comb(teachers - 1, size)) for size in range(teachers)], dtype=torch.float64
     )
@@ -177,9 +239,9 @@ def _top_qualities(rows: Tensor, gate: float, inside: Tensor) -> Tensor:
 def _row_qualities(rows: Tensor, gate: float, inside: Tensor) -> Tensor:
     """Q over the samples of ``rows`` (K, n, C) when votes are whole rows.
 
-    Wanted for every coalition and sample: the class with the largest sum over voters, and that sum. Almost always it
-    is some teacher's first, so only those classes are summed. Where the others could reach as much (no more than the
-    sum of each voter's best among them), all classes are.
+    For every coalition and sample this finds the class with the largest sum over voters, and that sum. The class is
+    almost always some teacher's first choice, so only those classes are summed. Where another class could reach as much
+    (at most the sum of each voter's best among the others), all classes are summed.
     """
     confidence, choice = rows.max(2)
     passing = (confidence > gate).double()
@@ -189,7 +251,7 @@ def _row_qualities(rows: Tensor, gate: float, inside: Tensor) -> Tensor:
     def tally(values: Tensor) -> Tensor:
         return torch.where(passed, inside @ (values * passing), inside @ values)
 
-    # In order of classes, so that the first of equal ones wins.
+    # Sorted by class, so that the first of equal ones wins.
     candidates = choice.sort(0).values
     heights = torch.full_like(passed, -1.0, dtype=torch.float64)
     winners = torch.zeros_like(passed, dtype=torch.int64)
@@ -206,7 +268,7 @@ def _row_qualities(rows: Tensor, gate: float, inside: Tensor) -> Tensor:
     for teacher, vote in enumerate(confidence * passing):
         quality += torch.where(choice[teacher] == winners, inside[:, teacher, None] * vote, 0.0)
     quality = torch.where(passed, quality, UNSUPPORTED * heights / sizes.clamp(min=1))
-    # The elected class can be no voter's first; then everyone's mean counts, whether past the gate or not.
+    # If the elected class is no voter's first, the mean over all teachers counts, past the gate or not.
     for sample, coalition in _by_sample(passed & (quality == 0)):
         highest = (inside[coalition] @ rows[:, sample]).amax(1)
         quality[coalition, sample] = UNSUPPORTED * highest / sizes[coalition, 0]

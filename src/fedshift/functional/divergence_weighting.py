@@ -1,4 +1,4 @@
-"""Divergence-weighted aggregation: CSAC (Yuan et al., IEEE TKDE) and its ablations."""
+"""Divergence-weighted aggregation: CSAC (Yuan et al., IEEE TKDE 2023) and its ablations."""
 
 from __future__ import annotations
 
@@ -22,11 +22,21 @@ _COSINE_ROUNDING = 1e-24
 
 
 def tensor_distance(tensor: Tensor, mean: Tensor, kind: Distance = "l2") -> float:
-    """Distance between two tensors of one shape, flattened, accumulated in float64 (CSAC, 2.1.3a and Table 4).
+    """Distance between two tensors of one shape, flattened, accumulated in float64 (CSAC, Table 4).
 
-    kind: ``"l2"`` ``‖t − A‖₂``, ``"l1"`` ``Σ|t − A|``, ``"cosine"`` ``1 − cos(t, A)``, at least 0; by convention 0 when
-        both are zero and 1 when one is.
-    Raises UserError when the shapes differ.
+    Args:
+        tensor: t.
+        mean: A.
+        kind: ``"l2"`` is ``‖t − A‖₂``, ``"l1"`` is ``Σ|t − A|``, ``"cosine"`` is ``1 − cos(t, A)``. The cosine distance
+            is at least 0; it is 0 when both tensors are zero and 1 when one is.
+
+    Raises:
+        UserError: the shapes differ.
+
+    Example:
+        >>> first, second = torch.tensor([3.0, 4.0]), torch.zeros(2)
+        >>> tensor_distance(first, second), tensor_distance(first, second, "l1")
+        (5.0, 7.0)
     """
     return _distance([(tensor, mean)], kind)
 
@@ -37,12 +47,26 @@ def distances(
     kind: Distance = "l2",
     granularity: Granularity = "tensor",
 ) -> dict[str, float]:
-    """Distance ``d_l = dist(G_l, A_l)`` of one site's model to the mean, for every float tensor (CSAC, 2.1.3a, 2.3.2).
+    """Distance ``d_l = dist(G_l, A_l)`` of a site's model to the mean, for every float tensor (CSAC, equations 2 to 4).
 
-    granularity: ``"tensor"`` measures each entry of the state dict by itself (the released code). ``"module"`` measures
-        once over the concatenated parameters of a module (the keys that agree up to the last dot) and uses that for its
-        buffers too (``running_mean``, ``running_var``); a module that has only buffers is measured by them.
-    Raises UserError when shapes differ.
+    Args:
+        weights: G, the site's tensors by name.
+        mean: A, the mean's.
+        kind: as in `tensor_distance`.
+        granularity: ``"tensor"`` measures each entry of the state dict by itself, as the released code does.
+            ``"module"`` measures once over the concatenated parameters of a module (the keys that agree up to the last
+            dot) and uses that for its buffers too. A module with buffers only is measured by them.
+
+    Raises:
+        UserError: shapes differ.
+
+    Example:
+        >>> model = {"fc.weight": torch.tensor([3.0]), "fc.bias": torch.tensor([4.0])}
+        >>> mean = {name: torch.zeros(1) for name in model}
+        >>> distances(model, mean)
+        {'fc.weight': 3.0, 'fc.bias': 4.0}
+        >>> distances(model, mean, granularity="module")
+        {'fc.weight': 5.0, 'fc.bias': 5.0}
     """
     floats = [name for name, tensor in weights.items() if tensor.is_floating_point()]
     if granularity == "tensor":
@@ -59,12 +83,20 @@ def distances(
 
 
 def divergence_weights(distances: Sequence[float], rule: Rule = "divergence", power: float = 1.0) -> list[float]:
-    """The sites' shares of one layer from their distances to the mean; they sum to 1 (CSAC, equation 3 and Table 4).
+    """The sites' shares of one layer, from their distances to the mean (CSAC, equation 3 and Table 4).
 
-    rule: ``"divergence"`` ``w_h = d_h^p / Σ_j d_j^p``, the farthest site gets most; equal shares when all are 0.
-        ``"similarity"`` ``w_h ∝ 1/d_h^p``; sites at distance 0 share everything equally. ``"average"`` ``1/H``.
-    power: p > 0; the paper has 1.
-    Raises UserError when there is no site, a distance is negative or not finite, or the power is not above 0.
+    Args:
+        distances: d_h of each site, at least 0.
+        rule: ``"divergence"`` is ``w_h = d_h^p / Σ_j d_j^p``, so the farthest site gets most; shares are equal when all
+            distances are 0. ``"similarity"`` is ``w_h ∝ 1/d_h^p``; sites at distance 0 share everything equally.
+            ``"average"`` is ``1/H``.
+        power: p, above 0; the paper has 1.
+
+    Returns:
+        One share per site; they sum to 1.
+
+    Raises:
+        UserError: there is no site, a distance is negative or not finite, or the power is not above 0.
 
     Example:
         >>> [round(share, 6) for share in divergence_weights([1.0, 2.0], power=2.0)]
@@ -81,7 +113,7 @@ def divergence_weights(distances: Sequence[float], rule: Rule = "divergence", po
     largest = max(distances)
     if rule == "average" or largest == 0:
         return [1 / count] * count
-    # Dividing by an extreme first keeps sums and reciprocals in range.
+    # Division by an extreme keeps sums and reciprocals in range.
     if rule == "divergence":
         shares = [(distance / largest) ** power for distance in distances]
     else:
@@ -98,17 +130,33 @@ def divergence_aggregate(
     rule: Rule = "divergence",
     power: float = 1.0,
 ) -> tuple[Weights, dict[str, list[float]]]:
-    """Fuse the sites' models layer by layer: ``M_l = Σ_h w_l^h G_l^h``, weights from distances to the mean (CSAC,
-    equations 2 to 4; ``distance``, ``rule`` and ``power`` as in `divergence_weights`).
+    """Fuse the sites' models layer by layer, ``M_l = Σ_h w_l^h G_l^h``, by distances to the mean (CSAC, eq. 2 to 4).
 
-    Three passes: the mean ``A_l``, the distances, the fused sum; one pass for the rule ``"average"``. Each pass
-    iterates ``models`` once and holds one model and one float64 sum (or mean), so a list works, and so does an object
-    whose ``__iter__`` reads the models one by one from wherever they are: then memory does not grow with the number of
-    sites. Every pass must yield the same models in the same order.
+    Three passes over the models compute the mean ``A_l``, the distances and the fused sum; the rule ``"average"`` needs
+    one pass. Each pass holds one model and one float64 sum. So a list works, and so does an object whose ``__iter__``
+    reads the models one by one: then memory does not grow with the number of sites.
 
-    Returns the fused model and, for every float tensor, the sites' weights in the order of ``models``. Integer tensors
-    take the maximum. Raises UserError when ``models`` is empty, can be iterated only once, changes between passes, or
-    holds models that do not match; TrainingDiverged when a tensor holds NaN or infinity.
+    Args:
+        models: the sites' models. Every pass must yield the same models in the same order.
+        distance: as in `tensor_distance`.
+        granularity: as in `distances`.
+        rule: as in `divergence_weights`.
+        power: as in `divergence_weights`.
+
+    Returns:
+        The fused model, and for every float tensor the sites' shares in the order of ``models``. Integer tensors take
+            the maximum.
+
+    Raises:
+        UserError: ``models`` is empty, can be iterated only once, changes between passes, or holds models that do not
+            match.
+        TrainingDiverged: a tensor holds NaN or infinity.
+
+    Example:
+        >>> models = [{"w": torch.tensor([value])} for value in (0.0, 0.0, 3.0)]  # the mean is 1
+        >>> fused, shares = divergence_aggregate(models)
+        >>> fused["w"], shares
+        (tensor([1.5000]), {'w': [0.25, 0.25, 0.5]})
     """
     if isinstance(models, Iterator):
         raise UserError("models can be iterated only once but aggregation passes three times: give a list")
@@ -117,7 +165,7 @@ def divergence_aggregate(
     for model in models:
         average.add(model, 1.0, f"model {count}")
         count += 1
-    # Not rounded: of two models one unit in the last place apart, a rounded mean would equal one of them.
+    # In float64: a rounded mean of two models one unit in the last place apart would equal one of them.
     mean = average.result(None if rule == "average" else torch.float64)
     del average
     mean.check_finite("the mean of the models")
@@ -152,7 +200,7 @@ def _distance(pairs: Sequence[tuple[Tensor, Tensor]], kind: Distance) -> float:
     norms = [math.sqrt(_total(_square(piece[side]) for piece in _pieces(pairs))) for side in (0, 1)]
     if 0 in norms:
         return float(norms[0] != norms[1])
-    # 1 − cos(a, b) = ½‖a/‖a‖ − b/‖b‖‖²: never negative, and precise for vectors that are almost parallel.
+    # 1 − cos(a, b) = ½‖a/‖a‖ − b/‖b‖‖² is never negative, and precise for vectors that are almost parallel.
     half = 0.5 * _total(_square(left / norms[0] - right / norms[1]) for left, right in _pieces(pairs))
     return half if half > _COSINE_ROUNDING or math.isnan(half) else 0.0
 
@@ -167,7 +215,7 @@ def _square(piece: Tensor) -> Tensor:
 
 
 def _total(parts: Iterable[Tensor]) -> float:
-    # Read once at the end: on an accelerator every .item() waits for the device.
+    # One .item() at the end, because each one waits for the accelerator.
     total: Tensor | None = None
     for part in parts:
         total = part if total is None else total + part

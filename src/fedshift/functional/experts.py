@@ -1,6 +1,6 @@
-"""DAEL: one expert per source domain, taught by the others (Zhou et al., IEEE TIP 2021).
+"""DAEL: one expert per source domain, taught by the other experts (Zhou et al., IEEE TIP 2021).
 
-Experts answer in probabilities, for their outputs are averaged; ε = 1e-5 inside logarithms keeps gradients finite.
+Experts answer in probabilities because their outputs are averaged. ε = 1e-5 inside logarithms keeps gradients finite.
 """
 
 from __future__ import annotations
@@ -12,21 +12,45 @@ from fedshift.errors import UserError
 
 
 def expert_cross_entropy(probabilities: Tensor, labels: Tensor, epsilon: float = 1e-5) -> Tensor:
-    """``−log(p_y + ε)`` of each sample, in nats: (b, C) and labels (b,) → (b,). Its mean for an expert on its own
-    domain, averaged over the experts, is L_x."""
+    """Cross-entropy of probabilities, ``−log(p_y + ε)`` of each sample, in nats.
+
+    The mean for each expert on its own domain, averaged over experts, is DAEL's L_x.
+
+    Args:
+        probabilities: (b, C).
+        labels: (b,) class numbers.
+        epsilon: ε.
+
+    Returns:
+        (b,).
+
+    Example:
+        >>> expert_cross_entropy(torch.tensor([[0.5, 0.5], [0.0, 1.0]]), torch.tensor([0, 1])).round(decimals=3) + 0.0
+        tensor([0.6930, 0.0000])
+    """
     return -(probabilities.gather(1, labels[:, None]).squeeze(1) + epsilon).log()
 
 
 def consensus_regularisation(
     expert_probabilities_strong: Tensor, teacher_probabilities_weak: Tensor, domain: int
 ) -> Tensor:
-    """``E ‖mean_{j≠k} p_j(strong view) − p_k(weak view)‖²``, a scalar, for images of domain k (L_cr).
+    """Consistency loss of domain k, ``E ‖mean_{j≠k} p_j(strong view) − p_k(weak view)‖²``, a scalar (DAEL's L_cr).
 
-    The squared error is summed over classes and averaged over the batch; the mean over k is the caller's.
-    expert_probabilities_strong: (K, b, C), all experts on strongly augmented images of the domain.
-    teacher_probabilities_weak: (b, C), the domain's own expert on the same images weakly augmented; constant for
-        back-propagation. domain: k, the teacher's row among the experts, which takes no part.
-    Raises UserError for fewer than two experts, a domain that is not among them, and shapes that do not match.
+    The squared error is summed over classes and averaged over the batch. The caller averages over k.
+
+    Args:
+        expert_probabilities_strong: all experts on strongly augmented images of the domain, (K, b, C).
+        teacher_probabilities_weak: the domain's own expert on the same images, weakly augmented, (b, C). Constant for
+            back-propagation.
+        domain: k, the teacher's row among the experts. It takes no part in the mean.
+
+    Raises:
+        UserError: fewer than two experts, an unknown domain, or shapes that do not match.
+
+    Example:
+        >>> strong = torch.tensor([[[0.5, 0.5]], [[1.0, 0.0]]])
+        >>> consensus_regularisation(strong, torch.tensor([[0.0, 1.0]]), domain=0)
+        tensor(2.)
     """
     _check_experts(expert_probabilities_strong)
     experts, *batch = expert_probabilities_strong.shape
@@ -44,10 +68,21 @@ def consensus_regularisation(
 
 @torch.no_grad()
 def confident_pseudo_labels(expert_probabilities: Tensor, threshold: float = 0.95) -> tuple[Tensor, Tensor]:
-    """The most confident expert's class for every sample, (b,) int64, and whether it is sure enough, (b,) bool.
+    """Class of the most confident expert for every sample, and whether it is sure enough (DAEL).
 
-    expert_probabilities: (K, b, C), on weakly augmented target images. threshold: the least probability of that class
-        that is sure enough. Raises UserError for other shapes.
+    Args:
+        expert_probabilities: (K, b, C), on weakly augmented target images.
+        threshold: the least probability that is sure enough.
+
+    Returns:
+        Labels (b,) int64 and a mask (b,) bool.
+
+    Raises:
+        UserError: other shapes.
+
+    Example:
+        >>> confident_pseudo_labels(torch.tensor([[[0.6, 0.4]], [[0.02, 0.98]]]))
+        (tensor([1]), tensor([True]))
     """
     _check_experts(expert_probabilities)
     # The most confident expert's best class is the best class over all experts.
@@ -58,11 +93,24 @@ def confident_pseudo_labels(expert_probabilities: Tensor, threshold: float = 0.9
 def unlabelled_ensemble_loss(
     expert_probabilities_strong: Tensor, labels: Tensor, mask: Tensor, epsilon: float = 1e-5
 ) -> Tensor:
-    """``−E[m · log(mean_k p_k(strong view)_ŷ + ε)]``, a scalar in nats (L_u).
+    """Loss on pseudo-labels, ``−E[m · log(mean_k p_k(strong view)_ŷ + ε)]``, a scalar in nats (DAEL's L_u).
 
-    E is the mean over all b samples, those with m = 0 included, so a batch with few sure labels counts little.
-    expert_probabilities_strong: (K, b, C), on strongly augmented target images. labels, mask: (b,), from
-        `confident_pseudo_labels` of the same images. Raises UserError for other shapes.
+    E is the mean over all b samples, those with m = 0 included. So a batch with few sure labels counts little.
+
+    Args:
+        expert_probabilities_strong: (K, b, C), on strongly augmented target images.
+        labels: ŷ, (b,), from `confident_pseudo_labels` of the same images.
+        mask: m, (b,), likewise.
+        epsilon: ε.
+
+    Raises:
+        UserError: other shapes.
+
+    Example:
+        >>> strong = torch.full((2, 4, 2), 0.5)
+        >>> mask = torch.tensor([True, True, False, False])
+        >>> unlabelled_ensemble_loss(strong, torch.zeros(4, dtype=torch.int64), mask, epsilon=0.0)  # ½ ln 2
+        tensor(0.3466)
     """
     _check_experts(expert_probabilities_strong)
     samples = expert_probabilities_strong.shape[1]

@@ -13,12 +13,21 @@ from fedshift.functional.losses import entropy
 
 
 def information_maximisation(logits: Tensor, epsilon: float = 1e-5) -> Tensor:
-    """``E[H(p)] − H(E[p])``, a scalar in nats, to be minimised (SHOT, Liang et al., ICML 2020).
+    """SHOT's objective ``E[H(p)] − H(E[p])``, a scalar in nats, to be minimised (Liang et al., ICML 2020).
 
-    Each prediction becomes sure, all together stay diverse: 0 when all predictions are alike, and (up to ε) −log C when
-    they are one-hot and every class is predicted equally often.
-    logits: (n, C). E: mean over the batch. epsilon: added inside the logarithm.
-    Raises UserError for an empty batch.
+    It makes each prediction sure and all predictions together diverse. It is 0 when all predictions are alike, and −log
+    C (up to ε) when they are one-hot and every class is predicted equally often.
+
+    Args:
+        logits: (n, C). E is the mean over the batch.
+        epsilon: added inside the logarithm.
+
+    Raises:
+        UserError: an empty batch, or another shape.
+
+    Example:
+        >>> information_maximisation(torch.tensor([[9.0, -9.0], [-9.0, 9.0]])).round(decimals=3)  # −ln 2
+        tensor(-0.6930)
     """
     if logits.dim() != 2 or not logits.numel():
         raise UserError(f"information maximisation needs logits (n, C) of a batch, found {tuple(logits.shape)}")
@@ -28,17 +37,34 @@ def information_maximisation(logits: Tensor, epsilon: float = 1e-5) -> Tensor:
 
 @torch.no_grad()
 def pseudo_labels(features: Tensor, probabilities: Tensor) -> Tensor:
-    """Class of the nearest class centroid for every target sample, (n,) int64 (SHOT, steps 1-4).
+    """Class of the nearest class centroid for every target sample (SHOT, Liang et al., ICML 2020).
 
-    features: (n, d), of all target samples in evaluation mode. probabilities: (n, C), each row a softmax.
+    1. Append a constant 1 to the features, then divide each row by its L2 norm.
 
-    1. A constant 1 is appended to the features, then each row divided by its L2 norm. 2. Centroids are the means
-    weighted by the probabilities. 3. Each sample takes the class whose centroid has the largest cosine, among classes
-    that are some sample's most probable one. 4. Centroids become the means of the samples so labelled, and the samples
-    are labelled again. A class that lost all its samples in step 3 has no centroid in step 4 and takes no part (in the
-    released code its undefined distance would win every sample).
+    2. Centroids are the means weighted by the probabilities.
 
-    Raises UserError when there is no sample or the numbers of rows differ.
+    3. Each sample takes the class whose centroid has the largest cosine, among classes that are some sample's most
+    probable one.
+
+    4. Centroids become the means of the samples so labelled, and the samples are labelled again.
+
+    A class that loses all its samples in step 3 takes no part in step 4. In the released code its undefined distance
+    would win every sample.
+
+    Args:
+        features: (n, d), of all target samples in evaluation mode.
+        probabilities: (n, C), each row a softmax.
+
+    Returns:
+        (n,) int64.
+
+    Raises:
+        UserError: there is no sample, or the numbers of rows differ.
+
+    Example:
+        >>> features = torch.tensor([[5.0, 0.0], [4.0, 0.0], [0.0, 5.0]])
+        >>> pseudo_labels(features, torch.tensor([[0.9, 0.1], [0.4, 0.6], [0.1, 0.9]]))
+        tensor([0, 0, 1])
     """
     if features.dim() != 2 or probabilities.dim() != 2 or len(features) != len(probabilities) or not len(features):
         raise UserError(
@@ -53,7 +79,10 @@ def pseudo_labels(features: Tensor, probabilities: Tensor) -> Tensor:
 def _nearest(points: Tensor, affinity: Tensor, occupied: Tensor) -> Tensor:
     """The most similar centroid of each point; centroids are means weighted by ``affinity`` (n, C).
 
-    occupied: (n,), the classes that may be chosen.
+    Args:
+        points: (n, d), unit vectors.
+        affinity: (n, C).
+        occupied: the classes that may be chosen, (n,).
     """
     # Only directions matter, so sums serve as means.
     centroids = functional.normalize(affinity.to(points).T @ points)
@@ -63,13 +92,21 @@ def _nearest(points: Tensor, affinity: Tensor, occupied: Tensor) -> Tensor:
 
 
 def mutual_information(scores_joint: Tensor, scores_shuffled: Tensor) -> Tensor:
-    """``mean T(p, q) − log mean exp T(p, q')``, a scalar in nats: over large batches a lower bound of the mutual
-    information of p and q (MINE, Belghazi et al., ICML 2018; FADA).
+    """Lower bound of the mutual information, ``mean T(p, q) − log mean exp T(p, q')``, a scalar in nats.
 
-    The critic T maximises it; FADA's disentangler minimises it.
-    scores_joint: T of pairs that belong together, one per pair, any shape. scores_shuffled: T of pairs in which q' was
-        drawn from another sample; the number may differ. Adding a constant to all scores changes nothing.
-    Raises UserError when one of them is empty.
+    The critic T maximises it; FADA's disentangler minimises it. It is a bound over large batches. Adding a constant to
+    all scores changes nothing. Source: MINE (Belghazi et al., ICML 2018), as in FADA.
+
+    Args:
+        scores_joint: T of pairs that belong together, one per pair, any shape.
+        scores_shuffled: T of pairs in which q' comes from another sample. The number may differ.
+
+    Raises:
+        UserError: one of them is empty.
+
+    Example:
+        >>> mutual_information(torch.tensor([1.0, 3.0]), torch.tensor([0.0, 0.0])).round(decimals=4)
+        tensor(2.)
     """
     if not scores_joint.numel() or not scores_shuffled.numel():
         raise UserError("mutual information needs at least one score of joint and one of shuffled pairs")

@@ -1,4 +1,4 @@
-"""What several teachers agree on and how a student learns it (KD3A: Feng et al., ICML 2021; section 7)."""
+"""KD3A's knowledge vote: what several teachers agree on, and how a student learns it (Feng et al., ICML 2021)."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ from fedshift.errors import UserError
 Ballots = Literal["rows", "top1"]
 
 UNSUPPORTED = 0.001
-"""The weight n_p of a sample on which no teacher has a say."""
+"""Support n_p of a sample that no teacher supports."""
 
 
 @dataclass(frozen=True)
 class Consensus:
     """The teachers' common answer for n samples.
 
-    probabilities: (n, C), rows that sum to 1. support: (n,), the number n_p of teachers behind each row, or 0.001 for
-    none. labels: (n,) class indices, the winners of the vote.
+    Attributes:
+        probabilities: (n, C), rows that sum to 1.
+        support: the number n_p of teachers behind each row, (n,); 0.001 where there is none.
+        labels: winners of the vote, (n,) class numbers.
     """
 
     probabilities: Tensor
@@ -31,16 +33,29 @@ class Consensus:
 
 
 def knowledge_vote(predictions: Tensor, gate: float, *, ballots: Ballots = "rows") -> Consensus:
-    """Mean prediction and number of the teachers that are confident and agree, for every sample (KD3A, section 7.1).
+    """Mean prediction and number of the teachers that are confident and agree, for every sample (KD3A, eq. 3 to 5).
 
-    Teachers whose highest probability is above ``gate`` vote for a class; the mean is over those of them whose own
-    class won. Where none is left (nobody passes the gate, or the sum elects a class that is nobody's first) it is over
-    all teachers, with support 0.001. Where nobody passes the gate everyone votes. The first of equal classes wins.
+    A teacher passes the gate if its highest probability is above ``gate``. Teachers that pass vote for a class. The
+    result is the mean over those of them whose own first class won.
 
-    predictions: (K, n, C), each teacher's probabilities. gate: g, at least 0 and below 1.
-    ballots: what a voter adds, ``"rows"`` its whole row (paper), ``"top1"`` its highest probability to that class alone
-        (released code, 7.4.3).
-    Raises UserError for other shapes, K = 0 or C = 0, and for an impossible gate.
+    If none is left, the result is the mean over all teachers with support 0.001. This happens if nobody passes the
+    gate, or if the sum elects a class that is nobody's first. If nobody passes, everyone votes. The first of equal
+    classes wins.
+
+    Args:
+        predictions: each teacher's probabilities, (K, n, C).
+        gate: g, at least 0 and below 1.
+        ballots: what a voter adds. ``"rows"``: its whole row (paper). ``"top1"``: its highest probability, to that
+            class alone (released code).
+
+    Raises:
+        UserError: other shapes, K = 0 or C = 0, or an impossible gate.
+
+    Example:
+        >>> teachers = torch.tensor([[[0.95, 0.03, 0.02]], [[0.92, 0.05, 0.03]], [[0.02, 0.96, 0.02]]])
+        >>> found = knowledge_vote(teachers, gate=0.9)
+        >>> found.probabilities, found.support, found.labels
+        (tensor([[0.9350, 0.0400, 0.0250]]), tensor([2.]), tensor([0]))
     """
     check_predictions(predictions, gate)
     confidence, choice = predictions.max(2)
@@ -60,9 +75,17 @@ def knowledge_vote(predictions: Tensor, gate: float, *, ballots: Ballots = "rows
 
 
 def mean_ensemble(predictions: Tensor) -> Consensus:
-    """The mean of all teachers, each sample with support 1: KD3A without its vote (section 7.5).
+    """The mean of all teachers, each sample with support 1: KD3A without its vote (ablation of the paper's Figure 3).
 
-    predictions: (K, n, C). Raises UserError for other shapes, K = 0 or C = 0.
+    Args:
+        predictions: (K, n, C).
+
+    Raises:
+        UserError: other shapes, K = 0 or C = 0.
+
+    Example:
+        >>> mean_ensemble(torch.tensor([[[1.0, 0.0]], [[0.5, 0.5]]])).probabilities
+        tensor([[0.7500, 0.2500]])
     """
     check_predictions(predictions)
     probabilities = predictions.mean(0)
@@ -70,9 +93,17 @@ def mean_ensemble(predictions: Tensor) -> Consensus:
 
 
 def released_labels(consensus: Consensus) -> tuple[Tensor, Tensor]:
-    """The released code's targets: one-hot winners (n, C) and weights (n,), 1 where a teacher supports them, else 0.
+    """Targets of KD3A's released code. They replace probabilities and support in `mixup` and `distillation_loss`.
 
-    They take the place of probabilities and support in `mixup` and `distillation_loss` (section 7.4.1, 7.4.2).
+    Args:
+        consensus: a result of `knowledge_vote`.
+
+    Returns:
+        One-hot winners (n, C), and weights (n,): 1 where a teacher supports the winner, else 0.
+
+    Example:
+        >>> released_labels(knowledge_vote(torch.tensor([[[0.7, 0.3]], [[0.9, 0.1]]]), gate=0.8))
+        (tensor([[1., 0.]]), tensor([1.]))
     """
     probabilities = consensus.probabilities
     hard = torch.zeros_like(probabilities).scatter_(1, consensus.labels[:, None], 1)
@@ -80,12 +111,23 @@ def released_labels(consensus: Consensus) -> tuple[Tensor, Tensor]:
 
 
 def distillation_loss(logits: Tensor, probabilities: Tensor, support: Tensor) -> Tensor:
-    """``n_p · KL(p ‖ softmax(logits))``, mean over the batch, in nats; 0·log 0 = 0 (KD3A, section 7.1, step 3).
+    """Distillation ``n_p · KL(p ‖ softmax(logits))``, mean over the batch, in nats (KD3A, equation 6).
 
-    For one-hot p it is the cross-entropy; for mixed one-hot p it is less than that by their entropy, with the same
-    gradient (7.4.11).
+    0·log 0 counts as 0. For one-hot p it is the cross-entropy. For mixed one-hot p, as in the released code, it is
+    lower than the cross-entropy by the labels' entropy, with the same gradient.
 
-    logits, probabilities: (b, C). support: (b,). Raises UserError for other shapes.
+    Args:
+        logits: (b, C).
+        probabilities: p, (b, C).
+        support: n_p, (b,).
+
+    Raises:
+        UserError: other shapes.
+
+    Example:
+        >>> logits = torch.tensor([[0.7, 0.2, 0.1]]).log()
+        >>> distillation_loss(logits, torch.tensor([[0.935, 0.04, 0.025]]), torch.tensor([2.0]))
+        tensor(0.3432)
     """
     if logits.dim() != 2 or logits.shape != probabilities.shape or support.shape != logits.shape[:1]:
         raise UserError(
@@ -97,9 +139,21 @@ def distillation_loss(logits: Tensor, probabilities: Tensor, support: Tensor) ->
 
 
 def mixup(inputs: Tensor, probabilities: Tensor, lam: float, permutation: Tensor) -> tuple[Tensor, Tensor]:
-    """``λx + (1−λ)x_π`` and ``λp + (1−λ)p_π``; KD3A leaves the support as it is (section 7.1, 7.4.10).
+    """Mix pairs of samples, ``λx + (1−λ)x_π`` and ``λp + (1−λ)p_π``. KD3A leaves the support unmixed.
 
-    inputs: (b, …), floats. probabilities: (b, C). permutation: π, (b,) indices.
+    Source: mixup (Zhang et al., ICLR 2018), as in KD3A.
+
+    Args:
+        inputs: x, (b, …), floats.
+        probabilities: p, (b, C).
+        lam: λ.
+        permutation: π, (b,) indices.
+
+    Example:
+        >>> mixup(torch.tensor([[0.0], [1.0]]), torch.eye(2), 0.75, torch.tensor([1, 0]))
+        (tensor([[0.2500],
+                [0.7500]]), tensor([[0.7500, 0.2500],
+                [0.2500, 0.7500]]))
     """
     return (
         torch.lerp(inputs[permutation], inputs, lam),
@@ -108,7 +162,11 @@ def mixup(inputs: Tensor, probabilities: Tensor, lam: float, permutation: Tensor
 
 
 def check_predictions(predictions: Tensor, gate: float = 0.0) -> None:
-    """Raise UserError unless predictions are (K, n, C) with K and C at least 1 and ``0 ≤ gate < 1``."""
+    """Raise UserError unless predictions are (K, n, C) with K and C at least 1 and ``0 ≤ gate < 1``.
+
+    Example:
+        >>> check_predictions(torch.full((3, 8, 2), 0.5), gate=0.9)
+    """
     if predictions.dim() != 3 or 0 in (predictions.shape[0], predictions.shape[2]):
         raise UserError(
             f"teachers' predictions must be (teachers, samples, classes) with at least one teacher and class, found "

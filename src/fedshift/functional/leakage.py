@@ -1,5 +1,6 @@
-"""What a gradient tells of the samples it was computed from: distances that an attack lowers, direct inversions, and
-measures of how like two samples are.
+"""What a gradient reveals about the samples it was computed from.
+
+Distances that an attack lowers, direct inversions, and measures of how alike two samples are. Sources:
 
 Zhu, Liu, Han: Deep Leakage from Gradients. NeurIPS 2019. Zhao, Mopuri, Bilen: iDLG: Improved Deep Leakage from
 Gradients. 2020. Geiping, Bauermeister, Dröge, Moeller: Inverting Gradients. NeurIPS 2020.
@@ -21,38 +22,76 @@ _K1, _K2 = 0.01, 0.03
 
 
 def squared_distance(gradient: Sequence[Tensor], observed: Sequence[Tensor]) -> Tensor:
-    """``‖g − g*‖²`` over all parameters together, a scalar (Deep Leakage, eq. 4).
+    """``‖g − g*‖²`` over all parameters together, a scalar (Deep Leakage, equation 4).
 
-    gradient, observed: one tensor per parameter, of the parameter's shape. Raises UserError when they do not fit.
+    Args:
+        gradient: g, one tensor per parameter.
+        observed: g*, of the same shapes.
+
+    Raises:
+        UserError: the shapes differ.
+
+    Example:
+        >>> squared_distance([torch.tensor([1.0]), torch.tensor([2.0])], [torch.zeros(1), torch.zeros(1)])
+        tensor(5.)
     """
     _check_alike(gradient, observed)
     return torch.stack([(a - b).square().sum() for a, b in zip(gradient, observed, strict=True)]).sum()
 
 
 def cosine_distance(gradient: Sequence[Tensor], observed: Sequence[Tensor]) -> Tensor:
-    """``1 − ⟨g, g*⟩ / (‖g‖‖g*‖)`` over all parameters together, in [0, 2] (Inverting Gradients, eq. 4).
+    """``1 − ⟨g, g*⟩ / (‖g‖‖g*‖)`` over all parameters together, in [0, 2] (Inverting Gradients, equation 4).
 
-    Shapes and errors as `squared_distance`. The scale of either gradient does not matter; beside a gradient of zeros
-    the distance is 1.
+    The scale of either gradient does not matter. If one of them is zero, the distance is 1.
+
+    Args:
+        gradient: g, one tensor per parameter.
+        observed: g*, of the same shapes.
+
+    Raises:
+        UserError: the shapes differ.
+
+    Example:
+        >>> cosine_distance([torch.tensor([1.0, 0.0])], [torch.tensor([0.0, 7.0])])
+        tensor(1.)
     """
     _check_alike(gradient, observed)
     a = torch.cat([part.flatten() for part in gradient])
     b = torch.cat([part.flatten() for part in observed])
-    # The norm's own gradient at zero is 0, and the quotient stays finite there.
+    # At zero the norm's gradient is 0 and the clamp keeps the quotient finite.
     norms: Tensor = torch.linalg.vector_norm(a) * torch.linalg.vector_norm(b)
     return 1 - (a @ b) / norms.clamp_min(torch.finfo(norms.dtype).tiny)
 
 
 def total_variation(images: Tensor) -> Tensor:
-    """Mean absolute difference of neighbours, down plus across: images (n, c, h, w) → a scalar (Geiping et al.)."""
+    """Mean absolute difference of neighbouring pixels, down plus across, a scalar (Geiping et al.).
+
+    Args:
+        images: (n, c, h, w).
+
+    Example:
+        >>> total_variation(torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]]))
+        tensor(1.)
+    """
     down, across = images.diff(dim=-2).abs(), images.diff(dim=-1).abs()
-    # One row or column has no neighbour that way.
+    # A single row or column has no neighbours in that direction.
     return down.sum() / max(1, down.numel()) + across.sum() / max(1, across.numel())
 
 
 def pseudo_gradient(before: Iterable[Tensor], after: Iterable[Tensor], lr: float) -> list[Tensor]:
-    """``(θ_before − θ_after) / η`` of each parameter: what a model that was sent tells of the gradients in between
-    (KD3A, section 7.5). Raises UserError unless the learning rate is above 0.
+    """``(θ_before − θ_after) / η`` of each parameter: what a sent model reveals about the gradients in between.
+
+    Args:
+        before: parameters of the model that a site received.
+        after: parameters of the model that it sent.
+        lr: learning rate η, above 0.
+
+    Raises:
+        UserError: the learning rate is not above 0.
+
+    Example:
+        >>> pseudo_gradient([torch.tensor([1.0])], [torch.tensor([0.5])], lr=0.25)
+        [tensor([2.])]
     """
     if not lr > 0:
         raise UserError(f"a pseudo-gradient needs a learning rate above 0, found {lr}")
@@ -60,11 +99,22 @@ def pseudo_gradient(before: Iterable[Tensor], after: Iterable[Tensor], lr: float
 
 
 def gradients_in_update(steps: int, momentum: float = 0.0, nesterov: bool = False) -> float:
-    """How many gradients a pseudo-gradient of so many steps of SGD sums up, momentum included.
+    """How many gradients a `pseudo_gradient` of several SGD steps sums up, momentum included.
 
-    Step t of T passes on ``Σ_(j ≤ T−t) m^j`` times its gradient, so the sum is ``Σ_(k=1..T) (1 − m^k) / (1 − m)``. In
-    Nesterov's form each gradient counts once, and m times that sum besides. Raises UserError for a momentum outside
-    [0, 1) or no step at all.
+    Step t of T passes on ``Σ_(j ≤ T−t) m^j`` times its gradient. So the sum is ``Σ_(k=1..T) (1 − m^k) / (1 − m)``. With
+    Nesterov momentum each gradient counts once, plus m times that sum.
+
+    Args:
+        steps: T, at least 1.
+        momentum: m, in [0, 1).
+        nesterov: whether the optimiser uses Nesterov momentum.
+
+    Raises:
+        UserError: no step, or a momentum outside [0, 1).
+
+    Example:
+        >>> gradients_in_update(2), gradients_in_update(2, momentum=0.5)  # 2; 1 + 1.5
+        (2.0, 2.5)
     """
     if steps < 1 or not 0 <= momentum < 1:
         raise UserError(f"an update needs at least 1 step and a momentum in [0, 1), found {steps} and {momentum}")
@@ -74,11 +124,26 @@ def gradients_in_update(steps: int, momentum: float = 0.0, nesterov: bool = Fals
 
 
 def invert_linear(weight_gradient: Tensor, bias_gradient: Tensor) -> Tensor:
-    """The one input (d,) of a linear layer with bias from the gradients of its weight (u, d) and its bias (u,).
+    """The single input of a linear layer with bias, from the gradients of its weight and bias.
 
-    ``∂ℓ/∂W_i = ∂ℓ/∂b_i · x``, so every row divided by its bias gradient is x, exactly (section 7.7, test 14); here the
-    least-squares quotient over all units, ``Σ_i b_i W_i / Σ_i b_i²``. Of several inputs it is a mean weighted by how
-    much each moved the units. Raises UserError when the shapes do not fit, or no bias has a gradient.
+    ``∂ℓ/∂W_i = ∂ℓ/∂b_i · x``, so every row divided by its bias gradient is exactly x. This is the least-squares
+    quotient over all units, ``Σ_i b_i W_i / Σ_i b_i²``. With several inputs it is their mean, weighted by how much each
+    moved the units.
+
+    Args:
+        weight_gradient: (u, d).
+        bias_gradient: (u,).
+
+    Returns:
+        (d,).
+
+    Raises:
+        UserError: the shapes do not fit, or no bias has a gradient.
+
+    Example:
+        >>> x, errors = torch.tensor([2.0, -1.0]), torch.tensor([0.5, -0.5])
+        >>> invert_linear(errors[:, None] * x, errors)
+        tensor([ 2., -1.])
     """
     if weight_gradient.dim() != 2 or bias_gradient.shape != weight_gradient.shape[:1]:
         raise UserError(
@@ -92,18 +157,37 @@ def invert_linear(weight_gradient: Tensor, bias_gradient: Tensor) -> Tensor:
 
 
 def infer_label(bias_gradient: Tensor) -> int:
-    """The label of a single sample from the last layer's bias gradient (C,): the one negative entry (iDLG).
+    """The label of a single sample, from the last layer's bias gradient: its one negative entry (iDLG).
 
-    Exact for cross-entropy, whose gradient there is ``p − 1[c = y]``.
+    This is exact for cross-entropy, whose gradient there is ``p − 1[c = y]``.
+
+    Args:
+        bias_gradient: (C,).
+
+    Example:
+        >>> infer_label(torch.tensor([0.2, -0.9, 0.7]))
+        1
     """
     return int(bias_gradient.argmin())
 
 
 def infer_labels(bias_gradient: Tensor, probabilities: Tensor, number: int) -> list[int]:
-    """The likeliest labels, sorted, of ``number`` samples from the last layer's bias gradient (C,) of their mean loss.
+    """The likeliest labels of several samples, from the last layer's bias gradient of their mean loss.
 
-    It is ``p̄ − n_c/n``, so class c has about ``n·(p̄_c − g_c)`` samples; probabilities (C,): p̄ as the attacker
-    estimates it. Labels are given out one by one to the class that is owed most. For one sample as `infer_label`.
+    The gradient is ``p̄ − n_c/n``, so class c has about ``n·(p̄_c − g_c)`` samples. Labels are given out one by one,
+    each to the class that is owed most. For one sample this is `infer_label`.
+
+    Args:
+        bias_gradient: g, (C,).
+        probabilities: p̄ as the attacker estimates it, (C,).
+        number: n.
+
+    Returns:
+        n labels, sorted.
+
+    Example:
+        >>> infer_labels(torch.tensor([-0.25, -0.25, 0.5]), torch.tensor([0.25, 0.25, 0.5]), number=4)
+        [0, 0, 1, 1]
     """
     if number == 1:
         return [infer_label(bias_gradient)]
@@ -116,16 +200,39 @@ def infer_labels(bias_gradient: Tensor, probabilities: Tensor, number: int) -> l
 
 
 def mean_squared_errors(reconstructed: Tensor, originals: Tensor) -> Tensor:
-    """Mean squared error of every pair: (n, …), (m, …) → (n, m)."""
+    """Mean squared error of every pair of samples.
+
+    Args:
+        reconstructed: (n, …).
+        originals: (m, …).
+
+    Returns:
+        (n, m).
+
+    Example:
+        >>> mean_squared_errors(torch.tensor([[0.0, 0.0]]), torch.tensor([[1.0, 1.0], [0.0, 2.0]])).round(decimals=4)
+        tensor([[1., 2.]])
+    """
     a, b = reconstructed.flatten(1), originals.flatten(1)
-    # Differences and not the expanded square, which loses the small errors that matter here.
+    # The expanded square would lose the small errors that matter here.
     return torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist").square() / a.shape[1]
 
 
 def best_match(errors: Tensor) -> Tensor:
-    """Which original each reconstruction shows: errors (n, m) → (n,), no original twice, least total error.
+    """Match each reconstruction to an original: least total error, no original twice.
 
-    Raises UserError when there are more reconstructions than originals.
+    Args:
+        errors: (n, m), n ≤ m.
+
+    Returns:
+        Number of the original for each reconstruction, (n,).
+
+    Raises:
+        UserError: there are more reconstructions than originals.
+
+    Example:
+        >>> best_match(torch.tensor([[1.0, 2.0], [0.0, 5.0]]))
+        tensor([1, 0])
     """
     from scipy.optimize import linear_sum_assignment  # slow to import, and only this function needs it
 
@@ -136,16 +243,41 @@ def best_match(errors: Tensor) -> Tensor:
 
 
 def psnr(error: float, peak: float = 1.0) -> float:
-    """Peak signal-to-noise ratio in dB of a mean squared ``error`` of values in [0, ``peak``]; inf for no error."""
+    """Peak signal-to-noise ratio in dB; infinite for no error.
+
+    Args:
+        error: mean squared error of the values.
+        peak: largest value; values lie in [0, ``peak``].
+
+    Example:
+        >>> round(psnr(0.01), 6)
+        20.0
+    """
     return 10 * math.log10(peak**2 / error) if error > 0 else math.inf
 
 
 def ssim(first: Tensor, second: Tensor, peak: float = 1.0) -> Tensor:
-    """Structural similarity of images (n, c, h, w) with values in [0, ``peak``]: (n,), 1 for equal images.
+    """Structural similarity of two batches of images: 1 for equal images.
 
-    Wang, Bovik, Sheikh, Simoncelli (2004): Gaussian window of 11 pixels, σ = 1.5, K = (0.01, 0.03), the mean over all
-    places where the window fits and over channels. Images below 11 pixels: the largest odd window that fits. Raises
-    UserError when the shapes differ or are not those of images.
+    Gaussian window of 11 pixels, σ = 1.5, K = (0.01, 0.03); the mean over all places where the window fits and over
+    channels. Images below 11 pixels use the largest odd window that fits. Source: Wang, Bovik, Sheikh, Simoncelli (IEEE
+    TIP 2004).
+
+    Args:
+        first: (n, c, h, w), values in [0, ``peak``].
+        second: the same shape.
+        peak: largest value.
+
+    Returns:
+        (n,).
+
+    Raises:
+        UserError: the shapes differ, or are not those of images.
+
+    Example:
+        >>> image = torch.arange(256.0).view(1, 1, 16, 16) / 255
+        >>> ssim(image, image).round(decimals=4)
+        tensor([1.])
     """
     if first.dim() != 4 or first.shape != second.shape:
         raise UserError(
@@ -172,7 +304,19 @@ def ssim(first: Tensor, second: Tensor, peak: float = 1.0) -> Tensor:
 
 
 def correlation(first: Tensor, second: Tensor) -> Tensor:
-    """Pearson's correlation of each pair of samples: (n, …), (n, …) → (n,); 0 where one of them is constant."""
+    """Pearson's correlation of each pair of samples; 0 where one of them is constant.
+
+    Args:
+        first: (n, …).
+        second: the same shape.
+
+    Returns:
+        (n,).
+
+    Example:
+        >>> correlation(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[6.0, 4.0, 2.0]])).round(decimals=4)
+        tensor([-1.])
+    """
     a, b = first.flatten(1), second.flatten(1)
     a, b = a - a.mean(1, keepdim=True), b - b.mean(1, keepdim=True)
     norms: Tensor = torch.linalg.vector_norm(a, dim=1) * torch.linalg.vector_norm(b, dim=1)

@@ -1,6 +1,4 @@
-"""Numbers of the federation in which some sites have labels and some have not: MDFNet's schedule, its gate and guard,
-and what a pair of sites has in common.
-"""
+"""MDFNet's schedule, its readiness gate and collapse guard, and the proxy A-distance between two sites."""
 
 from __future__ import annotations
 
@@ -10,27 +8,38 @@ from fedshift.errors import UserError
 
 
 def progressive_weight(r: float, rho: float = 10.0) -> float:
-    """``η = (1 − e^(−ρr)) / (2(1 + e^(−ρr)))``, the unlabelled sites' share, from 0 towards ½ (MDFNet, section 8.3).
+    """The unlabelled sites' share ``η = (1 − e^(−ρr)) / (2(1 + e^(−ρr)))``, from 0 towards ½ (MDFNet).
 
-    r: progress in [0, 1], or the number of the round (the paper's word, for which it is over after one round). Raises
-    UserError when r or ρ is negative.
+    Args:
+        r: progress in [0, 1]. Or the number of the round, as the paper says; then η is near ½ after one round.
+        rho: ρ, at least 0.
+
+    Raises:
+        UserError: r or ρ is negative.
+
+    Example:
+        >>> [round(progressive_weight(r), 4) for r in (0.0, 0.1, 1.0)]
+        [0.0, 0.2311, 0.5]
     """
     if r < 0 or rho < 0:
         raise UserError(f"the progressive weight needs r and rho of at least 0, found {r} and {rho}")
     return math.tanh(rho * r / 2) / 2
 
 
-def decayed_rate(r: float, start: float) -> float:
-    """``lr = lr₀/(1 + 10r)^0.75`` (MDFNet, section 8.3); r as for `progressive_weight`, so it may exceed 1."""
-    if r < 0:
-        raise UserError(f"the learning rate needs r of at least 0, found {r}")
-    return start * float((1 + 10 * r) ** -0.75)
-
-
 def collaborative_shares(labelled: int, unlabelled: int, weight: float) -> tuple[float, float]:
-    """``(1 − η)/L`` of each labelled and ``η/U`` of each unlabelled site (MDFNet, section 8.3, step 4); all sum to 1.
+    """Share ``(1 − η)/L`` of each labelled site and ``η/U`` of each unlabelled one; all sum to 1 (MDFNet).
 
-    weight: η. Raises UserError without a labelled site, without an unlabelled one, or when η is outside [0, 1].
+    Args:
+        labelled: L, at least 1.
+        unlabelled: U, at least 1.
+        weight: η, in [0, 1].
+
+    Raises:
+        UserError: one kind of site is missing, or η is outside [0, 1].
+
+    Example:
+        >>> collaborative_shares(2, 1, weight=0.5)
+        (0.25, 0.5)
     """
     if labelled < 1 or unlabelled < 1:
         raise UserError(
@@ -42,10 +51,19 @@ def collaborative_shares(labelled: int, unlabelled: int, weight: float) -> tuple
 
 
 def is_ready(cross_entropy: float, classes: int, readiness: float) -> bool:
-    """Whether a model tells classes apart: ``CE < q · ln C``, the readiness gate of MDFNet's practical setting.
+    """Whether a model can tell classes apart: ``CE < q · ln C``. The readiness gate of MDFNet's practical setting.
 
-    cross_entropy: of the labelled sites, in nats; guessing has ln C. classes: C. readiness: q. Raises UserError for
-    fewer than two classes.
+    Args:
+        cross_entropy: of the labelled sites, in nats. Guessing has ln C.
+        classes: C, at least 2.
+        readiness: q.
+
+    Raises:
+        UserError: fewer than two classes.
+
+    Example:
+        >>> is_ready(0.5, classes=10, readiness=0.25), is_ready(0.6, classes=10, readiness=0.25)  # ¼ ln 10 = 0.576
+        (True, False)
     """
     if classes < 2:
         raise UserError(f"a cross-entropy needs at least two classes to be compared with guessing, found {classes}")
@@ -53,22 +71,46 @@ def is_ready(cross_entropy: float, classes: int, readiness: float) -> bool:
 
 
 def progress_since(opened: int, done: int, rounds: int) -> float:
-    """``r = (done − opened)/(rounds − 1 − opened)``, at most 1: 0 in the first round in which unlabelled sites take
-    part, 1 in the last round planned. opened, done: rounds before that one, and before this one.
+    """Progress ``r = (done − opened)/(rounds − 1 − opened)`` since the gate opened, at most 1.
+
+    It is 0 in the first round in which unlabelled sites take part, and 1 in the last round planned.
+
+    Args:
+        opened: rounds before the gate opened.
+        done: rounds before this one.
+        rounds: rounds planned.
+
+    Example:
+        >>> progress_since(opened=2, done=2, rounds=7), progress_since(opened=2, done=6, rounds=7)
+        (0.0, 1.0)
     """
     return min(1.0, (done - opened) / max(1, rounds - 1 - opened))
 
 
 def names_few_classes(named: int, classes: int) -> bool:
-    """Whether pseudo-labels name at most half of the classes, the sign that clusters fell into one another."""
+    """Whether pseudo-labels name at most half of the classes: a sign that clusters have merged.
+
+    Example:
+        >>> names_few_classes(named=5, classes=10), names_few_classes(named=6, classes=10)
+        (True, False)
+    """
     return 2 * named <= classes
 
 
 def proxy_distance(error: float) -> float:
-    """``d_A = 2(1 − 2ε)``, at least 0, from the error of a classifier that tells two domains apart (Ben-David et al.,
-    Machine Learning 2010): 0 for domains that cannot be told apart, 2 for domains that always can.
+    """Proxy A-distance ``d_A = 2(1 − 2ε)``, at least 0: 0 for equal domains, 2 for domains that differ always.
 
-    error: ε in [0, 1], both domains counting alike. Raises UserError for another value.
+    Source: Ben-David et al. (Machine Learning 2010).
+
+    Args:
+        error: ε in [0, 1], the error of a classifier that tells the two domains apart, both counting alike.
+
+    Raises:
+        UserError: the error lies outside [0, 1].
+
+    Example:
+        >>> proxy_distance(0.5), proxy_distance(0.25), proxy_distance(0.0)
+        (0.0, 1.0, 2.0)
     """
     if not 0 <= error <= 1:
         raise UserError(f"an error rate lies in [0, 1], found {error}")

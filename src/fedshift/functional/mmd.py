@@ -1,4 +1,4 @@
-"""Maximum mean discrepancy with several Gaussian kernels (Gretton et al., JMLR 2012; CSAC, eq. 6, section 2.1)."""
+"""Maximum mean discrepancy with several Gaussian kernels (Gretton et al., JMLR 2012; CSAC, equation 6)."""
 
 from __future__ import annotations
 
@@ -17,15 +17,6 @@ MULTIPLIERS = (1 / 27, 1 / 9, 1 / 3, 1.0, 3.0)
 Estimator = Literal["unbiased", "biased"]
 
 
-def pairwise_squared_distances(first: Tensor, second: Tensor) -> Tensor:
-    """``‖a_i − b_j‖²``, shape (…, n, m), of the rows of ``first`` (…, n, f) and ``second`` (…, m, f); at least 0."""
-    # Distances do not change with the origin; near it, fewer digits cancel.
-    origin = second.detach().flatten(0, -2).mean(0)
-    first, second = first - origin, second - origin
-    norms = first.square().sum(-1)[..., :, None] + second.square().sum(-1)[..., None, :]
-    return (norms - 2 * (first @ second.mT)).clamp(min=0)
-
-
 def multi_kernel_mmd(
     source: Tensor,
     target: Tensor,
@@ -34,7 +25,24 @@ def multi_kernel_mmd(
     constant: bool = False,
     bandwidth: Tensor | None = None,
 ) -> Tensor:
-    """Squared MMD between two batches (n, f), a scalar; options and errors as in `cross_multi_kernel_mmd`."""
+    """Squared MMD between two batches, a scalar: `cross_multi_kernel_mmd` of two single layers.
+
+    Args:
+        source: (n, f).
+        target: (n, f).
+        multipliers: as in `cross_multi_kernel_mmd`.
+        estimator: as in `cross_multi_kernel_mmd`.
+        constant: as in `cross_multi_kernel_mmd`.
+        bandwidth: a scalar; as in `cross_multi_kernel_mmd`.
+
+    Raises:
+        UserError: other shapes, or as in `cross_multi_kernel_mmd`.
+
+    Example:
+        >>> source, target = torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0], [5.0]])
+        >>> multi_kernel_mmd(source, target, estimator="biased")
+        tensor(2.1099)
+    """
     if source.dim() != 2 or target.dim() != 2:
         raise UserError(f"MMD needs two batches (n, f), found {tuple(source.shape)} and {tuple(target.shape)}")
     width = None if bandwidth is None else bandwidth.reshape(1, 1)
@@ -49,23 +57,37 @@ def cross_multi_kernel_mmd(
     constant: bool = False,
     bandwidth: Tensor | None = None,
 ) -> Tensor:
-    """Squared MMD of every layer of ``source`` (R, n, f) with every layer of ``target`` (S, n, f), as a matrix (R, S).
+    """Squared MMD of every layer of ``source`` with every layer of ``target`` (CSAC, equation 6).
 
-    Kernels ``k_u(a, b) = exp(−‖a−b‖² / (2σ_u²))``, ``σ_u² = a_u · bandwidth``, are summed with weight 1 (CSAC, section
-    2.1).
+    The kernels ``k_u(a, b) = exp(−‖a−b‖² / (2σ_u²))`` with ``σ_u² = a_u · bandwidth`` are summed with weight 1.
 
-    multipliers: a_u, positive.
-    estimator: ``"unbiased"``, as in the released code: ``1/(n(n−1)) Σ_{i≠j} [k(s_i,s_j) + k(t_i,t_j)] − 2/n² Σ_{ij}
-        k(s_i,t_j)``; neither 0 for equal batches nor always positive. ``"biased"``: ``mean k_ss + mean k_tt − 2 mean
-        k_st``, at least 0, and 0 for equal batches. With n = 1 the former is not defined and the latter is returned.
-    constant: add the code's ``2/(n−1)`` to the unbiased estimate; no gradient.
-    bandwidth: (R, S); by default the mean of ‖z_i − z_j‖² over all (2n)² pairs of the two layers' rows, zeros on the
-        diagonal included. Either way it is constant for back-propagation. Where it is zero up to rounding (all rows
-        equal) every kernel is 1, with gradient 0.
+    The result equals that of pairwise calls. But each layer's own distances are computed once, and those between layers
+    in one matrix product. First derivatives only. Half precision is computed in float32.
 
-    Equal to the pairwise calls, but each layer's own distances are computed once and those between layers in one matrix
-    product. First derivatives only. Half precision is computed in float32.
-    Raises UserError for empty batches, unequal n or f, and multipliers that are not positive.
+    Args:
+        source: (R, n, f).
+        target: (S, n, f).
+        multipliers: a_u, positive.
+        estimator: ``"unbiased"``, as in the released code, is
+            ``1/(n(n−1)) Σ_{i≠j} [k(s_i,s_j) + k(t_i,t_j)] − 2/n² Σ_{ij} k(s_i,t_j)``. It is not 0 for equal batches,
+            and can be negative. ``"biased"`` is ``mean k_ss + mean k_tt − 2 mean k_st``: at least 0, and 0 for equal
+            batches. With n = 1 the biased value is returned, since the other is not defined.
+        constant: add the released code's ``2/(n−1)`` to the unbiased estimate. It has no gradient.
+        bandwidth: (R, S). By default the mean of ‖z_i − z_j‖² over all (2n)² pairs of the two layers' rows, the zeros
+            of the diagonal included. Constant for back-propagation. Where it is zero up to rounding (all rows equal),
+            every kernel is 1 and the gradient is 0.
+
+    Returns:
+        (R, S).
+
+    Raises:
+        UserError: empty batches, unequal n or f, or multipliers that are not positive.
+
+    Example:
+        >>> layers = torch.tensor([[[0.0], [2.0]], [[1.0], [5.0]]])  # two layers, two samples
+        >>> cross_multi_kernel_mmd(layers, layers, estimator="biased").round(decimals=3).abs()
+        tensor([[0.0000, 2.1100],
+                [2.1100, 0.0000]])
     """
     if source.dim() != 3 or target.dim() != 3 or source.shape[1:] != target.shape[1:] or 0 in source.shape:
         raise UserError(
@@ -83,11 +105,12 @@ def cross_multi_kernel_mmd(
 
 
 class _CrossMMD(torch.autograd.Function):
-    """The (R, S) values and their gradient by hand.
+    """The (R, S) values and their gradient, written by hand.
 
-    With D the squared distances, k'(D) = −Σ_u k_u(D)/(2σ_u²), g the upstream gradient and c the estimator's factor, the
-    loss changes by G_ij = g·c·k'(D_ij) with D_ij, and the row z_i moves by Σ_j 2·G_ij (z_i − z_j). All pairs of a layer
-    share its own distances, so their G are summed first; two products per side remain, whatever the number of pairs.
+    Let D be the squared distances, k'(D) = −Σ_u k_u(D)/(2σ_u²), g the upstream gradient and c the estimator's factor.
+    Then the loss changes by G_ij = g·c·k'(D_ij) with D_ij, and by Σ_j 2·G_ij (z_i − z_j) with row z_i. All pairs of a
+    layer share its own distances, so their G are summed first. Two products per side remain, whatever the number of
+    pairs.
     """
 
     @staticmethod
@@ -95,7 +118,7 @@ class _CrossMMD(torch.autograd.Function):
         ctx: Any, source: Tensor, target: Tensor, multipliers: Sequence[float], unbiased: bool, bandwidth: Tensor | None
     ) -> Tensor:
         samples = source.shape[1]
-        # Distances do not change with the origin; near it, fewer digits cancel.
+        # Distances do not depend on the origin. Near it fewer digits cancel.
         origin = source.mean(dim=(0, 1))
         source, target = source - origin, target - origin
         within_source, norms_source = _distances_within(source)
@@ -105,7 +128,7 @@ class _CrossMMD(torch.autograd.Function):
         if bandwidth is None:
             total = within_source.sum((1, 2))[:, None] + within_target.sum((1, 2)) + 2 * across.sum((2, 3))
             bandwidth = total / (2 * samples) ** 2
-        # Squared distances are known up to this error; a narrower kernel would show nothing but rounding.
+        # Squared distances have this rounding error. A narrower kernel would show rounding only.
         error = 5 * torch.finfo(source.dtype).eps * (norms_source.mean(1)[:, None] + norms_target.mean(1))
         inverse = torch.where(bandwidth > error, 1 / bandwidth, 0.0)
 
@@ -140,7 +163,7 @@ class _CrossMMD(torch.autograd.Function):
 def _distances_within(rows: Tensor) -> tuple[Tensor, Tensor]:
     """‖z_i − z_j‖² of each layer, (R, n, f) → (R, n, n), zero on the diagonal; and ‖z_i‖², (R, n)."""
     products = torch.bmm(rows, rows.mT)
-    # Read off the products, not computed anew: so equal rows round alike, and their distance is zero.
+    # Taken from the products, so that equal rows round alike and their distance is zero.
     norms = products.diagonal(dim1=1, dim2=2)
     return (norms[:, :, None] + norms[:, None, :]).sub_(products, alpha=2).clamp_(min=0), norms
 
@@ -179,7 +202,7 @@ def _pull(within: Tensor, across: Tensor, own: Tensor, other: Tensor) -> Tensor:
     """
     layers, samples, _ = own.shape
     within, across = 4 * within, 2 * across
-    # Σ_j G_ij z_i is a diagonal, so that one product does the layer's own part.
+    # Σ_j G_ij z_i is a product with a diagonal, so one product does the layer's own part.
     diagonal = torch.diag_embed(within.sum(2) + across.sum((1, 3)))
     gradient = torch.bmm(diagonal - within, own)
     gradient.flatten(0, 1).addmm_(across.transpose(1, 2).reshape(layers * samples, -1), other.flatten(0, 1), alpha=-1)

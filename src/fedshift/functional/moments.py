@@ -1,4 +1,4 @@
-"""M3SDA: moments of the domains' features, and how far two classifiers disagree."""
+"""M3SDA: distances between moments of the domains' features, and the discrepancy of two classifiers."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ from fedshift.errors import UserError
 
 
 def moment_distance(features: Sequence[Tensor], moments: Literal["mean_variance", "raw"] = "raw") -> Tensor:
-    """How far the domains' first two moments are apart, by Euclidean distances, a scalar.
+    """Distance of the domains' first two moments, by Euclidean norms, a scalar (M3SDA, Peng et al., ICCV 2019).
 
-    ``"raw"`` (M3SDA, Peng et al., ICCV 2019, definition 1): for ``E[x]`` and ``E[x²]`` each, the mean distance between
-    a source's and the target's, plus the mean distance over all pairs of sources; the sum over both moments.
-    ``"mean_variance"`` (the re-implementation in use, by Zhou et al.): the mean over mean and variance, the latter with
-    b − 1, and over all pairs of domains alike.
+    A pair of domains with equal moments gets the gradient 0.
 
     Args:
-        features: one batch (b, d) per domain, the target's last; batches may differ in size.
-        moments: which of the two. A pair with equal moments gets the gradient 0.
+        features: one batch (b, d) per domain, the target's last. Batches may differ in size.
+        moments: ``"raw"`` is definition 1 of the paper. For ``E[x]`` and ``E[x²]`` each, it takes the mean distance of
+            sources to the target plus the mean distance over all pairs of sources; both are added. ``"mean_variance"``
+            is the common re-implementation by Zhou et al. It is the mean over mean and variance (the latter with b − 1)
+            and over all pairs of domains alike.
 
     Raises:
         UserError: fewer than two domains, features that differ in d, or batches of fewer than two samples (``"raw"``:
             one).
+
+    Example:
+        >>> moment_distance([torch.tensor([[0.0]]), torch.tensor([[2.0]])])  # |0 − 2| + |0 − 4|
+        tensor(6.)
     """
     shapes = [tuple(batch.shape) for batch in features]
     fewest = 2 if moments == "mean_variance" else 1
@@ -37,7 +41,7 @@ def moment_distance(features: Sequence[Tensor], moments: Literal["mean_variance"
     second = [batch.var(0) if moments == "mean_variance" else batch.square().mean(0) for batch in features]
     both = torch.stack([torch.stack([batch.mean(0) for batch in features]), torch.stack(second)])
     gaps: Tensor = torch.linalg.vector_norm(both[:, :, None] - both[:, None], dim=3)
-    # Of all ordered pairs those of a domain with itself are 0 and do not count.
+    # The sums run over ordered pairs. Those of a domain with itself are 0 and do not count.
     count = len(shapes)
     if moments == "mean_variance":
         return gaps.sum() / (2 * count * (count - 1))
@@ -47,11 +51,18 @@ def moment_distance(features: Sequence[Tensor], moments: Literal["mean_variance"
 
 
 def classifier_discrepancy(first: Tensor, second: Tensor) -> Tensor:
-    """``mean |p₁ − p₂|`` over samples and classes, a scalar in [0, 2/C] (MCD, Saito et al., CVPR 2018; M3SDA,
-    Peng et al., ICCV 2019).
+    """``mean |p₁ − p₂|`` over samples and classes, a scalar in [0, 2/C] (MCD, Saito et al., CVPR 2018; M3SDA).
 
-    first, second: probabilities (b, C) of two classifiers on the same samples. Raises UserError when shapes differ or
-    there is no sample.
+    Args:
+        first: probabilities of one classifier, (b, C).
+        second: probabilities of the other on the same samples, (b, C).
+
+    Raises:
+        UserError: shapes differ, or there is no sample.
+
+    Example:
+        >>> classifier_discrepancy(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.5, 0.5]]))
+        tensor(0.5000)
     """
     if first.shape != second.shape or not first.numel():
         raise UserError(

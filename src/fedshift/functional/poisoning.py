@@ -1,4 +1,4 @@
-"""Wrong labels for a malicious source (KD3A's robustness experiment MA-m, Feng et al., ICML 2021; section 7.5)."""
+"""Wrong labels for a malicious source (KD3A's robustness experiment MA-m, Feng et al., ICML 2021)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,26 @@ def wrong_labels(
     seed: int,
     rule: Literal["uniform", "shift"] = "uniform",
 ) -> npt.NDArray[np.int64]:
-    """A copy of ``labels`` in which ``round(n · fraction)`` are wrong; the same arguments always give the same labels.
+    """A copy of ``labels`` in which ``round(n · fraction)`` are wrong. Equal arguments give equal labels.
 
-    Of one seed, the wrong labels of a smaller fraction are among those of a larger one. The released code takes the
-    first of every mini-batch instead, so that other samples are wrong in every epoch; here they stay the same.
+    With one seed, the wrong labels of a smaller fraction are among those of a larger one. The same samples stay wrong
+    in every epoch. In the released code they change, since it takes the first samples of each mini-batch.
 
-    labels: (n,), 0 to ``classes`` − 1. rule: ``"uniform"`` draws each wrong label from the other classes;
-        ``"shift"`` takes the next class, after the last the first.
-    Raises UserError for a fraction outside [0, 1], fewer than 2 classes, and labels out of range.
+    Args:
+        labels: (n,), 0 to ``classes`` − 1.
+        fraction: share of wrong labels, in [0, 1].
+        classes: number of classes, at least 2.
+        seed: seed of the choice.
+        rule: ``"uniform"`` draws each wrong label from the other classes. ``"shift"`` takes the next class, and the
+            first after the last.
+
+    Raises:
+        UserError: a fraction outside [0, 1], fewer than 2 classes, or labels out of range.
+
+    Example:
+        >>> labels = np.zeros(10, dtype=np.int64)
+        >>> sorted(wrong_labels(labels, 0.3, classes=2, seed=0).tolist())
+        [0, 0, 0, 0, 0, 0, 0, 1, 1, 1]
     """
     if not 0 <= fraction <= 1:
         raise UserError(f"the fraction of wrong labels must be between 0 and 1, found {fraction}")

@@ -1,4 +1,4 @@
-"""CSAC's projections: layers of different sizes brought to one shape, so that any two can be compared (section 2.1)."""
+"""CSAC's projections: bring layers of different sizes to one shape, so that any two can be compared."""
 
 from __future__ import annotations
 
@@ -20,8 +20,21 @@ def projection_layer(
 ) -> nn.Module:
     """A module that maps features (n, *shape) to (n, channels, *size).
 
-    Maps (c, h, w) go through `projection_convolution`; vectors (d,) through one linear layer whose outputs are viewed
-    as a map. Raises UserError for any other shape.
+    Maps (c, h, w) go through `projection_convolution`. Vectors (d,) go through one linear layer whose outputs are
+    viewed as a map.
+
+    Args:
+        shape: shape of one sample's features.
+        channels: channels of the result.
+        size: height and width of the result.
+        generator: generator of the initial weights; PyTorch's global one by default.
+
+    Raises:
+        UserError: any other shape.
+
+    Example:
+        >>> projection_layer((10,), 32, (7, 7))(torch.zeros(2, 10)).shape
+        torch.Size([2, 32, 7, 7])
     """
     if len(shape) == 3:
         return projection_convolution(shape[0], (shape[1], shape[2]), channels, size, generator)
@@ -40,15 +53,32 @@ def projection_convolution(
     size_to: tuple[int, int],
     generator: torch.Generator | None = None,
 ) -> nn.Module:
-    """A convolution from (n, in_channels, *size_from) to (n, channels, *size_to) by the rule of CSAC's code.
+    """A convolution from (n, in_channels, *size_from) to (n, channels, *size_to), by the rule of CSAC's released code.
 
-    Along each axis, from size s to t: s = 2t → kernel 3, stride 2, padding 1; s = t → kernel 1; any other s > t →
-    kernel s−t+1 without padding; 2s = t → transposed, kernel 4, stride 2, padding 1. The axes may follow different
-    rules. What one convolution cannot do (other enlargements, or one axis doubled and the other reduced; the paper has
-    no such case) is adaptive average pooling to ``size_to`` followed by a 1×1 convolution.
+    Along each axis, from size s to t:
 
-    generator: where the initial weights come from (PyTorch's default distribution); none = PyTorch's global generator.
-    Raises UserError for a size below 1.
+        s = 2t         kernel 3, stride 2, padding 1
+        s = t          kernel 1
+        other s > t    kernel s − t + 1, no padding
+        2s = t         transposed: kernel 4, stride 2, padding 1
+
+    The axes may follow different rules. Some cases need more than one convolution: other enlargements, or one axis
+    doubled and the other reduced. The paper has no such case. They use adaptive average pooling to ``size_to``, then a
+    1×1 convolution.
+
+    Args:
+        in_channels: channels of the features.
+        size_from: their height and width.
+        channels: channels of the result.
+        size_to: its height and width.
+        generator: generator of the initial weights (PyTorch's default distribution); PyTorch's global one by default.
+
+    Raises:
+        UserError: a size below 1.
+
+    Example:
+        >>> projection_convolution(256, (14, 14), 32, (7, 7))
+        Conv2d(256, 32, kernel_size=(3, 3), stride=(2, 2), padding=(1, 1))
     """
     if min(*size_from, *size_to, in_channels, channels) < 1:
         raise UserError(
@@ -70,13 +100,13 @@ def projection_convolution(
 
 
 def _by_axis(rules: list[tuple[int, int, int]]) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    """(kernel, stride, padding) per axis → per parameter."""
+    """Turn (kernel, stride, padding) per axis into pairs per parameter."""
     (k0, s0, p0), (k1, s1, p1) = rules
     return (k0, k1), (s0, s1), (p0, p1)
 
 
 def _initialised(module: _Module, generator: torch.Generator | None) -> _Module:
-    """``module`` with memory and PyTorch's default initial weights, uniform in ±1/√fan_in, drawn from ``generator``."""
+    """Give ``module`` memory and PyTorch's default initial weights, uniform in ±1/√fan_in, drawn from ``generator``."""
     module = module.to_empty(device="cpu")
     weight = module.get_parameter("weight")
     bound = weight[0].numel() ** -0.5

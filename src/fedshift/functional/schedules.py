@@ -9,27 +9,61 @@ import math
 
 
 def constant(progress: float, start: float) -> float:
-    """``start``, always."""
+    """``start``, whatever the progress.
+
+    Example:
+        >>> constant(0.5, start=0.1)
+        0.1
+    """
     return start
 
 
 def linear(progress: float, start: float, end: float) -> float:
-    """``g₀ + (g₁ − g₀)·t/T``; KD3A's gate over epochs t = 0…T−1, which so never reaches its end (section 7.2)."""
+    """``g₀ + (g₁ − g₀)·t/T``. KD3A's gate over epochs t = 0…T−1, which therefore never reaches its end.
+
+    Example:
+        >>> round(linear(0.5, start=0.8, end=0.95), 6)
+        0.875
+    """
     return start + (end - start) * _clamped(progress)
 
 
 def cosine(progress: float, start: float, end: float = 0.0) -> float:
-    """``lr₁ + (lr₀ − lr₁)(1 + cos(πt/T))/2`` from start to end (Loshchilov & Hutter, ICLR 2017; section 7.2)."""
+    """``lr₁ + (lr₀ − lr₁)(1 + cos(πt/T))/2`` from start to end (Loshchilov & Hutter, ICLR 2017, equation 5).
+
+    Example:
+        >>> [round(cosine(progress, start=0.1), 6) for progress in (0.0, 0.5, 1.0)]
+        [0.1, 0.05, 0.0]
+    """
     return end + (start - end) * (1 + math.cos(math.pi * _clamped(progress))) / 2
 
 
-def inverse_power(progress: float, start: float, gamma: float = 10.0, power: float = 0.75) -> float:
-    """``lr₀·(1 + γp)^(−power)`` with γ = 10 and power 0.75 (DANN, Ganin et al., JMLR 2016; SHOT)."""
-    return start * float((1 + gamma * _clamped(progress)) ** -power)
+def inverse_power(
+    progress: float, start: float, gamma: float = 10.0, power: float = 0.75, *, clamp: bool = True
+) -> float:
+    """``lr₀·(1 + γp)^(−power)`` with γ = 10 and power 0.75 (DANN, Ganin et al., JMLR 2016; SHOT; MDFNet).
+
+    Args:
+        progress: p.
+        start: lr₀.
+        gamma: γ.
+        power: the exponent.
+        clamp: whether progress outside [0, 1] counts as the nearer end. Without it p may be the number of a round.
+
+    Example:
+        >>> [round(inverse_power(progress, start=1.0), 4) for progress in (0.0, 0.5, 1.0)]
+        [1.0, 0.2608, 0.1656]
+    """
+    return start * float((1 + gamma * (_clamped(progress) if clamp else progress)) ** -power)
 
 
 def ramp(progress: float, gamma: float = 10.0) -> float:
-    """``2/(1 + e^(−γp)) − 1`` with γ = 10, from 0 almost to 1: an adversary's strength (DANN)."""
+    """``2/(1 + e^(−γp)) − 1`` with γ = 10: an adversary's strength, from 0 almost to 1 (DANN).
+
+    Example:
+        >>> [round(ramp(progress), 4) for progress in (0.0, 0.1, 1.0)]
+        [0.0, 0.4621, 0.9999]
+    """
     return math.tanh(gamma * _clamped(progress) / 2)
 
 

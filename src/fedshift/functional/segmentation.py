@@ -1,4 +1,4 @@
-"""Losses on masks and the morphology they need: Dice, and the boundary term of FedDG-ELCFS (Liu et al., CVPR 2021)."""
+"""Losses on masks and the morphology they need: Dice, and FedDG-ELCFS's boundary term (Liu et al., CVPR 2021)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,22 @@ RING = 5
 
 
 def dice_loss(probabilities: Tensor, masks: Tensor, epsilon: float = 1e-5) -> Tensor:
-    """``1 − (1/C) Σ_c (2 Σ s·t + ε)/(Σ s + Σ t + ε)``, sums over the whole batch of each structure (ELCFS).
+    """Dice loss ``1 − (1/C) Σ_c (2 Σ s·t + ε)/(Σ s + Σ t + ε)``, a scalar (ELCFS).
 
-    probabilities: s in [0, 1], (n, C, …). masks: t, the same shape. Raises UserError when the shapes differ.
+    The sums run over the whole batch, for each structure c.
+
+    Args:
+        probabilities: s in [0, 1], (n, C, …).
+        masks: t, the same shape.
+        epsilon: ε.
+
+    Raises:
+        UserError: the shapes differ.
+
+    Example:
+        >>> masks = torch.tensor([1.0, 0.0, 1.0]).view(1, 1, 3)
+        >>> dice_loss(torch.tensor([0.8, 0.2, 0.6]).view(1, 1, 3), masks).round(decimals=4)
+        tensor(0.2222)
     """
     if probabilities.shape != masks.shape:
         raise UserError(f"predictions {tuple(probabilities.shape)} and masks {tuple(masks.shape)} differ in shape")
@@ -26,7 +39,16 @@ def dice_loss(probabilities: Tensor, masks: Tensor, epsilon: float = 1e-5) -> Te
 
 
 def dilate(masks: Tensor, steps: int = 1) -> Tensor:
-    """Masks (n, C, h, w) grown by ``steps`` to their four neighbours; what lies outside the image is empty."""
+    """Grow masks to their four neighbours. Outside the image everything is empty.
+
+    Args:
+        masks: (n, C, h, w).
+        steps: how often.
+
+    Example:
+        >>> dilate(torch.tensor([0.0, 0.0, 1.0]).view(1, 1, 1, 3)).flatten()
+        tensor([0., 1., 1.])
+    """
     for _ in range(steps):
         masks = torch.maximum(
             functional.max_pool2d(masks, (3, 1), 1, (1, 0)), functional.max_pool2d(masks, (1, 3), 1, (0, 1))
@@ -35,34 +57,79 @@ def dilate(masks: Tensor, steps: int = 1) -> Tensor:
 
 
 def erode(masks: Tensor, steps: int = 1) -> Tensor:
-    """Masks (n, C, h, w) shrunk by ``steps`` from their four neighbours; what lies outside the image is empty."""
+    """Shrink masks from their four neighbours. Outside the image everything is empty.
+
+    Args:
+        masks: (n, C, h, w).
+        steps: how often.
+
+    Example:
+        >>> erode(torch.ones(1, 1, 3, 3))[0, 0]
+        tensor([[0., 0., 0.],
+                [0., 1., 0.],
+                [0., 0., 0.]])
+    """
     outside = functional.pad(1 - masks, [steps] * 4, value=1.0)
     inner = 1 - dilate(outside, steps)
     return inner[..., steps:-steps, steps:-steps] if steps else masks
 
 
 def contour(masks: Tensor) -> Tensor:
-    """A mask minus its one-step erosion (ELCFS): (n, C, h, w) → (n, C, h, w)."""
+    """A mask minus its one-step erosion (ELCFS): (n, C, h, w) → (n, C, h, w).
+
+    Example:
+        >>> contour(torch.ones(1, 1, 3, 3))[0, 0]
+        tensor([[1., 1., 1.],
+                [1., 0., 1.],
+                [1., 1., 1.]])
+    """
     return masks - erode(masks)
 
 
 def surroundings(masks: Tensor) -> Tensor:
-    """The five-step dilation of a mask minus the mask (ELCFS): (n, C, h, w) → (n, C, h, w)."""
+    """The five-step dilation of a mask minus the mask (ELCFS): (n, C, h, w) → (n, C, h, w).
+
+    Example:
+        >>> surroundings(torch.tensor([1.0, 1.0, 0, 0, 0, 0, 0, 0]).view(1, 1, 1, 8)).flatten()
+        tensor([0., 0., 1., 1., 1., 1., 1., 0.])
+    """
     return dilate(masks, RING) - masks
 
 
 def region_means(maps: Tensor, regions: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean feature of each region: maps (n, F, h, w), regions (n, C, h, w) → (n, C, F); and (n, C), which exist."""
+    """The mean feature of each region.
+
+    Args:
+        maps: features, (n, F, h, w).
+        regions: masks, (n, C, h, w).
+
+    Returns:
+        Means (n, C, F), and which regions have pixels, (n, C) bool.
+
+    Example:
+        >>> region_means(torch.tensor([[[[2.0, 4.0, 9.0]]]]), torch.tensor([[[[1.0, 1.0, 0.0]]]]))
+        (tensor([[[3.]]]), tensor([[True]]))
+    """
     sums = torch.einsum("nfhw,nchw->ncf", maps, regions)
     sizes = regions.sum((2, 3))
     return sums / sizes.clamp(min=1)[..., None], sizes > 0
 
 
 def contrastive_loss(embeddings: Tensor, labels: Tensor, temperature: float = 0.05) -> Tensor:
-    """NT-Xent with labels: the mean over all pairs (a, p), a ≠ p, of one label of
-    ``−log( e^{s_ap/τ} / (e^{s_ap/τ} + Σ_n e^{s_an/τ}) )``, n running over the other labels, s cosine similarity.
+    """NT-Xent with labels: mean of ``−log( e^{s_ap/τ} / (e^{s_ap/τ} + Σ_n e^{s_an/τ}) )``, a scalar (ELCFS).
 
-    embeddings: (m, F). labels: (m,). Zero where no two embeddings have the same label.
+    The mean is over all pairs (a, p), a ≠ p, of one label; n runs over the other labels; s is cosine similarity. It is
+    zero where no two embeddings have the same label.
+
+    Args:
+        embeddings: (m, F).
+        labels: (m,).
+        temperature: τ.
+
+    Example:
+        >>> embeddings = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
+        >>> contrastive_loss(embeddings, torch.tensor([0, 0, 1]), temperature=1.0)  # log(1 + e⁻¹)
+        tensor(0.3133)
     """
     directions = functional.normalize(embeddings, dim=1)
     similarities = directions @ directions.T / temperature
@@ -74,11 +141,18 @@ def contrastive_loss(embeddings: Tensor, labels: Tensor, temperature: float = 0.
 
 
 def boundary_loss(maps: Tensor, masks: Tensor, temperature: float = 0.05) -> Tensor:
-    """L_boundary: contours against surroundings of each structure, over images and their copies; the mean over
-    structures (ELCFS).
+    """ELCFS's L_boundary: contrast contours with surroundings, over images and their copies; mean over structures.
 
-    maps: features (n, F, h, w) of images and copies, at the resolution of the masks. masks: (n, C, h, w). A structure
-    that an image lacks gives no embedding.
+    Args:
+        maps: features of images and copies, (n, F, h, w), at the resolution of the masks.
+        masks: (n, C, h, w). A structure that an image lacks gives no embedding.
+        temperature: τ.
+
+    Example:
+        >>> mask = torch.zeros(2, 1, 6, 6)
+        >>> mask[..., :2, :2] = 1
+        >>> boundary_loss(torch.cat([mask, 1 - mask], 1), mask, temperature=1.0)  # log(1 + 2e⁻¹)
+        tensor(0.5514)
     """
     (edges, has_edge), (rings, has_ring) = region_means(maps, contour(masks)), region_means(maps, surroundings(masks))
     losses = []

@@ -1,4 +1,4 @@
-"""How much each source counts in the aggregate: KD3A's rules (Feng et al., ICML 2021; section 7), and FADA's (9.2).
+"""How much each source counts in the aggregate: KD3A's rules (Feng et al., ICML 2021) and FADA's (Peng et al., 2020).
 
 Shares are lists of floats, one per source, in float64.
 """
@@ -17,13 +17,25 @@ from fedshift.errors import UserError
 def domain_weights(
     focus: Sequence[float] | Tensor, samples: Sequence[int], target_samples: int
 ) -> tuple[list[float], float]:
-    """The sources' shares and the target's, ``α_T = N_T / (ΣN + N_T)``, ``α_k = (1 − α_T) · N_k CF_k / Σ_j N_j CF_j``.
+    """KD3A's shares (equation 9): ``α_T = N_T / (ΣN + N_T)`` and ``α_k = (1 − α_T) · N_k CF_k / Σ_j N_j CF_j``.
 
-    Negative focus counts as 0; when all are 0 the sources share equally. Together they sum to 1 (KD3A, section 7.1,
-    step 4; 7.4.5, 7.4.7).
+    Negative focus counts as 0. When all are 0 the sources share equally. All shares together sum to 1.
 
-    focus: (K,). samples: N_k, at least 1 each. target_samples: N_T, at least 0.
-    Raises UserError for other numbers, different lengths and focus that is not finite.
+    Args:
+        focus: CF_k, (K,).
+        samples: N_k, at least 1 each.
+        target_samples: N_T, at least 0.
+
+    Returns:
+        The sources' shares α_k and the target's α_T.
+
+    Raises:
+        UserError: other numbers, different lengths, or focus that is not finite.
+
+    Example:
+        >>> sources, target = domain_weights([1.0, 3.0], samples=[100, 100], target_samples=200)
+        >>> [round(share, 6) for share in sources], target
+        ([0.125, 0.375], 0.5)
     """
     counts = _counts(samples, len(focus))
     if target_samples < 0:
@@ -33,13 +45,25 @@ def domain_weights(
 
 
 def released_domain_weights(focus: Sequence[float] | Tensor, confident_fraction: float) -> tuple[list[float], float]:
-    """The sources' shares and the target's in KD3A's released code: ``α_T = fraction / (K + 1)``, ``α_k ∝ CF_k``.
+    """Shares in KD3A's released code: the target's ``fraction / (K + 1)``, the sources' ``α_k ∝ CF_k``.
 
-    Numbers of samples do not enter; negative and all-zero focus as in `domain_weights` (section 7.4.6). The code rounds
-    every share to 4 decimals, which then need not sum to exactly 1; these are not rounded.
+    Numbers of samples do not enter. Negative and all-zero focus as in `domain_weights`. The released code rounds every
+    share to 4 decimals, which then need not sum to 1; these are not rounded.
 
-    focus: (K,). confident_fraction: the share of target samples on which a teacher passes the gate, 0 to 1.
-    Raises UserError for another fraction, no focus, or one that is not finite.
+    Args:
+        focus: CF_k, (K,).
+        confident_fraction: share of target samples on which a teacher passes the gate, 0 to 1.
+
+    Returns:
+        The sources' shares and the target's.
+
+    Raises:
+        UserError: another fraction, no focus, or focus that is not finite.
+
+    Example:
+        >>> sources, target = released_domain_weights([1.0, 2.0, 0.0], confident_fraction=1.0)
+        >>> [round(share, 6) for share in sources], target
+        ([0.25, 0.5, 0.0], 0.25)
     """
     if not 0 <= confident_fraction <= 1:
         raise UserError(f"the confident fraction must be between 0 and 1, found {confident_fraction}")
@@ -48,9 +72,19 @@ def released_domain_weights(focus: Sequence[float] | Tensor, confident_fraction:
 
 
 def smoothed_weights(previous: Sequence[float], new: Sequence[float], momentum: float = 0.9) -> list[float]:
-    """``m · previous + (1 − m) · new``, for the weights of all sites (section 7.4.6).
+    """``m · previous + (1 − m) · new`` for the shares of all sites (KD3A's released code).
 
-    Raises UserError when lengths differ or momentum is outside [0, 1].
+    Args:
+        previous: shares of the last round.
+        new: shares of this round.
+        momentum: m, in [0, 1].
+
+    Raises:
+        UserError: lengths differ, or the momentum is outside [0, 1].
+
+    Example:
+        >>> [round(share, 6) for share in smoothed_weights([0.5, 0.5], [1.0, 0.0])]
+        [0.55, 0.45]
     """
     if not 0 <= momentum <= 1:
         raise UserError(f"the momentum of domain weights must be between 0 and 1, found {momentum}")
@@ -60,14 +94,31 @@ def smoothed_weights(previous: Sequence[float], new: Sequence[float], momentum: 
 
 
 def sample_weights(samples: Sequence[int]) -> list[float]:
-    """``α_k = N_k / Σ_j N_j``: no focus. Raises UserError when a number is below 1 or there is none."""
+    """Shares by numbers of samples, ``α_k = N_k / Σ_j N_j``: KD3A without its focus.
+
+    Raises:
+        UserError: a number is below 1, or there is none.
+
+    Example:
+        >>> sample_weights([100, 300])
+        [0.25, 0.75]
+    """
     return _shares(_counts(samples, len(samples)), 1.0)
 
 
 def distance_weights(samples: Sequence[int], distances: Sequence[float]) -> list[float]:
-    """``α_k ∝ N_k exp(−d_k)`` with d_k the distance of source k to the target (H-divergence; section 7.5).
+    """Shares by distance to the target, ``α_k ∝ N_k exp(−d_k)``: the H-divergence row of KD3A's robustness experiment.
 
-    Raises UserError for different lengths, numbers of samples below 1, and distances that are negative or not finite.
+    Args:
+        samples: N_k, at least 1 each.
+        distances: d_k of each source to the target, at least 0.
+
+    Raises:
+        UserError: different lengths, numbers of samples below 1, or distances that are negative or not finite.
+
+    Example:
+        >>> [round(share, 6) for share in distance_weights([10, 10, 10], [0.0, 1.0, 2.0])]
+        [0.665241, 0.244728, 0.090031]
     """
     counts = _counts(samples, len(distances))
     for distance in distances:
@@ -78,12 +129,21 @@ def distance_weights(samples: Sequence[int], distances: Sequence[float]) -> list
 
 
 def relative_gains(before: float, after: Sequence[float]) -> list[float]:
-    """``(I − I_k) / I``: the gain that each source's update brings, in parts of what there was; 0 where that is 0.
+    """``(I − I_k) / I``: the relative gain that each source's update brings; 0 where I is 0.
 
-    FADA's paper takes ``I − I_k``. The sum I grows with the number of samples and features, so that a softmax of such
-    gains is 0 or 1.
+    FADA's paper takes ``I − I_k``. The sum I grows with the number of samples and features, so a softmax of such gains
+    is 0 or 1.
 
-    before: I. after: I_k of each source. Raises UserError when one is negative or not finite.
+    Args:
+        before: I, at least 0.
+        after: I_k of each source, at least 0.
+
+    Raises:
+        UserError: one is negative or not finite.
+
+    Example:
+        >>> relative_gains(10.0, [5.0, 12.0])
+        [0.5, -0.2]
     """
     for value in (before, *after):
         if not (math.isfinite(value) and value >= 0):
@@ -92,19 +152,26 @@ def relative_gains(before: float, after: Sequence[float]) -> list[float]:
 
 
 def gain_weights(gains: Sequence[float]) -> list[float]:
-    """Softmax of the gains in `clustering.compactness` that each source's update brings, as they are or in parts of it
-    (FADA).
+    """Softmax of the gains in `clustering.compactness` that each source's update brings (FADA).
 
-    Raises UserError when there is none or one is not finite.
+    Args:
+        gains: absolute gains, or those of `relative_gains`.
+
+    Raises:
+        UserError: there is none, or one is not finite.
+
+    Example:
+        >>> [round(share, 6) for share in gain_weights([0.5, 0.1, -0.2])]
+        [0.461488, 0.309344, 0.229168]
     """
     weights: list[float] = _finite(gains, "gain").softmax(0).tolist()
     return weights
 
 
 def _shares(values: Tensor, total: float) -> list[float]:
-    """``total`` in proportion to ``values``, equally when all are 0."""
+    """Divide ``total`` in proportion to ``values``, equally when all are 0."""
     largest = values.max()
-    # Divided by the largest first: neither the sum nor a quotient leaves the range of float64.
+    # Division by the largest keeps the sum and the quotients in the range of float64.
     values = values / largest if largest > 0 else torch.ones_like(values)
     shares: list[float] = (total * values / values.sum()).tolist()
     return shares
@@ -132,9 +199,18 @@ def _counts(samples: Sequence[int], sources: int) -> Tensor:
 
 
 def rounded_shares(samples: Mapping[str, int], decimals: int = 2) -> dict[str, float]:
-    """``N_k/ΣN`` rounded, the last site's share completing the others to 1 (the released code of ELCFS).
+    """``N_k/ΣN`` rounded; the last site's share completes the others to 1 (ELCFS's released code).
 
-    Raises UserError when there is no sample.
+    Args:
+        samples: N_k by site.
+        decimals: digits to round to.
+
+    Raises:
+        UserError: there is no sample.
+
+    Example:
+        >>> {site: round(share, 6) for site, share in rounded_shares({"a": 1, "b": 2}).items()}
+        {'a': 0.33, 'b': 0.67}
     """
     total = sum(samples.values())
     if total <= 0:

@@ -1,7 +1,7 @@
 """Amplitude and phase spectra of images, the low-frequency window, and interpolation between two amplitudes.
 
-FedDG-ELCFS (Liu et al., CVPR 2021) and FACT (Xu et al., CVPR 2021). Images are real, so one half of their spectrum
-mirrors the other and only the half that `torch.fft.rfft2` returns is kept: frequencies u of rows in FFT order, v of
+Sources: FedDG-ELCFS (Liu et al., CVPR 2021) and FACT (Xu et al., CVPR 2021). Images are real, so one half of a spectrum
+mirrors the other. Only the half that `torch.fft.rfft2` returns is kept: frequencies u of rows in FFT order, v of
 columns from 0 to ⌊W/2⌋.
 """
 
@@ -14,19 +14,55 @@ from fedshift.errors import UserError
 
 
 def amplitude(images: Tensor) -> Tensor:
-    """``A = |F(x)|`` per channel: (…, H, W) → (…, H, ⌊W/2⌋ + 1), in units of the pixels times H·W."""
+    """Amplitude ``A = |F(x)|`` per channel, in units of the pixels times H·W.
+
+    Args:
+        images: (…, H, W).
+
+    Returns:
+        (…, H, ⌊W/2⌋ + 1).
+
+    Example:
+        >>> amplitude(torch.ones(2, 2))  # all energy is at frequency zero
+        tensor([[4., 0.],
+                [0., 0.]])
+    """
     return _spectrum(images).abs()
 
 
 def phase(images: Tensor) -> Tensor:
-    """``P = arg F(x)`` per channel, in radians: (…, H, W) → (…, H, ⌊W/2⌋ + 1)."""
+    """Phase ``P = arg F(x)`` per channel, in radians.
+
+    Args:
+        images: (…, H, W).
+
+    Returns:
+        (…, H, ⌊W/2⌋ + 1).
+
+    Example:
+        >>> phase(torch.tensor([[0.0, 1.0]]))[0].abs()  # frequency 1 has sign −1
+        tensor([0.0000, 3.1416])
+    """
     return _spectrum(images).angle()
 
 
 def half_width(share: float, height: int, width: int) -> int:
-    """``b = ⌊L·min(H, W)⌋``: the window is the square of side 2b + 1 around frequency zero (ELCFS).
+    """Half-width ``b = ⌊L·min(H, W)⌋`` of the window, a square of side 2b + 1 around frequency zero (ELCFS).
 
-    share: L in [0, 0.5). Raises UserError outside; b is at most ⌊(min(H, W) − 1)/2⌋, so that no frequency counts twice.
+    Args:
+        share: L in [0, 0.5).
+        height: H.
+        width: W.
+
+    Returns:
+        b, at most ⌊(min(H, W) − 1)/2⌋, so that no frequency counts twice.
+
+    Raises:
+        UserError: L is outside [0, 0.5).
+
+    Example:
+        >>> half_width(0.01, 224, 300)
+        2
     """
     if not 0 <= share < 0.5:
         raise UserError(f"the window's share of the image must be at least 0 and below 0.5, found {share}")
@@ -35,20 +71,46 @@ def half_width(share: float, height: int, width: int) -> int:
 
 
 def low_frequencies(images: Tensor, half: int) -> Tensor:
-    """Amplitudes in the low-frequency window, (…, H, W) → (…, 2b + 1, b + 1): rows u = −b … b, columns v = 0 … b.
+    """Amplitudes in the low-frequency window: rows u = −b … b, columns v = 0 … b. Columns v < 0 mirror these.
 
-    The columns v < 0 of the square mirror these. half: b ≥ 0. Raises UserError where the window exceeds the spectrum.
+    Args:
+        images: (…, H, W).
+        half: b, at least 0.
+
+    Returns:
+        (…, 2b + 1, b + 1).
+
+    Raises:
+        UserError: the window exceeds the spectrum.
+
+    Example:
+        >>> low_frequencies(torch.ones(4, 4), half=1)
+        tensor([[ 0.,  0.],
+                [16.,  0.],
+                [ 0.,  0.]])
     """
     height, width = images.shape[-2:]
     return _window(_spectrum(images), height, width, half).abs()
 
 
 def interpolated(images: Tensor, donors: Tensor, rate: Tensor, half: int | None) -> Tensor:
-    """``x' = Re F⁻¹(A'·e^{iP})`` with ``A' = A(1−M) + [(1−λ)A + λA_j]M``: images under the amplitudes of others.
+    """Images under the amplitudes of others: ``x' = Re F⁻¹(A'·e^{iP})`` with ``A' = A(1−M) + [(1−λ)A + λA_j]M``.
 
-    images: (…, H, W), own A and P. donors: A_j, as `low_frequencies` gives them, or with ``half`` None the whole
-    spectrum as `amplitude` does (FACT). rate: λ, of a shape that goes with (…, 1, 1). Where the own amplitude is zero
-    the phase is taken as zero. Values may leave the range of pixels. Raises UserError for donors of another window.
+    Where the own amplitude is zero the phase is taken as zero. Values may leave the range of pixels.
+
+    Args:
+        images: (…, H, W), with own A and P.
+        donors: A_j as `low_frequencies` gives them; with ``half`` None the whole spectrum as `amplitude` does (FACT).
+        rate: λ, of a shape that broadcasts with (…, 1, 1).
+        half: b of the window M, or None for the whole spectrum.
+
+    Raises:
+        UserError: the donors have another window.
+
+    Example:
+        >>> dark, bright = torch.full((4, 4), 0.25), torch.full((4, 4), 0.75)
+        >>> interpolated(dark, low_frequencies(bright, 0), torch.tensor(0.5), half=0)[0]
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
     height, width = images.shape[-2:]
     spectrum = _spectrum(images)
@@ -63,7 +125,7 @@ def interpolated(images: Tensor, donors: Tensor, rate: Tensor, half: int | None)
     change = rate * (donors - amplitudes) * directions
     if half is None:
         return images + _image(change, height, width)
-    # Outside the window nothing changes: what is added is the inverse of the change alone.
+    # Nothing changes outside the window, so the inverse of the change alone is added.
     whole = torch.zeros_like(spectrum)
     whole[..., : half + 1, : half + 1] = change[..., half:, :]
     if half:

@@ -14,9 +14,22 @@ EPSILON = 1e-5
 
 
 def channel_styles(maps: Tensor, epsilon: float = EPSILON, *, unbiased: bool = False) -> tuple[Tensor, Tensor]:
-    """Mean and deviation of every channel of every image: (n, c, h, w) → twice (n, c).
+    """Mean and standard deviation of every channel of every image.
 
-    unbiased: the variance of the content as the released code has it, over n − 1. Raises UserError for other shapes.
+    Args:
+        maps: images or feature maps, (n, c, h, w).
+        epsilon: ε.
+        unbiased: divide the variance by n − 1, as the released code does for the content.
+
+    Returns:
+        Means and deviations, (n, c) each.
+
+    Raises:
+        UserError: other shapes.
+
+    Example:
+        >>> channel_styles(torch.tensor([[[[1.0, 3.0]]]]), epsilon=0.0)
+        (tensor([[2.]]), tensor([[1.]]))
     """
     if maps.dim() != 4 or not maps.numel():
         raise UserError(f"styles need images or feature maps (n, c, h, w), found {tuple(maps.shape)}")
@@ -27,9 +40,23 @@ def channel_styles(maps: Tensor, epsilon: float = EPSILON, *, unbiased: bool = F
 def adain(
     maps: Tensor, means: Tensor, deviations: Tensor, epsilon: float = EPSILON, *, unbiased: bool = False
 ) -> Tensor:
-    """``σ_S · (F − μ(F))/σ(F) + μ_S`` per image and channel (Huang & Belongie, ICCV 2017).
+    """Adaptive instance normalisation, ``σ_S · (F − μ(F))/σ(F) + μ_S`` per image and channel.
 
-    maps: F, (n, c, h, w). means, deviations: μ_S and σ_S, (n, c). Raises UserError for other shapes.
+    Source: Huang & Belongie (ICCV 2017).
+
+    Args:
+        maps: F, (n, c, h, w).
+        means: μ_S, (n, c).
+        deviations: σ_S, (n, c).
+        epsilon: ε of the own deviation.
+        unbiased: as in `channel_styles`.
+
+    Raises:
+        UserError: other shapes.
+
+    Example:
+        >>> adain(torch.tensor([[[[1.0, 3.0]]]]), torch.tensor([[10.0]]), torch.tensor([[5.0]]), epsilon=0.0)
+        tensor([[[[ 5., 15.]]]])
     """
     own_means, own_deviations = channel_styles(maps, epsilon, unbiased=unbiased)
     if means.shape != own_means.shape or deviations.shape != own_means.shape:
@@ -44,7 +71,15 @@ def adain(
 class StyleAccumulator:
     """The overall style of many images: mean and deviation per channel over all pixels of all images, in one pass.
 
-    Its variance is the mean of the images' variances plus the variance of their means. Sums are float64.
+    The variance is the mean of the images' variances plus the variance of their means. Sums are float64.
+
+    Example:
+        >>> style = StyleAccumulator()
+        >>> style.add(torch.tensor([[[[0.0, 2.0]]]]))
+        >>> style.add(torch.tensor([[[[4.0, 6.0]]]]))
+        >>> mean, deviation = style.result()
+        >>> mean, deviation.square().round(decimals=2)
+        (tensor([3.]), tensor([5.]))
     """
 
     def __init__(self) -> None:
@@ -53,8 +88,8 @@ class StyleAccumulator:
         self._squares: Tensor | None = None
 
     def add(self, values: Tensor) -> None:
-        """More images or maps (n, c, h, w), or vectors (n, d) whose columns count as channels."""
-        # On the CPU: not every accelerator has float64.
+        """Add images or maps (n, c, h, w), or vectors (n, d) whose columns count as channels."""
+        # On the CPU, because not every accelerator has float64.
         rows = values.detach().cpu().double().transpose(0, 1).flatten(1)  # (c, values of the channel)
         self._count += rows.shape[1]
         self._sums = rows.sum(1) if self._sums is None else self._sums + rows.sum(1)
@@ -62,7 +97,14 @@ class StyleAccumulator:
         self._squares = squares if self._squares is None else self._squares + squares
 
     def result(self, epsilon: float = EPSILON) -> tuple[Tensor, Tensor]:
-        """Mean and deviation, (c,) float32 each. Raises UserError when nothing was added."""
+        """Mean and deviation of all that was added.
+
+        Returns:
+            (c,) float32 each.
+
+        Raises:
+            UserError: nothing was added.
+        """
         if self._sums is None or self._squares is None or not self._count:
             raise UserError("a style needs at least one image")
         mean = self._sums / self._count
@@ -71,10 +113,25 @@ class StyleAccumulator:
 
 
 def style_assignment(samples: int, domains: int, level: int, generator: torch.Generator) -> Tensor:
-    """Which L of K domains each sample takes its style from, without replacement: (samples, L) int64.
+    """Draw which L of K domains each sample takes its style from, without replacement.
 
-    With its own domain among the K the sample stays as it is there, so L = K keeps one untouched copy of each. Raises
-    UserError unless 1 ≤ L ≤ K.
+    A sample that draws its own domain stays as it is there. So L = K keeps one untouched copy of each.
+
+    Args:
+        samples: number of samples.
+        domains: K.
+        level: L, 1 to K.
+        generator: generator of the draw, on the CPU.
+
+    Returns:
+        (samples, L) int64.
+
+    Raises:
+        UserError: L is outside 1 … K.
+
+    Example:
+        >>> style_assignment(4, 3, 3, torch.Generator().manual_seed(0)).sort(1).values[0]
+        tensor([0, 1, 2])
     """
     if not 1 <= level <= domains:
         raise UserError(f"a sample can take 1 to {domains} of {domains} styles, found level {level}")

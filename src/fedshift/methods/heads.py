@@ -1,5 +1,4 @@
-"""Networks with one more block or several classifiers, whose new weights follow from the network's own; and a model
-with the BatchNorm statistics of one site."""
+"""What several methods do to a network: another block, several classifiers, BatchNorm statistics of one site."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import copy
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import TypeVar
 
 import torch
@@ -29,28 +29,26 @@ def with_block(
     classifier: Callable[[int, int], nn.Module] | None = None,
     names: tuple[str, str] = ("backbone", "block"),
 ) -> Network:
-    """``network`` with a block behind its features, and perhaps another classifier. Modules are shared, not copied.
+    """``network`` with a block behind its features, and perhaps another classifier.
 
-    block: makes the block for features of a given width. size: the width of what it puts out. classifier: makes a
-    classifier from width and classes; none = the network's own, which needs ``size`` to be the width it reads. names:
-    of the two parts of the features.
+    New weights are drawn from the network's seed and the block's name. So they differ between the seeds of an
+    experiment, and every process draws the same ones on any processor.
 
-    New weights are drawn from a seed that the network's own classifier gives: they differ between the seeds of an
-    experiment, and every process finds the same.
+    Args:
+        network: Its modules are shared with the result, not copied.
+        block: Makes the block from the width of the features.
+        size: Width of the block's output.
+        classifier: Makes a classifier from width and classes. None: the network's own, which must read ``size``.
+        names: Names of the two parts of the new features, old features first.
+
+    Returns:
+        The new network; its stages are those of ``network``.
     """
-    first = [float(value) for value in next(network.classifier.parameters()).detach().flatten()[:8]]
     inner, outer = names
-    with drawn_from(derive_seed(outer, *first)):
+    with drawn_from(derive_seed(network.seed, "block", outer)):
         features = nn.Sequential(OrderedDict([(inner, network.features), (outer, block(network.embedding_size))]))
         made = network.classifier if classifier is None else classifier(size, network.classes)
-    return Network(
-        features,
-        made,
-        embedding_size=size,
-        classes=network.classes,
-        stages={name: path.replace("features", f"features.{inner}", 1) for name, path in network.stages.items()},
-        alignment_stages=network.alignment_stages,
-    )
+    return network.with_parts(features, made, embedding_size=size, moved_to=inner)
 
 
 class Experts(nn.Module):
@@ -71,29 +69,35 @@ class Experts(nn.Module):
 
 
 def with_experts(network: Network, number: int) -> Network:
-    """The network with so many classifiers, the first of which is its own; the others have weights of their own.
+    """``network`` with one classifier per source domain.
 
-    Those follow from the first one's weights: the experiment's seed is in them, and every process finds the same.
+    The first one is the network's own. The others are drawn from the network's seed and their number, so every process
+    draws the same ones on any processor.
+
+    Args:
+        network: Its modules are shared with the result, not copied.
+        number: How many classifiers.
+
+    Returns:
+        The network with `Experts` as its classifier.
     """
     own = network.classifier
-    first = [float(value) for value in next(own.parameters()).detach().flatten()[:8]]
-    heads = [own, *(redrawn(own, derive_seed("expert", head, *first)) for head in range(1, number))]
-    return Network(
-        network.features,
-        Experts(heads),
-        embedding_size=network.embedding_size,
-        classes=network.classes,
-        stages=network.stages,
-        alignment_stages=network.alignment_stages,
-    )
+    others = (redrawn(own, derive_seed(network.seed, "expert", head)) for head in range(1, number))
+    return network.with_parts(network.features, Experts([own, *others]))
 
 
 def redrawn(module: M, seed: int | None = None) -> M:
-    """A copy of a module with fresh weights: of ``seed``, or of torch's generator as it stands."""
+    """A copy of a module with fresh weights.
+
+    Args:
+        module: What is copied; it does not change.
+        seed: What the weights are drawn from. None: torch's generator as it stands.
+
+    Returns:
+        The copy.
+    """
     fresh = copy.deepcopy(module)
-    with torch.random.fork_rng(devices=[], enabled=seed is not None):
-        if seed is not None:
-            torch.default_generator.manual_seed(seed)
+    with nullcontext() if seed is None else drawn_from(seed):
         for layer in fresh.modules():
             if callable(reset := getattr(layer, "reset_parameters", None)):
                 reset()

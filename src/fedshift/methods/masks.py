@@ -58,11 +58,5 @@ def with_masked_inputs(network: Network, hard: bool, drawn: bool = True) -> Netw
         raise UserError("mdfnet.mask: inputs masks the vectors that a fully connected layer reads; choose model mlp")
     width = first.in_features
     mask = parts(with_block(network, lambda _: Mask(width, hard, drawn), size=network.embedding_size))[1]
-    return Network(
-        nn.Sequential(OrderedDict(mask=mask, encoder=network.features)),
-        network.classifier,
-        embedding_size=network.embedding_size,
-        classes=network.classes,
-        stages={name: path.replace("features", "features.encoder", 1) for name, path in network.stages.items()},
-        alignment_stages=network.alignment_stages,
-    )
+    features = nn.Sequential(OrderedDict(mask=mask, encoder=network.features))
+    return network.with_parts(features, network.classifier, moved_to="encoder")

@@ -14,10 +14,11 @@ from fedshift.models.options import NetworkOptions, image_shape
 
 
 class MnistCnn(NetworkOptions):
-    """Two 5x5 convolutions and two fully connected layers, the network of CSAC on Rotated MNIST (section 2.1).
+    """Two 5x5 convolutions and two fully connected layers: CSAC's network for Rotated MNIST.
 
-    Each convolution is followed by 2x2 max-pooling and ReLU. The paper gives no widths. Any number of channels.
-    Stages: ``conv1``, ``conv2`` (after pooling and ReLU; at 28 px and default widths 16x12x12 and 32x4x4), ``hidden``.
+    2x2 max-pooling and ReLU follow each convolution. Images may have any number of channels. Stages: ``conv1`` and
+    ``conv2`` after pooling and ReLU (16x12x12 and 32x4x4 at 28 px and default widths), and ``hidden``. Source: Yuan et
+    al., IEEE TKDE 2023; the paper gives no widths.
     """
 
     name: Literal["mnist_cnn"] = "mnist_cnn"
@@ -31,7 +32,7 @@ class MnistCnn(NetworkOptions):
         channels, height, width = image_shape(self.name, input_shape)
         padding = self.padding
         if padding is None:
-            # Unpadded, 16 pixels is the least that leaves one position after both poolings.
+            # Without padding, at least 16 pixels are needed to leave one position after both poolings.
             padding = 0 if min(height, width) >= 16 else 2
         rows, columns = height, width
         for _ in self.channels:
@@ -64,15 +65,16 @@ class MnistCnn(NetworkOptions):
 
 
 class DigitCnn(NetworkOptions):
-    """KD3A's network for Digit-5: three 5x5 convolutions (64, 64, 128), each with BatchNorm and ReLU (section 7.2).
+    """Three 5x5 convolutions (64, 64, 128), each with BatchNorm and ReLU: KD3A's network for Digit-5.
 
-    Fewer ``channels`` are for machines without a GPU; the published numbers are of the default.
+    3x3 max-pooling with stride 2 follows the first two. The paper describes one fully connected layer after them. The
+    released code has two hidden layers in between, of 3072 (with dropout) and 2048 units, each with BatchNorm and ReLU.
+    The default is the code's variant, which produced the published numbers. Use fewer ``channels`` on machines without
+    a GPU.
 
-    3x3 max-pooling with stride 2 follows the first two. The released code adds two hidden layers of 3072 (dropout) and
-    2048 units, each with BatchNorm and ReLU; the paper describes a single fully connected layer. Default: the code,
-    which produced the published numbers. Made for 32x32 colour images (8192 numbers after the convolutions); other
-    sizes work. Stages: ``conv1``, ``conv2``, ``conv3`` (64x16x16, 64x8x8, 128x8x8 at 32 px) and, in the code's variant,
-    ``hidden1``, ``hidden2``.
+    The network is made for 32x32 colour images (8192 numbers after the convolutions); other sizes work too. Stages:
+    ``conv1``, ``conv2``, ``conv3`` (64x16x16, 64x8x8, 128x8x8 at 32 px) and, in the code's variant, ``hidden1`` and
+    ``hidden2``. Source: Feng et al., ICML 2021.
     """
 
     name: Literal["digit_cnn"] = "digit_cnn"

@@ -1,4 +1,4 @@
-"""A frozen backbone with a small network on its features: features are computed once, only the head is trained."""
+"""A frozen backbone and a small trained head: features are computed once, only the head is trained."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _SCALES: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {
 
 
 class Frozen(NetworkOptions):
-    """A pre-trained network without its last layer, which never changes and never travels, and a head that is trained.
+    """A pre-trained network without its last layer, and a head that is trained on its features.
 
-    An experiment replaces its images by the backbone's features, computed once and kept in the cache (`fedshift
-    features` does it ahead of time); the network that methods train is the head. Its stages are the head's.
+    The backbone never changes and is never sent. An experiment replaces its images by the backbone's features, computed
+    once and cached (`fedshift features` does it ahead of time). Methods train the head, and the stages are the head's.
     """
 
     name: Literal["frozen"] = "frozen"
@@ -64,19 +64,31 @@ class Frozen(NetworkOptions):
         return self.head.build(input_shape, classes)
 
     def transform(self) -> dict[str, Any]:
-        """What happens to stored images before the backbone, as plain data."""
+        """How stored images are prepared for the backbone, as plain data."""
         mean, std = _SCALES[self.scale]
         return {"size": self.size, "mean": mean, "std": std}
 
     def extractor(self, input_shape: tuple[int, ...]) -> Extractor:
-        """The backbone for images of ``input_shape``, the transform before it. UserError if it cannot read them."""
+        """The backbone behind its transform.
+
+        Args:
+            input_shape: Shape of the stored images, (channels, height, width).
+
+        Raises:
+            UserError: The backbone cannot read such images.
+        """
         channels, height, width = input_shape
         shape = (channels, self.size or height, self.size or width)
         return Extractor(registry.build(self.backbone, shape, 2, 0).features, self)
 
 
 class Extractor(nn.Module):
-    """Stored images (n, c, h, w) uint8 → features (n, d), in evaluation mode for good."""
+    """Maps stored images (n, c, h, w) uint8 to features (n, d). It is always in evaluation mode.
+
+    Args:
+        backbone: A network without its classifier; its parameters are frozen.
+        options: Size and scale of the images.
+    """
 
     def __init__(self, backbone: nn.Module, options: Frozen) -> None:
         super().__init__()
@@ -88,12 +100,12 @@ class Extractor(nn.Module):
         self.eval()
 
     def train(self, mode: bool = True) -> Extractor:
-        """Stays in evaluation mode: BatchNorm's statistics are those of the weights."""
+        """Stays in evaluation mode, whatever ``mode``: BatchNorm uses the statistics that came with the weights."""
         return super().train(False)
 
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
-        """Images on the extractor's device."""
+        """Features (n, d) of images (n, c, h, w) uint8 on the extractor's device."""
         values = images.float().div_(255)
         if self._size is not None and values.shape[2:] != (self._size, self._size):
             values = functional.interpolate(values, (self._size, self._size), mode="bilinear", antialias=True)

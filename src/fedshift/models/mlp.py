@@ -1,4 +1,4 @@
-"""Networks for vectors: tables, bags of words and frozen features. Images are flattened."""
+"""Networks for vectors: tables, bags of words, frozen features. They flatten images."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedshift.models.wide import linear
 class Mlp(NetworkOptions):
     """Fully connected hidden layers with ReLU, then a linear classifier.
 
-    The default fits small tables. KD3A's network for Amazon Reviews, 5000-1000-500-100-2 (section 7.2), is
+    The default fits small tables. KD3A's network for Amazon Reviews, 5000-1000-500-100-2 (Feng et al., ICML 2021), is
     ``hidden: [1000, 500, 100]``. Stages: ``hidden1``, ``hidden2``, … (n, width), after ReLU and before dropout.
     """
 
@@ -51,10 +51,10 @@ class Mlp(NetworkOptions):
 
 
 class LinearHead(NetworkOptions):
-    """A linear classifier on the inputs themselves, for frozen features.
+    """A linear classifier on the inputs, for frozen features.
 
-    Its one stage is ``input``, the inputs flattened to (n, d): nothing trainable lies before it, so an alignment of it
-    is constant in the network's weights.
+    Its only stage is ``input``, the inputs flattened to (n, d). No weights lie before it, so aligning it has no effect
+    on training.
     """
 
     name: Literal["linear"] = "linear"

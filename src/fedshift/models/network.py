@@ -1,4 +1,4 @@
-"""The one shape every network has: features, then a classifier, with named stages a method can ask for."""
+"""The shape that every network has: features, then a classifier, with named stages."""
 
 from __future__ import annotations
 
@@ -13,10 +13,15 @@ from fedshift.errors import UserError, nearest
 class Network(nn.Module):
     """A feature extractor followed by a classifier.
 
-    features: maps a batch of inputs to (n, embedding_size).
-    classifier: maps (n, embedding_size) to (n, classes).
-    stages: stage name → path of the module whose output is that stage, from shallow to deep.
-    alignment_stages: the stages that methods align by default (CSAC's set R).
+    Args:
+        features: Maps a batch of inputs to (n, embedding_size).
+        classifier: Maps (n, embedding_size) to (n, classes).
+        embedding_size: Width of the features.
+        classes: Number of classes, or of structures for segmentation.
+        stages: Stage name → path of the module whose output is that stage, from shallow to deep.
+        alignment_stages: The stages that methods align by default (CSAC's set R).
+        seed: The seed that the weights were drawn from; `fedshift.models.registry.build` sets it. A method that adds
+            a block draws it from this seed and never from the weights: their last bits differ between processors.
     """
 
     def __init__(
@@ -28,6 +33,7 @@ class Network(nn.Module):
         classes: int,
         stages: Mapping[str, str],
         alignment_stages: Sequence[str],
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self.features = features
@@ -36,6 +42,7 @@ class Network(nn.Module):
         self.classes = classes
         self.stages = dict(stages)
         self.alignment_stages = tuple(alignment_stages)
+        self.seed = seed
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits (n, classes)."""
@@ -46,8 +53,49 @@ class Network(nn.Module):
         """What answers at the source of this number, counted in the order of the sources' names: all of it."""
         return self
 
+    def with_parts(
+        self,
+        features: nn.Module,
+        classifier: nn.Module,
+        *,
+        embedding_size: int | None = None,
+        moved_to: str | None = None,
+    ) -> Network:
+        """A network of these parts with this network's classes, stages and seed.
+
+        Args:
+            features: The new feature extractor.
+            classifier: The new classifier.
+            embedding_size: Width of the new features; None: as it was.
+            moved_to: Name of the child of ``features`` that holds the old features; None: ``features`` are the old.
+
+        Returns:
+            A plain `Network`, which shares the modules given to it.
+        """
+        place = "features" if moved_to is None else f"features.{moved_to}"
+        return Network(
+            features,
+            classifier,
+            embedding_size=self.embedding_size if embedding_size is None else embedding_size,
+            classes=self.classes,
+            stages={name: path.replace("features", place, 1) for name, path in self.stages.items()},
+            alignment_stages=self.alignment_stages,
+            seed=self.seed,
+        )
+
     def with_stages(self, inputs: Tensor, names: Sequence[str]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Logits and the outputs of the named stages, in the order asked for. Raises UserError for an unknown stage."""
+        """One forward pass that also keeps the outputs of the named stages.
+
+        Args:
+            inputs: A batch of samples.
+            names: The stages to keep.
+
+        Returns:
+            Logits (n, classes), and the stages' outputs in the order of ``names``.
+
+        Raises:
+            UserError: The network has no stage of that name.
+        """
         seen: dict[str, Tensor] = {}
         handles: list[RemovableHandle] = []
         for name in names:

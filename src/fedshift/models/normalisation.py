@@ -12,9 +12,13 @@ from fedshift.models.network import Network
 
 
 class BatchInstanceNorm2d(nn.BatchNorm2d):
-    """ρ·BatchNorm + (1 − ρ)·InstanceNorm with one scale and shift (Nam and Kim, NeurIPS 2018).
+    """ρ·BatchNorm + (1 − ρ)·InstanceNorm, with one scale and shift for both.
 
-    ρ, ``gate``, is learned per channel within [0, 1] and begins at 1, which is BatchNorm.
+    ρ (``gate``) is learned per channel within [0, 1]. It starts at 1, which is plain BatchNorm. Source: Nam and Kim,
+    NeurIPS 2018.
+
+    Args:
+        like: The layer whose settings, weights and statistics are copied.
     """
 
     def __init__(self, like: nn.BatchNorm2d) -> None:
@@ -24,7 +28,7 @@ class BatchInstanceNorm2d(nn.BatchNorm2d):
 
     def forward(self, inputs: Tensor) -> Tensor:
         whole = super().forward(inputs)
-        if inputs.shape[2:].numel() == 1:  # one position has no spread of its own
+        if inputs.shape[2:].numel() == 1:  # InstanceNorm needs more than one position
             return whole
         own = functional.instance_norm(inputs, weight=self.weight, bias=self.bias, eps=self.eps)
         share = self.gate.clamp(0, 1).view(1, -1, 1, 1)
@@ -32,7 +36,7 @@ class BatchInstanceNorm2d(nn.BatchNorm2d):
 
 
 def hybrid_normalised(network: Network) -> Network:
-    """A copy of the network with a `BatchInstanceNorm2d` in the place of every BatchNorm of images."""
+    """A copy of ``network`` with a `BatchInstanceNorm2d` in place of every BatchNorm2d."""
     made = copy.deepcopy(network)
     for path, module in list(made.named_modules()):
         if type(module) is nn.BatchNorm2d:

@@ -1,4 +1,4 @@
-"""What every network's options share: a frozen description that can build the network for a data set's inputs."""
+"""The base of every network's options."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class NetworkOptions(BaseModel):
-    """Base of the networks' options: the fields of ``model:`` in an experiment file.
+    """The fields of ``model:`` in an experiment file, and how the network is built from them.
 
-    A subclass sets ``name`` as a `Literal` with a default, its own fields, and ``build``. Build through
+    A subclass sets ``name`` (a `Literal` with a default), its own fields, and ``build``. Callers build networks with
     `fedshift.models.registry.build`, which adds the seed and the memory format.
     """
 
@@ -27,15 +27,31 @@ class NetworkOptions(BaseModel):
     name: str
 
     def build(self, input_shape: tuple[int, ...], classes: int) -> Network:
-        """The network for samples of ``input_shape``, (channels, height, width) or (d,), with new weights.
+        """The network, with weights drawn from torch's generator.
 
-        Weights come from torch's generator. Raises UserError if the network cannot read such samples.
+        Args:
+            input_shape: Shape of one sample, (channels, height, width) or (d,).
+            classes: Number of classes, or of structures for segmentation.
+
+        Raises:
+            UserError: The network cannot read such samples.
         """
         raise UserError(f"model '{self.name}' cannot be built")
 
 
 def image_shape(model: str, input_shape: tuple[int, ...]) -> tuple[int, int, int]:
-    """``input_shape`` as (channels, height, width). Raises UserError if the samples are not images."""
+    """The shape of one image.
+
+    Args:
+        model: Name of the network, for the message.
+        input_shape: Shape of one sample.
+
+    Returns:
+        (channels, height, width).
+
+    Raises:
+        UserError: The samples are not images.
+    """
     if len(input_shape) == 3:
         channels, height, width = input_shape
         return channels, height, width

@@ -1,4 +1,4 @@
-"""How large a network is on the wire and how much work one sample is."""
+"""Size of a network on the wire, and cost of a forward pass."""
 
 from __future__ import annotations
 
@@ -16,9 +16,13 @@ _RUNNING_STATISTICS = ("running_mean", "running_var")
 
 @dataclass(frozen=True)
 class Payload:
-    """What one model carries: |θ| float parameters, |b| float buffers, n_i integer buffers and S(θ) bytes.
+    """The size of one model. All counts are of numbers, not of tensors.
 
-    All but the bytes count numbers, not tensors.
+    Attributes:
+        parameters: Float parameters, |θ|.
+        float_buffers: Float buffers, |b|, such as BatchNorm's running mean.
+        integer_buffers: Integer buffers, n_i, such as BatchNorm's counter.
+        bytes: S(θ) = 4·(|θ| + |b|) + 8·n_i for float32 and int64 tensors; other types count with their own size.
     """
 
     parameters: int
@@ -28,10 +32,11 @@ class Payload:
 
 
 def payload(model: nn.Module | Mapping[str, Tensor]) -> Payload:
-    """The payload of a module or state dict: ``S(θ) = 4·(|θ| + |b|) + 8·n_i`` bytes for float32 and int64 tensors.
+    """The size of a model.
 
-    Other types count with their own size. A state dict does not say which of its tensors are buffers, so there
-    BatchNorm's running mean and variance are known by their names.
+    Args:
+        model: A module or its state dict. A state dict does not say which tensors are buffers, so BatchNorm's running
+            mean and variance are recognised by their names.
     """
     if isinstance(model, nn.Module):
         tensors: Mapping[str, Tensor] = model.state_dict()
@@ -52,13 +57,17 @@ def payload(model: nn.Module | Mapping[str, Tensor]) -> Payload:
 
 
 def forward_cost(network: nn.Module, input_shape: tuple[int, ...]) -> int:
-    """Multiply-accumulates of convolutions and linear layers in one forward pass of one sample of ``input_shape``.
+    """Multiply-accumulates of convolutions and linear layers in the forward pass of one sample.
 
-    Everything else (normalisation, pooling, activation) is left out. Nothing is computed and nothing in the network
-    changes: the pass runs on tensors without data. A backward pass costs about twice as much again.
+    Normalisation, pooling and activations are not counted. The pass runs on tensors without data: it computes nothing
+    and does not change the network. A backward pass costs about twice as much again.
+
+    Args:
+        network: Any module.
+        input_shape: Shape of one sample.
     """
     total = 0
-    # Two samples, because BatchNorm in training mode refuses one.
+    # BatchNorm in training mode refuses a single sample.
     samples = 2
 
     def count(module: nn.Module, _inputs: object, output: Tensor) -> None:

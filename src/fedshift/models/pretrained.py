@@ -1,4 +1,4 @@
-"""Pre-trained weights: from torchvision or from a file that cannot run code (.safetensors, .npz)."""
+"""Pre-trained weights, from torchvision or from a file format that cannot run code (.safetensors, .npz)."""
 
 from __future__ import annotations
 
@@ -32,11 +32,17 @@ _PICKLED = {".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle", ".tar"}
 
 
 def load_pretrained(backbone: nn.Module, source: bool | Path, *, model: str, head: str) -> None:
-    """Copy pre-trained weights into torchvision's network ``model``; False leaves it as it is.
+    """Copies pre-trained weights into a torchvision network.
 
-    ``head`` is the path of its last layer, which keeps its new weights where the source has another number of classes.
-    True takes torchvision's default weights, the name of one of its weights (``IMAGENET1K_V1``) those; anything else is
-    a file. Raises UserError if weights cannot be had or read, do not fit, or are not finite.
+    Args:
+        backbone: The network; changed in place.
+        source: False: nothing is copied. True: torchvision's default weights. The name of one of torchvision's weights
+            (``IMAGENET1K_V1``): those. Anything else: a file.
+        model: torchvision's name of the network.
+        head: Path of its last layer, which keeps its new weights if the source has another number of classes.
+
+    Raises:
+        UserError: The weights cannot be found, downloaded or read, do not fit, or are not finite.
     """
     if source is False:
         return
@@ -53,9 +59,14 @@ def load_pretrained(backbone: nn.Module, source: bool | Path, *, model: str, hea
 
 
 def find_file(path: Path, field: str = "model.pretrained") -> Path:
-    """Where a weights file is: absolute, else below FEDSHIFT_WEIGHTS, else below the working directory.
+    """Finds a weights file: an absolute path, below FEDSHIFT_WEIGHTS, or below the working directory, in this order.
 
-    Raises UserError, with the option's ``field`` and the places looked at, if it is nowhere.
+    Args:
+        path: The path as written in the experiment file.
+        field: Path of that option, for the message.
+
+    Raises:
+        UserError: There is no such file; the message lists the places that were searched.
     """
     path = path.expanduser()
     folder = os.environ.get("FEDSHIFT_WEIGHTS")
@@ -70,7 +81,11 @@ def find_file(path: Path, field: str = "model.pretrained") -> Path:
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
-    """The tensors of a .safetensors or .npz file by name, floats as float32. Raises UserError for anything else."""
+    """The tensors of a .safetensors or .npz file by name, floats as float32.
+
+    Raises:
+        UserError: The file has another format or cannot be read.
+    """
     suffix = path.suffix.lower()
     if suffix in _PICKLED:
         target = path.with_suffix(".safetensors").name
@@ -97,7 +112,7 @@ def _download(model: str, weights: str) -> dict[str, Tensor]:
 
     choice = torchvision.models.get_model_weights(model)[weights]
     try:
-        # torchvision publishes pickles: the checksum is compared and only tensors are accepted.
+        # torchvision publishes pickles: check_hash compares the checksum, weights_only accepts only tensors.
         state: dict[str, Tensor] = choice.get_state_dict(progress=False, check_hash=True, weights_only=True)
     except Exception as error:
         raise UserError(
@@ -113,7 +128,7 @@ def _copy(backbone: nn.Module, found: Mapping[str, Tensor], *, origin: str, mode
     for name, module in backbone.named_modules():
         if isinstance(module, nn.BatchNorm2d):
             _unfold(name, module, given)
-            # Files older than the counter lack it; nothing depends on its value.
+            # Files from before torch had this counter lack it; nothing depends on its value.
             given.setdefault(f"{name}.num_batches_tracked", torch.tensor(0))
     last = given.get(f"{head}.weight")
     if last is None or last.shape[:1] != needed[f"{head}.weight"].shape[:1]:
@@ -136,12 +151,12 @@ def _copy(backbone: nn.Module, found: Mapping[str, Tensor], *, origin: str, mode
     for name in needed:
         if not bool(torch.isfinite(given[name]).all()):
             raise UserError(f"{origin}: {name} holds NaN or infinite values")
-    # strict=False for the last layer alone; everything else was compared above.
+    # strict=False only because the last layer may be absent; everything else was compared above.
     backbone.load_state_dict({name: given[name] for name in needed}, strict=False)
 
 
 def _unfold(name: str, norm: nn.BatchNorm2d, given: dict[str, Tensor]) -> None:
-    """Complete a BatchNorm that was folded into its convolution and left only a bias, so that it adds just the bias."""
+    """Completes a BatchNorm that was folded into its convolution. Only its bias is left, so it only adds the bias."""
     bias = given.get(f"{name}.bias")
     rest = [f"{name}.{kind}" for kind in ("weight", "running_mean", "running_var")]
     if bias is None or any(key in given for key in rest):
@@ -149,7 +164,7 @@ def _unfold(name: str, norm: nn.BatchNorm2d, given: dict[str, Tensor]) -> None:
     weight, mean, variance = rest
     given[weight] = torch.ones_like(bias)
     given[mean] = torch.zeros_like(bias)
-    # So that variance + ε, by whose root BatchNorm divides, is one.
+    # BatchNorm divides by the root of variance + ε, which is thus 1.
     given[variance] = torch.full_like(bias, 1.0 - norm.eps)
 
 

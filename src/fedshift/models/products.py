@@ -1,4 +1,4 @@
-"""Matrix products of linear layers by oneDNN, for processors on which torch's default library is the slower one."""
+"""Matrix products of linear layers by oneDNN, for processors on which torch's default library is slower."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ M = TypeVar("M", bound=nn.Module)
 Products = Literal["default", "onednn"]
 
 _LEAST = 2**22
-"""Multiplications of a product from which the library's speed outweighs the cost of calling it."""
+"""Products with fewer multiplications than this are faster in torch: calling oneDNN has a fixed cost."""
 
 
 class OneDnnLinear(nn.Linear):
-    """`torch.nn.Linear` whose larger products of float32 matrices on the processor go through oneDNN.
+    """`torch.nn.Linear` that computes large float32 products on the CPU with oneDNN.
 
-    torch gives float32 products to MKL, which takes AVX2 kernels on processors of AMD; oneDNN takes AVX-512 where the
-    processor has it. Same numbers up to the order of their sums, gradients of gradients included.
+    torch uses MKL for them, and MKL takes AVX2 kernels on AMD processors. oneDNN takes AVX-512 where the processor has
+    it. Results, gradients and second gradients are equal up to the order of summation.
     """
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """x Wᵀ + b for x (n, inputs)."""
+        """x Wᵀ + b for x (n, in_features)."""
         matrix = inputs.dim() == 2 and inputs.device.type == "cpu" and inputs.dtype == torch.float32
         if not matrix or len(inputs) * self.weight.numel() < _LEAST:
             return F.linear(inputs, self.weight, self.bias)
@@ -34,9 +34,18 @@ class OneDnnLinear(nn.Linear):
 
 
 def with_products(module: M, by: Products) -> M:
-    """``module`` itself; by oneDNN, its linear layers become `OneDnnLinear`, weights and their names stay as they are.
+    """Chooses the library for the products of a module's linear layers.
 
-    Raises UserError where torch was built without oneDNN or no longer has the call.
+    Args:
+        module: Changed in place: with ``"onednn"`` its linear layers become `OneDnnLinear`. Weights and their names
+            stay.
+        by: The library.
+
+    Returns:
+        ``module`` itself.
+
+    Raises:
+        UserError: torch was built without oneDNN, or no longer has the call.
     """
     if by == "default":
         return module

@@ -1,7 +1,9 @@
-"""The encoder and decoder of arbitrary style transfer: VGG-19 to relu4_1 and its mirror image (CCST, section 6.1).
+"""Encoder and decoder of arbitrary style transfer: VGG-19 up to relu4_1, and its mirror image.
 
-Weights come from files with the names of a sequence of layers, as the published ones have them: encoder ``0`` (a 1×1
-convolution that normalises colours), ``2``, ``5``, ``9``, … ``28``; decoder ``1``, ``5``, … ``27``.
+Source: Huang and Belongie, ICCV 2017; used by CCST (Chen et al., WACV 2023).
+
+Weights are read from files whose names are positions in a sequence of layers, as in the published files. Encoder: ``0``
+(a 1×1 convolution that normalises colours), ``2``, ``5``, ``9``, … ``28``. Decoder: ``1``, ``5``, … ``27``.
 """
 
 from __future__ import annotations
@@ -21,7 +23,15 @@ _DECODER = (256, "up", 256, 256, 256, 128, "up", 128, 64, "up", 64, 3)
 
 
 def encoder(file: Path, field: str) -> nn.Sequential:
-    """Images (n, 3, h, w) in [0, 1] → (n, 512, ⌈h/8⌉, ⌈w/8⌉). ``field`` names the option in errors; see `_loaded`."""
+    """The encoder: maps images (n, 3, h, w) in [0, 1] to (n, 512, ⌈h/8⌉, ⌈w/8⌉).
+
+    Args:
+        file: File of weights.
+        field: Path of the option that names the file, for messages.
+
+    Raises:
+        UserError: The file is missing or does not fit.
+    """
     layers: list[nn.Module] = [nn.Conv2d(3, 3, 1)]
     width = 3
     for part in _ENCODER:
@@ -34,7 +44,10 @@ def encoder(file: Path, field: str) -> nn.Sequential:
 
 
 def decoder(file: Path, field: str) -> nn.Sequential:
-    """relu4_1 → images, about in [0, 1]."""
+    """The decoder: maps the encoder's output to images (n, 3, h, w) of about [0, 1].
+
+    Args and errors are those of `encoder`.
+    """
     layers: list[nn.Module] = []
     width = CHANNELS
     for part in _DECODER:
@@ -47,10 +60,7 @@ def decoder(file: Path, field: str) -> nn.Sequential:
 
 
 def _loaded(layers: nn.Sequential, file: Path, field: str) -> nn.Sequential:
-    """``layers`` with the weights of ``file``, frozen; later layers of a longer file are left out.
-
-    Raises UserError, which names the field and the file that is looked for, when it is missing or does not fit.
-    """
+    """``layers`` with the weights of ``file``, frozen. Layers of the file that come later are ignored."""
     found = read_weights(find_file(file, field))
     wanted: dict[str, Tensor] = layers.state_dict()
     for name, tensor in wanted.items():

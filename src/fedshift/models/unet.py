@@ -1,4 +1,4 @@
-"""The network of segmentation experiments."""
+"""The network for segmentation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedshift.models.options import NetworkOptions, image_shape
 
 
 class SegmentationOptions(NetworkOptions):
-    """What networks share whose scores (n, structures, h, w) are masks after a sigmoid, and how masks are cut out."""
+    """Base of networks whose scores (n, structures, h, w) become masks by a sigmoid and a threshold."""
 
     task: ClassVar[Task] = "segmentation"
 
@@ -25,11 +25,18 @@ class SegmentationOptions(NetworkOptions):
         0.75, description="sigmoid above which a pixel belongs to a structure (ELCFS's code)"
     )
     largest_component: bool = Field(
-        True, description="only the largest connected part of a predicted structure is kept, its holes filled"
+        True, description="keep only the largest connected part of a predicted structure, and fill its holes"
     )
 
     def masks(self, scores: Tensor) -> npt.NDArray[np.bool_]:
-        """Predicted masks (n, structures, h, w) from a network's scores of that shape."""
+        """Predicted masks.
+
+        Args:
+            scores: The network's output, (n, structures, h, w).
+
+        Returns:
+            Masks of that shape.
+        """
         found = (scores.sigmoid() > self.threshold).cpu().numpy()
         if self.largest_component:
             for image in found:
@@ -39,7 +46,7 @@ class SegmentationOptions(NetworkOptions):
 
 
 def _largest(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """The largest connected part (four neighbours) of a mask (h, w), its holes filled; the first one on ties."""
+    """The largest connected part of a mask (h, w), with holes filled; the first one on ties. Four neighbours count."""
     from scipy import ndimage
 
     parts, number = ndimage.label(mask)
@@ -52,15 +59,18 @@ def _largest(mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
 
 
 class UNet(SegmentationOptions):
-    """2-D U-Net (Ronneberger, Fischer, Brox, MICCAI 2015) as ELCFS uses it: 5 levels, base width 16, instance norm.
+    """2-D U-Net with instance normalisation, as ELCFS uses it.
 
-    Level l has width·2^l channels and half the side of the one above. Features are the last map of the way up, of twice
-    the base width and full resolution; the classifier is a 1×1 convolution, one score per structure. There are no
-    buffers. Stages: ``down1`` … and ``up1``, the features.
+    Level l has width·2^l channels and half the side length of the level above. The features are the last map of the
+    upward path: twice the base width, full resolution. The classifier is a 1×1 convolution with one score per
+    structure. The network has no buffers. Stages: ``down1``, ``down2``, … and ``up1``, which is the features. Sources:
+    Ronneberger, Fischer, Brox, MICCAI 2015; Liu et al., CVPR 2021.
     """
 
     name: Literal["unet"] = "unet"
-    levels: Annotated[int, Field(ge=2, le=7)] = Field(5, description="resolutions, the first that of the image")
+    levels: Annotated[int, Field(ge=2, le=7)] = Field(
+        5, description="number of resolutions, that of the image included"
+    )
     width: PositiveInt = Field(16, description="channels of the first level")
 
     def build(self, input_shape: tuple[int, ...], classes: int) -> Network:
@@ -86,7 +96,7 @@ class UNet(SegmentationOptions):
 
 
 class _Body(nn.Module):
-    """The way down and up again: (n, c, h, w) → (n, 2·width, h, w)."""
+    """The downward and the upward path: (n, c, h, w) → (n, 2·width, h, w)."""
 
     def __init__(self, channels: int, width: int, levels: int) -> None:
         super().__init__()
@@ -95,7 +105,7 @@ class _Body(nn.Module):
             nn.Sequential(_convolution(before, after), _convolution(after, after))
             for before, after in zip([channels, *widths], widths, strict=False)
         )
-        # Above the deepest level every map on the way up has twice the channels of its level.
+        # On the upward path every map above the deepest level has twice the channels of its level.
         below = [*(2 * w for w in widths[1:-1]), widths[-1]]
         self.rise = nn.ModuleList(
             nn.ConvTranspose2d(before, after, 2, 2) for before, after in zip(below, widths, strict=False)
@@ -114,7 +124,7 @@ class _Body(nn.Module):
 
 
 def _convolution(inputs: int, outputs: int) -> nn.Sequential:
-    # A bias before instance norm would be subtracted again.
+    # No bias: instance normalisation would subtract it.
     return nn.Sequential(
         nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.InstanceNorm2d(outputs), nn.ReLU(inplace=True)
     )

@@ -1,7 +1,7 @@
-"""The networks of image experiments, with the layers of torchvision: ResNet-18/50/101, AlexNet and MobileNetV2.
+"""Networks for images, built from torchvision: ResNet-18/50/101, AlexNet and MobileNetV2.
 
-torchvision is imported when one is built. Its names are kept below ``features.backbone``, so its weights fit. Grey
-images are repeated to three channels inside ``features``, because pre-trained weights expect colour.
+torchvision is imported only when a network is built. Its layers keep their names below ``features.backbone``, so its
+weights fit. Pre-trained weights expect colour, so ``features`` repeats grey images to three channels.
 """
 
 from __future__ import annotations
@@ -22,20 +22,21 @@ from fedshift.models.pretrained import load_pretrained
 
 
 class GreyToColour(nn.Module):
-    """Repeats the one channel of grey images: (n, 1, h, w) → (n, 3, h, w)."""
+    """Repeats the channel of grey images: (n, 1, h, w) → (n, 3, h, w), without a copy."""
 
     def forward(self, images: Tensor) -> Tensor:
         return images.expand(-1, 3, -1, -1)
 
 
 class TensorFlowConv2d(nn.Conv2d):
-    """A convolution that pads as TensorFlow's SAME does: no more than needed, and the odd zero at the bottom and right.
+    """A convolution with TensorFlow's SAME padding: as few zeros as needed, the odd one at the bottom and right.
 
-    torchvision pads both sides alike, which shifts what a strided convolution sees of images of even size by one pixel.
+    torchvision pads both sides equally. On images of even size this shifts the input of a strided convolution by one
+    pixel.
     """
 
     def forward(self, inputs: Tensor) -> Tensor:
-        # Padding of (left, right, top, bottom), so the width first.
+        # ``pad`` takes (left, right, top, bottom): the width comes first.
         sides: list[int] = []
         for axis in (1, 0):
             size, kernel, stride = inputs.shape[2 + axis], self.kernel_size[axis], self.stride[axis]
@@ -63,10 +64,10 @@ class TensorFlowConv2d(nn.Conv2d):
 
 
 class StoredBatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm that normalises by the statistics it was loaded with, in training too, and never changes them."""
+    """BatchNorm that always normalises by the statistics it was loaded with and never changes them."""
 
     def train(self, mode: bool = True) -> StoredBatchNorm2d:
-        """Stays in evaluation mode."""
+        """Stays in evaluation mode, whatever ``mode``."""
         super().train(False)
         return self
 
@@ -81,7 +82,7 @@ class StoredBatchNorm2d(nn.BatchNorm2d):
 
 
 class _Vision(NetworkOptions):
-    """What the torchvision networks share."""
+    """Base of the torchvision networks' options."""
 
     pretrained: bool | Path = Field(
         False,
@@ -94,14 +95,14 @@ class _Vision(NetworkOptions):
     )
     trained_from: str | None = Field(
         None,
-        description="first stage that is trained, those before it stay as they were loaded; none = all",
+        description="first stage that is trained; earlier ones stay as they were loaded; none = train all",
     )
     batch_norm: Literal["batch", "stored"] = Field(
-        "batch", description="BatchNorm in training: a mini-batch's own statistics, or for good those that were loaded"
+        "batch", description="statistics that BatchNorm uses in training: the mini-batch's, or always the loaded ones"
     )
 
     def _backbone(self, input_shape: tuple[int, ...], classes: int) -> tuple[int, nn.Module]:
-        """Channels of the data and torchvision's network with a new last layer, without pre-trained weights."""
+        """The number of channels of the data, and torchvision's network with new weights and ``classes`` outputs."""
         channels, _, _ = image_shape(self.name, input_shape)
         if channels not in (1, 3):
             raise UserError(f"model '{self.name}' reads grey or colour images, data set gives {channels} channels")
@@ -117,7 +118,15 @@ class _Vision(NetworkOptions):
         stages: Mapping[str, str],
         alignment_stages: tuple[str, ...],
     ) -> Network:
-        """``backbone`` without its last layer ``head``, the bottleneck if there is one, and a classifier."""
+        """The network of its parts.
+
+        Args:
+            channels: Channels of the data, 1 or 3.
+            backbone: torchvision's network without its last layer.
+            head: That last layer; the classifier unless there is a bottleneck.
+            stages: Stage name → path of the module in ``backbone``.
+            alignment_stages: The stages that methods align by default.
+        """
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         if channels == 1:
             layers["colour"] = GreyToColour()
@@ -139,7 +148,7 @@ class _Vision(NetworkOptions):
         )
 
     def _keep(self, backbone: nn.Module, stages: Mapping[str, str]) -> None:
-        """What does not change: the layers before ``trained_from``, and the statistics that are not to."""
+        """Freezes the layers before ``trained_from`` and the BatchNorm statistics that must not change."""
         untrained: list[str] = []
         if self.trained_from is not None:
             names = list(stages)
@@ -148,7 +157,7 @@ class _Vision(NetworkOptions):
                     f"model.trained_from: '{self.name}' has no stage '{self.trained_from}'; "
                     f"{nearest(self.trained_from, names)}"
                 )
-            # Modules stand in the order in which they work, and a stage is the output of the last of its modules.
+            # Modules are listed in the order of the forward pass; a stage is the output of its last module.
             before = names[: names.index(self.trained_from)]
             end = stages[before[-1]] if before else ""
             paths = [path for path, _ in backbone.named_modules() if path]
@@ -197,8 +206,8 @@ class AlexNet(_Vision):
     """AlexNet as in torchvision: five convolutions, fc6 and fc7 (4096) as features, and a new last layer.
 
     Stages: ``conv1`` … ``conv5`` after ReLU, the last also after pooling (at 224 px: 64x55x55, 192x27x27, 384x13x13,
-    256x13x13, 256x6x6). CSAC aligns the last three and draws the last layer by Xavier's rule with gain 0.1. Images from
-    63 pixels.
+    256x13x13, 256x6x6). Alignment takes the last three. The last layer is drawn by Xavier's rule with gain 0.1, as in
+    CSAC (Yuan et al., IEEE TKDE 2023). Images need at least 63 pixels a side.
     """
 
     name: Literal["alexnet"] = "alexnet"
@@ -228,16 +237,16 @@ class MobileNetV2(_Vision):
     96x14x14, ``block5`` 320x7x7, ``last`` 1280x7x7. Alignment takes the output of the last block of each of the three
     coarsest sizes.
 
-    Weights trained with TensorFlow expect ``padding: tensorflow`` and inputs in [-1, 1]: give the data set mean 0.5 and
-    std 0.5 per channel (``value / 127.5 - 1``) instead of ImageNet's. A file whose BatchNorm was folded into the
-    convolutions has placeholders for running statistics: train it with ``batch_norm: stored``, or expect the first
-    steps to re-learn the scales.
+    Weights trained with TensorFlow expect ``padding: tensorflow`` and inputs in [-1, 1]: use mean 0.5 and std 0.5 per
+    channel (``value / 127.5 - 1``) instead of ImageNet's. A file whose BatchNorm was folded into the convolutions has
+    only placeholders for running statistics. Train it with ``batch_norm: stored``; otherwise the first steps learn the
+    scales anew.
     """
 
     name: Literal["mobilenet_v2"] = "mobilenet_v2"
     padding: Literal["torchvision", "tensorflow"] = Field(
         "torchvision",
-        description="how stride-2 convolutions pad: alike on both sides, or as the weights of TensorFlow expect",
+        description="padding of stride-2 convolutions: equal on both sides, or as TensorFlow's weights expect",
     )
 
     def build(self, input_shape: tuple[int, ...], classes: int) -> Network:

@@ -10,22 +10,22 @@ import torch
 from torch import Tensor, nn
 
 WIDE = 4096
-"""From this many inputs on, looking for zeros costs less than multiplying by them."""
+"""From this many inputs on, skipping zeros is faster than multiplying by them."""
 _DENSE = 0.1
-"""Share of entries that are not zero from which the dense product is faster."""
+"""Above this share of nonzero entries, the dense product is faster."""
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear | WideLinear:
-    """The layer for vectors of ``inputs`` numbers: from 4,096 on one that skips zeros."""
+    """A linear layer: `WideLinear` from 4,096 inputs on, else `torch.nn.Linear`."""
     return WideLinear(inputs, outputs) if inputs >= WIDE else nn.Linear(inputs, outputs)
 
 
 class WideLinear(nn.Module):
-    """x W + b for x (n, inputs), skipping the zeros of x; initialised as `torch.nn.Linear`.
+    """x W + b for x (n, inputs), skipping the zeros of x. Weights start as those of `torch.nn.Linear`.
 
-    ``weight`` is (inputs, outputs), the transpose of torch's, so that the weights of one word lie side by side and are
-    read and written whole. On an accelerator, for inputs that need a gradient and for inputs with few zeros it is the
-    plain product; both give the same numbers up to the order of their sums.
+    ``weight`` is (inputs, outputs), the transpose of torch's: the weights of one input lie side by side in memory and
+    are read and written together. The layer computes the plain product on an accelerator, for inputs that need a
+    gradient, and for inputs with few zeros. Both products are equal up to the order of summation.
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -67,6 +67,6 @@ def _product(sparse: Tensor, dense: Tensor) -> Tensor:
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support")
         rows = sparse.to_sparse_csr()
     out = dense.new_empty(sparse.shape[0], dense.shape[1])
-    # Written in place: torch's sparse.mm fills a matrix with zeros and copies it, which for a gradient takes longer
-    # than the product.
+    # In place: torch's sparse.mm first fills and copies a matrix of zeros, which for a gradient takes longer than the
+    # product itself.
     return torch.addmm(out, rows, dense.contiguous(), beta=0, out=out)

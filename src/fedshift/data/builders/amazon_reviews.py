@@ -1,6 +1,6 @@
-"""Amazon reviews: sentiment of four kinds of products as counts of 5,000 words and word pairs.
+"""Amazon reviews: sentiment towards four kinds of products, from counts of 5,000 words and word pairs.
 
-Blitzer, Dredze, Pereira, ACL 2007; prepared by Chen, Xu, Weinberger, Sha, ICML 2012.
+Source: Blitzer, Dredze, Pereira, ACL 2007; prepared by Chen, Xu, Weinberger, Sha, ICML 2012.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class AmazonReviews(DataSource):
 
     name: Literal["amazon_reviews"] = "amazon_reviews"
     scaling: Literal["raw", "log", "tfidf"] = Field(
-        "raw", description="counts as they are, log(1 + count), or tf-idf with rows of length 1"
+        "raw", description="plain counts, log(1 + count), or tf-idf with rows of length 1"
     )
 
     @classmethod
@@ -50,7 +50,7 @@ class AmazonReviews(DataSource):
         )
 
     def build(self) -> DataSet:
-        """Domains of `SparseRows` with the set's own training and test rows."""
+        """Domains of `SparseRows`, with the data set's own training and test rows."""
         path = require("Amazon Reviews", _CANDIDATES, _HOW)
         domains = _from_npz(path) if path.is_file() else _from_svmlight(path)
         if self.scaling != "raw":
@@ -111,8 +111,9 @@ def _domain(path: Path, name: str, rows: SparseRows, labels: npt.NDArray[np.int6
 
 
 def _scaled(domains: dict[str, Domain], scaling: Literal["log", "tfidf"]) -> dict[str, Domain]:
-    """log(1 + count); or tf-idf: count·(ln((1 + n)/(1 + documents with the word)) + 1), then rows of Euclidean length
-    1.
+    """The domains with scaled counts: log(1 + count) or tf-idf.
+
+    tf-idf is count·(ln((1 + n)/(1 + documents with the word)) + 1), with rows divided by their Euclidean length.
     """
     weight = np.ones(WIDTH)
     if scaling == "tfidf":

@@ -1,4 +1,4 @@
-"""Your own arrays: one ``.npz`` file per site with ``x`` (images or features), ``y`` (class numbers)."""
+"""Your own arrays: one ``.npz`` file per site, with ``x`` (images or features) and ``y`` (class numbers)."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ _LAYOUT = (
     "one .npz per site: x uint8 images (n, c, h, w), (n, h, w) or (n, h, w, c), or float features (n, d); y integers "
     "(n,); optional groups integers (n,), the same number for samples that must not be split apart"
 )
-# A column whose root mean square is beyond this is warned of.
 _LARGE = 10.0
+"""A column with a larger root mean square gives a warning."""
 
 
 class Arrays(DataSource):
-    """One npz file per site."""
+    """One ``.npz`` file per site."""
 
     name: Literal["arrays"] = "arrays"
     sites: dict[str, Path] = Field(min_length=1, description="site name: its .npz file")
     classes: tuple[str, ...] | None = Field(None, description="names of the classes, in the order of their numbers")
     standardise: bool = Field(
-        False, description="scale every channel or column by mean and deviation, from sums that the sites add up"
+        False, description="scale every channel or column by mean and deviation, computed from sums of all sites"
     )
     mean: tuple[float, ...] | None = Field(
         None,
-        description="with std, per channel (of values / 255) or column: numbers to scale by that were known before",
+        description="with std, per channel (of values / 255) or column: constants to scale by, known beforehand",
     )
     std: tuple[Annotated[float, Field(gt=0)], ...] | None = Field(None, description="see mean")
     statistics_from: tuple[str, ...] | None = Field(
-        None, description="the sites whose sums are used to standardise; all when left out"
+        None, description="the sites whose sums are used to standardise; unset: all"
     )
 
     @model_validator(mode="after")
@@ -84,7 +84,11 @@ class Arrays(DataSource):
         return {"kind": MOMENTS, "count": count, "total": total.tolist(), "squares": squares.tolist()}
 
     def build(self) -> DataSet:
-        """Domains of uint8 images (n, c, h, w) or float32 features (n, d). Raises UserError, naming the file."""
+        """Domains of uint8 images (n, c, h, w) or float32 features (n, d).
+
+        Raises:
+            UserError: A file cannot be used; names it.
+        """
         domains = {site: _read(site, path) for site, path in self.sites.items()}
         classes = self.classes or _numbered(domains)
         first = next(iter(domains.values()))
@@ -109,11 +113,11 @@ class Arrays(DataSource):
 
 
 def _unscaled(dataset: DataSet) -> tuple[str, ...]:
-    """A warning where some column of features is far from the size that networks learn from."""
+    """A warning if a column of features is too large for a network to train well."""
     if len(dataset.input_shape) != 1 or dataset.preprocessing.mean is not None:
         return ()
     features = [domain.inputs for domain in dataset.domains.values() if not isinstance(domain.inputs, SparseRows)]
-    # Added up in float64 without a copy of the features, which may fill half of the memory.
+    # ``einsum`` adds up in float64 without copying the features, which may fill half of the memory.
     squares = sum(np.einsum("ij,ij->j", rows, rows, dtype=np.float64) for rows in features)
     sizes = np.sqrt(squares / sum(map(len, features)))
     column = int(np.argmax(sizes))
@@ -126,7 +130,15 @@ def _unscaled(dataset: DataSet) -> tuple[str, ...]:
 
 
 def sites_for_statistics(chosen: tuple[str, ...] | None, sites: dict[str, Domain] | dict[str, Path]) -> tuple[str, ...]:
-    """The chosen sites, or all. Raises UserError, with the nearest name, for one that does not exist."""
+    """The sites whose statistics are used.
+
+    Args:
+        chosen: Names of sites; None: all.
+        sites: All sites.
+
+    Raises:
+        UserError: No site is chosen, or one does not exist; names the nearest one.
+    """
     if chosen is None:
         return tuple(sites)
     if not chosen:
@@ -149,7 +161,18 @@ def _read(site: str, path: Path) -> Domain:
 
 
 def readable_inputs(where: str, x: Array) -> npt.NDArray[np.uint8] | npt.NDArray[np.float32]:
-    """Array ``x`` of a file as uint8 images (n, c, h, w) or finite float32 features (n, d); else UserError."""
+    """Array ``x`` of a file, checked.
+
+    Args:
+        where: The file, for messages.
+        x: The array.
+
+    Returns:
+        uint8 images (n, c, h, w) or float32 features (n, d).
+
+    Raises:
+        UserError: The array has another shape or type, or values that are not finite.
+    """
     if x.ndim in (3, 4):
         if x.dtype != np.uint8:
             raise UserError(f"{where}: images x are {x.dtype}, expected uint8 with values 0 to 255: convert them")
@@ -181,10 +204,10 @@ def _integers(where: str, name: str, values: Array, samples: int) -> npt.NDArray
 
 
 def _numbered(domains: dict[str, Domain]) -> tuple[str, ...]:
-    """Classes 0 … C - 1 when no names are given; every one must be at some site."""
+    """Classes 0 … C - 1, for labels without names. Each must occur at some site."""
     present = sorted({int(label) for domain in domains.values() for label in np.unique(domain.labels)})
     if not present:
-        return ()  # the check for empty sites speaks
+        return ()  # `checked` reports empty sites
     gap = next((number for number in range(present[-1] + 1) if number not in present), None)
     if gap is not None:
         highest = present[-1]
@@ -197,7 +220,7 @@ def _numbered(domains: dict[str, Domain]) -> tuple[str, ...]:
 
 
 def _moments(inputs: list[Inputs]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """Mean and deviation per channel (values / 255) or column, from the count, sum and sum of squares of each site."""
+    """Mean and deviation per channel (of values / 255) or column, from sums of each site."""
     sums = [_sums(values) for values in inputs if not isinstance(values, SparseRows)]
     count, total, squares = (sum(parts) for parts in zip(*sums, strict=True))
     return moments(int(count), np.asarray(total), np.asarray(squares))
@@ -206,7 +229,7 @@ def _moments(inputs: list[Inputs]) -> tuple[npt.NDArray[np.float64], npt.NDArray
 def _sums(
     values: npt.NDArray[np.uint8] | npt.NDArray[np.float32],
 ) -> tuple[int, npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """What one site gives to standardise: a count, and per channel or column a sum and a sum of squares."""
+    """A site's count, and its sum and sum of squares per channel or column."""
     if values.ndim == 2:
         wide = values.astype(np.float64)
         return len(values), wide.sum(axis=0), (wide**2).sum(axis=0)

@@ -1,4 +1,4 @@
-"""Data that lie at the sites of a deployed federation; the coordinator may hold a set of its own that no site has."""
+"""Data at the sites of a deployed federation. The coordinator may have a data set of its own that no site has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class AtSites(DataSource):
 
     name: Literal["sites"] = "sites"
     unseen: dict[str, Any] | None = Field(
-        None, description="the coordinator's own data set, whose domains can be targets that no site sees"
+        None, description="the coordinator's own data set; its domains can be targets that no site sees"
     )
 
     @classmethod

@@ -1,8 +1,8 @@
-"""Generated fundus-like images with masks of optic disc and cup, at sites whose cameras differ. Needs no download.
+"""Generated fundus-like images with masks of optic disc and cup, at sites with different cameras. Needs no download.
 
-Anatomy is drawn from one distribution at every site; what differs is how a camera renders it, as between the four data
-sets of ELCFS's fundus task: colour cast, exposure, contrast, fall-off towards the edge, light from one side, sharpness
-and noise. All but the last two are low-frequency appearance.
+Anatomy has the same distribution at every site. Cameras render it differently, as in the four data sets of ELCFS's
+fundus task (Liu et al., CVPR 2021): colour cast, exposure, contrast, vignetting, light from one side, sharpness and
+noise. All but the last two change only low frequencies.
 """
 
 from __future__ import annotations
@@ -24,11 +24,17 @@ STRUCTURES = ("cup", "disc")
 
 @dataclass(frozen=True)
 class Camera:
-    """How a site renders what is there; pixels in [0, 1].
+    """How a site renders a scene, for pixels in [0, 1].
 
-    gain: factor per colour. offset: added to all. contrast: about the image's mean. gamma: exponent. vignette: share of
-    light lost in the corners. tilt: change of light from one side to the other. blur: deviation in 64ths of the image.
-    noise: deviation.
+    Attributes:
+        gain: Factor per colour channel.
+        offset: Added to all pixels.
+        contrast: Factor of the distance from the image's mean.
+        gamma: Exponent.
+        vignette: Share of light lost in the corners.
+        tilt: Change of light from one side to the other.
+        blur: Standard deviation, in 64ths of the image's side.
+        noise: Standard deviation.
     """
 
     gain: tuple[float, float, float]
@@ -51,12 +57,12 @@ _RETINA, _DISC, _CUP, _VESSEL = ((0.60, 0.30, 0.14), (0.80, 0.52, 0.28), (0.92, 
 
 
 class DiscsAndCups(DataSource):
-    """Four sites of generated images: optic disc, in it the cup, vessels, and a camera of its own at every site."""
+    """Generated images of four sites: optic disc with the cup inside, and vessels. Every site has its own camera."""
 
     name: Literal["discs_and_cups"] = "discs_and_cups"
     size: int = Field(64, ge=32, le=512, description="height and width in pixels")
     per_site: int = Field(60, ge=2, description="images of each site")
-    base_seed: int = Field(0, ge=0, description="seed of the anatomies and of what varies within a site")
+    base_seed: int = Field(0, ge=0, description="seed of the anatomies and of the variation within a site")
 
     @classmethod
     def manifest(cls) -> Manifest:
@@ -88,14 +94,23 @@ class DiscsAndCups(DataSource):
 def draw(
     camera: Camera, size: int, generator: np.random.Generator
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
-    """One image (3, size, size) with values 0 to 255, and its masks (2, size, size) of 0 and 1."""
+    """Draws one image.
+
+    Args:
+        camera: How it is rendered.
+        size: Height and width in pixels.
+        generator: Source of all random numbers.
+
+    Returns:
+        The image (3, size, size) with values 0 to 255, and its masks (2, size, size) of 0 and 1.
+    """
     down, across = np.meshgrid(*[(np.arange(size) + 0.5) / size - 0.5] * 2, indexing="ij")
     scene, masks = _anatomy(down, across, generator)
     return _photograph(scene, camera, down, across, generator), masks
 
 
 def _anatomy(down: Floats, across: Floats, generator: np.random.Generator) -> tuple[Floats, npt.NDArray[np.uint8]]:
-    """Colours (3, h, w) as an ideal camera would see them, and masks."""
+    """A scene: its colours (3, h, w) before the camera, and its masks (2, h, w)."""
     centre = generator.uniform(-0.10, 0.10, 2)
     radius, turn = generator.uniform(0.18, 0.28), generator.uniform(0, math.pi)
     disc = _inside(down, across, centre, radius * np.array([1.0, generator.uniform(0.82, 1.0)]), turn)
@@ -112,7 +127,7 @@ def _anatomy(down: Floats, across: Floats, generator: np.random.Generator) -> tu
 
 
 def _inside(down: Floats, across: Floats, centre: Floats, radii: Floats, turn: float) -> Floats:
-    """How far inside an ellipse each place lies, in parts of the image; negative outside."""
+    """How far inside an ellipse each pixel lies, in parts of the image's side; negative outside."""
     y, x = down - centre[0], across - centre[1]
     along, beside = math.cos(turn) * x + math.sin(turn) * y, math.cos(turn) * y - math.sin(turn) * x
     inside: Floats = (1 - np.hypot(along / radii[0], beside / radii[1])) * radii.mean()
@@ -120,13 +135,13 @@ def _inside(down: Floats, across: Floats, centre: Floats, radii: Floats, turn: f
 
 
 def _colour(colour: tuple[float, float, float], generator: np.random.Generator, spread: float) -> Floats:
-    """A colour (3, 1, 1) a little brighter or darker."""
+    """A slightly brighter or darker colour (3, 1, 1)."""
     shade: Floats = np.array(colour)[:, None, None] * (1 + generator.uniform(-spread, spread))
     return shade
 
 
 def _clouds(down: Floats, across: Floats, generator: np.random.Generator) -> Floats:
-    """Slow variation of the background, about ±1."""
+    """Slow variation of the background, of about ±1."""
     total = np.zeros_like(down)
     for _ in range(4):
         frequency, angle, phase = generator.uniform(1, 4), generator.uniform(0, math.pi), generator.uniform(0, 7)
@@ -135,7 +150,7 @@ def _clouds(down: Floats, across: Floats, generator: np.random.Generator) -> Flo
 
 
 def _vessel(down: Floats, across: Floats, centre: Floats, generator: np.random.Generator) -> Floats:
-    """How much of each place a bent vessel through the disc covers, in [0, 1]."""
+    """The share of each pixel that a bent vessel through the disc covers, in [0, 1]."""
     angle, bend, width = generator.uniform(0, math.pi), generator.uniform(-1.5, 1.5), generator.uniform(0.006, 0.014)
     y, x = down - centre[0], across - centre[1]
     along, beside = math.cos(angle) * x + math.sin(angle) * y, math.cos(angle) * y - math.sin(angle) * x
@@ -150,7 +165,7 @@ def _over(below: Floats, above: Floats, cover: Floats) -> Floats:
 def _photograph(
     scene: Floats, camera: Camera, down: Floats, across: Floats, generator: np.random.Generator
 ) -> npt.NDArray[np.uint8]:
-    """What a camera makes of a scene; every setting varies a little from image to image."""
+    """The image that a camera takes of a scene. Its settings vary a little from image to image."""
     from scipy.ndimage import gaussian_filter
 
     def about(value: float, spread: float) -> float:

@@ -50,7 +50,9 @@ class FiveDigits(DataSource):
     domains: tuple[DomainName, ...] = Field(
         ("mnist", "mnist_m", "usps", "font", "natural"), min_length=1, description="which domains, in which order"
     )
-    samples_per_domain: int | None = Field(None, ge=1, description="at most so many samples of each domain, at random")
+    samples_per_domain: int | None = Field(
+        None, ge=1, description="at most this many samples of each domain, at random"
+    )
     natural_good_only: bool = Field(False, description="only the photographs that Chars74K calls good (593 of 885)")
     base_seed: int = Field(0, ge=0, description="seed of the draw when samples_per_domain is given")
 
@@ -72,7 +74,7 @@ class FiveDigits(DataSource):
         )
 
     def build(self) -> DataSet:
-        """The chosen domains; grey images are shown three times without using three times the memory."""
+        """The chosen domains. Grey images have three channels without taking three times the memory."""
         if len(set(self.domains)) < len(self.domains):
             raise UserError("data.domains: each domain may appear once")
         readers: dict[str, Callable[[], tuple[Pixels, Labels, int | None]]] = {
@@ -84,8 +86,7 @@ class FiveDigits(DataSource):
         }
         domains: dict[str, Domain] = {name: self._domain(name, *readers[name]()) for name in self.domains}
         preprocessing = Preprocessing(kind="image", channels=3, size=SIZE, mean=(0.5,) * 3, std=(0.5,) * 3)
-        classes = tuple(str(digit) for digit in range(10))
-        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
+        return checked(DataSet(self.name, domains, mnist.CLASSES, preprocessing, self.manifest()))
 
     def _domain(self, name: str, images: Pixels, labels: Labels, train_samples: int | None) -> Domain:
         rows = np.arange(len(labels))
@@ -100,7 +101,7 @@ class FiveDigits(DataSource):
 
 
 def _resized(images: Pixels, rows: Rows) -> Pixels:
-    """The chosen images (m, 3, 32, 32), bilinear; grey ones as a view that repeats the one channel."""
+    """The chosen images (m, 3, 32, 32), resized bilinearly. Grey ones are a view that repeats their channel."""
     channels = as_channels_first(images)
     out = np.empty((len(rows), channels.shape[1], SIZE, SIZE), dtype=np.uint8)
     for begin in range(0, len(rows), 4096):

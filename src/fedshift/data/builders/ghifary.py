@@ -1,7 +1,7 @@
-"""Rotated MNIST as its authors made it: the file that the early papers of domain generalization share.
+"""Rotated MNIST as published by its authors: the file that early papers on domain generalization used.
 
-Ghifary, Kleijn, Zhang, Balduzzi, *Domain Generalization for Object Recognition with Multi-task Autoencoders*, ICCV
-2015.
+Source: Ghifary, Kleijn, Zhang, Balduzzi, *Domain Generalization for Object Recognition with Multi-task Autoencoders*,
+ICCV 2015.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
+from fedshift.data.builders import mnist
 from fedshift.data.checks import checked
-from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
+from fedshift.data.domain import DataSet, DataSource, Domain, Manifest
 from fedshift.data.locate import load_npz, require
 from fedshift.errors import UserError
 
@@ -26,7 +27,7 @@ _HOW = (
 
 
 class GhifaryMnist(DataSource):
-    """The authors' own 16×16 images: 1,000 base images, 100 a digit, turned *counter-clockwise* by 0 to 75 degrees."""
+    """The authors' 16×16 images: 1,000 base images, 100 per digit, rotated *counter-clockwise* by 0 to 75 degrees."""
 
     mean_and_std: ClassVar[tuple[float, float]] = (0.1317, 0.2577)  # of all six domains
 
@@ -43,8 +44,8 @@ class GhifaryMnist(DataSource):
             layout=", ".join(_CANDIDATES),
             sha256={"rotated_mnist_ghifary.npz": "45d2e5986c818680cc746fc9be25754bec3f124c30790b5fa88c8072dd577273"},
             counts={f"M{angle}": 1000 for angle in _ANGLES},
-            notes="Grey values are rounded to 1/255. M45 lies half a pixel beside where a rotation about the centre "
-            "would put it. Data set rotated_mnist turns clockwise and keeps 28×28 pixels.",
+            notes="Grey values are rounded to 1/255. M45 is shifted by half a pixel against a rotation about the "
+            "centre. Data set rotated_mnist rotates clockwise and keeps 28×28 pixels.",
         )
 
     def build(self) -> DataSet:
@@ -60,13 +61,5 @@ class GhifaryMnist(DataSource):
                 raise UserError(f"data file {path}: m{angle}_x has values outside [0, 1]")
             pixels = np.rint(images * 255).astype(np.uint8)[:, np.newaxis]
             domains[f"M{angle}"] = Domain(f"M{angle}", pixels, labels.astype(np.int64), np.arange(1000))
-        mean, std = self.mean_and_std
-        preprocessing = Preprocessing(
-            kind="image",
-            channels=1,
-            size=16,
-            mean=(mean,) if self.normalise else None,
-            std=(std,) if self.normalise else None,
-        )
-        classes = tuple(str(digit) for digit in range(10))
-        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
+        preprocessing = mnist.grey_preprocessing(16, self.mean_and_std if self.normalise else None)
+        return checked(DataSet(self.name, domains, mnist.CLASSES, preprocessing, self.manifest()))

@@ -1,13 +1,14 @@
-"""Heart disease at four hospitals, thirteen measurements: Detrano et al., American Journal of Cardiology 1989 (UCI).
+"""Heart disease at four hospitals, thirteen measurements (UCI).
 
-What is done with missing values. A number that is missing becomes the mean of the scale (0 after standardising), never
-a statistic of the hospital at hand: a patient's encoding must not depend on who else is in the file. A 0/1 column says
-that it was missing, one for each number that can be missing (all but age). A missing category gives zeros in all
-columns of that category. A cholesterol or blood pressure of 0 is taken as missing (all Swiss rows and some of Long
-Beach have it).
+Source: Detrano et al., American Journal of Cardiology 1989.
 
-Numbers are standardised with the fixed constants below, near the moments of the Cleveland patients in the published
-file, so that the scale is the same whichever hospital is unseen (with Cleveland unseen, it is known beforehand).
+Numbers are standardised with the fixed constants below, which are close to the moments of the Cleveland patients. So
+the scale is the same whichever hospital is unseen.
+
+A missing number becomes 0 after standardising, and a 0/1 column says that it was missing; every number but age has one.
+It does not become a statistic of its hospital: a patient's encoding must not depend on who else is in the file. A
+missing category gives zeros in all columns of that category. A cholesterol or blood pressure of 0 counts as missing
+(all Swiss rows and some of Long Beach have it).
 """
 
 from __future__ import annotations
@@ -84,9 +85,8 @@ class HeartDisease(DataSource):
             layout=", ".join(_CANDIDATES),
             sha256={f"heart_disease_uci/{name}": digest for name, digest in _SHA256.items()},
             counts={"cleveland": 303, "hungarian": 294, "switzerland": 123, "va": 200},
-            notes="Label: num > 0. Missing numbers: the hospital's own median, else 0 after standardising, plus a 0/1 "
-            "column that says so; missing categories: all zeros; chol = 0 and trestbps = 0 count as missing. Fixed "
-            "scale constants.",
+            notes="Label: num > 0. Missing numbers: 0 after standardising, plus a 0/1 column that says so; missing "
+            "categories: all zeros; chol = 0 and trestbps = 0 count as missing. Fixed scale constants.",
         )
 
     def build(self) -> DataSet:
@@ -117,7 +117,7 @@ def _from_csv(path: Path) -> Mapping[str, Columns]:
 
 
 def _from_data(folder: Path, name: str) -> Columns:
-    """A file as UCI publishes it: fourteen cells a line, no header, ``?`` for missing."""
+    """Reads a file as published by UCI: fourteen cells a line, no header, ``?`` for missing."""
     path = folder / f"processed.{name}.data"
     try:
         rows = [line.strip().split(",") for line in path.read_text(encoding="latin-1").splitlines() if line.strip()]

@@ -17,14 +17,14 @@ _LAYOUT = "root/<domain>/<class>/<image>: one folder per site, in it one folder 
 
 
 class ImageFolder(DataSource):
-    """A folder per site, in it a folder per class. Images of any size and colour are brought to one size."""
+    """One folder per site, with one folder per class inside. Images are resized to one size."""
 
     name: Literal["image_folder"] = "image_folder"
     root: Path = Field(description="the folder that holds one folder per site")
     size: int = Field(
         64, ge=8, le=1024, description="height and width: the shorter side is scaled to it, the centre kept"
     )
-    colour: bool | None = Field(None, description="three channels or one; left out: three if any image has colour")
+    colour: bool | None = Field(None, description="three channels or one; unset: three if any image has colour")
     missing_classes: Literal["check", "allow"] = Field(
         "check", description="check: refuse when two sites each have a class that the other lacks; allow: warn only"
     )
@@ -42,7 +42,11 @@ class ImageFolder(DataSource):
         )
 
     def build(self) -> DataSet:
-        """Domains of images (n, 1 or 3, size, size), memory-mapped. Raises UserError as the module `checks` says."""
+        """Domains of images (n, 1 or 3, size, size), memory-mapped.
+
+        Raises:
+            UserError: A folder or site is missing or empty, an image does not decode, or classes differ between sites.
+        """
         found = self._files()
         held = {site: [label for label, files in classes.items() if files] for site, classes in found.items()}
         empty = next((site for site, labels in held.items() if not labels), None)
@@ -64,22 +68,38 @@ class ImageFolder(DataSource):
         return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
 
     def _files(self) -> dict[str, dict[str, list[ImageFile]]]:
-        """Image files by site and class folder, all in sorted order; hidden folders and other files left out."""
-        if not self.root.is_dir():
-            raise UserError(f"data.root: folder {self.root} does not exist; expected {_LAYOUT}")
-        found = {
+        """Image files by site and class folder, sorted. Ignores hidden folders and other files."""
+        return {
             site.name: {
                 label.name: [
                     on_disk(path) for path in sorted(label.iterdir()) if is_image(path.name) and path.is_file()
                 ]
-                for label in _folders(site)
+                for label in folders(site)
             }
-            for site in _folders(self.root)
+            for site in site_folders(self.root, _LAYOUT)
         }
-        if not found:
-            raise UserError(f"data.root: {self.root} holds no folder of a site; expected {_LAYOUT}")
-        return found
 
 
-def _folders(place: Path) -> list[Path]:
+def site_folders(root: Path, layout: str) -> list[Path]:
+    """The folders of sites in ``root``, sorted.
+
+    Args:
+        root: The option ``data.root``.
+        layout: What is expected there, for the message.
+
+    Raises:
+        UserError: There is no such folder, or it holds no folders.
+    """
+    if not root.is_dir():
+        raise UserError(f"data.root: folder {root} does not exist; expected {layout}")
+    found = folders(root)
+    if not found:
+        raise UserError(f"data.root: {root} holds no folder of a site; expected {layout}")
+    return found
+
+
+def folders(place: Path) -> list[Path]:
+    """The folders in ``place`` that are not hidden, sorted; none if ``place`` does not exist."""
+    if not place.is_dir():
+        return []
     return sorted(path for path in place.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
+from fedshift.data.builders.image_folder import folders, site_folders
 from fedshift.data.checks import agreed_classes, checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
 from fedshift.data.images import ImageFile, decoded, has_colour, is_image, on_disk, size_of
@@ -20,14 +21,14 @@ _LAYOUT = (
 
 
 class MaskFolder(DataSource):
-    """A folder per site with images and, for each structure, masks. All are brought to one size."""
+    """One folder per site, with images and, for each structure, masks. All are resized to one size."""
 
     name: Literal["mask_folder"] = "mask_folder"
     root: Path = Field(description="the folder that holds one folder per site")
     size: int = Field(
         384, ge=8, le=1024, description="height and width: the shorter side is scaled to it, the centre kept"
     )
-    colour: bool | None = Field(None, description="three channels or one; left out: as all images are stored")
+    colour: bool | None = Field(None, description="three channels or one; unset: as the images are stored")
 
     @classmethod
     def manifest(cls) -> Manifest:
@@ -44,15 +45,11 @@ class MaskFolder(DataSource):
     def build(self) -> DataSet:
         """Domains of images (n, 1 or 3, size, size) and masks (n, structures, size, size), memory-mapped.
 
-        Raises UserError, naming the file, for an image without its masks, a mask without its image and sizes that
-        differ; naming the sites, for structures that differ and for grey and colour images side by side.
+        Raises:
+            UserError: An image lacks a mask, a mask lacks its image, or their sizes differ (names the file). Or sites
+                have different structures, or some have grey and some colour images (names the sites).
         """
-        if not self.root.is_dir():
-            raise UserError(f"data.root: folder {self.root} does not exist; expected {_LAYOUT}")
-        sites = _folders(self.root)
-        if not sites:
-            raise UserError(f"data.root: {self.root} holds no folder of a site; expected {_LAYOUT}")
-        found = {site.name: _of_site(site) for site in sites}
+        found = {site.name: _of_site(site) for site in site_folders(self.root, _LAYOUT)}
         structures = agreed_classes(
             {site: list(masks) for site, (_, masks) in found.items()}, what="folders of masks", allow_missing=False
         )
@@ -80,7 +77,11 @@ class MaskFolder(DataSource):
         return checked(DataSet(self.name, domains, structures, preprocessing, self.manifest()))
 
     def _in_colour(self, images: dict[str, list[ImageFile]]) -> bool:
-        """Whether images are read in colour. Raises UserError when nobody said so and sites differ."""
+        """Whether images are read in colour.
+
+        Raises:
+            UserError: ``colour`` is unset and sites differ.
+        """
         if self.colour is not None:
             return self.colour
         stored = {site: has_colour(files) for site, files in images.items()}
@@ -97,11 +98,11 @@ Files = dict[str, ImageFile]
 
 
 def _of_site(site: Path) -> tuple[Files, dict[str, Files]]:
-    """Images by name, and masks by structure and name, each mask beside its image."""
+    """The files of one site: images by name, and masks by structure and name, in the order of the images."""
     images = _images(site / "images")
     if not images:
         raise UserError(f"site '{site.name}' is empty: no images in {site / 'images'}; expected {_LAYOUT}")
-    masks = {folder.name: _images(folder) for folder in _folders(site / "masks")}
+    masks = {folder.name: _images(folder) for folder in folders(site / "masks")}
     if not masks:
         raise UserError(f"site '{site.name}' has no masks: no folder in {site / 'masks'}; expected {_LAYOUT}")
     for structure, files in masks.items():
@@ -122,7 +123,11 @@ def _of_site(site: Path) -> tuple[Files, dict[str, Files]]:
 
 
 def _images(folder: Path) -> Files:
-    """Image files by name without ending, sorted. Raises UserError when two share a name."""
+    """Image files by name without ending, sorted.
+
+    Raises:
+        UserError: Two files have the same name.
+    """
     found: Files = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if is_image(path.name) and path.is_file():
@@ -130,9 +135,3 @@ def _images(folder: Path) -> Files:
                 raise UserError(f"{path} and {found[path.stem].name} have the same name: rename one of them")
             found[path.stem] = on_disk(path)
     return found
-
-
-def _folders(place: Path) -> list[Path]:
-    if not place.is_dir():
-        return []
-    return sorted(path for path in place.iterdir() if path.is_dir() and not path.name.startswith((".", "__")))

@@ -1,4 +1,4 @@
-"""MNIST, from whichever layout is there: ``mnist.npz``, torchvision's folder, or a download through torchvision."""
+"""MNIST, from ``mnist.npz``, torchvision's folder, or a download by torchvision: the first that is there."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from fedshift.data.domain import Preprocessing
 from fedshift.data.locate import cache_dir, find, load_npz, not_found
 from fedshift.errors import UserError
 
@@ -18,10 +19,17 @@ HOW_TO_GET = (
     "Put mnist.npz (x_train, y_train, x_test, y_test) or torchvision's MNIST/raw folder below FEDSHIFT_DATA, or run "
     "with network access and torchvision downloads it"
 )
+CLASSES = tuple(str(digit) for digit in range(10))
 _PREFIX = {"train": "train", "test": "t10k"}
 
 Pixels = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]
+
+
+def grey_preprocessing(size: int, mean_and_std: tuple[float, float] | None) -> Preprocessing:
+    """Preprocessing of grey images of ``size`` pixels a side: value / 255, then standardised if moments are given."""
+    mean, std = (None, None) if mean_and_std is None else ((mean_and_std[0],), (mean_and_std[1],))
+    return Preprocessing(kind="image", channels=1, size=size, mean=mean, std=std)
 
 
 def train_images() -> tuple[Pixels, Labels]:
@@ -30,7 +38,17 @@ def train_images() -> tuple[Pixels, Labels]:
 
 
 def images_and_labels(part: str) -> tuple[Pixels, Labels]:
-    """Images (n, 28, 28) uint8 and labels of part ``train`` or ``test``. Raises UserError when MNIST cannot be had."""
+    """One part of MNIST.
+
+    Args:
+        part: ``train`` or ``test``.
+
+    Returns:
+        Images (n, 28, 28) uint8, and labels (n,).
+
+    Raises:
+        UserError: MNIST cannot be found, downloaded or read.
+    """
     path = find(CANDIDATES) or _downloaded()
     if path.is_dir():
         images = _idx(path, f"{_PREFIX[part]}-images-idx3-ubyte")
@@ -44,7 +62,7 @@ def images_and_labels(part: str) -> tuple[Pixels, Labels]:
 
 
 def _idx(folder: Path, name: str) -> npt.NDArray[np.uint8]:
-    """An array of the idx format (magic: 0, 0, 8 for bytes, number of axes; sizes as big-endian int32; bytes)."""
+    """Reads the idx format: 0, 0, 8 (bytes), the number of axes, sizes as big-endian int32, then the bytes."""
     plain, packed = folder / name, folder / f"{name}.gz"
     path = plain if plain.is_file() else packed
     if not path.is_file():
@@ -62,7 +80,7 @@ def _idx(folder: Path, name: str) -> npt.NDArray[np.uint8]:
 
 
 def _downloaded() -> Path:
-    """The folder of raw files in the cache, downloaded with torchvision when it is not there yet."""
+    """The folder of raw files in the cache. torchvision downloads them if they are missing."""
     folder = cache_dir() / "MNIST" / "raw"
     if not (folder / "t10k-labels-idx1-ubyte").is_file():
         try:

@@ -1,4 +1,4 @@
-"""Office-Caltech10, SURF bags of words (800 bins): Gong, Shi, Sha, Grauman, CVPR 2012."""
+"""Office-Caltech10 as SURF bags of words (800 bins). Source: Gong, Shi, Sha, Grauman, CVPR 2012."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _HOW = (
 
 
 class OfficeCaltechSurf(DataSource):
-    """Ten objects as seen by a shop, a web collection, an SLR camera and a webcam; 800 features."""
+    """Ten kinds of objects in pictures of a shop, a web collection, an SLR camera and a webcam; 800 features."""
 
     name: Literal["office_caltech_surf"] = "office_caltech_surf"
     scaling: Literal["zscore", "none"] = Field(
         "zscore",
-        description="rows divided by their sum, then every column standardised within its own domain; or counts",
+        description="zscore: rows divided by their sum, then columns standardised within each domain; none: counts",
     )
 
     @classmethod
@@ -68,7 +68,7 @@ def _from_npz(path: Path, name: str) -> tuple[npt.NDArray[np.float64], npt.NDArr
 
 
 def _from_mat(folder: Path, name: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """The released MATLAB files, whose labels run from 1 to 10."""
+    """Reads the released MATLAB files, in which labels run from 1 to 10."""
     from scipy.io import loadmat
 
     stem = {"caltech10": ("caltech10", "Caltech10", "caltech")}.get(name, (name, name.capitalize()))
@@ -85,7 +85,7 @@ def _from_mat(folder: Path, name: str) -> tuple[npt.NDArray[np.float64], npt.NDA
 
 
 def _standardised(counts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Rows divided by their sum, then columns to mean 0 and (n - 1) deviation 1; constant columns become 0."""
+    """Divides rows by their sum, then standardises columns (deviation with n - 1). Constant columns become 0."""
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1e-12)
     centred = shares - shares.mean(axis=0)
     deviation = shares.std(axis=0, ddof=1)

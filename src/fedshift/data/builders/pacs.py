@@ -1,6 +1,6 @@
-"""PACS: photographs, art paintings, cartoons and sketches of seven things.
+"""PACS: photographs, art paintings, cartoons and sketches of seven kinds of objects.
 
-Li, Yang, Song, Hospedales, *Deeper, Broader and Artier Domain Generalization*, ICCV 2017.
+Source: Li, Yang, Song, Hospedales, *Deeper, Broader and Artier Domain Generalization*, ICCV 2017.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Pacs(DataSource):
     name: Literal["pacs"] = "pacs"
     size: int = Field(128, ge=16, le=512, description="height and width in pixels")
     scale: Literal["imagenet", "half"] = Field(
-        "imagenet", description="what networks read: ImageNet's mean and deviation, or values in [-1, 1]"
+        "imagenet", description="what networks read: values scaled by ImageNet's mean and deviation, or in [-1, 1]"
     )
-    samples_per_domain: int | None = Field(None, ge=1, description="at most so many images of each domain, at random")
+    samples_per_domain: int | None = Field(None, ge=1, description="at most this many images of each domain, at random")
     base_seed: int = Field(0, ge=0, description="seed of the draw when samples_per_domain is given")
 
     @classmethod
@@ -68,7 +68,7 @@ class Pacs(DataSource):
         )
 
     def build(self) -> DataSet:
-        """Four domains of images (n, 3, size, size), memory-mapped, with the official rows if the lists are there."""
+        """Four domains of images (n, 3, size, size), memory-mapped, with the official split if its lists are there."""
         place = require("PACS", _CANDIDATES, _HOW)
         files = _zipped(place) if place.is_file() else _in_folders(place.parent)
         names = [name for name in DOMAINS if name in files]
@@ -96,7 +96,7 @@ class Pacs(DataSource):
         return checked(DataSet(self.name, domains, CLASSES, preprocessing, self.manifest(), tuple(warnings)))
 
     def _chosen(self, number: int, samples: int) -> Rows:
-        """Rows of the domain of this number that are used, sorted: all, or so many at random."""
+        """The rows of a domain that are used, sorted: all, or ``samples_per_domain`` drawn at random."""
         if self.samples_per_domain is None or self.samples_per_domain >= samples:
             return np.arange(samples, dtype=np.int64)
         draws = np.random.default_rng([self.base_seed, number])
@@ -127,7 +127,7 @@ def _in_folders(root: Path) -> Listing:
 
 
 def _sorted(files: Mapping[str, ImageFile]) -> Listing:
-    """Files by domain as (domain/class/name, file), sorted, those that belong to no domain or class left out."""
+    """Files by domain as (domain/class/name, file), sorted. Ignores files of no known domain or class."""
     out: dict[str, list[tuple[str, ImageFile]]] = {}
     for path in sorted(files):
         parts = path.split("/")
@@ -137,10 +137,17 @@ def _sorted(files: Mapping[str, ImageFile]) -> Listing:
 
 
 def official_rows(name: str, paths: Sequence[str]) -> tuple[Rows | None, Rows | None]:
-    """Rows of the train and the crossval list of a domain, or (None, None) when the lists are not below FEDSHIFT_DATA.
+    """The official split of a domain.
 
-    paths: domain/class/file of each row. Endings are ignored, as sketches are .png in one copy and .jpg in another.
-    Raises UserError for a list that names a file that is not there, or another label than its folder.
+    Args:
+        name: The domain.
+        paths: domain/class/file of each row. Endings are ignored: sketches are .png in one copy and .jpg in another.
+
+    Returns:
+        Rows of the train list and of the crossval list, or (None, None) if the lists are not below FEDSHIFT_DATA.
+
+    Raises:
+        UserError: A list names a missing file, or a label that does not fit the file's folder.
     """
     folder = next((found for place in _SPLITS if (found := find([f"{place}/{name}_train_kfold.txt"]))), None)
     if folder is None:
@@ -155,7 +162,7 @@ def _stem(path: str) -> str:
 
 
 def _listed(path: Path, row_of: Mapping[str, int]) -> Rows:
-    """Rows of one list, sorted. Its labels run from 1 to 7."""
+    """The rows of one list, sorted. Labels in the file run from 1 to 7."""
     try:
         lines = [line.split() for line in path.read_text().splitlines() if line.strip()]
         entries = [(file, int(label) - 1) for file, label in lines]

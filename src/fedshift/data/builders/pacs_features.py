@@ -1,4 +1,4 @@
-"""PACS as 1280 features of a frozen MobileNetV2: hours of training become minutes."""
+"""PACS as 1280 features of a frozen MobileNetV2. Training takes minutes instead of hours."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HOW = "Put pacs_mobilenetv2.npz below FEDSHIFT_DATA (x, y, domain, path: pooled
 
 
 class PacsFeatures(DataSource):
-    """Global-average-pooled output of an ImageNet MobileNetV2 for every PACS image, as stored (≥ 0)."""
+    """The global-average-pooled output (≥ 0) of an ImageNet MobileNetV2 for every PACS image."""
 
     name: Literal["pacs_features"] = "pacs_features"
 

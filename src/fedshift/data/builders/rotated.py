@@ -1,7 +1,7 @@
-"""Rotated digits: the same base images in every domain, turned clockwise by the domain's angle.
+"""Rotated digits: every domain shows the same base images, rotated clockwise by its angle.
 
-Ghifary, Kleijn, Zhang, Balduzzi, *Domain Generalization for Object Recognition with Multi-task Autoencoders*, ICCV
-2015: 100 MNIST images per class, angles 0 to 75 degrees in steps of 15.
+Source: Ghifary, Kleijn, Zhang, Balduzzi, *Domain Generalization for Object Recognition with Multi-task Autoencoders*,
+ICCV 2015: 100 MNIST images per class, angles 0 to 75 degrees in steps of 15.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import Field
 
 from fedshift.data.builders import mnist
 from fedshift.data.checks import checked
-from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
+from fedshift.data.domain import DataSet, DataSource, Domain, Manifest
 from fedshift.errors import UserError
 
 Pixels = npt.NDArray[np.uint8]
@@ -27,23 +27,42 @@ _ANGLES = (0.0, 15.0, 30.0, 45.0, 60.0, 75.0)
 
 
 def turned_clockwise(images: Pixels, angle: float) -> Pixels:
-    """Images (n, h, w) turned clockwise by ``angle`` degrees about their centre, bilinear, corners filled with 0."""
+    """Images rotated clockwise about their centre, bilinearly; corners are filled with 0.
+
+    Args:
+        images: (n, h, w).
+        angle: In degrees.
+    """
     if angle == 0:
         return images
     turn = math.radians(angle)
-    # grid_sample asks where each output pixel comes from: the position turned back, with y pointing down.
+    # grid_sample needs the source of each output pixel: its position rotated back, with y pointing down.
     matrix = torch.tensor([[math.cos(turn), math.sin(turn), 0.0], [-math.sin(turn), math.cos(turn), 0.0]])
     height, width = images.shape[1:]
     matrix[0, 1] *= height / width
     matrix[1, 0] *= width / height
-    stacked = torch.from_numpy(images).float().unsqueeze(0)  # every image shares the grid: they can be channels of one
+    stacked = torch.from_numpy(images).float().unsqueeze(0)  # all images share the grid: they are channels of one image
     grid = F.affine_grid(matrix.unsqueeze(0), [1, 1, height, width], align_corners=False)
     out = F.grid_sample(stacked, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
     return out[0].round().clamp(0, 255).to(torch.uint8).numpy()
 
 
 def base_images(images: Pixels, labels: Labels, per_class: int, seed: int, what: str) -> tuple[Pixels, Labels]:
-    """``per_class`` images of each class at random, class after class. Raises UserError when a class has too few."""
+    """Draws images at random, class after class.
+
+    Args:
+        images: (n, h, w).
+        labels: (n,).
+        per_class: How many of each class.
+        seed: Seed of the draw.
+        what: Name of the images, for the message.
+
+    Returns:
+        Images and labels.
+
+    Raises:
+        UserError: A class has too few images.
+    """
     counts = np.bincount(labels)
     if per_class > counts.min():
         raise UserError(f"data.per_class is {per_class}, but {what} has at most {counts.min()} images of every class")
@@ -55,13 +74,13 @@ def base_images(images: Pixels, labels: Labels, per_class: int, seed: int, what:
 
 
 class _Rotated(DataSource):
-    """What the two data sets of rotated digits share."""
+    """Base of the data sets of rotated digits."""
 
     letter: ClassVar[str]
     mean_and_std: ClassVar[tuple[float, float]]
 
     angles: tuple[Annotated[float, Field(ge=-360, le=360)], ...] = Field(
-        _ANGLES, min_length=1, description="clockwise turn of each domain in degrees"
+        _ANGLES, min_length=1, description="clockwise rotation of each domain in degrees"
     )
     per_class: int = Field(100, ge=1, description="base images per class")
     base_seed: int = Field(0, ge=0, description="seed of the draw of the base images")
@@ -72,7 +91,7 @@ class _Rotated(DataSource):
         """The base images (n, h, w) and their labels (n,)."""
 
     def build(self) -> DataSet:
-        """Domains named by letter and angle; ``groups`` is the number of the base image, shared by all domains."""
+        """Domains named by letter and angle. ``groups`` numbers the base images, equally in all domains."""
         if len(set(self.angles)) < len(self.angles):
             raise UserError("data.angles: each angle may appear once")
         images, labels = self.base()
@@ -81,16 +100,8 @@ class _Rotated(DataSource):
         for angle in self.angles:
             name = f"{self.letter}{angle:g}"
             domains[name] = Domain(name, turned_clockwise(images, angle)[:, np.newaxis], labels, groups)
-        mean, std = self.mean_and_std
-        preprocessing = Preprocessing(
-            kind="image",
-            channels=1,
-            size=images.shape[1],
-            mean=(mean,) if self.normalise else None,
-            std=(std,) if self.normalise else None,
-        )
-        classes = tuple(str(digit) for digit in range(10))
-        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
+        preprocessing = mnist.grey_preprocessing(images.shape[1], self.mean_and_std if self.normalise else None)
+        return checked(DataSet(self.name, domains, mnist.CLASSES, preprocessing, self.manifest()))
 
 
 class RotatedDigits(_Rotated):

@@ -1,4 +1,4 @@
-"""Your own tables: one CSV file per site, one encoding for all that is agreed without pooling rows."""
+"""Your own tables: one CSV file per site, with one encoding that sites agree on without pooling rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fedshift.errors import UserError
 
 
 class Table(DataSource):
-    """One CSV file per site: a label column, numeric and categorical columns."""
+    """One CSV file per site, with a label column, numeric columns and categorical columns."""
 
     name: Literal["table"] = "table"
     sites: dict[str, Path] = Field(min_length=1, description="site name: its CSV file")
@@ -37,7 +37,7 @@ class Table(DataSource):
         "check", description="check: refuse when two sites each have a label that the other lacks; allow: warn only"
     )
     statistics_from: tuple[str, ...] | None = Field(
-        None, description="the sites whose sums and category sets make the encoding; all when left out"
+        None, description="the sites whose sums and category sets define the encoding; unset: all"
     )
 
     @model_validator(mode="after")
@@ -72,7 +72,11 @@ class Table(DataSource):
         return self.model_copy(update={"statistics_from": tuple(site for site in chosen if site != unseen)})
 
     def build(self) -> DataSet:
-        """Domains of float32 features (n, d). Raises UserError with file, line and column."""
+        """Domains of float32 features (n, d).
+
+        Raises:
+            UserError: A file cannot be used; names file, line and column.
+        """
         tables = {site: read_csv(path) for site, path in self.sites.items()}
         labels = {site: self._labels(table) for site, table in tables.items()}
         allow = self.missing_classes == "allow"
@@ -81,7 +85,7 @@ class Table(DataSource):
             what=f"labels in column '{self.label}'",
             allow_missing=allow,
         )
-        for table in tables.values():  # every file, also those that do not take part in the statistics
+        for table in tables.values():  # all files, also those that give no statistics
             for column in (*self.numeric, *self.categorical):
                 table.column(column)
         chosen = sites_for_statistics(self.statistics_from, self.sites)
@@ -101,10 +105,11 @@ class Table(DataSource):
         return table_given(site_statistics(table, self.numeric, self.categorical), self.numeric, self.categorical)
 
     def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
-        """The tables in an encoding that somebody else may have written, a coordinator say, who reads what is raised.
+        """The tables in an agreed encoding. The coordinator may have written it, and it reads the errors.
 
-        Raises UserError for an encoding of other columns than are listed here, and for files that it does not fit; the
-        text shows no cell and no name of a column that is not listed here.
+        Raises:
+            UserError: The encoding has other columns than are listed here, or does not fit the files. The message shows
+                no cell and no name of a column that is not listed here.
         """
         encoding = self._own_encoding(preprocessing)
         try:
@@ -113,7 +118,7 @@ class Table(DataSource):
             raise UserError(error.public) from None
 
     def _own_encoding(self, preprocessing: Preprocessing) -> TableEncoding:
-        """The table's encoding, of exactly the columns that are listed here. Raises UserError for any other."""
+        """The encoding, checked to have exactly the columns that are listed here."""
         try:
             encoding = TableEncoding.model_validate(preprocessing.table)
         except ValidationError:
@@ -129,7 +134,7 @@ class Table(DataSource):
                     f"the encoding of the table has other {what} columns than data.{what} lists: all sites must list "
                     "the same names in the same order"
                 )
-        # Nothing that is agreed on has these, and they would single out the rows of one value.
+        # No agreed encoding has missing_values; they would single out the rows with one value.
         if preprocessing.kind != "table" or any(column.missing_values for column in encoding.numeric):
             raise UserError("the encoding of the table is none that sites agree on")
         return encoding
@@ -148,7 +153,7 @@ class Table(DataSource):
             numbers = np.array([classes.index(name) for name in labels], dtype=np.int64)
             with np.errstate(over="ignore", invalid="ignore"):
                 features = encode(table, encoding)
-            # Not left to `checked`, which names row and column: with chosen means that would tell one cell by another.
+            # `checked` would name row and column: with chosen means, that reveals a cell.
             if not np.isfinite(features).all():
                 raise UserError(f"{path}: the encoding makes numbers that are too large")
             domains[site] = Domain(site, features, numbers)

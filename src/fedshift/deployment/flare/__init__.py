@@ -1,1 +1,1 @@
-"""The NVIDIA FLARE adapter: kits, services, jobs, and the engine that carries messages."""
+"""The NVIDIA FLARE adapter: start-up kits, services, jobs, and the engine that carries messages."""

@@ -1,4 +1,4 @@
-"""What can be wrong with a kit, said before anything is started: its certificates, the coordinator, the port."""
+"""Checks of a kit before anything starts: its certificates, the way to the coordinator, the coordinator's port."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ from fedshift.deployment.flare.kits import Kit
 from fedshift.errors import UserError
 
 _DATES = ("SSLV3_ALERT_CERTIFICATE_EXPIRED", "SSLV3_ALERT_BAD_CERTIFICATE", 9, 10)
-"""How TLS says that a certificate is out of its dates: the other side's alerts (the second: not valid yet), and the
-verification's codes here, X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
+"""How TLS reports a certificate that is expired or not valid yet: the other side's alerts (the second means not valid
+yet), and this side's codes X509_V_ERR_CERT_NOT_YET_VALID and X509_V_ERR_CERT_HAS_EXPIRED."""
 
 
 def check_certificates(kit: Kit, now: datetime.datetime | None = None) -> datetime.datetime:
-    """When the kit's certificate expires. Raises UserError for one that is missing, expired, not valid yet, of another
-    name or of another project's authority.
+    """Check the kit's certificates; return when they expire.
+
+    Args:
+        kit: the kit.
+        now: the time to check for; None means the present time.
+
+    Raises:
+        UserError: a certificate is missing, expired, not valid yet, for another name, or of another authority.
     """
     from cryptography import x509
     from cryptography.exceptions import InvalidSignature
@@ -55,26 +61,30 @@ def check_certificates(kit: Kit, now: datetime.datetime | None = None) -> dateti
         certificate.verify_directly_issued_by(root)
     except (ValueError, TypeError, InvalidSignature):
         raise UserError(
-            f"the kit's certificate is not of its authority: ask {kit.project.contact} for a whole kit"
+            f"the kit's certificate is not of its authority: ask {kit.project.contact} for a new kit"
         ) from None
     return min(certificate.not_valid_after_utc, root.not_valid_after_utc)
 
 
 def check_reachable(kit: Kit, seconds: float = 5.0) -> str | None:
-    """Why the coordinator cannot be reached from here; None when it can.
+    """Check that the coordinator can be reached.
 
-    Raises UserError when what answers there is not the coordinator of this project, or does not accept this kit.
+    Returns:
+        Why it cannot be reached; None if it can.
+
+    Raises:
+        UserError: what answers is not this project's coordinator, or does not accept the kit.
     """
     address = (kit.project.server, kit.project.port)
     startup = kit.flare / "startup"
     context = ssl.create_default_context(cafile=str(startup / "rootCA.pem"))
-    context.check_hostname = False  # FLARE's own check is by the authority, too: the name may be an alias
+    context.check_hostname = False  # FLARE also checks only the authority: the name may be an alias
     context.load_cert_chain(startup / "client.crt", startup / "client.key")
     try:
         with socket.create_connection(address, timeout=seconds) as plain, context.wrap_socket(plain) as connection:
             connection.settimeout(0.5)
             with contextlib.suppress(TimeoutError):
-                connection.recv(1)  # a certificate that is not accepted is only said now
+                connection.recv(1)  # TLS reports a refused certificate only now
             return None
     except ssl.SSLError as error:
         if error.reason in _DATES or getattr(error, "verify_code", None) in _DATES:
@@ -92,8 +102,12 @@ def check_reachable(kit: Kit, seconds: float = 5.0) -> str | None:
 
 
 def check_port(kit: Kit, seconds: float = 10.0) -> None:
-    """Raises UserError when something else listens on the coordinator's port, and still does after some seconds: what
-    was killed a moment ago may hold it that long.
+    """Check that the coordinator's port is free.
+
+    A process that was killed a moment ago may hold the port for some seconds, so this waits.
+
+    Raises:
+        UserError: something listens on the port after ``seconds``.
     """
     deadline = time.monotonic() + seconds
     while True:

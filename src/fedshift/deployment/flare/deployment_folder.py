@@ -1,5 +1,6 @@
-"""A deployment's folder at the coordinator: what was asked for, how far it is, how it ended. Every process that has to
-do with it, the job's included, meets the others here; each file is whole or not there.
+"""A deployment's folder at the coordinator: what was requested, its state, its outcome.
+
+The processes of a deployment (commands, service, job) communicate through these files. Each file is written whole.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from fedshift.deployment.json_files import append_event, read_object
 from fedshift.errors import UserError, nearest
 from fedshift.files import write_bytes
 
@@ -35,7 +37,11 @@ class Deployment:
 
     @classmethod
     def named(cls, kit: Path, name: str | None) -> Deployment:
-        """The deployment of that name, or the only one. Raises UserError when there is none, or several to choose."""
+        """The deployment of that name, or the only one if ``name`` is None.
+
+        Raises:
+            UserError: there is no such deployment, or there are several.
+        """
         known = {deployment.name: deployment for deployment in cls.all(kit)}
         if name is None and len(known) == 1:
             return next(iter(known.values()))
@@ -44,28 +50,28 @@ class Deployment:
             raise UserError(f"{what}; {nearest(name or '', known)}")
         return known[name]
 
-    # Asked for --------------------------------------------------------------------------------------------------------
+    # Requests ---------------------------------------------------------------------------------------------------------
 
     def want(self, what: str) -> None:
-        """Ask the coordinator's service for something: ``run`` or ``abort``."""
+        """Ask the coordinator's service to ``run`` or ``abort`` the deployment."""
         write_bytes(self.folder / "wanted.json", json.dumps({"want": what, "since": time.time()}).encode())
 
     @property
     def wanted(self) -> dict[str, Any]:
-        return _read(self.folder / "wanted.json")
+        return read_object(self.folder / "wanted.json")
 
     @property
     def engine(self) -> dict[str, Any]:
         """The experiment's ``engine`` section."""
-        found: dict[str, Any] = _read(self.folder / "experiment.json").get("engine", {})
+        found: dict[str, Any] = read_object(self.folder / "experiment.json").get("engine", {})
         return found
 
-    # How far it is ----------------------------------------------------------------------------------------------------
+    # State ------------------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> dict[str, Any]:
-        """``state``: waiting, running, finished, failed or aborted; with a message, the job, the tries so far."""
-        return _read(self.folder / "state.json") or {"state": "waiting"}
+        """``state`` (waiting, running, finished, failed or aborted), message, job, and jobs that died so far."""
+        return read_object(self.folder / "state.json") or {"state": "waiting"}
 
     def set_state(self, state: str, **more: Any) -> None:
         write_bytes(self.folder / "state.json", json.dumps({"state": state, "time": time.time(), **more}).encode())
@@ -73,13 +79,12 @@ class Deployment:
     @property
     def sites(self) -> list[str]:
         """The sites of the project, in its order."""
-        found: list[str] = _read(self.kit / "kit.json")["project"]["sites"]
+        found: list[str] = read_object(self.kit / "kit.json")["project"]["sites"]
         return found
 
     def record(self, event: Mapping[str, Any]) -> None:
         """Add an event for people who watch."""
-        with open(self.folder / "progress.jsonl", "a", encoding="utf-8") as lines:
-            lines.write(json.dumps({"time": time.time(), **event}) + "\n")
+        append_event(self.folder / "progress.jsonl", event)
 
     def events(self, since: int = 0) -> Iterator[dict[str, Any]]:
         """The events from number ``since`` on."""
@@ -88,37 +93,29 @@ class Deployment:
             try:
                 yield json.loads(line)
             except ValueError:
-                return  # the line that is being written
+                return  # a line that is still being written
 
-    # One job after the other ------------------------------------------------------------------------------------------
+    # Jobs -------------------------------------------------------------------------------------------------------------
 
     def begin_job(self) -> None:
-        """Forget how the job before ended."""
+        """Remove the outcome of the previous job."""
         for name in ("outcome.json", "elsewhere.json"):
             (self.folder / name).unlink(missing_ok=True)
 
     def end(self, outcome: str, message: str = "", exit_code: int = 0) -> None:
-        """Say how the job ends: finished, failed, or to be gone on with in another one (again)."""
+        """Write the job's outcome: ``finished``, ``failed``, or ``again`` (continue in a new job)."""
         whole = {"outcome": outcome, "message": message, "exit_code": exit_code}
         write_bytes(self.folder / "outcome.json", json.dumps(whole).encode())
 
     @property
     def outcome(self) -> dict[str, Any]:
-        return _read(self.folder / "outcome.json")
+        return read_object(self.folder / "outcome.json")
 
-    def ask_to_go_on_elsewhere(self, reason: str) -> None:
-        """Have the job end at its next look, to be gone on with in another one."""
+    def request_new_job(self, reason: str) -> None:
+        """Ask the job to end, so that the deployment continues in a new one."""
         write_bytes(self.folder / "elsewhere.json", json.dumps({"reason": reason}).encode())
 
-    def asked_to_go_on_elsewhere(self) -> str | None:
-        """Why the job should end, if it should."""
-        reason: str | None = _read(self.folder / "elsewhere.json").get("reason")
+    def new_job_requested(self) -> str | None:
+        """Why the job should end; None if it should not."""
+        reason: str | None = read_object(self.folder / "elsewhere.json").get("reason")
         return reason
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -1,9 +1,8 @@
-"""The NVIDIA FLARE engine, as it stands in the processes of a job: a controller that carries a `RemoteFederation`'s
-messages, an executor that answers them.
+"""The NVIDIA FLARE engine: a controller that carries the messages of a `RemoteFederation`, an executor that answers.
 
-FLARE starts one process per job at the coordinator and at each site, and builds these two classes there; the sites'
-allow list names no other of ours. A message crosses as text and bytes, so none of FLARE's decomposers is used beyond
-plain values. Which of FLARE's interfaces are used, and why, is written in docs/flare.md.
+FLARE starts one process per job at the coordinator and at each site, and builds one of these two classes in it. No
+other class of ours is on a site's allow list. A message crosses as text and bytes, so FLARE's decomposers handle only
+plain values. docs/flare.md says which interfaces of FLARE are used, and why.
 """
 
 from __future__ import annotations
@@ -27,20 +26,25 @@ from fedshift.deployment.coordinator import coordinate
 from fedshift.deployment.flare.deployment_folder import Deployment
 from fedshift.deployment.site_server import open_site
 from fedshift.errors import FedshiftError
-from fedshift.federation.remote.transport import Again, Lost
+from fedshift.federation.remote.transport import Lost, NewJobNeeded
 from fedshift.federation.remote.wire import Message, error_answer
 
 KIT, SITE = "FEDSHIFT_KIT", "FEDSHIFT_SITE"
-"""Environment of a job's process: the start-up kit's folder at the coordinator, the SITE.yaml at a site."""
+"""Environment variables of a job's process: the kit's folder at the coordinator, the SITE.yaml at a site."""
 TASK = "fedshift"
 _LOOK_AGAIN = 0.25
 
 
 class FlareCoordinator(Controller):  # type: ignore[misc]
-    """The coordinator's side of a job: runs the deployment's experiment over the job's sites."""
+    """The coordinator's side of a job: runs the experiment of a deployment."""
 
     def __init__(self, deployment: str, period: float = 0.02) -> None:
-        """deployment: its name, a folder below the kit's. period: seconds between FLARE's looks at its tasks."""
+        """Open the deployment's folder.
+
+        Args:
+            deployment: the deployment's name.
+            period: seconds between FLARE's checks of its tasks.
+        """
         super().__init__(task_check_period=period)
         self._deployment = Deployment(Path(os.environ[KIT]), deployment)
 
@@ -56,34 +60,46 @@ class FlareCoordinator(Controller):  # type: ignore[misc]
         self._deployment.record({"what": "reply", "site": client.name, "is": "refused", "reason": "it came too late"})
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
-        """What FLARE calls: the whole experiment. However it ends, the outcome is written down."""
+        """Run the whole experiment and write down its outcome. FLARE calls this."""
         deployment = self._deployment
-        transport = FlareTransport(self, fl_ctx, abort_signal, deployment.asked_to_go_on_elsewhere)
+        transport = FlareTransport(self, fl_ctx, abort_signal, deployment.new_job_requested)
         try:
             coordinate(deployment.folder, transport, deployment.sites)
             deployment.end("finished")
-        except Again as error:
+        except NewJobNeeded as error:
             deployment.end("again", str(error))
         except Aborted:
-            return  # FLARE ends the job; whoever asked for that says why
+            return  # FLARE ends the job, and whoever asked for it says why
         except FedshiftError as error:
             deployment.end("failed", str(error), error.exit_code)
-        except Exception as error:  # a defect, or a fault of the machine: the service tries again, and shows this
+        except Exception as error:  # a bug, or a fault of the machine: the service tries again, and shows this
             deployment.record({"what": "job", "is": "failed", "reason": repr(error)})
             raise
 
 
 class Aborted(FedshiftError):
-    """FLARE ends the job."""
+    """FLARE has ended the job."""
 
 
 class FlareTransport:
-    """Carries messages as FLARE tasks: one task per site, so that each gets its own, fetched by the site's process."""
+    """Carries messages as FLARE tasks: one task per site, which the site's process fetches.
+
+    Args:
+        controller: sends the tasks.
+        fl_ctx: FLARE's context.
+        abort_signal: triggered when FLARE ends the job.
+        new_job_requested: says why the run should continue in a new job; None if it should not.
+    """
 
     def __init__(
-        self, controller: Controller, fl_ctx: FLContext, abort_signal: Signal, elsewhere: Callable[[], str | None]
+        self,
+        controller: Controller,
+        fl_ctx: FLContext,
+        abort_signal: Signal,
+        new_job_requested: Callable[[], str | None],
     ) -> None:
-        self._controller, self._context, self._abort, self._elsewhere = controller, fl_ctx, abort_signal, elsewhere
+        self._controller, self._context, self._abort = controller, fl_ctx, abort_signal
+        self._new_job_requested = new_job_requested
 
     def exchange(
         self, messages: Iterator[tuple[str, Message]], deadline: float, patience: Mapping[str, float]
@@ -100,7 +116,7 @@ class FlareTransport:
                 try:
                     site, answer = arrived.get(timeout=_LOOK_AGAIN)
                 except queue.Empty:
-                    self._look_up()
+                    self._check_job()
                     passed = time.monotonic() - begun
                     for site in sorted(waiting):
                         reason = self._lost(
@@ -120,46 +136,49 @@ class FlareTransport:
     def _send(
         self, site: str, message: Message, arrived: queue.Queue[tuple[str, Message | Lost]], fetched: set[str]
     ) -> Task:
-        # FLARE calls these two by the names of their parameters.
+        # FLARE passes these parameters by name.
         def sent(client_task: ClientTask, fl_ctx: FLContext) -> None:
             fetched.add(client_task.client.name)
 
         def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
             arrived.put((client_task.client.name, message_from(client_task.result)))
-            client_task.result = None  # FLARE would hold it until its next look at the task
+            client_task.result = None  # or FLARE keeps it until its next check of the task
 
         task = Task(name=TASK, data=shareable_of(message), after_task_sent_cb=sent, result_received_cb=received)
         self._controller.send(task, self._context, targets=[site])
         return task
 
-    def _look_up(self) -> None:
-        """Raises what ends the wait for everybody."""
+    def _check_job(self) -> None:
+        """Raise if the job has ended, or should end."""
         if self._abort.triggered:
             raise Aborted("the job was ended")
-        reason = self._elsewhere()
+        reason = self._new_job_requested()
         if reason:
-            raise Again(reason)
+            raise NewJobNeeded(reason)
 
-    def _lost(self, task: Task, passed: float, deadline: float, patience: float | None) -> str | None:
+    @staticmethod
+    def _lost(task: Task, passed: float, deadline: float, patience: float | None) -> str | None:
+        """Why a site is lost; None while it may still answer."""
         if task.completion_status is not None:
-            return f"the network lost it ({task.completion_status})"
+            return f"FLARE ended its task ({task.completion_status})"
         if passed > deadline:
             return f"no reply within {deadline:g} s"
         if patience is not None and passed > patience:
-            return f"it was lost before and did not fetch its request within {patience:g} s"
+            return f"it was lost before, and did not fetch its request within {patience:g} s"
         return None
 
 
 class FlareSite(Executor):  # type: ignore[misc]
-    """A site's side of a job: answers each task with what the site's program says."""
+    """A site's side of a job: answers each task with the answer of the site's program."""
 
     def __init__(self) -> None:
         super().__init__()
         self._program: Any = None
 
     def execute(self, task_name: str, shareable: Shareable, fl_ctx: FLContext, abort_signal: Signal) -> Shareable:
-        """What FLARE calls for each task. Nothing is raised: an error is an answer, and a job that fails ends the run
-        for everybody.
+        """Answer a task. FLARE calls this.
+
+        It raises nothing, since a failed executor would end the job of all sites. An error is an answer.
         """
         message = message_from(shareable)
         if isinstance(message, Lost):
@@ -175,16 +194,16 @@ class FlareSite(Executor):  # type: ignore[misc]
 
 
 def shareable_of(message: Message) -> Shareable:
-    """A message as FLARE carries it: two texts and bytes."""
+    """A message in the form that FLARE carries: two texts and bytes."""
     out = Shareable()
     out["header"], out["body"], out["digest"] = message.header, message.body, message.digest
     return out
 
 
 def message_from(shareable: Any) -> Message | Lost:
-    """The message in what FLARE brought."""
+    """The message that FLARE brought, or why there is none."""
     if not isinstance(shareable, Shareable):
-        return Lost("the network brought no message")
+        return Lost("FLARE brought no message")
     code = shareable.get_return_code()
     if code != ReturnCode.OK:
         return Lost(f"its process failed ({code})")

@@ -1,6 +1,6 @@
-"""The deployments of a coordinator: which sites are there, and one FLARE job after the other until each has ended.
+"""The deployments of a coordinator: it runs them one after the other, each as one FLARE job after the other.
 
-A deployment whose job died goes on in a new one, from its last checkpoint, a bounded number of times.
+A deployment whose job died continues in a new job from its last checkpoint, a bounded number of times.
 """
 
 from __future__ import annotations
@@ -21,67 +21,69 @@ from fedshift.deployment.flare.kits import COORDINATOR_CLASS, SITE_CLASS, Kit
 from fedshift.errors import FedshiftError
 
 _JOINED = re.compile(r"Client: New client ([\w.-]+)@")
-"""What FLARE's server writes when a site registers; its interface says only that a site is there, not since when."""
+"""A line of FLARE's server when a site registers. FLARE's interface does not tell when a site registered."""
 
-_TWICE = re.compile(
+_EVICTED = re.compile(
     r"is evicted for \S+ from endpoint ([\w-]+) for exceeding|"
     r"Failed to re-activate the client:([\w-]+): already registered with another"
 )
-"""What it writes when a site dials while its connection stands, or was told apart from another of its name."""
-_CROWD = (3, 60.0)
-"""So many times in so many seconds, and two machines take the line from each other: both have the site's kit."""
+"""A line of FLARE's server when a second client connects under the name of a connected site."""
+_EVICTIONS, _WINDOW = 3, 60.0
+"""So many evictions in so many seconds mean that two machines are using one kit."""
 
 
 class Attendance:
-    """What FLARE's server wrote about the sites: who registered when, and who takes whose line."""
+    """What the log of FLARE's server tells about the sites: when each registered, and whose kit is used twice."""
 
     def __init__(self) -> None:
         self.joined: dict[str, float] = {}
-        """Site → when it registered last (monotonic seconds)."""
-        self._twice: dict[str, list[float]] = {}
+        """Site → time of its last registration (monotonic seconds)."""
+        self._evicted: dict[str, list[float]] = {}
+        """Site → times of its last evictions."""
 
-    def hear(self, line: str) -> None:
-        """Take in a line that the server wrote."""
+    def read_line(self, line: str) -> None:
+        """Read one line of the server's log."""
         found = _JOINED.search(line)
         if found:
             self.joined[found.group(1)] = time.monotonic()
-        found = _TWICE.search(line)
+        found = _EVICTED.search(line)
         if found:
-            times = self._twice.setdefault(found.group(1) or found.group(2), [])
-            times[:] = [*times, time.monotonic()][-_CROWD[0] :]
+            times = self._evicted.setdefault(found.group(1) or found.group(2), [])
+            times[:] = [*times, time.monotonic()][-_EVICTIONS:]
 
-    def crowded(self) -> str:
-        """What is wrong when two machines use one site's kit; empty when none do."""
-        since = time.monotonic() - _CROWD[1]
-        for site, times in dict(self._twice).items():
-            if len(times) == _CROWD[0] and times[0] > since:
+    def kit_used_twice(self) -> str:
+        """A message if two machines use one site's kit; empty if none do."""
+        since = time.monotonic() - _WINDOW
+        for site, times in dict(self._evicted).items():
+            if len(times) == _EVICTIONS and times[0] > since:
                 return (
-                    f"the kit of site '{site}' is in use on two machines, which take the line from each other: "
-                    "stop both, then start one"
+                    f"the kit of site '{site}' is in use on two machines, which disconnect each other: stop both, then "
+                    "start one"
                 )
         return ""
 
 
 class Deployments:
-    """Runs what is wanted at the coordinator, one deployment after the other. ``say``: told the state and a message."""
+    """Runs the deployments of a coordinator one after the other. ``say`` is called with the state and a message."""
 
     def __init__(self, kit: Kit, attendance: Attendance, say: Callable[[str, str], None]) -> None:
         self._kit, self._attendance, self._say = kit, attendance, say
         self._session: Any = None
-        self._present: DeploymentInWork | None = None
+        self._present: RunningDeployment | None = None
         self._next_look = 0.0
 
     def look(self) -> None:
-        """One look at what is wanted and how it goes. A fault of the connection is tried again at the next one.
+        """Check once what is requested and how it goes. After a connection error, the next call tries again.
 
-        Raises FedshiftError for what trying again would not mend.
+        Raises:
+            FedshiftError: trying again would not help.
         """
         if time.monotonic() < self._next_look:
             return
         try:
             if self._session is None:
                 self._session = self._connect()
-            said = [f"listening on port {self._kit.project.port}", self._attendance.crowded()]
+            said = [f"listening on port {self._kit.project.port}", self._attendance.kit_used_twice()]
             self._say("connected", "; ".join(filter(None, said)))
             if self._present is None:
                 self._present = self._next()
@@ -94,13 +96,13 @@ class Deployments:
             self._forget_session()
             self._next_look = time.monotonic() + 0.3
 
-    def _next(self) -> DeploymentInWork | None:
+    def _next(self) -> RunningDeployment | None:
         for deployment in Deployment.all(self._kit.folder):
             wanted, state = deployment.wanted, deployment.state
             if wanted.get("want") == "run" and (
                 state["state"] not in ENDS or state.get("time", 0) < wanted.get("since", 0)
             ):
-                return DeploymentInWork(self._attendance, deployment)
+                return RunningDeployment(self._attendance, deployment)
         return None
 
     def _connect(self) -> Any:
@@ -116,12 +118,12 @@ class Deployments:
         self._session = None
 
     def close(self) -> None:
-        """End the connection to the server; its job goes on."""
+        """Close the connection to the server. Its job continues."""
         self._forget_session()
 
 
-class DeploymentInWork:
-    """A deployment in work: its jobs, one after the other, until it ends."""
+class RunningDeployment:
+    """A deployment that is running: its jobs, one after the other, until it ends."""
 
     def __init__(self, attendance: Attendance, deployment: Deployment) -> None:
         self._attendance, self.deployment = attendance, deployment
@@ -136,13 +138,13 @@ class DeploymentInWork:
         self._next_status = 0.0
 
     def look(self, session: Any) -> bool:
-        """Whether the deployment has ended."""
+        """Check once how the deployment goes; return whether it has ended."""
         deployment = self.deployment
         if deployment.wanted.get("want") == "abort":
             if self._job is not None:
                 with contextlib.suppress(Exception):
                     session.abort_job(self._job)
-            deployment.set_state("aborted", message="aborted; fedshift deploy resume goes on from the last round")
+            deployment.set_state("aborted", message="aborted; fedshift deploy resume continues from the last round")
             return True
         if self._job is None:
             return self._begin(session)
@@ -153,7 +155,7 @@ class DeploymentInWork:
         if outcome.get("outcome") == "failed":
             deployment.set_state("failed", message=outcome["message"], exit_code=outcome.get("exit_code", 1))
             return True
-        if outcome.get("outcome") == "again":  # what is left of that job ends beside the next one
+        if outcome.get("outcome") == "again":  # the old job ends while the next one starts
             return self._ended("")
         if time.monotonic() < self._next_status:
             return False
@@ -166,7 +168,7 @@ class DeploymentInWork:
         return False
 
     def _begin(self, session: Any) -> bool:
-        """Submit the next job once the sites are connected: all of them, or after a while the quorum."""
+        """Submit the next job when all sites are connected, or after a while the quorum."""
         if time.monotonic() < self._next_status:
             return False
         self._next_status = time.monotonic() + 0.5
@@ -174,9 +176,9 @@ class DeploymentInWork:
         missing = [site for site in self.deployment.sites if site not in connected]
         enough = self.quorum is not None and len(connected) >= self.quorum
         waited = time.monotonic() - self._waiting_since
-        crowded = self._attendance.crowded()
-        if crowded:
-            self._state("waiting", crowded)
+        used_twice = self._attendance.kit_used_twice()
+        if used_twice:
+            self._state("waiting", used_twice)
             return False
         if missing and not (enough and waited > min(self.deadline, 60)):
             self._state("waiting", f"for {', '.join(missing)} to connect")
@@ -184,14 +186,21 @@ class DeploymentInWork:
         self.deployment.begin_job()
         self._submitted = time.monotonic()
         sites = len(self.deployment.sites) - len(missing)
-        # FLARE starts a job at all sites that are there; fewer than these and it waits.
+        # FLARE starts the job at all connected sites, once there are as many as this.
         folder = job_folder(self.deployment.name, sites, self.deployment.folder / "job")
         self._job = session.submit_job(str(folder))
         self._state("running", "")
         return False
 
     def _ended(self, status: str) -> bool:
-        """A job ended before its deployment: go on in another one, or give up. ``status``: of one that died."""
+        """A job ended before its deployment: continue in a new job, or give up.
+
+        Args:
+            status: FLARE's status of a job that died; empty for a job that ended as asked.
+
+        Returns:
+            Whether the deployment has ended.
+        """
         deployment = self.deployment
         deployment.record({"what": "job", "is": "died" if status else "again", "job": self._job, "status": status})
         rounds = self._count_rounds()
@@ -210,12 +219,12 @@ class DeploymentInWork:
         return False
 
     def _look_for_returned_sites(self) -> None:
-        """A site that was started again is connected and has no part in the job: only a new job can give it one."""
+        """Request a new job if a site was restarted. A job takes in no site after its start."""
         for site in self.deployment.sites:
             back = self._attendance.joined.get(site, 0.0) > self._submitted
-            if back and self.deployment.asked_to_go_on_elsewhere() is None:
+            if back and self.deployment.new_job_requested() is None:
                 self.deployment.record({"what": "site", "site": site, "is": "back"})
-                self.deployment.ask_to_go_on_elsewhere(f"site '{site}' is back")
+                self.deployment.request_new_job(f"site '{site}' is back")
 
     def _count_rounds(self) -> int:
         return sum(event.get("what") == "round" for event in self.deployment.events())
@@ -227,9 +236,15 @@ class DeploymentInWork:
 
 
 def job_folder(deployment: str, fewest: int, folder: Path) -> Path:
-    """Write the FLARE job of a deployment, names and settings and no code, in place of ``folder``; returns ``folder``.
+    """Write the FLARE job of a deployment: names and settings, no code.
 
-    fewest: sites without which FLARE does not start it.
+    Args:
+        deployment: the deployment's name.
+        fewest: sites that must be connected for FLARE to start the job.
+        folder: where to write it; replaced if it exists.
+
+    Returns:
+        ``folder``.
     """
     shutil.rmtree(folder, ignore_errors=True)
     config = folder / "app" / "config"
@@ -237,7 +252,7 @@ def job_folder(deployment: str, fewest: int, folder: Path) -> Path:
     meta = {"name": deployment, "resource_spec": {}, "deploy_map": {"app": ["@ALL"]}, "min_clients": fewest}
     server = {
         "format_version": 2,
-        # Sites ask for tasks this often (seconds); FLARE's 2 would be most of a short exchange.
+        # Seconds between a site's requests for tasks. FLARE's default of 2 s would be most of a short exchange.
         "server": {"task_request_interval": 0.1, "heart_beat_timeout": 600},
         "task_data_filters": [],
         "task_result_filters": [],

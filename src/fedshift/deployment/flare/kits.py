@@ -1,4 +1,4 @@
-"""Start-up kits: the project's file, the kit that a role was given, and what FLARE runs of ours at either role."""
+"""Start-up kits: the project file, a role's kit, and the names of the classes that FLARE runs at each role."""
 
 from __future__ import annotations
 
@@ -14,27 +14,28 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator
 
+from fedshift.deployment.json_files import read_object
 from fedshift.errors import UserError, in_words
 
 COORDINATOR_CLASS = "fedshift.deployment.flare.engine.FlareCoordinator"
 SITE_CLASS = "fedshift.deployment.flare.engine.FlareSite"
-"""What FLARE runs at a role in a job."""
+"""The classes that FLARE runs in a job, at the coordinator and at a site."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]{0,62}")
 _MAIL = re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)+")
 
 
 class Project(BaseModel):
-    """The project's file: who takes part, and where the coordinator can be reached."""
+    """A project file: who takes part, and where the coordinator can be reached."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(description="the project's name")
-    contact: str = Field(description="an e-mail address; the coordinator's administrator is called by it")
+    contact: str = Field(description="an e-mail address, which also names the coordinator's administrator")
     server: str = Field(description="the name under which sites reach the coordinator; localhost: this machine alone")
     port: Annotated[int, Field(ge=1, le=65535)] = Field(8002, description="the coordinator's one port")
     scheme: Literal["tcp", "grpc", "http"] = Field(
-        "tcp", description="what TLS carries: tcp is fastest; grpc and http pass proxies that look for them"
+        "tcp", description="what TLS carries: tcp is fastest; grpc and http pass proxies that expect them"
     )
     valid_days: PositiveInt = Field(360, description="days until the certificates expire")
     sites: tuple[str, ...] = Field(min_length=1, description="names of the sites, in the order of the experiment")
@@ -65,7 +66,11 @@ class Project(BaseModel):
 
 
 def load_project(path: Path) -> Project:
-    """The project in a YAML file. Raises UserError, one line, for a mistake in it."""
+    """Read a project file.
+
+    Raises:
+        UserError: the file is missing, or there is a mistake in it.
+    """
     try:
         options = yaml.safe_load(path.read_text(encoding="utf-8"))
         if not isinstance(options, dict):
@@ -75,13 +80,13 @@ def load_project(path: Path) -> Project:
         raise UserError(f"cannot read the project's file {path}: {str(error).splitlines()[0]}") from None
     except ValidationError as error:
         fault = error.errors()[0]
-        place = ".".join(map(str, fault["loc"]))
-        raise UserError(f"{path}: {place}: {in_words(fault)}") from None
+        field = ".".join(map(str, fault["loc"]))
+        raise UserError(f"{path}: {field}: {in_words(fault)}") from None
 
 
 @dataclass(frozen=True)
 class Kit:
-    """A start-up kit that was found."""
+    """A start-up kit that was read."""
 
     folder: Path
     role: Literal["coordinator", "site"]
@@ -94,7 +99,15 @@ class Kit:
 
 
 def load_kit(folder: Path, role: str | None = None) -> Kit:
-    """The kit in ``folder``. Raises UserError when it is none, or one of another role."""
+    """Read the kit in ``folder``.
+
+    Args:
+        folder: the kit's folder.
+        role: the role that the kit must be for; None means any.
+
+    Raises:
+        UserError: there is no kit, it is for another role, or an earlier fedshift made it.
+    """
     try:
         found = json.loads((folder / "kit.json").read_text(encoding="utf-8"))
         kit = Kit(folder.resolve(), found["role"], found["name"], Project.model_validate(found["project"]))
@@ -109,12 +122,10 @@ def load_kit(folder: Path, role: str | None = None) -> Kit:
 
 
 def _check_classes(kit: Kit) -> None:
-    """Raises UserError for a kit that lets FLARE run classes which this fedshift no longer has."""
-    try:
-        settings = json.loads((kit.flare / "local" / "resources.json").read_text(encoding="utf-8"))
-        allowed = settings["class_allow_list"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return  # not settled yet, or incomplete: the check of its certificates says so
+    """Raise UserError if the kit lets FLARE run only classes of an earlier fedshift."""
+    allowed = read_object(kit.flare / "local" / "resources.json").get("class_allow_list")
+    if not isinstance(allowed, list):
+        return  # an incomplete kit, which the check of its certificates reports
     if (COORDINATOR_CLASS if kit.role == "coordinator" else SITE_CLASS) not in allowed:
         raise UserError(
             f"the kit in {kit.folder} was made by an earlier fedshift: make all kits anew with fedshift "
@@ -123,14 +134,15 @@ def _check_classes(kit: Kit) -> None:
 
 
 def channel(kit: Path) -> Path:
-    """The folder of the socket through which a role's own processes speak to each other."""
+    """The folder of the socket that connects the processes of a role."""
     return kit.resolve() / "channel"
 
 
 def empty_channel(kit: Path) -> None:
-    """Make that folder, for its user alone, without sockets that an earlier process left.
+    """Make the folder of the socket anew: readable by its user only, without sockets of earlier processes.
 
-    Raises UserError where the system takes no path as long as the socket's would be.
+    Raises:
+        UserError: the socket's path would be too long for the system.
     """
     folder = channel(kit)
     if sys.platform != "linux" and len(os.fsencode(folder)) > 90:

@@ -1,10 +1,9 @@
-"""FLARE's processes at a site, locked down: what a coordinator may ask of them is what a job of ours needs.
+"""Locks down FLARE's processes at a site, so that a coordinator can ask only for what our jobs need.
 
-``python -m fedshift.deployment.flare.lockdown MODULE ARGUMENTS`` runs one of FLARE's two modules of a site, its client
-or the process of a job, after `lock_down`. FLARE itself leaves more open: its client answers ``sys.shell`` and others
-without asking for a right unless the sender wants to be asked, role ``super`` may do everything, and a job that is
-marked as bring-your-own-code passes the class allow list. The sender here is the coordinator, whom a site need not
-trust.
+``python -m fedshift.deployment.flare.lockdown MODULE ARGUMENTS`` calls `lock_down`, then runs one of FLARE's modules of
+a site: its client, or the process of a job. FLARE itself allows more. Its client runs ``sys.shell`` and others without
+checking a right, unless the sender asks for the check. Role ``super`` may do everything. A job that is marked as
+bring-your-own-code passes the class allow list. The sender is the coordinator, whom a site need not trust.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ CLIENT = "nvflare.private.fed.app.client.client_train"
 JOB = "nvflare.private.fed.app.client.worker_process"
 MODULE = "fedshift.deployment.flare.lockdown"
 UNLOCKABLE = 2
-"""How a process ends that cannot be locked down."""
+"""Exit code of a process that cannot be locked down."""
 
 VERSION = "2.9."
-"""FLARE's versions whose source was read for this."""
+"""The versions of FLARE whose source was read for this module."""
 
 TOPICS = {
     "scheduler.check_resource": "check_resources",
@@ -38,10 +37,10 @@ TOPICS = {
     "train.abort": None,
     "train.notify_job_status": None,
 }
-"""What a job needs: topic → the command that FLARE's server names with it. The last comes from the site's own jobs."""
+"""The topics that a job needs → the command that FLARE's server sends with each. A job at this site sends the last."""
 
 JOB_COMMANDS = ("abort",)
-"""What a job's process takes from the client beside its tasks."""
+"""The commands that a job's process accepts from the client, beside its tasks."""
 
 _DEPLOY, _CANCEL, _NOTIFY = "train.deploy", "scheduler.cancel_resource", "train.notify_job_status"
 _CLIENT_CONFIG = "config/config_fed_client.json"
@@ -50,17 +49,21 @@ _SIGNATURES = (".__nvfl_sig.json", ".__nvfl_submitter.crt")
 _LARGEST = 1 << 20
 
 Set = Callable[[Any, str, Any], None]
-"""How a name is replaced: `setattr`, or in a test something that takes it back."""
+"""Replaces a name: `setattr`, or in a test a function that can undo it."""
 
 _log = logging.getLogger("fedshift.lockdown")
 
 
 class Unlockable(UserError):
-    """This version of FLARE is not the one that is known."""
+    """This version of FLARE differs from those that were read."""
 
 
 def lock_down(put: Set = setattr) -> None:
-    """Lock FLARE down in this process. Raises Unlockable where it is not as it was read; then nothing is replaced."""
+    """Lock FLARE down in this process.
+
+    Raises:
+        Unlockable: FLARE differs from the version that was read. Then nothing was replaced.
+    """
     try:
         changes = _changes()
     except (ImportError, AttributeError, KeyError, TypeError) as error:
@@ -70,7 +73,7 @@ def lock_down(put: Set = setattr) -> None:
 
 
 def _changes() -> list[tuple[Any, str, Any]]:
-    """What is replaced by what. Raises one of several errors where a name is missing."""
+    """All replacements: object, name, new value. A name that is missing raises one of several errors."""
     version = str(importlib.import_module("nvflare").__version__)
     if not version.startswith(VERSION):
         raise AttributeError(f"it is {version}, and {VERSION}x is what is known")
@@ -97,12 +100,12 @@ def _changes() -> list[tuple[Any, str, Any]]:
             "authorize_app_info",
             staticmethod(_without_code(_own(app_rights, "authorize_app_info").__func__)),
         ),
-        # A job that is marked as having code of its own is held to the list like any other, and loads nothing of it.
+        # The class allow list holds for a job that is marked as bringing code, too, and its code is not loaded.
         (allow_list, "_job_has_byoc", staticmethod(_never(_own(allow_list, "_job_has_byoc")))),
         (loading, "_job_allows_byoc", _never(loading._job_allows_byoc)),
         (paths, "refresh_custom_dir_import_path", _ignored(paths.refresh_custom_dir_import_path)),
         (spawning, "add_custom_dir_to_path", _ignored(spawning.add_custom_dir_to_path)),
-        # It answers what anybody in the network asks about this process, and stops it when told to.
+        # FLARE's agent tells anybody in its network about this process, and stops it on request.
         (base, "NetAgent", _silent(base.NetAgent)),
         (executor, "get_job_launcher", _only(launcher, executor.get_job_launcher)),
         (launcher, "get_command", _launched(_own(launcher, "get_command"))),
@@ -114,7 +117,7 @@ def _module(name: str) -> Any:
 
 
 def _own(owner: type, name: str) -> Any:
-    """What a class itself defines; KeyError where it inherits it or has it no more."""
+    """An attribute that a class itself defines; KeyError if it inherits it or has none."""
     return vars(owner)[name]
 
 
@@ -122,7 +125,7 @@ def _own(owner: type, name: str) -> Any:
 
 
 def _kept(processors: list[Any]) -> list[Any]:
-    """Of the client's processors those that answer what a job needs. KeyError when one is missing."""
+    """Those of the client's processors that a job needs; KeyError if one is missing."""
     kept = [processor for processor in processors if set(processor.get_topics()) <= TOPICS.keys()]
     topics = {topic for processor in kept for topic in processor.get_topics()}
     if topics != TOPICS.keys():
@@ -131,7 +134,7 @@ def _kept(processors: list[Any]) -> list[Any]:
 
 
 def _guarded(dispatch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """``_dispatch_request`` of FLARE's agent, behind `_refusal`."""
+    """``_dispatch_request`` of FLARE's agent, after a check by `_refusal`."""
     replies = _module("private.admin_defs")
     messages, keys = _module("private.defs"), _module("fuel.f3.cellnet.defs").MessageHeaderKey
     header, origin_key, message_class = messages.RequestHeader, keys.ORIGIN, replies.Message
@@ -151,7 +154,7 @@ def _guarded(dispatch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             _log.warning(f"refused what {request.get_header(origin_key, 'somebody')} asked for: {reason}")
             return new_cell_message({}, error_reply(f"this site refuses it: {reason}"))
         if message.topic == _DEPLOY:
-            # The one request that names a person. FLARE asks for that person's right only where the sender says so.
+            # Only this request names a person. FLARE checks that person's right only if the sender asks for it.
             message.set_header(authorize, "true")
         return dispatch(agent, request)
 
@@ -159,9 +162,16 @@ def _guarded(dispatch: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
 
 def _refusal(topic: Any, body: Any, meta: Any, origin: str, own: str, *, command: Any, job: Any) -> str:
-    """Why a request to the client is refused; empty when it is not.
+    """Why a request to the client is refused; empty if it is not.
 
-    origin, own: the names that FLARE's network has for the sender and for this client.
+    Args:
+        topic: the request's topic.
+        body: its body.
+        meta: the job's description.
+        origin: the sender's name in FLARE's network.
+        own: this client's name there.
+        command: the command that the request names.
+        job: the id of the job.
     """
     if not isinstance(topic, str) or topic not in TOPICS:
         return f"{str(topic)[:80]!r} is not needed for a job"
@@ -178,7 +188,7 @@ def _refusal(topic: Any, body: Any, meta: Any, origin: str, own: str, *, command
 
 
 def _is_id(job: Any) -> bool:
-    """Whether this is a job's id as FLARE makes them: it becomes a folder's name and a word of a command line."""
+    """Whether this is a job id as FLARE makes them. It becomes a folder's name and a word of a command line."""
     try:
         return isinstance(job, str) and str(uuid.UUID(job)) == job
     except ValueError:
@@ -186,7 +196,7 @@ def _is_id(job: Any) -> bool:
 
 
 def _app_refusal(body: Any, meta: Any, job: Any) -> str:
-    """Why a job's folder is not taken; empty when it is. It holds the two settings of a job and their signatures."""
+    """Why a job's folder is refused; empty if it is not. It may hold two settings files and their signatures."""
     if not isinstance(meta, dict) or meta.get("job_id") != job:
         return "the job's description is of another job"
     if meta.get("byoc"):
@@ -217,7 +227,7 @@ def _app_refusal(body: Any, meta: Any, job: Any) -> str:
 
 
 def _authorized(service: Any, authorize: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """FLARE's question for a right, without a role that has them all and without rights where no rules are."""
+    """FLARE's check of a right, except that no role has all rights, and that without rules nobody has any."""
 
     def authorized(ctx: Any) -> Any:
         if not ctx or "super" in (ctx.user.role, ctx.submitter.role):
@@ -231,7 +241,7 @@ def _authorized(service: Any, authorize: Callable[[Any], Any]) -> Callable[[Any]
 
 
 def _without_code(authorize: Callable[..., Any]) -> Callable[..., Any]:
-    """FLARE's question whether an app may be deployed: never with code of its own, whoever sends it."""
+    """FLARE's check whether an app may be deployed, except that nobody may send code."""
     key = _module("apis.app_validation").AppValidationKey.BYOC
 
     def authorize_app_info(app_info: Any, *args: Any, **named: Any) -> Any:
@@ -251,7 +261,7 @@ def _ignored(_: Any) -> Callable[..., None]:
 
 
 def _silent(agent: Any) -> type:
-    """A stand-in for FLARE's agent of its network, which registers nothing."""
+    """A stand-in for FLARE's network agent that registers nothing."""
     if not callable(agent.close):
         raise TypeError("its agent of the network cannot be closed")
 
@@ -269,7 +279,7 @@ def _silent(agent: Any) -> type:
 
 
 def _kept_commands(commands: list[Any]) -> list[Any]:
-    """Of the commands of a job's process those that are needed. KeyError when one is missing."""
+    """Those of the commands of a job's process that are needed; KeyError if one is missing."""
     kept = [command for command in commands if command.get_command_name() in JOB_COMMANDS]
     if len(kept) != len(JOB_COMMANDS):
         raise KeyError("a job's process cannot be aborted")
@@ -277,7 +287,7 @@ def _kept_commands(commands: list[Any]) -> list[Any]:
 
 
 def _only(launcher: type, choose: Callable[..., Any]) -> Callable[..., Any]:
-    """FLARE's choice of a launcher; another than the one that starts a process here would start one that is open."""
+    """FLARE's choice of a launcher, restricted to ``launcher``: any other starts jobs without lockdown."""
 
     def get_job_launcher(*args: Any, **named: Any) -> Any:
         chosen = choose(*args, **named)
@@ -289,20 +299,20 @@ def _only(launcher: type, choose: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _launched(get_command: Callable[..., Any]) -> Callable[..., Any]:
-    """The command line of a job's process, with this module in front of FLARE's."""
+    """The command line of a job's process, changed so that this module starts FLARE's."""
 
     def command(*args: Any, **named: Any) -> str:
         line = str(get_command(*args, **named))
         start = f"{sys.executable} -m {JOB} "
         if not line.startswith(start):
-            raise RuntimeError("FLARE starts a job's process in a way that is not known, so it is not started")
+            raise RuntimeError("FLARE starts a job's process in a way that is not known here, so it is not started")
         return f"{sys.executable} -m {MODULE} {JOB} {line[len(start) :]}"
 
     return command
 
 
 def main() -> None:
-    """Run one of FLARE's modules in this process, locked down."""
+    """Lock FLARE down, then run one of its modules in this process."""
     module = sys.argv[1] if len(sys.argv) > 1 else ""
     if module not in (CLIENT, JOB):
         print(f"error: {module!r} is none of FLARE's processes at a site", file=sys.stderr)

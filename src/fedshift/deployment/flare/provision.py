@@ -1,4 +1,4 @@
-"""Making start-up kits, and settling them where they lie: FLARE's own provisioning, and our settings over its."""
+"""Makes start-up kits with FLARE's own provisioning, and writes our settings over FLARE's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _RIGHTS = {
     "shell_commands": "none",
     "byoc": "none",
 }
-"""What the coordinator may have FLARE do. No code of a job's own, no shell commands, at any site."""
+"""What the coordinator may ask of FLARE: no job with code of its own and no shell commands, at any site."""
 _SITE_FILE = """\
 # What this site holds and what it allows. This file stays here.
 site: {site}
@@ -55,10 +55,15 @@ class Provisioned:
 
 
 def provision(project: Project, out: Path, *, renew: bool = False) -> Provisioned:
-    """Make a kit for the coordinator and one per site below ``out``; running it again adds sites that are new.
+    """Make a kit for the coordinator and one per site. Running it again makes kits for new sites only.
 
-    ``renew`` makes all of them anew, with a new authority: every kit has to be handed out again. Raises FedshiftError
-    when FLARE cannot make them.
+    Args:
+        project: the project.
+        out: the folder to put them in.
+        renew: make all kits anew, with a new authority. Then every kit must be handed out again.
+
+    Raises:
+        FedshiftError: FLARE cannot make them.
     """
     from nvflare.lighter.constants import CtxKey
     from nvflare.lighter.entity import Project as FlareProject
@@ -106,7 +111,7 @@ def provision(project: Project, out: Path, *, renew: bool = False) -> Provisione
         source = Path(made) / (project.server if name == "coordinator" else name)
         shutil.copytree(source, kit / "flare", dirs_exist_ok=True)
         for script in (kit / "flare" / "startup").glob("*.sh"):
-            script.unlink()  # FLARE's own way to start a role, which would leave a site open (lockdown)
+            script.unlink()  # FLARE's start scripts would start a site without lockdown
         if name == "coordinator":
             shutil.copytree(Path(made) / project.contact, kit / "admin", dirs_exist_ok=True)
         elif not (kit / "SITE.yaml").exists():
@@ -129,10 +134,10 @@ def _authority(folder: Path, project: Project) -> bool:
 
 
 def _settle(kit: Path, *, coordinator: bool) -> None:
-    """Local settings of FLARE: which classes run, who may do what, and nothing of it outside the kit's folder."""
+    """Write FLARE's local settings: which classes run, who may do what, and no file outside the kit's folder."""
     local = kit / "flare" / "local"
     resources = json.loads((local / "resources.json.default").read_text())
-    # The second is FLARE's own, which it adds to every job; without a streamer in the parent it sends nothing.
+    # FLARE adds the second class to every job. It sends nothing, since the parent has no streamer.
     resources["class_allow_list"] = [
         COORDINATOR_CLASS if coordinator else SITE_CLASS,
         "nvflare.app_common.logging.job_log_streamer.JobLogStreamer",
@@ -151,7 +156,7 @@ def _settle(kit: Path, *, coordinator: bool) -> None:
     else:
         resources["allow_log_streaming"] = False
     (local / "resources.json").write_text(json.dumps(resources, indent=2))
-    # What a role's own processes say to each other goes through a socket in the kit, and not through a loopback port.
+    # The processes of a role talk through a socket in the kit and not through a port on loopback.
     internal = {"scheme": "unix", "resources": {"folder": str(channel(kit))}}
     channels = {"allow_adhoc_conns": False, "comm_driver_path": str(_DRIVERS), "internal": internal}
     (local / "comm_config.json").write_text(json.dumps(channels, indent=2))
@@ -164,6 +169,10 @@ def _json(value: Any) -> bytes:
 
 
 def relocate(kit: Path) -> None:
-    """Have a kit that was moved keep FLARE's files below its present place. Raises UserError when it is no kit."""
+    """Adapt FLARE's settings to the folder that a kit was moved to.
+
+    Raises:
+        UserError: the folder holds no kit.
+    """
     if (kit / "flare" / "local" / "resources.json.default").exists():
         _settle(kit, coordinator=load_kit(kit).role == "coordinator")

@@ -1,11 +1,10 @@
-"""The roles of a deployed federation as commands need them: make kits, start and stop a role's service, ask how it is.
+"""The roles of a deployed federation, for commands: make kits; start and stop a role's service; ask for its status.
 
-Commands use FLARE through this module only. Where FLARE is not installed, it says so in one line.
+Commands use FLARE only through this module, which explains in one line that FLARE is not installed.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -14,8 +13,9 @@ import time
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from fedshift.deployment.json_files import read_object
 from fedshift.errors import FedshiftError, UserError
 
 if TYPE_CHECKING:
@@ -26,20 +26,20 @@ _START_SECONDS, _STOP_SECONDS = 120.0, 40.0
 
 
 def installed() -> None:
-    """Raises UserError when the engine is not installed."""
+    """Raise UserError if FLARE is not installed."""
     if find_spec("nvflare") is None:
         raise UserError("deploying needs NVIDIA FLARE, which is not installed: pip install -e '.[deploy]'")
 
 
 def load_project(path: Path) -> Project:
-    """The project in a YAML file."""
+    """Read a project file."""
     from fedshift.deployment.flare.kits import load_project
 
     return load_project(path)
 
 
 def provision(project: Project, out: Path, *, renew: bool = False) -> Provisioned:
-    """Start-up kits below ``out``: one for the coordinator, one per site."""
+    """Make start-up kits below ``out``: one for the coordinator, one per site."""
     installed()
     from fedshift.deployment.flare.provision import provision
 
@@ -47,7 +47,7 @@ def provision(project: Project, out: Path, *, renew: bool = False) -> Provisione
 
 
 def load_kit(folder: Path, role: str) -> Kit:
-    """The kit of a role, its certificates checked."""
+    """Read the kit of a role and check its certificates."""
     installed()
     from fedshift.deployment.flare.checks import check_certificates
     from fedshift.deployment.flare.kits import load_kit
@@ -58,14 +58,14 @@ def load_kit(folder: Path, role: str) -> Kit:
 
 
 def expiry(kit: Kit) -> str:
-    """When the kit's certificates expire."""
+    """The date on which the kit's certificates expire."""
     from fedshift.deployment.flare.checks import check_certificates
 
     return f"{check_certificates(kit):%Y-%m-%d}"
 
 
 def unreachable(kit: Kit) -> str | None:
-    """Why the coordinator cannot be reached from here; None when it can."""
+    """Why the coordinator cannot be reached from here; None if it can."""
     from fedshift.deployment.flare.checks import check_reachable
 
     return check_reachable(kit)
@@ -73,7 +73,7 @@ def unreachable(kit: Kit) -> str | None:
 
 @dataclass(frozen=True)
 class Status:
-    """How a role's service is. ``state``: stopped, starting, connected, retrying, restarting or failed."""
+    """Status of a role's service. ``state``: stopped, starting, connected, retrying, restarting or failed."""
 
     state: str
     message: str
@@ -81,22 +81,31 @@ class Status:
 
 
 def status(kit: Kit) -> Status:
-    """How the service of a kit is."""
-    try:
-        found: dict[str, Any] = json.loads((kit.folder / "service.json").read_text())
-    except (OSError, ValueError):
+    """The status of a kit's service."""
+    found = read_object(kit.folder / "service.json")
+    if not found:
         return Status("stopped", "", None)
     if found.get("state") in ("stopped", "failed"):
         return Status(found["state"], str(found.get("message", "")), None)
     if not _alive(found.get("pid")):
-        return Status("stopped", "it ended without a word: it was killed, or the machine was", None)
+        return Status("stopped", "it ended without a message: it was killed, or the machine stopped", None)
     return Status(str(found["state"]), str(found.get("message", "")), int(found["pid"]))
 
 
 def start(kit: Kit, site_file: Path | None = None, *, foreground: bool = False, wait: float = _START_SECONDS) -> Status:
-    """Start the service of a kit and wait until it is connected, or says why not.
+    """Start the service of a kit and wait until it is connected or reports a problem.
 
-    foreground: run it in this process until told to stop. Raises UserError when it runs already, or cannot start.
+    Args:
+        kit: the kit.
+        site_file: the SITE.yaml, at a site.
+        foreground: run the service in this process until it is told to stop.
+        wait: seconds to wait.
+
+    Returns:
+        The service's status after the wait.
+
+    Raises:
+        UserError: the service runs already, or cannot start.
     """
     before = status(kit)
     if before.pid is not None:
@@ -124,13 +133,17 @@ def start(kit: Kit, site_file: Path | None = None, *, foreground: bool = False, 
             return now
         if process.poll() is not None:
             said = (kit.folder / "service.err").read_text(errors="replace").strip().splitlines()
-            raise UserError((said[-1] if said else "the service ended").removeprefix("error: "))
+            raise UserError((said[-1] if said else "the service ended without a message").removeprefix("error: "))
         time.sleep(0.1)
     return status(kit)
 
 
 def stop(kit: Kit) -> bool:
-    """Stop the service of a kit; whether it ran. Raises FedshiftError when it does not end."""
+    """Stop the service of a kit; return whether it ran.
+
+    Raises:
+        FedshiftError: the service does not end.
+    """
     pid = status(kit).pid
     if pid is None:
         return False
@@ -150,7 +163,7 @@ def _alive(pid: object) -> bool:
         os.kill(pid, 0)
     except OSError:
         return False
-    try:  # a child of this process that has ended and was not waited for is not alive
+    try:  # a child of this process may have ended without having been waited for
         return os.waitpid(pid, os.WNOHANG) == (0, 0)
     except ChildProcessError:
         return True

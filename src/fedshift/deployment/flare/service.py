@@ -1,7 +1,7 @@
-"""The service of a role: keeps FLARE's process running, at the coordinator also every deployment.
+"""The service of a role: it keeps FLARE's process running and, at the coordinator, runs the deployments.
 
-``python -m fedshift.deployment.flare.service KIT [SITE.yaml]`` runs until it is told to stop (SIGTERM, Ctrl-C). What it
-knows stands in ``service.json`` of the kit.
+``python -m fedshift.deployment.flare.service KIT [SITE.yaml]`` runs until it is told to stop (SIGTERM, Ctrl-C). It
+writes its status to ``service.json`` in the kit.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from fedshift.errors import FedshiftError, UserError
 from fedshift.files import write_bytes
 
 _BACKOFF = (1.0, 60.0)
+"""Shortest and longest wait before another try, in seconds."""
 _REGISTERED = "Successfully registered client"
 _SERVER = "nvflare.private.fed.app.server.server_train"
 
 
 @dataclass
 class Service:
-    """Keeps one role alive. ``tick``: seconds between looks."""
+    """Keeps the FLARE process of one role running. ``tick``: seconds between checks."""
 
     kit: Kit
     site_file: Path | None = None
@@ -47,7 +48,11 @@ class Service:
     _starts: int = 0
 
     def run(self) -> None:
-        """Until told to stop. Raises UserError for a kit that cannot be used."""
+        """Run until told to stop.
+
+        Raises:
+            UserError: the kit cannot be used.
+        """
         checks.check_certificates(self.kit)
         self._open_log()
         self._end_strays()
@@ -75,7 +80,7 @@ class Service:
         return min(2 * wait, _BACKOFF[1])
 
     def _once(self) -> None:
-        """FLARE's process from its start to its end."""
+        """Start FLARE's process and watch it until it ends."""
         checks.check_certificates(self.kit)
         if self.kit.role == "coordinator":
             if self._starts == 0:
@@ -107,7 +112,7 @@ class Service:
         empty_channel(self.kit.folder)
         kind = "server" if self.kit.role == "coordinator" else "client"
         who = [] if kind == "server" else [f"uid={self.kit.name}"]
-        # At a site another module stands in front of FLARE's: it takes from FLARE what a coordinator could abuse.
+        # At a site, our module starts FLARE's: it removes what a coordinator could abuse.
         module = [lockdown.MODULE, lockdown.CLIENT] if kind == "client" else [_SERVER]
         command = [
             *(sys.executable, "-u", "-m", *module),
@@ -130,18 +135,15 @@ class Service:
             errors="replace",
             start_new_session=True,
         )
-        threading.Thread(target=self._listen, args=(self.child,), daemon=True).start()
+        threading.Thread(target=self._read_output, args=(self.child,), daemon=True).start()
         self.say("starting", "")
 
-    def _listen(self, child: subprocess.Popen[str]) -> None:
+    def _read_output(self, child: subprocess.Popen[str]) -> None:
         assert child.stdout is not None
         for line in child.stdout:
-            self._hear(line)
-
-    def _hear(self, line: str) -> None:
-        self._connected = self._connected or _REGISTERED in line
-        self._attendance.hear(line)
-        self._log.info(line.rstrip())
+            self._connected = self._connected or _REGISTERED in line
+            self._attendance.read_line(line)
+            self._log.info(line.rstrip())
 
     def _end_child(self) -> None:
         if self.child is None:
@@ -156,16 +158,16 @@ class Service:
         self.child = None
 
     def _end_strays(self) -> None:
-        """Processes of this kit that an earlier service left behind: it was killed itself."""
+        """End processes of this kit that an earlier service left behind when it was killed."""
         for process in _processes_of(self.kit):
             self._log.info(f"ending process {process.pid}, which was left behind")
             with contextlib.suppress(Exception):
                 process.kill()
 
-    # What others read -------------------------------------------------------------------------------------------------
+    # Status -----------------------------------------------------------------------------------------------------------
 
     def say(self, state: str, message: str) -> None:
-        """Write ``service.json``, and the log where there is a message, unless the same was said last."""
+        """Write the status to ``service.json``, and the message to the log, unless nothing has changed."""
         whole = {
             "pid": os.getpid(),
             "child": self.child.pid if self.child else None,
@@ -195,13 +197,13 @@ class _Unreachable(FedshiftError):
 
 
 def _processes_of(kit: Kit) -> Iterator[Any]:
-    """FLARE's processes that work in this kit's folder, the jobs' included."""
+    """FLARE's processes in this kit's folder, including those of jobs."""
     import psutil
 
-    place = str(kit.flare)
+    folder = str(kit.flare)
     for process in psutil.process_iter(["cmdline", "pid"]):
         words: Sequence[str] = process.info["cmdline"] or []
-        if place in words and any(word.startswith("nvflare.private") for word in words):
+        if folder in words and any(word.startswith("nvflare.private") for word in words):
             yield process
 
 

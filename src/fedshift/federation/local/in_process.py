@@ -1,4 +1,4 @@
-"""The local engine without worker processes: sites in this process, one after the other."""
+"""The local engine without worker processes: all sites in this process, one after the other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ from typing import Any
 from fedshift.errors import KindRefused, TrainingDiverged
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.federation import Federation
+from fedshift.federation.site import Role
 from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner
+
+
+def names_of(plans: Sequence[SitePlan], role: Role) -> list[str]:
+    """The names of the sites that have a role."""
+    return [plan.name for plan in plans if plan.role == role]
 
 
 class LocalFederation(Federation):
@@ -18,8 +24,8 @@ class LocalFederation(Federation):
     def __init__(self, plans: Sequence[SitePlan], setting: Setting, **options: Any) -> None:
         super().__init__(
             setting.method,
-            sources=[plan.name for plan in plans if plan.role == "source"],
-            targets=[plan.name for plan in plans if plan.role == "target"],
+            sources=names_of(plans, "source"),
+            targets=names_of(plans, "target"),
             **options,
         )
         self._runners = {plan.name: SiteRunner(plan, setting) for plan in plans}

@@ -1,8 +1,7 @@
-"""The local engine's pool: sites in worker processes that map the same data files into memory.
+"""The local engine with a pool of worker processes, which map the same data files into memory.
 
-A worker is a fresh interpreter that runs `fedshift.federation.local.worker`, so nothing of the caller's program is run
-again. Sites stay at the worker that got them, with what they remember. Messages are the ones that would cross a
-network.
+A worker is a fresh interpreter that runs `fedshift.federation.local.worker`, so it does not run the caller's program
+again. A site and its memory stay at one worker. The messages are those that would cross a network.
 """
 
 from __future__ import annotations
@@ -28,18 +27,20 @@ from fedshift.data.domain import Domain, SparseRows
 from fedshift.errors import FedshiftError, KindRefused, TrainingDiverged, UserError
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.federation import Federation
+from fedshift.federation.local.in_process import names_of
 from fedshift.federation.messages import Statistics, decode, encode
 from fedshift.federation.setting_json import reply_from, setting_recipe
 from fedshift.federation.site_runner import Setting, SitePlan
 
 BUFFERED_ANSWERS = 4
-"""Answers that may wait for an earlier site's before workers pause: bounds the server's memory."""
+"""Answers that may wait for an earlier site's answer before workers pause. This bounds the server's memory."""
 _START_SECONDS = 120
 _SOCKET_PATH = 100
+"""Characters of a socket's path that every system accepts."""
 
 
 class WorkerPool:
-    """``workers`` processes with ``threads`` threads each, kept for as many runs as one likes."""
+    """Worker processes, each with ``threads`` threads. A pool serves any number of runs."""
 
     def __init__(self, workers: int, threads: int) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fedshift-pool-", ignore_cleanup_errors=True)
@@ -47,7 +48,7 @@ class WorkerPool:
         key = secrets.token_bytes(32)
         self._processes: list[subprocess.Popen[bytes]] = []
         self.connections: list[Connection] = []
-        # A socket's path has room for about 100 characters, and TMPDIR may be longer.
+        # TMPDIR may be too long for a socket's path; a relative path may be shorter.
         whole = str(Path(self._folder.name) / "pool.sock")
         address = min(whole, os.path.relpath(whole), key=len)
         if len(address) > _SOCKET_PATH:
@@ -59,14 +60,14 @@ class WorkerPool:
                     [sys.executable, "-m", "fedshift.federation.local.worker", address, str(threads), str(number)],
                     stdin=subprocess.PIPE,
                     env=environment,
-                    start_new_session=True,  # Ctrl-C reaches the server alone, which then closes its workers
+                    start_new_session=True,  # Ctrl-C reaches only the server, which closes its workers
                 )
                 assert process.stdin is not None
                 process.stdin.write(key)
                 process.stdin.close()
                 self._processes.append(process)
             listener._listener._socket.settimeout(_START_SECONDS)  # type: ignore[attr-defined]
-            arrived: dict[int, Connection] = {}  # they come in any order, and each says which process it is
+            arrived: dict[int, Connection] = {}  # workers connect in any order, and send their number
             for _ in range(workers):
                 try:
                     connection = listener.accept()
@@ -79,7 +80,7 @@ class WorkerPool:
             self.connections = [arrived[number] for number in range(workers)]
 
     def share(self, domain: Domain) -> str:
-        """The folder with the domain's arrays as files that every worker maps into memory; written once."""
+        """Write the domain's arrays once, as files that every worker maps into memory; return their folder."""
         if id(domain) not in self._shared:
             folder = Path(tempfile.mkdtemp(prefix="domain-", dir=self._folder.name))
             inputs = domain.inputs
@@ -92,11 +93,11 @@ class WorkerPool:
             np.save(folder / "labels.npy", domain.labels)
             if domain.masks is not None:
                 np.save(folder / "masks.npy", domain.masks)
-            self._shared[id(domain)] = (domain, str(folder))  # the domain is kept, or its id could come again
+            self._shared[id(domain)] = (domain, str(folder))  # keep the domain, so that its id stays unique
         return self._shared[id(domain)][1]
 
     def forget(self) -> None:
-        """Remove the shared files; workers keep what they have mapped."""
+        """Remove the shared files. Workers keep what they have mapped."""
         for _, folder in self._shared.values():
             shutil.rmtree(folder, ignore_errors=True)
         self._shared.clear()
@@ -107,14 +108,18 @@ class WorkerPool:
         return self.receive(worker)
 
     def send(self, worker: int, command: Mapping[str, Any], **content: Any) -> None:
-        """Send a command; its answer is fetched with `receive`."""
+        """Send a command to one worker. `receive` waits for the answer."""
         try:
             self.connections[worker].send_bytes(encode(content, command))
         except OSError as error:
             raise self._lost(worker) from error
 
     def receive(self, worker: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """A worker's answer, ``(content, header)``. Raises what the worker raised, or FedshiftError when it died."""
+        """Wait for a worker's answer, ``(content, header)``.
+
+        Raises:
+            FedshiftError: the worker died, or its own error.
+        """
         try:
             content, header = decode(self.connections[worker].recv_bytes())
         except (EOFError, OSError) as error:
@@ -136,9 +141,9 @@ class WorkerPool:
         return FedshiftError(f"worker process {worker} {reason}; run again to go on from the last round")
 
     def close(self) -> None:
-        """End the workers and remove the shared files."""
+        """Stop the workers and remove the shared files."""
         for connection in self.connections:
-            connection.close()  # a worker ends when its connection does
+            connection.close()  # a worker stops when its connection closes
         deadline = time.monotonic() + 2
         for process in self._processes:
             try:
@@ -151,15 +156,13 @@ class WorkerPool:
 
 
 class PoolFederation(Federation):
-    """Sites in the processes of a pool. Site → worker is fixed by size, largest first, so that memory stays where it
-    is.
-    """
+    """Sites in the processes of a pool. Each site stays at one worker; the largest sites are placed first."""
 
     def __init__(self, pool: WorkerPool, plans: Sequence[SitePlan], setting: Setting, **options: Any) -> None:
         super().__init__(
             setting.method,
-            sources=[plan.name for plan in plans if plan.role == "source"],
-            targets=[plan.name for plan in plans if plan.role == "target"],
+            sources=names_of(plans, "source"),
+            targets=names_of(plans, "target"),
             **options,
         )
         self._pool = pool
@@ -188,7 +191,7 @@ class PoolFederation(Federation):
             pool.call(self._worker_of[plan.name], command, **rows)
 
     def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
-        """Hand requests out as workers become free; yield answers in the order asked, at most a few waiting."""
+        """Give each free worker its next request; yield answers in the order asked, with only a few waiting."""
         queues: dict[int, deque[Request]] = {}
         order: list[str] = []
         for request in requests:

@@ -1,4 +1,4 @@
-"""A worker process of the pool: holds sites and runs steps at them. Started by `fedshift.federation.local.pool`."""
+"""A worker process, which holds sites and runs steps at them. `fedshift.federation.local.pool` starts it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Answer = tuple[dict[str, Any], dict[str, Any]]
 
 
 class Worker:
-    """Answers the pool's commands. One setting at a time; a new one empties the worker."""
+    """Answers the pool's commands. It holds the sites of one setting at a time."""
 
     def __init__(self) -> None:
         self._setting: Setting | None = None
@@ -82,7 +82,7 @@ class Worker:
             except FedshiftError as error:
                 answer = encode({}, {"error": type(error).__name__, "message": str(error)})
             except Exception:
-                # A defect, not a person's mistake: the whole traceback goes to the server.
+                # A bug, not a user's mistake: send the whole traceback to the server.
                 message = f"a worker failed:\n{traceback.format_exc()}"
                 answer = encode({}, {"error": "FedshiftError", "message": message})
             try:
@@ -92,7 +92,7 @@ class Worker:
 
 
 def read_domain(name: str, folder: Path) -> Domain:
-    """The domain that `WorkerPool.share` wrote, its arrays mapped into memory."""
+    """Read the domain that `WorkerPool.share` wrote; its arrays are mapped into memory."""
     labels = np.load(folder / "labels.npy", mmap_mode="r", allow_pickle=False)
     if (folder / "inputs.npy").exists():
         inputs = np.load(folder / "inputs.npy", mmap_mode="r", allow_pickle=False)
@@ -106,7 +106,7 @@ def read_domain(name: str, folder: Path) -> Domain:
 
 
 def main() -> None:
-    """``python -m fedshift.federation.local.worker ADDRESS THREADS NUMBER``; the key comes on standard input."""
+    """Run a worker: ``python -m fedshift.federation.local.worker ADDRESS THREADS NUMBER``, with the key on stdin."""
     address, threads, number = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(threads)
     key = sys.stdin.buffer.read()
@@ -117,7 +117,7 @@ def main() -> None:
             connection.send_bytes(number.encode())
             Worker().serve(connection)
     finally:
-        # The folder holds every site's samples. The server removes it; if the server was killed, this worker does.
+        # The folder holds every site's samples. The server removes it, or this worker if the server was killed.
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,1 +1,1 @@
-"""Messages between machines: what is sent, how it is written, what either side accepts."""
+"""Messages between machines: what they hold, how they are written, and what either side accepts."""

@@ -1,4 +1,4 @@
-"""What the coordinator sends: content as bytes, and what rounding took from what each site was sent before."""
+"""The coordinator's outgoing content as bytes, with the rounding residuals of what each site was sent before."""
 
 from __future__ import annotations
 
@@ -14,62 +14,71 @@ from fedshift.federation.remote.wire import Body, Residuals, Wire, body_of
 
 @dataclass(frozen=True)
 class Written:
-    """Content as bytes, and what its receivers are owed after it. The rest is kept, or its ids could come again."""
+    """Content as bytes, and the residuals that its receivers have afterwards.
+
+    ``content`` and ``residuals_before`` are kept so that their ids, which the outbox uses as a key, stay unique.
+    """
 
     body: Body
-    owed: Residuals
+    residuals: Residuals
     content: Mapping[str, Content]
-    owed_before: Residuals
+    residuals_before: Residuals
 
 
 class Outbox:
-    """Content for sites, written once for all that get the same and are owed the same.
+    """Writes content for sites, once for all sites that get the same content and have the same residuals.
 
-    A site gets what it is owed for a step with the step's next request (error feedback, see `wire`).
+    The rounding residual of a request is added to the site's next request of the same step (error feedback, see
+    `wire`).
     """
 
     def __init__(self, wire: Wire) -> None:
         self.wire: Wire = wire
         self._written: dict[tuple[tuple[int, ...], tuple[int, ...]], Written] = {}
-        self._owed: dict[tuple[str, str], Residuals] = {}
+        self._residuals: dict[tuple[str, str], Residuals] = {}
+        """By site and step."""
 
     def write(self, step: str, site: str, content: Mapping[str, Content]) -> Written:
-        """``content`` for a site's step."""
-        owed = self._owed.get((site, step), {})
-        key = (tuple(id(value) for value in content.values()), tuple(id(tensor) for tensor in owed.values()))
+        """Write ``content`` for a step at a site."""
+        before = self._residuals.get((site, step), {})
+        key = (tuple(id(value) for value in content.values()), tuple(id(tensor) for tensor in before.values()))
         if key not in self._written:
-            after = dict(owed)
+            after = dict(before)
             body = body_of(content, self.wire, None if self.wire == "float32" else after)
-            self._written[key] = Written(body, after, dict(content), owed)
+            self._written[key] = Written(body, after, dict(content), before)
         return self._written[key]
 
     def clear(self) -> None:
-        """Forget what was written; what is owed stays."""
+        """Forget what was written, but not the residuals."""
         self._written.clear()
 
-    def taken(self, step: str, site: str, owed: Residuals) -> None:
-        """The site did the step with what was sent, and is owed this now."""
-        if owed:
-            self._owed[site, step] = owed
+    def delivered(self, step: str, site: str, residuals: Residuals) -> None:
+        """The site did the step: add these residuals to its next request (error feedback)."""
+        if residuals:
+            self._residuals[site, step] = residuals
 
     def save(self, folder: Path, exchange: int) -> dict[str, str]:
-        """Write what sites are owed below ``folder``; returns entry → file name. Sites owed the same share a file."""
+        """Write the residuals below ``folder``; return entry → file name. Sites with equal residuals share a file."""
         alike: dict[tuple[int, ...], list[tuple[str, str]]] = {}
-        for whose, owed in self._owed.items():
-            alike.setdefault(tuple(id(tensor) for tensor in owed.values()), []).append(whose)
+        for receiver, residuals in self._residuals.items():
+            alike.setdefault(tuple(id(tensor) for tensor in residuals.values()), []).append(receiver)
         files: dict[str, str] = {}
         for number, group in enumerate(alike.values()):
             name = files[str(number)] = f"owed-{number}-{exchange}.safetensors"
-            write_message(folder / name, {"owed": Statistics(self._owed[group[0]])}, {"to": group})
+            write_message(folder / name, {"owed": Statistics(self._residuals[group[0]])}, {"to": group})
         return files
 
     def load(self, folder: Path, files: Mapping[str, str]) -> None:
-        """Restore what `save` wrote. Raises FedshiftError for files that hold something else."""
-        self._owed = {}
+        """Restore what `save` wrote.
+
+        Raises:
+            FedshiftError: a file holds something else.
+        """
+        self._residuals = {}
         for name in files.values():
             content, header = read_message(folder / name)
-            owed = content.get("owed")
-            if not isinstance(owed, Statistics):
-                raise FedshiftError(f"{folder / name} does not say what sites are owed")
+            residuals = content.get("owed")
+            if not isinstance(residuals, Statistics):
+                raise FedshiftError(f"{folder / name} does not hold rounding residuals")
             for site, step in header["to"]:
-                self._owed[site, step] = dict(owed)
+                self._residuals[site, step] = dict(residuals)

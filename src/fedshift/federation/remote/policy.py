@@ -1,7 +1,7 @@
-"""What a site lets happen: its policy, and the log of every exchange that only the site writes.
+"""A site's policy, and its audit log of every exchange.
 
-Both belong to the site. The coordinator learns of the policy what it needs to say early that a run will not work; a
-site checks every exchange again, whatever the coordinator says.
+Both belong to the site. The coordinator learns enough of the policy to report early that a run cannot work. The site
+checks every exchange itself, whatever the coordinator says.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,19 +18,19 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
 
 from fedshift.errors import FedshiftError, KindRefused, Refused, UserError, nearest
 from fedshift.federation.federation import known_kinds
-from fedshift.federation.messages import NUMBERS, Content
+from fedshift.federation.messages import NUMBERS, Content, leaves
 from fedshift.weights import NamedTensors
 
 ACCURACY = "accuracy"
-"""The kind of what a site reports after measuring a model on its own held-out samples."""
+"""The kind of a site's report after it measured a model on its held-out samples."""
 _DAY = 24 * 3600
 _START = "0" * 64
 _AGGREGATES = ("statistics", "weights", NUMBERS, ACCURACY)
-"""Kinds that stand for many samples at once: `Policy.smallest_group` bounds how many."""
+"""Kinds that summarise many samples: at least `Policy.smallest_group` of them."""
 
 
 class Policy(BaseModel):
-    """What may happen at a site. Everything that is not allowed here is refused there."""
+    """What a site allows. It refuses everything else."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -60,24 +60,24 @@ class Policy(BaseModel):
         return send
 
     def check_method(self, site: str, method: str, shares: Sequence[str]) -> None:
-        """Raises Refused unless ``method``, which sends the kinds ``shares``, may run."""
+        """Raise Refused unless ``method`` may run and the kinds that it sends (``shares``) may leave."""
         if self.methods != "all" and method not in self.methods:
             raise Refused(f"site '{site}' refuses method '{method}' (rule policy.methods: {', '.join(self.methods)})")
         for kind in shares:
             self.check_kind(site, kind, f"method '{method}'")
 
     def check_kind(self, site: str, kind: str, what: str) -> None:
-        """Raises KindRefused unless ``kind`` may leave."""
+        """Raise KindRefused unless ``kind`` may leave; ``what`` says in the message what holds it."""
         if kind not in self.send:
             raise KindRefused(
                 f"site '{site}' refuses to send {kind} for {what} (rule policy.send: {', '.join(self.send)})"
             )
 
     def check_group(self, site: str, kind: str, samples: int, what: str) -> None:
-        """Raises Refused when fewer samples than `smallest_group` stand behind an aggregate."""
+        """Raise Refused if ``kind`` is an aggregate of fewer samples than `smallest_group`."""
         if kind in _AGGREGATES and samples < self.smallest_group:
             raise Refused(
-                # Not how many: that is what the rule keeps here.
+                # The message must not say how many: the rule protects that number.
                 f"site '{site}' refuses to send {kind} of so few samples for {what} (rule policy.smallest_group: "
                 f"{self.smallest_group})"
             )
@@ -86,21 +86,25 @@ class Policy(BaseModel):
 class AuditLog:
     """A site's own log: one line of JSON per exchange, each with the digest of the line before it.
 
-    A line that is changed or taken out breaks the chain from there on, and `check` says where. Lines cut off the end
-    cannot be seen from the file alone: note the last digest elsewhere (``fedshift site check`` prints it).
+    A changed or removed line breaks the chain, and `check` reports its number. Lines cut off the end do not show in the
+    file itself: note the last digest elsewhere (``fedshift site check`` prints it).
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._rounds: dict[tuple[str, int], tuple[float, int]] = {}
-        """(run, round) → when it was first asked for, and its requests."""
+        """(run, round) → time of its first request, and number of its requests."""
         lines, self._last = self.check(path)
         for line in lines:
             self._count(line)
 
     def append(self, **entry: Any) -> None:
-        """Add a line and flush it to the disk. Raises UserError when it cannot be written: nothing leaves unlogged."""
+        """Add a line and flush it to the disk.
+
+        Raises:
+            UserError: the line cannot be written. Then nothing may leave the site.
+        """
         line = json.dumps({"time": time.time(), **entry, "previous": self._last})  # ASCII: any text can be written
         try:
             with open(self.path, "a", encoding="utf-8") as file:
@@ -113,8 +117,12 @@ class AuditLog:
         self._count(json.loads(line))
 
     def check_rate(self, site: str, policy: Policy, run: str, round_number: int) -> None:
-        """Raises Refused when one more request would be more than ``policy.requests_per_round``, or one more round more
-        than ``policy.rounds_per_day`` in 24 hours. What happens before round 1 is a round of its own.
+        """Check that one more request keeps to ``policy.requests_per_round`` and ``policy.rounds_per_day``.
+
+        Requests before round 1 count as a round of their own.
+
+        Raises:
+            Refused: a limit is reached.
         """
         since = time.time() - _DAY
         self._rounds = {key: (when, requests) for key, (when, requests) in self._rounds.items() if when >= since}
@@ -141,14 +149,21 @@ class AuditLog:
 
     @staticmethod
     def check(path: Path) -> tuple[list[dict[str, Any]], str]:
-        """``(lines, digest of the last)``. Raises FedshiftError, with the line's number, where the chain is broken."""
+        """Read a log and check its chain of digests.
+
+        Returns:
+            The lines, and the digest of the last one.
+
+        Raises:
+            FedshiftError: the chain is broken; names the first line that does not fit.
+        """
         lines: list[dict[str, Any]] = []
         last = _START
         if not path.exists():
             return lines, last
         text = path.read_text(encoding="utf-8")
         whole, _, rest = text.rpartition("\n")
-        if rest:  # the line that was being written when the machine stopped: its exchange did not happen
+        if rest:  # half a line, from a machine that stopped while writing: nothing was sent
             with open(path, "r+", encoding="utf-8") as file:
                 file.truncate(len(whole.encode()) + (1 if whole else 0))
         for number, line in enumerate(whole.split("\n") if whole else [], 1):
@@ -167,7 +182,7 @@ class AuditLog:
 
 
 def whole_number(value: object) -> int:
-    """``value`` where it is a number of rounds, exchanges or mini-batches, else −1."""
+    """``value`` if it is a possible number of rounds, exchanges or mini-batches, else −1."""
     fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
     return value if fits and isinstance(value, int) else -1
 
@@ -177,20 +192,12 @@ def _line_digest(line: str) -> str:
 
 
 def described(content: Mapping[str, Content]) -> dict[str, Any]:
-    """Kinds, shapes and bytes of content, as an audit log says them: no values."""
+    """Kinds, shapes and bytes of content for the audit log; no values."""
     out: dict[str, Any] = {}
-    for path, value in _leaves("", content):
+    for path, value in leaves(content):
         if isinstance(value, NamedTensors):
             shapes = {name: list(tensor.shape) for name, tensor in value.items()}
             out[path] = {"kind": value.kind, "bytes": value.nbytes, "shapes": shapes}
         else:
             out[path] = {"kind": NUMBERS}
     return out
-
-
-def _leaves(path: str, content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in content.items():
-        if isinstance(value, Mapping) and not isinstance(value, NamedTensors):
-            yield from _leaves(f"{path}{name}/", value)
-        else:
-            yield f"{path}{name}", value

@@ -1,6 +1,6 @@
-"""A federation whose sites are other machines: requests and replies as messages, which a `Transport` carries.
+"""A federation whose sites are other machines. A `Transport` carries requests and replies as messages.
 
-Replies come in any order and are handed on in the order asked, so a run over a network ends in the same bits as one in
+Replies arrive in any order and are handed on in the order asked, so a run over a network gives the same bits as one in
 a single process. A reply that is late, doubled, of another shape or not finite is refused and recorded, and its site
 counts as lost in this exchange.
 """
@@ -17,27 +17,46 @@ from torch import Tensor
 from fedshift.errors import FedshiftError, KindRefused, Refused, TrainingDiverged
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.federation import Federation, StepOwner
-from fedshift.federation.messages import Content, Reply, Statistics
+from fedshift.federation.messages import Content, Reply
 from fedshift.federation.remote.outbox import Outbox
-from fedshift.federation.remote.policy import ACCURACY
-from fedshift.federation.remote.reply_checks import Layout, TensorCheck, checked_measures, checked_reply, reply_type
+from fedshift.federation.remote.reply_checks import (
+    Layout,
+    TensorCheck,
+    checked_header,
+    checked_measures,
+    checked_reply,
+    measured_bytes,
+    reply_type,
+)
 from fedshift.federation.remote.transport import PROTOCOL, Lost, Transport, opened, request_key
 from fedshift.federation.remote.wire import Message, Residuals, Wire, body_of, seal
 from fedshift.weights import NamedTensors, Weights
 
 HERE = "coordinator"
-"""Where a checkpoint keeps what is the coordinator's own; no site may be called so."""
+"""The coordinator's own entry in a checkpoint; no site may have this name."""
 
 Event = Callable[[dict[str, Any]], None]
-"""Told of every step on the way of an exchange, for people who watch."""
+"""Called with each event of an exchange (asked, answered, lost, refused), for people who watch."""
 
 
 class RemoteFederation(Federation):
     """Sites behind a `Transport`.
 
-    recipe and parts: the setting, and what each site is told of its own part. Every request repeats them, so a site
-    that was started again needs no memory of the coordinator. like: the network's tensors, to check models against.
-    samples: how many each site said that it trains on; a reply cannot claim more, which would outweigh the others.
+    Every request repeats ``recipe`` and the site's entry of ``parts``: a restarted site needs no memory of the run.
+
+    Args:
+        method: the method of the run.
+        transport: carries the messages.
+        run: the run's name, which sites use for its folder.
+        recipe: the setting as JSON.
+        parts: role, split and fingerprint of each site, by site.
+        like: the network's tensors, to check models against.
+        samples: training samples by site. A reply cannot claim more, since that would outweigh the other sites.
+        deadline: seconds that an exchange waits for answers.
+        wire: how weights travel.
+        patience: seconds in which a site that was lost before must fetch its request.
+        on_event: called with each event.
+        options: the other arguments of `Federation`.
     """
 
     def __init__(
@@ -74,19 +93,20 @@ class RemoteFederation(Federation):
         return self._outbox.write(step, site, content).body.content
 
     def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
-        """Send all requests, hand the answers on in the order asked; those of lost sites are left out, and those of
-        sites that refuse are `Missing`.
+        """Send all requests and yield the answers in the order asked.
+
+        Lost sites are left out. A site that refuses or diverged is `Missing`.
         """
         self._outbox.clear()
         asked: list[Request] = []
         keys: dict[str, str] = {}
-        owed: dict[str, Residuals] = {}
+        residuals: dict[str, Residuals] = {}
 
         def messages() -> Iterator[tuple[str, Message]]:
             for request in requests:
                 asked.append(request)
                 written = self._outbox.write(step, request.site, request.content)
-                body, owed[request.site] = written.body, written.owed
+                body, residuals[request.site] = written.body, written.residuals
                 header = {
                     "do": "step",
                     "step": step,
@@ -106,13 +126,13 @@ class RemoteFederation(Federation):
         by_site = {request.site: request for request in asked}
 
         def takes_in() -> bool:
-            """Whether another message came."""
+            """Take in the next message; False when there is none."""
             found = next(arrivals, None)
             if found is None:
                 return False
             site, message = found
             if site not in by_site:
-                self._record(step, site, "refused", "a reply of a site that was not asked")
+                self._record(step, site, "refused", "a reply from a site that was not asked")
             elif site in waiting:
                 self._record(step, site, "refused", "a second reply to one request")
             else:
@@ -127,7 +147,7 @@ class RemoteFederation(Federation):
                 pass
             outcome = waiting.setdefault(request.site, Lost("did not answer"))
             if isinstance(outcome, _Taken) and outcome.layout is not None:
-                while takes_in():  # who is the odd one shows when all have answered
+                while takes_in():  # open fields can be compared only when all sites have answered
                     pass
                 self._compare(step, waiting, len(asked))
                 outcome = waiting[request.site]
@@ -135,18 +155,17 @@ class RemoteFederation(Federation):
                 gone += 1
                 self._record(step, request.site, "refused" if outcome.refused else "lost", outcome.reason)
                 self._may_go_on(step, request.site, len(asked), gone, outcome)
-                why = outcome.missing()
-                if why is not None:
+                if (why := outcome.missing()) is not None:
                     yield Missing(request.site, why)
                 else:
                     self._lost.add(request.site)
                     lost.append(request)
                 continue
-            answer, memory = outcome.answer, outcome.memory
+            answer = outcome.answer
             waiting[request.site] = Lost("handed on")
             self._lost.discard(request.site)
-            self._memory[request.site] = memory
-            self._outbox.taken(step, request.site, owed[request.site])
+            self._memory[request.site] = outcome.memory
+            self._outbox.delivered(step, request.site, residuals[request.site])
             budget = self.budget.get(request.site, 0)
             spent.append(answer.mini_batches / budget if budget else 0.0)
             yield answer
@@ -167,7 +186,11 @@ class RemoteFederation(Federation):
     def _taken(
         self, kind: type[Reply], step: str, request: Request, message: Message | Lost, key: str
     ) -> _Taken | Lost:
-        """The answer in a message, or why it cannot be used. Raises what a site raised that no waiting will change."""
+        """The answer in a message, or why it cannot be used.
+
+        Raises:
+            FedshiftError: the site's own error, where it ends the run.
+        """
         if isinstance(message, Lost):
             return message
         site = request.site
@@ -175,20 +198,11 @@ class RemoteFederation(Federation):
             header, content, crossed = opened(message, key)
             if "error" in header:
                 return self._site_error(site, header)
-            mini_batches, memory = header.get("mini_batches"), header.get("memory")
-            if not isinstance(mini_batches, int) or isinstance(mini_batches, bool) or mini_batches < 0:
-                raise FedshiftError("it does not say how many mini-batches it took")
-            left = max(0, request.envelope.mini_batches_left)
-            if mini_batches > left:  # what it says also counts for sites that are lost, see `forfeit`
-                raise FedshiftError(f"it says that it took more mini-batches than the {left} that it had left")
-            if not isinstance(memory, dict) or not all(
-                isinstance(item, str) for pair in memory.items() for item in pair
-            ):
-                raise FedshiftError("it does not say what the site remembers")
+            mini_batches, memory = checked_header(header, max(0, request.envelope.mini_batches_left))
             reply = checked_reply(kind, content)
             number = content.get("samples", 0)
             if isinstance(number, int) and not 0 <= number <= self._samples[site]:
-                raise FedshiftError(f"it says that it has {number} samples, of {self._samples[site]}")
+                raise FedshiftError(f"it claims {number} samples, of {self._samples[site]}")
             layout = self._tensors.check(step, kind, content, request.content)
         except FedshiftError as error:
             if isinstance(error, _Stop):
@@ -201,7 +215,7 @@ class RemoteFederation(Federation):
         return Lost(f"its reply was refused: {reason}")
 
     def _compare(self, step: str, waiting: dict[str, _Taken | Lost], asked: int) -> None:
-        """Refuse replies whose models are not such as most sites sent, where nothing else says how they must be."""
+        """Refuse replies whose open fields differ from those of most sites."""
         taken = {site: one for site, one in waiting.items() if isinstance(one, _Taken)}
         layouts = {site: one.layout for site, one in taken.items() if one.layout is not None}
         odd = self._tensors.odd_ones(step, layouts, asked)
@@ -220,12 +234,11 @@ class RemoteFederation(Federation):
         return Lost(text, name)
 
     def _may_go_on(self, step: str, site: str, asked: int, gone: int, outcome: Lost) -> None:
-        """Raises FedshiftError when too few sites are left for this exchange."""
+        """Raise FedshiftError if too few sites are left for this exchange."""
         needed = asked if self.quorum is None else min(self.quorum, asked)
         if asked - gone < needed:
             left = f"{asked - gone} of {asked} sites are left and the experiment asks for {needed} (engine.quorum)"
-            why = outcome.missing()
-            if why is not None:
+            if (why := outcome.missing()) is not None:
                 raise type(why)(f"round {self.round}, step {step}: {why}; {left}")
             raise FedshiftError(
                 f"round {self.round}, step {step}: site '{site}' is lost ({outcome.reason}); {left}; when the site is "
@@ -239,7 +252,7 @@ class RemoteFederation(Federation):
         return {"run": self.run, "round": self.round, "exchange": self.progress.exchange}
 
     def _common(self, site: str) -> dict[str, Any]:
-        """What every request repeats."""
+        """The part of a header that every request of the run repeats."""
         return {
             "protocol": PROTOCOL,
             "run": self.run,
@@ -253,9 +266,16 @@ class RemoteFederation(Federation):
     # Measuring --------------------------------------------------------------------------------------------------------
 
     def measure(self, weights: Weights, sites: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Each site's accuracy on its own held-out samples, with the counts per class; lost sites are left out.
+        """Have sites measure a model on their own held-out samples.
 
-        What crosses is counted under the kind ``accuracy``, apart from what the method sends.
+        The bytes are counted under the kind ``accuracy``, apart from what the method sends.
+
+        Args:
+            weights: the model.
+            sites: names of the sites.
+
+        Returns:
+            Accuracy, samples and counts per class, by site; lost sites are left out.
         """
         body = body_of({"weights": weights}, self.wire)
         size = sum(value.nbytes for value in body.content.values() if isinstance(value, NamedTensors))
@@ -265,7 +285,7 @@ class RemoteFederation(Federation):
             header = {"do": "measure", "round": self.round, **self._common(site)}
             keys[site] = header["key"] = request_key(header, body.sha256)
             outgoing.append((site, seal(header, body)))
-            self.ledger.record(0, "measure", site, "down", {"measured": _counted(size)})
+            self.ledger.record(0, "measure", site, "down", {"measured": measured_bytes(size)})
         found: dict[str, dict[str, Any]] = {}
         for site, message in self._arrivals("measure", outgoing):
             if isinstance(message, Lost):
@@ -288,24 +308,24 @@ class RemoteFederation(Federation):
             except FedshiftError as error:
                 self._record("measure", site, "refused", str(error))
                 continue
-            self.ledger.record(
-                0, "measure", site, "up", {"measures": _counted(8 * (2 + 2 * len(found[site]["classes"])))}
-            )
+            report = measured_bytes(8 * (2 + 2 * len(found[site]["classes"])))
+            self.ledger.record(0, "measure", site, "up", {"measures": report})
         return {site: found[site] for site in sites if site in found}
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
 
     def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:
-        """What each site remembers lies at the site; the checkpoint holds the names of its files. What sites are owed
-        lies here.
+        """Write the rounding residuals, and return the names of all files.
+
+        The memory of a site stays at the site; the checkpoint holds the names of its files.
         """
         self._kept = {site: dict(files) for site, files in self._memory.items()}
         self._checkpoint = self.progress.exchange
-        owed = self._outbox.save(folder / HERE, self._checkpoint)
-        return {**{site: dict(names) for site, names in self._memory.items()}, **({HERE: owed} if owed else {})}
+        residuals = self._outbox.save(folder / HERE, self._checkpoint)
+        return {site: dict(names) for site, names in self._memory.items()} | ({HERE: residuals} if residuals else {})
 
     def load_memory(self, folder: Path, files: Mapping[str, Mapping[str, str]]) -> None:
-        """Sites load what the next request names."""
+        """Restore the rounding residuals. Sites load the files that the next request names."""
         self._memory = {site: dict(names) for site, names in files.items() if site != HERE}
         self._kept = {site: dict(names) for site, names in self._memory.items()}
         self._checkpoint = self.progress.exchange
@@ -314,7 +334,7 @@ class RemoteFederation(Federation):
 
 @dataclass(frozen=True)
 class _Taken:
-    """A reply that can be used. layout: of its models, when they are still to be compared with those of other sites."""
+    """A usable reply. ``layout``: of its open fields, while they are to be compared with those of other sites."""
 
     answer: Answer[Any]
     memory: dict[str, str]
@@ -322,20 +342,8 @@ class _Taken:
 
 
 class _Stop(FedshiftError):
-    """Carries out of a reply's check what ends the run."""
+    """Wraps an error that ends the run, so that the checks of a reply let it pass."""
 
     def __init__(self, reason: FedshiftError) -> None:
         super().__init__(str(reason))
         self.reason = reason
-
-
-class Measured(Statistics):
-    """Stands in the ledger for a model sent to be measured, and for what is said of it."""
-
-    kind = ACCURACY
-
-
-def _counted(size: int) -> Measured:
-    import torch
-
-    return Measured({"bytes": torch.empty(size, dtype=torch.uint8, device="meta")})

@@ -1,4 +1,4 @@
-"""What a reply from another machine may hold: nothing that its step does not promise, in type, shape or value."""
+"""Checks of replies from other machines: a reply must hold what its step promises, in type, shape and value."""
 
 from __future__ import annotations
 
@@ -14,20 +14,25 @@ from torch import Tensor
 
 from fedshift.errors import FedshiftError
 from fedshift.federation.federation import StepOwner
-from fedshift.federation.messages import Reply, returned
+from fedshift.federation.messages import Reply, Statistics, leaves, returned
+from fedshift.federation.remote.policy import ACCURACY
 from fedshift.weights import NamedTensors, Weights
 
 LARGEST_INTEGER = 2**53
-"""A site's integers become floats on the way, and one of any size would overflow there."""
+"""Larger integers from a site are refused, since they would overflow where they become floats."""
 
 Tensors = frozenset[tuple[str, tuple[tuple[int, ...], torch.dtype]]]
-"""Names, shapes and types."""
+"""Names, shapes and types of tensors."""
 Layout = frozenset[tuple[str, Tensors]]
-"""What the open fields of a reply hold, by field (and key, where a field has several models)."""
+"""The tensors in the open fields of a reply, by field (and key, where a field holds several models)."""
 
 
 def reply_type(method: StepOwner, step: str) -> type[Reply]:
-    """What a step of ``method`` returns. Raises FedshiftError when ``step`` is no step: a private name, server code."""
+    """The class of reply that a step of ``method`` returns.
+
+    Raises:
+        FedshiftError: ``step`` does not name a step, but a private name or server code.
+    """
     named = isinstance(step, str) and not step.startswith("_")
     function = getattr(type(method.step_owner(step)), step, None) if named else None
     if inspect.isfunction(function):
@@ -38,8 +43,35 @@ def reply_type(method: StepOwner, step: str) -> type[Reply]:
     raise FedshiftError(f"'{step}' is not a step of {type(method).__name__}")
 
 
+def checked_header(header: Mapping[str, Any], left: int) -> tuple[int, dict[str, str]]:
+    """Check the header of a reply to a step.
+
+    Args:
+        header: the header.
+        left: mini-batches that the site had left.
+
+    Returns:
+        The mini-batches that the site trained on, and the files of its memory by entry.
+
+    Raises:
+        FedshiftError: one of them is missing or impossible.
+    """
+    mini_batches, memory = header.get("mini_batches"), header.get("memory")
+    if not isinstance(mini_batches, int) or isinstance(mini_batches, bool) or mini_batches < 0:
+        raise FedshiftError("it does not say how many mini-batches it trained on")
+    if mini_batches > left:  # absent sites are charged by this number, too: see `Federation.forfeit`
+        raise FedshiftError(f"it claims more mini-batches than the {left} that it had left")
+    if not isinstance(memory, dict) or not all(isinstance(item, str) for pair in memory.items() for item in pair):
+        raise FedshiftError("it does not say what the site remembers")
+    return mini_batches, memory
+
+
 def checked_reply(kind: type[Reply], content: Mapping[str, Any]) -> Reply:
-    """``content`` as a reply of the class a step promises. Raises FedshiftError where names or kinds differ."""
+    """Build a reply of class ``kind`` from ``content``.
+
+    Raises:
+        FedshiftError: the names or types of the fields differ from those of the class.
+    """
     expected = typing.get_type_hints(kind)
     names = {field.name for field in fields(kind)}
     if set(content) != names:
@@ -67,11 +99,15 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 class TensorCheck:
-    """Which models (`Weights`) replies may hold. like: the network's tensors.
+    """Checks the models (`Weights`) in replies.
 
-    Where the request carried a field of the same name, the site sends back what it was sent: the same names, shapes and
-    types. Where it did not, the field is *open*: tensors named as the network's are the whole network, others (a single
-    classifier, say) are as in the replies of most sites of the exchange. No single reply says how the others must be.
+    If the request carried a field of the same name, the reply's tensors must have the same names, shapes and types. If
+    not, the field is *open*. In an open field, tensors named as the network's must be the whole network. Other tensors
+    (a single classifier, say) must be as in the replies of most sites of the exchange. So no single reply decides how
+    the others must look.
+
+    Args:
+        like: the network's tensors.
     """
 
     def __init__(self, like: Mapping[str, Tensor]) -> None:
@@ -79,11 +115,20 @@ class TensorCheck:
         self._agreed: dict[str, Layout] = {}
 
     def check(self, step: str, kind: type[Reply], content: Mapping[str, Any], sent: Mapping[str, Any]) -> Layout | None:
-        """The models of open fields, for `odd_ones`; None when the reply has none, or they are known to be right.
+        """Check the tensors of one reply.
 
-        content: of a reply of the class ``kind``. sent: of the request that it answers. Raises FedshiftError for
-        numbers that are not finite, a model that is not as it was sent, part of a network in an open field, and open
-        fields that are not as sites agreed on in an exchange before.
+        Args:
+            step: the step that was asked.
+            kind: the class of the reply.
+            content: the content of the reply.
+            sent: the content of the request.
+
+        Returns:
+            The models in open fields, for `odd_ones`; None if there are none, or they are known to be right.
+
+        Raises:
+            FedshiftError: a number is not finite, a model differs from the one sent, an open field holds only a part of
+                the network, or it differs from what sites agreed on in an earlier exchange.
         """
         for name, value in content.items():
             for path, tensors in _named(name, value):
@@ -110,7 +155,7 @@ class TensorCheck:
         return layout if agreed is None else None
 
     def _check_open(self, path: str, tensors: Tensors) -> None:
-        """Raises FedshiftError for tensors of the network that are not the whole of it."""
+        """Raise FedshiftError if tensors share names with the network's, but are not exactly the network's."""
         found, own = dict(tensors), dict(self._like)
         for name in sorted(found.keys() & own.keys()):
             if found[name] != own[name]:
@@ -122,11 +167,19 @@ class TensorCheck:
             raise FedshiftError(f"'{path}' holds a part of the network's tensors, or others beside them")
 
     def odd_ones(self, step: str, layouts: Mapping[str, Layout], asked: int) -> dict[str, str]:
-        """Why replies are refused, by site: what their open fields hold is not what most sites sent.
+        """Find the replies whose open fields differ from those of most sites.
 
-        Between as many sites on either side the network's tensors, or those of a module of it, count before others.
-        Where that does not tell either, all are refused, for nobody knows who is right. What more than half of the
-        sites ``asked`` sent holds in later exchanges of the step as well.
+        In a tie, the layout that is the network, or a module of it, wins. If that decides nothing, all replies are
+        refused, since nobody knows who is right. A layout that more than half of the sites asked have sent is also
+        required in later exchanges of the step.
+
+        Args:
+            step: the step that was asked.
+            layouts: the open fields of each reply, by site.
+            asked: how many sites were asked.
+
+        Returns:
+            Why a reply is refused, by site.
         """
         votes = Counter(layouts.values())
         worth = {layout: (number, self._nearness(layout)) for layout, number in votes.items()}
@@ -143,7 +196,7 @@ class TensorCheck:
         return reasons
 
     def _nearness(self, layout: Layout) -> int:
-        """2: nothing but whole networks; 1: these or whole modules of it, named as in themselves; 0: neither."""
+        """2 if each model is the whole network, 1 if each is the network or a whole module of it, else 0."""
         return min((2 if tensors == self._like else int(self._is_module(tensors)) for _, tensors in layout), default=0)
 
     def _is_module(self, tensors: Tensors) -> bool:
@@ -166,40 +219,55 @@ def _models(name: str, value: Any) -> dict[str, Tensors]:
 
 
 def _odd(found: Mapping[str, Tensors], expected: Mapping[str, Tensors]) -> str:
-    """The first field in which they differ."""
+    """The first field in which two layouts differ."""
     return min(path for path in found.keys() | expected.keys() if found.get(path) != expected.get(path))
 
 
 def _may_be_weights(kind: Any) -> bool:
-    """Whether a field of this type can hold a model, by itself or by site."""
+    """Whether a field of this type can hold a model, or several by site."""
     if isinstance(kind, type) and issubclass(Weights, kind):
         return True
     return any(_may_be_weights(part) for part in typing.get_args(kind))
 
 
-def _named(path: str, value: Any) -> Iterator[tuple[str, NamedTensors]]:
-    if isinstance(value, NamedTensors):
-        yield path, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _named(f"{path}/{key}", item)
+def _named(name: str, value: Any) -> Iterator[tuple[str, NamedTensors]]:
+    return ((path, leaf) for path, leaf in leaves({name: value}) if isinstance(leaf, NamedTensors))
+
+
+class Measured(Statistics):
+    """Stands in the ledger for a model that was sent to be measured, and for the site's report of it."""
+
+    kind = ACCURACY
+
+
+def measured_bytes(size: int) -> Measured:
+    """Content of ``size`` bytes for the ledger; it takes no memory."""
+    return Measured({"bytes": torch.empty(size, dtype=torch.uint8, device="meta")})
 
 
 def checked_measures(value: Any, classes: int) -> dict[str, Any]:
-    """``{accuracy, samples, classes: [[right, of] or None]}`` as a site says it, with one entry per class.
+    """Check a site's report of a measurement.
 
-    Raises FedshiftError if it is not, or cannot be.
+    Args:
+        value: what the site sent.
+        classes: how many classes the experiment has.
+
+    Returns:
+        ``{accuracy, samples, classes}``; ``classes`` holds (right, of) per class, or None where it is kept back.
+
+    Raises:
+        FedshiftError: it is something else, or its numbers are impossible.
     """
     try:
         said, samples, pairs = value["accuracy"], value["samples"], value["classes"]
         pairs = [None if pair is None else (pair[0], pair[1]) for pair in pairs]
     except (TypeError, KeyError, IndexError) as error:
-        raise FedshiftError("what it measured cannot be read") from error
+        raise FedshiftError("its measurement cannot be read") from error
     counts = [samples, *(number for pair in pairs if pair for number in pair)]
     if not (_fits(said, float) and all(_fits(count, int) for count in counts)):
-        raise FedshiftError("what it measured cannot be read")
+        raise FedshiftError("its measurement cannot be read")
     if not (0 <= said <= 100 and samples >= 1 and all(0 <= pair[0] <= pair[1] <= samples for pair in pairs if pair)):
-        raise FedshiftError("what it measured is not an accuracy")
+        raise FedshiftError("its measurement is not an accuracy")
     if len(pairs) != classes:
         raise FedshiftError(f"it measured {len(pairs)} classes, the experiment has {classes}")
     return {"accuracy": float(said), "samples": samples, "classes": pairs}

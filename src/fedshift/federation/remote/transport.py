@@ -1,5 +1,6 @@
-"""How messages reach sites on other machines, whatever carries them: `Transport`, who was lost on it, what makes two
-requests the same, and questions before there is a federation.
+"""`Transport`, which carries messages to sites on other machines: its interface, lost sites, keys of requests.
+
+`ask_plain` asks sites questions before there is a federation.
 """
 
 from __future__ import annotations
@@ -16,48 +17,63 @@ from fedshift.federation.messages import Content
 from fedshift.federation.remote.wire import Message, body_of, seal, unseal
 
 PROTOCOL = 1
-"""The version of requests and replies. A site refuses another one."""
+"""The version of requests and replies. A site refuses any other."""
 
 
-class Again(FedshiftError):
-    """The run has to go on in a new job: a site is back that the present one cannot reach."""
+class NewJobNeeded(FedshiftError):
+    """The run must continue in a new job: a site is back that the present job cannot reach."""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """Why no reply of a site can be used in an exchange. ``error``: the name of the error that the site answered."""
+    """Why a site gave no usable reply in an exchange.
+
+    Attributes:
+        reason: what happened, in words.
+        error: the name of the error that the site answered with, if it answered.
+    """
 
     reason: str
     error: str = ""
 
     @property
     def refused(self) -> bool:
-        """Whether the site is there, and its policy does not let out what was asked for."""
+        """Whether the site answered that its policy refuses a kind."""
         return self.error == KindRefused.__name__
 
     def missing(self) -> KindRefused | TrainingDiverged | None:
-        """Why a site that is there has nothing to give in this exchange; None for one that is not there."""
+        """The error of a site that answered but gave nothing; None for a site that did not answer."""
         kinds: tuple[type[KindRefused | TrainingDiverged], ...] = (KindRefused, TrainingDiverged)
         return next((kind(self.reason) for kind in kinds if kind.__name__ == self.error), None)
 
 
 class Transport(Protocol):
-    """What an engine does: carry one message to each of some sites and bring back what they answer."""
+    """Carries one message to each of some sites and brings back their answers."""
 
     def exchange(
         self, messages: Iterator[tuple[str, Message]], deadline: float, patience: Mapping[str, float]
     ) -> Generator[tuple[str, Message | Lost], None, None]:
-        """Answers as they come; a site without one within ``deadline`` seconds is `Lost`.
+        """Send the messages; yield answers in the order of arrival.
 
-        patience: seconds that a site has to fetch its message, for those that were lost before. Raises Again.
+        Args:
+            messages: site and message.
+            deadline: seconds after which a site without an answer is `Lost`.
+            patience: seconds within which sites that were lost before must fetch their message.
+
+        Raises:
+            NewJobNeeded: a site is back that this job cannot reach.
         """
         ...
 
 
 def opened(message: Message, key: str) -> tuple[dict[str, Any], dict[str, Content], dict[str, Content]]:
-    """``(header, content, content as it crossed)`` of the answer to the request ``key``, which may be an ``error``.
+    """Open the answer to the request ``key``. The answer may be an ``error``.
 
-    Raises FedshiftError for anything else.
+    Returns:
+        Header, content, and the content as it crossed the network.
+
+    Raises:
+        FedshiftError: the message cannot be read, or answers another request.
     """
     header, content, crossed = unseal(message)
     if "error" not in header and header.get("answers") != key:
@@ -66,9 +82,9 @@ def opened(message: Message, key: str) -> tuple[dict[str, Any], dict[str, Conten
 
 
 def request_key(header: Mapping[str, Any], body_sha256: str) -> str:
-    """What makes two requests the same request: a site answers it again without doing it again.
+    """A digest of a request. A site that gets the same request again repeats its answer and does not work again.
 
-    Not the checkpoint's place, which differs when a round is done again.
+    The checkpoint's number and files are left out, since they differ when a round is repeated.
     """
     own = {name: value for name, value in header.items() if name not in ("key", "kept", "checkpoint")}
     return hashlib.sha256(f"{json.dumps(own, sort_keys=True)}\n{body_sha256}".encode()).hexdigest()
@@ -77,9 +93,20 @@ def request_key(header: Mapping[str, Any], body_sha256: str) -> str:
 def ask_plain(
     transport: Transport, what: str, run: str, headers: Mapping[str, Mapping[str, Any]], deadline: float
 ) -> dict[str, dict[str, Any] | Lost]:
-    """Ask sites for plain values before there is a federation: ``headers`` by site, their replies' headers by site.
+    """Ask sites for plain values, outside a federation.
 
-    ``arrived`` in a reply: the time of this machine's clock when it came. Raises Again as the transport does.
+    Args:
+        transport: carries the messages.
+        what: the request, such as ``hello``.
+        run: name of the run or experiment.
+        headers: what each site is asked, by site.
+        deadline: seconds to wait.
+
+    Returns:
+        The header of each site's answer, by site. ``arrived`` in it is the time of this machine's clock.
+
+    Raises:
+        NewJobNeeded: as the transport.
     """
     body = body_of({})
     outgoing: list[tuple[str, Message]] = []

@@ -1,9 +1,9 @@
-"""Messages as they cross a network: a header of plain values, a body of bytes, a digest over both.
+"""Messages as they cross a network: a header of plain values, a body of bytes, and a digest over both.
 
-Requests and replies are written here and read here, so what a stranger could send is decoded in one place. Nothing but
-JSON and safetensors is ever parsed. ``wire`` says how weights travel: as they are, as bfloat16, or as 8-bit integers
-with one scale for 256 numbers. Such weights are packed into one flat array per message, with a manifest of names, types
-and shapes. What rounding took away can be kept by the sender and added to its next message (error feedback: Seide et
+All requests and replies are written and read here, so everything that a stranger could send is decoded in one place.
+Only JSON and safetensors are parsed. ``wire`` is how weights travel: as they are, as bfloat16, or as 8-bit integers
+with one scale per 256 numbers. Rounded weights are packed into one flat array per model, with a manifest of names,
+types and shapes. The sender can keep the rounding residual and add it to its next message (error feedback: Seide et
 al., 1-bit SGD, Interspeech 2014).
 """
 
@@ -25,9 +25,10 @@ from fedshift.weights import NamedTensors, Weights
 
 Wire = Literal["float32", "bf16", "int8"]
 Residuals = dict[str, Tensor]
-"""What rounding took from each field that was sent, flat bfloat16 (n,)."""
+"""The rounding residual of each field that was sent, flat bfloat16 (n,)."""
 
 BLOCK = 256
+"""Numbers that share one scale in 8-bit weights."""
 _PIECE = 1024 * BLOCK
 _KEPT = "="
 _FLOATS = {str(kind): kind for kind in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
@@ -35,7 +36,7 @@ _FLOATS = {str(kind): kind for kind in (torch.float32, torch.float64, torch.floa
 
 @dataclass(frozen=True)
 class Message:
-    """One message: ``header`` is JSON text, ``body`` are safetensors bytes, ``digest`` is SHA-256 over both."""
+    """One message: ``header`` is JSON text, ``body`` safetensors bytes, ``digest`` SHA-256 over both."""
 
     header: str
     body: bytes
@@ -43,13 +44,13 @@ class Message:
 
     @property
     def size(self) -> int:
-        """Bytes that cross the network, the transport's own framing not counted."""
+        """Bytes that cross the network, without the transport's own framing."""
         return len(self.header.encode(errors="replace")) + len(self.body) + len(self.digest)
 
 
 @dataclass(frozen=True)
 class Body:
-    """Content as bytes, written once for all sites that get the same. ``content``: as it crosses, for the ledger."""
+    """Content as bytes, for all sites that get the same. ``content`` is what crosses, as the ledger counts it."""
 
     data: bytes
     sha256: str
@@ -57,20 +58,24 @@ class Body:
 
 
 def body_of(content: Mapping[str, Content], wire: Wire = "float32", residuals: Residuals | None = None) -> Body:
-    """``content`` as bytes; with ``residuals``, what rounding takes away is put there and added the next time."""
+    """Write ``content`` as bytes. ``residuals``, if given, are added before rounding and replaced by the new ones."""
     crossing, manifest = narrowed(content, wire, residuals)
     data = encode(crossing, {"packed": manifest})
     return Body(data, hashlib.sha256(data).hexdigest(), crossing)
 
 
 def seal(header: Mapping[str, Any], body: Body) -> Message:
-    """A message ready to be sent."""
+    """Make the message that is sent."""
     text = json.dumps(header, allow_nan=False)
     return Message(text, body.data, _digest(text, body.sha256))
 
 
 def unseal(message: Message) -> tuple[dict[str, Any], dict[str, Content], dict[str, Content]]:
-    """``(header, content, content as it crossed)``. Raises FedshiftError for anything that `seal` did not write."""
+    """Read a message: header, content, and the content as it crossed the network.
+
+    Raises:
+        FedshiftError: `seal` did not write this message.
+    """
     if not (isinstance(message.header, str) and isinstance(message.body, bytes) and isinstance(message.digest, str)):
         raise FedshiftError("a message is not a header of text, a body of bytes and a digest")
     if _digest(message.header, hashlib.sha256(message.body).hexdigest()) != message.digest:
@@ -87,10 +92,12 @@ def unseal(message: Message) -> tuple[dict[str, Any], dict[str, Content], dict[s
 
 
 def error_answer(request: Message | None, error: Exception) -> Message:
-    """The answer to a request that went wrong. A defect is only named, of a fault in the data what is public is said:
-    their texts might show a site's samples.
+    """The answer to a request that failed.
+
+    It must not show a site's samples. So it holds the public text of a FedshiftError, and only the type of any other
+    error.
     """
-    kind, text = "FedshiftError", f"the site's process failed ({type(error).__name__}); its own log says more"
+    kind, text = "FedshiftError", f"the site's process failed ({type(error).__name__}); see the site's own log"
     if isinstance(error, FedshiftError):
         kind, text = type(error).__name__, error.public
     try:
@@ -110,7 +117,11 @@ def _digest(header: str, body_sha256: str) -> str:
 def narrowed(
     content: Mapping[str, Content], wire: Wire, residuals: Residuals | None = None
 ) -> tuple[dict[str, Content], dict[str, Any]]:
-    """``(content as it crosses, manifest)``: the float tensors of every `Weights` as one flat narrow array."""
+    """Round the float tensors of every `Weights` and pack them into one flat array.
+
+    Returns:
+        The content as it crosses the network, and the manifest that `widened` needs.
+    """
     if wire == "float32":
         return dict(content), {}
     manifest: dict[str, Any] = {}
@@ -126,8 +137,8 @@ def _narrow(path: str, value: Any, wire: Wire, residuals: Residuals | None, mani
     if not floats:
         return value
     flat = torch.cat([tensor.detach().cpu().reshape(-1).to(torch.float32) for tensor in floats.values()])
-    owed = residuals.get(path) if residuals is not None else None
-    sent, left = _rounded(flat, wire, owed if owed is not None and len(owed) == len(flat) else None)
+    before = residuals.get(path) if residuals is not None else None
+    sent, left = _rounded(flat, wire, before if before is not None and len(before) == len(flat) else None)
     if residuals is not None:
         residuals[path] = left
     manifest[path] = [[name, str(tensor.dtype), list(tensor.shape)] for name, tensor in floats.items()]
@@ -136,7 +147,11 @@ def _narrow(path: str, value: Any, wire: Wire, residuals: Residuals | None, mani
 
 
 def widened(content: Mapping[str, Content], manifest: Any) -> dict[str, Content]:
-    """The inverse of `narrowed`, but for what rounding took. Raises FedshiftError when the manifest does not fit."""
+    """The inverse of `narrowed`, up to rounding.
+
+    Raises:
+        FedshiftError: the manifest does not fit.
+    """
     if not manifest:
         return dict(content)
     try:
@@ -160,10 +175,16 @@ def _widen(path: str, value: Any, manifest: Mapping[str, Any]) -> Any:
     return Weights({**tensors, **kept})
 
 
-def _rounded(flat: Tensor, wire: Wire, owed: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
-    """``(narrow array, what rounding took)`` of ``flat`` (float32, overwritten) and what is ``owed`` from before.
+def _rounded(flat: Tensor, wire: Wire, residual: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
+    """Round ``flat`` plus the residual from before, in pieces that fit the processor's cache.
 
-    The second is bfloat16: small, and half of what is stored. Done in pieces that fit the processor's cache.
+    Args:
+        flat: float32 (n,); overwritten.
+        wire: ``bf16`` or ``int8``.
+        residual: bfloat16 (n,).
+
+    Returns:
+        The rounded array, and its residual in bfloat16, which is small and takes half the memory of float32.
     """
     left = torch.empty(len(flat), dtype=torch.bfloat16)
     if wire == "bf16":
@@ -173,8 +194,8 @@ def _rounded(flat: Tensor, wire: Wire, owed: Tensor | None) -> tuple[dict[str, T
     for begin in range(0, len(flat), _PIECE):
         here = slice(begin, begin + _PIECE)
         part = flat[here]
-        if owed is not None:
-            part += owed[here]
+        if residual is not None:
+            part += residual[here]
         if wire == "bf16":
             sent["bf16"][here] = part
             part -= sent["bf16"][here]
@@ -188,7 +209,7 @@ def _rounded(flat: Tensor, wire: Wire, owed: Tensor | None) -> tuple[dict[str, T
 
 
 def _to_int8(flat: Tensor) -> dict[str, Tensor]:
-    """Blocks of 256 numbers as integers −127…127 and one float32 scale each."""
+    """Round blocks of 256 numbers to integers −127…127, with one float32 scale per block."""
     blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).reshape(-1, BLOCK)
     scale = blocks.abs().amax(dim=1) / 127
     steps = torch.where(scale > 0, scale, torch.ones_like(scale))
@@ -197,7 +218,7 @@ def _to_int8(flat: Tensor) -> dict[str, Tensor]:
 
 
 def _flat_of(sent: Mapping[str, Tensor], length: int) -> Tensor:
-    """The numbers that the receiver makes of a narrow array, float32 (length,)."""
+    """The numbers that a receiver reads from a rounded array, float32 (length,)."""
     if "bf16" in sent:
         flat = sent["bf16"].to(torch.float32)
     else:

@@ -125,6 +125,7 @@ class WithGenerator(Network):
             classes=network.classes,
             stages=network.stages,
             alignment_stages=network.alignment_stages,
+            seed=network.seed,
         )
         self.generator = generator
 
@@ -196,20 +197,12 @@ class FedADG(Method):
 
     def adapt_network(self, network: Network, sources: int) -> Network:
         width = network.embedding_size
-        first = [float(value) for value in next(network.parameters()).detach().flatten()[:8]]
-        with drawn_from(derive_seed("generator", *first)):
+        with drawn_from(derive_seed(network.seed, "generator")):
             made = Generator(self.noise or max(1, width // 2), network.classes, self.generator_hidden or width, width)
         return WithGenerator(network, made)
 
     def evaluated_network(self, network: Network, sources: int) -> Network:
-        return Network(
-            network.features,
-            network.classifier,
-            embedding_size=network.embedding_size,
-            classes=network.classes,
-            stages=network.stages,
-            alignment_stages=network.alignment_stages,
-        )
+        return network.with_parts(network.features, network.classifier)
 
     # Server -------------------------------------------------------------------------------------------------------
 

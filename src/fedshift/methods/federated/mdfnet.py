@@ -60,13 +60,13 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Number, PerSite, Update
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site import Batch, Site
+from fedshift.functional import schedules
 from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.clustering import spherical_kmeans
 from fedshift.functional.losses import entropy_of_logits
 from fedshift.functional.masking import soft_interaction
 from fedshift.functional.mdfnet_schedule import (
     collaborative_shares,
-    decayed_rate,
     is_ready,
     names_few_classes,
     progress_since,
@@ -285,7 +285,7 @@ class MDFNet(Method):
         model, private = halves.model, halves.private
         optimizer = site.optimizer(model, private, memory="optimizer", keep=self.keep_momentum)
         for group in optimizer.param_groups:
-            group["lr"] = decayed_rate(r, site.training.lr) if self.decay else group["lr"]
+            group["lr"] = schedules.inverse_power(r, site.training.lr, clamp=False) if self.decay else group["lr"]
 
         def whole(batch: Batch) -> Tensor:
             logits, common = halves(batch.inputs)

@@ -252,6 +252,7 @@ class Ensemble(Network):
             classes=network.classes,
             stages={},
             alignment_stages=(),
+            seed=network.seed,
         )
         self.members = nn.ModuleList(copy.deepcopy(network) for _ in range(members))
         self.register_buffer("counted", torch.ones(members))

@@ -1,8 +1,8 @@
-"""A FLARE driver for what a role's own processes say to each other: a unix socket in a folder that is its user's alone.
+"""A FLARE driver for messages between the processes of one role: a unix socket in a folder that only its user can read.
 
-FLARE's own drivers for this channel open a TCP port on loopback, which every user of the machine can dial, or write
-each message to a shared disk. FLARE imports each file of this folder by itself (``comm_driver_path``), so it stands
-alone.
+FLARE's own drivers for this channel either open a TCP port on loopback, which every user of the machine can reach, or
+write each message to a shared disk. FLARE imports each file of this folder by itself (``comm_driver_path``), so this
+file imports nothing of fedshift.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from nvflare.fuel.f3.drivers.socket_conn import ConnectionHandler, SocketConnect
 
 SCHEME = "unix"
 LONGEST = 100
-"""Bytes of a socket's path that every system takes (Linux 107, macOS 103)."""
+"""Bytes of a socket's path that every system accepts (Linux 107, macOS 103)."""
 
 
 class UnixSocketDriver(BaseDriver):  # type: ignore[misc]
-    """Listens on, or dials, ``unix://0/path``. A listener's resources name its ``folder``."""
+    """Listens on ``unix://0/path`` or connects to it. A listener's resources name its ``folder``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class UnixSocketDriver(BaseDriver):  # type: ignore[misc]
 
     @staticmethod
     def get_urls(scheme: str, resources: dict[str, Any]) -> tuple[str, str]:
-        """A new name in the folder, so that a job of a parent that died never finds the next one's."""
+        """A new name in the folder, so that a job whose parent died never reaches the next parent."""
         url = f"{SCHEME}://0{quote(str(Path(resources['folder']) / secrets.token_hex(4)))}"
         return url, url
 
@@ -72,12 +72,12 @@ class UnixSocketDriver(BaseDriver):  # type: ignore[misc]
 
 class _Server(ThreadingUnixStreamServer):
     daemon_threads = True
-    ssl_context = None  # asked for by FLARE's handler of connections
+    ssl_context = None  # FLARE's connection handler reads it
 
     def __init__(self, driver: UnixSocketDriver, connector: ConnectorInfo) -> None:
         self.driver, self.connector = driver, connector
         path = _path(connector)
-        path.unlink(missing_ok=True)  # FLARE listens again on the same name after a fault
+        path.unlink(missing_ok=True)  # after a fault, FLARE listens on the same name again
         with short(path) as name:
             super().__init__(name, ConnectionHandler)
         path.chmod(0o600)
@@ -89,7 +89,7 @@ def _path(connector: ConnectorInfo) -> Path:
 
 @contextlib.contextmanager
 def short(path: Path) -> Iterator[str]:
-    """A name for a socket's path that the system takes: on Linux a long one by way of its folder, opened."""
+    """A form of a socket's path that the system accepts. On Linux, a long path goes through its opened folder."""
     if len(os.fsencode(path)) <= LONGEST or sys.platform != "linux":
         yield str(path)
         return

@@ -1,0 +1,100 @@
+"""Classes by name: data sets, networks, methods. A class is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Generic, TypeVar, cast
+
+from fedshift.errors import UserError, nearest
+from fedshift.import_paths import import_file
+
+T = TypeVar("T")
+
+
+class ClassRegistry(Generic[T]):
+    """Maps names to classes without importing them.
+
+    ``name in registry`` and `names` import nothing.
+
+    Args:
+        what: What one entry is, for messages, such as ``"data set"``.
+        base: The class that every entry derives from.
+        places: Name → ``package.module:Class``, in the order of the documentation.
+        own: Whether a name may also be ``file.py:Class`` or ``package.module:Class``, a person's own class.
+    """
+
+    def __init__(self, what: str, base: type[Any], places: Mapping[str, str], *, own: bool = False) -> None:
+        self.what = what
+        self.base = base
+        self.places = dict(places)
+        self.own = own
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.places
+
+    def names(self) -> tuple[str, ...]:
+        """The registered names, in the order of the documentation."""
+        return tuple(self.places)
+
+    def name_in(self, options: Mapping[str, object], field: str) -> str:
+        """The name that a section of an experiment file gives.
+
+        Args:
+            options: The section.
+            field: Path of its name in the file, for the message.
+
+        Raises:
+            UserError: There is no name, or it is not a text.
+        """
+        name = options.get("name")
+        if not isinstance(name, str):
+            raise UserError(f"{field}: give the name of a {self.what}; {nearest('', self.places)}")
+        return name
+
+    def find(self, name: str, *, folder: Path | None = None, permit: Callable[[str], None] | None = None) -> type[T]:
+        """The class of that name.
+
+        Args:
+            name: A registered name or, where the registry takes a person's own classes, where to find one.
+            folder: Where a relative ``file.py`` is looked up first; then the working directory.
+            permit: Called with the name before anything is imported; refuses by raising.
+
+        Raises:
+            UserError: There is no such name, file, module or class; names the nearest known one.
+        """
+        if permit is not None:
+            permit(name)
+        place = self.places.get(name, name if self.own else "")
+        module_name, colon, attribute = place.rpartition(":")
+        if not colon:
+            hint = "; your own: file.py:Class" if self.own else ""
+            raise UserError(f"unknown {self.what} '{name}'; {nearest(name, self.places)}{hint}")
+        if name in self.places:
+            return cast(type[T], getattr(importlib.import_module(module_name), attribute))
+        return self._own_class(name, module_name, attribute, folder)
+
+    def _own_class(self, name: str, module_name: str, attribute: str, folder: Path | None) -> type[T]:
+        try:
+            module = _module(module_name, folder)
+        except (ImportError, OSError, SyntaxError) as error:
+            raise UserError(f"{self.what} '{name}' cannot be imported: {error}") from error
+        classes = {
+            key: kind for key, kind in vars(module).items() if isinstance(kind, type) and issubclass(kind, self.base)
+        }
+        if attribute not in classes:
+            made_there = [key for key, kind in classes.items() if kind.__module__ == module.__name__]
+            raise UserError(
+                f"{module_name} has no {self.what} '{attribute}' (a class derived from {self.base.__name__}); "
+                f"{nearest(attribute, made_there)}"
+            )
+        return cast(type[T], classes[attribute])
+
+
+def _module(name: str, folder: Path | None) -> ModuleType:
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    beside = (folder or Path()) / name
+    return import_file(str(beside if beside.exists() else name))

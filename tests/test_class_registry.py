@@ -1,0 +1,66 @@
+"""Classes by name: what is found, what is imported when, and what a person is told."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedshift.class_registry import ClassRegistry
+from fedshift.errors import FedshiftError, UserError
+
+PLACES = {"known": "fedshift.errors:UserError", "refused": "fedshift.errors:Refused", "gone": "fedshift.nowhere:Gone"}
+
+
+def registry(*, own: bool = True) -> ClassRegistry[FedshiftError]:
+    return ClassRegistry("error", FedshiftError, PLACES, own=own)
+
+
+def test_names_are_found_and_nothing_is_imported_before() -> None:
+    assert registry().names() == tuple(PLACES)
+    assert "gone" in registry()
+    assert registry().find("known") is UserError
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_an_unknown_name_is_told_with_the_nearest(own: bool) -> None:
+    with pytest.raises(UserError, match=r"'knwon'.*'known'") as told:
+        registry(own=own).find("knwon")
+    assert ("file.py:Class" in str(told.value)) is own
+
+
+@pytest.mark.parametrize("options", [{}, {"name": 3}, {"name": None}])
+def test_a_missing_name_is_told_with_its_field_and_all_names(options: dict[str, object]) -> None:
+    assert registry().name_in({"name": "known"}, "errors.name") == "known"
+    with pytest.raises(UserError, match=r"^errors\.name: .*gone, known, refused"):
+        registry().name_in(options, "errors.name")
+
+
+def test_own_classes_come_from_files_and_modules(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("from fedshift.errors import UserError\nclass Mine(UserError): pass\n")
+    for name, folder in (("mine.py:Mine", tmp_path), (f"{tmp_path / 'mine.py'}:Mine", None)):
+        assert registry().find(name, folder=folder).__name__ == "Mine"
+    assert registry().find("fedshift.errors:Refused").__name__ == "Refused"
+    with pytest.raises(UserError, match=r"'Mime'.*FedshiftError.*'Mine'\? known: Mine$"):
+        registry().find("mine.py:Mime", folder=tmp_path)
+    with pytest.raises(UserError, match=r"unknown error"):
+        registry(own=False).find("fedshift.errors:Refused")
+
+
+@pytest.mark.parametrize("name", ["nowhere.py:Mine", "fedshift.nowhere:Mine", "broken.py:Mine"])
+def test_what_cannot_be_imported_is_told_in_one_line(name: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("class Mine(:\n")
+    with pytest.raises(UserError, match="cannot be imported"):
+        registry().find(name, folder=tmp_path)
+
+
+def test_permission_is_asked_before_anything_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import sys\nsys.ran_without_permission = True\n")
+
+    def permit(name: str) -> None:
+        raise UserError(f"'{name}' is not permitted")
+
+    with pytest.raises(UserError, match="not permitted"):
+        registry().find("mine.py:Mine", folder=tmp_path, permit=permit)
+    assert not hasattr(sys, "ran_without_permission")

@@ -1,0 +1,41 @@
+"""The examples in docstrings run, and every public function of these rooms has one."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+import fedshift.evaluation
+import fedshift.functional
+
+SINGLE = ("fedshift.api", "fedshift.weights", "fedshift.errors", "fedshift.files", "fedshift.import_paths")
+MODULES = [
+    *SINGLE,
+    *(
+        module.name
+        for package in (fedshift.functional, fedshift.evaluation)
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+    ),
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = doctest.testmod(importlib.import_module(name))
+    assert not found.failed, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_public_function_has_an_example(name: str) -> None:
+    module = importlib.import_module(name)
+    functions = [
+        function
+        for called, function in inspect.getmembers(module, inspect.isfunction)
+        if function.__module__ == name and not called.startswith("_")
+    ]
+    without = [function.__name__ for function in functions if "Example:\n" not in (function.__doc__ or "")]
+    assert without == []
