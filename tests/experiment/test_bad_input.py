@@ -31,7 +31,7 @@ CHANGES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("nested bound", {"methods": [{"name": "fedavg", "local_epochs": 0}]}, ["local_epochs", "greater than 0", "got 0"]),
     ("no methods", {"methods": []}, ["methods", "at least one"]),
     ("methods of the wrong kind", {"methods": "fedavg"}, ["methods", "list"]),
-    ("method without a name", {"methods": [{"local_epochs": 2}]}, ["method", "no name", "fedavg"]),
+    ("method without a name", {"methods": [{"local_epochs": 2}]}, ["method", "give the name of a method", "fedavg"]),
     ("labels twice", {"methods": ["fedavg", {"name": "fedavg"}]}, ["'fedavg' stands twice", "label"]),
     ("a label that leads away", {"methods": [{"name": "fedavg", "label": "../x"}]}, ["'../x'", "folder"]),
     ("a method that is nowhere", {"methods": [{"name": "nowhere.py:Mine"}]}, ["nowhere.py"]),

@@ -70,4 +70,4 @@ def test_a_source_that_sent_no_model_has_no_say() -> None:
             member = setting(method, domains(NORMED), NORMED).build_network()
             member.load_state_dict(dict(weights))
             each.append(member.eval()(inputs).softmax(1))
-        torch.testing.assert_close(method.predict(model, inputs).softmax(1), sum(each) / 2, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(model(inputs).softmax(1), sum(each) / 2, atol=1e-6, rtol=1e-5)

@@ -2,65 +2,52 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-from fedshift.errors import UserError, nearest
-from fedshift.import_paths import import_file
+from fedshift.class_registry import ClassRegistry
 from fedshift.methods.base import Method
 from fedshift.methods.catalogue import ENTRIES
 
 METHODS: Mapping[str, str] = {name: entry.place for name, entry in ENTRIES.items()}
+_CLASSES: ClassRegistry[Method] = ClassRegistry("method", Method, METHODS, own=True)
 
 
 def names() -> tuple[str, ...]:
     """Every method that comes with fedshift."""
-    return tuple(METHODS)
+    return _CLASSES.names()
 
 
 def method_class(name: str, folder: Path | None = None) -> type[Method]:
-    """The class of a method: a known name, ``package.module:Class``, or ``file.py:Class`` (relative to ``folder``).
+    """The class of a method.
 
-    Raises UserError, with the nearest known name, when there is no such method.
+    Args:
+        name: A known name, ``package.module:Class``, or ``file.py:Class``.
+        folder: Where a relative file is looked up first; then the working directory.
+
+    Raises:
+        UserError: There is no such method; the message has the nearest known name.
     """
-    place = METHODS.get(name, name)
-    module_name, colon, attribute = place.partition(":")
-    if not colon:
-        raise UserError(f"unknown method '{name}'; {nearest(name, METHODS)}; your own: file.py:Class")
-    try:
-        module = _own_file(module_name, folder) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except (ImportError, OSError, SyntaxError) as error:
-        raise UserError(f"method '{name}' cannot be imported: {error}") from error
-    found = getattr(module, attribute, None)
-    if not (isinstance(found, type) and issubclass(found, Method)):
-        kinds = [key for key, value in vars(module).items() if isinstance(value, type) and issubclass(value, Method)]
-        own = [key for key in kinds if vars(module)[key].__module__ == module.__name__]
-        raise UserError(
-            f"{module_name} has no method '{attribute}' (a class derived from Method); {nearest(attribute, own)}"
-        )
-    return found
+    return _CLASSES.find(name, folder=folder)
 
 
 def parse(
     options: Mapping[str, Any], folder: Path | None = None, permit: Callable[[str], None] | None = None
 ) -> Method:
-    """The method of one entry of ``methods:``. Raises UserError for an unknown name, ValidationError for its fields.
+    """The method of one entry of ``methods:``.
 
-    permit: asked for every name, also of a method behind another one, before anything of it is imported.
+    Args:
+        options: Its name, and its options beside it.
+        folder: Where a person's own file is looked up first.
+        permit: Called with every name, also of a method behind another one, before anything is imported; refuses by
+            raising.
+
+    Raises:
+        UserError: There is no such method.
+        ValidationError: An option is wrong.
     """
     fields = dict(options)
-    name = fields.pop("name", None)
-    if not isinstance(name, str):
-        raise UserError(f"a method has no name; {nearest('', METHODS)}")
-    if permit is not None:
-        permit(name)
-    return method_class(name, folder).model_validate(fields, context={"folder": folder, "permit": permit})
-
-
-def _own_file(path: str, folder: Path | None) -> ModuleType:
-    """A person's method file, relative to the experiment file or else to the working directory."""
-    beside = (folder or Path()) / path
-    return import_file(str(beside if beside.exists() else path))
+    kind = _CLASSES.find(_CLASSES.name_in(fields, "methods"), folder=folder, permit=permit)
+    fields.pop("name")
+    return kind.model_validate(fields, context={"folder": folder, "permit": permit})

@@ -255,6 +255,7 @@ class _Sampled(Network):
             classes=network.classes,
             stages=network.stages,
             alignment_stages=network.alignment_stages,
+            seed=network.seed,
         )
         self._samples = samples
 
