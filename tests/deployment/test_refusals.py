@@ -157,7 +157,7 @@ def test_a_site_that_sends_no_model_is_left_out_of_training(tmp_path: Path) -> N
     log = [json.loads(line) for line in (tmp_path / "south/memory/audit.jsonl").read_text().splitlines()]
     refused = [line for line in log if line.get("refused")]
     assert refused
-    assert all("refuses to send weights for field 'weights' of step fit" in line["refused"] for line in refused)
+    assert all("refuses to send weights for field 'weights' of call fit" in line["refused"] for line in refused)
 
 
 def test_a_site_that_does_not_say_how_well_a_model_does_is_left_out_of_the_measurement(tmp_path: Path) -> None:
@@ -222,5 +222,5 @@ def test_what_a_step_promises_is_refused_before_it_works(monkeypatch: pytest.Mon
     )
     monkeypatch.setattr(ELCFS, "share_spectra", ELCFS.share_spectra)
     monkeypatch.setattr(ELCFS, "_half_width", lambda *_: pytest.fail("it worked"))
-    with pytest.raises(KindRefused, match=r"site 'large' refuses to send spectra .* step share_spectra\), rule engine"):
+    with pytest.raises(KindRefused, match=r"site 'large' refuses to send spectra .* call share_spectra\), rule engine"):
         runner.run("share_spectra", runner.site.envelope, {})

@@ -400,7 +400,7 @@ SETTING: dict[str, Any] = {
 
 
 def request(program: SiteProgram, **changes: Any) -> dict[str, Any]:
-    """What a site answers to a request for a step with something in it changed."""
+    """What a site answers to a request for a call with something in it changed."""
     header = {
         "do": "step",
         "protocol": 1,
@@ -440,11 +440,11 @@ def test_a_whole_request_is_answered(program: SiteProgram) -> None:
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"step": "round"}, "not a step"),
-        ({"step": "mini_batches"}, "not a step"),
-        ({"step": "_own"}, "not a step"),
-        ({"step": "__init__"}, "not a step"),
-        ({"step": 3}, "not a step"),
+        ({"step": "round"}, "not a call"),
+        ({"step": "mini_batches"}, "not a call"),
+        ({"step": "_own"}, "not a call"),
+        ({"step": "__init__"}, "not a call"),
+        ({"step": 3}, "not a call"),
         ({"do": "shell"}, "does not know"),
         ({"protocol": 2}, "install the same fedshift"),
         ({"run": "../../etc"}, "names a file"),

@@ -67,7 +67,7 @@ class Wrong(Reply):
 
 
 class Fake(Federation):
-    """An engine that runs a function in place of a step and notes what was asked."""
+    """An engine that runs a function in place of a call and notes what was asked."""
 
     def __init__(self, answer: Callable[[Request], Reply], method: Any = None, **options: Any) -> None:
         budget = dict.fromkeys(SITES, 10)
@@ -99,7 +99,7 @@ def values(replies: Replies[Update]) -> list[float]:
 def test_replies_stream_once() -> None:
     fake = Fake(numbered)
     replies = asked(fake)
-    assert fake.asked == []  # a step runs when its reply is wanted
+    assert fake.asked == []  # a call runs when its reply is wanted
     passing = replies.items()
     assert next(passing)[0] == "a"
     assert fake.asked == ["a"]

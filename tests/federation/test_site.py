@@ -1,4 +1,4 @@
-"""What a step sees of its site: batches, budgets, generators, an optimiser that remembers, and memory on disk."""
+"""What a call sees of its site: batches, budgets, generators, an optimiser that remembers, and memory on disk."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A site of a deployed federation: it answers the coordinator's requests.
 
-A site runs only steps of methods that are installed here. Before a step it checks version, method and policy; after it,
+A site runs only calls of methods that are installed here. Before a call it checks version, method and policy; after it,
 everything that would leave. It writes each exchange to its audit log, and keeps its memory on its own disk. It also
 keeps its answers since the last checkpoint: when a job died and a request comes again, the site repeats its answer
 without training again.
@@ -202,10 +202,10 @@ class SiteProgram:
                 "fedshift deploy resume, or begin a new experiment"
             )
 
-    # Steps ------------------------------------------------------------------------------------------------------------
+    # Calls ------------------------------------------------------------------------------------------------------------
 
     def _step(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
-        """Run one step, or repeat the answer to the same request."""
+        """Run one call, or repeat the answer to the same request."""
         envelope = envelope_of(header["envelope"])
         run = plain_name(header["run"])
         folder = self.config.memory / run
@@ -213,9 +213,9 @@ class SiteProgram:
         leave_out = header["setting"]["on_refusal"] == "leave_out"
         self.policy.check_method(self.name, header["setting"]["method"]["name"], () if leave_out else method.shares)
         self.log.check_rate(self.name, self.policy, run, envelope.round)
-        # Check what the reply's type promises before the step runs, and the reply itself before it leaves.
+        # Check what the reply's type promises before the call runs, and the reply itself before it leaves.
         for field, kind in promised_kinds(reply_type(method, header["step"])).items():
-            self.policy.check_kind(self.name, kind, f"field '{field}' of step {header['step']}")
+            self.policy.check_kind(self.name, kind, f"field '{field}' of call {header['step']}")
         self._check_unchanged(header["part"]["fingerprint"])
         runner = self._runner_for(header, method)
         drop_covered(folder, header)
@@ -227,14 +227,14 @@ class SiteProgram:
             return answer
         memory = runner.site.memory
         self._remember(runner, folder, header["memory"])
-        self._runner = None  # a step that fails may leave its memory half written
+        self._runner = None  # a call that fails may leave its memory half written
         views = [view for view in (runner.site.data, runner.site.unlabelled, runner.site.held_out) if view is not None]
         for view in views:
             view.watch()
         reply, mini_batches = runner.run(header["step"], envelope, content)
         sent = reply_content(reply)
         entry["sent"] = described(sent)
-        # A step that read no sample sends what an earlier step made of all samples, or nothing.
+        # A call that read no sample sends what an earlier call made of all samples, or nothing.
         seen = sum(int(view.seen.sum()) for view in views if view.seen is not None) or runner.site.samples
         self._check_sent(entry["sent"], header["step"], seen)
         body = self._narrow(runner, header, sent)
@@ -244,14 +244,14 @@ class SiteProgram:
         keep_answer(folder, header, answer)
         return answer
 
-    def _check_sent(self, sent: Mapping[str, Any], step: str, samples: int) -> None:
+    def _check_sent(self, sent: Mapping[str, Any], call: str, samples: int) -> None:
         """Raise Refused unless the policy lets a reply out that was made of so many ``samples``."""
         for path, piece in sent.items():
-            self.policy.check_kind(self.name, piece["kind"], f"field '{path}' of step {step}")
+            self.policy.check_kind(self.name, piece["kind"], f"field '{path}' of call {call}")
             self.policy.check_group(self.name, piece["kind"], samples, f"field '{path}'")
 
     def _narrow(self, runner: SiteRunner, header: Mapping[str, Any], sent: Mapping[str, Any]) -> Any:
-        """Write the reply as bytes, and remember its rounding residual for the step's next reply."""
+        """Write the reply as bytes, and remember its rounding residual for the call's next reply."""
         if header["wire"] == "float32":
             return body_of(sent)
         remembered = runner.site.memory.get(_RESIDUALS)
@@ -310,7 +310,7 @@ class SiteProgram:
     # Measuring and the end --------------------------------------------------------------------------------------------
 
     def _measure(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
-        """Answer with this site's accuracy under the given weights, on samples that no step trains on."""
+        """Answer with this site's accuracy under the given weights, on samples that no call trains on."""
         self.policy.check_kind(self.name, ACCURACY, "measuring a model")
         self.log.check_rate(self.name, self.policy, plain_name(header["run"]), whole_number(header["round"]))
         method = self._method(header["setting"]["method"])

@@ -21,8 +21,8 @@ from fedshift.weights import NamedTensors
 OnRefusal = Literal["stop", "leave_out"]
 
 
-class StepOwner(Protocol):
-    """What an engine needs of a method: its steps, its network, what sites remember, how to import it elsewhere."""
+class CallOwner(Protocol):
+    """What an engine needs of a method: its calls, its network, what sites remember, how to import it elsewhere."""
 
     @property
     def memory_names(self) -> tuple[str, ...]: ...
@@ -32,9 +32,9 @@ class StepOwner(Protocol):
 
     def adapt_network(self, network: Network, sources: int) -> Network: ...
 
-    def step_owner(self, step: str) -> StepOwner: ...
+    def call_owner(self, call: str) -> CallOwner: ...
 
-    def run_step(self, step: str, site: Site, content: Mapping[str, Any]) -> Reply: ...
+    def run_call(self, call: str, site: Site, content: Mapping[str, Any]) -> Reply: ...
 
     def recipe(self) -> dict[str, Any]: ...
 
@@ -64,7 +64,7 @@ class Federation(ABC):
 
     def __init__(
         self,
-        method: StepOwner,
+        method: CallOwner,
         *,
         sources: Sequence[str],
         targets: Sequence[str],
@@ -90,13 +90,13 @@ class Federation(ABC):
         self._open: Replies[Any] | None = None
 
     @abstractmethod
-    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
+    def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         """Carry the requests to their sites and yield the answers in the same order. Engines implement this.
 
         A site whose training diverged or that refuses is `Missing`. An engine may leave out a site that it lost.
         """
 
-    def crossing(self, step: str, site: str, content: Mapping[str, Content]) -> Mapping[str, Content]:
+    def crossing(self, call: str, site: str, content: Mapping[str, Content]) -> Mapping[str, Content]:
         """``content`` as the ledger counts it on its way to ``site``; an engine may send it in a smaller form."""
         return content
 
@@ -121,15 +121,15 @@ class Federation(ABC):
         """Mini-batches of one round if ``site`` spreads its budget evenly over the planned rounds."""
         return -(-self.budget[site] // self.rounds)
 
-    def ask(self, step: Callable[..., R], *, to: Sequence[str], **content: Content | PerSite) -> Replies[R]:
-        """Run a step of the method at some sites and return one reply from each.
+    def ask(self, call: Callable[..., R], *, to: Sequence[str], **content: Content | PerSite) -> Replies[R]:
+        """Run a call of the method at some sites and return one reply from each.
 
-        The step runs when its reply is read, at the latest before the next exchange.
+        The call runs when its reply is read, at the latest before the next exchange.
 
         Args:
-            step: a bound method of this run's method, ``step(site, **content) -> Reply``.
+            call: a bound method of this run's method, ``call(site, **content) -> Reply``.
             to: names of the sites.
-            content: what the step is given, by argument. Wrap content that differs between sites in `PerSite`.
+            content: what the call is given, by argument. Wrap content that differs between sites in `PerSite`.
 
         Raises:
             FedshiftError: a site is unknown, or content may not travel.
@@ -139,10 +139,10 @@ class Federation(ABC):
         unknown = [site for site in to if site not in self.progress.used]
         if unknown:
             raise FedshiftError(f"'{unknown[0]}' is not in this federation; {nearest(unknown[0], self.progress.used)}")
-        if getattr(step, "__self__", None) is not self.method.step_owner(step.__name__):
-            raise FedshiftError("ask takes a step of the method itself, such as self.fit")
+        if getattr(call, "__self__", None) is not self.method.call_owner(call.__name__):
+            raise FedshiftError("ask takes a call of the method itself, such as self.fit")
         self.progress.exchange += 1
-        replies = Replies(tuple(to), self._exchange(step.__name__, tuple(to), content))
+        replies = Replies(tuple(to), self._exchange(call.__name__, tuple(to), content))
         self._open = replies
         return replies
 
@@ -153,14 +153,14 @@ class Federation(ABC):
             open_replies.drain()
 
     def _exchange(
-        self, step: str, to: tuple[str, ...], content: Mapping[str, Content | PerSite]
+        self, call: str, to: tuple[str, ...], content: Mapping[str, Content | PerSite]
     ) -> Generator[tuple[str, Any], None, None]:
         number = self.progress.exchange
 
         def requests() -> Iterator[Request]:
             for site in to:
                 own = {name: _content_for(site, name, value) for name, value in content.items()}
-                self.ledger.record(number, step, site, "down", self.crossing(step, site, own))
+                self.ledger.record(number, call, site, "down", self.crossing(call, site, own))
                 used, budget = self.progress.used[site], self.budget.get(site, 0)
                 yield Request(
                     site, Envelope(number, self.round, min(1.0, used / budget) if budget else 0.0, budget - used), own
@@ -168,10 +168,10 @@ class Federation(ABC):
 
         missing: list[str] = []
         spent: list[float] = []
-        for answer in self.deliver(step, requests()):
+        for answer in self.deliver(call, requests()):
             if isinstance(answer, Answer):
                 sent = reply_content(answer.reply)
-                self.ledger.record(number, step, answer.site, "up", answer.crossed or sent)
+                self.ledger.record(number, call, answer.site, "up", answer.crossed or sent)
                 try:
                     for tensors in _tensors(sent):
                         tensors.check_finite(f"the reply of site '{answer.site}' in round {self.round}")

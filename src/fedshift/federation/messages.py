@@ -1,6 +1,6 @@
 """Content that may travel between sites and server, and how it is written as bytes.
 
-Every piece of content has a *kind*, which its type in a step's signature shows. The ledger counts bytes by kind, and a
+Every piece of content has a *kind*, which its type in a call's signature shows. The ledger counts bytes by kind, and a
 site's policy may refuse a kind. Messages are safetensors with a JSON header. There is no pickle, so reading a message
 never runs code.
 """
@@ -75,12 +75,12 @@ class PerSite:
 
 @dataclass(frozen=True)
 class Reply:
-    """Base class of what a step returns: a frozen dataclass whose fields are typed content."""
+    """Base class of what a call returns: a frozen dataclass whose fields are typed content."""
 
 
 @dataclass(frozen=True)
 class Update(Reply):
-    """The usual reply of a training step: the trained model, the number of training samples, the mean loss."""
+    """The usual reply of a training call: the trained model, the number of training samples, the mean loss."""
 
     weights: Weights
     samples: int
@@ -127,10 +127,10 @@ def reply_content(reply: Reply) -> dict[str, Content]:
     return {field.name: getattr(reply, field.name) for field in fields(reply)}
 
 
-def returned(step: Callable[..., Any]) -> type[Reply] | None:
-    """The reply class in a step's return annotation; None where there is none."""
+def returned(call: Callable[..., Any]) -> type[Reply] | None:
+    """The reply class in a call's return annotation; None where there is none."""
     try:
-        kind = typing.get_type_hints(step).get("return")
+        kind = typing.get_type_hints(call).get("return")
     except NameError:
         return None
     return kind if isinstance(kind, type) and issubclass(kind, Reply) else None

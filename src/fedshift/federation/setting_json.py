@@ -7,7 +7,7 @@ from typing import Any
 
 from fedshift.data.domain import Preprocessing
 from fedshift.errors import FedshiftError
-from fedshift.federation.federation import StepOwner
+from fedshift.federation.federation import CallOwner
 from fedshift.federation.messages import Reply
 from fedshift.federation.site_runner import Setting
 from fedshift.federation.training import Training
@@ -34,7 +34,7 @@ def setting_recipe(setting: Setting) -> dict[str, Any]:
 
 def setting_from(recipe: Mapping[str, Any]) -> Setting:
     """Build the setting that `setting_recipe` wrote."""
-    method: StepOwner = find(recipe["method"]["class"]).model_validate(recipe["method"]["options"])
+    method: CallOwner = find(recipe["method"]["class"]).model_validate(recipe["method"]["options"])
     return Setting(
         method=method,
         training=Training.model_validate(recipe["training"]),

@@ -1,4 +1,4 @@
-"""A site as the steps of a method see it: batches of its data, the network, optimisers, generators, its memory."""
+"""A site as the calls of a method see it: batches of its data, the network, optimisers, generators, its memory."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Batch:
             FedshiftError: the site has none.
         """
         if self.labels is None:
-            raise FedshiftError("a step asked an unlabelled target for labels")
+            raise FedshiftError("a call asked an unlabelled target for labels")
         return self.labels
 
 

@@ -46,10 +46,10 @@ class SiteMemory(MutableMapping[str, Content]):
         """The entry ``name`` as `Weights`.
 
         Raises:
-            FedshiftError: there is no such entry, since an earlier step failed here, or it is not `Weights`.
+            FedshiftError: there is no such entry, since an earlier call failed here, or it is not `Weights`.
         """
         if name not in self._entries:
-            raise FedshiftError(f"site memory '{name}' is empty: the step that fills it failed at this site")
+            raise FedshiftError(f"site memory '{name}' is empty: the call that fills it failed at this site")
         content = self._entries[name]
         if not isinstance(content, Weights):
             raise FedshiftError(f"site memory '{name}' holds {type(content).__name__}, not Weights")

@@ -1,4 +1,4 @@
-"""Runs a method's steps at one site. Every engine runs its sites through `SiteRunner`."""
+"""Runs a method's calls at one site. Every engine runs its sites through `SiteRunner`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from fedshift.data.domain import Domain, Preprocessing, Rows
 from fedshift.data.site_data import SiteData
 from fedshift.errors import FedshiftError, KindRefused
-from fedshift.federation.federation import OnRefusal, StepOwner
+from fedshift.federation.federation import CallOwner, OnRefusal
 from fedshift.federation.messages import Reply, pieces, promised_kinds, reply_content, returned
 from fedshift.federation.site import Envelope, Role, Site
 from fedshift.federation.site_memory import SiteMemory
@@ -47,7 +47,7 @@ class SitePlan:
 class Setting:
     """What all sites of a run have in common."""
 
-    method: StepOwner
+    method: CallOwner
     training: Training
     network: NetworkOptions
     preprocessing: Preprocessing
@@ -67,7 +67,7 @@ class Setting:
 
 
 class SiteRunner:
-    """Holds one site and runs a method's steps at it."""
+    """Holds one site and runs a method's calls at it."""
 
     def __init__(self, plan: SitePlan, setting: Setting, memory: Sequence[str] = ()) -> None:
         """Make the site.
@@ -110,31 +110,31 @@ class SiteRunner:
             held_out=SiteData(plan.held_out, setting.preprocessing, None, device) if plan.held_out else None,
         )
 
-    def run(self, step: str, envelope: Envelope, content: Mapping[str, Any]) -> tuple[Reply, int]:
-        """Run a step; return its reply and the number of mini-batches it trained on.
+    def run(self, call: str, envelope: Envelope, content: Mapping[str, Any]) -> tuple[Reply, int]:
+        """Run a call; return its reply and the number of mini-batches it trained on.
 
         Raises:
-            FedshiftError: the step does not return a `Reply`.
+            FedshiftError: the call does not return a `Reply`.
             KindRefused: the reply holds, or its type promises, a kind that the site refuses to send.
         """
-        if self.refuse:  # what the step's signature promises can be refused before it trains
-            promised = returned(getattr(self.method.step_owner(step), step))
+        if self.refuse:  # what the call's signature promises can be refused before it trains
+            promised = returned(getattr(self.method.call_owner(call), call))
             for name, kind in promised_kinds(promised).items() if promised else ():
-                self._check(step, name, kind)
+                self._check(call, name, kind)
         cuda = [self.site.device] if self.site.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda):  # dropout draws from torch's own generators, which `begin` seeds
             self.site.begin(envelope)
-            reply = self.method.run_step(step, self.site, content)
+            reply = self.method.run_call(call, self.site, content)
         if not isinstance(reply, Reply):
-            raise FedshiftError(f"step {step} returned {type(reply).__name__}, not a Reply")
+            raise FedshiftError(f"call {call} returned {type(reply).__name__}, not a Reply")
         for name, kind, _ in pieces(reply_content(reply)):  # before anything leaves the site
-            self._check(step, name, kind)
+            self._check(call, name, kind)
         return reply, self.site.mini_batches
 
-    def _check(self, step: str, name: str, kind: str) -> None:
+    def _check(self, call: str, name: str, kind: str) -> None:
         """Raise KindRefused, naming the rule, for a kind that the site refuses to send."""
         if kind in self.refuse:
             raise KindRefused(
-                f"site '{self.site.name}' refuses to send {kind} (field '{name}' of step {step}), rule "
+                f"site '{self.site.name}' refuses to send {kind} (field '{name}' of call {call}), rule "
                 f"{self.refuse[kind]}"
             )

@@ -1,4 +1,4 @@
-"""What every method is: a frozen description of its hyper-parameters, server code, and the steps that sites run."""
+"""What every method is: a frozen description of its hyper-parameters, server code, and the calls that sites run."""
 
 from __future__ import annotations
 
@@ -227,18 +227,18 @@ class Method(BaseModel, ABC):
 
     @property
     def shares(self) -> tuple[str, ...]:
-        """Kinds of content that leave a site: models and numbers, what else its steps promise to return, and for a
+        """Kinds of content that leave a site: models and numbers, what else its calls promise to return, and for a
         pooled method the samples."""
-        promised = {kind for reply in steps_of(type(self)).values() for kind in promised_kinds(reply).values()}
+        promised = {kind for reply in calls_of(type(self)).values() for kind in promised_kinds(reply).values()}
         return in_order({"weights", NUMBERS, *promised, *({"raw_data"} if self.pooled else ())})
 
-    def step_owner(self, step: str) -> Method:
-        """The method that has the step of this name: itself, or the one that it stands in front of."""
+    def call_owner(self, call: str) -> Method:
+        """The method that has the call of this name: itself, or the one that it stands in front of."""
         return self
 
-    def run_step(self, step: str, site: Site, content: Mapping[str, Any]) -> Reply:
-        """Run one of its steps at a site; a method in front of another one prepares the site for that one's steps."""
-        reply: Reply = getattr(self.step_owner(step), step)(site, **content)
+    def run_call(self, call: str, site: Site, content: Mapping[str, Any]) -> Reply:
+        """Run one of its calls at a site; a method in front of another one prepares the site for that one's calls."""
+        reply: Reply = getattr(self.call_owner(call), call)(site, **content)
         return reply
 
     @property
@@ -251,7 +251,7 @@ class Method(BaseModel, ABC):
         return {"class": place_of(type(self)), "options": self.model_dump(mode="json")}
 
 
-def steps_of(kind: type[Method]) -> dict[str, type[Reply]]:
+def calls_of(kind: type[Method]) -> dict[str, type[Reply]]:
     """What the sites of a method run: the public functions ``(self, site, …) -> Reply``, and what each returns."""
     found: dict[str, type[Reply]] = {}
     for name, function in inspect.getmembers(kind, inspect.isfunction):

@@ -13,7 +13,7 @@ from fedshift.data.domain import Task
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply
 from fedshift.federation.site import Site
-from fedshift.methods.base import Method, RunPlan, State, Traffic, in_order, steps_of
+from fedshift.methods.base import Method, RunPlan, State, Traffic, calls_of, in_order
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -101,14 +101,14 @@ class InFront(Method):
     def evaluated_network(self, network: Network, sources: int) -> Network:
         return self.inner.evaluated_network(network, sources)
 
-    def step_owner(self, step: str) -> Method:
-        return self if step in steps_of(type(self)) else self.inner.step_owner(step)
+    def call_owner(self, call: str) -> Method:
+        return self if call in calls_of(type(self)) else self.inner.call_owner(call)
 
-    def run_step(self, step: str, site: Site, content: Mapping[str, Any]) -> Reply:
-        if self.step_owner(step) is self:
-            return super().run_step(step, site, content)
+    def run_call(self, call: str, site: Site, content: Mapping[str, Any]) -> Reply:
+        if self.call_owner(call) is self:
+            return super().run_call(call, site, content)
         with self.inside(site):
-            return self.inner.run_step(step, site, content)
+            return self.inner.run_call(call, site, content)
 
     def start(self, federation: Federation, weights: Weights) -> State:
         return self.inner.start(federation, weights)

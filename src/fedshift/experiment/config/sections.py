@@ -67,7 +67,7 @@ class AdaptToOne(_OneTarget):
     are labelled sources: does it work at a site without labels?
 
     The target's own labels measure it, and say which of its samples are held out: a share of every class, as in the
-    literature. No method and no step sees them.
+    literature. No method and no call sees them.
     """
 
     kind: Literal["adapt_to_one"] = Field("adapt_to_one", description="the protocol")

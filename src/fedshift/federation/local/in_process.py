@@ -30,10 +30,10 @@ class LocalFederation(Federation):
         )
         self._runners = {plan.name: SiteRunner(plan, setting) for plan in plans}
 
-    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
+    def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         for request in requests:
             try:
-                reply, mini_batches = self._runners[request.site].run(step, request.envelope, request.content)
+                reply, mini_batches = self._runners[request.site].run(call, request.envelope, request.content)
             except (TrainingDiverged, KindRefused) as error:
                 yield Missing(request.site, error)
                 continue

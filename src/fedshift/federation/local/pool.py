@@ -190,7 +190,7 @@ class PoolFederation(Federation):
                 rows[group] = Statistics({str(i): torch.from_numpy(chosen) for i, (_, chosen, _) in enumerate(parts)})
             pool.call(self._worker_of[plan.name], command, **rows)
 
-    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
+    def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         """Give each free worker its next request; yield answers in the order asked, with only a few waiting."""
         queues: dict[int, deque[Request]] = {}
         order: list[str] = []
@@ -205,7 +205,7 @@ class PoolFederation(Federation):
                     may_run = len(waiting) < BUFFERED_ANSWERS or (queue and queue[0].site == site)
                     if worker not in busy and queue and may_run:
                         request = queue.popleft()
-                        command = {"do": "step", "site": request.site, "step": step, "envelope": vars(request.envelope)}
+                        command = {"do": "step", "site": request.site, "step": call, "envelope": vars(request.envelope)}
                         self._pool.send(worker, command, **request.content)
                         busy[worker] = request.site
                 ready = wait([self._pool.connections[worker] for worker in busy])

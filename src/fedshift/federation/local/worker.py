@@ -1,4 +1,4 @@
-"""A worker process, which holds sites and runs steps at them. `fedshift.federation.local.pool` starts it."""
+"""A worker process, which holds sites and runs calls at them. `fedshift.federation.local.pool` starts it."""
 
 from __future__ import annotations
 

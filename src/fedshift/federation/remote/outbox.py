@@ -28,7 +28,7 @@ class Written:
 class Outbox:
     """Writes content for sites, once for all sites that get the same content and have the same residuals.
 
-    The rounding residual of a request is added to the site's next request of the same step (error feedback, see
+    The rounding residual of a request is added to the site's next request of the same call (error feedback, see
     `wire`).
     """
 
@@ -36,11 +36,11 @@ class Outbox:
         self.wire: Wire = wire
         self._written: dict[tuple[tuple[int, ...], tuple[int, ...]], Written] = {}
         self._residuals: dict[tuple[str, str], Residuals] = {}
-        """By site and step."""
+        """By site and call."""
 
-    def write(self, step: str, site: str, content: Mapping[str, Content]) -> Written:
-        """Write ``content`` for a step at a site."""
-        before = self._residuals.get((site, step), {})
+    def write(self, call: str, site: str, content: Mapping[str, Content]) -> Written:
+        """Write ``content`` for a call at a site."""
+        before = self._residuals.get((site, call), {})
         key = (tuple(id(value) for value in content.values()), tuple(id(tensor) for tensor in before.values()))
         if key not in self._written:
             after = dict(before)
@@ -52,10 +52,10 @@ class Outbox:
         """Forget what was written, but not the residuals."""
         self._written.clear()
 
-    def delivered(self, step: str, site: str, residuals: Residuals) -> None:
-        """The site did the step: add these residuals to its next request (error feedback)."""
+    def delivered(self, call: str, site: str, residuals: Residuals) -> None:
+        """The site did the call: add these residuals to its next request (error feedback)."""
         if residuals:
-            self._residuals[site, step] = residuals
+            self._residuals[site, call] = residuals
 
     def save(self, folder: Path, exchange: int) -> dict[str, str]:
         """Write the residuals below ``folder``; return entry → file name. Sites with equal residuals share a file."""
@@ -80,5 +80,5 @@ class Outbox:
             residuals = content.get("owed")
             if not isinstance(residuals, Statistics):
                 raise FedshiftError(f"{folder / name} does not hold rounding residuals")
-            for site, step in header["to"]:
-                self._residuals[site, step] = dict(residuals)
+            for site, call in header["to"]:
+                self._residuals[site, call] = dict(residuals)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedshift.errors import FedshiftError, KindRefused, Refused, TrainingDiverged
 from fedshift.federation.exchange import Answer, Missing, Request
-from fedshift.federation.federation import Federation, StepOwner
+from fedshift.federation.federation import CallOwner, Federation
 from fedshift.federation.messages import Content, Reply
 from fedshift.federation.remote.outbox import Outbox
 from fedshift.federation.remote.reply_checks import (
@@ -61,7 +61,7 @@ class RemoteFederation(Federation):
 
     def __init__(
         self,
-        method: StepOwner,
+        method: CallOwner,
         transport: Transport,
         *,
         run: str,
@@ -89,10 +89,10 @@ class RemoteFederation(Federation):
 
     # An exchange ------------------------------------------------------------------------------------------------------
 
-    def crossing(self, step: str, site: str, content: Mapping[str, Content]) -> Mapping[str, Content]:
-        return self._outbox.write(step, site, content).body.content
+    def crossing(self, call: str, site: str, content: Mapping[str, Content]) -> Mapping[str, Content]:
+        return self._outbox.write(call, site, content).body.content
 
-    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
+    def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         """Send all requests and yield the answers in the order asked.
 
         Lost sites are left out. A site that refuses or diverged is `Missing`.
@@ -105,11 +105,11 @@ class RemoteFederation(Federation):
         def messages() -> Iterator[tuple[str, Message]]:
             for request in requests:
                 asked.append(request)
-                written = self._outbox.write(step, request.site, request.content)
+                written = self._outbox.write(call, request.site, request.content)
                 body, residuals[request.site] = written.body, written.residuals
                 header = {
                     "do": "step",
-                    "step": step,
+                    "step": call,
                     "envelope": vars(request.envelope),
                     "memory": self._memory.get(request.site, {}),
                     **self._common(request.site),
@@ -117,11 +117,11 @@ class RemoteFederation(Federation):
                 keys[request.site] = header["key"] = request_key(header, body.sha256)
                 yield request.site, seal(header, body)
 
-        kind = reply_type(self.method, step)
+        kind = reply_type(self.method, call)
         outgoing = list(messages())
         self._outbox.clear()
         waiting: dict[str, _Taken | Lost] = {}
-        arrivals = self._arrivals(step, outgoing)
+        arrivals = self._arrivals(call, outgoing)
         del outgoing
         by_site = {request.site: request for request in asked}
 
@@ -132,11 +132,11 @@ class RemoteFederation(Federation):
                 return False
             site, message = found
             if site not in by_site:
-                self._record(step, site, "refused", "a reply from a site that was not asked")
+                self._record(call, site, "refused", "a reply from a site that was not asked")
             elif site in waiting:
-                self._record(step, site, "refused", "a second reply to one request")
+                self._record(call, site, "refused", "a second reply to one request")
             else:
-                waiting[site] = self._taken(kind, step, by_site[site], message, keys[site])
+                waiting[site] = self._taken(kind, call, by_site[site], message, keys[site])
             return True
 
         lost: list[Request] = []
@@ -149,12 +149,12 @@ class RemoteFederation(Federation):
             if isinstance(outcome, _Taken) and outcome.layout is not None:
                 while takes_in():  # open fields can be compared only when all sites have answered
                     pass
-                self._compare(step, waiting, len(asked))
+                self._compare(call, waiting, len(asked))
                 outcome = waiting[request.site]
             if isinstance(outcome, Lost):
                 gone += 1
-                self._record(step, request.site, "refused" if outcome.refused else "lost", outcome.reason)
-                self._may_go_on(step, request.site, len(asked), gone, outcome)
+                self._record(call, request.site, "refused" if outcome.refused else "lost", outcome.reason)
+                self._may_go_on(call, request.site, len(asked), gone, outcome)
                 if (why := outcome.missing()) is not None:
                     yield Missing(request.site, why)
                 else:
@@ -165,7 +165,7 @@ class RemoteFederation(Federation):
             waiting[request.site] = Lost("handed on")
             self._lost.discard(request.site)
             self._memory[request.site] = outcome.memory
-            self._outbox.delivered(step, request.site, residuals[request.site])
+            self._outbox.delivered(call, request.site, residuals[request.site])
             budget = self.budget.get(request.site, 0)
             spent.append(answer.mini_batches / budget if budget else 0.0)
             yield answer
@@ -184,7 +184,7 @@ class RemoteFederation(Federation):
             yield site, reply
 
     def _taken(
-        self, kind: type[Reply], step: str, request: Request, message: Message | Lost, key: str
+        self, kind: type[Reply], call: str, request: Request, message: Message | Lost, key: str
     ) -> _Taken | Lost:
         """The answer in a message, or why it cannot be used.
 
@@ -203,24 +203,24 @@ class RemoteFederation(Federation):
             number = content.get("samples", 0)
             if isinstance(number, int) and not 0 <= number <= self._samples[site]:
                 raise FedshiftError(f"it claims {number} samples, of {self._samples[site]}")
-            layout = self._tensors.check(step, kind, content, request.content)
+            layout = self._tensors.check(call, kind, content, request.content)
         except FedshiftError as error:
             if isinstance(error, _Stop):
                 raise error.reason from None
-            return self._refused(step, site, str(error))
+            return self._refused(call, site, str(error))
         return _Taken(Answer(site, reply, mini_batches, crossed), memory, layout)
 
-    def _refused(self, step: str, site: str, reason: str) -> Lost:
-        self._record(step, site, "refused", reason)
+    def _refused(self, call: str, site: str, reason: str) -> Lost:
+        self._record(call, site, "refused", reason)
         return Lost(f"its reply was refused: {reason}")
 
-    def _compare(self, step: str, waiting: dict[str, _Taken | Lost], asked: int) -> None:
+    def _compare(self, call: str, waiting: dict[str, _Taken | Lost], asked: int) -> None:
         """Refuse replies whose open fields differ from those of most sites."""
         taken = {site: one for site, one in waiting.items() if isinstance(one, _Taken)}
         layouts = {site: one.layout for site, one in taken.items() if one.layout is not None}
-        odd = self._tensors.odd_ones(step, layouts, asked)
+        odd = self._tensors.odd_ones(call, layouts, asked)
         for site in layouts:
-            waiting[site] = self._refused(step, site, odd[site]) if site in odd else replace(taken[site], layout=None)
+            waiting[site] = self._refused(call, site, odd[site]) if site in odd else replace(taken[site], layout=None)
 
     def _site_error(self, site: str, header: Mapping[str, Any]) -> Lost:
         name, text = str(header.get("error")), str(header.get("message"))[:2000]
@@ -233,20 +233,20 @@ class RemoteFederation(Federation):
             raise _Stop(stops[name](text))
         return Lost(text, name)
 
-    def _may_go_on(self, step: str, site: str, asked: int, gone: int, outcome: Lost) -> None:
+    def _may_go_on(self, call: str, site: str, asked: int, gone: int, outcome: Lost) -> None:
         """Raise FedshiftError if too few sites are left for this exchange."""
         needed = asked if self.quorum is None else min(self.quorum, asked)
         if asked - gone < needed:
             left = f"{asked - gone} of {asked} sites are left and the experiment asks for {needed} (engine.quorum)"
             if (why := outcome.missing()) is not None:
-                raise type(why)(f"round {self.round}, step {step}: {why}; {left}")
+                raise type(why)(f"round {self.round}, call {call}: {why}; {left}")
             raise FedshiftError(
-                f"round {self.round}, step {step}: site '{site}' is lost ({outcome.reason}); {left}; when the site is "
+                f"round {self.round}, call {call}: site '{site}' is lost ({outcome.reason}); {left}; when the site is "
                 "back, continue with fedshift deploy resume"
             )
 
-    def _record(self, step: str, site: str, outcome: str, reason: str) -> None:
-        self._event({"what": step, "site": site, "is": outcome, "reason": reason[:500], **self._where()})
+    def _record(self, call: str, site: str, outcome: str, reason: str) -> None:
+        self._event({"what": call, "site": site, "is": outcome, "reason": reason[:500], **self._where()})
 
     def _where(self) -> dict[str, Any]:
         return {"run": self.run, "round": self.round, "exchange": self.progress.exchange}

@@ -1,4 +1,4 @@
-"""Checks of replies from other machines: a reply must hold what its step promises, in type, shape and value."""
+"""Checks of replies from other machines: a reply must hold what its call promises, in type, shape and value."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedshift.errors import FedshiftError
-from fedshift.federation.federation import StepOwner
+from fedshift.federation.federation import CallOwner
 from fedshift.federation.messages import Reply, Statistics, leaves, returned
 from fedshift.federation.remote.policy import ACCURACY
 from fedshift.weights import NamedTensors, Weights
@@ -27,24 +27,24 @@ Layout = frozenset[tuple[str, Tensors]]
 """The tensors in the open fields of a reply, by field (and key, where a field holds several models)."""
 
 
-def reply_type(method: StepOwner, step: str) -> type[Reply]:
-    """The class of reply that a step of ``method`` returns.
+def reply_type(method: CallOwner, call: str) -> type[Reply]:
+    """The class of reply that a call of ``method`` returns.
 
     Raises:
-        FedshiftError: ``step`` does not name a step, but a private name or server code.
+        FedshiftError: ``call`` does not name a call, but a private name or server code.
     """
-    named = isinstance(step, str) and not step.startswith("_")
-    function = getattr(type(method.step_owner(step)), step, None) if named else None
+    named = isinstance(call, str) and not call.startswith("_")
+    function = getattr(type(method.call_owner(call)), call, None) if named else None
     if inspect.isfunction(function):
         parameters = list(inspect.signature(function).parameters)
         kind = returned(function)
         if parameters[1:2] == ["site"] and kind is not None:
             return kind
-    raise FedshiftError(f"'{step}' is not a step of {type(method).__name__}")
+    raise FedshiftError(f"'{call}' is not a call of {type(method).__name__}")
 
 
 def checked_header(header: Mapping[str, Any], left: int) -> tuple[int, dict[str, str]]:
-    """Check the header of a reply to a step.
+    """Check the header of a reply to a call.
 
     Args:
         header: the header.
@@ -114,11 +114,11 @@ class TensorCheck:
         self._like = _described(like)
         self._agreed: dict[str, Layout] = {}
 
-    def check(self, step: str, kind: type[Reply], content: Mapping[str, Any], sent: Mapping[str, Any]) -> Layout | None:
+    def check(self, call: str, kind: type[Reply], content: Mapping[str, Any], sent: Mapping[str, Any]) -> Layout | None:
         """Check the tensors of one reply.
 
         Args:
-            step: the step that was asked.
+            call: the call that was asked.
             kind: the class of the reply.
             content: the content of the reply.
             sent: the content of the request.
@@ -149,7 +149,7 @@ class TensorCheck:
                 raise FedshiftError(f"'{_odd(found, expected)}' holds other tensors than the site was sent")
         if not any_open:
             return None
-        layout, agreed = frozenset(unknown.items()), self._agreed.get(step)
+        layout, agreed = frozenset(unknown.items()), self._agreed.get(call)
         if agreed is not None and layout != agreed:
             raise FedshiftError(f"'{_odd(unknown, dict(agreed))}' holds other tensors than in replies before")
         return layout if agreed is None else None
@@ -166,15 +166,15 @@ class TensorCheck:
         if found.keys() & own.keys() and tensors != self._like:
             raise FedshiftError(f"'{path}' holds a part of the network's tensors, or others beside them")
 
-    def odd_ones(self, step: str, layouts: Mapping[str, Layout], asked: int) -> dict[str, str]:
+    def odd_ones(self, call: str, layouts: Mapping[str, Layout], asked: int) -> dict[str, str]:
         """Find the replies whose open fields differ from those of most sites.
 
         In a tie, the layout that is the network, or a module of it, wins. If that decides nothing, all replies are
         refused, since nobody knows who is right. A layout that more than half of the sites asked have sent is also
-        required in later exchanges of the step.
+        required in later exchanges of the call.
 
         Args:
-            step: the step that was asked.
+            call: the call that was asked.
             layouts: the open fields of each reply, by site.
             asked: how many sites were asked.
 
@@ -185,7 +185,7 @@ class TensorCheck:
         worth = {layout: (number, self._nearness(layout)) for layout, number in votes.items()}
         best = [layout for layout in votes if worth[layout] == max(worth.values())]
         if len(best) == 1 and 2 * votes[best[0]] > asked:
-            self._agreed[step] = best[0]
+            self._agreed[call] = best[0]
         reasons: dict[str, str] = {}
         for site, layout in layouts.items():
             if best == [layout]:
