@@ -141,3 +141,19 @@ def test_each_site_keeps_its_own_samples_and_its_data(name: str) -> None:
     with method.inside(site):
         assert site.data is not plain
     assert site.data is plain
+
+
+@pytest.mark.parametrize("name", ["a", "b", "c"])
+def test_versions_that_stay_as_they_are_have_the_sites_own_number(name: str) -> None:
+    """Numbers are places among the sites' names in order, whatever the order in which sites were listed."""
+    method, found = CCST(), [images(site, number) for site, number in {"b": 8, "a": 6, "c": 7}.items()]
+    where, _ = begun(method, found)
+    site = site_of(where, name)
+    with method.inside(site):
+        styler = site.scratch["styler"]
+    samples, untouched = torch.rand(5, 1, 12, 12), []
+    for place, of in enumerate("abc"):
+        styler.domains[:] = place
+        if torch.equal(styler.restyle(samples, torch.arange(5), torch.Generator()), samples):
+            untouched.append(of)
+    assert untouched == [name]
