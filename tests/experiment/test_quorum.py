@@ -75,7 +75,7 @@ def test_too_few_are_left(tmp_path: Path) -> None:
 
 def test_a_site_that_never_acquired_a_model_is_no_riddle(tmp_path: Path) -> None:
     method = {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}
-    with pytest.raises(fedshift.errors.FedshiftError, match="local_model.*(failed|went wrong) at this site"):
+    with pytest.raises(fedshift.errors.FedshiftError, match=r"local_model.*(failed|went wrong) at this site"):
         fedshift.run(options(four(tmp_path), method, quorum=2), tmp_path / "runs")
 
 

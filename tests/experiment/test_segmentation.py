@@ -237,7 +237,7 @@ def test_wrong_labels_and_the_audit_are_for_classes(tmp_path: Path) -> None:
     wrong = {"kind": "adapt_to_one", "targets": "east", "wrong_labels": {"north": 0.5}}
     with pytest.raises(UserError, match=r"protocol\.wrong_labels: masks have no other class"):
         fedshift.run({**TINY, "protocol": wrong, "methods": ["fedavg"]}, tmp_path)
-    with pytest.raises(UserError, match="segmentation.*the audit"):
+    with pytest.raises(UserError, match=r"segmentation.*the audit"):
         audit_leakage(parse(TINY), batches=[1], attack="l2", iterations=1, starts=1)
 
 
