@@ -56,7 +56,11 @@ PAIRS = (
     ("focus", "samples"),
     ("r1", "r100"),
     ("adaptive", "fixed"),
-    *((method, other) for method in ("mdfnet", "mdfnet-practical", "mdfnet-slow-labels") for other in ("shot", "srdc", "cdan-released")),
+    *(
+        (method, other)
+        for method in ("mdfnet", "mdfnet-practical", "mdfnet-slow-labels")
+        for other in ("shot", "srdc", "cdan-released")
+    ),
 )
 """Further comparisons, made wherever a table has both."""
 MARKER = re.compile(r"<!-- table (\w+)(?: (\w+))? -->.*?<!-- end -->", re.DOTALL)

@@ -29,8 +29,7 @@ def in_evaluation(values: dict[str, Tensor], inputs: Tensor) -> Tensor:
 
 
 def test_d_sees_features_in_evaluation_mode_and_statistics_move_once_a_batch() -> None:
-    method = short(task_epochs=0, noise=2, discriminator_loss="least_squares")
-    found = [vectors("alone", 8)]
+    method, found = short(task_epochs=0, noise=2, discriminator_loss="least_squares"), [vectors("alone", 8)]
     odd = {
         name: tensor + (0.5 if name.endswith("running_mean") else 2.0 if name.endswith("running_var") else 0.0)
         for name, tensor in start_of(method, found, NORMED).items()
