@@ -200,6 +200,9 @@ METHODS = [
 ]
 
 
+NORMALISED = {"name": "mlp", "hidden": [4], "batch_norm": True}
+
+
 def test_every_method_does_the_same_work(tmp_path: Path) -> None:
     where = save(tmp_path, a=features(1, 30), b=features(2, 50), c=features(3, 90))
     results = fedshift.run(experiment(where, methods=METHODS), tmp_path / "runs")
@@ -207,8 +210,10 @@ def test_every_method_does_the_same_work(tmp_path: Path) -> None:
     assert {run.method: run.rounds for run in results.runs} == {"deepall": 2, "fedavg": 8, "fedavg3": 3, "csac": 2}
 
 
-@pytest.mark.parametrize("training", [{}, {"mini_batches": 7}, {"mini_batches": 100}, {"rounds": 5}])
-@pytest.mark.parametrize("model", ["linear", {"name": "mlp", "hidden": [4], "batch_norm": True}])
+@pytest.mark.parametrize(
+    ("model", "training"),
+    [("linear", {}), ("linear", {"mini_batches": 40}), (NORMALISED, {"mini_batches": 7}), (NORMALISED, {"rounds": 5})],
+)
 def test_check_foretells_the_run(tmp_path: Path, training: dict[str, Any], model: Any) -> None:
     """Bytes each way, rounds and mini-batches are those that the finished runs report."""
     where = save(tmp_path, a=features(1, 30), b=features(2, 50), c=features(3, 90))
