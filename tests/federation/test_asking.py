@@ -196,7 +196,7 @@ def test_mistakes_of_a_method() -> None:
         where.ask(probe.fit, to=["larg"], weights=Weights({}))
     steps: list[Any] = [Probe().fit, FedAvg().fit, Probe.fit, lambda site: None]
     for step in steps:
-        with pytest.raises(FedshiftError, match="step of the method"):
+        with pytest.raises(FedshiftError, match="call of the method"):
             where.ask(step, to=where.sources)
     assert where.progress.exchange == 0
     with pytest.raises(FedshiftError, match=r"wrong .*not a Reply"):
