@@ -1,8 +1,8 @@
 """A small real run of the win-win setting, bounded on both sides: handwritten digits (scikit-learn), upright ones with
 labels, the same turned by 30 degrees without.
 
-Measured, means over three splits (ACC_s / ACC_t / harmonic mean), 20 rounds: MDFNet 87.3 / 54.1 / 66.7, with the literal
-reading of r 50.4 / 31.0 / 38.4; Source-only 93.4 / 41.8 / 57.7. The first split alone is the hardest: 59.9, 50.4, 52.8.
+Measured, means over three splits (ACC_s / ACC_t / harmonic mean), 20 rounds: MDFNet 87.3 / 54.1 / 66.7, literal
+r 50.4 / 31.0 / 38.4; Source-only 93.4 / 41.8 / 57.7. The first split alone is the hardest: 59.9, 50.4, 52.8.
 Chance is 10.
 """
 
