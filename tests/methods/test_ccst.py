@@ -338,7 +338,7 @@ def test_it_is_the_method_behind_with_other_samples(name: str, monkeypatch: pyte
 
 def test_nothing_of_the_method_behind_is_forgotten() -> None:
     """A new hook of methods has to be handed on, or named here as not the other's."""
-    own = {"name", "citation", "setting", "label", "recipe", "display"}
+    own = {"name", "citation", "setting", "label", "recipe", "display", "described_setting"}
     own |= {"scenario", "settings", "average_rounds"}  # a method in front has its own
     own |= {"pooled", "supervised_target"}  # refused
     hooks = {name for name in vars(Method) if not name.startswith("_")} | set(Method.__annotations__)

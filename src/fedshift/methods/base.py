@@ -28,7 +28,7 @@ from fedshift.federation.messages import (
 from fedshift.federation.site import Site
 from fedshift.functional.averaging import MeanAccumulator, weighted_average
 from fedshift.import_paths import place_of
-from fedshift.methods.settings import PAPER, Settings, with_setting
+from fedshift.methods.settings import PAPER, Settings, described, with_setting
 from fedshift.models.network import Network
 from fedshift.models.payload import payload
 from fedshift.weights import Weights
@@ -245,6 +245,11 @@ class Method(BaseModel, ABC):
     def display(self) -> str:
         """The name in tables and folders."""
         return self.label or (self.name if self.setting == PAPER else f"{self.name}-{self.setting}")
+
+    @property
+    def described_setting(self) -> str:
+        """The setting and what differs from it, as records name it: ``paper with mixup 0``."""
+        return described(type(self), self.settings, self.model_dump(mode="json"))
 
     def recipe(self) -> dict[str, Any]:
         """Where this method can be imported and with which options, so that another process can make its equal."""

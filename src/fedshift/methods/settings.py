@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from fedshift.errors import nearest
-
-if TYPE_CHECKING:
-    from fedshift.methods.base import Method
 
 PAPER = "paper"
 """The setting that every method has: the defaults of its fields."""
@@ -61,11 +58,6 @@ def described(kind: type[BaseModel], settings: Settings, options: Mapping[str, A
         if best is None or len(differences) < len(best):
             best, name = differences, candidate
     return f"{name} with {', '.join(best)}" if best else name
-
-
-def setting_of(method: Method) -> str:
-    """`described` of a method that is about to run."""
-    return described(type(method), method.settings, method.model_dump(mode="json"))
 
 
 def _values(kind: type[BaseModel], changed: Mapping[str, Any]) -> dict[str, Any]:

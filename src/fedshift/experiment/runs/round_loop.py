@@ -21,7 +21,6 @@ from fedshift.experiment.runs.run_folder import RunFolder
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import RawData
 from fedshift.methods.base import State
-from fedshift.methods.settings import setting_of
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -263,7 +262,7 @@ class _RunLoop:
                 *(f"gone on without it: {reason}" for reason in self._refusals()),
                 *self._said(),
             ],
-            setting=setting_of(run.method),
+            setting=run.method.described_setting,
             options=self.folder.identity,
             data=self._data_record() | ({"proxy_a_distance": context.distances_of(planned)} if both else {}),
         )
