@@ -1,0 +1,357 @@
+"""Faults for an hour: a federation that is played on this machine is killed, cut off, slowed, filled up and lied to.
+
+A coordinator and three sites as processes of their own, mutual TLS, each role in its own network namespace where this
+account may make them (root), else over loopback, without partitions and slow links:
+
+    python benchmarks/campaign.py [--minutes 60] [--seed 0]
+
+It deploys one small study after the other. Each suffers faults drawn at random, at random moments, and then has to end
+by itself, or after one ``fedshift deploy resume`` where docs/deploy.md says that a person is asked. It is checked that
+
+* it ends (`HANG` seconds without a round is a hang),
+* its weights are bit for bit those of the local engine, without the sites that were lost, where there is a quorum,
+* no line of a round is missing or doubled.
+
+Recovery is the time from a fault to the end of the next round, without the time that the fault itself lasts. Writes
+benchmarks/results/network/campaign.json after every study, so that an interrupted campaign is not lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "federation"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "deployment"))
+sys.path.insert(0, str(Path(__file__).parent))
+
+from loopback import Without, model, options_of, same, simulate
+from namespaces import Namespaces, ip, why_not
+from network import Network, rounds
+
+from campaign_site import COORDINATOR, LIES, Played
+from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
+from fedshift.experiment.environment import versions
+from fedshift.experiment.runs import one_run
+from fedshift.files import write_bytes
+
+RESULTS = Path(__file__).parent / "results" / "network" / "campaign.json"
+HANG = 300.0
+ROUNDS, SECONDS = 8, 0.4
+QUORUM = {"quorum": 2, "deadline": 60.0, "patience": 2.0}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is done to the federation.
+
+    name: in the report. begin: does it. end: undoes it, after ``lasts`` seconds. quorum: whether the study goes on
+    without the site.
+    """
+
+    name: str
+    begin: Callable[[], object]
+    end: Callable[[], object] = lambda: None
+    lasts: float = 0.0
+    quorum: bool = False
+
+
+class Campaign:
+    """A played federation, and what was done to it."""
+
+    def __init__(self, network: Network, folder: Path, chance: random.Random) -> None:
+        self.network, self.folder, self.chance = network, folder, chance
+        self.orders = folder / "orders"
+        self.orders.mkdir()
+        self.apart = isinstance(network, Namespaces)
+        self.studies: list[dict[str, Any]] = []
+
+    # Faults -----------------------------------------------------------------------------------------------------------
+
+    def faults(self) -> list[Callable[[], Fault]]:
+        """Every kind of fault that can be played here, as a function that draws one."""
+        kinds: list[Callable[[], Fault]] = [
+            self.kill_job,
+            self.kill_site,
+            self.kill_coordinators_job,
+            self.kill_coordinator,
+            self.clock_jump,
+            self.lie,
+        ]
+        if self.apart:
+            kinds += [self.partition, self.slow_link, self.full_disk]
+        return kinds
+
+    def site(self) -> str:
+        return self.chance.choice(self.network.names)
+
+    def kill_job(self) -> Fault:
+        kit = self.network.made.sites[self.site()]
+        return Fault("kill -9 of a site's job", partial(self.network.kill, kit, "worker_process"))
+
+    def kill_site(self) -> Fault:
+        site = self.site()
+        kill = partial(self.network.kill, self.network.made.sites[site])
+        return Fault("kill -9 of a site, started again", kill, partial(self.network.start, site))
+
+    def kill_coordinators_job(self) -> Fault:
+        return Fault(
+            "kill -9 of the coordinator's job", partial(self.network.kill, self.network.coordinator, "runner_process")
+        )
+
+    def kill_coordinator(self) -> Fault:
+        kill = partial(self.network.kill, self.network.coordinator)
+        return Fault("kill -9 of the coordinator, started again", kill, partial(self.network.start, COORDINATOR))
+
+    def clock_jump(self) -> Fault:
+        who = self.chance.choice([COORDINATOR, *self.network.names])
+        seconds = self.chance.choice([-7200, -60, 60, 7200])
+        return Fault("a clock jumps (time.time of a role's job)", partial(self.order, who, clock=seconds), lasts=3.0)
+
+    def lie(self) -> Fault:
+        site, how = self.site(), self.chance.choice(sorted(LIES))
+        return Fault(
+            f"a site lies: {how}",
+            partial(self.order, site, lie=how),
+            partial(self.order, site),
+            lasts=1.5 * SECONDS,
+            quorum=True,
+        )
+
+    def partition(self) -> Fault:
+        site = self.site()
+        cut = partial(self.cable, site, "down")
+        name = "a site's cable is pulled for a while"
+        return Fault(name, cut, partial(self.cable, site, "up"), lasts=self.chance.choice([2.0, 8.0]))
+
+    def slow_link(self) -> Fault:
+        site = self.site()
+        space = self.network.space(site)  # type: ignore[attr-defined]
+        shape = ["tc", "qdisc", "replace", "dev", "out", "root", "tbf", "rate", "128kbit", "burst", "16kbit"]
+        slow = partial(run, *("ip", "netns", "exec", space), *shape, "latency", "400ms")
+        fast = partial(run, *("ip", "netns", "exec", space), "tc", "qdisc", "delete", "dev", "out", "root")
+        return Fault("a site's link has 128 kbit/s for a while", slow, fast, lasts=8.0)
+
+    def full_disk(self) -> Fault:
+        who = self.chance.choice([COORDINATOR, *self.network.names])
+        disk = self.disk(who)
+        return Fault(
+            f"a full disk at {'the coordinator' if who == COORDINATOR else 'a site'} for a while",
+            partial(fill, disk),
+            (disk / "filler").unlink,
+            lasts=4.0,
+        )
+
+    def order(self, who: str, **what: Any) -> None:
+        write_bytes(self.orders / f"{who}.json", json.dumps(what).encode())
+
+    def cable(self, site: str, state: str) -> None:
+        assert isinstance(self.network, Namespaces)
+        ip("-netns", self.network.space("coordinator"), "link", "set", f"to-{site}", state)
+
+    def disk(self, who: str) -> Path:
+        """The folder that a role writes its work to; a small disk of its own."""
+        return (
+            self.network.coordinator / "deployments" if who == COORDINATOR else self.network.made.sites[who] / "memory"
+        )
+
+    @contextlib.contextmanager
+    def small_disks(self) -> Iterator[None]:
+        """Put every role's folder on a small file system in memory, so that it can be filled."""
+        mounted = []
+        try:
+            for who in (COORDINATOR, *self.network.names) if self.apart else ():
+                self.disk(who).mkdir(exist_ok=True)
+                run("mount", "-t", "tmpfs", "-o", "size=24m,mode=0700", "none", str(self.disk(who)))
+                mounted.append(self.disk(who))
+            yield
+        finally:
+            for disk in mounted:
+                subprocess.run(["umount", "-l", str(disk)], capture_output=True)
+
+    # Studies ----------------------------------------------------------------------------------------------------------
+
+    def study(self) -> None:
+        """Deploy one study, let it suffer, and check what came of it."""
+        number = len(self.studies) + 1
+        kinds = self.faults()
+        faults = [self.chance.choice(kinds)() for _ in range(2)]
+        quorum = any(fault.quorum for fault in faults)
+        if quorum:
+            faults = [fault for fault in faults if fault.quorum]  # others may lose a second site, by right
+        method = {"name": Played.name, "label": "played", "seconds": SECONDS}
+        options = options_of(method, name=f"study-{number}")
+        options["training"] = {**options["training"], "rounds": ROUNDS}
+        begun = time.monotonic()
+        deployment = self.network.deploy(options, **(QUORUM if quorum else {}))
+        said: dict[str, Any] = {"study": number, "quorum": quorum, "faults": [], "resumed": 0}
+        try:
+            for fault in faults:
+                self._until(deployment, said, rounds(deployment) + self.chance.randint(1, 2))
+                time.sleep(self.chance.uniform(0, 2 * SECONDS))
+                said["faults"].append(self._suffer(deployment, said, fault))
+            self._until(deployment, said, None)
+            said["wrong"] = self._compare(deployment, options, quorum)
+        except Hang as error:
+            said["hang"] = str(error)
+            deployment.want("abort")
+            time.sleep(5)
+        said["seconds"] = round(time.monotonic() - begun, 1)
+        self.studies.append(said)
+        print(json.dumps(said), flush=True)
+
+    def _suffer(self, deployment: Deployment, said: dict[str, Any], fault: Fault) -> dict[str, Any]:
+        before = rounds(deployment)
+        if deployment.state["state"] in ENDS:
+            return {"fault": fault.name, "after_round": before, "recovery": None}
+        begun = time.monotonic()
+        fault.begin()
+        time.sleep(fault.lasts)
+        fault.end()
+        over = time.monotonic()
+        self._until(deployment, said, before + 1)
+        # A round that ends while the fault lasts has not suffered.
+        recovery = max(0.0, time.monotonic() - (over if fault.lasts else begun))
+        return {"fault": fault.name, "after_round": before, "recovery": round(recovery, 1)}
+
+    def _until(self, deployment: Deployment, said: dict[str, Any], number: int | None) -> None:
+        """Wait for so many rounds, or for the end of the study."""
+        last, since = -1, time.monotonic()
+        while True:
+            state = deployment.state
+            done = rounds(deployment)
+            if state["state"] == "finished" or (number is not None and done >= number):
+                return
+            if state["state"] in ("failed", "aborted"):
+                said.setdefault("asked for a person", []).append(state.get("message", "")[:200])
+                said["resumed"] += 1
+                if said["resumed"] > 3:
+                    raise Hang(f"it ends again and again: {state}")
+                deployment.want("run")
+                time.sleep(1)
+            if done != last:
+                last, since = done, time.monotonic()
+            elif time.monotonic() - since > HANG:
+                raise Hang(f"no round for {HANG:g} s after round {done}: {state} {list(deployment.events())[-3:]}")
+            time.sleep(0.05)
+
+    def _compare(self, deployment: Deployment, options: dict[str, Any], quorum: bool) -> list[str]:
+        """What is wrong with the results of a finished study."""
+        there = self.network.finish(deployment)
+        played = {**options, "methods": [{**options["methods"][0], "seconds": 0.0}]}
+        lost = {(event["site"], event["round"]) for event in deployment.events() if event.get("is") == "lost"}
+        Without.absent = lost if quorum else set()
+        engine, one_run.LocalFederation = one_run.LocalFederation, Without  # type: ignore[misc]
+        try:
+            here = simulate(self.folder / options["name"], played)
+        finally:
+            one_run.LocalFederation = engine  # type: ignore[misc]
+        wrong = [] if same(model(here, "played", "west"), model(there, "played", "west")) else ["the weights differ"]
+        lines = (there / "played/west/seed-0/rounds.jsonl").read_text().splitlines()
+        if [json.loads(line)["round"] for line in lines] != list(range(1, ROUNDS + 1)):
+            wrong.append("rounds are missing or doubled")
+        if not quorum and lost:
+            wrong.append(f"a site was lost without a quorum: {sorted(lost)}")
+        shutil.rmtree(self.folder / options["name"], ignore_errors=True)
+        shutil.rmtree(deployment.folder, ignore_errors=True)  # the small disk of the coordinator
+        return wrong
+
+    def report(self, minutes: float, seed: int) -> dict[str, Any]:
+        """What the campaign shows so far."""
+        suffered = [fault for study in self.studies for fault in study["faults"]]
+        kinds = sorted({fault["fault"].split(":")[0] for fault in suffered})
+        times = {
+            kind: [f["recovery"] for f in suffered if f["fault"].startswith(kind) and f["recovery"]] for kind in kinds
+        }
+        every = sorted(time for values in times.values() for time in values)
+        return {
+            "command": f"python benchmarks/campaign.py --minutes {minutes:g} --seed {seed}",
+            "versions": versions(),
+            "cores": os.cpu_count(),
+            "minutes": round(sum(study["seconds"] for study in self.studies) / 60, 1),
+            "namespaces": self.apart,
+            "studies": len(self.studies),
+            "faults": len(suffered),
+            "hangs": sum("hang" in study for study in self.studies),
+            "wrong": [[study["study"], *study["wrong"]] for study in self.studies if study.get("wrong")],
+            "resumed by a person": sum(study["resumed"] for study in self.studies),
+            "recovery": {
+                "median": statistics.median(every) if every else None,
+                "longest": every[-1] if every else None,
+            },
+            "by fault": {
+                kind: {"number": len(values), "median": statistics.median(values) if values else None}
+                for kind, values in times.items()
+            },
+            "each": self.studies,
+        }
+
+
+class Hang(Exception):
+    """A study that does not end."""
+
+
+def run(*words: str) -> None:
+    subprocess.run(words, check=True, timeout=60, capture_output=True)
+
+
+def fill(disk: Path) -> None:
+    """Write until the disk is full."""
+    with contextlib.suppress(OSError), (disk / "filler").open("wb") as file:
+        while True:
+            file.write(bytes(1 << 16))
+            file.flush()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the campaign."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    asked = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing stays behind
+    folder = Path(tempfile.mkdtemp(prefix="campaign-", dir="/tmp"))  # a short path: sockets lie in it
+    network = Network(folder) if why_not() else Namespaces(folder)
+    campaign = Campaign(network, folder, random.Random(asked.seed))
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    os.environ["FEDSHIFT_CAMPAIGN"] = str(campaign.orders)
+    policy = {"smallest_group": 1, "methods": [Played.name]}
+    for site in network.names:
+        network.write_site(site, policy=policy)
+    until = time.monotonic() + 60 * asked.minutes
+    with campaign.small_disks():
+        try:
+            if isinstance(network, Namespaces):
+                network.connect()
+            network.start()
+            while time.monotonic() < until:
+                campaign.study()
+                asked.out.parent.mkdir(parents=True, exist_ok=True)
+                write_bytes(
+                    asked.out, (json.dumps(campaign.report(asked.minutes, asked.seed), indent=1) + "\n").encode()
+                )
+        finally:
+            network.stop()
+            if isinstance(network, Namespaces):
+                network.disconnect()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
