@@ -242,7 +242,7 @@ def test_a_reply_that_cannot_be_used_is_recorded_and_the_quorum_goes_on(how: str
     assert ("refused" in {event["is"] for event in found}) == (how not in ("late", "error", "diverged"))
     lines = [json.loads(line) for line in (there / "fedavg/west/seed-0/rounds.jsonl").read_text().splitlines()]
     assert [set(line["aggregation_weights"]) for line in lines] == [set(SITES), {"north", "east"}, set(SITES)]
-    assert ("missing" in lines[1]["extra"]) == (how == "diverged")
+    assert [list(line["extra"].get("missing", {})) for line in lines] == [[], ["south"], []]
 
 
 @pytest.mark.parametrize("quorum", [None, 3])
@@ -267,7 +267,7 @@ def test_a_lost_site_without_a_quorum_ends_the_run_with_a_clear_message(tmp_path
 
     files = write_data(tmp_path / "data", SITES)
     places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
-    with pytest.raises(FedshiftError, match=r"'south' is lost .*2 of 3 .*engine\.quorum"):
+    with pytest.raises(FedshiftError, match=r"'south' is lost .*deploy resume.*engine\.quorum"):
         deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(places, lose))
     there, _ = deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(places))  # it is back
     assert same(

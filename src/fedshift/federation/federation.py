@@ -93,7 +93,7 @@ class Federation(ABC):
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         """Carry the requests to their sites and yield the answers in the same order. Engines implement this.
 
-        A site whose training diverged or that refuses is `Missing`. An engine may leave out a site that it lost.
+        A site that is lost, that refuses or whose training diverged is `Missing`.
         """
 
     def crossing(self, call: str, site: str, content: Mapping[str, Content]) -> Mapping[str, Content]:
@@ -201,11 +201,9 @@ class Federation(ABC):
         """
         refused = isinstance(missing.error, KindRefused)
         if self.quorum is None or (refused and self.on_refusal == "stop"):
-            raise missing.error
+            raise missing.ending()
         if asked - number < min(self.quorum, asked):
-            raise type(missing.error)(
-                f"{missing.error}; {asked - number} of {asked} sites are left, engine.quorum asks for {self.quorum}"
-            )
+            raise missing.ending(f"{asked - number} of {asked} sites are left, engine.quorum asks for {self.quorum}")
         if refused:
             self.note_refusal(missing.site, str(missing.error))
         else:
