@@ -466,12 +466,12 @@ def test_a_strange_request_is_answered_with_an_error(changes: dict[str, Any], wh
 
 
 @pytest.mark.parametrize("form", [str, lambda name: {"name": name}], ids=["name", "mapping"])
-def test_no_code_comes_in_behind_another_method(form: Any, program: SiteProgram, tmp_path: Path) -> None:
+def test_no_code_comes_in_with_a_wrapper(form: Any, program: SiteProgram, tmp_path: Path) -> None:
     evil = tmp_path / "evil.py"
     evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n", encoding="utf-8")
     for name in (f"{evil}:Y", "os:system"):
         options: dict[str, Any] = {"method": form(name)}
-        for _ in range(2):  # directly behind, and behind the one behind
+        for _ in range(2):  # in one wrapper, and in two
             answer = request(program, setting={"method": {"name": "styles", "options": options}})
             assert f"has no method '{name}'" in answer["message"], answer
             options = {"method": {"name": "styles", **options}}
