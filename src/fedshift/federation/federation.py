@@ -56,6 +56,7 @@ class Federation(ABC):
         targets: names of the unlabelled sites that take part.
         budget: mini-batches that each site may train on in the whole run.
         rounds: planned rounds.
+        seed: of the run, for what the server draws.
         quorum: sites that must answer an exchange, of those asked, for the run to continue without the others; None
             means all.
         on_refusal: whether the run also continues without a site that refuses to send a kind.
@@ -70,6 +71,7 @@ class Federation(ABC):
         targets: Sequence[str],
         budget: Mapping[str, int],
         rounds: int,
+        seed: int,
         quorum: int | None = None,
         on_refusal: OnRefusal = "stop",
         on_answer: Callable[[str, int], None] | None = None,
@@ -83,6 +85,7 @@ class Federation(ABC):
         self.targets = tuple(targets)
         self.budget = {site: budget.get(site, 0) for site in (*sources, *targets)}
         self.rounds = rounds
+        self.seed = seed
         self.ledger = Ledger()
         self.progress = Progress(used=dict.fromkeys((*sources, *targets), 0))
         self.round = 0
