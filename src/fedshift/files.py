@@ -10,7 +10,7 @@ from fedshift.errors import UserError
 
 
 def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file atomically. It is written next to its place, flushed to the disk, then renamed.
+    """Write a file atomically: write a temporary file beside it, flush that to the disk, rename it.
 
     Args:
         path: the file. Its folder is made if necessary.
