@@ -571,12 +571,12 @@ def test_a_full_disk_at_a_site_is_said(tmp_path: Path, monkeypatch: pytest.Monke
 
     real = fedshift.files.write_bytes
 
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path, data: bytes, **how: bool) -> None:
         if "south" in path.parts and path.suffix == ".safetensors":
             raise UserError(f"cannot write {path}: No space left on device; free some space")
-        real(path, data)
+        real(path, data, **how)
 
-    monkeypatch.setattr("fedshift.federation.message_files.write_bytes", full)
+    monkeypatch.setattr("fedshift.encryption.write_bytes", full)
     with pytest.raises(FedshiftError, match=r"site 'south' is lost \(cannot write .*No space left"):
         deploy(tmp_path, options_of({"name": "fedavg"}))
 
