@@ -83,7 +83,7 @@ def test_the_command_line_says_it(cli: Cli, tmp_path: Path) -> None:
     file = write(tmp_path / "small.json", options(four(tmp_path), {"name": "fedavg"}, quorum=2))
     done = cli("run", str(file), "--runs", str(tmp_path / "runs"))
     assert done.code == 0
-    assert "fedavg goes on without a site" in done.out + done.err
+    assert "fedavg continues without a site" in done.out + done.err
     assert "site 'b'" in done.out + done.err
 
 
