@@ -18,18 +18,18 @@ Stored = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
 
 
 def load_for_prediction(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored]:
-    """Reads samples to predict.
+    """Read samples to predict.
 
     Args:
-        path: An image, a folder of images (searched recursively), an ``.npz`` with ``x`` as in data set `arrays`, or a
+        path: an image, a folder of images (searched recursively), an ``.npz`` with ``x`` as in data set `arrays`, or a
             ``.csv`` for a model of tables.
-        preprocessing: The preprocessing saved with the model.
+        preprocessing: the preprocessing saved with the model.
 
     Returns:
         Names of the samples, and their inputs for `fedshift.data.transforms.to_network`.
 
     Raises:
-        UserError: The path is missing, empty, or not what the model reads.
+        UserError: the path is missing, empty, or not what the model reads.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist: give an image, a folder of images, an .npz or a .csv file")
@@ -71,7 +71,7 @@ def _image_shape(preprocessing: Preprocessing) -> tuple[int, int, int]:
         channels, height, width = preprocessing.shape
         return channels, height, width
     if preprocessing.channels is None or preprocessing.size is None:
-        raise UserError("the model file does not say which size of image it reads: use a whole model file")
+        raise UserError("the model file does not give the size of its images: use the model.safetensors of a run")
     return preprocessing.channels, preprocessing.size, preprocessing.size
 
 

@@ -140,14 +140,14 @@ def official_rows(name: str, paths: Sequence[str]) -> tuple[Rows | None, Rows | 
     """The official split of a domain.
 
     Args:
-        name: The domain.
+        name: the domain.
         paths: domain/class/file of each row. Endings are ignored: sketches are .png in one copy and .jpg in another.
 
     Returns:
         Rows of the train list and of the crossval list, or (None, None) if the lists are not below FEDSHIFT_DATA.
 
     Raises:
-        UserError: A list names a missing file, or a label that does not fit the file's folder.
+        UserError: a list names a missing file, or a label that does not fit the file's folder.
     """
     folder = next((found for place in _SPLITS if (found := find([f"{place}/{name}_train_kfold.txt"]))), None)
     if folder is None:
