@@ -58,4 +58,4 @@ def test_a_model_is_sound_if_it_predicts_for_every_sample() -> None:
         for name, slope in (("a", 0.01), ("b", 1e36), ("c", math.inf))
     }
     teachers = Teachers(site, list(models.values()), 0.9, own_statistics=True, whole_epoch=True, tally=None)
-    assert teachers.sound(models) == ["a"]
+    assert teachers.finite(models) == ["a"]

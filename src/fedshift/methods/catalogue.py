@@ -1,6 +1,6 @@
-"""The list of methods: what there is to say of each without importing it, and with it torch.
+"""The list of methods, with facts about each that can be read without importing torch.
 
-A contract test holds every entry to its class.
+A test compares every entry with its class.
 """
 
 from __future__ import annotations
