@@ -32,7 +32,7 @@ def mean_row(rows: Sequence[Sequence[float]]) -> list[float]:
 
 
 def ballot(rows: Sequence[Sequence[float]], gate: float, vote: str) -> tuple[list[float], float, int]:
-    """p, n_p and the winning class of one sample, whose teachers say ``rows`` (section 7.1, step 3)."""
+    """p, n_p and the winning class of one sample, from its teachers' probabilities ``rows`` (KD3A's knowledge vote)."""
     if vote == "mean":
         return mean_row(rows), 1.0, first_of_largest(mean_row(rows))
     passing = [row for row in rows if max(row) > gate]
@@ -46,7 +46,7 @@ def ballot(rows: Sequence[Sequence[float]], gate: float, vote: str) -> tuple[lis
 
 
 def quality(samples: Iterable[Sequence[Sequence[float]]], gate: float, members: Sequence[int], vote: str) -> float:
-    """Q(S) of step 4: the vote held among ``members`` alone; the code's has no value without support (7.4.4)."""
+    """Q(S) of KD3A's equation 7: the vote among ``members`` alone. The released code's is 0 without support."""
     total = 0.0
     for rows in samples if members else ():
         probabilities, support, _ = ballot([rows[member] for member in members], gate, vote)

@@ -1,4 +1,4 @@
-"""CSAC: what is frozen, what is fused, L_AL written out, every option of section 2.3 and every ablation of 2.4."""
+"""CSAC: what is frozen, what is fused, L_AL (equation 6) written out, every option, and the ablations of its tables."""
 
 from __future__ import annotations
 

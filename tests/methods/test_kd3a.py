@@ -111,7 +111,7 @@ def test_aggregations_per_epoch(exchanges: float, used: dict[str, int]) -> None:
     [(0.2, 250, 1250), (0.5, 250, 500), (2, 250, 125), (10, 250, 25), (100, 250, 2)],
 )
 def test_mini_batches_of_a_round_are_those_of_the_paper(exchanges: float, batches: int, per_round: int) -> None:
-    """Digit-5: 25,000 samples in batches of 100 (7.7.11); below 1 the sources pass several times over them."""
+    """Digit-5: 25,000 samples in batches of 100. With r below 1 the sources pass several times over them."""
     method = KD3A(aggregations_per_epoch=exchanges)
     assert method.mini_batches(batches, 8) == 8 * per_round
     assert method.target_mini_batches(batches, 8) == 8 * min(per_round, batches)

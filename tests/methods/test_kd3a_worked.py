@@ -1,4 +1,4 @@
-"""KD3A on the worked numbers of section 7.7."""
+"""KD3A on numbers worked out by hand: vote, distillation, consensus focus (equations 7 and 8), shares (9)."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_the_share_of_confident_samples() -> None:
 
 
 def test_negative_focus_counts_as_none() -> None:
-    """The two teachers of 7.7.5 bring nothing: they share alike, whatever their numbers of samples."""
+    """The two teachers add nothing to the consensus: their shares are equal, whatever their numbers of samples."""
     teachers = [[(0.95, 0.05, 1e-9)], [(1e-9, 0.91, 0.09)]]
     found = told(of_first(), teachers, 300)
     assert list(found.shares.values()) == pytest.approx([0.25, 0.25])
