@@ -144,8 +144,8 @@ class FADA(Method):
         """
         if not any(True for _ in self.generator(network).parameters()):
             raise UserError(
-                f"{self.display}: it sends the network's features, but this network has no layer before its classifier: "
-                "samples would leave as they are; choose another model"
+                f"{self.display}: it sends the network's features, but this network has no layer before its "
+                "classifier: samples would leave as they are; choose another model"
             )
 
     # Coordinator --------------------------------------------------------------------------------------------------

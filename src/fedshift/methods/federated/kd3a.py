@@ -5,8 +5,8 @@ Distillation. ICML 2021, Algorithm 1.
 
 Setting: domain adaptation; K labelled source sites, one target site without labels that aggregates.
 Wire: every source's model goes to the target, and the aggregate to every source, 2·K·S(θ) per round, and N_k. Here they
-pass through a coordinator, which need not read them: K·S up, (K + 1)·S down to the target (distillation starts from the aggregate of the last
-round), S up, K·S down.
+pass through a coordinator, which need not read them: K·S up, (K + 1)·S down to the target (distillation starts from the
+aggregate of the last round), S up, K·S down.
 
 In every round, with θ the last aggregate
     source k: one epoch of cross-entropy from θ → θ_k

@@ -31,7 +31,7 @@ Where the paper leaves things open or contradicts itself (and what is done here)
     layers (the network's), batch size, rounds, and whether momentum is kept over rounds. Here it is, since the work it
     builds on trains with one optimiser; ``keep_momentum: false`` leaves it to ``training``.
  7. τ = 0.1 admits nearly every sample: the largest of C probabilities is at least 1/C.
- 8. A class whose cluster becomes empty keeps its last centroid; a class that is never predicted is left out of the round.
+ 8. A class whose cluster becomes empty keeps its last centroid; a class that is never predicted is left out in a round.
 ``self_supervision: false`` is the ablation without pseudo-labels.
 ``setting: practical`` is not in the paper. While a model cannot tell classes apart, all clusters become one class, and
 this does not recover. So unlabelled sites wait (η = 0, lr = lr₀) until the labelled cross-entropy is below `readiness`
@@ -130,7 +130,7 @@ class MDFNet(Method):
     )
     draw: bool = Field(True, description="masks in training: drawn for each sample; false = σ(m̂)")
     interaction: Literal["probabilities", "features", "literal"] = Field(
-        "probabilities", description="L_s on the masks' probabilities, on features after a sigmoid, or on plain features"
+        "probabilities", description="L_s on the masks' probabilities, on features after a sigmoid, or on features"
     )
     interaction_weight: NonNegativeFloat = Field(1.0, description="weight of L_s; 0 = without")
     reconstruction: Literal["mean", "sum"] = Field("mean", description="L_r over the entries of f")

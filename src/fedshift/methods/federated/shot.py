@@ -17,18 +17,18 @@ Model: backbone, bottleneck g = Linear → BatchNorm, classifier h linear with n
     prediction: mean over k of the softmax outputs
 
 Where papers and code differ. The paper has different values for three kinds of experiment. The defaults are those for
-objects with a network without pre-trained weights; ``setting: digits`` has β = 0.1 instead of 0.3; ``pretrained`` is for
-a backbone with pre-trained weights, whose learning rate is 0.1 of the others', at sources and target. No setting changes
-the rest:
+objects and a network without pre-trained weights. ``setting: digits`` has β = 0.1 instead of 0.3; ``pretrained`` is for
+a backbone with pre-trained weights, whose learning rate is 0.1 of the others', at sources and target. No setting
+changes the rest:
  1. The code adds ε = 1e-5 inside the logarithm of H. Here, too.
  2. A class that no sample is assigned to has an undefined centroid in the code, which then wins every sample. Here it
     takes no part.
  3. η·(1 + 10p)^−0.75, with p the share of a site's own work that is done, replaces ``training.lr_schedule``;
-    ``decay: false`` keeps the experiment's schedule, over the same p. SGD momentum 0.9, Nesterov and weight decay 1e-3 are set
-    in ``training``.
+    ``decay: false`` keeps the experiment's schedule, over the same p. SGD momentum 0.9, Nesterov and weight decay 1e-3
+    are set in ``training``.
  4. The code keeps the source model that is best on 10 % of the source's data; here it is the last one.
- 5. The sources train for ``source_epochs`` · R epochs, all before the first of the R rounds, so that the work equals that
-    of other methods. R = 30 with the defaults gives the 30 source epochs of digits.
+ 5. The sources train for ``source_epochs`` · R epochs, all before the first of the R rounds, so that the work equals
+    that of other methods. R = 30 with the defaults gives the 30 source epochs of digits.
  6. In a round the target's mini-batches are shared among the K models (``target_epochs: K`` is an epoch for each).
     Every round shuffles again, so an epoch of a model that spans rounds is a pass over the data only on average. The
     optimiser restarts in every round.

@@ -45,8 +45,8 @@ class PooledAdaptation(DeepAll):
     def batches(self, site: Site, due: int) -> Iterator[tuple[tuple[Batch, ...], Batch | None]]:
         """Mini-batches of all domains together, until ``due`` of them are used or none is left.
 
-        An optimiser step uses one of every domain. A remainder of ``due`` that is too small for this is used in the next
-        round; in the last round it makes a step, too.
+        An optimiser step uses one of every domain. A remainder of ``due`` that is too small for this is used in the
+        next round; in the last round it makes a step, too.
         """
         domains = site.domains + (site.unlabelled is not None)
         last = due >= site.envelope.mini_batches_left

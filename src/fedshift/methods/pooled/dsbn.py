@@ -66,8 +66,12 @@ class DSBN(PooledAdaptation):
     first_stage: Annotated[float, Field(gt=0, le=1)] = Field(0.5, description="share of the work in stage 1; 1 = all")
     adversarial_weight: NonNegativeFloat = Field(0.1, description="weight of L_adv in stage 1")
     semantic_weight: NonNegativeFloat = Field(1.0, description="weight of L_sm in stage 1; 0 = DANN with branches")
-    centroid_momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.7, description="share of the old value in a centroid's moving average")
-    student: Literal["new", "teacher"] = Field("new", description="start of stage 2: a new network (paper) or the teacher")
+    centroid_momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.7, description="share of the old value in a centroid's moving average"
+    )
+    student: Literal["new", "teacher"] = Field(
+        "new", description="start of stage 2: a new network (paper) or the teacher"
+    )
     width: PositiveInt = Field(64, description="hidden units of the domain classifier")
 
     def check(self, network: Network) -> None:
