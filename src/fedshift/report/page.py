@@ -158,7 +158,7 @@ def _curves(runs: Sequence[FinishedRun], records: Mapping[Path, list[RoundRecord
             curves["round"][method] = (numbers, mean, band)
             curves["local mini-batches per site"][method] = (batches, mean, band)
     if not curves["round"]:
-        return paragraph("No rounds.jsonl lies beside the results, so there is nothing to draw.", "note")
+        return paragraph("There is no rounds.jsonl with the results, so there is nothing to draw.", "note")
     quantity = headline.measure.name
     figure = plots.svg(
         plots.accuracy_over_rounds(curves, quantity), f"{quantity} over rounds and over local mini-batches"

@@ -127,7 +127,7 @@ def _anatomy(down: Floats, across: Floats, generator: np.random.Generator) -> tu
 
 
 def _inside(down: Floats, across: Floats, centre: Floats, radii: Floats, turn: float) -> Floats:
-    """How far inside an ellipse each pixel lies, in parts of the image's side; negative outside."""
+    """How far inside an ellipse each pixel is, as a share of the image's side; negative outside."""
     y, x = down - centre[0], across - centre[1]
     along, beside = math.cos(turn) * x + math.sin(turn) * y, math.cos(turn) * y - math.sin(turn) * x
     inside: Floats = (1 - np.hypot(along / radii[0], beside / radii[1])) * radii.mean()

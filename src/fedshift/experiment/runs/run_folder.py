@@ -185,7 +185,7 @@ class RunFolder:
         Args:
             state: the state after the round.
             memory: site → entry → file of its memory.
-            header: counters and the like.
+            header: exchange number, budgets, bytes, seconds and environment.
         """
         content: dict[str, Content] = {"weights": state.weights}
         content |= {f"part:{name}": part for name, part in state.parts.items()}

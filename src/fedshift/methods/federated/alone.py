@@ -1,4 +1,4 @@
-"""Alone: every labelled site trains by itself.
+"""Alone: every labelled site trains its own model.
 
 The reference for the question whether a site gains from taking part ("win-win", protocol source_target).
 
