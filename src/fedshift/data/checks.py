@@ -32,7 +32,7 @@ def checked(dataset: DataSet) -> DataSet:
     """
     where = f"data set {dataset.name}"
     if not dataset.domains:
-        raise UserError(f"{where} has no domain")
+        raise UserError(f"{where} has no domain: give it at least one site")
     if len(dataset.classes) < (2 if dataset.task == "classification" else 1):
         raise UserError(
             f"{where} has fewer than two classes ({', '.join(dataset.classes) or 'none'}): give it at least two"

@@ -47,7 +47,7 @@ def load_for_prediction(path: Path, preprocessing: Preprocessing) -> tuple[list[
 def _images(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored]:
     if preprocessing.kind != "image":
         wanted = "a .csv table" if preprocessing.kind == "table" else "features in an .npz file"
-        raise UserError(f"{path} holds images, but the model reads {wanted}")
+        raise UserError(f"{path} holds images, but the model reads {wanted}: give that")
     channels, height, width = _image_shape(preprocessing)
     if path.is_file():
         files = [path]
@@ -60,7 +60,7 @@ def _images(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored
             and not any(part.startswith(".") for part in found.relative_to(path).parts)
         )
     if not files:
-        raise UserError(f"{path} holds no images")
+        raise UserError(f"{path} holds no images: give an image or a folder of images")
     names = [path.name if path.is_file() else file.relative_to(path).as_posix() for file in files]
     entries: list[ImageFile] = [on_disk(file) for file in files]
     return names, np.stack([decode(entry, channels, height, width) for entry in entries])
@@ -77,13 +77,14 @@ def _image_shape(preprocessing: Preprocessing) -> tuple[int, int, int]:
 
 def _arrays(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored]:
     if preprocessing.kind == "table":
-        raise UserError(f"{path} holds arrays, but the model reads a .csv table")
+        raise UserError(f"{path} holds arrays, but the model reads a .csv table: give that")
     inputs = readable_inputs(f"data file {path}", load_npz(path, ["x"])["x"])
     if len(inputs) == 0:
-        raise UserError(f"data file {path} is empty")
+        raise UserError(f"data file {path} is empty: give at least one sample")
     expected = _image_shape(preprocessing) if preprocessing.kind == "image" else preprocessing.shape
     if expected is not None and inputs.shape[1:] != tuple(expected):
         raise UserError(
-            f"data file {path}: samples have shape {inputs.shape[1:]}, but the model reads {tuple(expected)}"
+            f"data file {path}: samples have shape {inputs.shape[1:]}, but the model reads {tuple(expected)}: "
+            "bring them to that shape"
         )
     return [str(row) for row in range(len(inputs))], inputs

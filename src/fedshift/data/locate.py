@@ -105,7 +105,7 @@ def load_npz(
         UserError: the file is missing, truncated or not an npz, lacks an array, or holds Python objects.
     """
     if not path.is_file():
-        raise UserError(f"data file {path} does not exist")
+        raise UserError(f"data file {path} does not exist: copy it there, or correct the path")
     try:
         archive = np.load(path, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):

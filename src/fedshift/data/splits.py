@@ -60,7 +60,7 @@ def _groups_held_out(groups: npt.NDArray[np.int64], fraction: float, seed: int) 
     """
     unique, row_to_group = np.unique(groups, return_inverse=True)
     if len(unique) and unique[0] < 0:
-        raise UserError(f"group numbers must not be negative, found {int(unique[0])}")
+        raise UserError(f"group numbers must not be negative, found {int(unique[0])}: number them from 0")
     block, within = np.divmod(unique, _BLOCK)
     place = np.empty(len(unique), dtype=np.float64)
     for number in np.unique(block):

@@ -74,7 +74,7 @@ def read_csv(path: Path) -> Columns:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError as error:
-        raise UserError(f"data file {path} does not exist") from error
+        raise UserError(f"data file {path} does not exist: correct the path") from error
     except IsADirectoryError as error:
         raise UserError(f"data file {path} is a folder: name the CSV file in it") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -342,7 +342,7 @@ def encode_rows(preprocessing: Preprocessing, path: Path) -> npt.NDArray[np.floa
         UserError: the model was not trained on tables, the file lacks a column, or a numeric cell is not a number.
     """
     if preprocessing.kind != "table" or preprocessing.table is None:
-        raise UserError(f"{path} is a table, but the model reads {preprocessing.kind} inputs")
+        raise UserError(f"{path} is a table, but the model reads {preprocessing.kind} inputs: give these")
     try:
         encoding = TableEncoding.model_validate(preprocessing.table)
     except ValidationError as error:

@@ -156,7 +156,11 @@ def load_model(path: Path, own_method: str | None = None) -> TrainedModel:
             if found
             else ": has the run finished?"
         )
-        raise UserError(f"there is no {MODEL} in {path}{hint}" if path.is_dir() else f"there is no file {path}")
+        raise UserError(
+            f"there is no {MODEL} in {path}{hint}"
+            if path.is_dir()
+            else f"there is no file {path}: give a run's folder or a {MODEL}"
+        )
     try:
         with safe_open(str(file), framework="pt") as opened:
             metadata = json.loads((opened.metadata() or {})["fedshift"])

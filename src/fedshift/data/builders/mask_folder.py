@@ -118,7 +118,9 @@ def _of_site(site: Path) -> tuple[Files, dict[str, Files]]:
                 )
         lone = next((file for name, file in files.items() if name not in images), None)
         if lone is not None:
-            raise UserError(f"mask {lone.name} has no image of that name in {site / 'images'}")
+            raise UserError(
+                f"mask {lone.name} has no image of that name in {site / 'images'}: add the image or remove it"
+            )
     return images, {structure: {name: files[name] for name in images} for structure, files in masks.items()}
 
 

@@ -167,7 +167,9 @@ def _listed(path: Path, row_of: Mapping[str, int]) -> Rows:
         lines = [line.split() for line in path.read_text().splitlines() if line.strip()]
         entries = [(file, int(label) - 1) for file, label in lines]
     except (OSError, ValueError) as error:
-        raise UserError(f"split list {path} is missing or not lines of '<domain>/<class>/<file> <label>'") from error
+        raise UserError(
+            f"split list {path} is missing or not lines of '<domain>/<class>/<file> <label>': get it again"
+        ) from error
     rows = []
     for file, label in entries:
         row = row_of.get(_stem(file))

@@ -65,7 +65,9 @@ def base_images(images: Pixels, labels: Labels, per_class: int, seed: int, what:
     """
     counts = np.bincount(labels)
     if per_class > counts.min():
-        raise UserError(f"data.per_class is {per_class}, but {what} has at most {counts.min()} images of every class")
+        raise UserError(
+            f"data.per_class is {per_class}, but {what} has at most {counts.min()} images of every class: lower it"
+        )
     generator = np.random.default_rng(seed)
     rows = np.concatenate(
         [generator.choice(np.flatnonzero(labels == label), per_class, replace=False) for label in range(len(counts))]
