@@ -6,8 +6,10 @@ What FLARE would refuse by itself proves nothing, so the same is sent to FLARE a
 from __future__ import annotations
 
 import contextlib
+import socket
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -364,6 +366,31 @@ def test_a_service_does_not_start_again_what_cannot_be_locked_down(
     with pytest.raises(UserError, match="cannot be locked down"):
         service.run()
     assert len(started) == 1
+
+
+def test_a_frame_that_is_too_large_is_refused_before_memory_is_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a site, where the coordinator sends it: FLARE alone would wait for all of it."""
+    from nvflare.fuel.f3.comm_error import CommError
+    from nvflare.fuel.f3.drivers.connector_info import ConnectorInfo, Mode
+    from nvflare.fuel.f3.drivers.socket_conn import SocketConnection
+    from nvflare.fuel.f3.sfm.prefix import Prefix
+
+    header = bytearray(16)
+    Prefix(length=lockdown.LARGEST_FRAME + 1).to_buffer(header, 0)
+    connector = ConnectorInfo("CH1", None, {}, Mode.ACTIVE, 0, 0, False, threading.Event())
+
+    def read() -> None:
+        here, there = socket.socketpair()
+        with here, there:
+            there.sendall(header)
+            there.shutdown(socket.SHUT_WR)
+            SocketConnection(here, connector).read_frame()
+
+    with pytest.raises(CommError, match="closed by peer"):
+        read()
+    lock(monkeypatch)
+    with pytest.raises(CommError, match="limit"):
+        read()
 
 
 def test_a_site_starts_flare_behind_the_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

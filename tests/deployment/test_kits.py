@@ -47,7 +47,7 @@ def project_file(folder: Path, **changes: Any) -> Path:
 
 
 def provisioned(folder: Path, **changes: Any) -> Provisioned:
-    return roles.provision(roles.load_project(project_file(folder, **changes)), folder)
+    return roles.provision(roles.load_project(project_file(folder, **changes)), folder, lambda new: None)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +104,28 @@ def test_settings_of_a_kit(kits: Provisioned) -> None:
             assert "site_log_streamer" not in {part["id"] for part in resources["components"]}
 
 
+@pytest.mark.parametrize("scheme", ["tcp", "grpc", "http"])
+def test_the_coordinator_listens_with_the_projects_scheme_and_sites_dial_it(scheme: str, tmp_path: Path) -> None:
+    made = provisioned(tmp_path, scheme=scheme, sites=["north"], largest_message=100)
+    relocate(load_kit(made.coordinator))  # as at each start
+    own = json.loads((made.coordinator / "flare/startup/fed_server.json").read_text())["servers"][0]["service"]
+    other = json.loads((made.sites["north"] / "flare/startup/fed_client.json").read_text())["servers"][0]["service"]
+    assert (own["scheme"], other["scheme"]) == ("guarded" if scheme == "tcp" else scheme, scheme)
+    for kit in (made.coordinator, made.sites["north"]):
+        channels = json.loads((kit / "flare/local/comm_config.json").read_text())
+        assert channels["streaming_max_blob_size"] == 100 << 20
+
+
+def test_a_message_that_no_role_would_take_is_not_sent() -> None:
+    """FLARE would end the process that sends it, and the job with it."""
+    from fedshift.deployment.flare.engine import check_size
+    from fedshift.federation.remote.wire import Message
+
+    check_size(Message("{}", bytes(900 << 10), ""), 1 << 20)
+    with pytest.raises(UserError, match="largest_message"):
+        check_size(Message("{}", bytes(1 << 20), ""), 1 << 20)
+
+
 def test_a_site_that_is_added_later_leaves_the_others_as_they_are(tmp_path: Path) -> None:
     first = provisioned(tmp_path)
     before = {path: path.read_bytes() for path in first.sites["north"].rglob("*") if path.is_file()}
@@ -116,7 +138,7 @@ def test_a_site_that_is_added_later_leaves_the_others_as_they_are(tmp_path: Path
     root = (more.sites["east"] / "flare/startup/rootCA.pem").read_bytes()
     assert root == (more.coordinator / "flare/startup/rootCA.pem").read_bytes()
     assert Deployment(more.coordinator, "x").sites == ["north", "south", "east"]
-    anew = roles.provision(roles.load_project(tmp_path / "project.yaml"), tmp_path, renew=True)
+    anew = roles.provision(roles.load_project(tmp_path / "project.yaml"), tmp_path, lambda new: None, renew=True)
     assert (anew.sites["east"] / "flare/startup/rootCA.pem").read_bytes() != root
     assert (anew.sites["north"] / "SITE.yaml").read_text() == "site: north  # filled in\n"
 
@@ -125,7 +147,7 @@ def test_a_kit_that_was_moved_keeps_its_files_below_it(tmp_path: Path) -> None:
     made = provisioned(tmp_path / "here")
     moved = tmp_path / "there"
     shutil.move(made.coordinator, moved)
-    relocate(moved)
+    relocate(load_kit(moved))
     text = (moved / "flare/local/resources.json").read_text()
     assert str(moved) in text
     assert str(made.coordinator) not in text
@@ -189,7 +211,7 @@ def answering(kit: Path, stop: threading.Event) -> int:
                 try:
                     plain, _ = listener.accept()
                     with context.wrap_socket(plain, server_side=True) as connection:
-                        connection.settimeout(0.3)
+                        connection.settimeout(2.0)  # longer than a client waits
                         connection.recv(1)
                 except OSError:
                     continue
@@ -222,8 +244,7 @@ def dated(kit: Path, own: str, authority: Path, begin: int, end: int) -> None:
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
 
-    state = json.loads(next(authority.rglob("cert.json")).read_text())
-    key = serialization.load_pem_private_key(state["root_pri_key"].encode(), None)
+    key = serialization.load_pem_private_key((authority / "rootCA.key").read_bytes(), None)
     file = kit / "flare" / "startup" / f"{own}.crt"
     old, now = x509.load_pem_x509_certificate(file.read_bytes()), datetime.datetime.now(datetime.UTC)
     builder = x509.CertificateBuilder(old.issuer, old.subject, old.public_key(), old.serial_number)

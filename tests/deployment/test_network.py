@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
 import ssl
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,11 +34,13 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
     started = Network(tmp_path_factory.mktemp("network"))
+    before = os.umask(0)  # what the roles write must be theirs alone all the same
     with environment(started):
         try:
             started.start()
             yield started
         finally:
+            os.umask(before)
             started.stop()
 
 
@@ -95,7 +100,7 @@ def answers(network: Network, certificate: Path | None) -> bool:
 
 
 def test_a_foreign_certificate_or_none_is_refused(network: Network, tmp_path: Path) -> None:
-    foreign = roles.provision(roles.load_project(network.folder / "project.yaml"), tmp_path)
+    foreign = roles.provision(roles.load_project(network.folder / "project.yaml"), tmp_path, lambda new: None)
     assert answers(network, network.made.sites["north"] / "flare/startup")
     assert not answers(network, None)
     assert not answers(network, foreign.sites["north"] / "flare/startup")
@@ -126,7 +131,51 @@ def test_a_job_that_brings_code_is_refused(network: Network, tmp_path: Path) -> 
     assert not list(network.made.folder.glob("sites/*/flare/*/app_*/custom"))
 
 
-def test_a_run_survives_whatever_is_killed(network: Network, tmp_path: Path) -> None:
+@contextlib.contextmanager
+def besieged(network: Network) -> Iterator[None]:
+    """Strangers hold the coordinator's port all the time: silent connections, and halves of a ClientHello."""
+    port, over = load_kit(network.coordinator).project.port, threading.Event()
+
+    def hold() -> None:
+        held: list[socket.socket] = []
+        while not over.wait(0.2):
+            with contextlib.suppress(OSError):  # the coordinator is down
+                while len(held) < 200:
+                    held.append(socket.create_connection(("127.0.0.1", port), 1.0))
+                    held[-1].setblocking(False)
+                    if len(held) % 2:
+                        held[-1].sendall(bytes.fromhex("16030100c8010000c40303"))
+            held = [one for one in held if not ended(one)]
+        for one in held:
+            one.close()
+
+    strangers = threading.Thread(target=hold, daemon=True)
+    strangers.start()
+    try:
+        yield
+    finally:
+        over.set()
+        strangers.join()
+
+
+def ended(one: socket.socket) -> bool:
+    """Whether the coordinator has ended a connection."""
+    try:
+        one.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    one.close()
+    return True
+
+
+def test_a_run_survives_whatever_is_killed_while_strangers_hold_the_port(network: Network, tmp_path: Path) -> None:
+    with besieged(network):
+        survives_whatever_is_killed(network, tmp_path)
+
+
+def survives_whatever_is_killed(network: Network, tmp_path: Path) -> None:
     """A site's job in mid-step, a whole site, the whole coordinator: each killed with -9, two of them started again."""
     method = {"name": "slow_method:Slow", "label": "slow", "seconds": 0.6}
     options = options_of(method, name="faults")
@@ -198,6 +247,50 @@ def test_a_quorum_goes_on_without_a_killed_site(
     monkeypatch.setattr("fedshift.experiment.runs.one_run.LocalFederation", Without)
     here = simulate(tmp_path, {**options, "methods": [{**method, "seconds": 0.0}]})
     assert same(model(here, "slow", "west"), model(there, "slow", "west"))
+
+
+def test_a_revoked_kit_is_refused_and_the_others_go_on(network: Network) -> None:
+    """In the middle of a run, and after the coordinator was started again."""
+    from nvflare.fuel.flare_api.flare_api import new_secure_session
+
+    options = options_of({"name": "slow_method:Slow", "label": "slow", "seconds": 0.5}, name="revoked")
+    deployment = network.deploy(options, quorum=2, deadline=20.0, patience=2.0)
+    network.wait(deployment, lambda: rounds(deployment) >= 1 and asked(deployment, 2))
+    roles.set_revoked(network.coordinator, "south", True)
+    south = network.made.sites["south"]
+    try:
+        network.finish(deployment)
+        assert {event["site"] for event in deployment.events() if event.get("is") == "lost"} == {"south"}
+        assert rounds(deployment) == 3
+        network.kill(network.coordinator)
+        network.start("coordinator")
+        assert not answers(network, south / "flare/startup")
+        assert answers(network, network.made.sites["north"] / "flare/startup")
+        assert "revoked" in str(roles.unreachable(load_kit(south)))
+        session = new_secure_session("test@example.org", str(network.coordinator / "admin"), timeout=PATIENCE)
+        try:
+            deadline = time.monotonic() + PATIENCE
+            while {one.name for one in session.get_system_info().client_info} != {"north", "east"}:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+        finally:
+            session.close()
+        (told,) = (network.coordinator / "flare").glob("**/disabled_clients.json")
+        assert json.loads(told.read_text()) == {"disabled_clients": ["south"]}
+    finally:
+        roles.set_revoked(network.coordinator, "south", False)
+        network.kill(south)
+        network.start("south")
+    assert answers(network, south / "flare/startup")
+
+
+def test_only_its_owner_reads_what_a_role_writes(network: Network) -> None:
+    """Models, kept answers, logs, keys: after the runs of the tests before, whatever the umask."""
+    written = [path for part in ("flare", "memory") for path in network.made.folder.glob(f"*/**/{part}/**/*")]
+    assert any(path.name == "audit.jsonl" for path in written)
+    kits = [network.coordinator, *network.made.sites.values()]
+    open_to_others = [path for path in (*kits, *written) if path.lstat().st_mode & 0o077 and not path.is_symlink()]
+    assert open_to_others == []
 
 
 def test_nobody_phones_home(network: Network) -> None:

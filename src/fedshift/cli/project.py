@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
+import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import typer
 import yaml
 from rich.console import Console
 
@@ -21,6 +26,12 @@ from fedshift.experiment.config.experiment import Experiment, load, parse
 from fedshift.experiment.config.sections import FlareEngine, LeaveOneOut, LocalEngine
 from fedshift.experiment.protocol import taking_part, targets_of
 
+if TYPE_CHECKING:
+    from fedshift.deployment.flare.authority import Ask
+
+PASSPHRASE = "FEDSHIFT_PASSPHRASE"
+"""The environment variable of the passphrase of the authority's key."""
+_PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
 _SENT = ("weights", "numbers", "accuracy", "statistics", "styles", "spectra", "features")
 _FILE = """\
 name: {name}
@@ -51,10 +62,10 @@ def init_project(path: Path, name: str, contact: str, server: str, port: int, si
     )
 
 
-def provision_project(path: Path, out: Path, renew: bool) -> None:
+def provision_project(path: Path, out: Path, renew: bool, no_passphrase: bool) -> None:
     """Make the kits and print what to do with each."""
     console = Console()
-    made = roles.provision(roles.load_project(path), out, renew=renew)
+    made = roles.provision(roles.load_project(path), out, _asking(no_passphrase), renew=renew)
     console.print(f"coordinator: {made.coordinator}", highlight=False, markup=False)
     for site, kit in made.sites.items():
         new = "" if site in made.new else " (unchanged)"
@@ -62,6 +73,42 @@ def provision_project(path: Path, out: Path, renew: bool) -> None:
     console.print(
         f"keep {made.folder / 'authority'} secret: with it anyone can add sites", highlight=False, markup=False
     )
+
+
+def reissue_kit(path: Path, site: str, out: Path, no_passphrase: bool) -> None:
+    """Make one site's kit again and print what to do with it."""
+    made = roles.reissue(roles.load_project(path), out, site, _asking(no_passphrase))
+    Console().print(
+        f"site {site}: give {made.sites[site] / 'flare' / 'startup'} to {site} only, in place of its own; "
+        f"{made.coordinator} refuses the old one. If it runs elsewhere, copy certificates.json into its kit",
+        **_PLAIN,
+    )
+
+
+def revoke_kit(folder: Path, site: str, revoked: bool) -> None:
+    """Refuse a site's kit at the coordinator, or accept it again."""
+    changed = roles.set_revoked(folder, site, revoked)
+    state = "refused" if revoked else "accepted"
+    Console().print(f"site {site}: its kit is {state}{'' if changed else ' (unchanged)'}", **_PLAIN)
+
+
+def _asking(no_passphrase: bool) -> Ask:
+    """How the passphrase of the authority's key is found: in the environment, or by asking whoever types."""
+
+    def ask(new: bool) -> str | None:
+        if new and no_passphrase:
+            return None
+        found = os.environ.get(PASSPHRASE, "")
+        if not found and sys.stdin.isatty():
+            found = str(typer.prompt("passphrase of the authority's key", hide_input=True, confirmation_prompt=new))
+        if not found:
+            without = ", or choose --no-passphrase" if new else ""
+            raise UserError(
+                f"the authority's key needs a passphrase: set {PASSPHRASE}, or run this in a terminal{without}"
+            )
+        return found
+
+    return ask
 
 
 def try_project(path: Path | None, overrides: Sequence[str], runs: Path, port: int | None, keep: Path | None) -> None:
@@ -96,7 +143,8 @@ def play(experiment: Experiment, folder: Path, runs: Path, port: int | None) -> 
     }
     file = folder / "project.yaml"
     file.write_text(yaml.safe_dump(project))
-    made = roles.provision(roles.load_project(file), folder)
+    made = roles.provision(roles.load_project(file), folder, lambda new: None)
+    shutil.rmtree(made.folder / "authority")  # its key is not encrypted, and nobody needs it any more
     started: list[tuple[Path, str]] = []
     try:
         console.print(f"starting a coordinator and {len(sites)} sites on this machine …", highlight=False)

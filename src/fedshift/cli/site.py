@@ -73,6 +73,7 @@ def _say_kit(config: SiteConfig, say: object) -> None:
         return
     kit = roles.load_kit(config.kit, "site")
     _same_name(config, kit.name)
+    roles.check_settings(kit)
     say(f"kit: project {kit.project.name}, valid until {roles.expiry(kit)}, contact {kit.project.contact}")
     reason = roles.unreachable(kit)
     say(f"coordinator: {'can be reached' if reason is None else f'cannot be reached: {reason}'}")

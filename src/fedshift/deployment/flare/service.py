@@ -82,6 +82,7 @@ class Service:
     def _once(self) -> None:
         """Start FLARE's process and watch it until it ends."""
         checks.check_certificates(self.kit)
+        checks.check_settings(self.kit)
         if self.kit.role == "coordinator":
             if self._starts == 0:
                 checks.check_port(self.kit)
