@@ -41,7 +41,7 @@ from fedshift.weights import Weights
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"local_epochs": 1},
-    "fedprox": {"local_epochs": 1},
+    "fedprox": {"local_epochs": 1, "robust": "median"},
     "csac": {"acquisition_epochs": 1, "calibration_epochs": 1},
 }
 

@@ -25,7 +25,7 @@ from fedshift.methods.base import Method, State
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"local_epochs": 1},
-    "fedprox": {"local_epochs": 1, "proximal_weight": 0.1},
+    "fedprox": {"local_epochs": 1, "proximal_weight": 0.1, "robust": "median"},
     "csac": {"acquisition_epochs": 1, "calibration_epochs": 1},
     "deepall": {"local_epochs": 1},
 }

@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
-from fedshift.methods import registry
-from fedshift.methods.catalogue import ENTRIES
+from fedshift.methods import registry, robust
+from fedshift.methods.base import robust_rules
+from fedshift.methods.catalogue import ENTRIES, ROBUST, RULES
 
 
 @pytest.mark.parametrize("name", registry.names())
@@ -19,6 +20,11 @@ def test_an_entry_is_its_class(name: str) -> None:
     assert entry.shares == kind().shares
     assert entry.citation == kind.citation
     assert entry.settings == tuple(kind.settings)
+    assert ROBUST.get(name, ()) == robust_rules(kind())
+
+
+def test_the_rules_are_those_that_exist() -> None:
+    assert tuple(robust.RULES) == RULES
 
 
 @pytest.mark.slow

@@ -103,6 +103,7 @@ def fields(name: str) -> set[str]:
         "label",
         "setting",
         "average_rounds",
+        "robust",
     }  # every method's, tried elsewhere
 
 

@@ -34,11 +34,13 @@ def show_fields(section: str | None) -> None:
     from fedshift.data.transforms import Augmentation
     from fedshift.experiment.config.sections import ENGINES, PROTOCOLS
     from fedshift.federation.training import Training
+    from fedshift.methods.robust import RULES
 
     sections: dict[str, dict[str, type[BaseModel]]] = {
         "protocol": {f"protocol, kind: {name}": kind for name, kind in PROTOCOLS.items()},
         "training": {"training": Training, "training.augmentation": Augmentation},
         "engine": {f"engine, name: {name}": kind for name, kind in ENGINES.items()},
+        "robust": {f"robust of a method, rule: {name}": kind for name, kind in RULES.items()},
     }
     elsewhere = {"methods": "methods", "data": "datasets", "model": "models"}
     if section in elsewhere:
@@ -49,7 +51,7 @@ def show_fields(section: str | None) -> None:
     for name, kinds in sections.items():
         for title, kind in kinds.items():
             if section in (None, name):
-                console.print(options_table(kind, title, without=("kind", "name")))
+                console.print(options_table(kind, title, without=("kind", "name", "rule")))
                 console.print()
 
 

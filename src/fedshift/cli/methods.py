@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedshift.cli.fields import options_table, written
-from fedshift.methods.catalogue import ENTRIES
+from fedshift.methods.catalogue import ENTRIES, ROBUST, RULES
 from fedshift.methods.settings import PAPER
 
 if TYPE_CHECKING:
@@ -22,11 +22,12 @@ def show_methods(name: str | None) -> None:
     console = Console()
     if name is None:
         table = Table(box=None, pad_edge=False)
-        for column in ("name", "for", "settings", "leaves a site", "source"):
+        for column in ("name", "for", "settings", "leaves a site", "robust rules", "source"):
             table.add_column(column, overflow="fold")
         for known, entry in ENTRIES.items():
             settings, shares = ", ".join((PAPER, *entry.settings)), ", ".join(entry.shares)
-            table.add_row(known, entry.scenario, settings, shares, entry.citation)
+            rules = "all" if ROBUST.get(known) == RULES else ", ".join(ROBUST.get(known, ("none",)))
+            table.add_row(known, entry.scenario, settings, shares, rules, entry.citation)
         console.print(table)
         return
     from fedshift.methods import registry  # imports torch, which the list above does not need

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.sections import LeaveOneOut
 from fedshift.experiment.plan import Plan
 from fedshift.methods import registry
+from fedshift.methods.base import Method
 from fedshift.models import registry as models
 
 
@@ -51,6 +54,9 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
         for sources in sorted(numbers):
             network = models.build(experiment.model, data.input_shape, len(data.classes), 0)
             method.check(method.adapt_network(network, sources))
+        if method.robust is not None:
+            for labelled, others in roles:
+                _check_rule(method, labelled, others, engine.quorum)
         refused = sorted(set(method.shares) & set(engine.refuse))
         if refused:
             raise UserError(
@@ -67,3 +73,21 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
                 warnings.append(f"{refusal}: the site is left out of such exchanges")
         warnings += method.check_samples(data.input_shape)
     return tuple(warnings)
+
+
+def _check_rule(method: Method, sources: Sequence[str], others: Sequence[str], quorum: int | None) -> None:
+    """Raises UserError where a robust rule cannot work on the replies of these sites, or of those a quorum leaves."""
+    rule = method.robust
+    assert rule is not None
+    try:
+        rule.check_sources(sources)
+        for averaged in method.averages.values():
+            asked = len(sources if averaged.at == "sources" else others)
+            rule.check(asked)
+            if quorum is not None:
+                try:
+                    rule.check(min(quorum, asked))
+                except UserError as error:
+                    raise UserError(f"{error}, or raise engine.quorum, which is {quorum}") from None
+    except UserError as error:
+        raise UserError(f"methods: {method.display}: robust.{error}") from None

@@ -45,7 +45,7 @@ def with_momentum(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-AVERAGED = {"name": "fedavg", "label": "averaged", "average_rounds": 2}
+AVERAGED = {"name": "fedavg", "label": "averaged", "average_rounds": 2, "robust": "norm_clipping"}
 
 
 @pytest.mark.parametrize(

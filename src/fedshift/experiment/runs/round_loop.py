@@ -21,6 +21,7 @@ from fedshift.experiment.runs.run_folder import RunFolder
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import RawData
 from fedshift.methods.base import State
+from fedshift.methods.screening import Screening, screening_of
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -81,6 +82,7 @@ class _RunLoop:
     evaluator: Measuring
     records: list[RoundRecord] = field(default_factory=list)
     seconds: float = 0.0
+    screening: Screening | None = None
     clock: float = field(default_factory=time.perf_counter)
 
     @property
@@ -95,11 +97,12 @@ class _RunLoop:
             evaluated: the network that ``state.weights`` belong to.
         """
         method, federation = self.run.method, self.federation
+        start = Weights({name: tensor.cpu().contiguous() for name, tensor in trained.state_dict().items()})
+        self.screening = federation.screening = screening_of(method, start)
         state = self._resume()
         total = sum(federation.budget.values())
         self.context.reporter.run(self.run, total, sum(federation.progress.used.values()))
         if state is None:
-            start = Weights({name: tensor.cpu().contiguous() for name, tensor in trained.state_dict().items()})
             self.folder.restart()
             self._record_pooling()
             state = method.start(federation, start)
@@ -185,6 +188,11 @@ class _RunLoop:
         for warning in report.get("warnings", []):
             if warning not in known:
                 self.context.reporter.warn(f"{self.run.target}, seed {self.run.seed}: {warning}")
+        screened = self.screening.settle() if self.screening is not None else {}
+        if screened:
+            report["robust"] = screened
+            if self.screening is not None and self.screening.rule.one_model:
+                report.pop("aggregation_weights", None)  # one model took the place of all: no site's share counted
         if self.federation.missing:
             report["missing"] = dict(self.federation.missing)
             for reason in self.federation.missing.values():

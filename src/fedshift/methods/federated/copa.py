@@ -53,6 +53,7 @@ from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.experts import confident_pseudo_labels, unlabelled_ensemble_loss
 from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.heads import Experts, with_experts
+from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.models.normalisation import hybrid_normalised
@@ -88,6 +89,7 @@ class COPA(Method):
     citation: ClassVar[str] = "Wu and Gong, ICCV 2021"
     scenario: ClassVar[str] = "unseen target, or one without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "classifier")
+    averages: ClassVar[Averages] = {"fit": Averaged(("features",))}
     relative_cost: ClassVar[float] = 1.1
     settings: ClassVar[Settings] = {"batch_norm": {"hybrid_normalisation": False}}
 

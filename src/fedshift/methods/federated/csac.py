@@ -58,6 +58,7 @@ from fedshift.functional.losses import smoothed_cross_entropy
 from fedshift.functional.mmd import cross_multi_kernel_mmd, multi_kernel_mmd
 from fedshift.functional.projection import projection_layer
 from fedshift.methods.base import Method, RunPlan, State, Traffic
+from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -72,6 +73,7 @@ class CSAC(Method):
     name: ClassVar[str] = "csac"
     citation: ClassVar[str] = "Yuan et al., IEEE TKDE 2023"
     memory_names: ClassVar[tuple[str, ...]] = ("local_model", "projections", "optimizer")
+    averages: ClassVar[Averages] = {"acquire": Averaged(), "calibrate": Averaged()}
     relative_cost: ClassVar[float] = 1.5
     settings: ClassVar[Settings] = {
         "released": {"label_smoothing": 0.0, "stages": (), "logit_mmd": True},

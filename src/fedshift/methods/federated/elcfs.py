@@ -65,6 +65,7 @@ from fedshift.functional.segmentation import boundary_loss
 from fedshift.functional.source_weights import rounded_shares
 from fedshift.functional.spectra import half_width, interpolated, low_frequencies
 from fedshift.methods.base import Method, RunPlan, State, Traffic, trained_mean
+from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -96,6 +97,7 @@ class ELCFS(Method):
     name: ClassVar[str] = "elcfs"
     citation: ClassVar[str] = "Liu et al., CVPR 2021"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "bank")
+    averages: ClassVar[Averages] = {"fit": Averaged()}
     tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
     settings: ClassVar[Settings] = {
         "released": {

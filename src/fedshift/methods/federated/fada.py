@@ -72,6 +72,7 @@ from fedshift.functional.source_weights import gain_weights, relative_gains
 from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.federated.fada_networks import NOTHING, Disentangler, DomainIdentifiers, square_layer
 from fedshift.methods.heads import with_block, with_own_statistics
+from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -101,6 +102,8 @@ class FADA(Method):
     citation: ClassVar[str] = "Peng et al., ICLR 2020"
     scenario: ClassVar[str] = "target without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "disentangler")
+    averages: ClassVar[Averages] = {"finish": Averaged()}
+    needs_every_model: ClassVar[bool] = True
     needs_target: ClassVar[bool] = True
     one_target: ClassVar[bool] = True
     relative_cost: ClassVar[float] = 2.0

@@ -59,6 +59,7 @@ from fedshift.functional import reference_distribution as reference
 from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.losses import smoothed_cross_entropy
 from fedshift.methods.base import Method, State
+from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -143,6 +144,7 @@ class FedADG(Method):
         "generator_optimizer",
         "discriminator_optimizer",
     )
+    averages: ClassVar[Averages] = {"fit": Averaged(("weights", "generator"))}
     relative_cost: ClassVar[float] = 1.8
     settings: ClassVar[Settings] = {
         "released": {

@@ -74,6 +74,7 @@ from fedshift.functional.consensus_focus import FocusTally
 from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.federated import kd3a_shares
 from fedshift.methods.federated.kd3a_teachers import BatchNormAlignment, Teachers, with_private
+from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -113,6 +114,8 @@ class KD3A(Method):
             "mixup": 2.0,
         }
     }
+    averages: ClassVar[Averages] = {"fit": Averaged()}
+    needs_every_model: ClassVar[bool] = True
     needs_target: ClassVar[bool] = True
     one_target: ClassVar[bool] = True
 

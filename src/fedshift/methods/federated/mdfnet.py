@@ -75,6 +75,7 @@ from fedshift.functional.mdfnet_schedule import (
 from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.heads import hand_over, with_block
 from fedshift.methods.masks import Mask, Private, parts, with_masked_inputs
+from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -116,6 +117,7 @@ class MDFNet(Method):
     citation: ClassVar[str] = "P²MDCL, anonymous, ICLR 2022 submission"
     scenario: ClassVar[str] = "labelled and unlabelled sites"
     memory_names: ClassVar[tuple[str, ...]] = ("private", "optimizer")
+    averages: ClassVar[Averages] = {"fit": Averaged(), "fit_unlabelled": Averaged(at="targets")}
     needs_target: ClassVar[bool] = True
     settings: ClassVar[Settings] = {
         "practical": {"readiness": 0.25, "threshold": 0.9, "rho": 0.5, "lend": 0.9, "draw": False}
@@ -187,7 +189,7 @@ class MDFNet(Method):
         part = 1.0 if waiting else self.lend
         extra = PerSite(hand_over(federation, federation.targets, federation.sources, part))
         content: dict[str, Any] = {"weights": state.weights, "r": r, "extra": extra}
-        labelled, unlabelled = MeanAccumulator(), MeanAccumulator()
+        labelled, unlabelled, mean = MeanAccumulator(), MeanAccumulator(), MeanAccumulator()
         losses: dict[str, float] = {}
         entropies: dict[str, float] = {}
         named: dict[str, int] = {}
@@ -200,7 +202,6 @@ class MDFNet(Method):
             losses[site], named[site] = answer.loss, answer.named
         weight = progressive_weight(r, self.rho) if named else 0.0
         shares = collaborative_shares(len(entropies), len(named) or len(federation.targets), weight)
-        mean = MeanAccumulator()
         mean.add(labelled.result(), 1 - weight)
         if named:
             mean.add(unlabelled.result(), weight)
