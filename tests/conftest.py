@@ -1,4 +1,4 @@
-"""The order of the tests, and what a test may do that is not marked slow."""
+"""The order of the tests, what a test may do that is not marked slow, and the worker processes that tests share."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import subprocess
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
+
+if TYPE_CHECKING:
+    from fedshift.federation.local.pool import WorkerPool
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,3 +39,42 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         patch.setattr(subprocess.Popen, "__init__", guarded(subprocess.Popen.__init__))
         patch.setattr(BaseProcess, "start", guarded(BaseProcess.start))
         return (yield)
+
+
+# Worker processes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def two_workers() -> Iterator[WorkerPool]:
+    """Two workers for all tests that compare engines. To start them takes longer than most of these tests."""
+    from fedshift.federation.local.pool import WorkerPool
+
+    started = WorkerPool(2, threads=1)
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def pool(two_workers: WorkerPool) -> Iterator[WorkerPool]:
+    """The two workers; this process has one thread, as each of them."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield two_workers
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def shared_workers(two_workers: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experiments with ``engine.workers: 2`` use the two workers, and leave them running.
+
+    Not for runs that diverge: they close their workers in the middle of a mini-batch.
+    """
+
+    def shared(workers: int, threads: int) -> WorkerPool:
+        assert (workers, threads) == (2, 1)
+        return two_workers
+
+    monkeypatch.setattr("fedshift.experiment.runs.context.WorkerPool", shared)
+    monkeypatch.setattr(two_workers, "close", two_workers.forget)

@@ -405,19 +405,12 @@ def test_an_unknown_method_behind_comes_with_the_nearest() -> None:
 
 
 @pytest.mark.slow
-def test_another_process_makes_its_equal_and_the_same_bits() -> None:
+def test_another_process_makes_its_equal_and_the_same_bits(pool: WorkerPool) -> None:
     method = StyleTransfer(method=CSAC(acquisition_epochs=1, calibration_epochs=1), style_mode="single", bank_size=3)
     whole = setting(method, domains())
     assert setting_from(json.loads(json.dumps(setting_recipe(whole)))) == whole
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    pool = WorkerPool(2, threads=1)
-    try:
-        here, _ = run(method)
-        there, _ = run(method, pool=pool)
-    finally:
-        pool.close()
-        torch.set_num_threads(threads)
+    here, _ = run(method)
+    there, _ = run(method, pool=pool)
     assert here.weights == there.weights
 
 
