@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
@@ -39,6 +40,14 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         patch.setattr(subprocess.Popen, "__init__", guarded(subprocess.Popen.__init__))
         patch.setattr(BaseProcess, "start", guarded(BaseProcess.start))
         return (yield)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _disks_are_not_waited_for() -> Iterator[None]:
+    """No test can tell whether a file has reached the disk, and thousands of small files take minutes to do so."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
 
 
 # Worker processes -----------------------------------------------------------------------------------------------------

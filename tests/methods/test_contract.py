@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import sys
@@ -42,7 +43,7 @@ from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.setting_json import setting_from, setting_recipe
 from fedshift.federation.site_runner import Setting
 from fedshift.methods import registry
-from fedshift.methods.base import Method, RunPlan
+from fedshift.methods.base import Method, RunPlan, State
 from fedshift.models import registry as models
 from fedshift.weights import Weights
 
@@ -63,6 +64,28 @@ every_method = pytest.mark.parametrize("name", registry.names())
 
 def method_of(name: str, **options: Any) -> Method:
     return registry.parse({"name": name, **SMALL.get(name, {}), **options})
+
+
+@functools.cache
+def played(name: str, normed: bool = False) -> tuple[State, LocalFederation, int]:
+    """Two rounds at sites that refuse what the method does not declare, and how many samples were drawn to train on.
+
+    Tests read it and change nothing.
+    """
+    method = method_of(name)
+    drawn, batch = 0, SiteData.batch
+
+    def counted(self: SiteData, rows: torch.Tensor, generator: torch.Generator | None = None) -> Any:
+        nonlocal drawn
+        drawn += 0 if generator is None else len(rows)  # without one: not for training
+        return batch(self, rows, generator)
+
+    refused = sorted(set(known_kinds()) - set(method.shares))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SiteData, "batch", counted)
+        state, where = run(method, network=normed_for(method) if normed else CNN, refuse=refused)
+    assert isinstance(where, LocalFederation)
+    return state, where, drawn
 
 
 def assert_close(first: Weights, second: Weights) -> None:
@@ -124,7 +147,7 @@ def test_another_process_can_make_its_equal(name: str) -> None:
 @every_method
 def test_same_seed_same_weights_another_seed_others(name: str) -> None:
     method = method_of(name)
-    state, _ = run(method)
+    state, *_ = played(name)
     torch.rand(3)  # what the caller drew before does not matter
     again, _ = run(method)
     assert again.weights == state.weights
@@ -168,7 +191,7 @@ def test_the_order_of_sites_does_not_matter(name: str) -> None:
 def test_weights_keep_names_shapes_and_types(name: str) -> None:
     method = method_of(name)
     normed = normed_for(method)
-    state, _ = run(method, network=normed)
+    state, *_ = played(name, normed=True)
     start = setting(method, domains(normed), normed, 8).build_network()
     network = method.evaluated_network(start, len(domains(normed)))
     state.weights.check_like(network.state_dict(), "the model after a run")
@@ -243,34 +266,24 @@ def test_the_labels_of_a_target_that_takes_part_change_nothing(name: str) -> Non
 
 @every_method
 def test_only_declared_kinds_leave_and_no_others_are_needed(name: str) -> None:
-    method = method_of(name)
-    refused = sorted(set(known_kinds()) - set(method.shares))
-    _, where = run(method, refuse=refused)
+    _, where, _ = played(name)
     assert where.ledger.total["up"]
-    assert set(where.ledger.total["up"]) <= set(method.shares)
+    assert set(where.ledger.total["up"]) <= set(method_of(name).shares)
 
 
 @every_method
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "batch_norm"])
-def test_bytes_are_those_of_the_formula(name: str, normed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    method, rounds = method_of(name), 3
+def test_bytes_are_those_of_the_formula(name: str, normed: bool) -> None:
+    method = method_of(name)
     network = normed_for(method) if normed else CNN
-    trained, batch = 0, SiteData.batch
-
-    def counted(self: SiteData, rows: torch.Tensor, generator: torch.Generator | None = None) -> Any:
-        nonlocal trained
-        trained += 0 if generator is None else len(rows)  # without one: not for training
-        return batch(self, rows, generator)
-
-    monkeypatch.setattr(SiteData, "batch", counted)
-    _, where = run(method, network=network, rounds=rounds)
+    _, where, drawn = played(name, normed)
     plan = RunPlan.of(
         setting(method, domains(network), network).build_network(),
         input_shape=domains(network)[0].inputs.shape[1:],
         samples={site: number for site, number in SIZES.items() if site in where.sources},
         targets=len(where.targets),
-        rounds=rounds,
-        trained=trained,
+        rounds=2,
+        trained=drawn,
     )
     formula = method.traffic(plan)
     assert sum(where.ledger.total["up"].values()) == formula.up
@@ -341,9 +354,9 @@ def test_mini_batches_are_as_announced(name: str) -> None:
     method = method_of(name)
     if method.pooled or method.supervised_target:
         pytest.skip("one site trains its share of what the others need")
-    _, where = run(method, rounds=3)
+    _, where, _ = played(name)
     for site, per_epoch in (("large", 5), ("small", 1), ("one", 1)):
-        assert where.progress.used[site] == method.mini_batches(per_epoch, 3)
+        assert where.progress.used[site] == method.mini_batches(per_epoch, 2)
 
 
 # Legal extremes -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,30 +12,9 @@ pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip instal
 
 from loopback import ADAPT, model, same
 from namespaces import COORDINATOR, PORT, Namespaces, why_not
-from network import PATIENCE, THREE, Network, environment, rounds
-
-from fedshift.deployment.flare import roles
+from network import THREE, environment, rounds
 
 pytestmark = pytest.mark.slow
-
-
-def test_one_kit_on_two_machines_is_said(tmp_path: Path) -> None:
-    """Both would train in turn, half of what they are asked; the coordinator says so, and begins nothing."""
-    two = Network(tmp_path)
-    twin = tmp_path / "twin"
-    with environment(two):
-        try:
-            two.start("coordinator", "north")
-            shutil.copytree(two.made.sites["north"], twin, ignore=shutil.ignore_patterns("channel", "service.*"))
-            roles.start(roles.load_kit(twin, "site"), twin / "SITE.yaml", wait=PATIENCE)
-            deployment = two.deploy(options_of({"name": "fedavg"}, name="twins"))
-            said = "the kit of site 'north' is in use on two machines"
-            two.wait(deployment, lambda: said in deployment.state.get("message", ""))
-            assert deployment.state["state"] == "waiting"
-            assert said in roles.status(roles.load_kit(two.coordinator, "coordinator")).message
-        finally:
-            roles.stop(roles.load_kit(twin, "site"))
-            two.stop()
 
 
 def test_in_network_namespaces_of_their_own(tmp_path: Path) -> None:
