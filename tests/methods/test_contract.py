@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_method import every_method, method_of
 from tiny import (
     CLASSES,
     CNN,
-    NORMED,
     SIZES,
     data_set,
     domains,
@@ -29,7 +29,6 @@ from tiny import (
     start_of,
     step_on,
     training,
-    vectors,
 )
 
 from fedshift.data.domain import DataSet, Domain
@@ -43,27 +42,9 @@ from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.setting_json import setting_from, setting_recipe
 from fedshift.federation.site_runner import Setting
 from fedshift.methods import registry
-from fedshift.methods.base import Method, RunPlan, State
+from fedshift.methods.base import RunPlan, State
 from fedshift.models import registry as models
 from fedshift.weights import Weights
-
-SMALL: dict[str, dict[str, Any]] = {
-    "csac": {"acquisition_epochs": 2, "calibration_epochs": 1},
-    "m3sda": {"generator_steps": 1},
-    "fada": {"steps_per_round": 6},
-    "fedsr": {"steps_per_round": 6},
-    "fedl2r": {"steps_per_round": 6},
-    "fedcmi": {"steps_per_round": 6},
-    "copa": {"local_epochs": 2},
-    "fedadg": {"task_epochs": 1, "adversarial_epochs": 1},
-    "mdfnet": {"local_epochs": 2, "decay": False, "rho": 1},
-}
-"""Options that keep a method's run short; a method that is not named runs with its defaults."""
-every_method = pytest.mark.parametrize("name", registry.names())
-
-
-def method_of(name: str, **options: Any) -> Method:
-    return registry.parse({"name": name, **SMALL.get(name, {}), **options})
 
 
 @functools.cache
@@ -357,46 +338,3 @@ def test_mini_batches_are_as_announced(name: str) -> None:
     _, where, _ = played(name)
     for site, per_epoch in (("large", 5), ("small", 1), ("one", 1)):
         assert where.progress.used[site] == method.mini_batches(per_epoch, 2)
-
-
-# Legal extremes -------------------------------------------------------------------------------------------------------
-
-
-def constant(number: int, value: int) -> Domain:
-    pixels = np.full((number, 1, 12, 12), value, dtype=np.uint8)
-    return Domain(f"constant-{value}", pixels, np.arange(number) % CLASSES)
-
-
-def features(name: str, values: np.ndarray[Any, Any]) -> Domain:
-    return Domain(name, values.astype(np.float32), np.arange(len(values)) % CLASSES)
-
-
-def one_class(domain: Domain, label: int) -> Domain:
-    return Domain(f"{domain.name}-{label}", domain.inputs, np.full(len(domain), label))
-
-
-EXTREMES: dict[str, tuple[list[Domain], dict[str, Any]]] = {
-    "constant images": ([constant(11, 0), constant(10, 255), constant(9, 128)], {}),
-    "all-zero features": ([features(f"zero-{n}", np.zeros((9 + n, 5))) for n in range(3)], {}),
-    "one class at each site": (
-        [one_class(images("a", 9), 0), one_class(images("b", 17), 1), one_class(images("c", 4), 1)],
-        {},
-    ),
-    "one class in all": ([one_class(vectors("a", 9), 2), one_class(vectors("b", 12), 2)], {}),
-    "huge features": ([features(f"huge-{n}", vectors("x", 9 + n).inputs * 1e4) for n in range(3)], {"lr": 1e-7}),  # type: ignore[operator]
-    "single samples": ([vectors("a", 1), vectors("b", 1)], {}),
-    "one source": ([images("alone", 9)], {}),
-    "equal sites": ([vectors("same", 9), Domain("twin", vectors("same", 9).inputs, vectors("same", 9).labels)], {}),
-}
-
-
-@pytest.mark.parametrize("case", EXTREMES)
-@every_method
-def test_nothing_legal_turns_to_nan(name: str, case: str) -> None:
-    found, options = EXTREMES[case]
-    method, network = method_of(name), CNN if found[0].inputs.dtype == np.uint8 else NORMED
-    if network is NORMED and normed_for(method) is not NORMED:
-        pytest.skip("the method works on images alone")
-    state, _ = run(method, found, network, **options)
-    state.weights.check_finite(case)  # raises
-    assert all(np.isfinite(value) for value in state.report["losses"].values())
