@@ -275,12 +275,12 @@ def test_bytes_are_those_of_the_formula(name: str, normed: bool) -> None:
 def test_memory_is_declared_and_state_survives_a_file(name: str, tmp_path: Path) -> None:
     """Saved after the start and each round, each time loaded into fresh sites: the run ends with the same bits."""
     method = method_of(name)
-    options: dict[str, Any] = {"reset_optimizer_each_round": False, "momentum": 0.9, "rounds": 3}
+    options: dict[str, Any] = {"reset_optimizer_each_round": False, "momentum": 0.9, "rounds": 2}
     whole, one = run(method, **options)
     folder = RunFolder(tmp_path, {"name": name})
     where = federation(method, **options)
     state = method.start(where, start_of(method))
-    for _ in range(3):
+    for _ in range(2):
         where.settle()
         header = {"exchange": where.progress.exchange, "used": where.progress.used}
         folder.save_checkpoint(state, where.save_memory(folder.memory), header)
