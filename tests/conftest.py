@@ -16,8 +16,11 @@ if TYPE_CHECKING:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Federations of processes first: they wait a lot, and at the end one worker would wait for them alone."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Federations of processes first: they wait a lot, and at the end one worker would wait for them alone.
+
+    The longest file of all begins at once.
+    """
+    items.sort(key=lambda item: (item.path.name != "test_network.py", item.get_closest_marker("slow") is None))
 
 
 @pytest.hookimpl(wrapper=True)

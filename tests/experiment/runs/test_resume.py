@@ -134,7 +134,9 @@ def test_kill_9_again_and_again(tmp_path: Path, method: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_kill_9_with_workers(tmp_path: Path) -> None:
-    """Workers end with the process they work for; the run goes on without them to the same bits."""
+    """Workers end with the process they work for, and so do the samples in the files that they share; the run goes on
+    without them to the same bits.
+    """
     options = small(tmp_path, REMEMBERING)
     fedshift.run(options, tmp_path / "whole")
     runs, mark = tmp_path / "runs", str(tmp_path / "mark")
@@ -142,10 +144,14 @@ def test_kill_9_with_workers(tmp_path: Path) -> None:
     running = process(with_workers, runs, mark, seconds=0.2)
     part = runs / "small" / "kd3a" / "a" / "seed-0"
     wait_for(lambda: lines(part / "rounds.jsonl") >= 1, 120)
-    assert len(processes_below(mark)) == 2
+    workers = processes_below(mark)
+    assert len(workers) == 2
+    command = (Path("/proc") / str(workers[0]) / "cmdline").read_bytes().decode().split("\0")
+    shared = Path(command[command.index("fedshift.federation.local.worker") + 1]).resolve().parent
+    assert list(shared.glob("*/inputs.npy"))
     running.kill()
     running.join()
-    wait_for(lambda: not processes_below(mark), 20)
+    wait_for(lambda: not processes_below(mark) and not shared.exists(), 20)
     assert not (part / "result.json").exists()
     fedshift.run(options, runs)
     assert outcome(runs) == outcome(tmp_path / "whole")
