@@ -165,7 +165,7 @@ def test_ctrl_c(tmp_path: Path, cli: Cli) -> None:
         protocol={"targets": ["a", "b", "c"], "seeds": [0]},
         model={"name": "mnist_cnn", "channels": [8, 16]},
     )
-    options["training"]["rounds"] = 20
+    options["training"]["rounds"] = 12
     file, runs, mark = write(tmp_path / "e.yaml", options), tmp_path / "runs", str(tmp_path / "mark")
     running = start(
         "run", str(file), "engine.parallel_runs=2", "--runs", str(runs), env={"FEDSHIFT_TEST_MARK": mark},
