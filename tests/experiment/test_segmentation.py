@@ -103,6 +103,7 @@ def test_the_best_distance_is_the_smallest(finished: Results) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_workers")
 def test_workers_give_the_same_weights(finished: Results, tmp_path: Path) -> None:
     pool = fedshift.run({**TINY, "engine": {"threads": 1, "workers": 2}}, tmp_path)
     for method in ("fedavg", "elcfs"):

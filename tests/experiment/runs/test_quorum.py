@@ -47,6 +47,7 @@ def test_without_a_quorum_the_run_ends_and_names_the_site(tmp_path: Path, method
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_workers")
 @pytest.mark.parametrize("method", ["kd3a", "fedavg"])
 def test_the_others_go_on(tmp_path: Path, method: str) -> None:
     """As often as planned, with a model of numbers, and in the same bits whatever the number of workers."""

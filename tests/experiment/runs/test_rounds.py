@@ -7,12 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small import Stop, experiment, outcome, sites
+from small import Stop, StopAfter, experiment, outcome, sites
 
 import fedshift
-from fedshift.evaluation.records import RoundRecord
-from fedshift.experiment.plan import Run
-from fedshift.experiment.runs.context import Reporter
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"name": "fedavg"},
@@ -20,20 +17,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "deepall": {"name": "deepall"},
 }
 TRAINING = {"rounds": 4, "batch_size": 8, "lr": 0.05, "momentum": 0.9, "reset_optimizer_each_round": False}
-
-
-class StopIn(Reporter):
-    """Ends the process, as it were, in the middle of a round: after some rounds and one more site's training."""
-
-    def __init__(self, rounds: int) -> None:
-        self.left = rounds
-
-    def trained(self, site: str, mini_batches: int) -> None:
-        if self.left == 0:
-            raise Stop
-
-    def round(self, run: Run, record: RoundRecord) -> None:
-        self.left -= 1
 
 
 def options(where: dict[str, str], method: str, **training: Any) -> dict[str, Any]:
@@ -57,7 +40,7 @@ def test_a_run_that_goes_on_ends_as_if_it_had_not_stopped(method: str, rounds: i
     fedshift.run(asked, tmp_path / "whole")
     for _ in range(2 if rounds == 1 else 1):  # stopped twice, or late
         with pytest.raises(Stop):
-            fedshift.run(asked, tmp_path / "parts", StopIn(rounds))
+            fedshift.run(asked, tmp_path / "parts", StopAfter(rounds))
     fedshift.run(asked, tmp_path / "parts")
     assert outcome(tmp_path / "parts") == outcome(tmp_path / "whole")
     lines, result = run_of(tmp_path / "parts", method)

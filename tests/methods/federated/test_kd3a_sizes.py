@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from kd3a_setting import RELEASED, kd3a, rounds_of
 from kd3a_written import EQUATIONS
 from tiny import CNN, NORMED, domains, run, vectors
@@ -75,25 +73,13 @@ def test_one_target_is_needed() -> None:
 # Engines --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    started = WorkerPool(2, threads=1)
-    yield started
-    started.close()
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["paper", "code", "statistics in the loss", "statistics at home"])
 def test_same_bits_in_a_pool(case: str, pool: WorkerPool) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        method = kd3a(**EQUATIONS[case])
-        options: dict[str, Any] = {"momentum": 0.9, "reset_optimizer_each_round": False}
-        here, one = rounds_of(method, **options)
-        there, many = rounds_of(method, pool=pool, **options)
-    finally:
-        torch.set_num_threads(threads)
+    method = kd3a(**EQUATIONS[case])
+    options: dict[str, Any] = {"momentum": 0.9, "reset_optimizer_each_round": False}
+    here, one = rounds_of(method, **options)
+    there, many = rounds_of(method, pool=pool, **options)
     for ours, theirs in zip(here, there, strict=True):
         assert theirs.weights == ours.weights
         assert theirs.report == ours.report
@@ -104,16 +90,11 @@ def test_same_bits_in_a_pool(case: str, pool: WorkerPool) -> None:
 @pytest.mark.slow
 def test_dropout_and_augmentation_in_a_pool(pool: WorkerPool) -> None:
     """What draws random numbers by itself: at the target the teachers see what the student sees."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        cases: list[tuple[dict[str, object], dict[str, Any]]] = [
-            ({**NORMED, "dropout": 0.5}, {}),
-            (CNN, {"augmentation": "ccst"}),
-        ]
-        for network, options in cases:
-            for method in (kd3a(), kd3a(**RELEASED)):
-                here = run(method, network=network, **options)[0]
-                assert run(method, network=network, pool=pool, **options)[0].weights == here.weights
-    finally:
-        torch.set_num_threads(threads)
+    cases: list[tuple[dict[str, object], dict[str, Any]]] = [
+        ({**NORMED, "dropout": 0.5}, {}),
+        (CNN, {"augmentation": "ccst"}),
+    ]
+    for network, options in cases:
+        for method in (kd3a(), kd3a(**RELEASED)):
+            here = run(method, network=network, **options)[0]
+            assert run(method, network=network, pool=pool, **options)[0].weights == here.weights

@@ -285,17 +285,10 @@ def test_stages_lead_to_the_same_modules() -> None:
 
 
 @pytest.mark.slow
-def test_same_bits_in_one_process_and_in_two() -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    pool = WorkerPool(2, threads=1)
-    try:
-        options: dict[str, Any] = {"momentum": 0.9, "reset_optimizer_each_round": False}
-        here, _ = run(short(), **options)
-        there, _ = run(short(), pool=pool, **options)
-    finally:
-        pool.close()
-        torch.set_num_threads(threads)
+def test_same_bits_in_one_process_and_in_two(pool: WorkerPool) -> None:
+    options: dict[str, Any] = {"momentum": 0.9, "reset_optimizer_each_round": False}
+    here, _ = run(short(), **options)
+    there, _ = run(short(), pool=pool, **options)
     assert here.weights == there.weights
     assert here.report == there.report
 

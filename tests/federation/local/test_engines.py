@@ -84,11 +84,10 @@ class Own(Method):
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[dict[int, WorkerPool]]:
-    started = {workers: WorkerPool(workers, threads=1) for workers in (2, 3)}
-    yield started
-    for pool in started.values():
-        pool.close()
+def pools(two_workers: WorkerPool) -> Iterator[dict[int, WorkerPool]]:
+    three_workers = WorkerPool(3, threads=1)
+    yield {2: two_workers, 3: three_workers}
+    three_workers.close()
 
 
 @pytest.fixture(scope="module")

@@ -116,6 +116,21 @@ class Network:
             assert time.monotonic() < deadline, f"{state} {list(deployment.events())[-5:]}"
             time.sleep(0.05)
 
+    def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until something holds; fails after a long while."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    def reach(self, deployment: Deployment, state: str) -> None:
+        """Wait until a deployment is in a state."""
+        self.until(lambda: deployment.state["state"] == state)
+
+    def leave(self, deployment: Deployment, state: str) -> None:
+        """Wait until a deployment is no longer in a state."""
+        self.until(lambda: deployment.state["state"] != state)
+
     def finish(self, deployment: Deployment) -> Path:
         """Wait for the end; the folder of the results."""
         self.wait(deployment, lambda: deployment.state["state"] in ENDS)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_csac import aligner_of, short
+from test_csac import short
+from test_csac_alignment import aligner_of
 from tiny import CNN, federation, start_of
 
 from fedshift.functional.attention import cross_layer_attention

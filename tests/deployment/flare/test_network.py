@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import socket
 import ssl
 import stat
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -44,42 +46,84 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
             started.stop()
 
 
-def test_fedavg_csac_and_kd3a_end_in_the_bits_of_the_local_engine(network: Network, tmp_path: Path) -> None:
-    options: dict[str, Any] = options_of({}, name="three", protocol=ADAPT, methods=THREE)
+@dataclass(frozen=True)
+class Played:
+    """A deployment that was looked at in its second round, aborted then, and resumed."""
+
+    options: dict[str, Any]
+    folder: Path
+    """Its results."""
+    seconds: float
+    """Until the second round: how fast this machine is just now."""
+    sockets: list[tuple[bool, list[str], Any]]
+    """What every process held: whether it is the coordinator's, its command, the socket."""
+    commands: list[list[str]]
+    modes: list[tuple[int, list[int]]]
+    """Permissions of each role's folder of sockets, and of the files in it."""
+    rounds: tuple[int, int]
+    """When it was aborted, and in the end."""
+
+
+@pytest.fixture(scope="module")
+def played(network: Network) -> Played:
+    """One deployment for several tests: to start a job takes longer than what each of them looks at."""
+    slow = {"name": "slow_method:Slow", "label": "slow", "seconds": 0.6}
+    options = options_of({}, name="played", protocol=ADAPT, methods=[slow, *THREE])
+    begun = time.monotonic()
     deployment = network.deploy(options, unseen=False)
-    there = network.finish(deployment)
-    here = simulate(tmp_path, options, unseen={})
-    for method in THREE:
-        name = str(method["name"])
-        assert same(model(here, name, "east"), model(there, name, "east")), name
-    assert (there / "order.json").read_text() == (here / "order.json").read_text()
-
-
-def test_only_the_coordinators_port_listens_and_nobody_dials_another(network: Network) -> None:
-    """While a job runs: the sockets that every process of the federation holds."""
-    options = options_of({"name": "slow_method:Slow", "label": "slow", "seconds": 0.5}, name="sockets")
-    deployment = network.deploy(options)
     network.wait(deployment, lambda: asked(deployment, 2))
-    port = load_kit(network.coordinator).project.port
-    listening, jobs = set(), 0
+    seconds = time.monotonic() - begun
+    sockets, commands, modes = [], [], []
     for kit in (network.coordinator, *network.made.sites.values()):
         for process in network.processes(kit):
-            jobs += any(word.endswith(("worker_process", "runner_process")) for word in process.cmdline())
-            for held in process.net_connections(kind="inet"):
-                if held.status == psutil.CONN_LISTEN:
-                    listening.add((kit == network.coordinator, held.laddr.ip, held.laddr.port))
-                elif held.raddr:
-                    ports = [held.raddr.port] + [held.laddr.port] * (kit == network.coordinator)
-                    assert held.raddr.ip == "127.0.0.1", (process.cmdline(), held)
-                    assert port in ports, (process.cmdline(), held)
-                else:
-                    assert held.status == psutil.CONN_CLOSE, (process.cmdline(), held)
+            commands.append(process.cmdline())
+            held = process.net_connections(kind="inet")
+            sockets += [(kit == network.coordinator, commands[-1], one) for one in held]
+        files = [stat.S_IMODE(path.stat().st_mode) for path in (kit / "channel").iterdir()]
+        modes.append((stat.S_IMODE((kit / "channel").stat().st_mode), files))
+    deployment.want("abort")
+    network.reach(deployment, "aborted")
+    before = rounds(deployment)
+    deployment.want("run")
+    network.leave(deployment, "aborted")
+    folder = network.finish(deployment)
+    return Played(options, folder, seconds, sockets, commands, modes, (before, rounds(deployment)))
+
+
+def test_every_method_ends_in_the_bits_of_the_local_engine(played: Played, tmp_path: Path) -> None:
+    """Although the run was aborted and resumed."""
+    slow, *others = played.options["methods"]
+    here = simulate(tmp_path, {**played.options, "methods": [{**slow, "seconds": 0.0}, *others]}, unseen={})
+    for name in ("slow", "fedavg", "csac", "kd3a"):
+        assert same(model(here, name, "east"), model(played.folder, name, "east")), name
+    assert (played.folder / "order.json").read_text() == (here / "order.json").read_text()
+
+
+def test_an_aborted_run_is_gone_on_with(played: Played) -> None:
+    before, after = played.rounds
+    assert 1 <= before < after
+    lines = (played.folder / "slow/east/seed-0/rounds.jsonl").read_text().splitlines()
+    assert before < len(lines), "it was aborted in the middle of a run"
+    assert [json.loads(line)["round"] for line in lines] == list(range(1, len(lines) + 1))
+
+
+def test_only_the_coordinators_port_listens_and_nobody_dials_another(network: Network, played: Played) -> None:
+    """While a job runs: the sockets that every process of the federation holds."""
+    port = load_kit(network.coordinator).project.port
+    listening = set()
+    for coordinator, command, held in played.sockets:
+        if held.status == psutil.CONN_LISTEN:
+            listening.add((coordinator, held.laddr.ip, held.laddr.port))
+        elif held.raddr:
+            ports = [held.raddr.port] + [held.laddr.port] * coordinator
+            assert held.raddr.ip == "127.0.0.1", (command, held)
+            assert port in ports, (command, held)
+        else:
+            assert held.status == psutil.CONN_CLOSE, (command, held)
     assert listening == {(True, "127.0.0.1", port)}
-    assert jobs == 1 + len(SITES)
-    for kit in (network.coordinator, *network.made.sites.values()):
-        assert stat.S_IMODE((kit / "channel").stat().st_mode) == 0o700
-        assert [stat.S_IMODE(path.stat().st_mode) for path in (kit / "channel").iterdir()] == [0o600]
-    network.finish(deployment)
+    jobs = ("worker_process", "runner_process")
+    assert sum(any(word.endswith(jobs) for word in command) for command in played.commands) == 1 + len(SITES)
+    assert played.modes == [(0o700, [0o600])] * (1 + len(SITES))
 
 
 def answers(network: Network, certificate: Path | None) -> bool:
@@ -208,33 +252,14 @@ def survives_whatever_is_killed(network: Network, tmp_path: Path) -> None:
         assert not list((network.made.sites[name] / "memory").glob("faults-*")), "a finished run is forgotten at sites"
 
 
-def test_an_aborted_run_is_gone_on_with(network: Network, tmp_path: Path) -> None:
-    method = {"name": "slow_method:Slow", "label": "slow", "seconds": 0.3}
-    options = options_of(method, name="again")
-    deployment = network.deploy(options)
-    network.wait(deployment, lambda: rounds(deployment) >= 1)
-    deployment.want("abort")
-    deadline = time.monotonic() + PATIENCE
-    while deployment.state["state"] != "aborted":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert rounds(deployment) < 3
-    deployment.want("run")
-    while deployment.state["state"] == "aborted":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    there = network.finish(deployment)
-    here = simulate(tmp_path, {**options, "methods": [{**method, "seconds": 0.0}]})
-    assert same(model(here, "slow", "west"), model(there, "slow", "west"))
-
-
 def test_a_quorum_goes_on_without_a_killed_site(
-    network: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    network: Network, played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A whole site dies in mid-step and stays away: what docs/deploy.md says comes out."""
     method = {"name": "slow_method:Slow", "label": "slow", "seconds": 1.0}
     options = options_of(method, name="quorum")
-    deployment = network.deploy(options, quorum=2, deadline=25.0, patience=2.0)
+    deadline = max(8.0, 2 * played.seconds)  # sites have this long to begin, too
+    deployment = network.deploy(options, quorum=2, deadline=deadline, patience=2.0)
     network.wait(deployment, lambda: rounds(deployment) >= 1 and asked(deployment, 2))
     network.kill(network.made.sites["south"])
     try:
@@ -291,6 +316,23 @@ def test_only_its_owner_reads_what_a_role_writes(network: Network) -> None:
     kits = [network.coordinator, *network.made.sites.values()]
     open_to_others = [path for path in (*kits, *written) if path.lstat().st_mode & 0o077 and not path.is_symlink()]
     assert open_to_others == []
+
+
+def test_one_kit_on_two_machines_is_said(network: Network, tmp_path: Path) -> None:
+    """Both would train in turn, half of what they are asked; the coordinator says so, and begins nothing."""
+    twin, said = tmp_path / "twin", "the kit of site 'north' is in use on two machines"
+    shutil.copytree(network.made.sites["north"], twin, ignore=shutil.ignore_patterns("channel", "service.*"))
+    coordinator = roles.load_kit(network.coordinator, "coordinator")
+    try:
+        roles.start(roles.load_kit(twin, "site"), twin / "SITE.yaml", wait=PATIENCE)
+        network.until(lambda: said in roles.status(coordinator).message)
+        deployment = network.deploy(options_of({"name": "fedavg"}, name="twins"))
+        network.wait(deployment, lambda: said in deployment.state.get("message", ""))
+        assert deployment.state["state"] == "waiting"
+        deployment.want("abort")
+        network.reach(deployment, "aborted")
+    finally:
+        roles.stop(roles.load_kit(twin, "site"))
 
 
 def test_nobody_phones_home(network: Network) -> None:

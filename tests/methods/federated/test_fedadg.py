@@ -285,19 +285,12 @@ def test_held_out_rows_are_there_only_for_who_says_so() -> None:
 
 
 @pytest.mark.slow
-def test_a_pool_holds_out_the_same_rows() -> None:
+def test_a_pool_holds_out_the_same_rows(pool: WorkerPool) -> None:
     method = short(adversarial_epochs=2)
     made = start_of(method, [images("a", 9)])
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    pool = WorkerPool(2, threads=1)
-    try:
-        here, _ = held_out(method)
-        there, _ = held_out(method, pool)
-        states = [step_on(method, where, method.start(where, made)) for where in (here, there)]
-    finally:
-        pool.close()
-        torch.set_num_threads(threads)
+    here, _ = held_out(method)
+    there, _ = held_out(method, pool)
+    states = [step_on(method, where, method.start(where, made)) for where in (here, there)]
     assert states[0].weights == states[1].weights
     assert states[0].parts == states[1].parts
 
