@@ -28,9 +28,9 @@ from fedshift.import_paths import import_file
     ("wrapped", "message"),
     [
         (lambda name: {"name": name}, "--method"),
-        (lambda name: {"name": "styles", "method": name}, "it is not opened"),
-        (lambda name: {"name": "styles", "method": {"name": name}}, "it is not opened"),
-        (lambda name: {"name": "styles", "method": {"name": "styles", "method": name}}, "it is not opened"),
+        (lambda name: {"name": "styles", "method": name}, "does not come with fedshift"),
+        (lambda name: {"name": "styles", "method": {"name": name}}, "does not come with fedshift"),
+        (lambda name: {"name": "styles", "method": {"name": "styles", "method": name}}, "does not come with fedshift"),
     ],
     ids=["itself", "its name", "a mapping", "two wrappers"],
 )
