@@ -1,8 +1,7 @@
-"""Robust aggregation: what a few bad sites cannot pull away. Each function reads the sites' models side by side.
+"""Robust aggregation: rules whose result a few bad sites cannot change much. n is the number of sites.
 
-``models`` is a list, or an object whose ``__iter__`` reads the models one by one: functions pass over it several times
-and hold at most `AT_ONCE` bytes of it. Where all float tensors are one vector, n is the number of sites and d that of
-their numbers. Numbers have the unit of the weights; squared distances that unit squared.
+``models`` is a list, or an object whose ``__iter__`` reads the models one by one. Functions pass over it several times
+and hold at most `AT_ONCE` bytes of it. Numbers have the unit of the weights, squared distances that unit squared.
 """
 
 from __future__ import annotations
@@ -82,7 +81,18 @@ def trimmed_mean(models: Models, trim: int, at_once: int = AT_ONCE) -> Weights:
 
 
 def check_trim(sites: int, trim: int) -> None:
-    """Raises UserError where trimming leaves no site."""
+    """Check that trimming leaves a site.
+
+    Args:
+        sites: n.
+        trim: b, as in `trimmed_mean`.
+
+    Raises:
+        UserError: n is not above 2b.
+
+    Example:
+        >>> check_trim(sites=5, trim=2)
+    """
     if sites <= 2 * trim:
         raise UserError(f"trim: {trim} at each end leaves none of {sites} sites; lower it")
 
@@ -159,7 +169,19 @@ def krum(distances: Tensor, faulty: int, keep: int = 1) -> list[int]:
 
 
 def check_krum(sites: int, faulty: int, keep: int = 1) -> None:
-    """Raises UserError where there are too few sites for ``faulty`` bad ones, or ``keep`` would take a bad one."""
+    """Check that there are enough sites for Krum, and that ``keep`` need not take a bad one.
+
+    Args:
+        sites: n.
+        faulty: f, as in `krum_scores`.
+        keep: m, as in `krum`.
+
+    Raises:
+        UserError: n is below 2f + 3, or m is not in 1 to n − f.
+
+    Example:
+        >>> check_krum(sites=5, faulty=1, keep=4)
+    """
     if sites < 2 * faulty + 3:
         raise UserError(
             f"faulty: {faulty} bad sites need 2·{faulty} + 3 = {2 * faulty + 3} sites, there are {sites}; lower it"
