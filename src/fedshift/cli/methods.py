@@ -5,10 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from fedshift.cli.console import escape, safe_console
 from fedshift.cli.fields import options_table, written
 from fedshift.methods.catalogue import ENTRIES, ROBUST, RULES
 from fedshift.methods.settings import PAPER
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 def show_methods(name: str | None) -> None:
     """List all methods, or print one method's description and options."""
-    console = Console()
+    console = safe_console()
     if name is None:
         table = Table(box=None, pad_edge=False)
         for column in ("name", "for", "settings", "leaves a site", "robust rules", "source"):

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import typer
 import yaml
-from rich.console import Console
 
+from fedshift.cli.console import safe_console
 from fedshift.data.domain import DataSet, Domain, SparseRows
 from fedshift.deployment.flare import roles
 from fedshift.errors import FedshiftError, UserError
@@ -57,14 +57,14 @@ def init_project(path: Path, name: str, contact: str, server: str, port: int, si
     except UserError:
         path.unlink()
         raise
-    Console().print(
+    safe_console().print(
         f"wrote {path}: check it, then call fedshift project provision {path}", highlight=False, markup=False
     )
 
 
 def provision_project(path: Path, out: Path, renew: bool, no_passphrase: bool) -> None:
     """Make the kits and print what to do with each."""
-    console = Console()
+    console = safe_console()
     made = roles.provision(roles.load_project(path), out, _asking(no_passphrase), renew=renew)
     console.print(f"coordinator: {made.coordinator}", highlight=False, markup=False)
     for site, kit in made.sites.items():
@@ -78,7 +78,7 @@ def provision_project(path: Path, out: Path, renew: bool, no_passphrase: bool) -
 def reissue_kit(path: Path, site: str, out: Path, no_passphrase: bool) -> None:
     """Make one site's kit again and print what to do with it."""
     made = roles.reissue(roles.load_project(path), out, site, _asking(no_passphrase))
-    Console().print(
+    safe_console().print(
         f"site {site}: give {made.sites[site] / 'flare' / 'startup'} to {site} only, in place of its own; "
         f"{made.coordinator} refuses the old one. If it runs elsewhere, copy certificates.json into its kit",
         **_PLAIN,
@@ -89,7 +89,7 @@ def revoke_kit(folder: Path, site: str, revoked: bool) -> None:
     """Refuse a site's kit at the coordinator, or accept it again."""
     changed = roles.set_revoked(folder, site, revoked)
     state = "refused" if revoked else "accepted"
-    Console().print(f"site {site}: its kit is {state}{'' if changed else ' (unchanged)'}", **_PLAIN)
+    safe_console().print(f"site {site}: its kit is {state}{'' if changed else ' (unchanged)'}", **_PLAIN)
 
 
 def _asking(no_passphrase: bool) -> Ask:
@@ -130,7 +130,7 @@ def play(experiment: Experiment, folder: Path, runs: Path, port: int | None) -> 
     """
     from fedshift.cli.deploy import check_place, follow
 
-    console = Console(stderr=True)
+    console = safe_console(stderr=True)
     folder.mkdir(parents=True, exist_ok=True)
     deployed, sites = spread(experiment, folder)
     check_place(deployed, runs / deployed.name)  # fails before anything starts

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
+from fedshift.cli.console import safe_console
 from fedshift.data.domain import SparseRows
 from fedshift.deployment.flare import roles
 from fedshift.deployment.site_file import SiteConfig, load_site, read_holding
@@ -20,7 +20,7 @@ from fedshift.methods import registry as methods
 
 def check_site(path: Path) -> None:
     """Read a site's data as a run would; print what they are, and what may and may not leave the site."""
-    console = Console()
+    console = safe_console()
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -99,7 +99,7 @@ def start_site(path: Path, foreground: bool) -> None:
 def stop_site(path: Path) -> None:
     """Stop the site's service."""
     kit = roles.load_kit(load_site(path).kit, "site")
-    Console().print(f"site {kit.name}: {'stopped' if roles.stop(kit) else 'was not running'}", highlight=False)
+    safe_console().print(f"site {kit.name}: {'stopped' if roles.stop(kit) else 'was not running'}", highlight=False)
 
 
 def start_coordinator(folder: Path, foreground: bool) -> None:
@@ -112,15 +112,15 @@ def show_coordinator(folder: Path) -> None:
     """Print the state of the coordinator's service."""
     kit = roles.load_kit(folder, "coordinator")
     _print_status("coordinator", roles.status(kit))
-    Console().print(f"kit valid until {roles.expiry(kit)}", highlight=False)
+    safe_console().print(f"kit valid until {roles.expiry(kit)}", highlight=False)
 
 
 def stop_coordinator(folder: Path) -> None:
     """Stop the coordinator's service. Deployments resume when it is started again."""
     kit = roles.load_kit(folder, "coordinator")
-    Console().print(f"coordinator: {'stopped' if roles.stop(kit) else 'was not running'}", highlight=False)
+    safe_console().print(f"coordinator: {'stopped' if roles.stop(kit) else 'was not running'}", highlight=False)
 
 
 def _print_status(name: str, status: roles.Status) -> None:
     pid = f" (process {status.pid})" if status.pid else ""
-    Console().print(f"{name}: {status.state}{pid} {status.message}".rstrip(), highlight=False, markup=False)
+    safe_console().print(f"{name}: {status.state}{pid} {status.message}".rstrip(), highlight=False, markup=False)

@@ -26,6 +26,7 @@ from fedshift.deployment.flare.jobs import Attendance, Deployments
 from fedshift.deployment.flare.kits import Kit, empty_channel, load_kit
 from fedshift.errors import FedshiftError, UserError
 from fedshift.files import write_bytes
+from fedshift.text import printable
 
 _BACKOFF = (1.0, 60.0)
 """Shortest and longest wait before another try, in seconds."""
@@ -144,7 +145,7 @@ class Service:
         for line in child.stdout:
             self._connected = self._connected or _REGISTERED in line
             self._attendance.read_line(line)
-            self._log.info(line.rstrip())
+            self._log.info(printable(line.rstrip()))
 
     def _end_child(self) -> None:
         if self.child is None:
