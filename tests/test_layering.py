@@ -23,7 +23,7 @@ FLOORS = (
     ("models",),
     ("data",),
     ("functional",),
-    ("weights", "files", "encryption", "text", "errors", "import_paths", "class_registry"),
+    ("chained_log", "class_registry", "encryption", "errors", "files", "import_paths", "text", "weights"),
 )
 """From the top to the bottom: a module imports from its own floor or from floors beneath it. "": the package itself."""
 LONGEST_FILE = 350

@@ -198,5 +198,6 @@ def _logs(kit: Path, name: str | None) -> None:
     console = safe_console()
     for event in Deployment.named(kit, name).events():
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.pop("time", 0)))
+        event.pop("previous", None)
         words = " ".join(f"{key}={value}" for key, value in event.items() if value not in (None, ""))
         console.print(f"{moment} {words}", highlight=False, markup=False, soft_wrap=True)
