@@ -9,6 +9,7 @@ import typer
 
 from fedshift.cli.federation import KitFolder, Overrides, Runs, coordinator, project, site
 from fedshift.cli.results import results
+from fedshift.cli.security import security
 
 app = typer.Typer(
     name="fedshift",
@@ -138,6 +139,7 @@ app.add_typer(results, name="results")
 app.add_typer(project, name="project")
 app.add_typer(coordinator, name="coordinator")
 app.add_typer(site, name="site")
+app.add_typer(security, name="security")
 
 
 @audit.command()

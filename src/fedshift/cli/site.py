@@ -11,6 +11,7 @@ from fedshift.cli.console import safe_console
 from fedshift.data.domain import SparseRows
 from fedshift.deployment.flare import roles
 from fedshift.deployment.site_file import SiteConfig, load_site, read_holding
+from fedshift.encryption import KEY_FILE, present_key
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.environment import resolve_device, versions
 from fedshift.federation.federation import known_kinds
@@ -41,11 +42,13 @@ def check_site(path: Path) -> None:
     config.memory.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(config.memory).free
     say(f"disk: {free / 1e9:.1f} GB free at {config.memory}")
+    say(f"at rest: {'encrypted' if present_key() else f'not encrypted ({KEY_FILE} is not set)'}")
     say(f"device: {resolve_device(config.file.device)}; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
     _say_policy(config, say)
     try:
         lines, last = AuditLog.check(config.audit_log)
-        say(f"audit log: {len(lines)} lines, unbroken, last digest {last}")
+        sink = f"; a copy goes to a sink ({config.file.sink.kind})" if config.file.sink else ""
+        say(f"audit log: {len(lines)} lines, unbroken, last digest {last}{sink}")
     except FedshiftError as error:
         say(f"warning: {error}")
     _say_kit(config, say)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedshift.deployment.json_files import read_object
+from fedshift.encryption import present_key
 from fedshift.errors import FedshiftError, UserError
 
 if TYPE_CHECKING:
@@ -134,6 +135,7 @@ def start(kit: Kit, site_file: Path | None = None, *, foreground: bool = False, 
     before = status(kit)
     if before.pid is not None:
         raise UserError(f"{kit.role} '{kit.name}' runs already (process {before.pid}); stop it first")
+    present_key()  # a key that cannot be used is said now, and not in the middle of a run
     from fedshift.deployment.flare.checks import check_port, check_settings
 
     check_settings(kit)
