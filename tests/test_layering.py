@@ -13,6 +13,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "fedshift"
 FLOORS = (
     ("cli", "__main__"),
     ("api", ""),
+    ("playground",),
     ("report",),
     ("deployment",),
     ("audit",),

@@ -6,8 +6,11 @@ that change the direction of writing hide what stands there, and a spreadsheet r
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
+from collections.abc import Iterable
 from typing import Any
 
 _FORMULA = re.compile(r"'*[=+\-@\t\r]")
@@ -51,6 +54,13 @@ def csv_cell(text: str) -> str:
         ("'=1+1", '-0.5', 'fedavg')
     """
     return f"'{text}" if _FORMULA.match(text) and not _NUMBER.fullmatch(text) else text
+
+
+def csv_text(rows: Iterable[Iterable[str]]) -> str:
+    """Rows of cells as CSV that no spreadsheet runs."""
+    text = io.StringIO()
+    csv.writer(text).writerows(map(csv_cell, row) for row in rows)
+    return text.getvalue()
 
 
 def from_csv_cell(cell: str) -> str:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import sys
 from pathlib import Path
 
 from fedshift.cli.console import escape, safe_console
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.predict import load_model
-from fedshift.text import csv_cell, json_text, printable
+from fedshift.text import csv_text, json_text, printable
 
 _FORMATS = ("terminal", "csv", "json")
 
@@ -29,7 +28,7 @@ def print_predictions(model: Path, data: Path, format: str, own_method: str | No
         return
     predictions = trained.predict(data)
     if format == "json":
-        rows = [
+        described = [
             {
                 "name": p.name,
                 "predicted": p.predicted,
@@ -37,12 +36,10 @@ def print_predictions(model: Path, data: Path, format: str, own_method: str | No
             }
             for p in predictions
         ]
-        print(json_text(rows, indent=2))
+        print(json_text(described, indent=2))
     elif format == "csv":
-        writer = csv.writer(sys.stdout)
-        writer.writerow(["name", "predicted", *map(csv_cell, trained.classes)])
-        for p in predictions:
-            writer.writerow([csv_cell(p.name), csv_cell(p.predicted), *(f"{value:.6f}" for value in p.probabilities)])
+        rows = [[p.name, p.predicted, *(f"{value:.6f}" for value in p.probabilities)] for p in predictions]
+        sys.stdout.write(csv_text([["name", "predicted", *trained.classes], *rows]))
     else:
         from rich.table import Table
 

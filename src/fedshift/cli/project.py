@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import random
 import shutil
-import socket
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,7 +18,7 @@ import yaml
 from fedshift.cli.console import safe_console
 from fedshift.data.domain import DataSet, Domain, SparseRows
 from fedshift.deployment.flare import roles
-from fedshift.errors import FedshiftError, UserError
+from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import Experiment, load, parse
 from fedshift.experiment.config.sections import FlareEngine, LeaveOneOut, LocalEngine
 from fedshift.experiment.protocol import taking_part, targets_of
@@ -138,7 +135,7 @@ def play(experiment: Experiment, folder: Path, runs: Path, port: int | None) -> 
         "name": "try",
         "contact": "try@fedshift.example.org",
         "server": "localhost",
-        "port": port or free_port(),
+        "port": port or roles.free_port(),
         "sites": list(sites),
     }
     file = folder / "project.yaml"
@@ -225,16 +222,3 @@ def _described(data: DataSet, names: Sequence[str], folder: Path) -> dict[str, o
     if data.preprocessing.mean is not None and data.preprocessing.std is not None:
         described |= {"mean": list(data.preprocessing.mean), "std": list(data.preprocessing.std)}
     return described
-
-
-def free_port() -> int:
-    """A port on which nothing listens now.
-
-    It is outside the range that the system uses for outgoing connections. Otherwise a site that reconnects often
-    could be given the coordinator's port for its own end and connect to itself.
-    """
-    for port in random.sample(range(20_000, 30_000), 200):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise FedshiftError("project try: no free port between 20000 and 30000; give one with --port")

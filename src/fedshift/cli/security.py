@@ -82,3 +82,30 @@ def verify(
     found = verify_export(path, authority, log)
     whose = f"of the log '{found.log}' of {found.role} '{found.name}'"
     typer.echo(printable(f"{path}: {len(found.lines)} lines {whose}, unchanged since {found.made}"))
+
+
+@security.command()
+def selftest(
+    keep: Annotated[Path | None, typer.Option("--keep", help="Leave kits and logs here.", metavar="DIR")] = None,
+) -> None:
+    """Play a federation on this machine and try every promise of docs/security.md on it.
+
+    It says who tried what and what came of it, and ends with 1 if a promise does not hold.
+    """
+    import tempfile
+
+    from fedshift.cli.console import safe_console
+    from fedshift.deployment.flare import roles
+
+    roles.installed()
+    from fedshift.playground.selftest import selftest as every
+
+    console, broken, count = safe_console(), 0, 0
+    with tempfile.TemporaryDirectory(prefix="fedshift-selftest-", ignore_cleanup_errors=True) as folder:
+        for outcome in every(keep or Path(folder)):
+            mark, promise = "holds " if outcome.held else "BROKEN", outcome.promise
+            line = f"{mark}  {promise.who} {promise.tries}: {outcome.what}"
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+            broken, count = broken + (not outcome.held), count + 1
+    console.print(f"{count - broken} of {count} hold", highlight=False)
+    raise typer.Exit(1 if broken else 0)

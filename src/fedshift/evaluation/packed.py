@@ -277,7 +277,7 @@ def _run(
 def _settings(data: bytes, file: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any], str]:
     """Fields of all runs, fields of each method's runs, the planned order, and the digest of the columns."""
     try:
-        found = yaml.load(data, Loader=LOADER)  # LOADER is a safe loader
+        found = yaml.load(data, Loader=LOADER)  # LOADER is a safe loader # nosec B506
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1

@@ -190,7 +190,10 @@ def _of_folder(folder: Path, experiment: Path) -> PackedRun:
 def _mapping(file: Stored) -> dict[str, Any]:
     """The mapping in a JSON or YAML file."""
     try:
-        found = json.loads(file.data) if file.file.suffix == ".json" else yaml.load(file.data, Loader=packed.LOADER)
+        if file.file.suffix == ".json":
+            found = json.loads(file.data)
+        else:
+            found = yaml.load(file.data, Loader=packed.LOADER)  # a safe loader # nosec B506
     except (ValueError, yaml.YAMLError):
         found = None
     if not isinstance(found, dict):

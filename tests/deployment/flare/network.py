@@ -16,7 +16,6 @@ import yaml
 from loopback import SITES, UNSEEN, write_data
 
 from fedshift.cli.deploy import fetch, follow
-from fedshift.cli.project import free_port
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
 from fedshift.experiment.config.experiment import parse
@@ -37,7 +36,7 @@ class Network:
             "name": "test",
             "contact": "test@example.org",
             "server": "localhost",
-            "port": free_port(),
+            "port": roles.free_port(),
             "sites": self.names,
             **project,
         }

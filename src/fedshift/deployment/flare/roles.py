@@ -5,8 +5,11 @@ Commands use FLARE only through this module, which explains in one line that FLA
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -96,6 +99,19 @@ def unreachable(kit: Kit) -> str | None:
     return check_reachable(kit)
 
 
+def free_port() -> int:
+    """A port on which nothing listens now.
+
+    It is outside the range that the system uses for outgoing connections. Otherwise a site that reconnects often
+    could be given the coordinator's port for its own end and connect to itself.
+    """
+    for port in random.sample(range(20_000, 30_000), 200):  # no secret # nosec B311
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise FedshiftError("no free port between 20000 and 30000; give one with --port")
+
+
 @dataclass(frozen=True)
 class Status:
     """Status of a role's service. ``state``: stopped, starting, connected, retrying, restarting or failed."""
@@ -147,7 +163,7 @@ def start(kit: Kit, site_file: Path | None = None, *, foreground: bool = False, 
     words = [str(kit.folder), *([str(site_file.resolve())] if site_file else [])]
     command = [sys.executable, "-m", "fedshift.deployment.flare.service", *words]
     if foreground:
-        os.execv(sys.executable, command)
+        os.execv(sys.executable, command)  # our own interpreter # nosec B606
     (kit.folder / "service.json").unlink(missing_ok=True)
     with open(kit.folder / "service.err", "wb") as errors:
         process = subprocess.Popen(

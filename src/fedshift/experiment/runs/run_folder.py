@@ -113,7 +113,7 @@ class RunFolder:
         if file is None:
             return None
         try:
-            return comparable(yaml.load(file.data, Loader=LOADER))  # a safe loader
+            return comparable(yaml.load(file.data, Loader=LOADER))  # a safe loader # nosec B506
         except (yaml.YAMLError, ValueError, TypeError):
             raise UserError(f"{file.place()} is damaged: delete {self.path} and run again") from None
 
