@@ -178,3 +178,28 @@ def test_what_the_service_reads_is_what_the_site_reads(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(options))
     assert sink_in(file) is None is load_site(file).file.sink
     assert sink_in(tmp_path / "COORDINATOR.yaml") is None
+
+
+@pytest.mark.parametrize("role", ["site", "coordinator"])
+def test_a_roles_service_forwards_its_logs(role: Any, tmp_path: Path) -> None:
+    """What SITE.yaml names, and the file COORDINATOR.yaml in the coordinator's kit; nothing without it."""
+    pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
+    from fedshift.deployment.flare.kits import Kit, Project
+    from fedshift.deployment.flare.service import Service
+
+    options = {"name": "p", "contact": "a@example.org", "server": "localhost", "sites": ("north",)}
+    kit = Kit(tmp_path, role, "north" if role == "site" else "coordinator", Project.model_validate(options))
+    own = tmp_path / ("SITE.yaml" if role == "site" else "COORDINATOR.yaml")
+    log = tmp_path / ("memory/audit.jsonl" if role == "site" else "deployments/study/progress.jsonl")
+    log.parent.mkdir(parents=True)
+    service = Service(kit, own if role == "site" else None)
+    assert service._forward_logs() is None
+    own.write_text(yaml.safe_dump({"sink": {"kind": "file", "path": "copy"}}))
+    thread = service._forward_logs()
+    assert thread is not None
+    append_line(log, {"number": 0})
+    service.stopping.set()
+    thread.join(timeout=10)
+    (copy,) = [json.loads(line) for line in (tmp_path / "copy").read_text().splitlines()]
+    assert (copy["from"], copy["log"]) == (kit.name, "audit" if role == "site" else "study")
+    assert json.loads(copy["line"])["number"] == 0

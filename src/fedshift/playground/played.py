@@ -29,8 +29,8 @@ POLICY = {
     "methods": ["fedavg", "ccst", "deepall"],
     "requests_per_round": 8,
 }
-"""What the sites allow. `ccst` may run, but the styles that it needs may not leave; `deepall` needs the samples, which no
-site of a deployment sends, whatever its policy allows."""
+"""What the sites allow. `ccst` may run, but the styles that it needs may not leave; `deepall` may run, but the samples
+that it needs leave no site of a deployment."""
 _PATIENCE = 120.0
 
 
