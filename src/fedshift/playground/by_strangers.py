@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
 import ssl
 import stat
@@ -13,7 +15,11 @@ from typing import Any
 from fedshift.chained_log import lines_of
 from fedshift.deployment.flare import roles
 from fedshift.deployment.log_export import export_log, verify_export
+from fedshift.encryption import KEY, KEY_FILE, MAGIC, new_key, read_private
 from fedshift.errors import FedshiftError, UserError
+from fedshift.federation.remote.transport import Lost
+from fedshift.federation.remote.wire import Message
+from fedshift.playground.in_process import rehearse
 from fedshift.playground.played import Played
 from fedshift.playground.promise import Broken, Promise, expect
 
@@ -116,10 +122,51 @@ def _changed_log(played: Played) -> str:
     return said
 
 
+@contextlib.contextmanager
+def _own_environment() -> Iterator[None]:
+    """Without the keys that the user has set; they are set again at the end."""
+    before = {name: os.environ.pop(name, None) for name in (KEY_FILE, KEY)}
+    try:
+        yield
+    finally:
+        os.environ.pop(KEY, None)
+        os.environ.update({name: value for name, value in before.items() if value is not None})
+
+
+def _taken_disk(played: Played) -> str:
+    """The disks of all roles in the middle of a run, with a key in their environment."""
+
+    class Stopped(Exception):
+        """The machine is switched off."""
+
+    def stop(_: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
+        if header.get("envelope", {}).get("round") == 2:
+            raise Stopped
+        return answer
+
+    with _own_environment():
+        os.environ[KEY] = new_key()
+        with contextlib.suppress(Stopped):
+            rehearse(played, "disk", stop)
+        found = list((played.folder / "in process" / "disk").rglob("*.safetensors"))
+        expect(any(path.name == "checkpoint.safetensors" for path in found), "there is no checkpoint")
+        for path in found:
+            expect(path.read_bytes().startswith(MAGIC), f"{path.name} is not encrypted")
+        os.environ[KEY] = new_key()
+        for path in found:
+            try:
+                read_private(path)
+            except UserError:
+                continue
+            raise Broken(f"{path.name} opens with another key")
+    return f"checkpoint and kept answers ({len(found)} files) are encrypted, and another key opens none"
+
+
 PROMISES = (
     Promise("a stranger without a certificate", "connects to the coordinator", _without_certificate),
     Promise("a stranger with a kit of another project", "connects to the coordinator", _foreign_certificate),
     Promise("a stranger on the network", "looks for another open port", _other_ports),
     Promise("another user of the machine", "reads keys, logs and models", _private_files),
+    Promise("whoever takes the disks during a run", "reads models where a key is set", _taken_disk),
     Promise("whoever can write to a site's disk", "changes the audit log after it was signed", _changed_log),
 )
