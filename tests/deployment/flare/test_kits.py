@@ -21,7 +21,6 @@ from fedshift.errors import UserError
 
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
 
-from fedshift.cli.project import free_port
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.checks import check_certificates, check_port, check_reachable
 from fedshift.deployment.flare.deployment_folder import Deployment
@@ -202,7 +201,7 @@ def answering(kit: Path, stop: threading.Event) -> int:
     context.load_cert_chain(startup / "server.crt", startup / "server.key")
     context.load_verify_locations(startup / "rootCA.pem")
     context.verify_mode = ssl.CERT_REQUIRED
-    listener = socket.create_server(("127.0.0.1", free_port()))
+    listener = socket.create_server(("127.0.0.1", roles.free_port()))
     listener.settimeout(0.2)
 
     def serve() -> None:
@@ -235,7 +234,7 @@ def test_reaching_the_coordinator(kits: Provisioned, tmp_path: Path) -> None:
     finally:
         stop.set()
     kit = load_kit(kits.sites["north"])
-    nobody = Kit(kit.folder, kit.role, kit.name, kit.project.model_copy(update={"port": free_port()}))
+    nobody = Kit(kit.folder, kit.role, kit.name, kit.project.model_copy(update={"port": roles.free_port()}))
     assert "refused" in str(check_reachable(nobody)).lower()
 
 
@@ -277,7 +276,7 @@ def test_a_clock_that_is_wrong_is_said_in_one_line(dates: tuple[int, int], whose
 
 
 def test_a_site_that_cannot_reach_the_coordinator_says_so_and_tries_again(tmp_path: Path) -> None:
-    kit = load_kit(provisioned(tmp_path, port=free_port()).sites["north"])
+    kit = load_kit(provisioned(tmp_path, port=roles.free_port()).sites["north"])
     service = Service(kit)
     waits: list[float] = []
 
