@@ -70,7 +70,7 @@ def test_logs_are_exported_and_verified(cli: Cli, tmp_path: Path) -> None:
     file, out = tmp_path / "project.yaml", tmp_path / "export"
     contact = ("--server", "localhost", "--contact", "a@example.org")
     assert cli("project", "init", file, "--site", "north", *contact).code == 0
-    assert cli("project", "provision", file, "--out", tmp_path).code == 0
+    assert cli("project", "provision", file, "--no-passphrase", "--out", tmp_path).code == 0
     north, coordinator = (tmp_path / "federation" / place for place in ("sites/north", "coordinator"))
     log = AuditLog(north / "memory" / "audit.jsonl")
     for number in range(3):

@@ -49,7 +49,7 @@ def test_a_deployment_shows_what_sites_said(cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "project.yaml"
     contact = ("--server", "localhost", "--contact", "a@example.org")
     assert cli("project", "init", file, "--site", "north", *contact).code == 0
-    assert cli("project", "provision", file, "--out", tmp_path).code == 0
+    assert cli("project", "provision", file, "--no-passphrase", "--out", tmp_path).code == 0
     kit = tmp_path / "federation" / "coordinator"
     deployment = Deployment(kit, "study")
     deployment.want("run")

@@ -22,7 +22,7 @@ def kits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Kit]:
     found = {}
     for project in ("own", "other"):
         options = {"name": project, "contact": "a@example.org", "server": "localhost", "sites": ("north", "south")}
-        made = roles.provision(Project.model_validate(options), tmp_path_factory.mktemp(project))
+        made = roles.provision(Project.model_validate(options), tmp_path_factory.mktemp(project), lambda new: None)
         found |= {f"{project} {name}": load_kit(kit) for name, kit in made.sites.items()}
         found[f"{project} coordinator"] = load_kit(made.coordinator)
     return found

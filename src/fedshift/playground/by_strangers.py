@@ -8,6 +8,7 @@ import os
 import socket
 import ssl
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ def _without_certificate(played: Played) -> str:
 
 
 def _foreign_certificate(played: Played) -> str:
-    foreign = roles.provision(roles.load_project(played.project), played.folder / "foreign")
+    foreign = roles.provision(roles.load_project(played.project), played.folder / "foreign", lambda new: None)
     site = next(iter(foreign.sites))
     startup = foreign.sites[site] / "flare" / "startup"
     expect(not _goes_on(played, startup), "a certificate of another authority is accepted")
@@ -60,6 +61,30 @@ def _foreign_certificate(played: Played) -> str:
     except UserError as error:
         return str(error).partition(":")[0]
     raise Broken("a site with a kit of another authority is not told so")
+
+
+def _held_port(played: Played) -> str:
+    """A hundred connections that say nothing, from one address."""
+    own = next(iter(played.sites.values())) / "flare" / "startup"
+    with contextlib.ExitStack() as held:
+        for _ in range(100):
+            held.enter_context(socket.create_connection(("localhost", played.port), 10))
+        expect(_goes_on(played, own), "a site's certificate opens no connection while a stranger holds the port")
+    return "a site's certificate opens a connection all the same"
+
+
+def _revoked_kit(played: Played) -> str:
+    *others, site = played.sites
+    roles.set_revoked(played.coordinator, site, True)
+    try:
+        deadline = time.monotonic() + 10
+        while _goes_on(played, played.sites[site] / "flare" / "startup"):
+            expect(time.monotonic() < deadline, "a revoked kit opens a connection")
+            time.sleep(0.2)
+        expect(_goes_on(played, played.sites[others[0]] / "flare" / "startup"), "another site is refused, too")
+    finally:
+        roles.set_revoked(played.coordinator, site, False)
+    return f"the kit of '{site}' opens no connection, that of '{others[0]}' does"
 
 
 def _processes(kit: Path) -> Iterator[Any]:
@@ -165,8 +190,11 @@ def _taken_disk(played: Played) -> str:
 PROMISES = (
     Promise("a stranger without a certificate", "connects to the coordinator", _without_certificate),
     Promise("a stranger with a kit of another project", "connects to the coordinator", _foreign_certificate),
+    Promise("a stranger on the network", "holds the coordinator's port with silent connections", _held_port),
     Promise("a stranger on the network", "looks for another open port", _other_ports),
     Promise("another user of the machine", "reads keys, logs and models", _private_files),
     Promise("whoever takes the disks during a run", "reads models where a key is set", _taken_disk),
     Promise("whoever can write to a site's disk", "changes the audit log after it was signed", _changed_log),
 )
+AT_LAST = (Promise("whoever copied a site's kit", "uses it after it was revoked", _revoked_kit),)
+"""What disturbs a site of the federation comes last."""

@@ -22,7 +22,7 @@ def _honest(played: Played) -> str:
 
 
 HONEST = Promise("an honest coordinator", "trains with honest sites, which must work", _honest)
-PROMISES = (HONEST, *by_strangers.PROMISES, *by_coordinators.PROMISES, *by_sites.PROMISES)
+PROMISES = (HONEST, *by_strangers.PROMISES, *by_coordinators.PROMISES, *by_sites.PROMISES, *by_strangers.AT_LAST)
 """The honest run comes first: without it, whatever is refused shows nothing."""
 
 
