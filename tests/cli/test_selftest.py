@@ -83,6 +83,6 @@ def test_logs_are_exported_and_verified(cli: Cli, tmp_path: Path) -> None:
     log.path.write_text(log.path.read_text().replace('"round": 1', '"round": 5'))
     said = cli("security", "verify", out, *authority, "--log", log.path)
     assert (said.code, "line 2 was changed" in said.err) == (1, True)
-    assert "1 lines" in cli("security", "export", "study", "--out", out, "--kit", coordinator).out
+    assert "1 line" in cli("security", "export", "study", "--out", out, "--kit", coordinator).out
     assert "'study' of coordinator 'localhost'" in cli("security", "verify", out, *authority).out
     assert "did you mean 'study'" in cli("security", "export", "stduy", "--out", out, "--kit", coordinator).error()

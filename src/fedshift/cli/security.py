@@ -59,7 +59,7 @@ def export(
         own = roles.load_kit(kit, "coordinator")
         deployment = Deployment.named(own.folder, what)
         lines = export_log(deployment.folder / "progress.jsonl", own, deployment.name, out)
-    typer.echo(f"{out}: {lines} lines, signed")
+    typer.echo(f"{out}: signed, {_lines(lines)}")
 
 
 @security.command()
@@ -81,7 +81,11 @@ def verify(
 
     found = verify_export(path, authority, log)
     whose = f"of the log '{found.log}' of {found.role} '{found.name}'"
-    typer.echo(printable(f"{path}: {len(found.lines)} lines {whose}, unchanged since {found.made}"))
+    typer.echo(printable(f"{path}: {_lines(len(found.lines))} {whose}, unchanged since {found.made}"))
+
+
+def _lines(number: int) -> str:
+    return "1 line" if number == 1 else f"{number} lines"
 
 
 @security.command()
