@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from every_method import SMALL
 from pydantic import ValidationError
-from test_contract import SMALL, assert_close
+from test_contract import assert_close
 from tiny import NORMED, domains, federation, normed_for, run, start_of, step_on
 
 from fedshift.errors import FedshiftError, UserError
