@@ -365,6 +365,53 @@ def test_jobs_that_die_again_and_again_are_given_up(
     assert re.search(r"3 jobs .*fedshift deploy resume", deployment.state["message"])
 
 
+@pytest.mark.parametrize(
+    ("quorum", "revoked", "begins"), [(1, {"north"}, True), (1, set(), False), (None, {"north"}, False)]
+)
+def test_a_quorum_does_not_wait_for_a_revoked_site(
+    quorum: int | None, revoked: set[str], begins: bool, kits: Provisioned
+) -> None:
+    deployment = Deployment(kits.coordinator, f"study-{quorum}-{len(revoked)}")
+    deployment.want("run")
+    (deployment.folder / "experiment.json").write_text(json.dumps({"engine": {"quorum": quorum}}))
+    server = Server(deployment, 1)
+    server.get_system_info = lambda: SimpleNamespace(client_info=[SimpleNamespace(name="south")])  # type: ignore[method-assign]
+    RunningDeployment(Attendance(), deployment, lambda: frozenset(revoked)).look(server)
+    assert server.jobs == int(begins)
+    if not begins:
+        assert ("north (revoked)" in deployment.state["message"]) == bool(revoked)
+
+
+def test_a_reply_that_comes_while_the_coordinator_looks_who_is_lost_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE ends a task with OK once its reply has come; that is no reason to count the site as lost."""
+    from nvflare.apis.controller_spec import TaskCompletionStatus
+    from nvflare.apis.signal import Signal
+
+    from fedshift.deployment.flare import engine
+    from fedshift.federation.remote.wire import Message
+
+    message = Message("{}", b"reply", "")
+
+    class Controller:
+        def send(self, task: Any, context: Any, targets: list[str]) -> None:
+            self.task = task
+
+        def cancel_task(self, task: Any) -> None:
+            pass
+
+    controller = Controller()
+
+    def reply_comes() -> None:
+        if controller.task.completion_status is None:
+            answered = SimpleNamespace(client=SimpleNamespace(name="north"), result=engine.shareable_of(message))
+            controller.task.result_received_cb(answered, None)
+            controller.task.completion_status = TaskCompletionStatus.OK
+
+    monkeypatch.setattr(engine, "_LOOK_AGAIN", 0.01)
+    transport = engine.FlareTransport(controller, None, Signal(), lambda: reply_comes(), 1 << 20)
+    assert list(transport.exchange(iter([("north", message)]), 60.0, {})) == [("north", message)]
+
+
 def test_what_flare_writes_of_a_message_is_plain_values() -> None:
     """One mapping, written by the decomposer of mappings; no other of FLARE's decomposers has a say."""
     from nvflare.fuel.utils import fobs

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nvflare.apis.controller_spec import ClientTask, Task
+from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
 from nvflare.apis.executor import Executor
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
@@ -165,7 +165,8 @@ class FlareTransport:
     @staticmethod
     def _lost(task: Task, passed: float, deadline: float, patience: float | None) -> str | None:
         """Why a site is lost; None while it may still answer."""
-        if task.completion_status is not None:
+        # OK is set after the reply was put into the queue, where it may have come since the queue was found empty.
+        if task.completion_status not in (None, TaskCompletionStatus.OK):
             return f"FLARE ended its task ({task.completion_status})"
         if passed > deadline:
             return f"no reply within {deadline:g} s"
