@@ -25,7 +25,7 @@ from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.checks import check_certificates, check_port, check_reachable
 from fedshift.deployment.flare.deployment_folder import Deployment
 from fedshift.deployment.flare.jobs import Attendance, RunningDeployment
-from fedshift.deployment.flare.kits import Kit, load_kit
+from fedshift.deployment.flare.kits import Kit, Project, load_kit
 from fedshift.deployment.flare.provision import Provisioned, relocate
 from fedshift.deployment.flare.service import Service
 
@@ -120,9 +120,10 @@ def test_a_message_that_no_role_would_take_is_not_sent() -> None:
     from fedshift.deployment.flare.engine import check_size
     from fedshift.federation.remote.wire import Message
 
-    check_size(Message("{}", bytes(900 << 10), ""), 1 << 20)
+    project = Project.model_validate({**PROJECT, "largest_message": 1})
+    check_size(Message("{}", bytes(900 << 10), ""), project)
     with pytest.raises(UserError, match="largest_message"):
-        check_size(Message("{}", bytes(1 << 20), ""), 1 << 20)
+        check_size(Message("{}", bytes(1 << 20), ""), project)
 
 
 def test_a_site_that_is_added_later_leaves_the_others_as_they_are(tmp_path: Path) -> None:
@@ -382,7 +383,9 @@ def test_a_quorum_does_not_wait_for_a_revoked_site(
         assert ("north (revoked)" in deployment.state["message"]) == bool(revoked)
 
 
-def test_a_reply_that_comes_while_the_coordinator_looks_who_is_lost_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_reply_that_comes_while_the_coordinator_looks_who_is_lost_counts(
+    kits: Provisioned, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """FLARE ends a task with OK once its reply has come; that is no reason to count the site as lost."""
     from nvflare.apis.controller_spec import TaskCompletionStatus
     from nvflare.apis.signal import Signal
@@ -408,8 +411,25 @@ def test_a_reply_that_comes_while_the_coordinator_looks_who_is_lost_counts(monke
             controller.task.completion_status = TaskCompletionStatus.OK
 
     monkeypatch.setattr(engine, "_LOOK_AGAIN", 0.01)
-    transport = engine.FlareTransport(controller, None, Signal(), lambda: reply_comes(), 1 << 20)
+    kit = load_kit(kits.coordinator)
+    transport = engine.FlareTransport(controller, None, Signal(), lambda: reply_comes(), kit)
     assert list(transport.exchange(iter([("north", message)]), 60.0, {})) == [("north", message)]
+
+
+def test_a_revoked_site_is_lost_at_once(kits: Provisioned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after the deadline, which may be an hour."""
+    from nvflare.apis.signal import Signal
+
+    from fedshift.deployment.flare import engine
+    from fedshift.federation.remote.transport import Lost
+    from fedshift.federation.remote.wire import Message
+
+    controller = SimpleNamespace(send=lambda *_, **__: None, cancel_task=lambda _: None)
+    monkeypatch.setattr(engine, "_LOOK_AGAIN", 0.01)
+    monkeypatch.setattr(engine, "revoked_sites", lambda kit: {"north"} if kit.folder == kits.coordinator else set())
+    transport = engine.FlareTransport(controller, None, Signal(), lambda: None, load_kit(kits.coordinator))
+    ((site, lost),) = transport.exchange(iter([("north", Message("{}", b"", ""))]), 3600.0, {})
+    assert (site, lost) == ("north", Lost("its kit was revoked"))
 
 
 def test_what_flare_writes_of_a_message_is_plain_values() -> None:
