@@ -195,8 +195,11 @@ def test_port_in_use(tmp_path: Path) -> None:
             check_port(kit, seconds=0.1)
 
 
-def answering(kit: Path, stop: threading.Event) -> int:
-    """A TLS server with a coordinator's certificate that wants its clients' certificates, as FLARE's does."""
+def answering(kit: Path, stop: threading.Event, patience: float = 2.0) -> int:
+    """A TLS server with a coordinator's certificate that wants its clients' certificates, as FLARE's does.
+
+    It waits for so many seconds until it ends a connection: longer than a client waits.
+    """
     startup = kit / "flare" / "startup"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(startup / "server.crt", startup / "server.key")
@@ -211,13 +214,27 @@ def answering(kit: Path, stop: threading.Event) -> int:
                 try:
                     plain, _ = listener.accept()
                     with context.wrap_socket(plain, server_side=True) as connection:
-                        connection.settimeout(2.0)  # longer than a client waits
-                        connection.recv(1)
+                        connection.settimeout(patience or None)
+                        connection.recv(int(patience > 0))
                 except OSError:
                     continue
 
     threading.Thread(target=serve, daemon=True).start()
     return int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "grpc"])
+def test_a_connection_that_is_ended_at_once_is_a_refusal_unless_the_scheme_does_so(
+    scheme: str, kits: Provisioned
+) -> None:
+    stop = threading.Event()
+    try:
+        kit = load_kit(kits.sites["north"])
+        here = {"port": answering(kits.coordinator, stop, patience=0.0), "scheme": scheme}
+        reason = check_reachable(Kit(kit.folder, kit.role, kit.name, kit.project.model_copy(update=here)))
+    finally:
+        stop.set()
+    assert ("revoked or replaced" in str(reason)) == (scheme == "tcp")
 
 
 def test_reaching_the_coordinator(kits: Provisioned, tmp_path: Path) -> None:

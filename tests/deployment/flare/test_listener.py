@@ -239,6 +239,20 @@ def test_a_revoked_kit_is_refused_and_the_others_go_on(door: Listening, kits: Pr
         assert door.is_heard(startup(kits, "north"))
 
 
+def test_a_list_that_cannot_be_read_locks_nobody_out(door: Listening, kits: Provisioned) -> None:
+    place = kits.coordinator / "certificates.json"
+    whole = place.read_text()
+    with door.peer(startup(kits, "north")) as north:
+        assert speaks(north)
+        try:
+            place.write_text("")
+            assert door.is_heard(startup(kits, "south"))
+            time.sleep(0.3)  # it looks again meanwhile
+            assert speaks(north)
+        finally:
+            place.write_text(whole)
+
+
 def test_the_kit_before_is_refused_once_another_was_issued(door: Listening, kits: Provisioned, tmp_path: Path) -> None:
     stolen = tmp_path / "stolen"
     shutil.copytree(startup(kits, "south"), stolen)
