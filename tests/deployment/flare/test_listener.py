@@ -23,10 +23,10 @@ from nvflare.fuel.f3.drivers.connector_info import ConnectorInfo, Mode
 from nvflare.fuel.f3.drivers.driver_params import DriverParams
 from nvflare.fuel.f3.sfm.prefix import Prefix
 
-from fedshift.cli.project import free_port
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.drivers import guarded_tcp
 from fedshift.deployment.flare.provision import Provisioned
+from fedshift.deployment.flare.roles import free_port
 
 SOON = 5.0
 """Seconds within which a peer must be answered here: test machines are busy."""
