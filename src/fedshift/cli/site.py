@@ -116,6 +116,8 @@ def show_coordinator(folder: Path) -> None:
     kit = roles.load_kit(folder, "coordinator")
     _print_status("coordinator", roles.status(kit))
     safe_console().print(f"kit valid until {roles.expiry(kit)}", highlight=False)
+    if revoked := roles.revoked_sites(kit):
+        safe_console().print(f"revoked: {', '.join(revoked)}", highlight=False, markup=False)
 
 
 def stop_coordinator(folder: Path) -> None:
