@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from fedshift.data.domain import Task
 from fedshift.errors import FedshiftError
+from fedshift.federation.declared import About, Bounds
 from fedshift.federation.exchange import Replies
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import (
@@ -241,6 +242,15 @@ class Method(BaseModel, ABC):
         what answers at one of the sources, where that is another network.
         """
         return network
+
+    def bounds(self, call: str, about: About) -> Bounds:
+        """What a site's reply to one of its calls may hold, where only the method knows: shapes and ranges, by field.
+
+        A model that a site was sent comes back with the same tensors, and one that it was not sent is the network, or
+        alike at most sites. Neither need be declared. Other tensors that are not declared are only checked to be
+        finite.
+        """
+        return {}
 
     @property
     def handed_out_rounds(self) -> int:

@@ -50,6 +50,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
+from fedshift.federation.declared import Count
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply
 from fedshift.federation.randomness import derive_seed, drawn_from
@@ -73,7 +74,7 @@ class Update(Reply):
 
     weights: Weights
     generator: Weights
-    samples: int
+    samples: Count
     loss: float
 
 

@@ -56,6 +56,7 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
+from fedshift.federation.declared import LARGEST_NUMBER, Between, Count
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Number, PerSite, Update
 from fedshift.federation.randomness import derive_seed, drawn_from
@@ -100,14 +101,14 @@ _FEW_STEPS = 20
 class LabelledUpdate(Update):
     """A labelled site's `Update`. ``cross_entropy`` is its mean in nats, without L_r and L_s."""
 
-    cross_entropy: float
+    cross_entropy: Annotated[float, Between(0, LARGEST_NUMBER)]
 
 
 @dataclass(frozen=True)
 class UnlabelledUpdate(Update):
     """An unlabelled site's `Update`. ``named`` is the number of classes in its pseudo-labels, 0 without any."""
 
-    named: int
+    named: Count
 
 
 class MDFNet(Method):
