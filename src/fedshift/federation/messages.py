@@ -161,11 +161,16 @@ def returned(call: Callable[..., Any]) -> type[Reply] | None:
 
 def field_types(reply: type[Reply]) -> dict[str, Any]:
     """The types of a reply's fields with their ranges, by field; none for a class whose types cannot be looked up."""
-    try:
-        hints = typing.get_type_hints(reply, include_extras=True)
-    except NameError:  # a class made inside a function
-        return {}
-    return {field.name: hints[field.name] for field in fields(reply)}
+    if reply not in _FIELD_TYPES:  # looking them up takes longer than checking a small reply
+        try:
+            hints = typing.get_type_hints(reply, include_extras=True)
+            _FIELD_TYPES[reply] = {field.name: hints[field.name] for field in fields(reply)}
+        except NameError:  # a class made inside a function
+            _FIELD_TYPES[reply] = {}
+    return _FIELD_TYPES[reply]
+
+
+_FIELD_TYPES: dict[type[Reply], dict[str, Any]] = {}
 
 
 def promised_kinds(reply: type[Reply]) -> dict[str, str]:

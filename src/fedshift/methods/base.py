@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -288,7 +289,8 @@ class Method(BaseModel, ABC):
         return {"class": place_of(type(self)), "options": self.model_dump(mode="json")}
 
 
-def calls_of(kind: type[Method]) -> dict[str, type[Reply]]:
+@functools.cache
+def calls_of(kind: type[Method]) -> Mapping[str, type[Reply]]:
     """What the sites of a method run: the public functions ``(self, site, …) -> Reply``, and what each returns."""
     found: dict[str, type[Reply]] = {}
     for name, function in inspect.getmembers(kind, inspect.isfunction):

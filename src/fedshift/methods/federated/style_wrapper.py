@@ -101,8 +101,9 @@ class StyleWrapper(Wrapper):
         if self.style_space == "vgg":
             return 2 * CHANNELS
         if self.style_space == "feature":
-            with torch.no_grad():
-                _, maps = network.eval().with_stages(torch.zeros(1, *input_shape), (self._stage(network),))
+            with torch.no_grad():  # a copy, since the network stays in its mode
+                network = copy.deepcopy(network).cpu().eval()
+                _, maps = network.with_stages(torch.zeros(1, *input_shape), (self._stage(network),))
             return 2 * next(iter(maps.values())).shape[1]
         if self.style_space == "lowfreq":
             return input_shape[0] * (2 * self.half_width + 1) * (self.half_width + 1)
@@ -117,7 +118,7 @@ class StyleWrapper(Wrapper):
             channels, height, width = about.input_shape
             window = (styles, channels, 2 * self.half_width + 1, self.half_width + 1)
             return {"styles": Tensors({"amplitude": window}, low=0, high=1.001 * height * width)}
-        shape = (styles, self._numbers(copy.deepcopy(about.network), about.input_shape) // 2)
+        shape = (styles, self._numbers(about.network, about.input_shape) // 2)
         # Pixels are from 0 to 1. What columns and features hold is not known here.
         low, high = _RANGES.get(self.style_space if images else "", (-LARGEST_VALUE, LARGEST_VALUE))
         return {"styles": Tensors({"mean": shape, "deviation": shape}, low=low, high=high)}
