@@ -29,11 +29,11 @@ from tiny import normed_for
 
 from fedshift.deployment.site_cards import MOST_SAMPLES
 from fedshift.errors import FedshiftError, UserError
-from fedshift.federation.layouts import TensorCheck
 from fedshift.federation.messages import KINDS, Reply, Update
 from fedshift.federation.remote.reply_checks import checked_measures
 from fedshift.federation.remote.wire import Message, body_of, seal, unseal
-from fedshift.federation.reply_checks import checked_reply
+from fedshift.federation.replies.checks import checked_reply
+from fedshift.federation.replies.layouts import TensorCheck
 from fedshift.methods import registry
 from fedshift.methods.federated.copa import Part
 from fedshift.methods.federated.shot import Adapted

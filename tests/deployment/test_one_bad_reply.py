@@ -118,16 +118,16 @@ def test_without_a_quorum_the_run_ends_and_names_it(tmp_path: Path) -> None:
 def test_an_answer_that_breaks_the_check_itself_is_only_that_sites_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedshift.federation import reply_checks
+    from fedshift.federation.replies import checks
 
-    real = reply_checks.ReplyCheck.check
+    real = checks.ReplyCheck.check
 
     def fails(self: Any, call: str, site: str, *rest: Any) -> Any:
         if site == HOSTILE:
             raise NotImplementedError("nobody thought of this")
         return real(self, call, site, *rest)
 
-    monkeypatch.setattr(reply_checks.ReplyCheck, "check", fails)
+    monkeypatch.setattr(checks.ReplyCheck, "check", fails)
     deploy(tmp_path, options_of({"name": "fedavg"}), engine={"quorum": 2})
     assert refused(tmp_path) == {HOSTILE}
 

@@ -24,7 +24,7 @@ from fedshift.federation.messages import Content, leaves, reply_content
 from fedshift.federation.remote.remote_federation import RemoteFederation, _Taken
 from fedshift.federation.remote.transport import Lost
 from fedshift.federation.remote.wire import Body, Message, body_of, seal, unseal
-from fedshift.federation.reply_checks import reply_type
+from fedshift.federation.replies.checks import reply_type
 from fedshift.federation.setting_json import setting_recipe
 from fedshift.federation.site import Envelope
 from fedshift.federation.site_runner import SiteRunner, about_sites
@@ -220,6 +220,7 @@ def recorded(name: str) -> Recording:
             targets=roles["target"],
             budget=dict.fromkeys(about, 1000),
             rounds=ROUNDS,
+            seed=whole.seed,
         )
 
     recording = Recording(method, tuple(about), roles["source"], build, start_of(method, found, network))

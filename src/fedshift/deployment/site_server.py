@@ -46,7 +46,7 @@ from fedshift.federation.messages import Statistics, promised_kinds, reply_conte
 from fedshift.federation.remote.policy import ACCURACY, AuditLog, described, whole_number
 from fedshift.federation.remote.transport import PROTOCOL, request_key
 from fedshift.federation.remote.wire import Message, Residuals, body_of, error_answer, seal, unseal
-from fedshift.federation.reply_checks import reply_type
+from fedshift.federation.replies.checks import reply_type
 from fedshift.federation.setting_json import setting_from
 from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner
 from fedshift.methods import registry as methods

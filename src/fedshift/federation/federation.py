@@ -12,11 +12,11 @@ from statistics import median_low
 from typing import Any, ClassVar, Literal, Protocol
 
 from fedshift.errors import FedshiftError, KindRefused, ReplyRefused, TrainingDiverged, nearest
-from fedshift.federation.declared import About, Bounds
 from fedshift.federation.exchange import Answer, Missing, R, Replies, Request
 from fedshift.federation.ledger import Ledger
 from fedshift.federation.messages import KINDS, NUMBERS, Content, PerSite, Reply, reply_content
-from fedshift.federation.reply_checks import ReplyCheck
+from fedshift.federation.replies.checks import ReplyCheck
+from fedshift.federation.replies.declared import About, Bounds
 from fedshift.federation.site import Envelope, Site
 from fedshift.models.network import Network
 
@@ -64,7 +64,7 @@ class Progress:
 class Federation(ABC):
     """The sites that take part in a run. Methods ask with `ask`; engines subclass this and implement `deliver`.
 
-    Every reply is checked (`reply_checks`). An engine that does so itself, since it reads messages from other machines,
+    Every reply is checked (`replies`). An engine that does so itself, since it reads messages from other machines,
     sets ``checks_replies``.
 
     Args:

@@ -13,7 +13,6 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
 from fedshift.data.domain import Task
 from fedshift.errors import FedshiftError
-from fedshift.federation.declared import About, Bounds
 from fedshift.federation.exchange import Replies
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import (
@@ -27,6 +26,7 @@ from fedshift.federation.messages import (
     promised_kinds,
     returned,
 )
+from fedshift.federation.replies.declared import About, Bounds
 from fedshift.federation.site import Site
 from fedshift.functional.averaging import MeanAccumulator, weighted_average
 from fedshift.import_paths import place_of

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fedshift.errors import FedshiftError, KindRefused, Refused, TrainingDiverged
-from fedshift.federation.declared import About
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.federation import CallOwner, Federation
-from fedshift.federation.layouts import Layout
 from fedshift.federation.messages import Content, Reply
 from fedshift.federation.remote.outbox import Outbox
 from fedshift.federation.remote.reply_checks import checked_header, checked_measures, measured_bytes
 from fedshift.federation.remote.transport import PROTOCOL, Lost, Transport, opened, request_key
 from fedshift.federation.remote.wire import Message, Residuals, Wire, body_of, seal
-from fedshift.federation.reply_checks import checked_reply, reply_type
+from fedshift.federation.replies.checks import checked_reply, reply_type
+from fedshift.federation.replies.declared import About
+from fedshift.federation.replies.layouts import Layout
 from fedshift.weights import NamedTensors, Weights
 
 HERE = "coordinator"

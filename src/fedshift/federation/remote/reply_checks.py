@@ -10,7 +10,7 @@ import torch
 from fedshift.errors import FedshiftError
 from fedshift.federation.messages import Statistics
 from fedshift.federation.remote.policy import ACCURACY
-from fedshift.federation.reply_checks import fits
+from fedshift.federation.replies.checks import fits
 
 _LONGEST_FILE = 255
 """Characters in the name of a file."""

@@ -46,9 +46,9 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from fedshift.data.transforms import STRONG, NamedAugmentation, strong_view
-from fedshift.federation.declared import About, Bounds, Count, Share, Tensors
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, PerSite, Reply
+from fedshift.federation.replies.declared import About, Bounds, Count, Share, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.experts import confident_pseudo_labels, unlabelled_ensemble_loss

@@ -62,10 +62,10 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from fedshift.errors import UserError
-from fedshift.federation.declared import About, Bounds, Share, Tensors
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Features, PerSite, Reply, Update
 from fedshift.federation.randomness import derive_seed
+from fedshift.federation.replies.declared import About, Bounds, Share, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.averaging import is_buffer, weighted_average
 from fedshift.functional.clustering import dispersion

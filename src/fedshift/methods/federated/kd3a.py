@@ -63,10 +63,10 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from fedshift.errors import TrainingDiverged, UserError
-from fedshift.federation.declared import Share
 from fedshift.federation.exchange import Missing
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Reply, Update
+from fedshift.federation.replies.declared import Share
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import knowledge_vote as votes
 from fedshift.functional import schedules

@@ -56,10 +56,10 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 
-from fedshift.federation.declared import LARGEST_NUMBER, Between, Count
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Number, PerSite, Update
 from fedshift.federation.randomness import derive_seed, drawn_from
+from fedshift.federation.replies.declared import LARGEST_NUMBER, Between, Count
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import schedules
 from fedshift.functional.averaging import MeanAccumulator

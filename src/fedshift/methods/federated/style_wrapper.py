@@ -14,10 +14,10 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from fedshift.errors import UserError, nearest
-from fedshift.federation.declared import LARGEST_VALUE, About, Bounds, Tensors
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply, Styles
 from fedshift.federation.randomness import generator
+from fedshift.federation.replies.declared import LARGEST_VALUE, About, Bounds, Tensors
 from fedshift.federation.site import Site
 from fedshift.functional.styles import style_assignment
 from fedshift.methods.base import RunPlan, State, Traffic

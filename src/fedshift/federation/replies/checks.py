@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from fedshift.errors import FedshiftError
-from fedshift.federation.declared import LARGEST_INTEGER, LARGEST_NUMBER, About, Between, Bounds, Tensors
-from fedshift.federation.layouts import Layout, TensorCheck
 from fedshift.federation.messages import DTYPES, Reply, field_types, leaves, returned, text_bytes
+from fedshift.federation.replies.declared import LARGEST_INTEGER, LARGEST_NUMBER, About, Between, Bounds, Tensors
+from fedshift.federation.replies.layouts import Layout, TensorCheck
 from fedshift.functional.averaging import float64_chunks, is_buffer
 from fedshift.weights import NamedTensors, Weights
 

@@ -1,7 +1,7 @@
 """What a reply may hold beyond the types of its fields: shapes of tensors, ranges of numbers and of values.
 
 A range that never changes stands in the reply's class, ``Annotated[float, Between(0, 1)]``. What depends on the run is
-given by the method's `bounds`. What neither says follows from the request and the network, see `reply_checks`.
+given by the method's `bounds`. What neither says follows from the request and the network, see `checks`.
 """
 
 from __future__ import annotations
