@@ -32,6 +32,7 @@ class Between:
 
 Share = Annotated[float, Between(0, 1)]
 """A part of a whole."""
+NotNegative = Annotated[float, Between(0, LARGEST_NUMBER)]
 Count = Annotated[int, Between(0, LARGEST_INTEGER)]
 
 

@@ -100,7 +100,8 @@ class TensorCheck:
 
         In a tie, the layout that is the network, or a module of it, wins. If that decides nothing, all replies are
         refused, since nobody knows who is right. A layout that more than half of the sites asked have sent is also
-        required in later exchanges of the call.
+        required in later exchanges of the call. A site that is asked alone must send the network, or a module of it:
+        a method whose target sends other models declares them in its `bounds`.
 
         Args:
             call: the call that was asked.
@@ -110,6 +111,10 @@ class TensorCheck:
         Returns:
             Why a reply is refused, by site.
         """
+        if asked == 1 and any(self._nearness(layout) == 0 for layout in layouts.values()):
+            return dict.fromkeys(
+                layouts, "it holds a model that is not the network, and no other site tells what it is"
+            )
         votes = Counter(layouts.values())
         worth = {layout: (number, self._nearness(layout)) for layout, number in votes.items()}
         best = [layout for layout in votes if worth[layout] == max(worth.values())]
