@@ -16,9 +16,7 @@ from fedshift.errors import UserError
 from fedshift.experiment import predict
 from fedshift.experiment.predict import load_model
 from fedshift.models import pretrained
-from fedshift.models import registry as models
 from fedshift.models.network import Network
-
 
 HONEST = {"classifier.weight": torch.ones(2, 3), "classifier.bias": torch.zeros(2)}
 

@@ -34,7 +34,9 @@ from fedshift.weights import NamedTensors
 
 SIZES = {"north": 20, "south": 12, "east": 17}
 ROUNDS, QUORUM = 2, 2
-SMALL_NORMED: dict[str, object] = {"name": "mlp", "hidden": [4], "batch_norm": True}
+SMALL: dict[str, object] = {"name": "mlp", "hidden": [4]}
+NORMED = ("fedavg", "kd3a", "copa")
+"""Methods whose network has BatchNorm. Each tensor takes time, and the checks of its statistics are the same in all."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "csac": {"acquisition_epochs": 1, "calibration_epochs": 1},
     "fada": {"steps_per_round": 2},
@@ -54,8 +56,8 @@ _USED_ANYWAY = 0.01
 """Part of the refused replies that a run meets all the same: the run must go on without them."""
 
 Told = dict[str, Any]
-Change = Callable[[Told, dict[str, Content], random.Random], Message]
-"""A mutation: an honest reply's header and content as a message that is not honest."""
+Change = Callable[[Told, dict[str, Content], Body, random.Random], Message]
+"""A mutation: an honest reply's header, content and bytes as a message that is not honest."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ def readdressed(message: Message, key: str) -> Message:
 def recorded(name: str) -> Recording:
     """Play a run of a method, and keep what its sites say."""
     method = registry.parse({"name": name, **OPTIONS.get(name, {})})
-    network = CNN if normed_for(method)["name"] == "digit_cnn" else SMALL_NORMED
+    network = CNN if normed_for(method)["name"] == "digit_cnn" else {**SMALL, "batch_norm": name in NORMED}
     found = domains(network, SIZES)
     whole, sites = setting(method, found, network), plans(method, found)
     about = about_sites(sites, whole, whole.build_network())
@@ -289,7 +291,7 @@ class Attack:
         """
         slot = self._draws.choice(self._slots)
         site, said = slot.request.site, {"answers": slot.key, **slot.reply.header}
-        message = self._change(said, dict(slot.reply.content), self._draws)
+        message = self._change(said, dict(slot.reply.content), slot.reply.body, self._draws)
         outcome = self._timed(slot, message)
         self.taken += isinstance(outcome, _Taken)
         if isinstance(outcome, _Taken) or self._draws.random() < _USED_ANYWAY:
