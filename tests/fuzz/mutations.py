@@ -132,7 +132,7 @@ def _with_values(tensor: Tensor, draws: random.Random) -> Tensor:
 
 
 def _with_one(tensor: Tensor, draws: random.Random) -> Tensor:
-    changed = tensor.float()
+    changed = tensor.float().clone()
     if changed.numel():
         changed = changed.flatten()
         changed[draws.randrange(changed.numel())] = draws.choice(VALUES)

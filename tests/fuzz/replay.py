@@ -49,7 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 METHODS = [name for name in registry.names() if not registry.method_class(name).pooled and name != "oracle"]
 """All that sites of a deployment carry out; the oracle is one site."""
-LARGEST_SENT = 1e9
+LARGEST_SENT = 1e10
 """No number that the server sends is larger, whatever one site said."""
 
 _USED_ANYWAY = 0.01
@@ -168,7 +168,7 @@ class Replayed(Counted):
             elif place in self._instead:
                 yield site, readdressed(self._instead[place], header["key"])
                 continue
-            reply = self._recording.reply(site, *place)
+            reply = without_strangers(self._recording.reply(site, *place), content)
             left = max(0, header["envelope"]["mini_batches_left"])
             said = {**reply.header, "mini_batches": min(reply.header["mini_batches"], left)}
             yield site, seal({"answers": header["key"], **said}, reply.body)
@@ -182,6 +182,16 @@ class Replayed(Counted):
             numbers = [number.item() for tensor in tensors if tensor.numel() for number in torch.aminmax(tensor)]
             numbers += [value] if isinstance(value, float) else []
             assert all(math.isfinite(one) and abs(one) <= LARGEST_SENT for one in numbers), f"{place}: {path}"
+
+
+def without_strangers(reply: Reply, sent: Mapping[str, Content]) -> Reply:
+    """An honest reply without entries for sites of which this run sent nothing, since they were left out of it."""
+    fitting, strangers = dict(reply.content), False
+    for name, value in reply.content.items():
+        known = sent.get(name)
+        if isinstance(value, dict) and isinstance(known, dict) and value.keys() - known.keys():
+            fitting[name], strangers = {key: item for key, item in value.items() if key in known}, True
+    return reply if not strangers else Reply(reply.header, fitting, body_of(fitting))
 
 
 def readdressed(message: Message, key: str) -> Message:

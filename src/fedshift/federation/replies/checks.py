@@ -29,7 +29,7 @@ GROWTH = 20.0
 Honest ones of the golden runs are at most 0.72 of the norm away. Without a limit one finite model of 3e38 would be in
 the mean that all sites go on with, and their training would diverge in its place.
 """
-LARGEST_MEAN, LARGEST_VARIANCE = 1e15, 1e30
+LARGEST_MEAN, LARGEST_VARIANCE, LARGEST_COUNTER = 1e15, 1e30, 2**31
 """Of BatchNorm's running statistics, which depend on the scale of the data and not on training."""
 FEWEST_TENSORS = 1000
 """As many tensors a reply may always hold; more if the request and the network have more."""
@@ -219,8 +219,8 @@ def _check_model(name: str, model: Weights, before: Mapping[str, Tensor]) -> Non
             continue
         if not tensor.is_floating_point():
             low, high = torch.aminmax(tensor)
-            if low.item() < 0 or high.item() > LARGEST_INTEGER:
-                _out_of_range(name, key, 0, LARGEST_INTEGER)
+            if low.item() < 0 or high.item() > LARGEST_COUNTER:
+                _out_of_range(name, key, 0, LARGEST_COUNTER)
         elif is_buffer(key):
             spread = key.endswith("running_var")
             most, least = (LARGEST_VARIANCE, 0.0) if spread else (LARGEST_MEAN, -LARGEST_MEAN)
