@@ -44,9 +44,9 @@ from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.runs.evaluator import predictions
 from fedshift.federation.messages import Statistics, promised_kinds, reply_content
 from fedshift.federation.remote.policy import ACCURACY, AuditLog, described, whole_number
-from fedshift.federation.remote.reply_checks import reply_type
 from fedshift.federation.remote.transport import PROTOCOL, request_key
 from fedshift.federation.remote.wire import Message, Residuals, body_of, error_answer, seal, unseal
+from fedshift.federation.replies.checks import reply_type
 from fedshift.federation.setting_json import setting_from
 from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner
 from fedshift.methods import registry as methods
