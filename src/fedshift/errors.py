@@ -41,8 +41,12 @@ class TrainingDiverged(FedshiftError):
     """A loss or weight became NaN or infinite. The message names the site, the round and the learning rate."""
 
 
+class ReplyRefused(FedshiftError):
+    """A site's reply is not what its call promises. The message names the site."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Help for a mistyped ``name``, as half a sentence: the nearest of ``known``, and all of them.
+    """A hint for a mistyped ``name``: the nearest of ``known``, and the list of all. Messages append it.
 
     Example:
         >>> nearest("fedagv", ["fedavg", "csac"])
@@ -61,7 +65,7 @@ _AS_IN_A_FILE = {
 
 
 def in_words(fault: Mapping[str, Any]) -> str:
-    """What is wrong with a field: one of pydantic's errors in the words of an experiment's file.
+    """One of pydantic's errors in the terms of a YAML file: what is wrong with a field.
 
     Args:
         fault: an entry of pydantic's ``ValidationError.errors()``.

@@ -92,6 +92,7 @@ def test_the_run_ends_before_training_and_names_site_and_kind(method: str, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_workers")
 @pytest.mark.parametrize("method", KINDS)
 def test_the_run_goes_on_without_it_and_says_so(method: str, tmp_path: Path) -> None:
     """It gives nothing, and still trains with what the others gave; in the same bits in every engine."""
@@ -141,7 +142,7 @@ def test_too_few_are_left(method: str, tmp_path: Path) -> None:
     two = {"south": kind, "east": kind}
     with pytest.raises(UserError, match=rf"refuses to send {kind}.*1 of 3 sites are left, engine.quorum asks for 2"):
         here(tmp_path, method, refuse_at={site: [kind] for site in two}, **LEAVE_OUT)
-    with pytest.raises(UserError, match=rf"refuses to send {kind} .*1 of 3 sites are left .* 2 \(engine.quorum\)"):
+    with pytest.raises(UserError, match=rf"refuses to send {kind}.*1 of 3 sites are left, engine.quorum asks for 2"):
         there(tmp_path, method, two, **LEAVE_OUT)
 
 

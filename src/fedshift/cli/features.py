@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -21,18 +20,19 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from fedshift.cli.console import escape, safe_console
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.environment import threads_set
 from fedshift.experiment.features import SiteFeatures, Watcher, all_features
 
 
 def features_file(path: Path, overrides: Sequence[str]) -> None:
-    """Compute the features of an experiment's images with a progress bar, then say for each site what is there."""
-    errors = Console(stderr=True)
+    """Compute the features of an experiment's images, with a progress bar, then print a line for each site."""
+    errors = safe_console(stderr=True)
     try:
         found = _watched(load(path, overrides), errors)
     except KeyboardInterrupt:
-        errors.print("interrupted: run the same command again to go on from the last images", highlight=False)
+        errors.print("interrupted: run the same command again to continue after the last images", highlight=False)
         sys.exit(130)
     table = Table(box=None, pad_edge=False)
     for column in ("site", "images", "features", "computed now", "images/s", "file"):
@@ -41,7 +41,7 @@ def features_file(path: Path, overrides: Sequence[str]) -> None:
         number, width = one.features.shape
         speed = f"{one.computed / one.seconds:.1f}" if one.seconds else "–"
         table.add_row(escape(name), str(number), str(width), str(one.computed), speed, escape(str(one.path)))
-    Console().print(table)
+    safe_console().print(table)
 
 
 def _watched(experiment: Experiment, errors: Console) -> dict[str, SiteFeatures]:
@@ -57,12 +57,12 @@ class Speed(ProgressColumn):
     """Images per second."""
 
     def render(self, task: Task) -> Text:
-        """Of the task, since it began or was gone on with."""
+        """The task's speed since it began or was resumed."""
         return Text(f"{task.speed:.1f} images/s" if task.speed else "")
 
 
 class FeatureBar(Watcher):
-    """Progress of the extraction as one bar."""
+    """Shows the progress of the extraction as one bar."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -88,6 +88,6 @@ class FeatureBar(Watcher):
         self._progress.console.print(f"warning: {message}", markup=False, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._progress.update(self._task, visible=False)
         self._progress.stop()

@@ -1,4 +1,4 @@
-"""``fedshift fields`` and ``fedshift models``; tables of options for every command that explains something."""
+"""``fedshift fields`` and ``fedshift models``, and the table of options that other commands print too."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from fedshift.cli.console import escape, safe_console
 from fedshift.errors import UserError, nearest
 
 
 def options_table(kind: type[BaseModel], title: str = "options", without: Collection[str] = ()) -> Table:
-    """The fields of ``kind``: what each is without being set, what it may be where that is a list, what it means."""
+    """A table of the fields of ``kind``: default, allowed values if these are a list, meaning."""
     table = Table(box=None, pad_edge=False, title=title, title_justify="left")
     for column in ("field", "default", "one of", "meaning"):
         table.add_column(column, overflow="fold")
@@ -30,26 +29,28 @@ def options_table(kind: type[BaseModel], title: str = "options", without: Collec
 
 
 def show_fields(section: str | None) -> None:
-    """Print the fields of an experiment's sections that are not a method, a data set or a network."""
+    """Print the fields of the sections protocol, training and engine of an experiment."""
     from fedshift.data.transforms import Augmentation
     from fedshift.experiment.config.sections import ENGINES, PROTOCOLS
     from fedshift.federation.training import Training
+    from fedshift.methods.robust import RULES
 
     sections: dict[str, dict[str, type[BaseModel]]] = {
         "protocol": {f"protocol, kind: {name}": kind for name, kind in PROTOCOLS.items()},
         "training": {"training": Training, "training.augmentation": Augmentation},
         "engine": {f"engine, name: {name}": kind for name, kind in ENGINES.items()},
+        "robust": {f"robust of a method, rule: {name}": kind for name, kind in RULES.items()},
     }
     elsewhere = {"methods": "methods", "data": "datasets", "model": "models"}
     if section in elsewhere:
-        raise UserError(f"fields of {section} depend on its name: fedshift {elsewhere[section]} NAME")
+        raise UserError(f"the fields of {section} depend on its name: call fedshift {elsewhere[section]} NAME")
     if section is not None and section not in sections:
-        raise UserError(f"no section is called '{section}'; {nearest(section, sections)}")
-    console = Console()
+        raise UserError(f"there is no section '{section}'; {nearest(section, sections)}")
+    console = safe_console()
     for name, kinds in sections.items():
         for title, kind in kinds.items():
             if section in (None, name):
-                console.print(options_table(kind, title, without=("kind", "name")))
+                console.print(options_table(kind, title, without=("kind", "name", "rule")))
                 console.print()
 
 
@@ -57,7 +58,7 @@ def show_models(name: str | None) -> None:
     """List all networks, or print one network's description and options."""
     from fedshift.models import registry
 
-    console = Console()
+    console = safe_console()
     if name is None:
         table = Table(box=None, pad_edge=False)
         for column in ("name", "network"):
@@ -77,7 +78,7 @@ def _summary(kind: type[BaseModel]) -> str:
 
 
 def _values(annotation: Any) -> list[str]:
-    """What a field may be, where its type is a list of words or numbers."""
+    """The allowed values of a field, if its type lists them."""
     if get_origin(annotation) is Literal:
         return [written(value) for value in get_args(annotation)]
     if get_origin(annotation) in (Union, UnionType):
@@ -86,7 +87,7 @@ def _values(annotation: Any) -> list[str]:
 
 
 def written(value: object) -> str:
-    """A value as a file has it."""
+    """A value as it is written in a YAML file."""
     if value is None:
         return "none"
     return value if isinstance(value, str) else json.dumps(to_jsonable_python(value), ensure_ascii=False)

@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import sys
 from pathlib import Path
 
+from fedshift.cli.console import escape, safe_console
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.predict import load_model
+from fedshift.text import csv_text, json_text, printable
 
 _FORMATS = ("terminal", "csv", "json")
 
 
 def print_predictions(model: Path, data: Path, format: str, own_method: str | None, masks: Path | None = None) -> None:
-    """Predict and print, one line per sample; or write masks into a folder, one line per file.
+    """Print a prediction per sample. With ``masks``, write the predicted masks there and print a line per file.
 
-    Raises UserError for an unknown format, model or data.
+    Raises:
+        UserError: the format, the model or the data cannot be used.
     """
     if format not in _FORMATS:
-        raise UserError(f"--format: '{format}' is not a format; {nearest(format, _FORMATS)}")
+        raise UserError(f"--format: there is no format '{format}'; {nearest(format, _FORMATS)}")
     trained = load_model(model, own_method)
     if masks is not None:
         for file, share in trained.write_masks(data, masks):
-            print(f"{file}: {100 * share:.1f} % of the image")
+            print(printable(f"{file}: {100 * share:.1f} % of the image"))
         return
     predictions = trained.predict(data)
     if format == "json":
-        rows = [
+        described = [
             {
                 "name": p.name,
                 "predicted": p.predicted,
@@ -35,18 +36,14 @@ def print_predictions(model: Path, data: Path, format: str, own_method: str | No
             }
             for p in predictions
         ]
-        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        print(json_text(described, indent=2))
     elif format == "csv":
-        writer = csv.writer(sys.stdout)
-        writer.writerow(["name", "predicted", *trained.classes])
-        for p in predictions:
-            writer.writerow([p.name, p.predicted, *(f"{value:.6f}" for value in p.probabilities)])
+        rows = [[p.name, p.predicted, *(f"{value:.6f}" for value in p.probabilities)] for p in predictions]
+        sys.stdout.write(csv_text([["name", "predicted", *trained.classes], *rows]))
     else:
-        from rich.console import Console
-        from rich.markup import escape
         from rich.table import Table
 
         table = Table("sample", "predicted", "probability", box=None, pad_edge=False)
         for p in predictions:
             table.add_row(escape(p.name), escape(p.predicted), f"{max(p.probabilities):.3f}")
-        Console().print(table)
+        safe_console().print(table)

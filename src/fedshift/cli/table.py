@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from fedshift.cli.console import safe_console
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.selection import selection_rule
 from fedshift.report.collect import collect
@@ -16,13 +17,16 @@ _TEXT = {"markdown": markdown, "latex": latex, "json": as_json}
 
 
 def print_table(folder: Path, format: str, select: str) -> None:
-    """Print the table of the finished runs below ``folder``. Raises UserError for an unknown format or rule."""
+    """Print the table of the finished runs below ``folder``.
+
+    Raises:
+        UserError: the format or the selection rule does not exist, or there is no finished run.
+    """
     if format != "terminal" and format not in _TEXT:
-        raise UserError(f"--format: '{format}' is not a format; {nearest(format, ['terminal', *_TEXT])}")
+        raise UserError(f"--format: there is no format '{format}'; {nearest(format, ['terminal', *_TEXT])}")
     found = table_of(collect(folder), selection_rule(select).name)
     if format in _TEXT:
         typer.echo(_TEXT[format](found))
         return
-    from rich.console import Console
 
-    Console().print(terminal(found))
+    safe_console().print(terminal(found))

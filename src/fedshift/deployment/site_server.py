@@ -44,14 +44,15 @@ from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.runs.evaluator import predictions
 from fedshift.federation.messages import Statistics, promised_kinds, reply_content
 from fedshift.federation.remote.policy import ACCURACY, AuditLog, described, whole_number
-from fedshift.federation.remote.reply_checks import reply_type
 from fedshift.federation.remote.transport import PROTOCOL, request_key
 from fedshift.federation.remote.wire import Message, Residuals, body_of, error_answer, seal, unseal
+from fedshift.federation.replies.checks import reply_type
 from fedshift.federation.setting_json import setting_from
 from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner
 from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
 from fedshift.models.network import Network
+from fedshift.text import printable
 from fedshift.weights import Weights
 
 _RESIDUALS = "wire-residuals"
@@ -109,7 +110,7 @@ class SiteProgram:
         except Exception as error:
             text = str(error) if isinstance(error, FedshiftError) else "".join(traceback.format_exception(error))
             if not isinstance(error, FedshiftError):
-                print(text, flush=True)  # to the site's own log
+                print(printable(text, keep="\n"), flush=True)  # to the site's own log
             entry.pop("sent", None)
             try:
                 self.log.append(**{**entry, "refused" if isinstance(error, Refused) else "failed": text[:500]})

@@ -24,9 +24,14 @@ import yaml
 from fedshift.errors import UserError
 from fedshift.evaluation.cells import cell_of, leaves, nested, value_of
 from fedshift.evaluation.records import RunResult
+from fedshift.text import csv_cell, from_csv_cell
 
 SETTINGS, RUNS, ROUNDS = "experiment.yaml", "runs.csv", "rounds.jsonl.xz"
 FORMAT = 1
+_EXPANDS, _SMALL = 300, 1 << 24
+"""A file may expand to that many times its size, and so many bytes more; results expand to about twenty times."""
+_MEMORY = 1 << 28
+"""Bytes that the dictionary of a file may take."""
 _KEY = ("method", "target", "seed")
 _SHAREABLE = ("labelled", "unlabelled", "metric", "headline", "classes", "options", "data")
 """Fields that may move to `experiment.yaml`. All others are columns, even if every run has the same value."""
@@ -43,7 +48,7 @@ class PackedRun:
     Attributes:
         result: the content of `result.json`.
         identity: the settings in `experiment.yaml`.
-        rounds: the lines of `rounds.jsonl`; None if there is no such file, or if they were not asked for.
+        rounds: the lines of `rounds.jsonl`; None if there is no such file, or if they were not read.
         line: the run's line in `runs.csv`, from 1.
     """
 
@@ -105,7 +110,7 @@ def encode(runs: Iterable[PackedRun], order: Mapping[str, Any], columns: Sequenc
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows([row.get(column, "") for column in columns] for row in rows)
+    writer.writerows([csv_cell(row.get(column, "")) for column in columns] for row in rows)
     settings = {
         "format": FORMAT,
         "columns": _digest(columns),
@@ -160,17 +165,17 @@ def decode(settings: bytes, runs: bytes, place: str = "") -> tuple[dict[str, Pac
                 continue
             if len(row) != len(columns):
                 raise ValueError(f"{len(row)} cells for {len(columns)} columns")
-            own = {column: value_of(cell) for column, cell in zip(columns, row, strict=True) if cell}
+            own = {column: value_of(from_csv_cell(cell)) for column, cell in zip(columns, row, strict=True) if cell}
             run = _run(own, shared, by_method, before + 1)
             if run.name in found:
-                raise ValueError(f"{run.name} stands in line {found[run.name].line} already")
+                raise ValueError(f"{run.name} is already in line {found[run.name].line}")
             found[run.name] = run
     except (ValueError, csv.Error) as error:
         if isinstance(error, UnicodeDecodeError):
             number = runs[: error.start].count(b"\n") + 1
         elif isinstance(error, csv.Error):
             number += 1  # the row that could not be read
-        raise UserError(f"{file} line {number} is malformed ({error}): mend it, or restore the file") from None
+        raise UserError(f"{file} line {number} is malformed ({error}): repair it, or restore the file") from None
     if not columns:
         raise UserError(f"{file} line 1 is malformed (no columns): restore the file")
     return found, order, columns
@@ -193,7 +198,11 @@ def decode_rounds(data: bytes, place: str = "") -> dict[str, Rounds]:
     """
     file = f"{place}{ROUNDS}"
     try:
-        lines = lzma.decompress(data).splitlines(keepends=True)
+        reader = lzma.LZMADecompressor(memlimit=_MEMORY)
+        text = reader.decompress(data, max_length=_EXPANDS * len(data) + _SMALL)
+        if not reader.eof:
+            raise lzma.LZMAError("truncated, or it expands to far more than results do")
+        lines = text.splitlines(keepends=True)
     except lzma.LZMAError as error:
         raise UserError(f"{file} is damaged ({str(error).rstrip('.')}): restore the file") from None
     found: dict[str, Rounds] = {}
@@ -261,7 +270,7 @@ def _run(
     of_method = by_method.get(own["method"], {})
     values = {**shared, **of_method, **own}
     if len(values) < len(shared) + len(of_method) + len(own):
-        raise ValueError(f"a column stands in {SETTINGS}, too")
+        raise ValueError(f"a column is also in {SETTINGS}")
     absent = values.pop("identity", [])
     changed = {path: values.pop(path) for path in [*values] if path.startswith("identity.")}
     result = nested(values)
@@ -276,11 +285,11 @@ def _run(
 def _settings(data: bytes, file: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any], str]:
     """Fields of all runs, fields of each method's runs, the planned order, and the digest of the columns."""
     try:
-        found = yaml.load(data, Loader=LOADER)  # LOADER is a safe loader
+        found = yaml.load(data, Loader=LOADER)  # LOADER is a safe loader # nosec B506
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
-        raise UserError(f"{file} line {line} is malformed (no YAML): mend it, or restore the file") from None
+        raise UserError(f"{file} line {line} is malformed (not YAML): repair it, or restore the file") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise UserError(f"{file} line 1 is malformed (it should say format: {FORMAT}): restore the file")
     try:
@@ -288,7 +297,9 @@ def _settings(data: bytes, file: str) -> tuple[dict[str, Any], dict[str, dict[st
         by_method = {method: dict(leaves(fields)) for method, fields in found["methods"].items()}
         return shared, by_method, dict(found["order"]), str(found["columns"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{file} line 1 is malformed ({error!s} is missing or no mapping): restore the file") from None
+        raise UserError(
+            f"{file} line 1 is malformed ({error!s} is missing or not a mapping): restore the file"
+        ) from None
 
 
 def _hoisted(rows: Sequence[Cells], methods: Sequence[str]) -> tuple[Cells, dict[str, Cells]]:

@@ -66,7 +66,7 @@ def experiments_below(folder: Path) -> list[Path]:
         raise UserError(f"'{folder}' holds no run: give a folder that 'fedshift run' made, such as runs/<experiment>")
     for experiment in found:
         if not experiment.is_relative_to(folder.absolute()):
-            raise UserError(f"'{folder}' is a part of the experiment {experiment}: give the whole experiment")
+            raise UserError(f"'{folder}' is only a part of the experiment {experiment}: give that folder")
     return found
 
 
@@ -190,7 +190,8 @@ def _of_folder(folder: Path, experiment: Path) -> PackedRun:
 def _mapping(file: Stored) -> dict[str, Any]:
     """The mapping in a JSON or YAML file."""
     try:
-        found = json.loads(file.data) if file.file.suffix == ".json" else yaml.load(file.data, Loader=packed.LOADER)
+        text, as_json = file.data, file.file.suffix == ".json"
+        found = json.loads(text) if as_json else yaml.load(text, packed.LOADER)  # a safe loader # nosec B506
     except (ValueError, yaml.YAMLError):
         found = None
     if not isinstance(found, dict):

@@ -28,18 +28,19 @@ if TYPE_CHECKING:
     from fedshift.functional.losses import task_loss
     from fedshift.methods.base import Method, RunPlan, State, Traffic, trained_mean
     from fedshift.methods.federated.fedavg import FedAvg, LocalTraining
+    from fedshift.methods.robust import Averaged
     from fedshift.methods.settings import Settings
-    from fedshift.methods.wrapper import InFront
+    from fedshift.methods.wrapper import Wrapper
     from fedshift.models.network import Network
     from fedshift.weights import Weights
 
 __all__ = [
+    "Averaged",
     "Batch",
     "Content",
     "Features",
     "FedAvg",
     "Federation",
-    "InFront",
     "LocalTraining",
     "MeanAccumulator",
     "Method",
@@ -59,6 +60,7 @@ __all__ = [
     "Update",
     "UserError",
     "Weights",
+    "Wrapper",
     "task_loss",
     "trained_mean",
     "weighted_average",
@@ -84,8 +86,9 @@ _PLACES = {
     "functional.losses": ("task_loss",),
     "methods.base": ("Method", "RunPlan", "State", "Traffic", "trained_mean"),
     "methods.federated.fedavg": ("FedAvg", "LocalTraining"),
+    "methods.robust": ("Averaged",),
     "methods.settings": ("Settings",),
-    "methods.wrapper": ("InFront",),
+    "methods.wrapper": ("Wrapper",),
     "models.network": ("Network",),
     "weights": ("Weights",),
 }

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
@@ -25,9 +26,11 @@ from fedshift.federation.messages import (
     promised_kinds,
     returned,
 )
+from fedshift.federation.replies.declared import About, Bounds
 from fedshift.federation.site import Site
 from fedshift.functional.averaging import MeanAccumulator, weighted_average
 from fedshift.import_paths import place_of
+from fedshift.methods.robust import RULES, Averages, RobustAggregation, unfit
 from fedshift.methods.settings import PAPER, Settings, described, with_setting
 from fedshift.models.network import Network
 from fedshift.models.payload import payload
@@ -129,6 +132,8 @@ class Method(BaseModel, ABC):
     pooled: whether all data lie in one place.
     supervised_target: whether it trains on the target's labels alone, an upper bound.
     uses_held_out: whether sites choose by their held-out parts.
+    averages: the calls whose models it averages over sites, which robust aggregation can screen.
+    needs_every_model: whether it does more with these models than average them, such as let them vote.
     relative_cost: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
     """
 
@@ -145,6 +150,8 @@ class Method(BaseModel, ABC):
     uses_held_out: ClassVar[bool] = False
     tasks: ClassVar[tuple[Task, ...]] = ("classification",)
     one_target: ClassVar[bool] = False
+    averages: ClassVar[Averages] = {}
+    needs_every_model: ClassVar[bool] = False
     relative_cost: ClassVar[float] = 1.0
 
     label: str | None = Field(None, description="name in tables and folders; needed when a method appears twice")
@@ -153,11 +160,23 @@ class Method(BaseModel, ABC):
     average_rounds: PositiveInt = Field(
         1, description="the model that is measured and handed out is the mean of those of the last so many rounds"
     )
+    robust: RobustAggregation = Field(
+        None, description="a rule that bad sites cannot pull away, such as median: see fedshift fields robust"
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _options_of_the_setting(cls, options: Any) -> Any:
         return with_setting(cls.settings, options) if isinstance(options, Mapping) else options
+
+    @model_validator(mode="after")
+    def _rule_fits(self) -> Self:
+        if self.robust is not None:
+            reason = unfit(type(self.robust), self.averages, self.needs_every_model)
+            if reason:
+                others = " or ".join(robust_rules(self))
+                raise ValueError(f"robust: {self.name} {reason}; " + (f"choose {others}" if others else "leave it out"))
+        return self
 
     @abstractmethod
     def round(self, federation: Federation, state: State) -> State:
@@ -225,6 +244,20 @@ class Method(BaseModel, ABC):
         """
         return network
 
+    def bounds(self, call: str, about: About) -> Bounds:
+        """What a site's reply to one of its calls may hold, where only the method knows: shapes and ranges, by field.
+
+        A model that a site was sent comes back with the same tensors, and one that it was not sent is the network, or
+        alike at most sites. Neither need be declared. Other tensors that are not declared are only checked to be
+        finite.
+        """
+        return {}
+
+    @property
+    def handed_out_rounds(self) -> int:
+        """How many of the last rounds' models are averaged into the one that is handed out."""
+        return self.average_rounds
+
     @property
     def shares(self) -> tuple[str, ...]:
         """Kinds of content that leave a site: models and numbers, what else its calls promise to return, and for a
@@ -233,11 +266,11 @@ class Method(BaseModel, ABC):
         return in_order({"weights", NUMBERS, *promised, *({"raw_data"} if self.pooled else ())})
 
     def call_owner(self, call: str) -> Method:
-        """The method that has the call of this name: itself, or the one that it stands in front of."""
+        """The method that has the call of this name: itself, or the one that it wraps."""
         return self
 
     def run_call(self, call: str, site: Site, content: Mapping[str, Any]) -> Reply:
-        """Run one of its calls at a site; a method in front of another one prepares the site for that one's calls."""
+        """Run one of its calls at a site; a wrapper prepares the site for the inner method's calls."""
         reply: Reply = getattr(self.call_owner(call), call)(site, **content)
         return reply
 
@@ -256,7 +289,8 @@ class Method(BaseModel, ABC):
         return {"class": place_of(type(self)), "options": self.model_dump(mode="json")}
 
 
-def calls_of(kind: type[Method]) -> dict[str, type[Reply]]:
+@functools.cache
+def calls_of(kind: type[Method]) -> Mapping[str, type[Reply]]:
     """What the sites of a method run: the public functions ``(self, site, …) -> Reply``, and what each returns."""
     found: dict[str, type[Reply]] = {}
     for name, function in inspect.getmembers(kind, inspect.isfunction):
@@ -265,6 +299,11 @@ def calls_of(kind: type[Method]) -> dict[str, type[Reply]]:
             if reply is not None:
                 found[name] = reply
     return found
+
+
+def robust_rules(method: Method) -> tuple[str, ...]:
+    """The rules of robust aggregation that go with a method."""
+    return tuple(name for name, rule in RULES.items() if not unfit(rule, method.averages, method.needs_every_model))
 
 
 def in_order(kinds: Collection[str]) -> tuple[str, ...]:

@@ -14,11 +14,12 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply
 from fedshift.federation.site import Site
 from fedshift.methods.base import Method, RunPlan, State, Traffic, calls_of, in_order
+from fedshift.methods.robust import Averages
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 
-class InFront(Method):
+class Wrapper(Method):
     """Wraps a method: delegates to `inner` whatever a subclass does not override.
 
     A subclass gives `inner` and `inside`, which prepares a site for the inner method. It may have functions that sites
@@ -31,6 +32,14 @@ class InFront(Method):
     def _trains_at_sites(self) -> Self:
         if self.inner.pooled or self.inner.supervised_target:
             raise ValueError(f"{self.inner.name} does not train at source sites; choose a federated method")
+        if self.inner.robust is not None:
+            raise ValueError(f"robust: write it beside {self.name}, not in the method behind it")
+        return self
+
+    @model_validator(mode="after")
+    def _averages_once(self) -> Self:
+        if self.average_rounds > 1 and self.inner.handed_out_rounds > 1:
+            raise ValueError(f"average_rounds is set here and for {self.inner.name}; set it once")
         return self
 
     @property
@@ -41,6 +50,11 @@ class InFront(Method):
     @abstractmethod
     def inside(self, site: Site) -> AbstractContextManager[None]:
         """What surrounds everything that the inner method runs at a site."""
+
+    @property
+    def handed_out_rounds(self) -> int:
+        """As set for the wrapper or for the inner method."""
+        return max(self.average_rounds, self.inner.handed_out_rounds)
 
     @property
     def shares(self) -> tuple[str, ...]:
@@ -66,6 +80,16 @@ class InFront(Method):
     def uses_held_out(self) -> bool:  # type: ignore[override]
         """Whether sites look at their held-out parts in the inner method."""
         return self.inner.uses_held_out
+
+    @property
+    def averages(self) -> Averages:  # type: ignore[override]
+        """What the inner method averages."""
+        return self.inner.averages
+
+    @property
+    def needs_every_model(self) -> bool:  # type: ignore[override]
+        """Whether the inner method does more with the models than average them."""
+        return self.inner.needs_every_model
 
     @property
     def tasks(self) -> tuple[Task, ...]:  # type: ignore[override]

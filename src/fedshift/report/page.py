@@ -1,10 +1,9 @@
-"""One HTML page about an experiment: everything inline, nothing fetched, readable by people who decide."""
+"""The report of an experiment: one HTML page that fetches nothing and needs no knowledge of fedshift."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from statistics import fmean
 
@@ -15,7 +14,7 @@ from fedshift.files import write_bytes
 from fedshift.report import differences, plots
 from fedshift.report.averages import mean_by_kind, mean_over_targets, mean_per_class
 from fedshift.report.collect import Collected, FinishedRun, read_rounds
-from fedshift.report.html import details, grid, paragraph, section
+from fedshift.report.html import details, escape, grid, paragraph, section
 from fedshift.report.style import STYLE
 from fedshift.report.table import MISSING, Table, table_of
 from fedshift.report.weights import moving, weights_over_rounds
@@ -32,10 +31,10 @@ _QUESTIONS = {
 
 
 def write_page(folder: Path, collected: Collected) -> Path:
-    """Write `report.html` in ``folder``, whole or not at all.
+    """Write `report.html` in ``folder``, atomically.
 
     Returns:
-        Where it lies.
+        Its path.
 
     Raises:
         UserError: the page cannot be written there, or a `rounds.jsonl` is corrupt.
@@ -46,7 +45,7 @@ def write_page(folder: Path, collected: Collected) -> Path:
 
 
 def page(collected: Collected) -> str:
-    """The page as text. A pure function of the files that ``collected`` names."""
+    """The page as text. It depends only on the files of ``collected``."""
     results = collected.results
     headline = table_of(collected, "last")
     records = {run.folder: read_rounds(run.folder / ROUNDS) for run in collected.runs}
@@ -158,7 +157,7 @@ def _curves(runs: Sequence[FinishedRun], records: Mapping[Path, list[RoundRecord
             curves["round"][method] = (numbers, mean, band)
             curves["local mini-batches per site"][method] = (batches, mean, band)
     if not curves["round"]:
-        return paragraph("No rounds.jsonl lies beside the results, so there is nothing to draw.", "note")
+        return paragraph("There is no rounds.jsonl with the results, so there is nothing to draw.", "note")
     quantity = headline.measure.name
     figure = plots.svg(
         plots.accuracy_over_rounds(curves, quantity), f"{quantity} over rounds and over local mini-batches"
@@ -173,7 +172,7 @@ def _curves(runs: Sequence[FinishedRun], records: Mapping[Path, list[RoundRecord
 def _weights(
     runs: Sequence[FinishedRun], records: Mapping[Path, list[RoundRecord]], methods: Sequence[str]
 ) -> Iterator[str]:
-    """A section about methods that weigh sites anew in every round, if there are any."""
+    """A section about methods that change the sites' weights from round to round, if there are any."""
     figures = []
     for method in methods:
         by_target: dict[str, list[list[RoundRecord]]] = defaultdict(list)
@@ -237,7 +236,7 @@ def _cost(results: Sequence[RunResult], methods: Sequence[str]) -> str:
 
 
 def _unit(results: Sequence[RunResult]) -> str:
-    """What ``classes`` are: of classification, or the structures of segmentation."""
+    """What the page calls a class: "class", or for segmentation "structure"."""
     return "structure" if results[0].metric == "dice" else "class"
 
 

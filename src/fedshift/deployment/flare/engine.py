@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nvflare.apis.controller_spec import ClientTask, Task
+from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
 from nvflare.apis.executor import Executor
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
@@ -23,9 +23,11 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
 from fedshift.deployment.coordinator import coordinate
+from fedshift.deployment.flare.certificates import revoked_sites
 from fedshift.deployment.flare.deployment_folder import Deployment
+from fedshift.deployment.flare.kits import Kit, Project, load_kit
 from fedshift.deployment.site_server import open_site
-from fedshift.errors import FedshiftError
+from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.remote.transport import Lost, NewJobNeeded
 from fedshift.federation.remote.wire import Message, error_answer
 
@@ -33,6 +35,8 @@ KIT, SITE = "FEDSHIFT_KIT", "FEDSHIFT_SITE"
 """Environment variables of a job's process: the kit's folder at the coordinator, the SITE.yaml at a site."""
 TASK = "fedshift"
 _LOOK_AGAIN = 0.25
+_AROUND = 1 << 16
+"""Bytes that FLARE may add to a message."""
 
 
 class FlareCoordinator(Controller):  # type: ignore[misc]
@@ -62,7 +66,7 @@ class FlareCoordinator(Controller):  # type: ignore[misc]
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """Run the whole experiment and write down its outcome. FLARE calls this."""
         deployment = self._deployment
-        transport = FlareTransport(self, fl_ctx, abort_signal, deployment.new_job_requested)
+        transport = FlareTransport(self, fl_ctx, abort_signal, deployment.new_job_requested, own_kit())
         try:
             coordinate(deployment.folder, transport, deployment.sites)
             deployment.end("finished")
@@ -89,6 +93,7 @@ class FlareTransport:
         fl_ctx: FLARE's context.
         abort_signal: triggered when FLARE ends the job.
         new_job_requested: says why the run should continue in a new job; None if it should not.
+        kit: the coordinator's kit.
     """
 
     def __init__(
@@ -97,9 +102,10 @@ class FlareTransport:
         fl_ctx: FLContext,
         abort_signal: Signal,
         new_job_requested: Callable[[], str | None],
+        kit: Kit,
     ) -> None:
         self._controller, self._context, self._abort = controller, fl_ctx, abort_signal
-        self._new_job_requested = new_job_requested
+        self._new_job_requested, self._kit = new_job_requested, kit
 
     def exchange(
         self, messages: Iterator[tuple[str, Message]], deadline: float, patience: Mapping[str, float]
@@ -117,11 +123,12 @@ class FlareTransport:
                     site, answer = arrived.get(timeout=_LOOK_AGAIN)
                 except queue.Empty:
                     self._check_job()
-                    passed = time.monotonic() - begun
+                    passed, revoked = time.monotonic() - begun, revoked_sites(self._kit)
                     for site in sorted(waiting):
-                        reason = self._lost(
-                            tasks[site], passed, deadline, None if site in fetched else patience.get(site)
-                        )
+                        until_fetched = None if site in fetched else patience.get(site)
+                        reason = self._lost(tasks[site], passed, deadline, until_fetched)
+                        if site in revoked:
+                            reason = "its kit was revoked"
                         if reason:
                             waiting.discard(site)
                             yield site, Lost(reason)
@@ -144,6 +151,7 @@ class FlareTransport:
             arrived.put((client_task.client.name, message_from(client_task.result)))
             client_task.result = None  # or FLARE keeps it until its next check of the task
 
+        check_size(message, self._kit.project)
         task = Task(name=TASK, data=shareable_of(message), after_task_sent_cb=sent, result_received_cb=received)
         self._controller.send(task, self._context, targets=[site])
         return task
@@ -159,7 +167,8 @@ class FlareTransport:
     @staticmethod
     def _lost(task: Task, passed: float, deadline: float, patience: float | None) -> str | None:
         """Why a site is lost; None while it may still answer."""
-        if task.completion_status is not None:
+        # OK is set after the reply was put into the queue, where it may have come since the queue was found empty.
+        if task.completion_status not in (None, TaskCompletionStatus.OK):
             return f"FLARE ended its task ({task.completion_status})"
         if passed > deadline:
             return f"no reply within {deadline:g} s"
@@ -188,9 +197,25 @@ class FlareSite(Executor):  # type: ignore[misc]
             peer = fl_ctx.get_peer_context()
             server = peer.get_identity_name() if peer else ""
             answer = self._program.handle(message, f"{server} job {fl_ctx.get_job_id()}")
+            check_size(answer, own_kit().project)
         except Exception as error:
             answer = error_answer(message, error)
         return shareable_of(answer)
+
+
+def own_kit() -> Kit:
+    """The kit of this process's role."""
+    return load_kit(Path(os.environ[KIT]))
+
+
+def check_size(message: Message, project: Project) -> None:
+    """Raise UserError if a message is too large to be sent. FLARE would end the job's process, and say little."""
+    size = len(message.header) + len(message.body)
+    if size + _AROUND > project.largest_message << 20:
+        raise UserError(
+            f"a message of {size / 1e6:.0f} MB is larger than this project allows ({project.largest_message} MiB): "
+            "raise largest_message in the project's file, and in the kit.json of every role"
+        )
 
 
 def shareable_of(message: Message) -> Shareable:

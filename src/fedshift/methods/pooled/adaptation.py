@@ -1,7 +1,7 @@
-"""What the pooled baselines of domain adaptation share: their rounds, their batches, and what trains beside the model.
+"""Base of the pooled methods of domain adaptation: their rounds, their batches, and modules besides the model.
 
 The model that is evaluated is an ordinary network. Discriminators, second classifiers and the like stay in the pool's
-memory, seeded there by the experiment's seed: a model file then holds nothing that prediction does not use.
+memory, drawn from the experiment's seed. So a model file holds nothing that prediction does not use.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DomainBatches = tuple[tuple[Batch, ...], Batch]
 
 
 class PooledAdaptation(DeepAll):
-    """A pool of all sources and of the target's samples without labels; subclasses write `fit`."""
+    """Base of methods on a pool of all sources and of the target's samples without labels. A subclass writes `fit`."""
 
     scenario: ClassVar[str] = "target without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts")
@@ -43,28 +43,28 @@ class PooledAdaptation(DeepAll):
         return state.advance(update.weights, report={"losses": {pool: update.loss}})
 
     def batches(self, site: Site, due: int) -> Iterator[tuple[tuple[Batch, ...], Batch | None]]:
-        """Batches of every domain until ``due`` mini-batches are used, or all that are left.
+        """Mini-batches of all domains together, until ``due`` of them are used or none is left.
 
-        A step uses one of every domain at a time. What does not make a whole step waits for the next round, in the last
-        round it makes one.
+        An optimiser step uses one of every domain. A remainder of ``due`` that is too small for this is used in the
+        next round; in the last round it makes a step, too.
         """
         domains = site.domains + (site.unlabelled is not None)
         last = due >= site.envelope.mini_batches_left
         return site.domain_batches(-(-due // domains) if last else due // domains)
 
     def with_target(self, site: Site, due: int) -> Iterator[DomainBatches]:
-        """The same, where the target's batch is always there."""
+        """As `batches`, for methods that always train on the target."""
         for sources, target in self.batches(site, due):
-            assert target is not None  # the protocol sees to it
+            assert target is not None  # ensured by the protocol
             yield sources, target
 
     def progress(self, site: Site) -> float:
-        """The share of the run's mini-batches that are done, those of the present step included."""
+        """The share of the run's mini-batches that are done, with those of the current optimiser step."""
         begun, left = site.envelope.progress, site.envelope.mini_batches_left
         return begun + (1 - begun) * site.mini_batches / max(1, left)
 
     def parts(self, site: Site, build: Callable[[], M]) -> M:
-        """What trains beside the model: made from the experiment's seed at first, later as the pool remembers it."""
+        """The modules besides the model: drawn from the experiment's seed at first, later from the pool's memory."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(derive_seed(site.seed, site.name, "parts"))
             module = build()
@@ -80,7 +80,7 @@ class PooledAdaptation(DeepAll):
         model: Network,
         parts: nn.Module | None = None,
     ) -> Update:
-        """Train the model and its parts together, and remember the parts."""
+        """Train the model and the modules besides it together, and remember the latter."""
         modules = [model] if parts is None else [model, parts]
         loss = site.minimise_over(batches, loss_of, *modules, remember="optimizer")
         if parts is not None:
@@ -89,5 +89,5 @@ class PooledAdaptation(DeepAll):
 
 
 def domain_classifier(features: int, width: int) -> nn.Sequential:
-    """Features (n, d) → the logit of "source", (n, 1)."""
+    """A classifier that maps features (n, d) to the logit of "source", (n, 1)."""
     return nn.Sequential(nn.Linear(features, width), nn.ReLU(), nn.Linear(width, 1))
