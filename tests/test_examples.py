@@ -1,4 +1,4 @@
-"""The examples in docstrings run, and every public function of these rooms has one."""
+"""The examples in docstrings run, and every public function of functional/, evaluation/ and the API has one."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import doctest
 import importlib
 import inspect
 import pkgutil
+from pathlib import Path
 
 import pytest
 
+import fedshift
 import fedshift.evaluation
 import fedshift.functional
 
@@ -23,7 +25,15 @@ MODULES = [
 ]
 
 
-@pytest.mark.parametrize("name", MODULES)
+ROOT = Path(fedshift.__file__).parent
+WITH_EXAMPLES = [
+    ".".join(("fedshift", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+    for file in sorted(ROOT.rglob("*.py"))
+    if ">>> " in file.read_text(encoding="utf-8")
+]
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLES)
 def test_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = doctest.testmod(importlib.import_module(name))
     assert not found.failed, capsys.readouterr().out

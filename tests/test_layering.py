@@ -23,7 +23,7 @@ FLOORS = (
     ("models",),
     ("data",),
     ("functional",),
-    ("weights", "files", "errors", "import_paths", "class_registry"),
+    ("weights", "files", "encryption", "errors", "import_paths", "class_registry"),
 )
 """From the top to the bottom: a module imports from its own floor or from floors beneath it. "": the package itself."""
 LONGEST_FILE = 350

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Experiment", "Method", "check", "load", "results", "run"]
 
-_PLACES = {
+_MODULES = {
     "run": "fedshift.api",
     "load": "fedshift.api",
     "check": "fedshift.api",
@@ -27,12 +27,12 @@ _PLACES = {
 
 
 def __getattr__(name: str) -> Any:
-    # torch takes seconds to import; whoever only asks for the version or --help does not wait for it.
-    if name not in _PLACES:
+    # Imported on first use: torch takes seconds to import, and --version and --help do not need it.
+    if name not in _MODULES:
         raise AttributeError(f"module 'fedshift' has no attribute '{name}'")
     import importlib
 
-    return getattr(importlib.import_module(_PLACES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -23,11 +23,11 @@ from fedshift.report.table_formats import markdown
 
 @dataclass(frozen=True)
 class Results:
-    """The finished runs of an experiment. Printed, it is the Markdown table of last rounds.
+    """The finished runs of an experiment. As a string, the Markdown table of the last rounds.
 
     Attributes:
-        folder: where the runs are.
-        collected: what was read there.
+        folder: holds the runs.
+        collected: what was read from it.
     """
 
     folder: Path
@@ -39,7 +39,7 @@ class Results:
         return self.collected.results
 
     def rows(self, select: Selection = "last") -> list[dict[str, Any]]:
-        """Rows ``{method, target, select, n, mean, standard_error, seeds}``, in percent, averages included."""
+        """Rows ``{method, target, select, n, mean, standard_error, seeds}`` in percent, with a row for each average."""
         return [row.model_dump() for row in table_of(self.collected, select).rows]
 
     def markdown(self, select: Selection = "last") -> str:
@@ -55,12 +55,12 @@ Given = Experiment | Mapping[str, Any] | str | Path
 
 
 def run(experiment: Given, runs: str | Path = "runs", reporter: Reporter | None = None) -> Results:
-    """Run an experiment and return its results. Runs that are finished already are not repeated.
+    """Run an experiment and return its results. Finished runs are not repeated.
 
     Args:
         experiment: an `Experiment`, a mapping with the same fields, or its YAML file.
         runs: the folder in which the experiment's folder is made.
-        reporter: is told how the experiment goes on. Silent by default.
+        reporter: receives the progress. By default nothing is reported.
 
     Raises:
         UserError: there is a mistake in the experiment.
@@ -84,8 +84,8 @@ def run(experiment: Given, runs: str | Path = "runs", reporter: Reporter | None 
     """
     if os.environ.get(CHILD):
         raise UserError(
-            "fedshift.run was called while a worker imported this file for its method: put the call under "
-            "if __name__ == '__main__', or the method into a file of its own"
+            "fedshift.run was called while a worker process imported this file to find its method: put the call "
+            "under if __name__ == '__main__', or move the method to a file of its own"
         )
     folder = run_experiment(_resolved(experiment), Path(runs), reporter)
     return results(folder)
@@ -110,10 +110,10 @@ def load(path: str | Path, *overrides: str) -> Experiment:
 
     Args:
         path: the file.
-        overrides: changes of it, as ``key.path=value``.
+        overrides: fields to set, as ``key.path=value``.
 
     Raises:
-        UserError: the file or a change has a mistake.
+        UserError: the file or an override has a mistake.
 
     Example:
         >>> import tempfile

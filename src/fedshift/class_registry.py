@@ -20,10 +20,10 @@ class ClassRegistry(Generic[T]):
     ``name in registry`` and `names` import nothing.
 
     Args:
-        what: What one entry is, for messages, such as ``"data set"``.
-        base: The class that every entry derives from.
-        places: Name → ``package.module:Class``, in the order of the documentation.
-        own: Whether a name may also be ``file.py:Class`` or ``package.module:Class``, a person's own class.
+        what: what one entry is, for messages, such as ``"data set"``.
+        base: the class that every entry derives from.
+        places: name → ``package.module:Class``, in the order of the documentation.
+        own: whether a name may also be ``file.py:Class`` or ``package.module:Class``, a user's own class.
     """
 
     def __init__(self, what: str, base: type[Any], places: Mapping[str, str], *, own: bool = False) -> None:
@@ -40,14 +40,14 @@ class ClassRegistry(Generic[T]):
         return tuple(self.places)
 
     def name_in(self, options: Mapping[str, object], field: str) -> str:
-        """The name that a section of an experiment file gives.
+        """The name in a section of an experiment file.
 
         Args:
-            options: The section.
+            options: the section.
             field: Path of its name in the file, for the message.
 
         Raises:
-            UserError: There is no name, or it is not a text.
+            UserError: there is no name, or it is not a string.
         """
         name = options.get("name")
         if not isinstance(name, str):
@@ -58,12 +58,12 @@ class ClassRegistry(Generic[T]):
         """The class of that name.
 
         Args:
-            name: A registered name or, where the registry takes a person's own classes, where to find one.
-            folder: Where a relative ``file.py`` is looked up first; then the working directory.
-            permit: Called with the name before anything is imported; refuses by raising.
+            name: a registered name or, if ``own``, the import path of a user's class.
+            folder: where a relative ``file.py`` is looked up first. The working directory is next.
+            permit: called with the name before anything is imported. It raises to refuse.
 
         Raises:
-            UserError: There is no such name, file, module or class; names the nearest known one.
+            UserError: there is no such name, file, module or class. The message names the nearest known one.
         """
         if permit is not None:
             permit(name)

@@ -42,7 +42,7 @@ class TrainingDiverged(FedshiftError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Help for a mistyped ``name``, as half a sentence: the nearest of ``known``, and all of them.
+    """A hint for a mistyped ``name``: the nearest of ``known``, and the list of all. Messages append it.
 
     Example:
         >>> nearest("fedagv", ["fedavg", "csac"])
@@ -61,7 +61,7 @@ _AS_IN_A_FILE = {
 
 
 def in_words(fault: Mapping[str, Any]) -> str:
-    """What is wrong with a field: one of pydantic's errors in the words of an experiment's file.
+    """One of pydantic's errors in the terms of a YAML file: what is wrong with a field.
 
     Args:
         fault: an entry of pydantic's ``ValidationError.errors()``.

@@ -9,12 +9,14 @@ from pathlib import Path
 from fedshift.errors import UserError
 
 
-def write_bytes(path: Path, data: bytes) -> None:
-    """Write a file atomically. It is written next to its place, flushed to the disk, then renamed.
+def write_bytes(path: Path, data: bytes, *, private: bool = False, flush: bool = True) -> None:
+    """Write a file atomically: write a temporary file beside it, flush that to the disk, rename it.
 
     Args:
         path: the file. Its folder is made if necessary.
         data: the content.
+        private: only the user may read it, whatever the umask.
+        flush: wait until it is on the disk.
 
     Raises:
         UserError: the disk is full or read-only. The message names the file and the reason.
@@ -29,10 +31,11 @@ def write_bytes(path: Path, data: bytes) -> None:
     side = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(side, "wb") as file:
+        with open(side, "wb", opener=_private if private else None) as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if flush:
+                os.fsync(file.fileno())
         os.replace(side, path)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -40,3 +43,10 @@ def write_bytes(path: Path, data: bytes) -> None:
         raise UserError(
             f"cannot write {path}: {error.strerror or error}; free some space or choose another folder"
         ) from error
+
+
+def _private(path: str, flags: int) -> int:
+    """Open a file that only its user can read."""
+    handle = os.open(path, flags, 0o600)
+    os.fchmod(handle, 0o600)  # it may have been left there with other rights
+    return handle

@@ -1,4 +1,4 @@
-"""Import paths: how another process finds a class again."""
+"""Import paths, by which another process finds the same class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 CHILD = "FEDSHIFT_CHILD"
-"""Environment variable of worker processes. While they import a method's file, it must not start an experiment."""
+"""Environment variable set in worker processes. A method's file that they import must not start an experiment."""
 USER_MODULE = "fedshift_user_"
 """Prefix of the names of modules that `import_file` makes."""
 
@@ -32,7 +32,7 @@ def find(place: str) -> Any:
 
 
 def import_file(path: str) -> ModuleType:
-    """A user's own method file as a module. The same file is imported once.
+    """Import a user's Python file as a module. A file is imported once until its content changes.
 
     Example:
         >>> import tempfile
@@ -44,7 +44,7 @@ def import_file(path: str) -> ModuleType:
     whole = Path(path).resolve()
     text = whole.read_bytes()
     checksum = hashlib.sha256(text).hexdigest()
-    # The checksum is part of the name, so that an edited file is another module and results name the code that ran.
+    # With the checksum in its name, an edited file becomes another module, and results name the code that ran.
     name = f"{USER_MODULE}{whole.stem}_{zlib.crc32(str(whole).encode()):08x}_{checksum[:8]}"
     if name in sys.modules:
         return sys.modules[name]

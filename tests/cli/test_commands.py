@@ -239,7 +239,8 @@ def test_predict_gone_wrong(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp
     damaged = tmp_path / "model.safetensors"
     for content in (b"", whole[:100], whole[:-8], b"\x00" * 300):
         damaged.write_bytes(content)
-        assert "is damaged or no model that fedshift wrote" in cli("predict", damaged, data).error()
+        line = cli("predict", damaged, data).error()
+        assert (str(damaged) in line, "damaged" in line) == (True, True)
     for metadata in (
         None,
         {"fedshift": "5"},

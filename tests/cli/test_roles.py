@@ -74,7 +74,7 @@ def test_provision_says_what_to_do_with_kits(fedshift: Cli, kits: Path) -> None:
     code, out, _ = fedshift("project", "provision", str(kits.parents[1] / "project.yaml"), "--out", str(kits.parent))
     assert code == 0
     assert "site north" in out
-    assert "(as before)" in out
+    assert "unchanged" in out
     assert "secret" in out
 
 
@@ -96,7 +96,7 @@ def test_site_check_says_what_leaves(fedshift: Cli, kits: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"site": "south"}, "site is 'south', and the kit is for 'north'"),
+        ({"site": "south"}, "'south'.*'north'"),
         ({"policy": {"send": ["wieghts"]}}, "unknown kind 'wieghts'; did you mean 'weights'"),
         ({"polcy": {}}, "polcy: there is no such field"),
         ({"classes": ["ill"]}, "classes|label"),
@@ -131,11 +131,14 @@ def test_a_broken_audit_log_is_said_and_stops_the_start(fedshift: Cli, kits: Pat
 def test_roles_that_do_not_run(fedshift: Cli, kits: Path) -> None:
     kit = str(kits / "coordinator")
     assert "coordinator: stopped" in fedshift("coordinator", "status", "--kit", kit)[1]
-    assert "did not run" in fedshift("coordinator", "stop", "--kit", kit)[1]
-    assert "did not run" in fedshift("site", "stop", str(site_file(kits)))[1]
+    for stopped in (
+        fedshift("coordinator", "stop", "--kit", kit),
+        fedshift("site", "stop", str(site_file(kits))),
+    ):
+        assert (stopped[0], "not running" in stopped[1]) == (0, True)
     code, _, err = fedshift("coordinator", "status", "--kit", str(kits / "sites" / "north"))
     assert (code, "is the kit of a site" in err) == (2, True)
-    assert "nothing was deployed" in fedshift("deploy", "status", "--kit", kit)[1]
+    assert "no deployments" in fedshift("deploy", "status", "--kit", kit)[1]
 
 
 def deployable(folder: Path, **changes: Any) -> Path:
@@ -154,7 +157,7 @@ def deployable(folder: Path, **changes: Any) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "does not run"),
+        ({}, "fedshift coordinator start"),
         ({"engine": {"name": "local"}}, "engine: {name: flare}"),
         ({"engine": {"name": "flower"}}, "there is no engine 'flower'"),
         ({"engine": {"name": "flare", "wire": "int4"}}, "engine.wire"),

@@ -242,7 +242,7 @@ def test_a_reply_that_cannot_be_used_is_recorded_and_the_quorum_goes_on(how: str
     assert ("refused" in {event["is"] for event in found}) == (how not in ("late", "error", "diverged"))
     lines = [json.loads(line) for line in (there / "fedavg/west/seed-0/rounds.jsonl").read_text().splitlines()]
     assert [set(line["aggregation_weights"]) for line in lines] == [set(SITES), {"north", "east"}, set(SITES)]
-    assert ("missing" in lines[1]["extra"]) == (how == "diverged")
+    assert [list(line["extra"].get("missing", {})) for line in lines] == [[], ["south"], []]
 
 
 @pytest.mark.parametrize("quorum", [None, 3])
@@ -267,7 +267,7 @@ def test_a_lost_site_without_a_quorum_ends_the_run_with_a_clear_message(tmp_path
 
     files = write_data(tmp_path / "data", SITES)
     places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
-    with pytest.raises(FedshiftError, match=r"'south' is lost .*2 of 3 .*engine\.quorum"):
+    with pytest.raises(FedshiftError, match=r"'south' is lost .*deploy resume.*engine\.quorum"):
         deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(places, lose))
     there, _ = deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(places))  # it is back
     assert same(
@@ -466,12 +466,12 @@ def test_a_strange_request_is_answered_with_an_error(changes: dict[str, Any], wh
 
 
 @pytest.mark.parametrize("form", [str, lambda name: {"name": name}], ids=["name", "mapping"])
-def test_no_code_comes_in_behind_another_method(form: Any, program: SiteProgram, tmp_path: Path) -> None:
+def test_no_code_comes_in_with_a_wrapper(form: Any, program: SiteProgram, tmp_path: Path) -> None:
     evil = tmp_path / "evil.py"
     evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n", encoding="utf-8")
     for name in (f"{evil}:Y", "os:system"):
         options: dict[str, Any] = {"method": form(name)}
-        for _ in range(2):  # directly behind, and behind the one behind
+        for _ in range(2):  # in one wrapper, and in two
             answer = request(program, setting={"method": {"name": "styles", "options": options}})
             assert f"has no method '{name}'" in answer["message"], answer
             options = {"method": {"name": "styles", **options}}
@@ -571,12 +571,12 @@ def test_a_full_disk_at_a_site_is_said(tmp_path: Path, monkeypatch: pytest.Monke
 
     real = fedshift.files.write_bytes
 
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path, data: bytes, **how: bool) -> None:
         if "south" in path.parts and path.suffix == ".safetensors":
             raise UserError(f"cannot write {path}: No space left on device; free some space")
-        real(path, data)
+        real(path, data, **how)
 
-    monkeypatch.setattr("fedshift.federation.message_files.write_bytes", full)
+    monkeypatch.setattr("fedshift.encryption.write_bytes", full)
     with pytest.raises(FedshiftError, match=r"site 'south' is lost \(cannot write .*No space left"):
         deploy(tmp_path, options_of({"name": "fedavg"}))
 

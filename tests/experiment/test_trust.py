@@ -25,22 +25,22 @@ from fedshift.import_paths import import_file
 
 
 @pytest.mark.parametrize(
-    ("behind", "message"),
+    ("wrapped", "message"),
     [
         (lambda name: {"name": name}, "--method"),
         (lambda name: {"name": "styles", "method": name}, "it is not opened"),
         (lambda name: {"name": "styles", "method": {"name": name}}, "it is not opened"),
         (lambda name: {"name": "styles", "method": {"name": "styles", "method": name}}, "it is not opened"),
     ],
-    ids=["itself", "name behind", "mapping behind", "two behind"],
+    ids=["itself", "its name", "a mapping", "two wrappers"],
 )
 def test_a_model_file_never_decides_which_code_runs(
-    behind: Callable[[str], dict[str, object]], message: str, tmp_path: Path
+    wrapped: Callable[[str], dict[str, object]], message: str, tmp_path: Path
 ) -> None:
     evil = tmp_path / "evil.py"
     evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n", encoding="utf-8")
     metadata = {
-        "method": behind(f"{evil}:Anything"),
+        "method": wrapped(f"{evil}:Anything"),
         "sources": ["a"],
         "model": {"name": "linear"},
         "input_shape": [3],

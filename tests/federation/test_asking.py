@@ -72,7 +72,7 @@ class Fake(Federation):
     def __init__(self, answer: Callable[[Request], Reply], method: Any = None, **options: Any) -> None:
         budget = dict.fromkeys(SITES, 10)
         super().__init__(
-            method or Probe(), **{"sources": SITES, "targets": (), "budget": budget, "rounds": 3, **options}
+            method or Probe(), **{"sources": SITES, "targets": (), "budget": budget, "rounds": 3, "seed": 0, **options}
         )
         self.answer = answer
         self.asked: list[str] = []

@@ -1,4 +1,4 @@
-"""CCST and `styles`: what is shared, what samples look like then, and that the method behind stays what it is."""
+"""CCST and `styles`: what is shared, what samples look like then, and that the inner method stays what it is."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from fedshift.methods.federated.fedsr import FedSR
 from fedshift.methods.federated.mdfnet import MDFNet
 from fedshift.methods.federated.oracle import Oracle
 from fedshift.methods.pooled.deepall import DeepAll
-from fedshift.methods.wrapper import InFront
+from fedshift.methods.wrapper import Wrapper
 from fedshift.models import registry as models
 from fedshift.models.style_transfer import decoder, encoder
 
@@ -230,7 +230,7 @@ def test_features_take_styles_on_after_the_stage_in_training_only() -> None:
     means = styled["conv1"].mean((2, 3))
     for row in foreign.nonzero().flatten().tolist():
         assert any(torch.allclose(means[row], bank[name]["mean"][0], atol=1e-4) for name in "bc")
-    outside = site.model()  # no hook is left behind
+    outside = site.model()  # no hook stays
     _, after = outside.with_stages(batch.inputs, ("conv1",))
     assert torch.equal(after["conv1"], plain["conv1"])
 
@@ -298,23 +298,23 @@ def test_vgg_without_its_files_says_which(tmp_path: Path, monkeypatch: pytest.Mo
         encoder(Path("vgg19_normalised.safetensors"), "ccst.style_space")
 
 
-# The method behind ----------------------------------------------------------------------------------------------------
+# The inner method ----------------------------------------------------------------------------------------------------
 
-BEHIND: dict[str, Callable[[], Any]] = {
+INNER: dict[str, Callable[[], Any]] = {
     "fedavg": lambda: FedAvg(local_epochs=2),
     "fedsr": lambda: FedSR(steps_per_round=4),
     "csac": lambda: CSAC(acquisition_epochs=2, calibration_epochs=1),
 }
 
 
-@pytest.mark.parametrize("name", BEHIND)
-def test_it_is_the_method_behind_with_other_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Work, report and bytes are those of the method behind and the bank; with the samples as they are, its weights."""
-    behind = BEHIND[name]()
+@pytest.mark.parametrize("name", INNER)
+def test_it_is_the_inner_method_with_other_samples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work, report and bytes are those of the inner method and the bank; with the samples as they are, its weights."""
+    inner = INNER[name]()
     found = [images(site, number) for site, number in SIZES.items()]
-    method = StyleTransfer(method=behind)
+    method = StyleTransfer(method=inner)
     state, where = run(method, found)
-    plain, alone = run(behind, found)
+    plain, alone = run(inner, found)
     assert state.weights != plain.weights
     assert state.weights.keys() == plain.weights.keys()
     assert set(state.report) == set(plain.report)
@@ -328,29 +328,29 @@ def test_it_is_the_method_behind_with_other_samples(name: str, monkeypatch: pyte
     # The bank's exchanges move the seeds of those that follow, so the same is asked at level 1 of one's own style.
     monkeypatch.setattr(SiteData, "restyled", lambda self, restyle: self)
     unstyled = run(method, found)[0].weights
-    again = federation(behind, found)
+    again = federation(inner, found)
     again.progress.exchange = 2
-    same = behind.start(again, start_of(behind, found))
+    same = inner.start(again, start_of(inner, found))
     for _ in range(2):
-        same = step_on(behind, again, same)
+        same = step_on(inner, again, same)
     assert unstyled == same.weights
 
 
-def test_nothing_of_the_method_behind_is_forgotten() -> None:
+def test_nothing_of_the_inner_method_is_forgotten() -> None:
     """A new hook of methods has to be handed on, or named here as not the other's."""
     own = {"name", "citation", "setting", "label", "recipe", "display", "described_setting"}
-    own |= {"scenario", "settings", "average_rounds"}  # a method in front has its own
+    own |= {"scenario", "settings", "average_rounds"}  # a wrapper has its own
     own |= {"pooled", "supervised_target"}  # refused
     hooks = {name for name in vars(Method) if not name.startswith("_")} | set(Method.__annotations__)
     hooks -= {name for name in hooks if name.startswith("model_")}
-    assert hooks - own <= set(vars(InFront))
+    assert hooks - own <= set(vars(Wrapper))
 
 
-def test_warnings_of_the_method_behind_are_handed_on() -> None:
-    behind = MDFNet()
-    (warning,) = behind.check_steps({"a": 2})
+def test_warnings_of_the_inner_method_are_handed_on() -> None:
+    inner = MDFNet()
+    (warning,) = inner.check_steps({"a": 2})
     assert "a (2)" in warning
-    assert StyleTransfer(method=behind).check_steps({"a": 2}) == (warning,)
+    assert StyleTransfer(method=inner).check_steps({"a": 2}) == (warning,)
 
 
 def test_each_site_alone_in_its_own_styles_is_measured_with_its_own_model() -> None:
@@ -373,14 +373,14 @@ def test_styles_before_a_method_of_one_target_has_one_target() -> None:
         parse(options)
 
 
-def test_ccst_is_styles_in_front_of_fedavg() -> None:
+def test_ccst_is_styles_around_fedavg() -> None:
     found = [images(site, number) for site, number in SIZES.items()]
     first = run(CCST(local_epochs=2), found)[0]
     second = run(StyleTransfer(method=FedAvg(local_epochs=2, weighting="uniform")), found)[0]
     assert first.weights == second.weights
     pulled = run(CCST(local_epochs=2, proximal_weight=0.5), found)[0]
-    behind = FedProx(local_epochs=2, weighting="uniform", proximal_weight=0.5)
-    assert pulled.weights == run(StyleTransfer(method=behind), found)[0].weights != first.weights
+    inner = FedProx(local_epochs=2, weighting="uniform", proximal_weight=0.5)
+    assert pulled.weights == run(StyleTransfer(method=inner), found)[0].weights != first.weights
 
 
 @pytest.mark.parametrize(
@@ -392,14 +392,14 @@ def test_ccst_is_styles_in_front_of_fedavg() -> None:
         ({"method": 3}, "name of a method, or a mapping"),
     ],
 )
-def test_what_cannot_stand_behind(options: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_wrapped(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         StyleTransfer(**options)
     with pytest.raises(UserError, match=message):
         parse({"data": "rotated_digits", "model": "linear", "methods": [{"name": "styles", **options}]})
 
 
-def test_an_unknown_method_behind_comes_with_the_nearest() -> None:
+def test_an_unknown_inner_method_comes_with_the_nearest() -> None:
     with pytest.raises(UserError, match="did you mean 'fedavg'"):
         parse({"data": "rotated_digits", "model": "linear", "methods": [{"name": "styles", "method": "fedagv"}]})
 
@@ -449,10 +449,10 @@ def test_a_finished_run_predicts_and_a_file_brings_no_code(tmp_path: Path) -> No
         load_model(folder)
 
 
-class _Behind(InFront):
-    """Does nothing to the method behind it."""
+class _Plain(Wrapper):
+    """Does nothing to the inner method."""
 
-    name: ClassVar[str] = "behind"
+    name: ClassVar[str] = "plain"
     citation: ClassVar[str] = "made here"
 
     method: Any
@@ -466,13 +466,13 @@ class _Behind(InFront):
         return nullcontext()
 
 
-def test_two_in_front_are_as_careful_as_one() -> None:
-    assert _Behind(method=StyleTransfer()).shares == StyleTransfer().shares
+def test_two_wrappers_are_as_careful_as_one() -> None:
+    assert _Plain(method=StyleTransfer()).shares == StyleTransfer().shares
     with pytest.raises(ValueError, match="ccst has styles of its own"):
-        StyleTransfer(method=_Behind(method=CCST()))
+        StyleTransfer(method=_Plain(method=CCST()))
     for method in (Oracle(), DeepAll()):
         with pytest.raises(ValueError, match=f"{method.name} does not train at source sites"):
-            _Behind(method=method)
+            _Plain(method=method)
 
 
 # Bad input ------------------------------------------------------------------------------------------------------------

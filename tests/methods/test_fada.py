@@ -55,9 +55,9 @@ def begun(method: FADA, found: list[Domain] | None = None, network: Any = MLP, *
     return where, method.start(where, start_of(method, found, network))
 
 
-def own_identifier(site: str, width: int, hidden: int = 5) -> nn.Module:
+def own_identifier(seed: int, site: str, width: int, hidden: int = 5) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive_seed("identifier", site))
+        torch.manual_seed(derive_seed(seed, "identifier", site))
         return nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 1))
 
 
@@ -78,9 +78,9 @@ def test_a_round_of_one_step_is_the_equation() -> None:
     """Both identifiers, both sources and the target, then equal weights (variant I), written out."""
     strength, rate = 0.7, 0.02
     method = short(variant="I", steps_per_round=1, adversarial_weight=strength, identifier_rate=rate)
-    where, state = begun(method)
+    where, state = begun(method, seed=4)
     start = state.weights.clone()
-    built = setting(method, three(), MLP).build_network()
+    built = setting(method, three(), MLP, 3).build_network()
     samples = {site: everything(where, site) for site in ROLES}
     state = step_on(method, where, state)
 
@@ -88,7 +88,7 @@ def test_a_round_of_one_step_is_the_equation() -> None:
     target_loss = torch.zeros(())
     sources, identifier_losses = [], []
     for site in ("a", "b"):
-        judge = own_identifier(site, 6)
+        judge = own_identifier(4, site, 6)
         optimizer = torch.optim.Adam(judge.parameters(), lr=rate)
         source, target = (torch.sigmoid(judge(features[name].detach())) for name in (site, "t"))
         loss = -source.log().mean() - (1 - target).log().mean()

@@ -6,13 +6,13 @@ import errno
 import signal
 import sys
 
-_NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Errors of the disk that are no bug: full, over quota, read-only."""
+_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Disk errors that are not bugs: full, over quota, read-only."""
 
 
 def main() -> None:
-    """Entry point of ``fedshift``. Exit codes: 0 done, 1 failure, 2 a person's mistake, 130 interrupted."""
-    # Schedulers stop programs with SIGTERM: end as with Ctrl-C, so that workers stop and temporary files go.
+    """Entry point of ``fedshift``. Exit codes: 0 done, 1 failure, 2 a user's mistake, 130 interrupted."""
+    # Schedulers stop programs with SIGTERM. Treat it as Ctrl-C, so that workers stop and temporary files are removed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         sys.exit(_run())
@@ -31,16 +31,16 @@ def _run() -> int:
     except FedshiftError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    except typer.Abort:  # how typer passes Ctrl-C on
+    except typer.Abort:  # typer turns Ctrl-C into this
         return 130
     except OSError as error:
-        if error.errno not in _NO_PLACE:
+        if error.errno not in _DISK_ERRORS:
             raise
         path = f" {error.filename}" if error.filename else ""
         print(f"error: cannot write{path}: {error.strerror}; free some space or choose another folder", file=sys.stderr)
         return 2
     except Exception as error:
-        # What typer says of a wrong option. Its class cannot be named: some versions carry a click of their own.
+        # Typer's error for a wrong option. It has no importable class: some versions of typer bundle their own click.
         if not hasattr(error, "format_message"):
             raise
         if type(error).__name__ == "NoArgsIsHelpError":

@@ -1,4 +1,4 @@
-"""The commands and their options. Each does its work in a file of its own, imported when it is called."""
+"""The commands and their options. Each command's work is in its own file, imported when the command is called."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Overrides = Annotated[
 
 @app.command()
 def run(experiment: ExperimentFile, overrides: Overrides = None, runs: Runs = Path("runs")) -> None:
-    """Run an experiment; run it again to go on where it stopped.
+    """Run an experiment, or resume it where it stopped.
 
     Example: fedshift run digits.yaml training.rounds=10 protocol.seeds=[0,1]
     """
@@ -38,7 +38,7 @@ def run(experiment: ExperimentFile, overrides: Overrides = None, runs: Runs = Pa
 
 @app.command()
 def check(experiment: ExperimentFile, overrides: Overrides = None) -> None:
-    """Say everything that can be known before training: data, classes, sizes, fit, hours and bytes to expect."""
+    """Report what is known before training: data, classes, sizes, compatibility, and the expected hours and bytes."""
     from fedshift.cli.check import check_file
 
     check_file(experiment, overrides or [])
@@ -46,7 +46,7 @@ def check(experiment: ExperimentFile, overrides: Overrides = None) -> None:
 
 @app.command()
 def features(experiment: ExperimentFile, overrides: Overrides = None) -> None:
-    """Run a frozen backbone over the experiment's images once, and keep what it says for every later run.
+    """Compute a frozen backbone's features of the experiment's images once, and cache them for all later runs.
 
     Example: fedshift features office.yaml device=cuda
     """
@@ -69,7 +69,7 @@ def table(
 
 @app.command()
 def methods(name: Annotated[str | None, typer.Argument(help="A method.", metavar="[NAME]")] = None) -> None:
-    """List the methods, or explain one: its paper, what leaves a site, its options."""
+    """List the methods, or describe one: its paper, what leaves a site, its options."""
     from fedshift.cli.methods import show_methods
 
     show_methods(name)
@@ -77,7 +77,7 @@ def methods(name: Annotated[str | None, typer.Argument(help="A method.", metavar
 
 @app.command()
 def datasets(name: Annotated[str | None, typer.Argument(help="A data set.", metavar="[NAME]")] = None) -> None:
-    """List the data sets, or explain one: source, licence, layout, how to get it, whether it is here."""
+    """List the data sets, or describe one: source, licence, layout, how to get it, whether its files are here."""
     from fedshift.cli.datasets import show_datasets
 
     show_datasets(name)
@@ -85,7 +85,7 @@ def datasets(name: Annotated[str | None, typer.Argument(help="A data set.", meta
 
 @app.command()
 def models(name: Annotated[str | None, typer.Argument(help="A network.", metavar="[NAME]")] = None) -> None:
-    """List the networks, or explain one and its options."""
+    """List the networks, or describe one and its options."""
     from fedshift.cli.fields import show_models
 
     show_models(name)
@@ -95,7 +95,7 @@ def models(name: Annotated[str | None, typer.Argument(help="A network.", metavar
 def fields(
     section: Annotated[str | None, typer.Argument(help="protocol, training or engine.", metavar="[SECTION]")] = None,
 ) -> None:
-    """List what may stand in an experiment's protocol, training and engine."""
+    """List the fields of an experiment's sections protocol, training and engine."""
     from fedshift.cli.fields import show_fields
 
     show_fields(section)
@@ -103,9 +103,9 @@ def fields(
 
 @app.command()
 def demo(runs: Runs = Path("runs")) -> None:
-    """Compare DeepAll, FedAvg and CSAC on rotated handwritten digits: a table and a page.
+    """Compare DeepAll, FedAvg and CSAC on rotated handwritten digits; print a table and write a report.
 
-    Two idle cores take less than two minutes; a busy machine takes longer, and says how long.
+    Takes less than two minutes on two idle cores. On a busy machine it takes longer; progress shows the time left.
     """
     from fedshift.cli.run import run_file
 
@@ -119,10 +119,10 @@ def predict(
     data: Annotated[Path, typer.Argument(help="An image, a folder of images, an .npz or a .csv.", metavar="DATA")],
     format: Annotated[str, typer.Option("--format", help="terminal, csv or json.")] = "terminal",
     method: Annotated[
-        str | None, typer.Option("--method", help="FILE.py:Class of a method of your own that made the model.")
+        str | None, typer.Option("--method", help="FILE.py:Class, if your own method trained the model.")
     ] = None,
     masks: Annotated[
-        Path | None, typer.Option("--masks", help="Segmentation: the folder that predicted masks are written to.")
+        Path | None, typer.Option("--masks", help="Segmentation: the folder for the predicted masks.")
     ] = None,
 ) -> None:
     """Predict with a trained model."""
@@ -132,7 +132,7 @@ def predict(
 
 
 audit = typer.Typer(
-    help="What could be learned from what leaves a site.",
+    help="Measure what an attacker could learn from what leaves a site.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -144,18 +144,19 @@ app.add_typer(results, name="results")
 def leakage(
     experiment: ExperimentFile,
     overrides: Overrides = None,
-    site: Annotated[str | None, typer.Option("--site", help="The source that is attacked; else the first.")] = None,
+    site: Annotated[str | None, typer.Option("--site", help="The source to attack. [the first]")] = None,
     batch: Annotated[
-        list[int] | None, typer.Option("--batch", min=1, help="Samples in a mini-batch; again for more. [1, 4, 8]")
+        list[int] | None,
+        typer.Option("--batch", min=1, help="Samples in a mini-batch; repeat for several sizes. [1, 4, 8]"),
     ] = None,
     attack: Annotated[str, typer.Option("--attack", help="l2, cosine or both.")] = "both",
-    iterations: Annotated[int, typer.Option("--iterations", min=1, help="Evaluations of each attempt.")] = 300,
+    iterations: Annotated[int, typer.Option("--iterations", min=1, help="Gradient evaluations of each attempt.")] = 300,
     starts: Annotated[int, typer.Option("--starts", min=1, help="Attempts of each attack; the best counts.")] = 4,
     model: Annotated[
-        Path | None, typer.Option("--model", help="A finished run's folder: attack after training.", metavar="RUN")
+        Path | None, typer.Option("--model", help="A finished run's folder: attack its trained model.", metavar="RUN")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder of the results; else runs/NAME/audit.", metavar="DIR")
+        Path | None, typer.Option("--out", help="Folder of the results. [runs/NAME/audit]", metavar="DIR")
     ] = None,
 ) -> None:
     """Try to reconstruct a site's samples from the gradient of a mini-batch, and from the model after an epoch.
@@ -178,7 +179,7 @@ def leakage(
 
 
 project = typer.Typer(
-    help="A federation over a network: who takes part, their start-up kits; or a whole one on this machine, to try.",
+    help="Set up a federation over a network: its members and their start-up kits. Or try one on this machine.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -189,11 +190,11 @@ ProjectFile = Annotated[Path, typer.Argument(help="The project's file.", metavar
 @project.command("init")
 def project_init(
     path: ProjectFile,
-    site: Annotated[list[str], typer.Option("--site", help="A site's name; again for more.")],
+    site: Annotated[list[str], typer.Option("--site", help="A site's name; repeat for each site.")],
     server: Annotated[str, typer.Option("--server", help="The name under which sites reach the coordinator.")],
     contact: Annotated[str, typer.Option("--contact", help="An e-mail address.")],
     name: Annotated[str, typer.Option("--name", help="The project's name.")] = "federation",
-    port: Annotated[int, typer.Option("--port", help="The coordinator's one port.")] = 8002,
+    port: Annotated[int, typer.Option("--port", help="The coordinator's only port.")] = 8002,
 ) -> None:
     """Write a project's file.
 
@@ -208,9 +209,11 @@ def project_init(
 def project_provision(
     path: ProjectFile,
     out: Annotated[Path, typer.Option("--out", help="Folder of the kits.", metavar="DIR")] = Path("kits"),
-    renew: Annotated[bool, typer.Option("--renew", help="Make all kits anew, with a new authority.")] = False,
+    renew: Annotated[
+        bool, typer.Option("--renew", help="Make all kits again, with a new certificate authority.")
+    ] = False,
 ) -> None:
-    """Make a start-up kit for the coordinator and one per site; again, for sites that were added."""
+    """Make a start-up kit for the coordinator and for each site. Repeat it to make kits for sites that were added."""
     from fedshift.cli.project import provision_project
 
     provision_project(path, out, renew)
@@ -223,10 +226,10 @@ def project_try(
     ] = None,
     overrides: Overrides = None,
     runs: Runs = Path("runs"),
-    port: Annotated[int | None, typer.Option("--port", help="The coordinator's port; else a free one.")] = None,
-    keep: Annotated[Path | None, typer.Option("--keep", help="Leave kits and logs here.", metavar="DIR")] = None,
+    port: Annotated[int | None, typer.Option("--port", help="The coordinator's port. [a free one]")] = None,
+    keep: Annotated[Path | None, typer.Option("--keep", help="Keep kits and logs here.", metavar="DIR")] = None,
 ) -> None:
-    """Play a whole federation on this machine: a process per role, mutual TLS over loopback."""
+    """Run a whole federation on this machine: one process per role, mutual TLS over loopback."""
     from fedshift.cli.project import try_project
 
     try_project(experiment, overrides or [], runs, port, keep)
@@ -241,12 +244,12 @@ app.add_typer(coordinator, name="coordinator")
 KitFolder = Annotated[
     Path, typer.Option("--kit", help="The coordinator's kit.", metavar="DIR", envvar="FEDSHIFT_COORDINATOR")
 ]
-Foreground = Annotated[bool, typer.Option("--foreground", help="Stay, for systemd and containers.")]
+Foreground = Annotated[bool, typer.Option("--foreground", help="Stay in the foreground, for systemd and containers.")]
 
 
 @coordinator.command("start")
 def coordinator_start(kit: KitFolder = Path("coordinator"), foreground: Foreground = False) -> None:
-    """Start the coordinator's service; deployments that are not finished go on."""
+    """Start the coordinator's service. Unfinished deployments resume."""
     from fedshift.cli.site import start_coordinator
 
     start_coordinator(kit, foreground)
@@ -254,7 +257,7 @@ def coordinator_start(kit: KitFolder = Path("coordinator"), foreground: Foregrou
 
 @coordinator.command("status")
 def coordinator_status(kit: KitFolder = Path("coordinator")) -> None:
-    """Say whether the coordinator's service runs, and until when its kit is valid."""
+    """Show whether the coordinator's service runs, and until when its kit is valid."""
     from fedshift.cli.site import show_coordinator
 
     show_coordinator(kit)
@@ -269,7 +272,7 @@ def coordinator_stop(kit: KitFolder = Path("coordinator")) -> None:
 
 
 site = typer.Typer(
-    help="A site's service: what it holds, what it allows.",
+    help="A site's service: check its data and policy, start it, stop it.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -279,7 +282,7 @@ SiteFile = Annotated[Path, typer.Argument(help="The site's own file.", metavar="
 
 @site.command("check")
 def site_check(path: SiteFile = Path("SITE.yaml")) -> None:
-    """Read the site's data as they would be used; say what would and what would not leave it."""
+    """Read the site's data as a run would, and show what may and what may not leave the site."""
     from fedshift.cli.site import check_site
 
     check_site(path)
@@ -287,7 +290,7 @@ def site_check(path: SiteFile = Path("SITE.yaml")) -> None:
 
 @site.command("start")
 def site_start(path: SiteFile = Path("SITE.yaml"), foreground: Foreground = False) -> None:
-    """Start the site's service: it dials out to the coordinator, and listens to nobody."""
+    """Start the site's service. It connects out to the coordinator and listens on no port."""
     from fedshift.cli.site import start_site
 
     start_site(path, foreground)
@@ -305,7 +308,7 @@ def site_stop(path: SiteFile = Path("SITE.yaml")) -> None:
 def deploy(
     what: Annotated[
         str,
-        typer.Argument(help="An experiment's file; or status, logs, abort, resume.", metavar="EXPERIMENT.yaml|ACTION"),
+        typer.Argument(help="An experiment file; or status, logs, abort, resume.", metavar="EXPERIMENT.yaml|ACTION"),
     ],
     rest: Annotated[
         list[str] | None,
@@ -313,9 +316,9 @@ def deploy(
     ] = None,
     kit: KitFolder = Path("coordinator"),
     runs: Runs = Path("runs"),
-    detach: Annotated[bool, typer.Option("--detach", help="Do not wait for the end.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Return at once; do not wait for the end.")] = False,
 ) -> None:
-    """Run an experiment over the sites of a project; on the coordinator's machine.
+    """Run an experiment over the sites of a project. Call it on the coordinator's machine.
 
     Examples: fedshift deploy study.yaml; fedshift deploy status; fedshift deploy resume study
     """

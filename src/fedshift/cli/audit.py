@@ -25,15 +25,19 @@ RECORD, PICTURE = "leakage.json", "leakage.png"
 
 
 def audit_file(path: Path, overrides: Sequence[str], out: Path | None, **options: Any) -> None:
-    """Attack an experiment file's site with a progress bar, print the table, write record and picture below ``out``.
+    """Attack a site of an experiment, with a progress bar. Print the table; write the record and the picture.
 
-    ``options``: those of `audit_leakage`.
+    Args:
+        path: the experiment file.
+        overrides: fields to set, as ``key.path=value``.
+        out: the folder to write to; by default ``runs/NAME/audit``.
+        options: those of `audit_leakage`.
     """
     errors = Console(stderr=True)
     try:
         experiment = load(path, overrides)
         folder = out or Path("runs") / experiment.name / "audit"
-        _make(folder)  # before minutes of work
+        _make(folder)  # fails before minutes of work, not after them
         found = _watched(errors, experiment, options)
         record = {"command": shlex.join(["fedshift", *sys.argv[1:]]), **found.record()}
         write_bytes(folder / RECORD, (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode())
@@ -76,7 +80,7 @@ def _watched(errors: Console, experiment: Any, options: dict[str, Any]) -> Leaka
 
 
 class Bar(Watcher):
-    """Progress of an audit as one bar."""
+    """Shows the progress of an audit as one bar."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress

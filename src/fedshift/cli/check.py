@@ -14,7 +14,7 @@ from fedshift.experiment.config.experiment import load
 
 
 def check_file(path: Path, overrides: Sequence[str]) -> None:
-    """Print what is known of an experiment before it trains."""
+    """Print what is known about an experiment before it trains."""
     found = check(load(path, overrides))
     console = Console()
     shape = "×".join(str(size) for size in found.input_shape)
@@ -50,18 +50,20 @@ def check_file(path: Path, overrides: Sequence[str]) -> None:
         )
     console.print(methods)
     console.print(
-        f"training of all runs: about {_duration(sum(method.hours for method in found.methods))}; starting, measuring "
-        "and saving come on top",
+        f"training of all runs: about {_duration(sum(method.hours for method in found.methods))}; starting, evaluating "
+        "and saving add to this",
         highlight=False,
     )
     for kind in found.encoding_shares:
-        console.print(f"before training, {kind} of each source leave it, to agree on one encoding", highlight=False)
+        console.print(
+            f"before training, each source sends {kind}, from which all sites get one encoding", highlight=False
+        )
     for warning in found.warnings:
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _duration(hours: float) -> str:
-    """Hours in the unit that reads best."""
+    """A duration in hours, minutes or seconds, whichever is at least 1."""
     if hours >= 1:
         return f"{hours:.1f} h"
     return f"{hours * 60:.0f} min" if hours * 60 >= 1 else f"{hours * 3600:.0f} s"

@@ -12,7 +12,7 @@ from fedshift.data.locate import data_root, find, sha256_of
 
 
 def show_datasets(name: str | None) -> None:
-    """List all data sets, or print one manifest with the state of its files."""
+    """List all data sets, or print the manifest of one and whether its files are here."""
     console = Console()
     if name is None:
         table = Table(box=None, pad_edge=False)

@@ -1,4 +1,4 @@
-"""``fedshift deploy``: hand an experiment to the coordinator on this machine, watch it, fetch its results."""
+"""``fedshift deploy``: pass an experiment to the coordinator on this machine, watch it, copy its results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ACTIONS = ("status", "logs", "abort", "resume")
 
 
 def deploy(what: str, rest: Sequence[str], kit: Path, runs: Path, detach: bool) -> None:
-    """Deploy an experiment's file, or do one of status, logs, abort and resume."""
+    """Deploy an experiment file, or do one of status, logs, abort and resume."""
     if what not in _ACTIONS:
         follow(kit, load(Path(what), rest), runs, detach=detach)
         return
@@ -51,7 +51,11 @@ def deploy(what: str, rest: Sequence[str], kit: Path, runs: Path, detach: bool) 
 
 
 def follow(kit: Path, experiment: Experiment, runs: Path, *, detach: bool = False) -> Path:
-    """Deploy an experiment and watch it to its end; the folder of its results."""
+    """Deploy an experiment and watch it until it ends.
+
+    Returns:
+        The folder of its results.
+    """
     check_deployable(experiment)
     check_place(experiment, runs / experiment.name)
     found = roles.load_kit(kit, "coordinator")
@@ -61,7 +65,7 @@ def follow(kit: Path, experiment: Experiment, runs: Path, *, detach: bool = Fals
     file = deployment.folder / EXPERIMENT
     if deployment.state["state"] == "running" and file.read_text(encoding="utf-8") != text:
         raise UserError(
-            f"deployment '{experiment.name}' runs with other settings: abort it first, or name this one anew"
+            f"deployment '{experiment.name}' runs with other settings: abort it first, or give this one another name"
         )
     write_bytes(file, text.encode())
     deployment.want("run")
@@ -72,12 +76,12 @@ def follow(kit: Path, experiment: Experiment, runs: Path, *, detach: bool = Fals
 
 
 def check_place(experiment: Experiment, folder: Path) -> None:
-    """Check that the results of this experiment can be kept below ``folder``.
+    """Check that the results of this experiment can be written below ``folder``.
 
-    What depends on the sites' data is not known yet; `fetch` compares that too.
+    Settings that depend on the sites' data are not known yet. `fetch` compares these too.
 
     Raises:
-        UserError: When runs with other settings lie there.
+        UserError: ``folder`` holds runs with other settings.
     """
     for method in experiment.methods:
         settings = common_settings(experiment, method)
@@ -95,12 +99,12 @@ def _check_running(kit: Path) -> None:
     state = roles.status(roles.load_kit(kit, "coordinator"))
     if state.pid is None:
         raise UserError(
-            f"the coordinator in {kit} does not run ({state.message or state.state}): fedshift coordinator start"
+            f"the coordinator in {kit} is not running ({state.message or state.state}): call fedshift coordinator start"
         )
 
 
 def _watch(deployment: Deployment, runs: Path) -> Path:
-    """Show what happens until the deployment ends; then fetch its results. Ctrl-C stops watching only."""
+    """Show events until the deployment ends, then copy its results. Ctrl-C stops the watching, not the deployment."""
     console = Console(stderr=True)
     since = deployment.wanted.get("since", 0.0)
     seen = sum(event.get("time", 0) < since for event in deployment.events())
@@ -119,7 +123,9 @@ def _watch(deployment: Deployment, runs: Path) -> Path:
                 break
             time.sleep(0.2)
     except KeyboardInterrupt:
-        console.print(f"it goes on at the coordinator: fedshift deploy status {deployment.name}", highlight=False)
+        console.print(
+            f"the deployment continues at the coordinator: fedshift deploy status {deployment.name}", highlight=False
+        )
         sys.exit(130)
     folder = fetch(deployment, runs)
     if state["state"] == "finished":
@@ -135,7 +141,7 @@ def fetch(deployment: Deployment, runs: Path) -> Path:
     """Copy a deployment's run folders below ``runs``, where every other command finds them.
 
     Raises:
-        UserError: When another experiment's run lies where one of them belongs; nothing is copied then.
+        UserError: a run of another experiment is in the place of one of them. Then nothing is copied.
     """
     source, folder = deployment.folder / "runs" / deployment.name, runs / deployment.name
     if source.exists():
@@ -150,7 +156,7 @@ def fetch(deployment: Deployment, runs: Path) -> Path:
 
 
 def _show(console: Console, event: dict[str, Any]) -> None:
-    """One event as a line, or nothing: what is asked and answered is shown where a terminal has room for it."""
+    """Print an event as one line, if it is of a kind that is shown. Single replies are shown at a terminal only."""
     what, state = event.get("what"), event.get("is")
     where = f"round {event['round']}, {what}" if "round" in event and "exchange" in event else what
     if what == "round":
@@ -173,7 +179,7 @@ def _status(kit: Path, name: str | None) -> None:
     console = Console()
     chosen = [Deployment.named(kit, name)] if name else Deployment.all(kit)
     if not chosen:
-        console.print("nothing was deployed here", highlight=False)
+        console.print("no deployments", highlight=False)
     for deployment in chosen:
         state = deployment.state
         rounds = [event for event in deployment.events() if event.get("what") == "round"]

@@ -27,12 +27,12 @@ from fedshift.experiment.features import SiteFeatures, Watcher, all_features
 
 
 def features_file(path: Path, overrides: Sequence[str]) -> None:
-    """Compute the features of an experiment's images with a progress bar, then say for each site what is there."""
+    """Compute the features of an experiment's images, with a progress bar, then print a line for each site."""
     errors = Console(stderr=True)
     try:
         found = _watched(load(path, overrides), errors)
     except KeyboardInterrupt:
-        errors.print("interrupted: run the same command again to go on from the last images", highlight=False)
+        errors.print("interrupted: run the same command again to continue after the last images", highlight=False)
         sys.exit(130)
     table = Table(box=None, pad_edge=False)
     for column in ("site", "images", "features", "computed now", "images/s", "file"):
@@ -57,12 +57,12 @@ class Speed(ProgressColumn):
     """Images per second."""
 
     def render(self, task: Task) -> Text:
-        """Of the task, since it began or was gone on with."""
+        """The task's speed since it began or was resumed."""
         return Text(f"{task.speed:.1f} images/s" if task.speed else "")
 
 
 class FeatureBar(Watcher):
-    """Progress of the extraction as one bar."""
+    """Shows the progress of the extraction as one bar."""
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
@@ -88,6 +88,6 @@ class FeatureBar(Watcher):
         self._progress.console.print(f"warning: {message}", markup=False, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._progress.update(self._task, visible=False)
         self._progress.stop()

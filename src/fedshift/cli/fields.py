@@ -1,4 +1,4 @@
-"""``fedshift fields`` and ``fedshift models``; tables of options for every command that explains something."""
+"""``fedshift fields`` and ``fedshift models``, and the table of options that other commands print too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedshift.errors import UserError, nearest
 
 
 def options_table(kind: type[BaseModel], title: str = "options", without: Collection[str] = ()) -> Table:
-    """The fields of ``kind``: what each is without being set, what it may be where that is a list, what it means."""
+    """A table of the fields of ``kind``: default, allowed values if these are a list, meaning."""
     table = Table(box=None, pad_edge=False, title=title, title_justify="left")
     for column in ("field", "default", "one of", "meaning"):
         table.add_column(column, overflow="fold")
@@ -30,7 +30,7 @@ def options_table(kind: type[BaseModel], title: str = "options", without: Collec
 
 
 def show_fields(section: str | None) -> None:
-    """Print the fields of an experiment's sections that are not a method, a data set or a network."""
+    """Print the fields of the sections protocol, training and engine of an experiment."""
     from fedshift.data.transforms import Augmentation
     from fedshift.experiment.config.sections import ENGINES, PROTOCOLS
     from fedshift.federation.training import Training
@@ -42,9 +42,9 @@ def show_fields(section: str | None) -> None:
     }
     elsewhere = {"methods": "methods", "data": "datasets", "model": "models"}
     if section in elsewhere:
-        raise UserError(f"fields of {section} depend on its name: fedshift {elsewhere[section]} NAME")
+        raise UserError(f"the fields of {section} depend on its name: call fedshift {elsewhere[section]} NAME")
     if section is not None and section not in sections:
-        raise UserError(f"no section is called '{section}'; {nearest(section, sections)}")
+        raise UserError(f"there is no section '{section}'; {nearest(section, sections)}")
     console = Console()
     for name, kinds in sections.items():
         for title, kind in kinds.items():
@@ -77,7 +77,7 @@ def _summary(kind: type[BaseModel]) -> str:
 
 
 def _values(annotation: Any) -> list[str]:
-    """What a field may be, where its type is a list of words or numbers."""
+    """The allowed values of a field, if its type lists them."""
     if get_origin(annotation) is Literal:
         return [written(value) for value in get_args(annotation)]
     if get_origin(annotation) in (Union, UnionType):
@@ -86,7 +86,7 @@ def _values(annotation: Any) -> list[str]:
 
 
 def written(value: object) -> str:
-    """A value as a file has it."""
+    """A value as it is written in a YAML file."""
     if value is None:
         return "none"
     return value if isinstance(value, str) else json.dumps(to_jsonable_python(value), ensure_ascii=False)

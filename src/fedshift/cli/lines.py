@@ -1,4 +1,4 @@
-"""Progress without a terminal: a line for each finished run, and one every few seconds in between."""
+"""Progress where there is no terminal: a line for each finished run, and one every few seconds within a run."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Reporter
 
 FIRST, EVERY = 3.0, 10.0
-"""Seconds until the first line within a run, and between two."""
+"""Seconds until the first line within a run, and between two lines."""
 
 
 class Lines(Reporter):
-    """Says how far an experiment is, how long it has run, and how long it will still take at that pace."""
+    """Prints how much of an experiment is done, how long it has run, and how long the rest will take at this pace."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         self.left = 0
@@ -22,13 +22,13 @@ class Lines(Reporter):
         self._say, self._clock = say, clock
         self._runs = self._passed = 0
         self._begun: float | None = None
-        self._found = 0  # runs that had been done before
+        self._found = 0  # runs that were finished before this call
         self._next = 0.0
         self._name = ""
         self._trained = self._total = 0
 
     def extraction(self, site: str, images: int, done: int) -> None:
-        self._say(f"features of {site}: {images} images" + (f", {done} of them done before" if done else ""))
+        self._say(f"features of {site}: {images} images" + (f", {done} of them already done" if done else ""))
 
     def begin(self, runs: int) -> None:
         self._runs = runs
@@ -51,7 +51,7 @@ class Lines(Reporter):
 
     def diverged(self, run: Run) -> None:
         self._pass()
-        if self._runs > 1:  # of a single one the error says it
+        if self._runs > 1:  # with a single run, the error message says it
             self._line(f"{_name(run)}: diverged")
 
     def skipped(self, run: Run) -> None:
@@ -63,7 +63,7 @@ class Lines(Reporter):
 
     @property
     def _share(self) -> float:
-        """Share of the current run's training that is done."""
+        """The share of the current run's mini-batches that are done, 0 to 1."""
         return min(1.0, self._trained / self._total) if self._total else 0.0
 
     def _pass(self) -> None:

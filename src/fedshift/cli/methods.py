@@ -29,7 +29,7 @@ def show_methods(name: str | None) -> None:
             table.add_row(known, entry.scenario, settings, shares, entry.citation)
         console.print(table)
         return
-    from fedshift.methods import registry  # and with it torch, which the list does without
+    from fedshift.methods import registry  # imports torch, which the list above does not need
 
     method = registry.method_class(name)
     console.print((sys.modules[method.__module__].__doc__ or "").strip(), markup=False, highlight=False, soft_wrap=True)
@@ -41,7 +41,7 @@ def show_methods(name: str | None) -> None:
 
 
 def _settings_table(method: type[Method]) -> Table:
-    """What each named setting changes; the paper's values are the defaults."""
+    """The options that each named setting changes. The defaults are the paper's values."""
     table = Table(box=None, pad_edge=False, title="settings", title_justify="left")
     for column in ("setting", "differs from the paper's values in"):
         table.add_column(column, overflow="fold")

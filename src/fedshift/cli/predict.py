@@ -14,12 +14,13 @@ _FORMATS = ("terminal", "csv", "json")
 
 
 def print_predictions(model: Path, data: Path, format: str, own_method: str | None, masks: Path | None = None) -> None:
-    """Predict and print, one line per sample; or write masks into a folder, one line per file.
+    """Print a prediction per sample. With ``masks``, write the predicted masks there and print a line per file.
 
-    Raises UserError for an unknown format, model or data.
+    Raises:
+        UserError: the format, the model or the data cannot be used.
     """
     if format not in _FORMATS:
-        raise UserError(f"--format: '{format}' is not a format; {nearest(format, _FORMATS)}")
+        raise UserError(f"--format: there is no format '{format}'; {nearest(format, _FORMATS)}")
     trained = load_model(model, own_method)
     if masks is not None:
         for file, share in trained.write_masks(data, masks):

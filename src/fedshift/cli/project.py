@@ -1,4 +1,4 @@
-"""``fedshift project``: the project's file, its start-up kits, and a whole federation on one machine to try."""
+"""``fedshift project``: the project file, its start-up kits, and a trial federation on one machine."""
 
 from __future__ import annotations
 
@@ -32,7 +32,11 @@ sites: [{sites}]
 
 
 def init_project(path: Path, name: str, contact: str, server: str, port: int, sites: Sequence[str]) -> None:
-    """Write a project's file."""
+    """Write a project file.
+
+    Raises:
+        UserError: the file exists, or an option cannot be used.
+    """
     if path.exists():
         raise UserError(f"{path} exists: edit it, or give another name")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -42,24 +46,26 @@ def init_project(path: Path, name: str, contact: str, server: str, port: int, si
     except UserError:
         path.unlink()
         raise
-    Console().print(f"{path}: look it over, then fedshift project provision {path}", highlight=False, markup=False)
+    Console().print(
+        f"wrote {path}: check it, then call fedshift project provision {path}", highlight=False, markup=False
+    )
 
 
 def provision_project(path: Path, out: Path, renew: bool) -> None:
-    """Make the kits and say what to do with them."""
+    """Make the kits and print what to do with each."""
     console = Console()
     made = roles.provision(roles.load_project(path), out, renew=renew)
     console.print(f"coordinator: {made.coordinator}", highlight=False, markup=False)
     for site, kit in made.sites.items():
-        new = "" if site in made.new else " (as before)"
-        console.print(f"site {site}: {kit}{new}: hand it to {site} alone; it holds a private key", highlight=False)
+        new = "" if site in made.new else " (unchanged)"
+        console.print(f"site {site}: {kit}{new}: give it to {site} only; it holds a private key", highlight=False)
     console.print(
-        f"keep {made.folder / 'authority'} secret: whoever has it can make sites", highlight=False, markup=False
+        f"keep {made.folder / 'authority'} secret: with it anyone can add sites", highlight=False, markup=False
     )
 
 
 def try_project(path: Path | None, overrides: Sequence[str], runs: Path, port: int | None, keep: Path | None) -> None:
-    """Run a whole federation on this machine: a process for each role, TLS over loopback, own data for each site."""
+    """Run a whole federation on this machine: one process per role, TLS over loopback, a data file per site."""
     experiment = load(path, overrides) if path else load(Path(__file__).with_name("try.yaml"), overrides)
     roles.installed()
     if keep is not None:
@@ -70,7 +76,7 @@ def try_project(path: Path | None, overrides: Sequence[str], runs: Path, port: i
 
 
 def play(experiment: Experiment, folder: Path, runs: Path, port: int | None) -> Path:
-    """Provision, start, deploy and stop a federation for an experiment whose data lie on this machine.
+    """Provision, start, deploy and stop a federation for an experiment whose data are on this machine.
 
     Returns:
         The folder of the results.
@@ -80,7 +86,7 @@ def play(experiment: Experiment, folder: Path, runs: Path, port: int | None) -> 
     console = Console(stderr=True)
     folder.mkdir(parents=True, exist_ok=True)
     deployed, sites = spread(experiment, folder)
-    check_place(deployed, runs / deployed.name)  # before anything is started
+    check_place(deployed, runs / deployed.name)  # fails before anything starts
     project = {
         "name": "try",
         "contact": "try@fedshift.example.org",
@@ -111,12 +117,12 @@ def spread(experiment: Experiment, folder: Path) -> tuple[Experiment, dict[str, 
     """Write each site's data below ``folder``.
 
     Returns:
-        The experiment as it is deployed, and the content of each site's SITE.yaml.
+        The experiment to deploy, and the content of each site's SITE.yaml.
     """
     data = taking_part(experiment.protocol, experiment.data.build())
     targets = targets_of(experiment.protocol, data)
     own = targets if isinstance(experiment.protocol, LeaveOneOut) and len(targets) == 1 else ()
-    files = getattr(experiment.data, "sites", None)  # of arrays, tables: each site gets its own file as it is
+    files = getattr(experiment.data, "sites", None)  # of arrays and tables: each site uses its own file unchanged
 
     def described(names: Sequence[str]) -> dict[str, object]:
         if isinstance(files, Mapping):
@@ -157,7 +163,7 @@ def spread(experiment: Experiment, folder: Path) -> tuple[Experiment, dict[str, 
 
 def _write(path: Path, domain: Domain) -> None:
     if isinstance(domain.inputs, SparseRows) or domain.train_rows is not None:
-        raise UserError(f"data: '{domain.name}' cannot be written as an .npz for a site; try another data set")
+        raise UserError(f"data: '{domain.name}' cannot be written as an .npz file for a site; use another data set")
     path.parent.mkdir(parents=True, exist_ok=True)
     if domain.groups is None:
         np.savez(path, x=domain.inputs, y=domain.labels)
@@ -174,13 +180,13 @@ def _described(data: DataSet, names: Sequence[str], folder: Path) -> dict[str, o
 
 
 def free_port() -> int:
-    """A port that nothing listens on now.
+    """A port on which nothing listens now.
 
-    It is outside the range that the system uses for outgoing connections. Else a site that reconnects often enough
-    would be given the coordinator's own port and be connected to itself.
+    It is outside the range that the system uses for outgoing connections. Otherwise a site that reconnects often
+    could be given the coordinator's port for its own end and connect to itself.
     """
     for port in random.sample(range(20_000, 30_000), 200):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
-    raise FedshiftError("no free port between 20000 and 30000")
+    raise FedshiftError("project try: no free port between 20000 and 30000; give one with --port")

@@ -1,4 +1,4 @@
-"""``fedshift results``: pack finished runs into a few small files, and unpack them."""
+"""``fedshift results``: pack finished runs into a few small files, or unpack them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 results = typer.Typer(
-    help="Finished runs in three small files an experiment, to be committed; and back.",
+    help="Pack an experiment's finished runs into three small files that can be committed, or unpack them.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -17,21 +17,21 @@ Folder = Annotated[Path, typer.Argument(help="An experiment's folder, or one tha
 
 @results.command()
 def pack(folder: Folder) -> None:
-    """Move finished runs into experiment.yaml, runs.csv and rounds.jsonl.xz; models stay where they are.
+    """Move finished runs into experiment.yaml, runs.csv and rounds.jsonl.xz. Models stay where they are.
 
-    Packed runs count as finished: run, table and all others read them. Pack again to add what was run since.
+    Packed runs count as finished, and every command reads them. Pack again to add runs that finished since.
     """
     from fedshift.evaluation import packing
 
     for experiment in packing.experiments_below(folder):
         change = packing.pack(experiment)
-        left = f", {change.left} unfinished left as they are" if change.left else ""
+        left = f", {change.left} unfinished runs unchanged" if change.left else ""
         typer.echo(f"{experiment.name}: {change.moved} runs packed{left}")
 
 
 @results.command()
 def unpack(folder: Folder) -> None:
-    """Move packed runs into a folder each again."""
+    """Move each packed run back into a folder of its own."""
     from fedshift.evaluation import packing
 
     for experiment in packing.experiments_below(folder):

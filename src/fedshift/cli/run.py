@@ -35,12 +35,15 @@ from fedshift.report.table_formats import terminal
 
 
 def run_file(path: Path, overrides: Sequence[str], runs: Path) -> None:
-    """Run an experiment file with bars at a terminal and lines elsewhere, then print the table and write the page."""
+    """Run an experiment file, then print the table and write the report.
+
+    Progress is shown as bars at a terminal and as lines elsewhere.
+    """
     errors = Console(stderr=True)
     try:
         _run(load(path, overrides), runs, errors)
     except KeyboardInterrupt:
-        errors.print("interrupted: run the same command again to go on from the last round", highlight=False)
+        errors.print("interrupted: run the same command again to continue after the last round", highlight=False)
         sys.exit(130)
 
 
@@ -64,7 +67,7 @@ def _run(experiment: Experiment, runs: Path, errors: Console) -> None:
 
 
 def _reporter(errors: Console) -> tuple[Bars | Lines, Callable[[], None]]:
-    """Bars at a terminal, lines elsewhere; and a function that ends them."""
+    """A reporter, bars at a terminal and lines elsewhere, and the function that ends it."""
     if not errors.is_terminal:
         return Lines(partial(errors.print, markup=False, highlight=False, soft_wrap=True)), lambda: None
     progress = Progress(
@@ -122,7 +125,7 @@ class Bars(Reporter):
 
     def diverged(self, run: Run) -> None:
         self._progress.advance(self._whole)
-        if self._runs > 1:  # of a single one the error says it
+        if self._runs > 1:  # with a single run, the error message says it
             name = f"{run.method.display} → {run.target}, seed {run.seed}: diverged"
             self._progress.console.print(name, markup=False, highlight=False, soft_wrap=True)
 

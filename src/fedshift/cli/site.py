@@ -1,4 +1,4 @@
-"""``fedshift site`` and ``fedshift coordinator``: check, start, stop and look at a role."""
+"""``fedshift site`` and ``fedshift coordinator``: check, start and stop the service of a role, and show its state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedshift.methods import registry as methods
 
 
 def check_site(path: Path) -> None:
-    """Read a site's data as they would be used, say what there is and what would and would not leave."""
+    """Read a site's data as a run would; print what they are, and what may and may not leave the site."""
     console = Console()
 
     def say(text: str) -> None:
@@ -80,44 +80,46 @@ def _say_kit(config: SiteConfig, say: object) -> None:
 
 def _same_name(config: SiteConfig, name: str) -> None:
     if config.file.site != name:
-        raise UserError(f"{config.path}: site is '{config.file.site}', and the kit is for '{name}'")
+        raise UserError(
+            f"{config.path}: site is '{config.file.site}', but the kit is for '{name}'; use the kit of this site"
+        )
 
 
 def start_site(path: Path, foreground: bool) -> None:
-    """Check what can be checked, then start the site's service."""
+    """Check the site's file, kit, audit log and data, then start its service."""
     config = load_site(path)
     kit = roles.load_kit(config.kit, "site")
     _same_name(config, kit.name)
     AuditLog.check(config.audit_log)
     read_holding(config)
-    _tell(kit.name, roles.start(kit, config.path, foreground=foreground))
+    _print_status(kit.name, roles.start(kit, config.path, foreground=foreground))
 
 
 def stop_site(path: Path) -> None:
     """Stop the site's service."""
     kit = roles.load_kit(load_site(path).kit, "site")
-    Console().print(f"site {kit.name}: {'stopped' if roles.stop(kit) else 'did not run'}", highlight=False)
+    Console().print(f"site {kit.name}: {'stopped' if roles.stop(kit) else 'was not running'}", highlight=False)
 
 
 def start_coordinator(folder: Path, foreground: bool) -> None:
     """Start the coordinator's service."""
     kit = roles.load_kit(folder, "coordinator")
-    _tell("coordinator", roles.start(kit, foreground=foreground))
+    _print_status("coordinator", roles.start(kit, foreground=foreground))
 
 
 def show_coordinator(folder: Path) -> None:
-    """Say how the coordinator's service is."""
+    """Print the state of the coordinator's service."""
     kit = roles.load_kit(folder, "coordinator")
-    _tell("coordinator", roles.status(kit))
+    _print_status("coordinator", roles.status(kit))
     Console().print(f"kit valid until {roles.expiry(kit)}", highlight=False)
 
 
 def stop_coordinator(folder: Path) -> None:
-    """Stop the coordinator's service; what is deployed goes on when it is started again."""
+    """Stop the coordinator's service. Deployments resume when it is started again."""
     kit = roles.load_kit(folder, "coordinator")
-    Console().print(f"coordinator: {'stopped' if roles.stop(kit) else 'did not run'}", highlight=False)
+    Console().print(f"coordinator: {'stopped' if roles.stop(kit) else 'was not running'}", highlight=False)
 
 
-def _tell(name: str, status: roles.Status) -> None:
+def _print_status(name: str, status: roles.Status) -> None:
     pid = f" (process {status.pid})" if status.pid else ""
     Console().print(f"{name}: {status.state}{pid} {status.message}".rstrip(), highlight=False, markup=False)

@@ -16,9 +16,13 @@ _TEXT = {"markdown": markdown, "latex": latex, "json": as_json}
 
 
 def print_table(folder: Path, format: str, select: str) -> None:
-    """Print the table of the finished runs below ``folder``. Raises UserError for an unknown format or rule."""
+    """Print the table of the finished runs below ``folder``.
+
+    Raises:
+        UserError: the format or the selection rule does not exist, or there is no finished run.
+    """
     if format != "terminal" and format not in _TEXT:
-        raise UserError(f"--format: '{format}' is not a format; {nearest(format, ['terminal', *_TEXT])}")
+        raise UserError(f"--format: there is no format '{format}'; {nearest(format, ['terminal', *_TEXT])}")
     found = table_of(collect(folder), selection_rule(select).name)
     if format in _TEXT:
         typer.echo(_TEXT[format](found))

@@ -132,6 +132,7 @@ def _carry_out(
             targets=[site.name for site in plans if site.role == "target"],
             budget=site_budget(planned.budget, plans),
             rounds=max(1, planned.rounds),
+            seed=run.seed,
             on_answer=watch.trained,
         )
         folder.claim()

@@ -13,11 +13,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from fedshift.errors import FedshiftError, Refused, UserError
+from fedshift.encryption import read_private, write_private
+from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.messages import Content
 from fedshift.federation.remote.policy import whole_number
 from fedshift.federation.remote.wire import Message, unseal
 from fedshift.federation.site import Envelope
+from fedshift.files import write_bytes
 
 
 def plain_name(name: Any) -> str:
@@ -111,13 +113,9 @@ def keep_answer(folder: Path, header: Mapping[str, Any], answer: Message) -> Non
         UserError: the file cannot be written.
     """
     file = _answer_file(folder, header)
-    try:
-        file.with_suffix(".safetensors").write_bytes(answer.body)
-        side = file.with_suffix(".part")
-        side.write_text(json.dumps({"header": answer.header, "digest": answer.digest}))
-        os.replace(side, file)
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}; free some space at the site") from None
+    write_private(file.with_suffix(".safetensors"), answer.body, flush=False)
+    whole = json.dumps({"header": answer.header, "digest": answer.digest})
+    write_bytes(file, whole.encode(), private=True, flush=False)
 
 
 def kept_answer(folder: Path, header: Mapping[str, Any]) -> tuple[Message, Mapping[str, Content]] | None:
@@ -125,7 +123,7 @@ def kept_answer(folder: Path, header: Mapping[str, Any]) -> tuple[Message, Mappi
     file = _answer_file(folder, header)
     try:
         kept = json.loads(file.read_text())
-        answer = Message(kept["header"], file.with_suffix(".safetensors").read_bytes(), kept["digest"])
+        answer = Message(kept["header"], read_private(file.with_suffix(".safetensors")), kept["digest"])
         whole, _, held = unseal(answer)
     except (OSError, ValueError, KeyError, TypeError, FedshiftError):
         return None

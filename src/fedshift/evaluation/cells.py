@@ -15,7 +15,7 @@ def leaves(value: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, Any
         above: a path to put before each, with its dot.
 
     Raises:
-        ValueError: ``value`` is no mapping.
+        ValueError: ``value`` is not a mapping.
 
     Example:
         >>> dict(leaves({"selected": {"last": {"accuracy": 75.0}}, "rounds": 3}))
@@ -48,7 +48,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
         for name in above:
             inner = inner.setdefault(name, {})
             if not isinstance(inner, dict):
-                raise ValueError(f"{path} stands below a value")
+                raise ValueError(f"{path} is below a value")
         if last in inner:
             raise ValueError(f"{path} is a value and a mapping")
         inner[last] = value

@@ -43,7 +43,7 @@ class PackedRun:
     Attributes:
         result: the content of `result.json`.
         identity: the settings in `experiment.yaml`.
-        rounds: the lines of `rounds.jsonl`; None if there is no such file, or if they were not asked for.
+        rounds: the lines of `rounds.jsonl`; None if there is no such file, or if they were not read.
         line: the run's line in `runs.csv`, from 1.
     """
 
@@ -163,14 +163,14 @@ def decode(settings: bytes, runs: bytes, place: str = "") -> tuple[dict[str, Pac
             own = {column: value_of(cell) for column, cell in zip(columns, row, strict=True) if cell}
             run = _run(own, shared, by_method, before + 1)
             if run.name in found:
-                raise ValueError(f"{run.name} stands in line {found[run.name].line} already")
+                raise ValueError(f"{run.name} is already in line {found[run.name].line}")
             found[run.name] = run
     except (ValueError, csv.Error) as error:
         if isinstance(error, UnicodeDecodeError):
             number = runs[: error.start].count(b"\n") + 1
         elif isinstance(error, csv.Error):
             number += 1  # the row that could not be read
-        raise UserError(f"{file} line {number} is malformed ({error}): mend it, or restore the file") from None
+        raise UserError(f"{file} line {number} is malformed ({error}): repair it, or restore the file") from None
     if not columns:
         raise UserError(f"{file} line 1 is malformed (no columns): restore the file")
     return found, order, columns
@@ -261,7 +261,7 @@ def _run(
     of_method = by_method.get(own["method"], {})
     values = {**shared, **of_method, **own}
     if len(values) < len(shared) + len(of_method) + len(own):
-        raise ValueError(f"a column stands in {SETTINGS}, too")
+        raise ValueError(f"a column is also in {SETTINGS}")
     absent = values.pop("identity", [])
     changed = {path: values.pop(path) for path in [*values] if path.startswith("identity.")}
     result = nested(values)
@@ -280,7 +280,7 @@ def _settings(data: bytes, file: str) -> tuple[dict[str, Any], dict[str, dict[st
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
-        raise UserError(f"{file} line {line} is malformed (no YAML): mend it, or restore the file") from None
+        raise UserError(f"{file} line {line} is malformed (not YAML): repair it, or restore the file") from None
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise UserError(f"{file} line 1 is malformed (it should say format: {FORMAT}): restore the file")
     try:
@@ -288,7 +288,9 @@ def _settings(data: bytes, file: str) -> tuple[dict[str, Any], dict[str, dict[st
         by_method = {method: dict(leaves(fields)) for method, fields in found["methods"].items()}
         return shared, by_method, dict(found["order"]), str(found["columns"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{file} line 1 is malformed ({error!s} is missing or no mapping): restore the file") from None
+        raise UserError(
+            f"{file} line 1 is malformed ({error!s} is missing or not a mapping): restore the file"
+        ) from None
 
 
 def _hoisted(rows: Sequence[Cells], methods: Sequence[str]) -> tuple[Cells, dict[str, Cells]]:

@@ -66,7 +66,7 @@ def experiments_below(folder: Path) -> list[Path]:
         raise UserError(f"'{folder}' holds no run: give a folder that 'fedshift run' made, such as runs/<experiment>")
     for experiment in found:
         if not experiment.is_relative_to(folder.absolute()):
-            raise UserError(f"'{folder}' is a part of the experiment {experiment}: give the whole experiment")
+            raise UserError(f"'{folder}' is only a part of the experiment {experiment}: give that folder")
     return found
 
 

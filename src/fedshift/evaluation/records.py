@@ -23,7 +23,7 @@ class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
-def _nothing_crossed() -> dict[Literal["up", "down"], dict[str, Count]]:
+def _no_bytes() -> dict[Literal["up", "down"], dict[str, Count]]:
     return {"up": {}, "down": {}}
 
 
@@ -44,13 +44,15 @@ class RoundRecord(_Record):
         default_factory=dict, description="for segmentation: Hausdorff distance at each target, in pixels"
     )
     losses: dict[str, float] = Field(default_factory=dict, description="mean training loss of the round per site")
-    aggregation_weights: dict[str, Any] = Field(default_factory=dict, description="as the method reports them")
-    seconds: Seconds = Field(description="wall-clock seconds of this round, evaluation included")
-    mini_batches: Count = Field(description="local mini-batches per site since the start, acquisition included")
-    bytes: dict[Literal["up", "down"], dict[str, Count]] = Field(
-        default_factory=_nothing_crossed, description="bytes of this round per kind of content, all sites together"
+    aggregation_weights: dict[str, Any] = Field(
+        default_factory=dict, description="the sites' weights, as the method reports them"
     )
-    extra: dict[str, Any] = Field(default_factory=dict, description="what a method adds")
+    seconds: Seconds = Field(description="wall-clock seconds of this round, evaluation included")
+    mini_batches: Count = Field(description="local mini-batches per site since the start, CSAC's acquisition included")
+    bytes: dict[Literal["up", "down"], dict[str, Count]] = Field(
+        default_factory=_no_bytes, description="bytes of this round per kind of content, all sites together"
+    )
+    extra: dict[str, Any] = Field(default_factory=dict, description="further values that the method reports")
 
     @property
     def target_mean(self) -> float | None:
@@ -98,12 +100,12 @@ class RunResult(_Record):
     unlabelled: list[str] = Field(default_factory=list, description="unlabelled sites, likewise")
     seed: int
     metric: Metric = Field(default="accuracy", description="what the fields called accuracy hold, in percent")
-    headline: Literal["last"] = Field(default="last", description="the selection rule whose number is quoted")
+    headline: Literal["last"] = Field(default="last", description="the selection rule of the reported number")
     selected: dict[Selection, SelectedRound | None] = Field(description="the round per rule; None if unavailable")
     classes: list[str]
     rounds: Count
-    seconds: Seconds = Field(description="wall-clock seconds of the whole part")
-    mini_batches: Count = Field(description="local mini-batches per site, acquisition included")
+    seconds: Seconds = Field(description="wall-clock seconds of the whole run")
+    mini_batches: Count = Field(description="local mini-batches per site, CSAC's acquisition included")
     bytes_up: dict[str, Count] = Field(default_factory=dict, description="bytes that left the sites, per kind")
     bytes_down: dict[str, Count] = Field(default_factory=dict, description="bytes that reached the sites, per kind")
     versions: dict[str, str] = Field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""How well predicted masks fit: Dice coefficient in percent, Hausdorff distance in pixels."""
+"""Metrics of predicted masks: Dice coefficient in percent, Hausdorff distance in pixels."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class SelectionRule(Protocol):
     description: ClassVar[str]
 
     def select(self, rounds: Sequence[RoundRecord]) -> int | None:
-        """The index in ``rounds`` of the chosen round; None if the rule has nothing to go by."""
+        """The index in ``rounds`` of the chosen round; None if no round can be chosen."""
 
 
 def _first_best(scores: Sequence[float | None]) -> int | None:
@@ -104,7 +104,7 @@ def selected_rounds(rounds: Sequence[RoundRecord]) -> dict[Selection, SelectedRo
         (75.0, 80.0, None)
     """
     if not rounds or not rounds[-1].target_accuracy:
-        raise ValueError("the last round must be there and its target measured")
+        raise ValueError("a run needs a last round in which the target was measured")
     return {name: _selected(rounds, rule.select(rounds)) for name, rule in RULES.items()}
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from fedshift.errors import FedshiftError, KindRefused, TrainingDiverged
+from fedshift.errors import FedshiftError
 from fedshift.federation.message_files import read_message, write_message
 from fedshift.federation.messages import Content, Number, Reply, pieces, reply_content
 from fedshift.federation.site import Envelope
@@ -41,10 +41,22 @@ class Answer(Generic[R]):
 
 @dataclass(frozen=True)
 class Missing:
-    """A site that gave no usable reply in an exchange, and the error."""
+    """A site that gave no usable reply in an exchange.
+
+    Attributes:
+        site: its name.
+        error: why.
+        advice: what to do if the run ends for it, as the end of a sentence.
+    """
 
     site: str
-    error: TrainingDiverged | KindRefused
+    error: FedshiftError
+    advice: str = ""
+
+    def ending(self, *more: str) -> FedshiftError:
+        """The error that ends the run: the site's own, with ``more`` and the advice."""
+        said = [text for text in (*more, self.advice) if text]
+        return type(self.error)("; ".join([str(self.error), *said])) if said else self.error
 
 
 class Replies(Generic[R]):

@@ -56,6 +56,7 @@ class Federation(ABC):
         targets: names of the unlabelled sites that take part.
         budget: mini-batches that each site may train on in the whole run.
         rounds: planned rounds.
+        seed: of the run, for what the server draws.
         quorum: sites that must answer an exchange, of those asked, for the run to continue without the others; None
             means all.
         on_refusal: whether the run also continues without a site that refuses to send a kind.
@@ -70,6 +71,7 @@ class Federation(ABC):
         targets: Sequence[str],
         budget: Mapping[str, int],
         rounds: int,
+        seed: int,
         quorum: int | None = None,
         on_refusal: OnRefusal = "stop",
         on_answer: Callable[[str, int], None] | None = None,
@@ -83,6 +85,7 @@ class Federation(ABC):
         self.targets = tuple(targets)
         self.budget = {site: budget.get(site, 0) for site in (*sources, *targets)}
         self.rounds = rounds
+        self.seed = seed
         self.ledger = Ledger()
         self.progress = Progress(used=dict.fromkeys((*sources, *targets), 0))
         self.round = 0
@@ -93,7 +96,7 @@ class Federation(ABC):
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         """Carry the requests to their sites and yield the answers in the same order. Engines implement this.
 
-        A site whose training diverged or that refuses is `Missing`. An engine may leave out a site that it lost.
+        A site that is lost, that refuses or whose training diverged is `Missing`.
         """
 
     def crossing(self, call: str, site: str, content: Mapping[str, Content]) -> Mapping[str, Content]:
@@ -201,11 +204,9 @@ class Federation(ABC):
         """
         refused = isinstance(missing.error, KindRefused)
         if self.quorum is None or (refused and self.on_refusal == "stop"):
-            raise missing.error
+            raise missing.ending()
         if asked - number < min(self.quorum, asked):
-            raise type(missing.error)(
-                f"{missing.error}; {asked - number} of {asked} sites are left, engine.quorum asks for {self.quorum}"
-            )
+            raise missing.ending(f"{asked - number} of {asked} sites are left, engine.quorum asks for {self.quorum}")
         if refused:
             self.note_refusal(missing.site, str(missing.error))
         else:

@@ -319,7 +319,7 @@ def _optimizer_state(optimizer: torch.optim.Optimizer) -> Statistics:
 def _load_optimizer(optimizer: torch.optim.Optimizer, content: Content) -> None:
     if not isinstance(content, Statistics):
         raise FedshiftError("an optimiser's memory must be Statistics")
-    whole = optimizer.state_dict()
+    whole = optimizer.state_dict()  # with the learning rate of now, which stays
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     state: dict[int, dict[str, Tensor]] = {}
     for name, tensor in content.items():
@@ -329,8 +329,4 @@ def _load_optimizer(optimizer: torch.optim.Optimizer, content: Content) -> None:
             # Fused optimisers ignore strides. A tensor from a file is contiguous, the parameter may be channels-last.
             tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
         state.setdefault(int(number), {})[key] = tensor
-    whole["state"] = state
-    rates = [group["lr"] for group in optimizer.param_groups]
-    optimizer.load_state_dict(whole)
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    optimizer.load_state_dict({**whole, "state": state})

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fedshift.methods.base import Method, RunPlan, State, Traffic, trained_mean
     from fedshift.methods.federated.fedavg import FedAvg, LocalTraining
     from fedshift.methods.settings import Settings
-    from fedshift.methods.wrapper import InFront
+    from fedshift.methods.wrapper import Wrapper
     from fedshift.models.network import Network
     from fedshift.weights import Weights
 
@@ -39,7 +39,6 @@ __all__ = [
     "Features",
     "FedAvg",
     "Federation",
-    "InFront",
     "LocalTraining",
     "MeanAccumulator",
     "Method",
@@ -59,6 +58,7 @@ __all__ = [
     "Update",
     "UserError",
     "Weights",
+    "Wrapper",
     "task_loss",
     "trained_mean",
     "weighted_average",
@@ -85,7 +85,7 @@ _PLACES = {
     "methods.base": ("Method", "RunPlan", "State", "Traffic", "trained_mean"),
     "methods.federated.fedavg": ("FedAvg", "LocalTraining"),
     "methods.settings": ("Settings",),
-    "methods.wrapper": ("InFront",),
+    "methods.wrapper": ("Wrapper",),
     "models.network": ("Network",),
     "weights": ("Weights",),
 }

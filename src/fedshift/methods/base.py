@@ -226,6 +226,11 @@ class Method(BaseModel, ABC):
         return network
 
     @property
+    def handed_out_rounds(self) -> int:
+        """How many of the last rounds' models are averaged into the one that is handed out."""
+        return self.average_rounds
+
+    @property
     def shares(self) -> tuple[str, ...]:
         """Kinds of content that leave a site: models and numbers, what else its calls promise to return, and for a
         pooled method the samples."""
@@ -233,11 +238,11 @@ class Method(BaseModel, ABC):
         return in_order({"weights", NUMBERS, *promised, *({"raw_data"} if self.pooled else ())})
 
     def call_owner(self, call: str) -> Method:
-        """The method that has the call of this name: itself, or the one that it stands in front of."""
+        """The method that has the call of this name: itself, or the one that it wraps."""
         return self
 
     def run_call(self, call: str, site: Site, content: Mapping[str, Any]) -> Reply:
-        """Run one of its calls at a site; a method in front of another one prepares the site for that one's calls."""
+        """Run one of its calls at a site; a wrapper prepares the site for the inner method's calls."""
         reply: Reply = getattr(self.call_owner(call), call)(site, **content)
         return reply
 

@@ -40,7 +40,7 @@ def parse(
     Args:
         options: Its name, and its options beside it.
         folder: Where a person's own file is looked up first.
-        permit: Called with every name, also of a method behind another one, before anything is imported; refuses by
+        permit: Called with every name, also of a method in a wrapper, before anything is imported; refuses by
             raising.
 
     Raises:

@@ -22,7 +22,7 @@ PAPER = "paper"
 Settings = Mapping[str, Mapping[str, Any]]
 
 _NO_OPTIONS = ("name", "label", "setting", "sha256", "method")
-"""What a setting never decides; ``method`` is the one that styles or the like stand in front of."""
+"""What a setting never decides; ``method`` is the one that a wrapper such as styles wraps."""
 
 
 def with_setting(settings: Settings, options: Mapping[str, Any]) -> dict[str, Any]:

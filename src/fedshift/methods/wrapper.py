@@ -18,7 +18,7 @@ from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 
-class InFront(Method):
+class Wrapper(Method):
     """Wraps a method: delegates to `inner` whatever a subclass does not override.
 
     A subclass gives `inner` and `inside`, which prepares a site for the inner method. It may have functions that sites
@@ -33,6 +33,12 @@ class InFront(Method):
             raise ValueError(f"{self.inner.name} does not train at source sites; choose a federated method")
         return self
 
+    @model_validator(mode="after")
+    def _averages_once(self) -> Self:
+        if self.average_rounds > 1 and self.inner.handed_out_rounds > 1:
+            raise ValueError(f"average_rounds is set here and for {self.inner.name}; set it once")
+        return self
+
     @property
     @abstractmethod
     def inner(self) -> Method:
@@ -41,6 +47,11 @@ class InFront(Method):
     @abstractmethod
     def inside(self, site: Site) -> AbstractContextManager[None]:
         """What surrounds everything that the inner method runs at a site."""
+
+    @property
+    def handed_out_rounds(self) -> int:
+        """As set for the wrapper or for the inner method."""
+        return max(self.average_rounds, self.inner.handed_out_rounds)
 
     @property
     def shares(self) -> tuple[str, ...]:

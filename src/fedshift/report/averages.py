@@ -1,4 +1,4 @@
-"""Means over runs that a report draws and prints."""
+"""Means over runs, for the plots and tables of a report."""
 
 from __future__ import annotations
 
@@ -12,10 +12,17 @@ from fedshift.evaluation.records import RoundRecord, RunResult
 def mean_over_targets(
     runs: Sequence[tuple[RunResult, list[RoundRecord]]],
 ) -> list[tuple[int, float, float, float | None]]:
-    """Per round: (round, mean mini-batches, mean accuracy over targets and seeds, deviation over seeds).
+    """The curve of a method over rounds: means over targets and seeds.
 
-    Only seeds with every target of the method and only rounds that all of their runs measured; else the line would jump
-    where a target drops out.
+    It uses only seeds that have every target, and only rounds that all of these runs measured. Otherwise the curve
+    would jump where a target is missing.
+
+    Args:
+        runs: the finished runs of one method with their rounds.
+
+    Returns:
+        Per round: its number, the mini-batches per site, the accuracy in percent, and the standard deviation of the
+        accuracy over seeds (None for one seed).
     """
     targets, both = {result.target for result, _ in runs}, all(result.labelled for result, _ in runs)
     by_seed: dict[int, dict[str, dict[int, RoundRecord]]] = defaultdict(dict)
@@ -34,13 +41,13 @@ def mean_over_targets(
 
 
 def mean_by_kind(counts: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    """Kind → mean over runs, a run without the kind counting 0."""
+    """Kind → mean over runs. A run without the kind counts as 0."""
     kinds = {kind for count in counts for kind in count}
     return {kind: fmean(count.get(kind, 0) for count in counts) for kind in kinds}
 
 
 def mean_per_class(runs: Sequence[RunResult]) -> dict[int, float]:
-    """Class number → mean accuracy over the runs whose target has the class."""
+    """Class number → mean accuracy in the last round, over the runs whose target has the class."""
     values: dict[int, list[float]] = defaultdict(list)
     for run in runs:
         last = run.selected["last"]

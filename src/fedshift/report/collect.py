@@ -1,8 +1,8 @@
 """Find the runs of an experiment below a folder and read them.
 
-A run is one (method, target, seed); its folder is `<experiment>/<method>/<target>/seed-<n>/` and it is finished when
-it holds `result.json`, or when the experiment's packed files hold the run. The experiment folder may hold
-`order.json`, which says what was planned and in which order: `{"methods": […], "targets": […], "seeds": […]}`.
+A run is one (method, target, seed). Its folder is `<experiment>/<method>/<target>/seed-<n>/`. It is finished if that
+folder holds `result.json`, or if the experiment's packed files hold the run. The experiment's folder may hold
+`order.json`, which has the planned names in order: `{"methods": […], "targets": […], "seeds": […]}`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class Order(BaseModel):
-    """What was planned, in the order of the experiment file."""
+    """The planned methods, targets and seeds, in the order of the experiment file."""
 
     methods: list[str] = []
     targets: list[str] = []
@@ -36,7 +36,7 @@ class Order(BaseModel):
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A finished run and where it lies."""
+    """A finished run and its folder."""
 
     folder: Path
     result: RunResult
@@ -44,10 +44,14 @@ class FinishedRun:
 
 @dataclass(frozen=True)
 class Collected:
-    """Everything finished below a folder, in the order of the experiment.
+    """The finished runs below a folder.
 
-    ``order`` names the methods and targets that have results (planned order first); ``unfinished`` of ``planned``
-    runs have none yet.
+    Attributes:
+        name: the experiment's name.
+        runs: the finished runs, in the order of the experiment.
+        order: methods, targets and seeds that have results: the planned ones in their order, then the others.
+        unfinished: number of planned runs without a result.
+        planned: number of planned runs.
     """
 
     name: str
@@ -62,27 +66,29 @@ class Collected:
 
     @property
     def progress(self) -> str | None:
-        """A half sentence if runs are missing, such as "2 of 18 runs unfinished"."""
+        """Text such as "2 of 18 runs unfinished"; None if all runs are finished."""
         return f"{self.unfinished} of {self.planned} runs unfinished" if self.unfinished else None
 
 
 def natural(text: str) -> list[tuple[int, str]]:
-    """A sorting key under which M15 comes before M100.
+    """A sorting key that puts M15 before M100.
 
-    >>> sorted(["M100", "M15", "art"], key=natural)
-    ['art', 'M15', 'M100']
+    Example:
+        >>> sorted(["M100", "M15", "art"], key=natural)
+        ['art', 'M15', 'M100']
     """
     pieces = re.findall(r"\d+|\D+", text.casefold())
     return [(int(piece), "") if piece.isdecimal() else (0, piece) for piece in pieces]
 
 
 def collect(folder: str | os.PathLike[str]) -> Collected:
-    """Read all finished runs below ``folder``: an experiment's folder, the folder of runs if it holds one experiment,
-    or the folder of a method, target or seed.
+    """Read all finished runs in or below a folder.
+
+    Args:
+        folder: an experiment's folder, a folder that holds one experiment, or the folder of a method, target or seed.
 
     Raises:
-        UserError: no such folder, no run or no finished run in it, several experiments in it, or a file that cannot
-            be read as what it should be.
+        UserError: there is no such folder, it holds no finished run or several experiments, or a file is corrupt.
     """
     root = Path(folder).resolve()
     folders = run_folders(root)
@@ -97,7 +103,7 @@ def collect(folder: str | os.PathLike[str]) -> Collected:
     if not runs:
         raise UserError(
             f"no finished run in '{folder}' ({len(folders)} begun): "
-            "call 'fedshift run' with the same experiment file again, it goes on where it stopped"
+            "call 'fedshift run' with the same experiment file to resume them"
         )
     _check_unique(runs)
 
@@ -119,7 +125,7 @@ def read_result(path: Path) -> RunResult:
     """Read a `result.json`, packed or not.
 
     Raises:
-        UserError: it cannot be read, or is not a result.
+        UserError: it cannot be read, or is not a run's result.
     """
     file = stored(path)
     if file is None:
@@ -142,11 +148,11 @@ def read_order(path: Path) -> Order:
 def read_rounds(path: Path) -> list[RoundRecord]:
     """Read a `rounds.jsonl`, packed or not; empty if there is none.
 
-    A torn last line, left by a run that was killed while it wrote, is passed over. Of two lines for one round the later
-    one counts, since a resumed run repeats the round that it had lost.
+    An incomplete last line is skipped: the run was killed while it wrote the line. If two lines have the same round,
+    the later one counts: a resumed run repeats the round that it lost.
 
     Raises:
-        UserError: the file cannot be read, or another line is not the record of a round.
+        UserError: the file cannot be read, or another line is not a round's record.
     """
     file = stored(path)
     if file is None:
@@ -198,14 +204,14 @@ def _check_unique(runs: Sequence[FinishedRun]) -> None:
 
 
 def _ordered(planned: Iterable[str], present: Iterable[str]) -> list[str]:
-    """``present`` without repeats: first those that were planned, in that order, then the others in natural order."""
+    """``present`` without duplicates: the planned ones in their order, then the others in natural order."""
     names = set(present)
     first = [name for name in dict.fromkeys(planned) if name in names]
     return first + sorted(names - set(first), key=lambda name: (natural(name), name))
 
 
 def _planned(root: Path, experiment: Path, order: Order, begun: Sequence[Path]) -> int:
-    """How many runs the plan has below ``root``, which stands for one method, target or seed if it is deeper."""
+    """The number of planned runs in or below ``root``, which may be the folder of one method, target or seed."""
     depth = len(root.relative_to(experiment).parts) if root.is_relative_to(experiment) else 0
     seeds = len(order.seeds) or len({run.name for run in begun})
     counts = [len(order.methods), len(order.targets), seeds][depth:]

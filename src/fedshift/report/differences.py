@@ -1,4 +1,4 @@
-"""How methods differ from each other, tested over seeds: the grid of a report and of the benchmarks' pages."""
+"""Differences between methods, tested over seeds: the table in a report and in the benchmarks' pages."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ from fedshift.report.measures import Measure
 from fedshift.report.table import MISSING
 
 LEVEL = 0.05
-"""Below it, after Holm's correction, a target's difference is marked."""
+"""A target's difference is marked if its p is below this after Holm's correction."""
 
 
 @dataclass(frozen=True)
 class Difference:
     """One method minus another.
 
-    corrected: p of the average, Holm's correction over all differences of the grid. marked: targets whose p is below
-    `LEVEL` after Holm's correction over the targets of this difference.
+    Attributes:
+        name: "first − second".
+        comparison: the tests of the average and of each target.
+        corrected: p of the average after Holm's correction over all differences of the table.
+        marked: targets whose p is below `LEVEL` after Holm's correction over the targets of this difference.
     """
 
     name: str
@@ -31,7 +34,16 @@ class Difference:
 def differences(
     results: Iterable[RunResult], pairs: Iterable[tuple[str, str]], select: Selection = "last"
 ) -> list[Difference]:
-    """Those of ``pairs`` (one method minus the other) that share a target and a seed, in the order of ``pairs``."""
+    """Compare pairs of methods.
+
+    Args:
+        results: finished runs.
+        pairs: (first, second) names of methods, for the difference first − second.
+        select: the selection rule whose round is taken.
+
+    Returns:
+        A difference for each pair that shares a target and a seed, in the order of ``pairs``.
+    """
     by_method: dict[str, list[RunResult]] = {}
     for result in results:
         by_method.setdefault(result.method, []).append(result)
@@ -50,12 +62,12 @@ def _marked(comparison: Comparison) -> Iterable[str]:
 
 
 def head(targets: Sequence[str], measure: Measure) -> list[str]:
-    """The names of the grid's columns."""
+    """The names of the table's columns."""
     return ["difference", "average", f"{measure.repeat}s", "t", "p", "p (Holm)", *targets]
 
 
 def line(difference: Difference, targets: Sequence[str]) -> list[str]:
-    """The cells of one difference, as plain text."""
+    """The cells of one difference as plain text, in the order of `head`."""
     average, by_target = difference.comparison.average, difference.comparison.targets
     cells = [difference.name, _mean(average), str(average.n) if average else MISSING]
     cells.append(MISSING if average is None or average.t is None else _signed(average.t))
@@ -64,16 +76,17 @@ def line(difference: Difference, targets: Sequence[str]) -> list[str]:
 
 
 def p_value(p: float | None) -> str:
-    """Three decimals, and no more certainty than that.
+    """p with three decimals.
 
-    >>> p_value(0.0483), p_value(0.00002), p_value(None)
-    ('0.048', '< 0.001', '–')
+    Example:
+        >>> p_value(0.0483), p_value(0.00002), p_value(None)
+        ('0.048', '< 0.001', '–')
     """
     return MISSING if p is None else "< 0.001" if p < 0.001 else f"{p:.3f}"
 
 
 def note(measure: Measure) -> str:
-    """What the grid's numbers are."""
+    """A sentence below the table that explains its numbers."""
     repeats = f"{measure.repeat}s"
     columns = "pairs of sites" if measure.repeat == "split" else "targets"
     return (
@@ -91,11 +104,11 @@ def _mean(test: TTest | None) -> str:
 
 
 def _signed(value: float) -> str:
-    return f"{round(value, 2) + 0.0:+.2f}".replace("-", "−")  # + 0.0: no minus before a zero
+    return f"{round(value, 2) + 0.0:+.2f}".replace("-", "−")  # + 0.0 turns −0 into 0
 
 
 def markdown(found: Sequence[Difference], targets: Sequence[str], measure: Measure) -> str:
-    """The grid as a pipe table."""
+    """The table in Markdown."""
     names = head(targets, measure)
     lines = [names, ["---", *("---:" for _ in names[1:])], *(line(difference, targets) for difference in found)]
     return "\n".join("| " + " | ".join(_escaped(cell) for cell in cells) + " |" for cells in lines) + "\n"

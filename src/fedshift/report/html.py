@@ -1,4 +1,4 @@
-"""The few pieces of HTML that a report is made of. Text is escaped here; cells and content are HTML already."""
+"""The HTML elements of a report. Titles and plain text are escaped here; cells and content must be HTML."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def section(name: str, title: str, *content: str) -> str:
-    """A section of the page with a heading; empty pieces of content are left out."""
+    """A section of the page with a heading. Empty content is left out."""
     return f'<section id="{name}">\n<h2>{escape(title)}</h2>\n' + "\n".join(filter(None, content)) + "\n</section>"
 
 
@@ -18,7 +18,7 @@ def paragraph(text: str, css: str = "") -> str:
 
 
 def grid(head: Sequence[str], body: Iterable[Sequence[str]], css: str = "") -> str:
-    """An HTML table from cells that are HTML already; the first column holds the names of the rows."""
+    """An HTML table. Its cells must be HTML; the first column holds the names of the rows."""
     top = "".join(f'<th scope="col">{cell}</th>' for cell in head)
     lines = "\n".join(
         "<tr>" + f'<th scope="row">{line[0]}</th>' + "".join(_cell(cell) for cell in line[1:]) + "</tr>"
@@ -35,7 +35,7 @@ def _cell(html: str) -> str:
 
 
 def details(title: str, content: Mapping[str, Any]) -> str:
-    """Settings as YAML that unfolds; nothing where there are none."""
+    """Settings as YAML in an element that the reader can unfold; "" if there are none."""
     if not content:
         return ""
     import yaml

@@ -17,9 +17,10 @@ _TITLES = {"batch": "gradient of one mini-batch", "epoch": "model after one epoc
 
 
 def picture(cases: Sequence[Case]) -> bytes:
-    """A PNG with a row for each size and attack, a column for each exchange: up to 8 originals above reconstructions.
+    """A PNG with a row for each size and attack, and a column for each exchange: 8 originals above reconstructions.
 
-    cases: of images; those of vectors have nothing to show.
+    Args:
+        cases: cases of images, not of vectors.
     """
     from matplotlib.figure import Figure
 
@@ -49,9 +50,9 @@ def _mosaic(case: Case) -> npt.NDArray[np.float32]:
     lines = []
     for images in (case.originals, case.reconstructions):
         shown = images[:_MOST].transpose(0, 2, 3, 1)
-        if shown.shape[3] != 3:  # grey, or channels that are no colours
+        if shown.shape[3] != 3:  # grey, or channels that are not colours
             shown = shown.mean(axis=3, keepdims=True)
-        # Every picture is as wide as eight images, so that all of them are drawn in one scale.
+        # Every picture is as wide as eight images, so that all have the same scale.
         blank = np.ones((_MOST - len(shown), *shown.shape[1:]), dtype=np.float32)
         framed = np.pad(np.concatenate([shown, blank]), ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=1)
         lines.append(np.concatenate(list(framed), axis=1))

@@ -13,14 +13,14 @@ class Measure:
     """A metric of finished runs.
 
     Args:
-        name: Stands on axes and in headings.
-        value: Gives the metric of a run.
-        what: Name and unit in a note; "" where ``notes`` replace the usual ones.
-        title: Stands above the table.
-        repeat: What the table averages over.
-        less_is_better: Whether the smallest value is marked as the best.
-        notes: Stand below the table.
-        meaning: Explains the metric to people who do not know it.
+        name: the name on axes and in headings.
+        value: returns the metric of a run.
+        what: name and unit, for a note; "" where ``notes`` replace the usual notes.
+        title: the title above the table.
+        repeat: what the table averages over.
+        less_is_better: whether the smallest value is the best.
+        notes: the notes below the table.
+        meaning: an explanation for readers who do not know the metric.
     """
 
     name: str

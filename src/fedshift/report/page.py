@@ -1,4 +1,4 @@
-"""One HTML page about an experiment: everything inline, nothing fetched, readable by people who decide."""
+"""The report of an experiment: one HTML page that fetches nothing and needs no knowledge of fedshift."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _QUESTIONS = {
 
 
 def write_page(folder: Path, collected: Collected) -> Path:
-    """Write `report.html` in ``folder``, whole or not at all.
+    """Write `report.html` in ``folder``, atomically.
 
     Returns:
-        Where it lies.
+        Its path.
 
     Raises:
         UserError: the page cannot be written there, or a `rounds.jsonl` is corrupt.
@@ -46,7 +46,7 @@ def write_page(folder: Path, collected: Collected) -> Path:
 
 
 def page(collected: Collected) -> str:
-    """The page as text. A pure function of the files that ``collected`` names."""
+    """The page as text. It depends only on the files of ``collected``."""
     results = collected.results
     headline = table_of(collected, "last")
     records = {run.folder: read_rounds(run.folder / ROUNDS) for run in collected.runs}
@@ -173,7 +173,7 @@ def _curves(runs: Sequence[FinishedRun], records: Mapping[Path, list[RoundRecord
 def _weights(
     runs: Sequence[FinishedRun], records: Mapping[Path, list[RoundRecord]], methods: Sequence[str]
 ) -> Iterator[str]:
-    """A section about methods that weigh sites anew in every round, if there are any."""
+    """A section about methods that change the sites' weights from round to round, if there are any."""
     figures = []
     for method in methods:
         by_target: dict[str, list[list[RoundRecord]]] = defaultdict(list)
@@ -237,7 +237,7 @@ def _cost(results: Sequence[RunResult], methods: Sequence[str]) -> str:
 
 
 def _unit(results: Sequence[RunResult]) -> str:
-    """What ``classes`` are: of classification, or the structures of segmentation."""
+    """What the page calls a class: "class", or for segmentation "structure"."""
     return "structure" if results[0].metric == "dice" else "class"
 
 

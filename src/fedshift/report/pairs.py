@@ -1,4 +1,4 @@
-"""Reports on runs that measure labelled and unlabelled sites: harmonic means, gains, distances."""
+"""Tables of runs that measure labelled and unlabelled sites: harmonic means, gains, distances."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fedshift.evaluation.summary import AVERAGE, Row, rows
 from fedshift.report.measures import HAUSDORFF, METRICS, Measure
 
 ALONE = "alone"
-"""Name of the method in which every labelled site trains by itself."""
+"""Name of the method in which every labelled site trains alone."""
 PAIR = "between the sites"
 
 
@@ -37,11 +37,19 @@ HARMONIC_MEANS = {
 
 
 class PairRow(Row):
-    """A row of the table: labelled and unlabelled sites, joined by "+"; "average" is the mean over the pairs.
+    """A row of the table: one method at one pair of sites, or (target "average") the mean over the pairs.
 
-    harmonic_mean: mean over splits of each split's, and over pairs for the average; `mean`, `standard_error` and
-    `seeds` belong to it. harmonic_mean_of_averages: of the row's accuracy_source and accuracy_target. gain: points over
-    the best that a site can train alone, by site (for the average: labelled, unlabelled).
+    Attributes:
+        labelled: the labelled sites, joined by "+".
+        unlabelled: the unlabelled sites, joined by "+".
+        accuracy_source: mean accuracy at the labelled sites, in percent.
+        accuracy_target: mean accuracy at the unlabelled sites, in percent.
+        harmonic_mean: mean over splits of the harmonic means, then over pairs for the average. `mean`,
+            `standard_error` and `seeds` belong to it.
+        harmonic_mean_of_averages: harmonic mean of this row's accuracy_source and accuracy_target.
+        gain: percentage points over the best model that a site can train alone, by site; for the average, by
+            "labelled" and "unlabelled".
+        proxy_a_distance: mean over the labelled and unlabelled sites.
     """
 
     labelled: str
@@ -55,7 +63,7 @@ class PairRow(Row):
 
 
 def rows_of(results: Sequence[RunResult], found: Iterable[Row], select: Selection) -> Iterable[PairRow]:
-    """The rows ``found`` of harmonic means, with everything else that is known of the same runs."""
+    """The rows ``found`` of harmonic means, with the accuracies, gains and distances of the same runs."""
     at_source, at_target, distances, labelled_gain, unlabelled_gain = (
         {(row.method, row.target): row.mean for row in rows(results, select, value=value)}
         for value in (
@@ -88,7 +96,7 @@ def rows_of(results: Sequence[RunResult], found: Iterable[Row], select: Selectio
 
 
 def notes(found: Sequence[PairRow], metric: Metric) -> Iterable[str]:
-    """Notes on what the averages do not show."""
+    """Notes with numbers that the averages do not show."""
     averages = [row for row in found if row.target == AVERAGE]
     if averages:
         listing = ", ".join(f"{row.method} {row.harmonic_mean_of_averages:.2f}" for row in averages)
@@ -104,7 +112,7 @@ def notes(found: Sequence[PairRow], metric: Metric) -> Iterable[str]:
 
 
 def beside(results: Sequence[RunResult]) -> Iterable[tuple[Measure, Sequence[RunResult]]]:
-    """What the tables beneath that of harmonic means can be about, and the results that each is made of."""
+    """The measures of the tables below the table of harmonic means, each with its results."""
     name = METRICS[results[0].metric].name
     yield Measure(name, RunResult.source_accuracy, title=f"{name} at the labelled sites, part held out"), results
     yield Measure(name, RunResult.accuracy, title=f"{name} at the unlabelled sites"), results
@@ -117,7 +125,7 @@ def beside(results: Sequence[RunResult]) -> Iterable[tuple[Measure, Sequence[Run
 
 
 def _one_method(results: Sequence[RunResult]) -> Sequence[RunResult]:
-    """One result for each (pair, split): the distance of two sites is the same whatever is trained."""
+    """One result for each (pair, split). The distance of two sites does not depend on the method."""
     first = {(result.target, result.seed): result for result in reversed(results)}
     return [result.model_copy(update={"method": PAIR}) for result in first.values()]
 
@@ -132,9 +140,9 @@ Reference = dict[tuple[str, int], RunResult]
 
 
 def _references(results: Sequence[RunResult]) -> Reference:
-    """The run in which the labelled sites of a (pair, split) trained alone.
+    """(pair, split) → the run in which its labelled sites trained alone.
 
-    With one labelled site the pool of Source-only is that site, so that run serves where there is no other.
+    With one labelled site, Source-only trains on that site's samples alone. So its run is used where `ALONE` has none.
     """
     out: Reference = {}
     for result in results:
@@ -146,7 +154,7 @@ def _references(results: Sequence[RunResult]) -> Reference:
 
 
 def _gains(result: RunResult, references: Reference, select: Selection) -> dict[str, float]:
-    """Percentage points over the best model that each site can train alone; a site without one is left out."""
+    """Percentage points over the best model that each site can train alone. Sites without such a model are left out."""
     chosen = result.selected.get(select)
     if chosen is None:
         return {}
@@ -156,14 +164,14 @@ def _gains(result: RunResult, references: Reference, select: Selection) -> dict[
     for site in result.labelled:
         if alone is not None and site in alone.sites and site in chosen.sites:
             out[site] = chosen.sites[site] - alone.sites[site]
-    for site in result.unlabelled if result.metric == "accuracy" else ():  # masks cannot be guessed
+    for site in result.unlabelled if result.metric == "accuracy" else ():  # a mask cannot be guessed
         if site in chosen.sites:
             out[site] = chosen.sites[site] - 100 / len(result.classes)
     return out
 
 
 def _mean_by_site(gains: Sequence[Mapping[str, float]]) -> dict[str, float | None]:
-    """The mean over splits."""
+    """Site → mean over splits."""
     sites = dict.fromkeys(site for one in gains for site in one)
     return {site: fmean(one[site] for one in gains if site in one) for site in sites}
 

@@ -1,6 +1,6 @@
-"""Plots of an experiment as matplotlib figures, and as SVG whose colours follow the page that shows them.
+"""Plots of an experiment: matplotlib figures, and SVG whose colours follow those of the page.
 
-matplotlib is imported when a plot is drawn, not before; no figure touches a screen.
+matplotlib is imported when a plot is drawn, not before. No display is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 INK, GRID, PAPER = "#1c2530", "#d5dae0", "#ffffff"
 SERIES = ("#0b6bb0", "#d1570b", "#1f8a5b", "#a83a8c", "#8a6d00", "#5b57c4", "#b3263a", "#4a6b78")
-"""One colour per method; beyond eight methods they repeat with another line style or marker."""
+"""One colour per method. From the ninth on they repeat with another line style and marker."""
 
 _LINES, _MARKERS = ("-", "--", ":", "-."), ("o", "s", "^", "D")
 Curve = tuple[Sequence[float], Sequence[float], Sequence[float] | None]
@@ -29,10 +29,11 @@ Curve = tuple[Sequence[float], Sequence[float], Sequence[float] | None]
 
 
 def accuracy_over_rounds(curves: Mapping[str, Mapping[str, Curve]], quantity: str = "Accuracy") -> Figure:
-    """A ``quantity`` in percent against each horizontal axis in ``curves`` (its label → method → curve), one panel per
-    axis.
+    """Curves of methods, with a panel for each horizontal axis. The band is one standard deviation over seeds.
 
-    The band is one standard deviation over seeds.
+    Args:
+        curves: label of the horizontal axis → method → curve, in percent.
+        quantity: name of the vertical axis.
     """
     figure, panels = _figure(9.6, 3.6, len(curves))
     for axes, (label, lines) in zip(panels, curves.items(), strict=True):
@@ -45,9 +46,12 @@ def accuracy_over_rounds(curves: Mapping[str, Mapping[str, Curve]], quantity: st
 
 
 def site_weights(curves: Mapping[str, Mapping[str, Curve]]) -> Figure:
-    """The weight of every site in the aggregate over rounds (target → site → curve), one panel per target.
+    """Each site's weight in the aggregate over rounds, with a panel for each target.
 
     The band is one standard deviation over seeds.
+
+    Args:
+        curves: target → site → curve.
     """
     figure, panels = _figure(9.6, 3.2, len(curves))
     sites = list(dict.fromkeys(site for lines in curves.values() for site in lines))
@@ -65,7 +69,7 @@ def site_weights(curves: Mapping[str, Mapping[str, Curve]]) -> Figure:
 def accuracy_per_target(table: Table) -> Figure:
     """Mean and standard error of every method at every target and on average.
 
-    Points and not bars, since the differences that matter are small beside the distance from zero.
+    Points and not bars: the differences between methods are small compared to the accuracies.
     """
     figure, [axes] = _figure(9.6, 3.6)
     columns = np.arange(len(table.columns))
@@ -92,7 +96,11 @@ def accuracy_per_target(table: Table) -> Figure:
 
 
 def bytes_by_kind(sizes: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figure:
-    """Megabytes per run by kind of content: ``sizes[method]["up" | "down"][kind]``, one bar for each way."""
+    """Megabytes per run by kind of content, with a bar for each method and direction.
+
+    Args:
+        sizes: method → "up" or "down" → kind → bytes.
+    """
     kinds = sorted({kind for ways in sizes.values() for by_kind in ways.values() for kind in by_kind})
     bars = [(method, way) for method in sizes for way in ("up", "down")]
     figure, [axes] = _figure(9.6, 0.9 + 0.3 * len(bars))
@@ -122,16 +130,20 @@ def bytes_by_kind(sizes: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Fig
 
 
 def svg(figure: Figure, description: str) -> str:
-    """``figure`` as an `<svg>` element for an HTML page: text stays text, it scales with the page, nothing is fetched.
+    """A figure as an `<svg>` element that scales with its page, keeps text as text and fetches nothing.
 
-    Colours become the page's own variables (--ink, --grid, --paper, --s0 … --s7), so light and dark both work.
+    Its colours become the page's variables (--ink, --grid, --paper, --s0 … --s7), for light and dark screens.
+
+    Args:
+        figure: the figure.
+        description: the text for readers who do not see it. No two figures of a page may share it.
     """
     from html import escape
 
     import matplotlib
 
     buffer = io.StringIO()
-    # The salt makes ids the same in every run and different in every plot of a page.
+    # The salt gives a plot the same ids every time, and each plot of a page other ids.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": description}):
         none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(buffer, format="svg", transparent=True, metadata=none)
@@ -167,10 +179,10 @@ def _figure(width: float, height: float, panels: int = 1) -> tuple[Figure, list[
 
 
 def _draw(axes: Axes, lines: Mapping[str, Curve], most: float, names: Sequence[str] = ()) -> None:
-    """Lines with bands up to ``most``, in the colours of ``names``, which are their own names unless given."""
+    """Draw lines with bands. Bands end at ``most``. A line's colour is its position in ``names``, else in ``lines``."""
     for name, (x, mean, spread) in lines.items():
         color, line, marker = _style(list(names or lines).index(name))
-        # A single measurement is a point, which a line without markers would not show.
+        # A single measurement needs a marker to be visible.
         marks = marker if len(x) == 1 else ""
         axes.plot(x, mean, color=color, linestyle=line, marker=marks, linewidth=1.8, label=name)
         if spread is not None:
@@ -191,7 +203,7 @@ def _style(index: int) -> tuple[str, str, str]:
 
 
 def _legend(figure: Figure, *panels: Axes) -> None:
-    """One legend for all panels; a name that several have is listed once."""
+    """Draw one legend for all panels, each name once."""
     every = [zip(*reversed(axes.get_legend_handles_labels()), strict=True) for axes in panels]
     handles = dict(pair for pairs in every for pair in pairs)
     if handles:

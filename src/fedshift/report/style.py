@@ -1,4 +1,4 @@
-"""The look of the page: colours for light and dark screens, and the style sheet made of them."""
+"""The page's style sheet, with colours for light and dark screens."""
 
 from __future__ import annotations
 

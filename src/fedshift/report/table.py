@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RunResult, Selection
@@ -14,16 +13,19 @@ from fedshift.report import pairs
 from fedshift.report.collect import Collected
 from fedshift.report.measures import ACCURACY, HAUSDORFF, METRICS, Measure
 
-if TYPE_CHECKING:
-    pass
-
 MISSING = "–"
 _MOST_EXCEPTIONS = 6
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One entry. ``best``: best of its column as printed. ``partial``: an average that lacks some of the targets."""
+    """One entry of a table.
+
+    Attributes:
+        row: the numbers.
+        best: whether its mean, as printed, is the best of its column.
+        partial: whether it is an average over fewer targets than the table has.
+    """
 
     row: Row
     best: bool
@@ -40,9 +42,17 @@ class Cell:
 
 @dataclass(frozen=True)
 class Table:
-    """A matrix of cells: ``cells[method][column]``, None where nothing was measured; the last column is the average.
+    """Methods × targets.
 
-    measure: what the numbers are. more: tables that are shown beneath it, with titles of their own.
+    Attributes:
+        select: the selection rule whose round is shown.
+        measure: what the numbers are.
+        methods: the lines, in order.
+        columns: the targets in order, then the average.
+        cells: method → column → cell; None where nothing was measured.
+        rows: the numbers as a list.
+        notes: the sentences below the table.
+        more: further tables that are shown below it, each with a title.
     """
 
     select: Selection
@@ -69,10 +79,10 @@ def table(
     Args:
         results: finished runs.
         select: the selection rule whose round is taken.
-        methods: order of the methods (else that of first appearance).
+        methods: order of the methods. Methods that are not named follow in the order of first appearance.
         targets: order of the targets, likewise.
-        progress: what is unfinished; becomes a note.
-        measure: what the table is about; else what the runs are compared by.
+        progress: how many runs are unfinished, for a note.
+        measure: what the table reports. By default that of `headline`.
 
     Raises:
         UserError: the rule chose no round in any result.
@@ -92,7 +102,7 @@ def table(
     by_place = {(row.method, row.target): row for row in found}
     partial = {
         method for method in names if any((method, target) not in by_place for target in columns[:-1])
-    }  # averages over other targets cannot be compared, so they compete for nothing
+    }  # averages over different targets cannot be compared, so these are never the best
     best = _best(found, partial, min if measure.less_is_better else max)
     cells: dict[str, dict[str, Cell | None]] = {method: {} for method in names}
     for method in names:
@@ -105,16 +115,26 @@ def table(
 
 
 def headline(results: Sequence[RunResult]) -> Measure:
-    """The metric of the results. Raises UserError where some runs classify and others segment."""
+    """What methods are compared by in these results: accuracy, Dice coefficient, or a harmonic mean of either.
+
+    Raises:
+        UserError: some runs classify and others segment.
+    """
     if len({result.metric for result in results}) > 1:
-        raise UserError("some of these results are accuracies and some Dice coefficients: no table can hold both")
+        raise UserError(
+            "some of these results are accuracies and some Dice coefficients: keep their runs in separate folders"
+        )
     if not results:
         return ACCURACY
     return (pairs.HARMONIC_MEANS if all(result.labelled for result in results) else METRICS)[results[0].metric]
 
 
 def table_of(collected: Collected, select: Selection = "last") -> Table:
-    """The table of everything that `collect` found. Raises as `table` does."""
+    """The table of all collected runs.
+
+    Raises:
+        UserError: as in `table` and `headline`.
+    """
     order, results = collected.order, collected.results
     whole = table(results, select, methods=order.methods, targets=order.targets, progress=collected.progress)
     whole = replace(whole, notes=(*whole.notes, *settings_note(results, order.methods)))
@@ -132,7 +152,7 @@ def table_of(collected: Collected, select: Selection = "last") -> Table:
 
 
 def settings_note(results: Iterable[RunResult], methods: Sequence[str]) -> Iterator[str]:
-    """Which setting each method ran with, where records say so and it is not the paper's."""
+    """A note with the setting of each method that did not run with the paper's, if records say so."""
     results, named = list(results), dict[str, dict[str, None]]()
     for result in results:
         if result.setting not in ("", "paper"):
@@ -144,7 +164,7 @@ def settings_note(results: Iterable[RunResult], methods: Sequence[str]) -> Itera
 
 
 def _best(found: Sequence[Row], partial: set[str], choose: Callable[[Iterable[float]], float]) -> set[tuple[str, str]]:
-    """Where the best mean of each column stands, as printed: equal figures share it, a lone entry beats none."""
+    """(method, column) of the best mean of each column, as printed. Equal means are all best; a single entry is not."""
     columns: dict[str, list[Row]] = {}
     for row in found:
         if row.target != AVERAGE or row.method not in partial:
@@ -158,7 +178,7 @@ def _best(found: Sequence[Row], partial: set[str], choose: Callable[[Iterable[fl
 
 
 def _fewer(cells: dict[str, dict[str, Cell | None]], most: int) -> Iterator[str]:
-    """What has fewer seeds than ``most``: a method where all its columns have, else its columns."""
+    """What has fewer than ``most`` seeds: a method, if all its columns have equally few, else single columns."""
     for method, line in cells.items():
         numbers = {column: cell.row.n for column, cell in line.items() if cell is not None}
         if len(set(numbers.values())) == 1 and len(numbers) > 1:

@@ -1,4 +1,4 @@
-"""How a table is written: for a terminal, as Markdown, LaTeX and JSON."""
+"""Writes a table for a terminal, and in Markdown, LaTeX and JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def terminal(table: Table) -> RenderableType:
-    """For people: print it with a `rich.console.Console`. Where the screen is too narrow, one line per entry."""
+    """The table for a `rich.console.Console`. If the terminal is too narrow, it has one line per entry."""
     from rich.console import Group
 
     return Group(*(part for one in (table, *table.more) for part in _titled(one)))
@@ -33,7 +33,7 @@ def _titled(table: Table) -> Iterable[RenderableType]:
 
 @dataclass(frozen=True)
 class _Fitting:
-    """The matrix if the screen can hold it without cutting a number, else its entries below each other."""
+    """The matrix, if it fits without cutting a number; otherwise one line per entry."""
 
     table: Table
 
@@ -41,7 +41,7 @@ class _Fitting:
         from rich.measure import Measurement
 
         matrix = self._matrix()
-        # A measurement never exceeds the width that it is given, so it is taken on an endless screen.
+        # rich never measures more than the given width, so give it far more than any table needs.
         needed = Measurement.get(console, options.update(max_width=100_000), matrix).minimum
         fits = needed <= options.max_width
         yield matrix if fits else self._list()
@@ -50,7 +50,7 @@ class _Fitting:
         grid = _grid()
         grid.add_column("method", min_width=max(map(len, ("method", *self.table.methods))))
         for column in self.table.columns:
-            # Where the screen is narrow the standard error slips below its mean; the number itself is never cut.
+            # In a narrow terminal the standard error wraps below its mean. The mean is never cut.
             grid.add_column(_plain(column), justify="right", min_width=max(6, len(column)))
         for method in self.table.methods:
             grid.add_row(_plain(method), *map(_rich_entry, self.table.cells[method].values()))
@@ -76,7 +76,7 @@ def _grid(*names: str) -> Grid:
 
 
 def _plain(text: str) -> Text:
-    """Text in which brackets are brackets and not markup."""
+    """Text in which rich does not read brackets as markup."""
     from rich.text import Text
 
     return Text(text)
@@ -91,7 +91,7 @@ def _rich_entry(cell: Cell | None) -> Text:
 
 
 def markdown(table: Table) -> str:
-    """A pipe table with its notes beneath; where there are more tables, each under its title."""
+    """The table in Markdown with its notes below, then further tables with their titles."""
     return "\n".join(_pipes(one) for one in (table, *table.more))
 
 
@@ -117,7 +117,7 @@ def _pipes(table: Table) -> str:
 
 
 def latex(table: Table) -> str:
-    """A `table` environment for each table; they need the package booktabs."""
+    """A LaTeX `table` environment for each table. Needs the package booktabs."""
     return "\n".join(_environment(one) for one in (table, *table.more))
 
 
@@ -164,18 +164,19 @@ _LATEX = {
 
 
 def escape_latex(text: str) -> str:
-    """``text`` so that LaTeX prints it as it stands.
+    """``text`` with LaTeX's special characters escaped.
 
-    >>> escape_latex("csac_v1 & 50%")
-    'csac\\\\_v1 \\\\& 50\\\\%'
+    Example:
+        >>> escape_latex("csac_v1 & 50%")
+        'csac\\\\_v1 \\\\& 50\\\\%'
     """
     return "".join(_LATEX.get(letter, letter) for letter in text)
 
 
 def as_json(table: Table) -> str:
-    """A list of rows `{method, target, select, n, mean, standard_error, seeds}`; see `Row`, and for pairs `PairRow`."""
+    """The rows as a JSON list, with the fields of `Row`, or of `PairRow` where both sides are measured."""
     return json.dumps([row.model_dump() for row in table.rows], indent=2, ensure_ascii=False) + "\n"
 
 
 FORMATS: dict[str, Callable[[Table], str]] = {"markdown": markdown, "latex": latex, "json": as_json}
-"""The formats that are plain text; `terminal` gives what rich prints."""
+"""The plain-text formats. `terminal` returns an object that rich prints."""

@@ -1,4 +1,4 @@
-"""How much each site counts in the aggregate, round by round: read from `rounds.jsonl`, where a method says so."""
+"""Each site's weight in the aggregate, round by round, from the records of methods that report it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,18 @@ from fedshift.evaluation.records import RoundRecord
 from fedshift.report.plots import Curve
 
 _MOVES = 0.02
-"""Weights that stay within this are shares of data, and a curve of them says nothing."""
+"""Weights that change by no more than this are treated as constant and are not plotted."""
 
 
 def weights_over_rounds(runs: Sequence[Sequence[RoundRecord]]) -> dict[str, Curve]:
-    """Site → (rounds, mean weight over ``runs``, deviation over them), the runs being seeds of one target.
+    """Curves of the sites' weights at one target.
 
-    Only rounds of which every run says it; empty for a method that reports no single number for a site.
+    Args:
+        runs: the rounds of each seed.
+
+    Returns:
+        Site → (rounds, mean over seeds, standard deviation over seeds), for the rounds that all seeds report. Empty if
+        the method does not report one number per site.
     """
     series = [_numbers(rounds) for rounds in runs]
     if not series or not all(series):
@@ -32,12 +37,12 @@ def weights_over_rounds(runs: Sequence[Sequence[RoundRecord]]) -> dict[str, Curv
 
 
 def moving(curves: Iterable[Curve]) -> bool:
-    """Whether any of the weights changes in the course of training."""
+    """Whether any weight changes by more than 0.02 during training."""
     return any(max(mean) - min(mean) > _MOVES for _, mean, _ in curves if len(mean))
 
 
 def mean_weights(runs: Sequence[Sequence[RoundRecord]], site: str, number: int) -> float | None:
-    """The mean weight of ``site`` in round ``number`` over all ``runs`` that say it."""
+    """The mean weight of ``site`` in round ``number`` over the ``runs`` that report it; None if none does."""
     found = [weights[number][site] for weights in map(_numbers, runs) if site in weights.get(number, {})]
     return fmean(found) if found else None
 

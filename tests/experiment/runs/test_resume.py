@@ -31,6 +31,7 @@ from small import (
 )
 
 import fedshift
+from fedshift.errors import UserError
 
 FEDAVG = {"name": "fedavg"}
 CSAC = {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}
@@ -191,8 +192,6 @@ def test_helpers_end_with_their_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_helper_s_error_is_the_experiment_s(tmp_path: Path) -> None:
-    from fedshift.errors import UserError
-
     options = experiment(sites(tmp_path), protocol={"targets": ["a", "b"], "seeds": [0]})
     options["engine"]["parallel_runs"] = 2
     fedshift.run(options, tmp_path / "runs")
@@ -269,3 +268,22 @@ def test_the_model_handed_out_is_the_mean_of_the_last_rounds(tmp_path: Path) -> 
     for name, tensor in averaged.items():
         np.testing.assert_allclose(tensor, (second[name].astype(np.float64) + third[name]) / 2, rtol=1e-6, atol=1e-8)
     assert any((averaged[name] != third[name]).any() for name in averaged)
+
+
+def test_the_mean_of_the_last_rounds_may_be_asked_of_a_wrapper_or_of_its_inner_method(tmp_path: Path) -> None:
+    data = sites(tmp_path)
+
+    def model(label: str, outside: int, inside: int) -> dict[str, Any]:
+        method = {"name": "styles", "average_rounds": outside, "method": {**FEDAVG, "average_rounds": inside}}
+        options = experiment(data, methods=[method], model={"name": "mlp", "hidden": [4]})
+        options["protocol"] = {**options["protocol"], "seeds": [0]}
+        fedshift.run(options, tmp_path / label)
+        (file, *_) = sorted((tmp_path / label).glob("*/*/*/*/model.safetensors"))
+        return dict(load_file(file))
+
+    plain, outside, inside = model("plain", 1, 1), model("outside", 2, 1), model("inside", 1, 2)
+    for name, tensor in inside.items():
+        np.testing.assert_array_equal(tensor, outside[name])
+    assert any((inside[name] != plain[name]).any() for name in plain)
+    with pytest.raises(UserError, match="average_rounds is set here and for fedavg"):
+        model("both", 2, 2)

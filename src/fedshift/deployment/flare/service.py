@@ -209,6 +209,7 @@ def _processes_of(kit: Kit) -> Iterator[Any]:
 
 def main() -> None:
     """Run a service in this process."""
+    os.umask(0o077)  # whatever a role writes is its user's alone; FLARE's processes inherit this
     kit = load_kit(Path(sys.argv[1]))
     service = Service(kit, Path(sys.argv[2]) if len(sys.argv) > 2 else None)
 

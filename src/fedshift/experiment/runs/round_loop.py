@@ -154,7 +154,7 @@ class _RunLoop:
         self.federation.settle()
         if state.round == 0 and self.federation.progress.exchange == 0:
             return state  # nothing has been trained: a run that is killed now begins again
-        state = state.remembering(self.run.method.average_rounds)
+        state = state.remembering(self.run.method.handed_out_rounds)
         measured = last or state.round % self.planned.experiment.training.measure_every == 0
         results = self.evaluator.measure(network, state.handed_out) if measured else {"target_accuracy": {}}
         _, page = self.federation.ledger.settle()

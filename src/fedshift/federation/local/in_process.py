@@ -26,6 +26,7 @@ class LocalFederation(Federation):
             setting.method,
             sources=names_of(plans, "source"),
             targets=names_of(plans, "target"),
+            seed=setting.seed,
             **options,
         )
         self._runners = {plan.name: SiteRunner(plan, setting) for plan in plans}

@@ -163,6 +163,7 @@ class PoolFederation(Federation):
             setting.method,
             sources=names_of(plans, "source"),
             targets=names_of(plans, "target"),
+            seed=setting.seed,
             **options,
         )
         self._pool = pool

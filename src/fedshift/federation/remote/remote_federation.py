@@ -93,10 +93,7 @@ class RemoteFederation(Federation):
         return self._outbox.write(call, site, content).body.content
 
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
-        """Send all requests and yield the answers in the order asked.
-
-        Lost sites are left out. A site that refuses or diverged is `Missing`.
-        """
+        """Send all requests and yield the answers in the order asked."""
         self._outbox.clear()
         asked: list[Request] = []
         keys: dict[str, str] = {}
@@ -139,9 +136,6 @@ class RemoteFederation(Federation):
                 waiting[site] = self._taken(kind, call, by_site[site], message, keys[site])
             return True
 
-        lost: list[Request] = []
-        gone = 0
-        spent: list[float] = []
         for request in asked:
             while request.site not in waiting and takes_in():
                 pass
@@ -152,25 +146,15 @@ class RemoteFederation(Federation):
                 self._compare(call, waiting, len(asked))
                 outcome = waiting[request.site]
             if isinstance(outcome, Lost):
-                gone += 1
                 self._record(call, request.site, "refused" if outcome.refused else "lost", outcome.reason)
-                self._may_go_on(call, request.site, len(asked), gone, outcome)
-                if (why := outcome.missing()) is not None:
-                    yield Missing(request.site, why)
-                else:
-                    self._lost.add(request.site)
-                    lost.append(request)
+                yield self._missing(call, request.site, outcome)
                 continue
             answer = outcome.answer
             waiting[request.site] = Lost("handed on")
             self._lost.discard(request.site)
             self._memory[request.site] = outcome.memory
             self._outbox.delivered(call, request.site, residuals[request.site])
-            budget = self.budget.get(request.site, 0)
-            spent.append(answer.mini_batches / budget if budget else 0.0)
             yield answer
-        for request in lost:
-            self.forfeit(request.site, spent)
 
     def _arrivals(
         self, what: str, outgoing: list[tuple[str, Message]]
@@ -233,17 +217,17 @@ class RemoteFederation(Federation):
             raise _Stop(stops[name](text))
         return Lost(text, name)
 
-    def _may_go_on(self, call: str, site: str, asked: int, gone: int, outcome: Lost) -> None:
-        """Raise FedshiftError if too few sites are left for this exchange."""
-        needed = asked if self.quorum is None else min(self.quorum, asked)
-        if asked - gone < needed:
-            left = f"{asked - gone} of {asked} sites are left and the experiment asks for {needed} (engine.quorum)"
-            if (why := outcome.missing()) is not None:
-                raise type(why)(f"round {self.round}, call {call}: {why}; {left}")
-            raise FedshiftError(
-                f"round {self.round}, call {call}: site '{site}' is lost ({outcome.reason}); {left}; when the site is "
-                "back, continue with fedshift deploy resume"
-            )
+    def _missing(self, call: str, site: str, outcome: Lost) -> Missing:
+        """A site that answered but gave nothing, or that did not answer: it has to be back soon the next time."""
+        if (why := outcome.missing()) is not None:
+            return Missing(site, why)
+        self._lost.add(site)
+        return Missing(
+            site,
+            FedshiftError(f"round {self.round}, call {call}: site '{site}' is lost ({outcome.reason})"),
+            "when the site is back, continue with fedshift deploy resume"
+            + ("; with engine.quorum the others go on without it" if self.quorum is None else ""),
+        )
 
     def _record(self, call: str, site: str, outcome: str, reason: str) -> None:
         self._event({"what": call, "site": site, "is": outcome, "reason": reason[:500], **self._where()})

@@ -1,4 +1,4 @@
-"""CCST: cross-client style transfer, and style transfer in front of any other method.
+"""CCST: cross-client style transfer, and style transfer around any other method.
 
 Chen, Jiang, Dou, Chen: Federated Domain Generalization for Image Recognition via Cross-Client Style Transfer. WACV
 2023.
@@ -7,14 +7,14 @@ Setting: domain generalization by changed data; the target is never seen and its
 FedAvg on the stylised samples, ``styles`` any federated method: ``{name: styles, method: {name: csac, …}}``.
 Wire: once, every source's J styles up and the bank of all K·J styles down to each, K·J·s and K·K·J·s with s bytes a
 style (kind ``styles``, which a site may refuse: with ``engine.on_refusal: leave_out`` it then trains in its own style
-and those of the others, and gives none); then what the method behind sends.
+and those of the others, and gives none); then what the inner method sends.
 
  1. Style of an image: S(I) = (μ(Φ(I)), σ(Φ(I))) per channel; J of them (*single*), or one over all pixels of all images
     of the site (*overall*), σ = sqrt(E x² − μ² + 1e-5)
  2. The server sends the bank B = {S of all sites} to all sources.
  3. Every image takes the styles of L of the K source domains, without replacement. Its own domain: it stays as it is.
     Another: F' = σ_S · (F − μ(F))/σ(F) + μ_S in Φ, decoded
- 4. The method behind trains on what comes out.
+ 4. The inner method trains on what comes out.
 
 Where the paper and its code differ. **The defaults are not the paper's in one point: Φ.** The paper's is VGG-19 up to
 relu4_1 with a trained decoder, at 512 pixels, which needs the weights of both. ``setting: vgg`` is the paper;
@@ -29,7 +29,7 @@ No setting changes these:
  3. The level is L here, K in the code. All K by default, the paper's best row: every image is seen as it is and in the
     style of every other site.
  4. The paper writes N_k·L images and passes over all of them in an epoch. Here an epoch is N_k images, each in one of
-    its L versions drawn anew, so that shares and work are those of the method behind. Versions are fixed for a run.
+    its L versions drawn anew, so that shares and work are those of the inner method. Versions are fixed for a run.
  5. Vectors: ``pixel`` means columns, whose μ and σ are the site's. Not in the paper.
  6. Sites count alike, as in the code (``weighting: uniform``, the default of ``ccst``). The code offers FedProx with
     μ = 0.01 (``proximal_weight``).
@@ -59,7 +59,7 @@ from fedshift.methods import registry
 from fedshift.methods.base import Method
 from fedshift.methods.federated.fedprox import FedProx
 from fedshift.methods.federated.style_wrapper import StyleWrapper
-from fedshift.methods.wrapper import InFront
+from fedshift.methods.wrapper import Wrapper
 
 
 class CCST(StyleWrapper):
@@ -91,7 +91,7 @@ class StyleTransfer(StyleWrapper):
     method: SerializeAsAny[Method] = Field(
         {"name": "fedavg"},
         validate_default=True,
-        description="the method behind: its name, or a mapping with name and options",
+        description="the inner method: its name, or a mapping with name and options",
     )
 
     @property
@@ -116,11 +116,11 @@ class StyleTransfer(StyleWrapper):
     @field_validator("method")
     @classmethod
     def _without_styles(cls, method: Method) -> Method:
-        behind = method
-        while isinstance(behind, InFront):
-            if isinstance(behind, StyleWrapper):
-                raise ValueError(f"{behind.name} has styles of its own; choose another method")
-            behind = behind.inner
+        inner = method
+        while isinstance(inner, Wrapper):
+            if isinstance(inner, StyleWrapper):
+                raise ValueError(f"{inner.name} has styles of its own; choose another method")
+            inner = inner.inner
         return method
 
     @field_serializer("method")

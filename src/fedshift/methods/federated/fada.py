@@ -34,7 +34,7 @@ Where the paper is silent or another way was chosen
  6. One target batch serves all K pairs of a step; the target's gradient is the sum over pairs.
  7. The identifiers live at the coordinator, with Adam, and their weights never travel. They keep their weights from
     round to round, Adam its moments within one, as do the optimisers of (c). What they begin with follows from the
-    source's name alone: it is the same for all seeds of an experiment.
+    seed and the source's name.
  8. Disentangling runs at the sources, on features that are constant for it; the target gets D with the model. CI, D',
     T and R stay at their source. Their sizes are not stated: one layer each, two in T. A negative estimate of I(p, q)
     is not minimised further: it has no lower bound, mutual information is never negative, and training diverged.
@@ -151,6 +151,7 @@ class FADA(Method):
         identifiers = DomainIdentifiers(
             state.parts.get("identifiers"),
             name=self.display,
+            seed=federation.seed,
             width=self.identifier_width,
             rate=self.identifier_rate,
             weight=self.adversarial_weight,

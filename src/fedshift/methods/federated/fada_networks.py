@@ -72,11 +72,12 @@ class Disentangler(nn.Module):
 class DomainIdentifiers:
     """The domain identifiers DI_i at the coordinator, one for each source, made when its first features come."""
 
-    def __init__(self, known: object, *, name: str, width: int, rate: float, weight: float) -> None:
-        """known: their weights of the round before. name: of the method. width: hidden units. rate: of their Adam.
-        weight: of the generators' loss.
+    def __init__(self, known: object, *, name: str, seed: int, width: int, rate: float, weight: float) -> None:
+        """known: their weights of the round before. name: of the method. seed: of the run. width: hidden units.
+        rate: of their Adam. weight: of the generators' loss.
         """
-        self._name, self._width, self._rate, self._weight = name, width, rate, weight
+        self._name, self._seed = name, seed
+        self._width, self._rate, self._weight = width, rate, weight
         self._known = known if isinstance(known, Mapping) else {}
         self._modules: dict[str, nn.Sequential] = {}
         self._optimizers: dict[str, torch.optim.Optimizer] = {}
@@ -105,7 +106,7 @@ class DomainIdentifiers:
     def _train(self, site: str, source: Tensor, target: Tensor) -> nn.Sequential:
         if site not in self._modules:
             width, hidden = source.shape[1], self._width
-            with drawn_from(derive_seed("identifier", site)):
+            with drawn_from(derive_seed(self._seed, "identifier", site)):
                 module = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 1))
             if site in self._known:
                 module.load_state_dict(dict(self._known[site]))

@@ -1,4 +1,4 @@
-"""Style transfer in front of a method: how sites share styles, and what becomes of their samples (see `ccst`)."""
+"""Style transfer around a method: how sites share styles, and what becomes of their samples (see `ccst`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fedshift.methods.federated.ccst_styles import (
     Vgg,
 )
 from fedshift.methods.settings import Settings
-from fedshift.methods.wrapper import InFront
+from fedshift.methods.wrapper import Wrapper
 from fedshift.models.network import Network
 from fedshift.models.pretrained import find_file
 from fedshift.models.style_transfer import CHANNELS
@@ -51,8 +51,8 @@ class Received(Reply):
     """Nothing."""
 
 
-class StyleWrapper(InFront):
-    """Style transfer and the method behind it."""
+class StyleWrapper(Wrapper):
+    """Style transfer, whatever method it wraps."""
 
     citation: ClassVar[str] = "Chen et al., WACV 2023"
     settings: ClassVar[Settings] = {
