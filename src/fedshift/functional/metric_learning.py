@@ -12,7 +12,7 @@ from fedshift.errors import UserError
 def semi_hard_triplet_loss(embeddings: Tensor, labels: Tensor, margin: float) -> Tensor:
     """Mean of ``max(0, ‖a − p‖² − ‖a − n‖² + ξ)`` over all anchors and positives.
 
-    n is the semi-hard negative of a pair: the nearest one that is farther than the positive or, where there is none, the
+    n is the semi-hard negative of a pair: the nearest one that is farther than the positive or, without one, the
     farthest. Source: FaceNet (Schroff et al., CVPR 2015); MASF (Dou et al., NeurIPS 2019, equation 6).
 
     Args:

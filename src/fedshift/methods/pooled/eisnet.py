@@ -35,7 +35,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.jigsaw import MOST
 from fedshift.functional.metric_learning import hard_negative_triplet_loss
-from fedshift.methods.pooled.jigen import Puzzles, check_tiles
+from fedshift.methods.pooled.jigen import Puzzles, check_tiles, mean_over
 from fedshift.methods.pooled.mean_teacher import MeanTeacher
 from fedshift.methods.pooled.training import PooledTraining
 from fedshift.models.network import Network
@@ -91,10 +91,8 @@ class EISNet(PooledTraining):
                 self.margin,
                 self.hard_negatives,
             )
-            whole = orders == 0
-            if whole.any():
-                loss = loss + F.cross_entropy(model.classifier(features[whole]), batch.targets[whole])
-            return loss
+            classes = F.cross_entropy(model.classifier(features), batch.targets, reduction="none")
+            return loss + mean_over(orders == 0, classes)
 
         loss = site.minimise(loss_of, model, parts, steps=steps, remember="optimizer")
         if stepped:

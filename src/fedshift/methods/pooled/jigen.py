@@ -66,11 +66,11 @@ class JiGen(PooledTraining):
         def loss_of(batch: Batch) -> Tensor:
             inputs, orders = puzzles.of(batch.inputs)
             features = model.features(inputs)
-            loss = self.jigsaw_weight * F.cross_entropy(head(features), orders)
             classified = orders == 0 if self.class_on == "ordered" else torch.ones_like(orders, dtype=torch.bool)
-            if classified.any():
-                loss = loss + F.cross_entropy(model.classifier(features[classified]), batch.targets[classified])
-            return loss
+            classes = mean_over(
+                classified, F.cross_entropy(model.classifier(features), batch.targets, reduction="none")
+            )
+            return classes + self.jigsaw_weight * F.cross_entropy(head(features), orders)
 
         return self.trained(site, site.batches(steps=steps), loss_of, model, head)
 
@@ -103,6 +103,11 @@ class Puzzles:
         return self.site.inputs_of(shuffled_tiles(pixels, self.table[orders].to(pixels.device))), orders.to(
             inputs.device
         )
+
+
+def mean_over(chosen: Tensor, losses: Tensor) -> Tensor:
+    """The mean of the chosen samples' losses; 0 if none is chosen. Both are (n,)."""
+    return (losses * chosen).sum() / chosen.sum().clamp_min(1)
 
 
 def tile_mask(chosen: Tensor, images: Tensor) -> Tensor:

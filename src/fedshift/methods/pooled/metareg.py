@@ -12,7 +12,7 @@ Common features F, a task network T_i per source, and R_φ(θ) = Σ_j φ_j |θ_j
               φ ← φ − γ ∇_φ L_b(β^l)                                        through all l steps  (episodes)
     stage 2   a fresh task network T and F train on all sources with L + R_φ, φ held fixed       (final model)
 
-What the paper leaves open, and what was chosen
+Where the paper is silent, and what was chosen
  1. How long each stage takes: ``meta_share`` of the run is stage 1. Both stages use the experiment's optimiser.
  2. φ begins at 0 and stays at least 0; it learns at ``regulariser_rate`` times the learning rate. The paper meta-learns
     φ once F and T_i have settled; here from the beginning.
