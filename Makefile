@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 FEDSHIFT_WORKERS ?= 2
 MUTATION_JOBS ?= $(FEDSHIFT_WORKERS)
 
-.PHONY: demo test mutation test-fast test-processors check-results lint bench clean
+.PHONY: demo test mutation test-fast test-processors check-results lint audit sbom lock bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,16 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+audit: $(READY)  ## known flaws in the pinned packages (asks the package index), and in our own code
+	$(BIN)/bandit --quiet --recursive src --configfile pyproject.toml
+	$(BIN)/pip-audit --requirement requirements.lock --require-hashes --disable-pip
+
+sbom: $(READY)  ## what is installed, as CycloneDX JSON: sbom.json
+	$(BIN)/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-reproducible --output-format JSON --validate --output-file sbom.json
+
+lock:  ## pin every package of every platform by its hashes: requirements.lock; needs uv
+	uv pip compile --quiet --generate-hashes --universal --python-version 3.11 --all-extras --no-header --no-annotate --no-emit-index-url --constraints constraints.txt --output-file requirements.lock pyproject.toml
 
 bench: $(READY)  ## ratios measured in one run, written to benchmarks/results/bench.json
 	$(BIN)/python benchmarks/bench.py

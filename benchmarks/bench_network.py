@@ -107,7 +107,7 @@ def measure(exchanges: int) -> dict[str, Any]:
             "sites": list(SITES),
         }
         (folder / "project.yaml").write_text(yaml.safe_dump(project))
-        made = roles.provision(roles.load_project(folder / "project.yaml"), folder)
+        made = roles.provision(roles.load_project(folder / "project.yaml"), folder, lambda new: None)
         provisioning.stop()
         for site in SITES:
             np.savez(folder / f"{site}.npz", x=np.random.default_rng(0).normal(size=(60, 5)), y=np.arange(60) % 3)

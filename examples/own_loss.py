@@ -1,4 +1,4 @@
-"""A loss of your own: FedAvg whose sites are kept from being too sure of themselves.
+"""Your own loss: FedAvg with a penalty on overconfident predictions.
 
 Pereyra, Tucker, Chorowski, Kaiser, Hinton: Regularizing Neural Networks by Penalizing Confident Output Distributions.
 ICLR 2017, workshop track. Every site minimises  CE(p, y) − β · H(p),  H(p) = −Σ_c p_c log p_c.

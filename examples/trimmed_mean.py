@@ -1,4 +1,4 @@
-"""A server of your own: FedAvg with the coordinate-wise trimmed mean, which a few odd sites cannot pull away.
+"""Your own server: FedAvg with the coordinate-wise trimmed mean, which a few outlying sites cannot change much.
 
 Yin, Chen, Ramchandran, Bartlett: Byzantine-Robust Distributed Learning. ICML 2018, Algorithm 1, option II. The paper
 averages gradients; here sites send trained models.

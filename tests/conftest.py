@@ -1,19 +1,26 @@
-"""The order of the tests, and what a test may do that is not marked slow."""
+"""The order of the tests, what a test may do that is not marked slow, and the worker processes that tests share."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+if TYPE_CHECKING:
+    from fedshift.federation.local.pool import WorkerPool
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Federations of processes first: they wait a lot, and at the end one worker would wait for them alone."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    """Federations of processes first: they wait a lot, and at the end one worker would wait for them alone.
+
+    The longest file of all begins at once.
+    """
+    items.sort(key=lambda item: (item.path.name != "test_network.py", item.get_closest_marker("slow") is None))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -36,3 +43,50 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         patch.setattr(subprocess.Popen, "__init__", guarded(subprocess.Popen.__init__))
         patch.setattr(BaseProcess, "start", guarded(BaseProcess.start))
         return (yield)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _disks_are_not_waited_for() -> Iterator[None]:
+    """No test can tell whether a file has reached the disk, and thousands of small files take minutes to do so."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
+
+
+# Worker processes -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def two_workers() -> Iterator[WorkerPool]:
+    """Two workers for all tests that compare engines. To start them takes longer than most of these tests."""
+    from fedshift.federation.local.pool import WorkerPool
+
+    started = WorkerPool(2, threads=1)
+    yield started
+    started.close()
+
+
+@pytest.fixture
+def pool(two_workers: WorkerPool) -> Iterator[WorkerPool]:
+    """The two workers; this process has one thread, as each of them."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield two_workers
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def shared_workers(two_workers: WorkerPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experiments with ``engine.workers: 2`` use the two workers, and leave them running.
+
+    Not for runs that diverge: they close their workers in the middle of a mini-batch.
+    """
+
+    def shared(workers: int, threads: int) -> WorkerPool:
+        assert (workers, threads) == (2, 1)
+        return two_workers
+
+    monkeypatch.setattr("fedshift.experiment.runs.context.WorkerPool", shared)
+    monkeypatch.setattr(two_workers, "close", two_workers.forget)

@@ -92,6 +92,7 @@ def run_own_method(folder: Path, workers: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_workers")
 def test_worked_example_gives_the_same_weights_in_process_and_in_a_pool(tmp_path: Path) -> None:
     alone, pool = run_own_method(tmp_path / "alone", 1), run_own_method(tmp_path / "pool", 2)
     assert alone.keys() == pool.keys()

@@ -13,6 +13,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "fedshift"
 FLOORS = (
     ("cli", "__main__"),
     ("api", ""),
+    ("playground",),
     ("report",),
     ("deployment",),
     ("audit",),
@@ -23,7 +24,7 @@ FLOORS = (
     ("models",),
     ("data",),
     ("functional",),
-    ("weights", "files", "encryption", "errors", "import_paths", "class_registry"),
+    ("chained_log", "class_registry", "encryption", "errors", "files", "import_paths", "text", "weights"),
 )
 """From the top to the bottom: a module imports from its own floor or from floors beneath it. "": the package itself."""
 LONGEST_FILE = 350

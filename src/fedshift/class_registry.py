@@ -1,4 +1,4 @@
-"""Classes by name: data sets, networks, methods. A class is imported only when it is asked for."""
+"""Classes by name: data sets, networks, methods. A class is imported only when it is used."""
 
 from __future__ import annotations
 

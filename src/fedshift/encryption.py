@@ -17,7 +17,8 @@ from fedshift.files import write_bytes
 
 KEY_FILE, KEY = "FEDSHIFT_KEY_FILE", "FEDSHIFT_KEY"
 """Environment variables: the file that holds the key, or the key itself (32 bytes, base64)."""
-_MAGIC = b"fedshift encrypted 1\n"
+MAGIC = b"fedshift encrypted 1\n"
+"""What every encrypted file begins with."""
 _SALT, _TAG = 16, 16
 _PIECE = 1 << 26
 """Bytes that are encrypted at once; the library takes at most 2³¹."""
@@ -49,7 +50,7 @@ def read_private(path: Path) -> bytes:
         UserError: it is encrypted and there is no key, or another one; or it is not encrypted although a key is set.
     """
     data, key = path.read_bytes(), present_key()
-    if not data.startswith(_MAGIC):
+    if not data.startswith(MAGIC):
         if key is not None:
             raise UserError(
                 f"{path} is not encrypted, but a key is set ({KEY_FILE} or {KEY}): go on without the key, or delete "
@@ -111,7 +112,7 @@ def encrypted(data: bytes, key: bytes, name: str) -> bytes:
     pieces = [view[at : at + _PIECE] for at in range(0, max(1, len(data)), _PIECE)]
     return b"".join(
         [
-            _MAGIC,
+            MAGIC,
             salt,
             *(
                 cipher.encrypt(nonce, piece, name.encode())
@@ -129,9 +130,9 @@ def decrypted(data: bytes, key: bytes, path: Path) -> bytes:
     """
     from cryptography.exceptions import InvalidTag
 
-    begin = len(_MAGIC) + _SALT
+    begin = len(MAGIC) + _SALT
     view = memoryview(data)
-    cipher = _cipher(key, data[len(_MAGIC) : begin])
+    cipher = _cipher(key, data[len(MAGIC) : begin])
     pieces = [view[at : at + _PIECE + _TAG] for at in range(begin, len(data), _PIECE + _TAG)]
     try:
         if not pieces:
@@ -160,7 +161,7 @@ def _cipher(key: bytes, salt: bytes):  # type: ignore[no-untyped-def]
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
     except ImportError:
         raise UserError("encrypting files needs the package cryptography: pip install -e '.[deploy]'") from None
-    return AESGCM(HKDF(algorithm=SHA256(), length=32, salt=salt, info=_MAGIC).derive(key))
+    return AESGCM(HKDF(algorithm=SHA256(), length=32, salt=salt, info=MAGIC).derive(key))
 
 
 def _check_apart(path: Path) -> None:

@@ -50,3 +50,20 @@ def _private(path: str, flags: int) -> int:
     handle = os.open(path, flags, 0o600)
     os.fchmod(handle, 0o600)  # it may have been left there with other rights
     return handle
+
+
+def make_private(folder: Path) -> None:
+    """Let only the user read a folder and everything in it.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     file = Path(folder) / "file.txt"
+        ...     file.touch(0o644)
+        ...     make_private(Path(folder))
+        ...     oct(file.stat().st_mode)[-3:]
+        '600'
+    """
+    for path in (folder, *folder.rglob("*")):
+        if not path.is_symlink():
+            os.chmod(path, 0o700 if path.is_dir() else 0o600)

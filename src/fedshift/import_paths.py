@@ -53,7 +53,7 @@ def import_file(path: str) -> ModuleType:
     module.__dict__["__sha256__"] = checksum
     sys.modules[name] = module
     try:
-        exec(compile(text, str(whole), "exec"), module.__dict__)
+        exec(compile(text, str(whole), "exec"), module.__dict__)  # a file that the user named # nosec B102
     except BaseException:
         del sys.modules[name]  # do not keep half a module
         raise

@@ -42,7 +42,7 @@ def kits(fedshift: Cli, tmp_path: Path) -> Path:
     """The folder of a provisioned project's kits."""
     file = tmp_path / "project.yaml"
     assert fedshift("project", "init", str(file), *INIT)[0] == 0
-    assert fedshift("project", "provision", str(file), "--out", str(tmp_path / "kits"))[0] == 0
+    assert fedshift("project", "provision", str(file), "--out", str(tmp_path / "kits"), "--no-passphrase")[0] == 0
     return tmp_path / "kits" / "federation"
 
 
@@ -76,6 +76,54 @@ def test_provision_says_what_to_do_with_kits(fedshift: Cli, kits: Path) -> None:
     assert "site north" in out
     assert "unchanged" in out
     assert "secret" in out
+
+
+def test_the_authority_needs_a_passphrase_or_a_decision(
+    fedshift: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "project.yaml"
+    assert fedshift("project", "init", str(file), *INIT)[0] == 0
+    words = ("project", "provision", str(file), "--out", str(tmp_path / "kits"))
+    code, _, err = fedshift(*words)
+    assert (code, "FEDSHIFT_PASSPHRASE" in err, "--no-passphrase" in err) == (2, True, True)
+    assert err.count("\n") == 1
+    assert not list(tmp_path.rglob("*.key"))
+    monkeypatch.setenv("FEDSHIFT_PASSPHRASE", "correct horse battery")
+    assert fedshift(*words)[0] == 0
+    assert b"ENCRYPTED" in next(tmp_path.rglob("rootCA.key")).read_bytes()
+    monkeypatch.delenv("FEDSHIFT_PASSPHRASE")
+    code, _, err = fedshift("project", "reissue", str(file), "north", "--out", str(tmp_path / "kits"))
+    assert (code, "FEDSHIFT_PASSPHRASE" in err, "--no-passphrase" in err) == (2, True, False)
+
+
+def test_a_kit_is_revoked_accepted_and_issued_again(fedshift: Cli, kits: Path) -> None:
+    def revoked() -> dict[str, bool]:
+        found = json.loads((kits / "coordinator" / "certificates.json").read_text())
+        return {site: found[site]["revoked"] for site in ("north", "south")}
+
+    kit = ("--kit", str(kits / "coordinator"))
+    assert fedshift("project", "revoke", "north", *kit)[0] == 0
+    assert revoked() == {"north": True, "south": False}
+    assert "unchanged" in fedshift("project", "revoke", "north", *kit)[1]
+    assert fedshift("project", "accept", "north", *kit)[0] == 0
+    assert revoked() == {"north": False, "south": False}
+    code, _, err = fedshift("project", "revoke", "nroth", *kit)
+    assert (code, "did you mean 'north'" in err) == (2, True)
+    file, key = str(kits.parents[1] / "project.yaml"), kits / "sites" / "north" / "flare" / "startup" / "client.key"
+    before = key.read_bytes()
+    assert fedshift("project", "reissue", file, "north", "--out", str(kits.parent))[0] == 0
+    assert key.read_bytes() != before
+
+
+def test_a_site_with_a_filter_of_flares_does_not_start(fedshift: Cli, kits: Path) -> None:
+    file = site_file(kits)
+    scopes = [{"name": "public", "task_result_filters": [{"name": "ExcludeVars", "args": {"exclude_vars": "x"}}]}]
+    local = kits / "sites" / "north" / "flare" / "local"
+    (local / "privacy.json").write_text(json.dumps({"scopes": scopes, "default_scope": "public"}))
+    for command in ("start", "check"):
+        code, _, err = fedshift("site", command, str(file))
+        assert (code, "ExcludeVars" in err, "policy.send" in err) == (2, True, True)
+        assert err.count("\n") == 1
 
 
 def test_site_check_says_what_leaves(fedshift: Cli, kits: Path) -> None:
@@ -122,10 +170,10 @@ def test_a_broken_audit_log_is_said_and_stops_the_start(fedshift: Cli, kits: Pat
     text = log.path.read_text()
     log.path.write_text(text.replace('"round": 1', '"round": 7'))
     code, out, _ = fedshift("site", "check", str(file))
-    assert (code, "the audit log was changed here" in out) == (0, True)
+    assert (code, "the log was changed here" in out) == (0, True)
     code, _, err = fedshift("site", "start", str(file))
     assert code == 1
-    assert "line 2: the audit log was changed here" in err
+    assert "line 2: the log was changed here" in err
 
 
 def test_roles_that_do_not_run(fedshift: Cli, kits: Path) -> None:

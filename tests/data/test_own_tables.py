@@ -57,6 +57,13 @@ def test_prediction_encodes_the_same_after_a_round_trip(tmp_path: Path) -> None:
         encode_rows(Preprocessing(kind="image"), tmp_path / "new.csv")
 
 
+def test_numbers_that_mean_missing(tmp_path: Path) -> None:
+    one_site(tmp_path)
+    saved = asked(**age(missing_values=[40.0], can_be_missing=True))
+    # age, age is missing, stage I, II, III
+    assert encode_rows(saved, tmp_path / "a.csv").tolist() == [[0, 1, 1, 0, 0], [1, 0, 0, 1, 0]]
+
+
 def test_whole_numbers_are_one_category_and_order_naturally(tmp_path: Path) -> None:
     a, b = "age,stage,ill\n1,1.0,0\n2,10,1\n", "age,stage,ill\n3,1,1.0\n4,2,0.0\n"
     data = built(tmp_path, a, b)

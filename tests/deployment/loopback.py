@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,20 +14,16 @@ from safetensors.torch import load_file
 from tiny import domains
 
 from fedshift.deployment.coordinator import EXPERIMENT, coordinate
-from fedshift.deployment.site_file import load_site
-from fedshift.deployment.site_server import SiteProgram
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.federation.exchange import Answer, Request
 from fedshift.federation.local.in_process import LocalFederation
-from fedshift.federation.remote.transport import Lost
-from fedshift.federation.remote.wire import Message
+from fedshift.playground.in_process import Loopback
 
 ADAPT = {"kind": "adapt_to_one", "targets": ["east"], "seeds": [0], "test_fraction": 0.3}
 SITES = {"north": 41, "south": 17, "east": 26}
 UNSEEN = {"west": 30}
 VECTOR_MODEL: dict[str, Any] = {"name": "mlp", "hidden": [8, 6]}
-Change = Callable[[str, dict[str, Any], Message | Lost], Message | Lost | list[Message]]
 
 
 def write_data(folder: Path, sizes: Mapping[str, int]) -> dict[str, str]:
@@ -72,28 +68,6 @@ def site_file(folder: Path, name: str, data: str, **policy: Any) -> Path:
     }
     place.write_text(yaml.safe_dump(options))
     return place
-
-
-class Loopback:
-    """Carries messages to site programs in this process. ``change`` may lose, double or spoil an answer."""
-
-    def __init__(self, places: Mapping[str, Path], change: Change | None = None) -> None:
-        self.programs = {name: SiteProgram(load_site(path)) for name, path in places.items()}
-        self.change = change or (lambda site, header, answer: answer)
-        self.asked: list[tuple[str, str]] = []
-        self.backwards = False
-
-    def exchange(
-        self, messages: Iterator[tuple[str, Message]], deadline: float, patience: Mapping[str, float]
-    ) -> Generator[tuple[str, Message | Lost], None, None]:
-        whole = list(messages)
-        for site, message in reversed(whole) if self.backwards else whole:
-            header = json.loads(message.header)
-            self.asked.append((site, header.get("step", header["do"])))
-            answer = self.programs[site].handle(message, "coordinator")
-            changed = self.change(site, header, answer)
-            for one in changed if isinstance(changed, list) else [changed]:
-                yield site, one
 
 
 def deploy(

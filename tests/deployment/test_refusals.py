@@ -92,6 +92,7 @@ def test_the_run_ends_before_training_and_names_site_and_kind(method: str, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_workers")
 @pytest.mark.parametrize("method", KINDS)
 def test_the_run_goes_on_without_it_and_says_so(method: str, tmp_path: Path) -> None:
     """It gives nothing, and still trains with what the others gave; in the same bits in every engine."""

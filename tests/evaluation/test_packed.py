@@ -187,3 +187,12 @@ def test_malformed_rounds_are_named_with_their_line(spoil: Callable[[bytes], byt
 def test_damaged_rounds(cut: int) -> None:
     with pytest.raises(UserError, match=r"rounds\.jsonl\.xz"):
         decode_rounds(made()[ROUNDS][:cut])
+
+
+def test_no_cell_is_a_formula() -> None:
+    """A spreadsheet would run it; read back it is the name again."""
+    run = PackedRun({"method": "=1+1", "target": "@b", "seed": 0, "seconds": -1.5}, {})
+    files = encode([run], {})
+    assert files["runs.csv"].decode().splitlines()[1] == "'=1+1,'@b,0,-1.5"
+    found, _, _ = decode(files["experiment.yaml"], files["runs.csv"])
+    assert list(found) == ["=1+1/@b/seed-0"]

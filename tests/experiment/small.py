@@ -126,6 +126,20 @@ class Stop(BaseException):
     """Ends a run in the middle, as a kill would: nothing catches it."""
 
 
+class StopAfter(Reporter):
+    """Ends the process, as it were, in the middle of a round: after some rounds and one more site's training."""
+
+    def __init__(self, rounds: int) -> None:
+        self.left = rounds
+
+    def trained(self, site: str, mini_batches: int) -> None:
+        if self.left == 0:
+            raise Stop
+
+    def round(self, run: Run, record: RoundRecord) -> None:
+        self.left -= 1
+
+
 class Slow(Reporter):
     """Leaves time between the moments of a run, so that a signal can fall between any two."""
 

@@ -1,32 +1,28 @@
-"""adapt_to_one: what the target gives and is measured on, who takes part, wrong labels, and the same work for all."""
+"""adapt_to_one: what the target gives and is measured on, who takes part, and the same work for all."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import numpy as np
 import pytest
-from calling import Cli
+from adapting import adapting, data_of, domain, model_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
-from safetensors.numpy import load_file
-from small import Stop, experiment, features, lines, outcome, process, processes_below, save, sites, wait_for, write
+from small import features, save, sites
 
 import fedshift
-from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
+from fedshift.data.domain import Domain
 from fedshift.data.site_data import batches_per_epoch
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut
 from fedshift.experiment.plan import budgets, rounds_needed, site_budget, site_plans
-from fedshift.experiment.protocol import Split, split_of, taking_part, with_wrong_labels
+from fedshift.experiment.protocol import Split, split_of
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site_runner import Setting
 from fedshift.federation.training import Training
@@ -38,36 +34,6 @@ from fedshift.methods.federated.oracle import Oracle
 from fedshift.methods.pooled.source_only import SourceOnly
 from fedshift.models import registry as models
 from fedshift.weights import Weights
-
-FOLDER = Manifest("", "", "", "", "")
-METHODS: list[Any] = [
-    "source_only",
-    "fedavg",
-    {"name": "kd3a", "gate_start": 0.5, "gate_end": 0.6},
-    "oracle",
-]
-NETWORK: dict[str, Any] = {"name": "mlp", "hidden": [6], "batch_norm": True}
-
-
-def data_of(**domains: Domain) -> DataSet:
-    return DataSet("x", domains, ("0", "1", "2"), Preprocessing(kind="features"), FOLDER)
-
-
-def domain(name: str, samples: int, groups: Any = None, **official: Any) -> Domain:
-    inputs = np.random.default_rng(samples).normal(size=(samples, 2)).astype(np.float32)
-    return Domain(name, inputs, np.arange(samples) % 3, groups, **official)
-
-
-def adapting(where: dict[str, str], protocol: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
-    """The small experiment with a target that takes part."""
-    kind = {"kind": "adapt_to_one", "targets": ["a"], "seeds": [0], "test_fraction": 0.3, **(protocol or {})}
-    return experiment(where, protocol=kind, **{"methods": METHODS, "model": NETWORK, **changes})
-
-
-def model_of(runs: Path, method: str, target: str = "a", seed: int = 0) -> Mapping[str, Any]:
-    path = runs / "small" / method / target / f"seed-{seed}" / "model.safetensors"
-    return {name: tensor.tobytes() for name, tensor in load_file(path).items()}
-
 
 # Who gives what -------------------------------------------------------------------------------------------------------
 
@@ -136,6 +102,19 @@ def test_no_base_image_on_both_sides() -> None:
         for name, rows in split.train.items():
             assert base(name, rows) == given
             assert base(name, split.held_out[name]) == measured
+
+
+@pytest.mark.parametrize("fraction", [0.2, 0.5, 0.9])
+def test_a_target_with_one_sample_of_each_class(fraction: float) -> None:
+    """A share of every class is nothing there: its samples are parted whatever their classes."""
+    few = Domain("a", np.zeros((8, 3), np.float32), np.arange(8))
+    data = data_of(a=few, b=domain("b", 90))
+    split = split_of(AdaptToOne(test_fraction=fraction), data, "a", 0)
+    assert len(split.measured["a"]) == round(8 * fraction)
+    assert sorted([*split.measured["a"], *split.unlabelled["a"]]) == list(range(8))
+    alone = data_of(a=Domain("a", few.inputs[:1], few.labels[:1]), b=domain("b", 90))
+    with pytest.raises(UserError, match="'a' has 1 samples to adapt to and 0 to be measured on"):
+        split_of(AdaptToOne(test_fraction=fraction), alone, "a", 0)
 
 
 # Whose sites ----------------------------------------------------------------------------------------------------------
@@ -216,131 +195,6 @@ def test_a_target_that_takes_part_shares_in_the_encoding(tmp_path: Path) -> None
     assert "unseen" not in metadata
 
 
-# drop and wrong_labels ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("drop", ["c", ["c"]])
-def test_a_dropped_domain_takes_no_part(tmp_path: Path, drop: Any) -> None:
-    """The same bits as without its file."""
-    where = sites(tmp_path)
-    dropped = fedshift.run(adapting(where, {"drop": drop, "targets": "all"}), tmp_path / "runs")
-    without = {name: path for name, path in where.items() if name != "c"}
-    whole = fedshift.run(adapting(without, {"targets": "all"}), tmp_path / "other")
-    assert {run.target for run in dropped.runs} == {"a", "b"}
-    assert dropped.rows() == whole.rows()
-    for run in dropped.runs:
-        assert run.data["training_samples"].keys() == {"a", "b"} - {run.target}
-        assert model_of(tmp_path / "runs", run.method, run.target) == model_of(
-            tmp_path / "other", run.method, run.target
-        )
-    assert [one.name for one in fedshift.check(adapting(where, {"drop": drop})).domains] == ["a", "b"]
-
-
-def test_wrong_labels_are_those_of_training_rows_of_the_named_source() -> None:
-    data = data_of(a=domain("a", 30), b=domain("b", 90), c=domain("c", 45))
-    before = {name: one.labels.copy() for name, one in data.domains.items()}
-    protocol = AdaptToOne(wrong_labels={"b": 0.5, "a": 1.0})  # a is the target: it has no labels to make wrong
-    split = split_of(protocol, data, "a", 0)
-    shown = with_wrong_labels(protocol, data, split, 0)
-    changed = np.flatnonzero(shown.domains["b"].labels != before["b"])
-    assert len(changed) == round(len(split.train["b"]) / 2)
-    assert set(changed) <= set(split.train["b"])
-    assert shown.domains["a"] is data.domains["a"]
-    assert shown.domains["c"] is data.domains["c"]
-    assert shown.domains["b"].inputs is data.domains["b"].inputs
-    for name, labels in before.items():  # what is measured is the data as they were
-        assert np.array_equal(data.domains[name].labels, labels)
-    again = with_wrong_labels(protocol, data, split, 0)
-    assert np.array_equal(again.domains["b"].labels, shown.domains["b"].labels)
-    other = with_wrong_labels(protocol, data, split, 1)
-    assert not np.array_equal(other.domains["b"].labels, shown.domains["b"].labels)
-    assert with_wrong_labels(AdaptToOne(), data, split, 0) is data
-    assert with_wrong_labels(LeaveOneOut(), data, split, 0) is data
-
-
-def test_a_source_with_wrong_labels_is_no_target() -> None:
-    """Its turn as the target would be a run without a wrong label, averaged with the others."""
-    data = data_of(a=domain("a", 30), b=domain("b", 90), c=domain("c", 45))
-    for protocol in (AdaptToOne(wrong_labels={"b": 0.5}), AdaptToOne(wrong_labels={"b": 0.5}, targets=("a", "b"))):
-        with pytest.raises(UserError, match=r"wrong_labels: 'b' is a target too.*targets: \[a"):
-            taking_part(protocol, data)
-    assert taking_part(AdaptToOne(wrong_labels={"b": 0.5}, targets=("a", "c")), data) is data
-    assert list(taking_part(AdaptToOne(wrong_labels={"b": 0.5}, drop=("b",)), data).domains) == ["a", "c"]
-
-
-@pytest.mark.parametrize("fraction", [0.2, 0.5, 0.9])
-def test_a_target_with_one_sample_of_each_class(fraction: float) -> None:
-    """A share of every class is nothing there: its samples are parted whatever their classes."""
-    few = Domain("a", np.zeros((8, 3), np.float32), np.arange(8))
-    data = data_of(a=few, b=domain("b", 90))
-    split = split_of(AdaptToOne(test_fraction=fraction), data, "a", 0)
-    assert len(split.measured["a"]) == round(8 * fraction)
-    assert sorted([*split.measured["a"], *split.unlabelled["a"]]) == list(range(8))
-    alone = data_of(a=Domain("a", few.inputs[:1], few.labels[:1]), b=domain("b", 90))
-    with pytest.raises(UserError, match="'a' has 1 samples to adapt to and 0 to be measured on"):
-        split_of(AdaptToOne(test_fraction=fraction), alone, "a", 0)
-
-
-def test_the_released_rule_takes_the_next_class() -> None:
-    data = data_of(a=domain("a", 30), b=domain("b", 90))
-    protocol = AdaptToOne(wrong_labels={"b": 1.0}, wrong_labels_rule="shift")
-    split = split_of(protocol, data, "a", 0)
-    shown, rows = with_wrong_labels(protocol, data, split, 0).domains["b"].labels, split.train["b"]
-    assert np.array_equal(shown[rows], (data.domains["b"].labels[rows] + 1) % 3)
-    held_out = split.held_out["b"]
-    assert np.array_equal(shown[held_out], data.domains["b"].labels[held_out])
-
-
-def test_names_that_no_domain_has() -> None:
-    data = data_of(north=domain("north", 30), south=domain("south", 90))
-    for field in ({"drop": ("soth",)}, {"wrong_labels": {"soth": 0.1}}):
-        with pytest.raises(
-            UserError, match=rf"^protocol\.{next(iter(field))}: no domain is called 'soth'; did you mean 'south'\?"
-        ):
-            taking_part(AdaptToOne(**field), data)
-    assert taking_part(AdaptToOne(), data) is data
-    assert taking_part(LeaveOneOut(), data) is data
-    # A malicious domain that is dropped does no harm: one experiment file serves both.
-    both = AdaptToOne(drop=("south",), wrong_labels={"south": 0.5})
-    assert list(taking_part(both, data).domains) == ["north"]
-
-
-def test_what_is_measured_has_true_labels(tmp_path: Path) -> None:
-    """Sources that all say the next class teach that, and neither the target nor a held-out part confirms it."""
-    where = save(tmp_path, a=features(1, 90), b=features(2, 90), c=features(3, 90))
-    training = {"rounds": 6, "batch_size": 8, "lr": 0.2, "momentum": 0.9}
-    methods = ["fedavg", "source_only", "oracle"]
-    true = fedshift.run(adapting(where, training=training, methods=methods), tmp_path / "true")
-    wrong = {"wrong_labels": {"b": 1.0, "c": 1.0}, "wrong_labels_rule": "shift"}
-    false = fedshift.run(adapting(where, wrong, training=training, methods=methods), tmp_path / "false")
-    for one, other in zip(true.runs, false.runs, strict=True):
-        if one.method == "oracle":  # it has the target's labels, which nobody touched
-            assert model_of(tmp_path / "true", "oracle") == model_of(tmp_path / "false", "oracle")
-            continue
-        before, after = one.selected["last"], other.selected["last"]
-        assert before is not None
-        assert after is not None
-        assert before.accuracy > 75 > 25 > after.accuracy, one.method
-        assert before.source_accuracy is not None
-        assert after.source_accuracy is not None
-        assert before.source_accuracy > 75 > 25 > after.source_accuracy, one.method
-    with pytest.raises(UserError, match=r"another experiment: protocol\.wrong_labels"):
-        fedshift.run(adapting(where, training=training, methods=methods), tmp_path / "false")
-
-
-@pytest.mark.slow
-def test_wrong_labels_in_a_pool_of_processes(tmp_path: Path) -> None:
-    """Each seed has its own wrong labels; a worker must not go on with those of the part before."""
-    where = sites(tmp_path)
-    protocol = {"targets": ["a", "b"], "seeds": [0, 1], "wrong_labels": {"c": 0.5}}
-    options = adapting(where, protocol, methods=["kd3a", "source_only"])
-    fedshift.run(options, tmp_path / "here")
-    fedshift.run({**options, "engine": {"name": "local", "threads": 1, "workers": 2}}, tmp_path / "there")
-    assert outcome(tmp_path / "there") == outcome(tmp_path / "here")
-    fedshift.run(adapting(where, {**protocol, "wrong_labels": {}}, methods=["kd3a"]), tmp_path / "true")
-    assert model_of(tmp_path / "true", "kd3a", "b", 1) != model_of(tmp_path / "here", "kd3a", "b", 1)
-
-
 # Work -----------------------------------------------------------------------------------------------------------------
 
 
@@ -396,228 +250,3 @@ def test_mini_batches_of_a_run(tmp_path: Path) -> None:
         "kd3a": (2, 9),
         "oracle": (2, 9),
     }
-
-
-# From the command line ------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A finished experiment: the folder of runs, and its options."""
-    folder = tmp_path_factory.mktemp("finished")
-    where = save(folder, a=features(1, 60), b=features(2, 48), c=features(3, 66))
-    options = adapting(where, {"targets": ["a", "b"], "seeds": [0, 1]})
-    fedshift.run(options, folder / "runs")
-    return folder / "runs", options
-
-
-def test_check_foretells_the_run(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    runs, options = finished
-    file = write(tmp_path / "e.yaml", options)
-    said = cli("check", file)
-    assert said.code == 0, said.err
-    for word in ("source_only", "fedavg", "kd3a", "oracle", "raw_data"):
-        assert word in said.out, word
-    foretold = fedshift.check(options)
-    results = fedshift.run(options, runs)
-    assert [(one.name, one.samples, one.train, one.held_out, one.measured_as_target) for one in foretold.domains] == [
-        ("a", 60, 42, 18, 18),
-        ("b", 48, 33, 15, 15),
-        ("c", 66, 45, 21, 21),
-    ]
-    for method in foretold.methods:
-        of = [run for run in results.runs if run.method == method.label]
-        assert method.runs == len(of) == 4
-        assert max(run.rounds for run in of) == method.rounds
-        assert max(run.mini_batches for run in of) == method.mini_batches_per_site
-        assert sum(sum(run.bytes_up.values()) for run in of) == method.bytes_up, method.label
-        assert sum(sum(run.bytes_down.values()) for run in of) == method.bytes_down, method.label
-        assert set(method.shares) >= set(of[0].bytes_up)
-
-
-def test_run_and_table(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    runs, options = finished
-    said = cli("run", write(tmp_path / "e.yaml", options), "--runs", tmp_path / "runs")
-    assert said.code == 0, said.err
-    assert outcome(tmp_path / "runs") == outcome(runs)
-    for select in ("last", "source", "oracle"):
-        rows = json.loads(cli("table", runs, "--format", "json", "--select", select).out)
-        assert [(row["method"], row["target"]) for row in rows] == [
-            (method, target)
-            for method in ("source_only", "fedavg", "kd3a", "oracle")
-            for target in ("a", "b", "average")
-        ]
-        for row in rows:
-            assert row["n"] == 2
-            assert 0 <= row["mean"] <= 100
-    assert "kd3a" in cli("table", runs).out
-
-
-def test_what_a_run_writes_down(finished: tuple[Path, dict[str, Any]]) -> None:
-    runs, _ = finished
-    part = runs / "small" / "kd3a" / "b" / "seed-1"
-    result = json.loads((part / "result.json").read_text())
-    assert result["data"]["measured_samples"] == {"b": 15}
-    assert result["data"]["training_samples"] == {"a": 42, "c": 45}
-    assert result["data"]["held_out_samples"] == {"a": 18, "c": 21}
-    for line in (part / "rounds.jsonl").read_text().splitlines():
-        record = json.loads(line)
-        assert set(record["losses"]) == set(record["aggregation_weights"]) == {"a", "b", "c"}
-        assert sum(record["aggregation_weights"].values()) == pytest.approx(1)
-        assert 0 <= record["extra"]["confident"] <= 1
-        assert set(record["target_accuracy"]) == {"b"}
-        assert set(record["source_accuracy"]) == {"a", "c"}
-
-
-def test_a_model_file_predicts(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
-    """On what was measured of the target the predictions have the accuracy that the run reports."""
-    runs, options = finished
-    arrays = np.load(options["data"]["sites"]["b"])
-    split = split_of(parse(options).protocol, parse(options).data.build(), "b", 0)
-    rows = split.measured["b"]
-    np.savez(tmp_path / "measured.npz", x=arrays["x"][rows])
-    for method in ("source_only", "fedavg", "kd3a", "oracle"):
-        part = runs / "small" / method / "b" / "seed-0"
-        reported = json.loads((part / "result.json").read_text())["selected"]["last"]["accuracy"]
-        said = json.loads(cli("predict", part, tmp_path / "measured.npz", "--format", "json").out)
-        right = [one["predicted"] == str(label) for one, label in zip(said, arrays["y"][rows], strict=True)]
-        assert 100 * fmean(right) == pytest.approx(reported), method
-
-
-def test_a_dumped_experiment_is_the_experiment(tmp_path: Path) -> None:
-    protocol = {"drop": "c", "wrong_labels": {"b": 0.25}, "wrong_labels_rule": "shift", "targets": "a", "seeds": 3}
-    resolved = parse(adapting(sites(tmp_path), protocol))
-    assert isinstance(resolved.protocol, AdaptToOne)
-    assert (resolved.protocol.drop, resolved.protocol.targets, resolved.protocol.seeds) == (("c",), ("a",), (3,))
-    assert parse(json.loads(json.dumps(resolved.dump()))) == resolved
-
-
-MISTAKES: list[tuple[str, dict[str, Any], list[str]]] = [
-    ("nothing to measure", {"test_fraction": 0}, ["protocol.test_fraction", "greater than 0"]),
-    ("nothing to adapt to", {"test_fraction": 1}, ["protocol.test_fraction", "less than 1"]),
-    ("too little to measure", {"test_fraction": 0.001}, ["'a'", "0 to be measured on", "protocol.test_fraction"]),
-    ("kind", {"kind": "adapt_to_on"}, ["protocol.kind", "'adapt_to_on'", "did you mean 'adapt_to_one'?"]),
-    ("another kind", {"kind": "leave_out"}, ["protocol.kind", "did you mean 'leave_one_out'?"]),
-    ("a kind that is no name", {"kind": ["adapt_to_one"]}, ["protocol.kind"]),
-    ("no kind", {"kind": None}, ["protocol.kind", "adapt_to_one, leave_one_out"]),
-    ("field of the other kind", {"base_images": "shared"}, ["protocol.base_images", "there is no such field"]),
-    ("field", {"wrong_label": {"b": 0.1}}, ["protocol.wrong_label", "did you mean 'wrong_labels'?"]),
-    ("target", {"targets": ["aa"]}, ["protocol.targets", "'aa'", "did you mean 'a'?"]),
-    ("dropped", {"drop": ["bb"]}, ["protocol.drop", "'bb'", "did you mean 'b'?"]),
-    ("a dropped target", {"drop": ["a"]}, ["protocol.targets", "'a'"]),
-    ("all dropped", {"drop": ["b", "c"]}, ["adapt_to_one needs at least 2 domains"]),
-    ("malicious", {"wrong_labels": {"bb": 0.5}}, ["protocol.wrong_labels", "'bb'", "did you mean 'b'?"]),
-    ("share of wrong labels", {"wrong_labels": {"b": 1.5}}, ["protocol.wrong_labels", "1.5"]),
-    ("wrong labels of the wrong kind", {"wrong_labels": ["b"]}, ["protocol.wrong_labels"]),
-    ("rule", {"wrong_labels_rule": "shfit"}, ["protocol.wrong_labels_rule", "shift", "shfit"]),
-]
-
-
-@pytest.mark.parametrize(("changes", "words"), [case[1:] for case in MISTAKES], ids=[case[0] for case in MISTAKES])
-def test_a_mistake_is_one_line(cli: Cli, tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
-    file = write(tmp_path / "e.yaml", adapting(sites(tmp_path / "data"), changes))
-    for command in (("run", file, "--runs", tmp_path / "runs"), ("check", file)):
-        line = cli(*command).error()
-        for word in words:
-            assert word in line, (command[0], line)
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("method", "network", "words"),
-    [
-        ({"name": "kd3a", "focus": "h_divergence"}, "linear", ["kd3a.focus", "h_divergence", "BatchNorm"]),
-        ({"name": "kd3a", "batch_norm": "loss"}, "linear", ["kd3a.batch_norm", "loss", "BatchNorm"]),
-        ({"name": "kd3a", "gate_start": 1}, NETWORK, ["methods[0] (kd3a).gate_start", "less than 1"]),
-        ({"name": "kd3a", "gates": 1}, NETWORK, ["methods[0] (kd3a).gates", "'gate_"]),
-    ],
-)
-def test_a_method_that_does_not_fit(
-    cli: Cli, tmp_path: Path, method: dict[str, Any], network: Any, words: list[str]
-) -> None:
-    file = write(tmp_path / "e.yaml", adapting(sites(tmp_path / "data"), methods=[method], model=network))
-    for command in (("run", file, "--runs", tmp_path / "runs"), ("check", file)):
-        line = cli(*command).error()
-        assert all(word in line for word in words), line
-    assert not (tmp_path / "runs").exists()
-
-
-@pytest.mark.parametrize("method", ["kd3a", "oracle"])
-def test_methods_that_need_a_target(cli: Cli, tmp_path: Path, method: str) -> None:
-    options = adapting(sites(tmp_path / "data"), methods=["fedavg", method])
-    del options["protocol"]
-    file = write(tmp_path / "e.yaml", options)
-    line = cli("check", file).error()
-    assert line.startswith(f"error: methods: {method} adapts to a target")
-    assert "kind: adapt_to_one" in line
-    assert cli("check", file, "protocol.kind=adapt_to_one").code == 0
-
-
-# Interruptions --------------------------------------------------------------------------------------------------------
-
-REMEMBERING: dict[str, Any] = {
-    "name": "kd3a",
-    "gate_start": 0.5,
-    "gate_end": 0.6,
-    "private_classifier": True,
-    "batch_norm": "off",
-    "share_momentum": 0.5,
-}
-"""As much as KD3A can remember: heads, statistics, shares of the round before, and momentum."""
-
-
-def remembering(where: dict[str, str]) -> dict[str, Any]:
-    training = {"rounds": 2, "batch_size": 8, "lr": 0.05, "momentum": 0.9, "reset_optimizer_each_round": False}
-    return adapting(where, {"wrong_labels": {"c": 0.2}}, methods=[REMEMBERING], training=training)
-
-
-def test_a_kill_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process ends at the n-th renaming of a file, for every n, and once more in the resumed run."""
-    options = remembering(sites(tmp_path))
-    fedshift.run(options, tmp_path / "whole")
-    wanted = outcome(tmp_path / "whole")
-    original, calls = os.replace, 0
-
-    def killed(*arguments: Any) -> None:
-        nonlocal calls
-        calls -= 1
-        if calls == 0:
-            raise Stop
-        original(*arguments)
-
-    monkeypatch.setattr(os, "replace", killed)
-    runs = tmp_path / "runs"
-    for moment in range(1, 100):
-        shutil.rmtree(runs, ignore_errors=True)
-        calls = moment
-        try:
-            fedshift.run(options, runs)
-        except Stop:
-            calls = 4
-            try:
-                fedshift.run(options, runs)
-            except Stop:
-                calls = 0
-                fedshift.run(options, runs)
-            assert outcome(runs) == wanted, moment
-        else:
-            break
-    assert moment > 6
-    assert outcome(runs) == wanted
-
-
-@pytest.mark.slow
-def test_kill_9_with_workers(tmp_path: Path) -> None:
-    """Workers end with the process they work for; the run goes on without them to the same bits."""
-    options = remembering(sites(tmp_path))
-    fedshift.run(options, tmp_path / "whole")
-    pooled = {**options, "engine": {"name": "local", "threads": 1, "workers": 2}}
-    runs, mark = tmp_path / "runs", str(tmp_path / "mark")
-    running = process(pooled, runs, mark, seconds=0.2)
-    wait_for(lambda: lines(runs / "small" / "kd3a" / "a" / "seed-0" / "rounds.jsonl") >= 1, 120)
-    running.kill()
-    running.join()
-    wait_for(lambda: not processes_below(mark), 20)
-    assert not (runs / "small" / "kd3a" / "a" / "seed-0" / "result.json").exists()
-    fedshift.run(options, runs)
-    assert outcome(runs) == outcome(tmp_path / "whole")

@@ -204,7 +204,7 @@ def test_data_that_are_no_images(tmp_path: Path, weights: dict[str, Path]) -> No
         ({"model": {"backbone": "mnist_cnn"}}, r"model\.backbone: .*needs pre-trained weights"),
         ({"model": {"backbone": "resnet5"}}, r"model\.backbone: .*unknown model 'resnet5'; did you mean"),
         ({"model": {"head": {"name": "mlp", "hiden": [3]}}}, r"model\.head: .*hiden"),
-        ({"training": {"augmentation": "kd3a"}}, r"training\.augmentation: a frozen backbone sees every image once"),
+        ({"training": {"augmentation": "kd3a"}}, r"training\.augmentation: a frozen backbone"),
     ],
 )
 def test_mistakes(tmp_path: Path, weights: dict[str, Path], changes: dict[str, Any], message: str) -> None:
@@ -235,7 +235,7 @@ def test_the_command_the_run_and_a_prediction_from_images(tmp_path: Path, weight
     kept = weights["one"].read_bytes()
     try:
         np.savez(weights["one"], **weights_of_another)
-        with pytest.raises(UserError, match="other weights of mobilenet_v2"):
+        with pytest.raises(UserError, match=r"mobilenet_v2.*other weights"):
             load_model(folder).predict(Path(where["b"]))
     finally:
         weights["one"].write_bytes(kept)

@@ -111,15 +111,11 @@ def test_images_of_all_sorts_in_one_folder(cli: Cli, tmp_path: Path, monkeypatch
     assert len(said.out.splitlines()) == 15
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 2])
-def test_training_that_diverges(cli: Cli, tmp_path: Path, workers: int) -> None:
+def test_training_that_diverges(cli: Cli, tmp_path: Path) -> None:
     """One line with the run, the site, the round and the learning rate; exit code 1; nothing that looks finished."""
-    methods = ALL if workers == 1 else ["fedavg"]
-    for method in methods:
+    for method in ALL:
         options = experiment(sites(tmp_path), methods=[method], model={"name": "mlp", "hidden": [8, 8]})
         options["training"].update(rounds=40, lr=1e30)
-        options["engine"]["workers"] = workers
         said = cli("run", write(tmp_path / "e.yaml", options), "--runs", tmp_path / "runs")
         name = method if isinstance(method, str) else method["name"]
         assert said.code == 1, (name, said)
@@ -147,7 +143,10 @@ def test_a_run_that_diverges_does_not_keep_the_others_from_being_run(
     assert "fedavg" in said.out
     assert "fedprox" not in said.out
     lines = said.err.splitlines()
-    assert lines[-1].startswith("error: fedprox, target ")
+    assert lines[-1].startswith("error: fedprox, target a, seed 0: ")
+    assert "site 'b'" in lines[-1] or "site 'c'" in lines[-1]
+    assert "round " in lines[-1]
+    assert "0.05" in lines[-1], "the learning rate"
     alone = fedshift.run(experiment(where, protocol=one, methods=["fedavg"]), tmp_path / "alone")
     if "parallel_runs" not in engine:  # what another process is at work on shows in the end alone
         assert sum(": diverged" in line for line in lines) == len(alone.runs)

@@ -103,6 +103,7 @@ def test_the_best_distance_is_the_smallest(finished: Results) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_workers")
 def test_workers_give_the_same_weights(finished: Results, tmp_path: Path) -> None:
     pool = fedshift.run({**TINY, "engine": {"threads": 1, "workers": 2}}, tmp_path)
     for method in ("fedavg", "elcfs"):
@@ -143,7 +144,7 @@ def test_a_model_file_does_not_say_where_masks_go(structure: str, finished: Resu
     save_file(load_file(run / "model.safetensors"), tmp_path / "model.safetensors", metadata)
     Image.new("RGB", (32, 32)).save(tmp_path / "eye.png")
     before = set(tmp_path.rglob("*"))
-    with pytest.raises(UserError, match="cannot be the name of a folder") as told:
+    with pytest.raises(UserError, match="name of a folder") as told:
         load_model(tmp_path).write_masks(tmp_path / "eye.png", tmp_path / "out")
     assert "\n" not in str(told.value)
     assert set(tmp_path.rglob("*")) == before
@@ -155,7 +156,7 @@ def test_masks_do_not_follow_a_link_out_of_their_folder(finished: Results, tmp_p
     (tmp_path / "out" / "disc").symlink_to(tmp_path / "elsewhere")
     Image.new("RGB", (32, 32)).save(tmp_path / "eye.png")
     model = load_model(finished.folder / "fedavg" / "east" / "seed-0")
-    with pytest.raises(UserError, match="would not be written into"):
+    with pytest.raises(UserError, match=str(tmp_path / "out")):
         model.write_masks(tmp_path / "eye.png", tmp_path / "out")
     assert not list((tmp_path / "elsewhere").iterdir())
 
@@ -218,10 +219,10 @@ def test_the_dice_loss_is_minimised() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"methods": ["csac"]}, r"csac is a method of classification, .* one of segmentation: choose deepall, "),
-        ({"model": FROZEN}, r"'frozen' is a network of classification"),
-        ({"model": "mnist_cnn"}, r"model\.name: 'mnist_cnn' is a network of classification, .* choose unet"),
-        ({"data": "rotated_digits", "protocol": {"targets": "D0"}}, r"'unet' is a network of segmentation"),
+        ({"methods": ["csac"]}, r"csac .*classification.* segmentation: choose deepall, "),
+        ({"model": FROZEN}, r"'frozen' .*classification"),
+        ({"model": "mnist_cnn"}, r"model\.name: 'mnist_cnn' .*classification.* choose unet"),
+        ({"data": "rotated_digits", "protocol": {"targets": "D0"}}, r"'unet' .*segmentation"),
         ({"engine": {"refuse": ["spectra"]}}, r"sites refuse spectra, which elcfs shares"),
         ({"model": {"name": "unet"}, "data": {"name": "discs_and_cups", "size": 40}}, r"multiples of 16"),
     ],
@@ -235,7 +236,7 @@ def test_told_before_training(changes: dict[str, Any], message: str, tmp_path: P
 
 def test_wrong_labels_and_the_audit_are_for_classes(tmp_path: Path) -> None:
     wrong = {"kind": "adapt_to_one", "targets": "east", "wrong_labels": {"north": 0.5}}
-    with pytest.raises(UserError, match=r"protocol\.wrong_labels: masks have no other class"):
+    with pytest.raises(UserError, match=r"protocol\.wrong_labels: masks"):
         fedshift.run({**TINY, "protocol": wrong, "methods": ["fedavg"]}, tmp_path)
     with pytest.raises(UserError, match=r"segmentation.*the audit"):
         audit_leakage(parse(TINY), batches=[1], attack="l2", iterations=1, starts=1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -149,13 +148,6 @@ def test_a_pool_without_a_target() -> None:
     assert site.unlabelled is None
     assert [target for _, target in site.domain_batches(2)] == [None, None]
     assert site.mini_batches == 2 * 3
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[WorkerPool]:
-    started = WorkerPool(2, threads=1)
-    yield started
-    started.close()
 
 
 @pytest.mark.slow

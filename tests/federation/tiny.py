@@ -16,6 +16,7 @@ from fedshift.federation.site import Role
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.federation.training import Training
 from fedshift.methods.base import Method, State
+from fedshift.methods.screening import screening_of
 from fedshift.models import registry as models
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -171,7 +172,9 @@ def run(
     """Start and ``rounds`` rounds; the state and the federation after them. ``options`` as for `federation`."""
     found = domains(network) if found is None else found
     where = federation(method, found, network, rounds=rounds, seed=seed, **options)
-    state = method.start(where, start_of(method, found, network, seed))
+    start = start_of(method, found, network, seed)
+    where.screening = screening_of(method, start)
+    state = method.start(where, start)
     where.settle()
     for _ in range(rounds):
         state = step_on(method, where, state)

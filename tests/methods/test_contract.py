@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import sys
@@ -12,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from every_method import every_method, method_of
 from tiny import (
     CLASSES,
     CNN,
-    NORMED,
     SIZES,
     data_set,
     domains,
@@ -28,7 +29,6 @@ from tiny import (
     start_of,
     step_on,
     training,
-    vectors,
 )
 
 from fedshift.data.domain import DataSet, Domain
@@ -42,27 +42,31 @@ from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.setting_json import setting_from, setting_recipe
 from fedshift.federation.site_runner import Setting
 from fedshift.methods import registry
-from fedshift.methods.base import Method, RunPlan
+from fedshift.methods.base import RunPlan, State
 from fedshift.models import registry as models
 from fedshift.weights import Weights
 
-SMALL: dict[str, dict[str, Any]] = {
-    "csac": {"acquisition_epochs": 2, "calibration_epochs": 1},
-    "m3sda": {"generator_steps": 1},
-    "fada": {"steps_per_round": 6},
-    "fedsr": {"steps_per_round": 6},
-    "fedl2r": {"steps_per_round": 6},
-    "fedcmi": {"steps_per_round": 6},
-    "copa": {"local_epochs": 2},
-    "fedadg": {"task_epochs": 1, "adversarial_epochs": 1},
-    "mdfnet": {"local_epochs": 2, "decay": False, "rho": 1},
-}
-"""Options that keep a method's run short; a method that is not named runs with its defaults."""
-every_method = pytest.mark.parametrize("name", registry.names())
 
+@functools.cache
+def played(name: str, normed: bool = False) -> tuple[State, LocalFederation, int]:
+    """Two rounds at sites that refuse what the method does not declare, and how many samples were drawn to train on.
 
-def method_of(name: str, **options: Any) -> Method:
-    return registry.parse({"name": name, **SMALL.get(name, {}), **options})
+    Tests read it and change nothing.
+    """
+    method = method_of(name)
+    drawn, batch = 0, SiteData.batch
+
+    def counted(self: SiteData, rows: torch.Tensor, generator: torch.Generator | None = None) -> Any:
+        nonlocal drawn
+        drawn += 0 if generator is None else len(rows)  # without one: not for training
+        return batch(self, rows, generator)
+
+    refused = sorted(set(known_kinds()) - set(method.shares))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SiteData, "batch", counted)
+        state, where = run(method, network=normed_for(method) if normed else CNN, refuse=refused)
+    assert isinstance(where, LocalFederation)
+    return state, where, drawn
 
 
 def assert_close(first: Weights, second: Weights) -> None:
@@ -124,7 +128,7 @@ def test_another_process_can_make_its_equal(name: str) -> None:
 @every_method
 def test_same_seed_same_weights_another_seed_others(name: str) -> None:
     method = method_of(name)
-    state, _ = run(method)
+    state, *_ = played(name)
     torch.rand(3)  # what the caller drew before does not matter
     again, _ = run(method)
     assert again.weights == state.weights
@@ -168,7 +172,7 @@ def test_the_order_of_sites_does_not_matter(name: str) -> None:
 def test_weights_keep_names_shapes_and_types(name: str) -> None:
     method = method_of(name)
     normed = normed_for(method)
-    state, _ = run(method, network=normed)
+    state, *_ = played(name, normed=True)
     start = setting(method, domains(normed), normed, 8).build_network()
     network = method.evaluated_network(start, len(domains(normed)))
     state.weights.check_like(network.state_dict(), "the model after a run")
@@ -243,34 +247,24 @@ def test_the_labels_of_a_target_that_takes_part_change_nothing(name: str) -> Non
 
 @every_method
 def test_only_declared_kinds_leave_and_no_others_are_needed(name: str) -> None:
-    method = method_of(name)
-    refused = sorted(set(known_kinds()) - set(method.shares))
-    _, where = run(method, refuse=refused)
+    _, where, _ = played(name)
     assert where.ledger.total["up"]
-    assert set(where.ledger.total["up"]) <= set(method.shares)
+    assert set(where.ledger.total["up"]) <= set(method_of(name).shares)
 
 
 @every_method
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "batch_norm"])
-def test_bytes_are_those_of_the_formula(name: str, normed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    method, rounds = method_of(name), 3
+def test_bytes_are_those_of_the_formula(name: str, normed: bool) -> None:
+    method = method_of(name)
     network = normed_for(method) if normed else CNN
-    trained, batch = 0, SiteData.batch
-
-    def counted(self: SiteData, rows: torch.Tensor, generator: torch.Generator | None = None) -> Any:
-        nonlocal trained
-        trained += 0 if generator is None else len(rows)  # without one: not for training
-        return batch(self, rows, generator)
-
-    monkeypatch.setattr(SiteData, "batch", counted)
-    _, where = run(method, network=network, rounds=rounds)
+    _, where, drawn = played(name, normed)
     plan = RunPlan.of(
         setting(method, domains(network), network).build_network(),
         input_shape=domains(network)[0].inputs.shape[1:],
         samples={site: number for site, number in SIZES.items() if site in where.sources},
         targets=len(where.targets),
-        rounds=rounds,
-        trained=trained,
+        rounds=2,
+        trained=drawn,
     )
     formula = method.traffic(plan)
     assert sum(where.ledger.total["up"].values()) == formula.up
@@ -281,12 +275,12 @@ def test_bytes_are_those_of_the_formula(name: str, normed: bool, monkeypatch: py
 def test_memory_is_declared_and_state_survives_a_file(name: str, tmp_path: Path) -> None:
     """Saved after the start and each round, each time loaded into fresh sites: the run ends with the same bits."""
     method = method_of(name)
-    options: dict[str, Any] = {"reset_optimizer_each_round": False, "momentum": 0.9, "rounds": 3}
+    options: dict[str, Any] = {"reset_optimizer_each_round": False, "momentum": 0.9, "rounds": 2}
     whole, one = run(method, **options)
     folder = RunFolder(tmp_path, {"name": name})
     where = federation(method, **options)
     state = method.start(where, start_of(method))
-    for _ in range(3):
+    for _ in range(2):
         where.settle()
         header = {"exchange": where.progress.exchange, "used": where.progress.used}
         folder.save_checkpoint(state, where.save_memory(folder.memory), header)
@@ -341,49 +335,6 @@ def test_mini_batches_are_as_announced(name: str) -> None:
     method = method_of(name)
     if method.pooled or method.supervised_target:
         pytest.skip("one site trains its share of what the others need")
-    _, where = run(method, rounds=3)
+    _, where, _ = played(name)
     for site, per_epoch in (("large", 5), ("small", 1), ("one", 1)):
-        assert where.progress.used[site] == method.mini_batches(per_epoch, 3)
-
-
-# Legal extremes -------------------------------------------------------------------------------------------------------
-
-
-def constant(number: int, value: int) -> Domain:
-    pixels = np.full((number, 1, 12, 12), value, dtype=np.uint8)
-    return Domain(f"constant-{value}", pixels, np.arange(number) % CLASSES)
-
-
-def features(name: str, values: np.ndarray[Any, Any]) -> Domain:
-    return Domain(name, values.astype(np.float32), np.arange(len(values)) % CLASSES)
-
-
-def one_class(domain: Domain, label: int) -> Domain:
-    return Domain(f"{domain.name}-{label}", domain.inputs, np.full(len(domain), label))
-
-
-EXTREMES: dict[str, tuple[list[Domain], dict[str, Any]]] = {
-    "constant images": ([constant(11, 0), constant(10, 255), constant(9, 128)], {}),
-    "all-zero features": ([features(f"zero-{n}", np.zeros((9 + n, 5))) for n in range(3)], {}),
-    "one class at each site": (
-        [one_class(images("a", 9), 0), one_class(images("b", 17), 1), one_class(images("c", 4), 1)],
-        {},
-    ),
-    "one class in all": ([one_class(vectors("a", 9), 2), one_class(vectors("b", 12), 2)], {}),
-    "huge features": ([features(f"huge-{n}", vectors("x", 9 + n).inputs * 1e4) for n in range(3)], {"lr": 1e-7}),  # type: ignore[operator]
-    "single samples": ([vectors("a", 1), vectors("b", 1)], {}),
-    "one source": ([images("alone", 9)], {}),
-    "equal sites": ([vectors("same", 9), Domain("twin", vectors("same", 9).inputs, vectors("same", 9).labels)], {}),
-}
-
-
-@pytest.mark.parametrize("case", EXTREMES)
-@every_method
-def test_nothing_legal_turns_to_nan(name: str, case: str) -> None:
-    found, options = EXTREMES[case]
-    method, network = method_of(name), CNN if found[0].inputs.dtype == np.uint8 else NORMED
-    if network is NORMED and normed_for(method) is not NORMED:
-        pytest.skip("the method works on images alone")
-    state, _ = run(method, found, network, **options)
-    state.weights.check_finite(case)  # raises
-    assert all(np.isfinite(value) for value in state.report["losses"].values())
+        assert where.progress.used[site] == method.mini_batches(per_epoch, 2)

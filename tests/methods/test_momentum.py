@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_contract import method_of, run
-from tiny import CNN, MLP, normed_for, vectors
+from every_method import method_of
+from tiny import CNN, MLP, normed_for, run, vectors
 
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.methods import registry

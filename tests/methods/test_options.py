@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 from option_cases import BASE, ELSEWHERE, OPTIONS, WHERE, Try
-from test_ccst import coloured, vgg_files
+from test_ccst import coloured
+from test_ccst_samples import vgg_files
 from test_fedadg import held_out
 from test_kd3a import rounds_of
 from tiny import CNN, MLP, NORMED, NORMED_CNN, domains, evaluated, images, run, start_of, step_on
@@ -103,6 +104,7 @@ def fields(name: str) -> set[str]:
         "label",
         "setting",
         "average_rounds",
+        "robust",
     }  # every method's, tried elsewhere
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_contract import SMALL
+from every_method import SMALL
 from tiny import CNN, domains, plans, setting, start_of, step_on
 
 from fedshift.federation.local.in_process import LocalFederation

@@ -1,10 +1,10 @@
-"""A small real run, bounded on both sides: handwritten digits (scikit-learn), 2 unseen angles × 2 seeds, some seconds.
+"""A small real run, bounded on both sides: handwritten digits (scikit-learn), 2 unseen angles, some seconds.
 
 Settings: 30 images per class in six angles, 30 % of the base images held out and only they are tested on; mnist_cnn
 with 8 and 16 channels and 32 hidden units; 3 rounds of 2 epochs for CSAC after 6 epochs of acquisition, and the same
 number of mini-batches (6 rounds) for FedAvg and, pooled, for DeepAll; batches of 16, SGD 0.1 with momentum 0.5.
 
-Measured when the test was written, averages of D0 and D45: with seeds 0 and 1 CSAC 59.7, FedAvg 53.1, DeepAll 79.7,
+Measured, averages of D0 and D45: with seed 0 CSAC 57.8, FedAvg 51.7, DeepAll 80.0, with seed 1 61.7, 54.4 and 79.4,
 with seeds 2 and 3 55.3, 53.3 and 69.4. At other settings of this size (larger steps, fewer sources) FedAvg wins: this
 guards against a method that is broken, it does not rank methods.
 """
@@ -27,7 +27,7 @@ def averages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, fl
         {
             "name": "small",
             "data": {"name": "rotated_digits", "per_class": 30},
-            "protocol": {"targets": ["D0", "D45"], "seeds": [0, 1], "test_fraction": 0.3},
+            "protocol": {"targets": ["D0", "D45"], "seeds": [0], "test_fraction": 0.3},
             "model": {"name": "mnist_cnn", "channels": [8, 16], "hidden": 32},
             "training": {"rounds": 3, "batch_size": 16, "lr": 0.1, "momentum": 0.5},
             "methods": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Callable
 from html.parser import HTMLParser
@@ -87,6 +88,21 @@ def test_names_cannot_break_out(write_part: Write) -> None:
     parsed(text)
     assert "<script" not in text
     assert "&lt;script&gt;" in text
+
+
+@pytest.mark.filterwarnings("error")  # of a letter that no font has, which would reach the terminal
+@pytest.mark.parametrize("name", ["a $ and b $", "$^$", "$\\frac$", "one $", "a\x1b[31m\u202eb"])
+def test_any_name_can_be_drawn(name: str, write_part: Write) -> None:
+    """Two dollars are no formula, and nothing in a name is a control character of the page."""
+    for seed in (0, 1):
+        folder = write_part(name, name, seed, 50.0, 60.0, weights=[{name: 0.2, "s": 0.8}, {name: 0.6, "s": 0.4}])
+    text = page(collect(folder.parents[2]))
+    parsed(text)
+    assert text.count("<svg") >= 3
+    figures = re.findall(r"<svg.*?</svg>", text, flags=re.S)
+    shown = html.escape(name.replace("\x1b", " ").replace("\u202e", " "), quote=False)
+    assert any(shown in figure for figure in figures)
+    assert all(letter.isprintable() or letter == "\n" for letter in text)
 
 
 def test_page_of_the_least_there_can_be(write_part: Write) -> None:

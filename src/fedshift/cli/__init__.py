@@ -25,11 +25,12 @@ def _run() -> int:
 
     from fedshift.cli.app import app
     from fedshift.errors import FedshiftError
+    from fedshift.text import printable
 
     try:
         return int(app(standalone_mode=False) or 0)
     except FedshiftError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code
     except typer.Abort:  # typer turns Ctrl-C into this
         return 130

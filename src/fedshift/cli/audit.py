@@ -17,6 +17,7 @@ from rich.table import Table
 from fedshift.audit.attacks import Case
 from fedshift.audit.gradient_search import Watcher
 from fedshift.audit.leakage import LeakageAudit, audit_leakage
+from fedshift.cli.console import safe_console
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import load
 from fedshift.files import write_bytes
@@ -33,7 +34,7 @@ def audit_file(path: Path, overrides: Sequence[str], out: Path | None, **options
         out: the folder to write to; by default ``runs/NAME/audit``.
         options: those of `audit_leakage`.
     """
-    errors = Console(stderr=True)
+    errors = safe_console(stderr=True)
     try:
         experiment = load(path, overrides)
         folder = out or Path("runs") / experiment.name / "audit"
@@ -98,7 +99,7 @@ class Bar(Watcher):
 
 
 def _print(found: LeakageAudit) -> None:
-    console = Console()
+    console = safe_console()
     say = {"markup": False, "highlight": False, "soft_wrap": True}
     console.print(
         f"site {found.site} of {found.data}: {found.samples} training samples; {found.model}, {found.parameters:,} "

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from fedshift.cli.console import escape, safe_console
 from fedshift.experiment.check import check
 from fedshift.experiment.config.experiment import load
 
@@ -16,7 +15,7 @@ from fedshift.experiment.config.experiment import load
 def check_file(path: Path, overrides: Sequence[str]) -> None:
     """Print what is known about an experiment before it trains."""
     found = check(load(path, overrides))
-    console = Console()
+    console = safe_console()
     shape = "×".join(str(size) for size in found.input_shape)
     console.print(
         f"data {escape(found.data)} ({found.fingerprint}): {len(found.classes)} classes, samples of {shape}",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from fedshift.cli.console import escape, safe_console
 from fedshift.cli.fields import options_table
 from fedshift.data import registry
 from fedshift.data.locate import data_root, find, sha256_of
@@ -13,7 +12,7 @@ from fedshift.data.locate import data_root, find, sha256_of
 
 def show_datasets(name: str | None) -> None:
     """List all data sets, or print the manifest of one and whether its files are here."""
-    console = Console()
+    console = safe_console()
     if name is None:
         table = Table(box=None, pad_edge=False)
         for column in ("name", "data set", "licence"):

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from fedshift.cli.console import safe_console
 from fedshift.deployment.coordinator import EXPERIMENT, check_deployable
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
@@ -70,7 +71,9 @@ def follow(kit: Path, experiment: Experiment, runs: Path, *, detach: bool = Fals
     write_bytes(file, text.encode())
     deployment.want("run")
     if detach:
-        Console().print(f"deployed as {experiment.name}: fedshift deploy status {experiment.name}", highlight=False)
+        safe_console().print(
+            f"deployed as {experiment.name}: fedshift deploy status {experiment.name}", highlight=False
+        )
         return runs / experiment.name
     return _watch(deployment, runs)
 
@@ -105,7 +108,7 @@ def _check_running(kit: Path) -> None:
 
 def _watch(deployment: Deployment, runs: Path) -> Path:
     """Show events until the deployment ends, then copy its results. Ctrl-C stops the watching, not the deployment."""
-    console = Console(stderr=True)
+    console = safe_console(stderr=True)
     since = deployment.wanted.get("since", 0.0)
     seen = sum(event.get("time", 0) < since for event in deployment.events())
     shown = ""
@@ -130,7 +133,7 @@ def _watch(deployment: Deployment, runs: Path) -> Path:
     folder = fetch(deployment, runs)
     if state["state"] == "finished":
         collected = collect(folder)
-        Console().print(terminal(table_of(collected)))
+        safe_console().print(terminal(table_of(collected)))
         console.print(f"page: {write_page(folder, collected)}", markup=False, highlight=False, soft_wrap=True)
         return folder
     message = f"deployment '{deployment.name}' {state['state']}: {state.get('message', '')}"
@@ -176,7 +179,7 @@ def _show(console: Console, event: dict[str, Any]) -> None:
 
 
 def _status(kit: Path, name: str | None) -> None:
-    console = Console()
+    console = safe_console()
     chosen = [Deployment.named(kit, name)] if name else Deployment.all(kit)
     if not chosen:
         console.print("no deployments", highlight=False)
@@ -192,8 +195,9 @@ def _status(kit: Path, name: str | None) -> None:
 
 
 def _logs(kit: Path, name: str | None) -> None:
-    console = Console()
+    console = safe_console()
     for event in Deployment.named(kit, name).events():
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.pop("time", 0)))
+        event.pop("previous", None)
         words = " ".join(f"{key}={value}" for key, value in event.items() if value not in (None, ""))
         console.print(f"{moment} {words}", highlight=False, markup=False, soft_wrap=True)

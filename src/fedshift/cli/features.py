@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -21,6 +20,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from fedshift.cli.console import escape, safe_console
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.environment import threads_set
 from fedshift.experiment.features import SiteFeatures, Watcher, all_features
@@ -28,7 +28,7 @@ from fedshift.experiment.features import SiteFeatures, Watcher, all_features
 
 def features_file(path: Path, overrides: Sequence[str]) -> None:
     """Compute the features of an experiment's images, with a progress bar, then print a line for each site."""
-    errors = Console(stderr=True)
+    errors = safe_console(stderr=True)
     try:
         found = _watched(load(path, overrides), errors)
     except KeyboardInterrupt:
@@ -41,7 +41,7 @@ def features_file(path: Path, overrides: Sequence[str]) -> None:
         number, width = one.features.shape
         speed = f"{one.computed / one.seconds:.1f}" if one.seconds else "–"
         table.add_row(escape(name), str(number), str(width), str(one.computed), speed, escape(str(one.path)))
-    Console().print(table)
+    safe_console().print(table)
 
 
 def _watched(experiment: Experiment, errors: Console) -> dict[str, SiteFeatures]:

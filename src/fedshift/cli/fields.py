@@ -9,10 +9,9 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from fedshift.cli.console import escape, safe_console
 from fedshift.errors import UserError, nearest
 
 
@@ -34,22 +33,24 @@ def show_fields(section: str | None) -> None:
     from fedshift.data.transforms import Augmentation
     from fedshift.experiment.config.sections import ENGINES, PROTOCOLS
     from fedshift.federation.training import Training
+    from fedshift.methods.robust import RULES
 
     sections: dict[str, dict[str, type[BaseModel]]] = {
         "protocol": {f"protocol, kind: {name}": kind for name, kind in PROTOCOLS.items()},
         "training": {"training": Training, "training.augmentation": Augmentation},
         "engine": {f"engine, name: {name}": kind for name, kind in ENGINES.items()},
+        "robust": {f"robust of a method, rule: {name}": kind for name, kind in RULES.items()},
     }
     elsewhere = {"methods": "methods", "data": "datasets", "model": "models"}
     if section in elsewhere:
         raise UserError(f"the fields of {section} depend on its name: call fedshift {elsewhere[section]} NAME")
     if section is not None and section not in sections:
         raise UserError(f"there is no section '{section}'; {nearest(section, sections)}")
-    console = Console()
+    console = safe_console()
     for name, kinds in sections.items():
         for title, kind in kinds.items():
             if section in (None, name):
-                console.print(options_table(kind, title, without=("kind", "name")))
+                console.print(options_table(kind, title, without=("kind", "name", "rule")))
                 console.print()
 
 
@@ -57,7 +58,7 @@ def show_models(name: str | None) -> None:
     """List all networks, or print one network's description and options."""
     from fedshift.models import registry
 
-    console = Console()
+    console = safe_console()
     if name is None:
         table = Table(box=None, pad_edge=False)
         for column in ("name", "network"):

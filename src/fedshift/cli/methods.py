@@ -5,12 +5,11 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from fedshift.cli.console import escape, safe_console
 from fedshift.cli.fields import options_table, written
-from fedshift.methods.catalogue import ENTRIES
+from fedshift.methods.catalogue import ENTRIES, ROBUST, RULES
 from fedshift.methods.settings import PAPER
 
 if TYPE_CHECKING:
@@ -19,14 +18,15 @@ if TYPE_CHECKING:
 
 def show_methods(name: str | None) -> None:
     """List all methods, or print one method's description and options."""
-    console = Console()
+    console = safe_console()
     if name is None:
         table = Table(box=None, pad_edge=False)
-        for column in ("name", "for", "settings", "leaves a site", "source"):
+        for column in ("name", "for", "settings", "leaves a site", "robust rules", "source"):
             table.add_column(column, overflow="fold")
         for known, entry in ENTRIES.items():
             settings, shares = ", ".join((PAPER, *entry.settings)), ", ".join(entry.shares)
-            table.add_row(known, entry.scenario, settings, shares, entry.citation)
+            rules = "all" if ROBUST.get(known) == RULES else ", ".join(ROBUST.get(known, ("none",)))
+            table.add_row(known, entry.scenario, settings, shares, rules, entry.citation)
         console.print(table)
         return
     from fedshift.methods import registry  # imports torch, which the list above does not need

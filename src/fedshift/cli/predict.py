@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import json
 import sys
 from pathlib import Path
 
+from fedshift.cli.console import escape, safe_console
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.predict import load_model
+from fedshift.text import csv_text, json_text, printable
 
 _FORMATS = ("terminal", "csv", "json")
 
@@ -24,11 +24,11 @@ def print_predictions(model: Path, data: Path, format: str, own_method: str | No
     trained = load_model(model, own_method)
     if masks is not None:
         for file, share in trained.write_masks(data, masks):
-            print(f"{file}: {100 * share:.1f} % of the image")
+            print(printable(f"{file}: {100 * share:.1f} % of the image"))
         return
     predictions = trained.predict(data)
     if format == "json":
-        rows = [
+        described = [
             {
                 "name": p.name,
                 "predicted": p.predicted,
@@ -36,18 +36,14 @@ def print_predictions(model: Path, data: Path, format: str, own_method: str | No
             }
             for p in predictions
         ]
-        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        print(json_text(described, indent=2))
     elif format == "csv":
-        writer = csv.writer(sys.stdout)
-        writer.writerow(["name", "predicted", *trained.classes])
-        for p in predictions:
-            writer.writerow([p.name, p.predicted, *(f"{value:.6f}" for value in p.probabilities)])
+        rows = [[p.name, p.predicted, *(f"{value:.6f}" for value in p.probabilities)] for p in predictions]
+        sys.stdout.write(csv_text([["name", "predicted", *trained.classes], *rows]))
     else:
-        from rich.console import Console
-        from rich.markup import escape
         from rich.table import Table
 
         table = Table("sample", "predicted", "probability", box=None, pad_edge=False)
         for p in predictions:
             table.add_row(escape(p.name), escape(p.predicted), f"{max(p.probabilities):.3f}")
-        Console().print(table)
+        safe_console().print(table)

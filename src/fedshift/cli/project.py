@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import random
-import socket
+import os
+import shutil
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import typer
 import yaml
-from rich.console import Console
 
+from fedshift.cli.console import safe_console
 from fedshift.data.domain import DataSet, Domain, SparseRows
 from fedshift.deployment.flare import roles
-from fedshift.errors import FedshiftError, UserError
+from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import Experiment, load, parse
 from fedshift.experiment.config.sections import FlareEngine, LeaveOneOut, LocalEngine
 from fedshift.experiment.protocol import taking_part, targets_of
 
+if TYPE_CHECKING:
+    from fedshift.deployment.flare.authority import Ask
+
+PASSPHRASE = "FEDSHIFT_PASSPHRASE"
+"""The environment variable of the passphrase of the authority's key."""
+_PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
 _SENT = ("weights", "numbers", "accuracy", "statistics", "styles", "spectra", "features")
 _FILE = """\
 name: {name}
@@ -46,15 +54,15 @@ def init_project(path: Path, name: str, contact: str, server: str, port: int, si
     except UserError:
         path.unlink()
         raise
-    Console().print(
+    safe_console().print(
         f"wrote {path}: check it, then call fedshift project provision {path}", highlight=False, markup=False
     )
 
 
-def provision_project(path: Path, out: Path, renew: bool) -> None:
+def provision_project(path: Path, out: Path, renew: bool, no_passphrase: bool) -> None:
     """Make the kits and print what to do with each."""
-    console = Console()
-    made = roles.provision(roles.load_project(path), out, renew=renew)
+    console = safe_console()
+    made = roles.provision(roles.load_project(path), out, _asking(no_passphrase), renew=renew)
     console.print(f"coordinator: {made.coordinator}", highlight=False, markup=False)
     for site, kit in made.sites.items():
         new = "" if site in made.new else " (unchanged)"
@@ -62,6 +70,42 @@ def provision_project(path: Path, out: Path, renew: bool) -> None:
     console.print(
         f"keep {made.folder / 'authority'} secret: with it anyone can add sites", highlight=False, markup=False
     )
+
+
+def reissue_kit(path: Path, site: str, out: Path, no_passphrase: bool) -> None:
+    """Make one site's kit again and print what to do with it."""
+    made = roles.reissue(roles.load_project(path), out, site, _asking(no_passphrase))
+    safe_console().print(
+        f"site {site}: give {made.sites[site] / 'flare' / 'startup'} to {site} only, in place of its own; "
+        f"{made.coordinator} refuses the old one. If it runs elsewhere, copy certificates.json into its kit",
+        **_PLAIN,
+    )
+
+
+def revoke_kit(folder: Path, site: str, revoked: bool) -> None:
+    """Refuse a site's kit at the coordinator, or accept it again."""
+    changed = roles.set_revoked(folder, site, revoked)
+    state = "refused" if revoked else "accepted"
+    safe_console().print(f"site {site}: its kit is {state}{'' if changed else ' (unchanged)'}", **_PLAIN)
+
+
+def _asking(no_passphrase: bool) -> Ask:
+    """How the passphrase of the authority's key is found: in the environment, or by asking whoever types."""
+
+    def ask(new: bool) -> str | None:
+        if new and no_passphrase:
+            return None
+        found = os.environ.get(PASSPHRASE, "")
+        if not found and sys.stdin.isatty():
+            found = str(typer.prompt("passphrase of the authority's key", hide_input=True, confirmation_prompt=new))
+        if not found:
+            without = ", or choose --no-passphrase" if new else ""
+            raise UserError(
+                f"the authority's key needs a passphrase: set {PASSPHRASE}, or run this in a terminal{without}"
+            )
+        return found
+
+    return ask
 
 
 def try_project(path: Path | None, overrides: Sequence[str], runs: Path, port: int | None, keep: Path | None) -> None:
@@ -83,7 +127,7 @@ def play(experiment: Experiment, folder: Path, runs: Path, port: int | None) -> 
     """
     from fedshift.cli.deploy import check_place, follow
 
-    console = Console(stderr=True)
+    console = safe_console(stderr=True)
     folder.mkdir(parents=True, exist_ok=True)
     deployed, sites = spread(experiment, folder)
     check_place(deployed, runs / deployed.name)  # fails before anything starts
@@ -91,12 +135,13 @@ def play(experiment: Experiment, folder: Path, runs: Path, port: int | None) -> 
         "name": "try",
         "contact": "try@fedshift.example.org",
         "server": "localhost",
-        "port": port or free_port(),
+        "port": port or roles.free_port(),
         "sites": list(sites),
     }
     file = folder / "project.yaml"
     file.write_text(yaml.safe_dump(project))
-    made = roles.provision(roles.load_project(file), folder)
+    made = roles.provision(roles.load_project(file), folder, lambda new: None)
+    shutil.rmtree(made.folder / "authority")  # its key is not encrypted, and nobody needs it any more
     started: list[tuple[Path, str]] = []
     try:
         console.print(f"starting a coordinator and {len(sites)} sites on this machine …", highlight=False)
@@ -177,16 +222,3 @@ def _described(data: DataSet, names: Sequence[str], folder: Path) -> dict[str, o
     if data.preprocessing.mean is not None and data.preprocessing.std is not None:
         described |= {"mean": list(data.preprocessing.mean), "std": list(data.preprocessing.std)}
     return described
-
-
-def free_port() -> int:
-    """A port on which nothing listens now.
-
-    It is outside the range that the system uses for outgoing connections. Otherwise a site that reconnects often
-    could be given the coordinator's port for its own end and connect to itself.
-    """
-    for port in random.sample(range(20_000, 30_000), 200):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise FedshiftError("project try: no free port between 20000 and 30000; give one with --port")

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -19,6 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from fedshift.cli.console import escape, safe_console
 from fedshift.cli.features import FeatureBar
 from fedshift.cli.lines import Lines
 from fedshift.errors import TrainingDiverged
@@ -39,7 +39,7 @@ def run_file(path: Path, overrides: Sequence[str], runs: Path) -> None:
 
     Progress is shown as bars at a terminal and as lines elsewhere.
     """
-    errors = Console(stderr=True)
+    errors = safe_console(stderr=True)
     try:
         _run(load(path, overrides), runs, errors)
     except KeyboardInterrupt:
@@ -58,7 +58,7 @@ def _run(experiment: Experiment, runs: Path, errors: Console) -> None:
         stop()
     if any(map(is_finished, run_folders(folder))):
         collected = collect(folder)
-        Console().print(terminal(table_of(collected)))
+        safe_console().print(terminal(table_of(collected)))
         errors.print(f"page: {write_page(folder, collected)}", markup=False, highlight=False, soft_wrap=True)
     elif reporter.left:
         errors.print("another process is running all remaining runs of this experiment", highlight=False)

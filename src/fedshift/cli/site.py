@@ -6,11 +6,12 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-from rich.console import Console
 
+from fedshift.cli.console import safe_console
 from fedshift.data.domain import SparseRows
 from fedshift.deployment.flare import roles
 from fedshift.deployment.site_file import SiteConfig, load_site, read_holding
+from fedshift.encryption import KEY_FILE, present_key
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.environment import resolve_device, versions
 from fedshift.federation.federation import known_kinds
@@ -20,7 +21,7 @@ from fedshift.methods import registry as methods
 
 def check_site(path: Path) -> None:
     """Read a site's data as a run would; print what they are, and what may and may not leave the site."""
-    console = Console()
+    console = safe_console()
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -41,11 +42,13 @@ def check_site(path: Path) -> None:
     config.memory.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(config.memory).free
     say(f"disk: {free / 1e9:.1f} GB free at {config.memory}")
+    say(f"at rest: {'encrypted' if present_key() else f'not encrypted ({KEY_FILE} is not set)'}")
     say(f"device: {resolve_device(config.file.device)}; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
     _say_policy(config, say)
     try:
         lines, last = AuditLog.check(config.audit_log)
-        say(f"audit log: {len(lines)} lines, unbroken, last digest {last}")
+        sink = f"; a copy goes to a sink ({config.file.sink.kind})" if config.file.sink else ""
+        say(f"audit log: {len(lines)} lines, unbroken, last digest {last}{sink}")
     except FedshiftError as error:
         say(f"warning: {error}")
     _say_kit(config, say)
@@ -73,6 +76,7 @@ def _say_kit(config: SiteConfig, say: object) -> None:
         return
     kit = roles.load_kit(config.kit, "site")
     _same_name(config, kit.name)
+    roles.check_settings(kit)
     say(f"kit: project {kit.project.name}, valid until {roles.expiry(kit)}, contact {kit.project.contact}")
     reason = roles.unreachable(kit)
     say(f"coordinator: {'can be reached' if reason is None else f'cannot be reached: {reason}'}")
@@ -98,7 +102,7 @@ def start_site(path: Path, foreground: bool) -> None:
 def stop_site(path: Path) -> None:
     """Stop the site's service."""
     kit = roles.load_kit(load_site(path).kit, "site")
-    Console().print(f"site {kit.name}: {'stopped' if roles.stop(kit) else 'was not running'}", highlight=False)
+    safe_console().print(f"site {kit.name}: {'stopped' if roles.stop(kit) else 'was not running'}", highlight=False)
 
 
 def start_coordinator(folder: Path, foreground: bool) -> None:
@@ -111,15 +115,15 @@ def show_coordinator(folder: Path) -> None:
     """Print the state of the coordinator's service."""
     kit = roles.load_kit(folder, "coordinator")
     _print_status("coordinator", roles.status(kit))
-    Console().print(f"kit valid until {roles.expiry(kit)}", highlight=False)
+    safe_console().print(f"kit valid until {roles.expiry(kit)}", highlight=False)
 
 
 def stop_coordinator(folder: Path) -> None:
     """Stop the coordinator's service. Deployments resume when it is started again."""
     kit = roles.load_kit(folder, "coordinator")
-    Console().print(f"coordinator: {'stopped' if roles.stop(kit) else 'was not running'}", highlight=False)
+    safe_console().print(f"coordinator: {'stopped' if roles.stop(kit) else 'was not running'}", highlight=False)
 
 
 def _print_status(name: str, status: roles.Status) -> None:
     pid = f" (process {status.pid})" if status.pid else ""
-    Console().print(f"{name}: {status.state}{pid} {status.message}".rstrip(), highlight=False, markup=False)
+    safe_console().print(f"{name}: {status.state}{pid} {status.message}".rstrip(), highlight=False, markup=False)

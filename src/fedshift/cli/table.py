@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from fedshift.cli.console import safe_console
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.selection import selection_rule
 from fedshift.report.collect import collect
@@ -27,6 +28,5 @@ def print_table(folder: Path, format: str, select: str) -> None:
     if format in _TEXT:
         typer.echo(_TEXT[format](found))
         return
-    from rich.console import Console
 
-    Console().print(terminal(found))
+    safe_console().print(terminal(found))

@@ -35,18 +35,19 @@ def agreed(given: Mapping[str, Mapping[str, Any]], preprocessing: Preprocessing)
     """The encoding that all sites use.
 
     Args:
-        given: Site → what it sent (`DataSource.gives`).
-        preprocessing: The preprocessing of any site; the agreed numbers are filled in.
+        given: site → what it sent (`DataSource.gives`).
+        preprocessing: the preprocessing of any site; the agreed numbers are filled in.
 
     Raises:
-        UserError: Sites describe different columns (the message names the site), or a column has no value anywhere.
+        UserError: sites describe different columns (the message names the site), or a column has no value anywhere.
     """
     first_name, first = next(iter(given.items()))
     for site, one in given.items():
         for what in ("kind", "numeric", "categorical"):
             if one.get(what) != first.get(what):
                 raise UserError(
-                    f"sites differ in {what} columns: '{first_name}' has {first.get(what)}, '{site}' {one.get(what)}"
+                    f"sites differ in {what} columns: '{first_name}' has {first.get(what)}, '{site}' {one.get(what)}; "
+                    "list the same columns at every site"
                 )
     if first["kind"] == TABLE:
         statistics = [

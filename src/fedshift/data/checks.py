@@ -17,32 +17,35 @@ _ROWS_AT_ONCE = 4096
 
 
 def checked(dataset: DataSet) -> DataSet:
-    """Checks a data set. Every builder ends with this call.
+    """Check a data set. Every builder ends with this call.
 
     Args:
-        dataset: What a builder made.
+        dataset: what a builder made.
 
     Returns:
         The same data set, with warnings added and the input shape written into its preprocessing.
 
     Raises:
-        UserError: There is no domain, or there are fewer than two classes (for segmentation: no structure). Or a domain
+        UserError: there is no domain, or there are fewer than two classes (for segmentation: no structure). Or a domain
             is empty, has labels outside 0…C-1, inputs, labels or groups of different lengths, NaN or infinite features,
             or masks that do not match its images. Or shapes or types differ between sites. Names the site.
     """
     where = f"data set {dataset.name}"
     if not dataset.domains:
-        raise UserError(f"{where} has no domain")
+        raise UserError(f"{where} has no domain: give it at least one site")
     if len(dataset.classes) < (2 if dataset.task == "classification" else 1):
         raise UserError(
-            f"{where} has fewer than two classes ({', '.join(dataset.classes) or 'none'}): nothing to tell apart"
+            f"{where} has fewer than two classes ({', '.join(dataset.classes) or 'none'}): give it at least two"
         )
     first = next(iter(dataset.domains.values()))
     for name, domain in dataset.domains.items():
         _check_domain(f"{where}, site '{name}'", domain, len(dataset.classes))
         if (domain.masks is None) != (first.masks is None):
             with_masks, without = (domain, first) if first.masks is None else (first, domain)
-            raise UserError(f"{where}: site '{with_masks.name}' has masks, site '{without.name}' has none")
+            raise UserError(
+                f"{where}: site '{with_masks.name}' has masks, site '{without.name}' has none: give masks to "
+                "all or to none"
+            )
         if domain.inputs.shape[1:] != first.inputs.shape[1:]:
             images = len(_shape(domain)) == len(_shape(first)) == 3
             advice = "; bring all images to one size, and to grey or to colour" if images else ""
@@ -102,14 +105,14 @@ def _check_domain(where: str, domain: Domain, classes: int) -> None:
 
 
 def check_finite(where: str, features: npt.NDArray[np.generic]) -> None:
-    """Checks that float features (n, d) are finite.
+    """Check that float features (n, d) are finite.
 
     Args:
-        where: Where they come from, for the message.
-        features: The features.
+        where: where they come from, for the message.
+        features: the features.
 
     Raises:
-        UserError: Some value is NaN or infinite; names the first row and column.
+        UserError: some value is NaN or infinite; names the first row and column.
     """
     for begin in range(0, len(features), _ROWS_AT_ONCE):
         bad = ~np.isfinite(features[begin : begin + _ROWS_AT_ONCE])
@@ -158,15 +161,15 @@ def agreed_classes(found: Mapping[str, Collection[str]], *, what: str, allow_mis
     {cat, dog} and {cat, dogs}, one of them is probably misspelt.
 
     Args:
-        found: Site → names of the classes it has.
-        what: What the names are, for the message.
-        allow_missing: Accept two sites that each have a class that the other lacks.
+        found: site → names of the classes it has.
+        what: what the names are, for the message.
+        allow_missing: accept two sites that each have a class that the other lacks.
 
     Returns:
         Names in natural order (2 before 10).
 
     Raises:
-        UserError: Two sites each have a class that the other lacks; lists the classes of both.
+        UserError: two sites each have a class that the other lacks; lists the classes of both.
     """
     if not allow_missing:
         for (one, first), (other, second) in combinations(found.items(), 2):
@@ -183,7 +186,7 @@ def _listing(names: Collection[str]) -> str:
 
 
 def natural_order(names: Collection[str]) -> tuple[str, ...]:
-    """Sorts names: first whole numbers by value (9 before 10), then words."""
+    """Sort names: first whole numbers by value (9 before 10), then words."""
 
     def key(name: str) -> tuple[int, int, str]:
         digits = name.removeprefix("-")

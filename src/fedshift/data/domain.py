@@ -25,10 +25,10 @@ class SparseRows:
     """Rows of mostly zeros in compressed form (CSR), for bags of words.
 
     Attributes:
-        data: Values that are not zero, row after row (nonzeros,).
-        indices: The column of each value (nonzeros,).
-        indptr: Where each row begins in ``data`` (n + 1,).
-        width: Number of columns.
+        data: values that are not zero, row after row (nonzeros,).
+        indices: the column of each value (nonzeros,).
+        indptr: where each row begins in ``data`` (n + 1,).
+        width: number of columns.
     """
 
     data: npt.NDArray[np.float32]
@@ -62,14 +62,14 @@ class Domain:
     """The samples of one domain, decoded, in memory or memory-mapped.
 
     Attributes:
-        name: Name of the domain.
+        name: name of the domain.
         inputs: uint8 images (n, channels, height, width), float32 features (n, d) or `SparseRows`.
         labels: int64 (n,), class numbers in the order of the data set's ``classes``; all 0 if there are masks.
         groups: int64 (n,) or None. Rows with the same number, in *any* domain, show the same base sample (Rotated
             MNIST). A split must keep such rows on one side.
-        train_rows: Training rows of the data set's own split, if it has one.
-        test_rows: Test rows of that split.
-        masks: For segmentation, uint8 (n, structures, height, width) of 0 and 1, one mask per entry of ``classes``,
+        train_rows: training rows of the data set's own split, if it has one.
+        test_rows: test rows of that split.
+        masks: for segmentation, uint8 (n, structures, height, width) of 0 and 1, one mask per entry of ``classes``,
             which then names structures. Masks may overlap.
     """
 
@@ -92,14 +92,14 @@ class Preprocessing(BaseModel):
     per column if mean and std are given.
 
     Attributes:
-        kind: What the stored inputs are.
-        channels: Channels of images.
-        size: Height and width of square images.
-        mean: Per channel or column, of values in [0, 1] for images.
-        std: Per channel or column.
-        shape: Shape of one stored sample, (channels, height, width) or (d,); `fedshift.data.checks.checked` sets it.
-        table: The encoding of a table (see `fedshift.data.tables`).
-        backbone: Which frozen network made features from images, and how (see `fedshift.experiment.features`).
+        kind: what the stored inputs are.
+        channels: channels of images.
+        size: height and width of square images.
+        mean: per channel or column, of values in [0, 1] for images.
+        std: per channel or column.
+        shape: shape of one stored sample, (channels, height, width) or (d,); `fedshift.data.checks.checked` sets it.
+        table: the encoding of a table (see `fedshift.data.tables`).
+        backbone: which frozen network made features from images, and how (see `fedshift.experiment.features`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -116,7 +116,7 @@ class Preprocessing(BaseModel):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a data set is and where it comes from. ``sha256`` maps file names to checksums; a user's own has none."""
+    """What a data set is and where it comes from. ``sha256`` maps file names to checksums; user data have none."""
 
     title: str
     source: str
@@ -141,7 +141,7 @@ class DataSet:
 
     @property
     def task(self) -> Task:
-        """Segmentation where the domains have masks, else classification."""
+        """Segmentation if the domains have masks, else classification."""
         return "classification" if next(iter(self.domains.values())).masks is None else "segmentation"
 
     @property
@@ -162,14 +162,20 @@ class DataSource(BaseModel):
 
     @classmethod
     def manifest(cls) -> Manifest:
+        """What the data set is and where it comes from."""
         raise UserError(f"data set {cls.__name__} has no manifest")
 
     def build(self) -> DataSet:
+        """Read the data.
+
+        Raises:
+            UserError: the data are missing or cannot be used.
+        """
         raise UserError(f"data set {self.name} cannot be built")
 
     @property
     def shares(self) -> tuple[str, ...]:
-        """Kinds of content that sites send before training to agree on the encoding; mostly none."""
+        """Kinds of content that sites send before training to agree on an encoding. None by default."""
         return ()
 
     def gives(self) -> dict[str, Any] | None:
@@ -184,17 +190,19 @@ class DataSource(BaseModel):
         """The data in the agreed encoding.
 
         Args:
-            preprocessing: The encoding.
-            classes: The federation's classes, in its order.
+            preprocessing: the encoding.
+            classes: the federation's classes, in its order.
 
         Raises:
-            UserError: The data do not fit.
+            UserError: the data do not fit.
         """
         data = self.build()
         if data.classes != classes:
-            raise UserError(f"data set {self.name} has the classes {data.classes}, the federation {classes}")
+            raise UserError(
+                f"data set {self.name} has the classes {data.classes}, the federation {classes}: use the same ones"
+            )
         return replace(data, preprocessing=preprocessing)
 
     def without(self, unseen: str) -> DataSource:
-        """This source with a preprocessing that uses no statistics of the domain ``unseen``; mostly itself."""
+        """This source, with a preprocessing that uses no statistics of ``unseen``. By default it uses none at all."""
         return self

@@ -25,7 +25,7 @@ SUFFIXES = frozenset(
     {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm", ".pbm", ".pnm"}
 )
 FORMATS = ("BMP", "GIF", "JPEG", "PNG", "PPM", "TIFF", "WEBP")
-"""Accepted formats, whatever the ending of the file. Pillow reads more, but runs Ghostscript for EPS."""
+"""Accepted formats. The file's ending does not matter. Pillow reads more formats, but runs Ghostscript for EPS."""
 _GREY_MODES = frozenset({"1", "L", "LA", "La", "I", "F", "I;16", "I;16B", "I;16L", "I;16N"})
 _FORMAT = "1"  # part of the cache key: increase it whenever decoding changes
 _THREADS = 2
@@ -38,9 +38,9 @@ class ImageFile:
     """One image.
 
     Attributes:
-        name: Its name in messages.
-        stamp: A text that changes with its content.
-        open: Opens its bytes.
+        name: its name in messages.
+        stamp: a text that changes with its content.
+        open: opens its bytes.
     """
 
     name: str
@@ -86,23 +86,23 @@ def _mode(file: ImageFile) -> str:
 
 
 def decode(file: ImageFile, channels: int, height: int, width: int, *, mask: bool = False) -> npt.NDArray[np.uint8]:
-    """Decodes one image: turns it upright, scales it to cover the size, and keeps the centre.
+    """Decode one image: turn it upright, scale it to cover the size, and keep the centre.
 
     Grey becomes colour by repeating its channel; colour becomes grey as luma. 16-bit grey is scaled to 8 bits.
     Transparency is dropped.
 
     Args:
-        file: The image.
+        file: the image.
         channels: 1 or 3.
-        height: In pixels.
-        width: In pixels.
-        mask: Whether it is a mask: everything that is not black is 1, with a threshold of one half after scaling.
+        height: in pixels.
+        width: in pixels.
+        mask: whether it is a mask: everything that is not black is 1, with a threshold of one half after scaling.
 
     Returns:
         uint8 (channels, height, width).
 
     Raises:
-        UserError: The file does not decode.
+        UserError: the file does not decode.
     """
     try:
         with file.open() as stream:
@@ -153,18 +153,18 @@ def decoded(
     gives a new one. It is written under a temporary name and renamed when complete.
 
     Args:
-        files: The images.
+        files: the images.
         channels: 1 or 3.
-        height: In pixels.
-        width: In pixels.
-        label: Beginning of the cache file's name.
-        mask: Whether they are masks, see `decode`.
+        height: in pixels.
+        width: in pixels.
+        label: beginning of the cache file's name.
+        mask: whether they are masks, see `decode`.
 
     Returns:
         A read-only memory-mapped array (n, channels, height, width).
 
     Raises:
-        UserError: An image does not decode, or the cache folder is full or cannot be written.
+        UserError: an image does not decode, or the cache folder is full or cannot be written.
     """
     digest = hashlib.sha256(f"{_FORMAT} {'mask' if mask else channels} {height} {width}\n".encode())
     for file in files:
@@ -187,8 +187,8 @@ def decoded(
         os.replace(aside, target)
     except OSError as error:
         raise UserError(
-            f"cannot write decoded images to {folder} ({error.strerror}): free some space or set FEDSHIFT_CACHE "
-            "elsewhere"
+            f"cannot write decoded images to {folder} ({error.strerror}): free some space, or set FEDSHIFT_CACHE "
+            "to another folder"
         ) from error
     finally:
         if aside is not None:
@@ -228,7 +228,7 @@ def as_channels_first(pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         (n, c, h, w).
 
     Raises:
-        ValueError: Another number of axes, or no axis of 1 or 3 channels.
+        ValueError: another number of axes, or no axis of 1 or 3 channels.
     """
     if pixels.ndim == 3:
         return pixels[:, np.newaxis]

@@ -18,18 +18,18 @@ Stored = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
 
 
 def load_for_prediction(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored]:
-    """Reads samples to predict.
+    """Read samples to predict.
 
     Args:
-        path: An image, a folder of images (searched recursively), an ``.npz`` with ``x`` as in data set `arrays`, or a
+        path: an image, a folder of images (searched recursively), an ``.npz`` with ``x`` as in data set `arrays`, or a
             ``.csv`` for a model of tables.
-        preprocessing: The preprocessing saved with the model.
+        preprocessing: the preprocessing saved with the model.
 
     Returns:
         Names of the samples, and their inputs for `fedshift.data.transforms.to_network`.
 
     Raises:
-        UserError: The path is missing, empty, or not what the model reads.
+        UserError: the path is missing, empty, or not what the model reads.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist: give an image, a folder of images, an .npz or a .csv file")
@@ -47,7 +47,7 @@ def load_for_prediction(path: Path, preprocessing: Preprocessing) -> tuple[list[
 def _images(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored]:
     if preprocessing.kind != "image":
         wanted = "a .csv table" if preprocessing.kind == "table" else "features in an .npz file"
-        raise UserError(f"{path} holds images, but the model reads {wanted}")
+        raise UserError(f"{path} holds images, but the model reads {wanted}: give that")
     channels, height, width = _image_shape(preprocessing)
     if path.is_file():
         files = [path]
@@ -60,7 +60,7 @@ def _images(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored
             and not any(part.startswith(".") for part in found.relative_to(path).parts)
         )
     if not files:
-        raise UserError(f"{path} holds no images")
+        raise UserError(f"{path} holds no images: give an image or a folder of images")
     names = [path.name if path.is_file() else file.relative_to(path).as_posix() for file in files]
     entries: list[ImageFile] = [on_disk(file) for file in files]
     return names, np.stack([decode(entry, channels, height, width) for entry in entries])
@@ -71,19 +71,20 @@ def _image_shape(preprocessing: Preprocessing) -> tuple[int, int, int]:
         channels, height, width = preprocessing.shape
         return channels, height, width
     if preprocessing.channels is None or preprocessing.size is None:
-        raise UserError("the model file does not say which size of image it reads: use a whole model file")
+        raise UserError("the model file does not give the size of its images: use the model.safetensors of a run")
     return preprocessing.channels, preprocessing.size, preprocessing.size
 
 
 def _arrays(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored]:
     if preprocessing.kind == "table":
-        raise UserError(f"{path} holds arrays, but the model reads a .csv table")
+        raise UserError(f"{path} holds arrays, but the model reads a .csv table: give that")
     inputs = readable_inputs(f"data file {path}", load_npz(path, ["x"])["x"])
     if len(inputs) == 0:
-        raise UserError(f"data file {path} is empty")
+        raise UserError(f"data file {path} is empty: give at least one sample")
     expected = _image_shape(preprocessing) if preprocessing.kind == "image" else preprocessing.shape
     if expected is not None and inputs.shape[1:] != tuple(expected):
         raise UserError(
-            f"data file {path}: samples have shape {inputs.shape[1:]}, but the model reads {tuple(expected)}"
+            f"data file {path}: samples have shape {inputs.shape[1:]}, but the model reads {tuple(expected)}: "
+            "bring them to that shape"
         )
     return [str(row) for row in range(len(inputs))], inputs

@@ -26,7 +26,7 @@ def data_root() -> Path | None:
     """The folder that ``FEDSHIFT_DATA`` names, or None if it is not set.
 
     Raises:
-        UserError: It is not a folder.
+        UserError: it is not a folder.
     """
     named = os.environ.get(DATA_VARIABLE)
     if not named:
@@ -43,7 +43,7 @@ def cache_dir() -> Path:
     """The folder for decoded images and downloads; created if it is missing.
 
     Raises:
-        UserError: It cannot be created.
+        UserError: it cannot be created.
     """
     named = os.environ.get(CACHE_VARIABLE)
     folder = Path(named).expanduser() if named else Path.home() / ".cache" / "fedshift"
@@ -75,12 +75,12 @@ def require(what: str, candidates: Sequence[str], how_to_get: str) -> Path:
     """Like `find`, for data that must be there.
 
     Args:
-        what: Name of the data set.
-        candidates: Paths below ``FEDSHIFT_DATA``.
-        how_to_get: A sentence that says how to get the data.
+        what: name of the data set.
+        candidates: paths below ``FEDSHIFT_DATA``.
+        how_to_get: a sentence that says how to get the data.
 
     Raises:
-        UserError: None of the paths exists.
+        UserError: none of the paths exists.
     """
     found = find(candidates)
     if found is None:
@@ -91,21 +91,21 @@ def require(what: str, candidates: Sequence[str], how_to_get: str) -> Path:
 def load_npz(
     path: Path, required: Sequence[str] | None = None, optional: Sequence[str] = ()
 ) -> dict[str, npt.NDArray[np.generic]]:
-    """Reads arrays of an ``.npz`` file.
+    """Read arrays of an ``.npz`` file.
 
     Args:
-        path: The file.
-        required: Names of arrays that must be there; None: all that are there.
-        optional: Names of arrays that are read if they are there.
+        path: the file.
+        required: names of arrays that must be there; None: all that are there.
+        optional: names of arrays that are read if they are there.
 
     Returns:
         Name → array.
 
     Raises:
-        UserError: The file is missing, truncated or not an npz, lacks an array, or holds Python objects.
+        UserError: the file is missing, truncated or not an npz, lacks an array, or holds Python objects.
     """
     if not path.is_file():
-        raise UserError(f"data file {path} does not exist")
+        raise UserError(f"data file {path} does not exist: copy it there, or correct the path")
     try:
         archive = np.load(path, allow_pickle=False)
         if not isinstance(archive, np.lib.npyio.NpzFile):

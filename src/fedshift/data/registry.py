@@ -35,7 +35,7 @@ def source_class(name: str) -> type[DataSource]:
     """The builder of a data set.
 
     Raises:
-        UserError: There is no data set of that name; names the nearest one.
+        UserError: there is no data set of that name; names the nearest one.
     """
     return _SOURCES.find(name)
 
@@ -44,7 +44,7 @@ def parse(options: Mapping[str, object]) -> DataSource:
     """The builder that the ``data:`` section of an experiment file describes.
 
     Raises:
-        UserError: The name is missing or unknown.
-        pydantic.ValidationError: A field does not fit.
+        UserError: the name is missing or unknown.
+        pydantic.ValidationError: a field does not fit.
     """
     return source_class(_SOURCES.name_in(options, "data.name")).model_validate(dict(options))

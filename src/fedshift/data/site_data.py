@@ -21,18 +21,18 @@ Restyle = Callable[[Tensor, Tensor, torch.Generator], Tensor]
 
 
 class SiteData:
-    """The chosen rows of some domains, one domain after the other, numbered 0 … samples - 1.
+    """The chosen rows of one or more domains, one domain after the other, numbered 0 … samples - 1.
 
     Args:
-        parts: (domain, its rows, its number) each. A site has one part, a pooled baseline one per source domain.
-        preprocessing: How stored inputs become what the network reads.
-        augmentation: Random changes of training images; None: none.
-        device: Where batches are wanted.
-        cache_bytes: If nothing is augmented and all samples take at most this many bytes as float32, they are converted
+        parts: (domain, its rows, its number) each. A site has one part, the pool has one per source.
+        preprocessing: how stored inputs become what the network reads.
+        augmentation: random changes of training images; None: none.
+        device: where batches are wanted.
+        cache_bytes: if nothing is augmented and all samples take at most this many bytes as float32, they are converted
             once and kept on the device. Otherwise each batch is read from the stored arrays and converted.
 
     Raises:
-        UserError: There are no rows.
+        UserError: there are no rows.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SiteData:
 
         Args:
             rows: int64 (b,).
-            generator: Draws the augmentation, on the CPU; None: no augmentation.
+            generator: draws the augmentation, on the CPU; None: no augmentation.
 
         Returns:
             Inputs (b, …) float32, labels (b,) int64 and domain numbers (b,) int64. For segmentation the labels are

@@ -16,7 +16,7 @@ _BLOCK = 10
 def stratified_split(
     labels: npt.NDArray[np.int64], fraction: float, seed: int, groups: npt.NDArray[np.int64] | None = None
 ) -> tuple[Rows, Rows]:
-    """Holds out the share ``fraction`` of every class.
+    """Hold out the share ``fraction`` of every class.
 
     Without groups, a class of m samples gives round(m·fraction) of them, but never all, so that it can be learned.
 
@@ -27,9 +27,9 @@ def stratified_split(
 
     Args:
         labels: (n,).
-        fraction: Share that is held out.
-        seed: Seed of the draw.
-        groups: Group number of each row (n,), or None.
+        fraction: share that is held out.
+        seed: seed of the draw.
+        groups: group number of each row (n,), or None.
 
     Returns:
         Training rows and held-out rows, both sorted.
@@ -60,7 +60,7 @@ def _groups_held_out(groups: npt.NDArray[np.int64], fraction: float, seed: int) 
     """
     unique, row_to_group = np.unique(groups, return_inverse=True)
     if len(unique) and unique[0] < 0:
-        raise UserError(f"group numbers must not be negative, found {int(unique[0])}")
+        raise UserError(f"group numbers must not be negative, found {int(unique[0])}: number them from 0")
     block, within = np.divmod(unique, _BLOCK)
     place = np.empty(len(unique), dtype=np.float64)
     for number in np.unique(block):
@@ -73,7 +73,7 @@ def _groups_held_out(groups: npt.NDArray[np.int64], fraction: float, seed: int) 
 
 
 def random_split(number: int, fraction: float, seed: int) -> tuple[Rows, Rows]:
-    """Holds out round(number·fraction) samples, but never all, whatever their classes.
+    """Hold out round(number·fraction) samples, but never all, whatever their classes.
 
     Returns:
         Training rows and held-out rows, both sorted.
@@ -90,16 +90,16 @@ def part_rows(domain: Domain, fraction: float, seed: int, split: Literal["random
     rows whatever their class.
 
     Args:
-        domain: The domain.
-        fraction: Share that is held out (random split).
-        seed: Seed of the draw (random split).
-        split: Draw rows at random, or take the data set's own split.
+        domain: the domain.
+        fraction: share that is held out (random split).
+        seed: seed of the draw (random split).
+        split: draw rows at random, or take the data set's own split.
 
     Returns:
         Training rows and held-out rows, both sorted.
 
     Raises:
-        UserError: The domain has no split of its own.
+        UserError: the domain has no split of its own.
     """
     if split == "random":
         train, held_out = stratified_split(domain.labels, fraction, seed, domain.groups)

@@ -38,9 +38,9 @@ class Columns:
     """A CSV file as text.
 
     Attributes:
-        path: The file, for messages.
-        cells: Column name → its cells.
-        lines: Line number of each row, for messages.
+        path: the file, for messages.
+        cells: column name → its cells.
+        lines: line number of each row, for messages.
     """
 
     path: str
@@ -54,7 +54,7 @@ class Columns:
         """The cells of one column.
 
         Raises:
-            UserError: There is no such column; names the nearest one.
+            UserError: there is no such column; names the nearest one.
         """
         if name not in self.cells:
             raise UserError(
@@ -65,16 +65,16 @@ class Columns:
 
 
 def read_csv(path: Path) -> Columns:
-    """Reads a CSV file with a header. The separator is a comma, semicolon or tab: the most frequent one in the header.
+    """Read a CSV file with a header. The separator is a comma, semicolon or tab: the most frequent one in the header.
 
     Raises:
-        UserError: The file is missing, empty or unreadable, repeats a column, or has a row with another number of cells
+        UserError: the file is missing, empty or unreadable, repeats a column, or has a row with another number of cells
             than the header.
     """
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError as error:
-        raise UserError(f"data file {path} does not exist") from error
+        raise UserError(f"data file {path} does not exist: correct the path") from error
     except IsADirectoryError as error:
         raise UserError(f"data file {path} is a folder: name the CSV file in it") from error
     except (OSError, UnicodeDecodeError) as error:
@@ -122,11 +122,11 @@ class NumericColumn(BaseModel):
     """A numeric column.
 
     Attributes:
-        name: Its name in the files.
-        mean: Mean over the sites.
-        std: Standard deviation over the sites.
-        can_be_missing: Whether there is a 0/1 column for missing values.
-        missing_values: Numbers that mean "missing".
+        name: its name in the files.
+        mean: mean over the sites.
+        std: standard deviation over the sites.
+        can_be_missing: whether there is a 0/1 column for missing values.
+        missing_values: numbers that mean "missing".
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -170,15 +170,15 @@ def numbers(table: Columns, name: str, missing_values: Sequence[float] = ()) -> 
     """A numeric column.
 
     Args:
-        table: The file.
-        name: The column.
-        missing_values: Numbers that mean "missing".
+        table: the file.
+        name: the column.
+        missing_values: numbers that mean "missing".
 
     Returns:
         Its values (n,), NaN where missing.
 
     Raises:
-        UserError: There is no such column, or a cell is not a finite number.
+        UserError: there is no such column, or a cell is not a finite number.
     """
     out = np.empty(len(table), dtype=np.float64)
     for row, cell in enumerate(table.column(name)):
@@ -205,11 +205,11 @@ class TableStatistics:
     """What one site sends about its table: sums and sets, no rows.
 
     Attributes:
-        count: Number of values of each numeric column.
-        total: Their sum.
-        squares: The sum of their squares.
-        any_missing: Whether any value of the column is missing.
-        categories: The set of values of each categorical column.
+        count: number of values of each numeric column.
+        total: their sum.
+        squares: the sum of their squares.
+        any_missing: whether any value of the column is missing.
+        categories: the set of values of each categorical column.
     """
 
     count: npt.NDArray[np.int64]
@@ -223,12 +223,12 @@ def site_statistics(table: Columns, numeric: Sequence[str], categorical: Sequenc
     """The statistics of one site's table.
 
     Args:
-        table: The file.
-        numeric: Names of numeric columns.
-        categorical: Names of categorical columns.
+        table: the file.
+        numeric: names of numeric columns.
+        categorical: names of categorical columns.
 
     Raises:
-        UserError: A column is missing, or a numeric cell is not a number.
+        UserError: a column is missing, or a numeric cell is not a number.
     """
     values = [numbers(table, name) for name in numeric]
     there = [column[~np.isnan(column)] for column in values]
@@ -252,12 +252,12 @@ def agreed_encoding(
     """The encoding that follows from the statistics of all sites.
 
     Args:
-        statistics: One entry per site.
-        numeric: Names of numeric columns.
-        categorical: Names of categorical columns.
+        statistics: one entry per site.
+        numeric: names of numeric columns.
+        categorical: names of categorical columns.
 
     Raises:
-        UserError: A column has no value anywhere, or its numbers are too large to be squared.
+        UserError: a column has no value anywhere, or its numbers are too large to be squared.
     """
     count = np.sum([site.count for site in statistics], axis=0)
     total = np.sum([site.total for site in statistics], axis=0)
@@ -287,9 +287,9 @@ def moments(
     """Mean and population standard deviation of columns.
 
     Args:
-        count: Number of values.
-        total: Their sum, per column.
-        squares: The sum of their squares, per column.
+        count: number of values.
+        total: their sum, per column.
+        squares: the sum of their squares, per column.
 
     Returns:
         Mean and deviation; the deviation of a constant column is set to 1.
@@ -305,14 +305,14 @@ def encode(table: Columns, encoding: TableEncoding) -> npt.NDArray[np.float32]:
     """The rows of a table as features.
 
     Args:
-        table: The file.
-        encoding: The encoding.
+        table: the file.
+        encoding: the encoding.
 
     Returns:
         float32 (n, encoding.width).
 
     Raises:
-        UserError: The file lacks a column, or a numeric cell is not a number.
+        UserError: the file lacks a column, or a numeric cell is not a number.
     """
     scaled, absent, flags = [], [], []
     for numeric in encoding.numeric:
@@ -332,19 +332,19 @@ def encode_rows(preprocessing: Preprocessing, path: Path) -> npt.NDArray[np.floa
     """Features of a CSV file for prediction. The file needs no label column.
 
     Args:
-        preprocessing: The preprocessing saved with the model.
-        path: The file.
+        preprocessing: the preprocessing saved with the model.
+        path: the file.
 
     Returns:
         float32 (n, width).
 
     Raises:
-        UserError: The model was not trained on tables, the file lacks a column, or a numeric cell is not a number.
+        UserError: the model was not trained on tables, the file lacks a column, or a numeric cell is not a number.
     """
     if preprocessing.kind != "table" or preprocessing.table is None:
-        raise UserError(f"{path} is a table, but the model reads {preprocessing.kind} inputs")
+        raise UserError(f"{path} is a table, but the model reads {preprocessing.kind} inputs: give these")
     try:
         encoding = TableEncoding.model_validate(preprocessing.table)
     except ValidationError as error:
-        raise UserError("the table encoding saved beside the model is damaged: use a whole model file") from error
+        raise UserError("the table encoding in the model file is damaged: use a run's model.safetensors") from error
     return encode(read_csv(path), encoding)

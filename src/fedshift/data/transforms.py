@@ -25,14 +25,14 @@ class Augmentation(BaseModel):
     """Random changes of training images. The defaults change nothing.
 
     Attributes:
-        crop_scale: Bounds of the share of the image's area that a resized crop keeps; None: no crop.
-        crop_ratio: Bounds of the crop's width / height.
-        flip: Probability of a horizontal flip.
+        crop_scale: bounds of the share of the image's area that a resized crop keeps; None: no crop.
+        crop_ratio: bounds of the crop's width / height.
+        flip: probability of a horizontal flip.
         brightness: s; a factor is drawn from [1 - s, 1 + s].
-        contrast: The same.
-        saturation: The same.
+        contrast: the same.
+        saturation: the same.
         hue: h; a shift is drawn from [-h, h], in turns of the colour circle.
-        greyscale: Probability that colour is removed.
+        greyscale: probability that colour is removed.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -56,7 +56,7 @@ class Augmentation(BaseModel):
 
     @property
     def is_identity(self) -> bool:
-        """Whether nothing would ever be changed."""
+        """Whether no image is ever changed."""
         return self.crop_scale is None and not any(
             (self.flip, self.brightness, self.contrast, self.saturation, self.hue, self.greyscale)
         )
@@ -81,7 +81,7 @@ PRESETS: dict[str, Augmentation] = {
     "elcfs": Augmentation(crop_scale=(0.7, 1.0), flip=0.5, greyscale=0.1),
     "ccst": Augmentation(crop_scale=(0.8, 1.0), flip=0.5),
     "kd3a": Augmentation(crop_scale=(0.75, 1.0), flip=0.5),
-    "digits": Augmentation(crop_scale=(0.8, 1.0), brightness=0.2, contrast=0.2),  # no mirror: a 2 is not a mirrored 2
+    "digits": Augmentation(crop_scale=(0.8, 1.0), brightness=0.2, contrast=0.2),  # no flip: a mirrored 2 is not a 2
 }
 
 
@@ -89,7 +89,7 @@ def preset(name: str) -> Augmentation:
     """A named augmentation.
 
     Raises:
-        UserError: There is none of that name; names the nearest one.
+        UserError: there is no such augmentation; names the nearest one.
     """
     if name not in PRESETS:
         raise UserError(f"unknown augmentation '{name}'; {nearest(name, PRESETS)}")
@@ -153,8 +153,8 @@ def augment(images: Tensor, augmentation: Augmentation, generator: torch.Generat
 
     Args:
         images: (n, c, h, w) with values in [0, 1].
-        augmentation: What is changed.
-        generator: Draws all parameters, on the CPU.
+        augmentation: what is changed.
+        generator: draws all parameters, on the CPU.
 
     Returns:
         Images of the same shape with values in [0, 1].
@@ -288,10 +288,10 @@ def strong_view(
     """A second, stronger augmentation of network inputs.
 
     Args:
-        inputs: Images (n, c, h, w) as a network reads them, or vectors, which do not change.
-        augmentation: What is changed.
-        preprocessing: How the images were normalised.
-        generator: Draws all parameters, on the CPU.
+        inputs: images (n, c, h, w) as a network reads them, or vectors, which do not change.
+        augmentation: what is changed.
+        preprocessing: how the images were normalised.
+        generator: draws all parameters, on the CPU.
 
     Returns:
         Inputs of the same shape.

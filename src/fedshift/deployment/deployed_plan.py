@@ -1,4 +1,4 @@
-"""The plan of a deployed experiment: what the sites said of their data stands in for the data."""
+"""The plan of a deployed experiment. It uses the sites' descriptions of their data in place of the data."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fedshift.experiment.plan import Plan
 from fedshift.experiment.protocol import Split, domain_rows, unseen_rows
 
 EVERY_SITE = "sites"
-"""As a target: no site is left out, and the model is measured on the held-out samples of all of them."""
+"""The target that leaves no site out: the model is measured on the held-out samples of all sites."""
 
 
 class DeployedPlan(Plan):
-    """A `Plan` in which a site's rows are counted, not known: each site holds its own.
+    """A `Plan` that knows how many rows each site has, but not the samples.
 
-    Only the coordinator's own unseen set, where there is one, is data as in a simulation.
+    Only the coordinator's own unseen data, if there are any, are read as in a simulation.
     """
 
     def __init__(self, experiment: Experiment, agreed: Agreed) -> None:
@@ -32,10 +32,10 @@ class DeployedPlan(Plan):
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
-        """As the protocol names them; ``all``: the coordinator's own domains, else every site.
+        """The protocol's targets. ``all`` means the coordinator's own domains, or every site if it has none.
 
         Raises:
-            UserError: For a target that does not exist, or that cannot take part.
+            UserError: a target does not exist or cannot take part.
         """
         protocol = self.experiment.protocol
         assert not isinstance(protocol, SourceTarget)  # as `check_deployable` made sure

@@ -17,13 +17,14 @@ from fedshift.data import registry as data_registry
 from fedshift.data.builders.at_sites import AtSites
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.deployment.event_log import Watch
-from fedshift.deployment.site_cards import checked_card, one_line
+from fedshift.deployment.site_cards import checked_card
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.config.experiment import Experiment, method_name
 from fedshift.experiment.config.sections import FlareEngine, LeaveOneOut, SourceTarget
 from fedshift.experiment.environment import versions
 from fedshift.federation.remote.transport import Lost, Transport, ask_plain
 from fedshift.files import write_bytes
+from fedshift.text import one_line
 
 CARDS = "cards.json"
 CLOCKS_APART = 60.0

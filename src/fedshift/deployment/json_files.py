@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fedshift.chained_log import append_line
+
 
 def read_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if the file is missing or holds something else."""
@@ -19,6 +21,5 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def append_event(path: Path, event: Mapping[str, Any]) -> None:
-    """Add an event to a log, as one line of JSON with the time."""
-    with open(path, "a", encoding="utf-8") as lines:
-        lines.write(json.dumps({"time": time.time(), **event}) + "\n")
+    """Add an event to a log, with the time."""
+    append_line(path, {"time": time.time(), **event})

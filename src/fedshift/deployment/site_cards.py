@@ -18,6 +18,7 @@ from fedshift.deployment.site_file import Holding
 from fedshift.errors import UserError
 from fedshift.experiment.config.error_messages import describe
 from fedshift.experiment.environment import versions
+from fedshift.text import one_line
 
 MOST_SAMPLES = 50_000_000
 """Samples of one site. The coordinator lists a site's rows by number, in 8 bytes each."""
@@ -167,9 +168,3 @@ def checked_card(site: str, card: Any, seeds: Sequence[int]) -> dict[str, Any]:
     except (TypeError, ValueError, RecursionError):
         raise UserError(f"site '{site}': its card cannot be read") from None
     return found.model_dump(mode="json")
-
-
-def one_line(text: str) -> str:
-    """A stranger's text as one line: shortened, without line breaks and control characters."""
-    text = "".join(letter if letter.isprintable() else " " for letter in text[:500])
-    return text if len(text) < 500 else f"{text[:-1]}…"

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
 from fedshift.data.domain import DataSet, DataSource, Domain
+from fedshift.deployment.sinks import Sink
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.error_messages import describe
 from fedshift.experiment.config.experiment import data_source
@@ -43,6 +44,7 @@ class SiteFile(BaseModel):
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps …")
     threads: PositiveInt | None = Field(None, description="threads of the site's process; none = torch's own choice")
     memory: Path = Field(Path("memory"), description="where the site remembers, relative to this file")
+    sink: Sink | None = Field(None, description="where a copy of each line of the audit log goes: file, syslog or http")
     policy: Policy = Field(default_factory=Policy)
 
 

@@ -52,6 +52,7 @@ from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner
 from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
 from fedshift.models.network import Network
+from fedshift.text import printable
 from fedshift.weights import Weights
 
 _RESIDUALS = "wire-residuals"
@@ -109,7 +110,7 @@ class SiteProgram:
         except Exception as error:
             text = str(error) if isinstance(error, FedshiftError) else "".join(traceback.format_exception(error))
             if not isinstance(error, FedshiftError):
-                print(text, flush=True)  # to the site's own log
+                print(printable(text, keep="\n"), flush=True)  # to the site's own log
             entry.pop("sent", None)
             try:
                 self.log.append(**{**entry, "refused" if isinstance(error, Refused) else "failed": text[:500]})

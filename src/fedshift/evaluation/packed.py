@@ -24,6 +24,7 @@ import yaml
 from fedshift.errors import UserError
 from fedshift.evaluation.cells import cell_of, leaves, nested, value_of
 from fedshift.evaluation.records import RunResult
+from fedshift.text import csv_cell, from_csv_cell
 
 SETTINGS, RUNS, ROUNDS = "experiment.yaml", "runs.csv", "rounds.jsonl.xz"
 FORMAT = 1
@@ -105,7 +106,7 @@ def encode(runs: Iterable[PackedRun], order: Mapping[str, Any], columns: Sequenc
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(columns)
-    writer.writerows([row.get(column, "") for column in columns] for row in rows)
+    writer.writerows([csv_cell(row.get(column, "")) for column in columns] for row in rows)
     settings = {
         "format": FORMAT,
         "columns": _digest(columns),
@@ -160,7 +161,7 @@ def decode(settings: bytes, runs: bytes, place: str = "") -> tuple[dict[str, Pac
                 continue
             if len(row) != len(columns):
                 raise ValueError(f"{len(row)} cells for {len(columns)} columns")
-            own = {column: value_of(cell) for column, cell in zip(columns, row, strict=True) if cell}
+            own = {column: value_of(from_csv_cell(cell)) for column, cell in zip(columns, row, strict=True) if cell}
             run = _run(own, shared, by_method, before + 1)
             if run.name in found:
                 raise ValueError(f"{run.name} is already in line {found[run.name].line}")
@@ -276,7 +277,7 @@ def _run(
 def _settings(data: bytes, file: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any], str]:
     """Fields of all runs, fields of each method's runs, the planned order, and the digest of the columns."""
     try:
-        found = yaml.load(data, Loader=LOADER)  # LOADER is a safe loader
+        found = yaml.load(data, Loader=LOADER)  # LOADER is a safe loader # nosec B506
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1

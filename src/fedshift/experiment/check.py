@@ -1,4 +1,4 @@
-"""What can be known about an experiment before it trains (``fedshift check``)."""
+"""What is known about an experiment before it trains (``fedshift check``)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,16 @@ _TIMED_BATCHES = 8
 
 @dataclass(frozen=True)
 class DomainCheck:
-    """Sizes of one domain in the first split; ``missing`` names the classes that it has no sample of."""
+    """Numbers of samples of one domain in the first split.
+
+    Attributes:
+        name: the domain.
+        samples: all.
+        train: those it trains on as a source.
+        held_out: those held out as a source.
+        measured_as_target: those it is measured on as a target.
+        missing: classes without a sample.
+    """
 
     name: str
     samples: int
@@ -45,8 +54,15 @@ class DomainCheck:
 class MethodCheck:
     """What one method will need.
 
-    ``hours`` (of mini-batches alone) and bytes are those of all runs (targets × seeds). ``rounds`` and
-    ``mini_batches_per_site`` (the mean over the sources) are those of one run, the longest where runs differ.
+    Attributes:
+        label: the method's label in the experiment.
+        runs: number of its runs (targets × seeds).
+        rounds: rounds of its longest run.
+        mini_batches_per_site: mean over the sources, in its longest run.
+        hours: training time of all its runs; evaluating and saving are not included.
+        bytes_up: bytes that leave the sites in all its runs.
+        bytes_down: bytes that reach the sites in all its runs.
+        shares: kinds of content that leave a site.
     """
 
     label: str
@@ -61,7 +77,7 @@ class MethodCheck:
 
 @dataclass(frozen=True)
 class Check:
-    """The answer of `check`."""
+    """The result of `check`. ``payload`` is the bytes of one model."""
 
     data: str
     fingerprint: str
@@ -79,10 +95,10 @@ class Check:
 
 
 def check(experiment: Experiment) -> Check:
-    """Read the data, build the network, check that every method fits, and time a few mini-batches. No model is kept.
+    """Read the data, build the network, check that every method fits, and time a few mini-batches. Nothing is saved.
 
     Raises:
-        UserError: For whatever would stop the experiment later.
+        UserError: something would stop the experiment later.
     """
     plan = Plan(experiment, taking_part(experiment.protocol, built(experiment)))
     data = plan.data
@@ -119,9 +135,9 @@ class _Need:
 
 
 def _needs(plan: Plan, per_batch: float) -> dict[str, list[_Need]]:
-    """What every run needs, by method; ``per_batch`` seconds a mini-batch."""
+    """What every run needs, by method. A mini-batch takes ``per_batch`` seconds."""
     needs: dict[str, list[_Need]] = {method.display: [] for method in plan.experiment.methods}
-    # Target by target, then method by method: one encoding of the data and one network are in memory at a time.
+    # The target is the outer loop, so that one encoding of the data and one network are in memory at a time.
     for target, method in itertools.product(plan.targets, plan.experiment.methods):
         runs = [planned for planned in plan.runs if planned.run.target == target and planned.run.method is method]
         network = runs[0].network()
@@ -153,7 +169,7 @@ def _method(method: Method, needs: Sequence[_Need]) -> MethodCheck:
 def _domain(plan: Plan, name: str) -> DomainCheck:
     protocol, data = plan.experiment.protocol, plan.data
     seed = protocol.seeds[0]
-    # A domain that is no target of the protocol is shown as if it were one.
+    # A domain that is not a target of the protocol is described as if it were one.
     targets = plan.targets if isinstance(protocol, SourceTarget) else tuple(data.domains)
     as_source = next((target for target in targets if name in plan.roles(target)[0]), None)
     as_target = next((target for target in targets if name in plan.roles(target)[1]), None)
@@ -169,7 +185,7 @@ def _domain(plan: Plan, name: str) -> DomainCheck:
 
 
 def _seconds_per_batch(experiment: Experiment, data: DataSet, device: str, threads: int) -> float:
-    """Seconds of one cross-entropy step on real batches of the largest domain."""
+    """Seconds of one mini-batch: the median over mini-batches of the largest domain, with the task's loss."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -1,22 +1,25 @@
-"""Whether methods, network, data and what sites refuse fit together; nothing is trained."""
+"""Checks, without training, that methods, network, data and the sites' refusals are compatible."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.sections import LeaveOneOut
 from fedshift.experiment.plan import Plan
 from fedshift.methods import registry
+from fedshift.methods.base import Method
 from fedshift.models import registry as models
 
 
 def check_fit(plan: Plan) -> tuple[str, ...]:
-    """Check that methods, network, data and what sites refuse fit together, without training.
+    """Check, without training, that methods, network, data and the sites' refusals are compatible.
 
     Returns:
-        What the methods warn of: their options on these data.
+        Warnings of the methods about their options on these data, and about sites that will be left out.
 
     Raises:
-        UserError: For the first thing that does not fit.
+        UserError: something is not compatible. The message names the first such thing.
     """
     experiment, data, engine = plan.experiment, plan.data, plan.experiment.engine
     roles = [plan.roles(target) for target in plan.targets]
@@ -27,7 +30,8 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
     for kind in experiment.data.shares:
         if kind in engine.refuse or any(kind in kinds for kinds in engine.refuse_at.values()):
             raise UserError(
-                f"engine.refuse: sites refuse {kind}, which data set {experiment.data.name} needs for a common encoding"
+                f"engine.refuse: sites refuse {kind}, which data set {experiment.data.name} needs for a common "
+                "encoding: take the kind out or choose another data set"
             )
     models.check_task(experiment.model, data.task, data.name)
     numbers = {len(sources) for sources, _ in roles}
@@ -41,15 +45,18 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
     for method in experiment.methods:
         if data.task not in method.tasks:
             known = {name: registry.method_class(name).tasks for name in registry.names()}
-            # A wrapper learns what the method that it wraps learns, so its class alone does not say.
+            # A wrapper has the tasks of the method that it wraps, so its class has no list of them.
             fitting = [name for name, tasks in known.items() if isinstance(tasks, tuple) and data.task in tasks]
             raise UserError(
-                f"methods: {method.display} is a method of {' and '.join(method.tasks)}, data set {data.name} is one "
-                f"of {data.task}: choose {', '.join(fitting)}"
+                f"methods: {method.display} is a method for {' and '.join(method.tasks)}, but data set {data.name} is "
+                f"for {data.task}: choose {', '.join(fitting)}"
             )
         for sources in sorted(numbers):
             network = models.build(experiment.model, data.input_shape, len(data.classes), 0)
             method.check(method.adapt_network(network, sources))
+        if method.robust is not None:
+            for labelled, others in roles:
+                _check_rule(method, labelled, others, engine.quorum)
         refused = sorted(set(method.shares) & set(engine.refuse))
         if refused:
             raise UserError(
@@ -63,6 +70,24 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
                 if engine.on_refusal == "stop" or method.pooled:
                     way = "" if method.pooled else " or write engine.on_refusal: leave_out"
                     raise UserError(f"engine.refuse_at: {refusal}: choose another method, take the kind out{way}")
-                warnings.append(f"{refusal}: it is left out of such exchanges")
+                warnings.append(f"{refusal}: the site is left out of such exchanges")
         warnings += method.check_samples(data.input_shape)
     return tuple(warnings)
+
+
+def _check_rule(method: Method, sources: Sequence[str], others: Sequence[str], quorum: int | None) -> None:
+    """Raises UserError where a robust rule cannot work on the replies of these sites, or of those a quorum leaves."""
+    rule = method.robust
+    assert rule is not None
+    try:
+        rule.check_sources(sources)
+        for averaged in method.averages.values():
+            asked = len(sources if averaged.at == "sources" else others)
+            rule.check(asked)
+            if quorum is not None:
+                try:
+                    rule.check(min(quorum, asked))
+                except UserError as error:
+                    raise UserError(f"{error}, or raise engine.quorum, which is {quorum}") from None
+    except UserError as error:
+        raise UserError(f"methods: {method.display}: robust.{error}") from None

@@ -1,9 +1,9 @@
-"""How far apart two sites are, measured without moving a sample: the proxy A-distance.
+"""The proxy A-distance of two sites, measured while both keep their samples.
 
-d_A = 2(1 − 2ε), ε the error of a linear classifier that tells the two sites' inputs apart (Ben-David et al., Machine
-Learning 2010). Each site keeps its samples: it gets the classifier, answers with the gradient of the logistic loss on
-one half of them, and in the end with the share of the other half that the classifier gets wrong. What crosses the
-border is of the kinds weights and numbers; a site that refuses one of them is not measured.
+d_A = 2(1 − 2ε), where ε is the error of a linear classifier that tells the two sites' inputs apart (Ben-David et al.,
+Machine Learning 2010). Each site receives the classifier and returns the gradient of the logistic loss on one half of
+its samples. At the end it returns the share of the other half that the classifier gets wrong. Only weights and numbers
+leave a site. A site that refuses one of these kinds is not measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fedshift.weights import Weights
 
 _ITERATIONS = 50
 _RIDGE = 1e-3
-"""Weight of the classifier's squared norm: without it, separable sites have no best classifier."""
+"""Weight of the classifier's squared norm in the loss. Without it, separable sites have no best classifier."""
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Slope(Reply):
 
 @dataclass(frozen=True)
 class Wrong(Reply):
-    """The share of the other half that the classifier takes for the other site's."""
+    """The share of the second half of a site's samples that the classifier assigns to the other site."""
 
     share: float
 
 
 class SiteClassifier(Method):
-    """Logistic regression between one source and one target: which of the two does a sample come from?"""
+    """Logistic regression that predicts which of two sites a sample comes from: one source or one target."""
 
     name: ClassVar[str] = "site_classifier"
     citation: ClassVar[str] = "Ben-David et al., Machine Learning 2010"
@@ -60,7 +60,7 @@ class SiteClassifier(Method):
         return 0
 
     def round(self, federation: Federation, state: State) -> State:
-        """All of it: the classifier that `torch.optim.LBFGS` finds when it asks the sites for gradients."""
+        """Train the classifier: `torch.optim.LBFGS` with gradients that the sites compute."""
         sites = (*federation.sources, *federation.targets)
         plane = {name: tensor.clone().requires_grad_() for name, tensor in state.weights.items()}
         optimizer = torch.optim.LBFGS(list(plane.values()), max_iter=_ITERATIONS, line_search_fn="strong_wolfe")
@@ -77,14 +77,14 @@ class SiteClassifier(Method):
         return state.advance(Weights(plane).clone())
 
     def slope(self, site: Site, weights: Weights) -> Slope:
-        """At a site: loss and gradient on the first half of its samples, both sites counting alike."""
+        """The loss and its gradient on the first half of a site's samples. Both sites have the same weight."""
         plane = {name: tensor.to(site.device).requires_grad_() for name, tensor in weights.items()}
         loss = -F.logsigmoid(_side(site) * _scores(site, 0, plane)).mean()
         gradients = torch.autograd.grad(loss, list(plane.values()))
         return Slope(Weights(dict(zip(plane, (found.cpu() for found in gradients), strict=True))), loss.item())
 
     def wrong(self, site: Site, weights: Weights) -> Wrong:
-        """At a site: the error on the second half; a score of 0 is half wrong."""
+        """The error on the second half of a site's samples. A score of 0 counts as half an error."""
         with torch.no_grad():
             scores = _side(site) * _scores(site, 1, weights.to(site.device))
         return Wrong(float((scores < 0).double().mean() + (scores == 0).double().mean() / 2))
@@ -95,7 +95,7 @@ def _side(site: Site) -> int:
 
 
 def _scores(site: Site, half: int, plane: Weights | dict[str, Tensor]) -> Tensor:
-    """The classifier's scores of one half of a site's samples (a lone sample is in both)."""
+    """The classifier's scores of one half of a site's samples. A single sample is in both halves."""
     if "inputs" not in site.scratch:
         site.scratch["inputs"] = torch.cat([batch.inputs.flatten(1) for batch in site.all_batches()])
     inputs: Tensor = site.scratch["inputs"]
@@ -106,13 +106,16 @@ def _scores(site: Site, half: int, plane: Weights | dict[str, Tensor]) -> Tensor
 
 
 def proxy_distances(data: DataSet, split: Split, setting: Setting, engine: Engine) -> dict[str, float]:
-    """The proxy A-distance of every labelled and unlabelled site, by "labelled-unlabelled".
+    """The proxy A-distance of each pair of a labelled and an unlabelled site.
 
     Args:
-        data: The data of all sites.
-        split: Which sites have labels, and the rows that each trains on.
-        setting: That of a run on these data: the classifier takes its seed and its device.
-        engine: Says which kinds the sites refuse; the distance of a site that refuses one of them is left out.
+        data: the data of all sites.
+        split: which sites have labels, and the rows that each trains on.
+        setting: the setting of a run on these data. The classifier uses its seed and its device.
+        engine: the kinds that sites refuse.
+
+    Returns:
+        "labelled-unlabelled" → distance, without sites that refuse weights or numbers.
     """
     method = SiteClassifier()
     width = torch.Size(data.input_shape).numel()

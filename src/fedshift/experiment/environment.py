@@ -1,4 +1,4 @@
-"""What results depend on beside the experiment file: the data's bytes, versions, the device, threads."""
+"""What results depend on besides the experiment file: the data's bytes, versions, the device, threads."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fedshift.errors import UserError
 
 
 def data_fingerprint(data: DataSet) -> str:
-    """A checksum over every array of a data set: another version of the data never resumes a run.
+    """A checksum of all arrays of a data set. A run is not resumed on data with another checksum.
 
-    Where the data set has groups or a split of its own, eight digits for them follow after a dash.
+    It has 16 digits. If the data set has groups or its own split, a dash and 8 digits for these follow.
     """
     digest = hashlib.sha256(json.dumps([data.name, list(data.classes), list(data.domains)]).encode())
     for domain in data.domains.values():
@@ -40,13 +40,13 @@ def data_fingerprint(data: DataSet) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions that results depend on."""
+    """The versions that results depend on, by package."""
     return dict(_versions())
 
 
 @cache
 def _versions() -> Mapping[str, str]:
-    # Looked up once: every run and every round asks, and the packages' files would be parsed each time.
+    # Cached: every round needs them, and each look-up parses the packages' files.
     names = ("fedshift", "torch", "torchvision", "numpy")
     found = {"python": sys.version.split()[0]}
     for name in names:
@@ -58,7 +58,11 @@ def _versions() -> Mapping[str, str]:
 
 
 def resolve_device(name: str) -> str:
-    """``auto`` is the first accelerator, else the CPU. Raises UserError for a device this machine lacks."""
+    """The device of that name. ``auto`` is the first accelerator, or the CPU.
+
+    Raises:
+        UserError: this machine does not have the device.
+    """
     if name == "auto":
         if torch.cuda.is_available():
             return "cuda"
@@ -77,7 +81,7 @@ def threads_set(number: int) -> Iterator[None]:
     cudnn = torch.backends.cudnn
     torch.set_num_threads(number)
     try:
-        # cuDNN may otherwise choose among algorithms that add up in different orders from run to run.
+        # Otherwise cuDNN may choose algorithms that add numbers in another order from run to run.
         with cudnn.flags(deterministic=True, benchmark=False, allow_tf32=cudnn.allow_tf32):
             yield
     finally:

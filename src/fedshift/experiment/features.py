@@ -1,8 +1,8 @@
-"""Features of a frozen backbone: computed once at each site, kept in the cache, and used in place of the images.
+"""Features of a frozen backbone: computed once at each site, cached, and used in place of the images.
 
-A file of the cache belongs to three things: the images, the backbone's weights and the transform before it. Their
-checksums name it and stand in its header, beside a checksum of the features (float16). Nothing else matters, so another
-method, label, seed or name of a site finds the same file. What was computed when a run was cut off is gone on with.
+A cache file depends on the images, the backbone's weights and the transform before it. Its name is derived from their
+checksums, and its header holds these and a checksum of the features (float16). It does not depend on the method, the
+labels, the seed or the site's name. An interrupted extraction resumes after its last batch.
 """
 
 from __future__ import annotations
@@ -39,21 +39,28 @@ _LARGEST = float(np.finfo(np.float16).max)
 
 
 class Watcher:
-    """Told how the extraction goes on. This one says nothing."""
+    """Receives the progress of the extraction. This base class ignores it."""
 
     def extraction(self, site: str, images: int, done: int) -> None:
-        """The images of a site are gone through; ``done`` of them were before."""
+        """The extraction of a site's images begins. ``done`` of them were computed before."""
 
     def extracted(self, images: int) -> None:
-        """So many more are done."""
+        """This many further images are done."""
 
     def warn(self, message: str) -> None:
-        """Something a person should know that stops nothing."""
+        """A warning for the user. Nothing stops."""
 
 
 @dataclass(frozen=True)
 class SiteFeatures:
-    """One site's features (n, d) as they are kept. seconds: what computing them took now, 0 if they were there."""
+    """The features of one site.
+
+    Attributes:
+        features: (n, d), float16, as in the cache.
+        path: the cache file.
+        computed: how many of the n were computed now.
+        seconds: how long that took; 0 if none was.
+    """
 
     features: Half
     path: Path
@@ -62,9 +69,15 @@ class SiteFeatures:
 
 
 def built(experiment: Experiment, source: DataSource | None = None, watcher: Watcher | None = None) -> DataSet:
-    """The experiment's data as methods train on them: features where the network's backbone is frozen.
+    """The experiment's data as methods train on them: features if the network's backbone is frozen.
 
-    source: another encoding of the same data. Raises UserError when the data are no images or features cannot be made.
+    Args:
+        experiment: the experiment.
+        source: builds the data in another encoding; by default the experiment's own.
+        watcher: receives the progress.
+
+    Raises:
+        UserError: the backbone is frozen, but the data are not images or features cannot be computed.
     """
     data = (source or experiment.data).build()
     options = experiment.model
@@ -85,7 +98,11 @@ def built(experiment: Experiment, source: DataSource | None = None, watcher: Wat
 
 
 def all_features(experiment: Experiment, data: DataSet, watcher: Watcher) -> Iterator[tuple[str, SiteFeatures]]:
-    """The features of every site's images in turn, with its name. Raises UserError as `site_features` does."""
+    """Each site's name and the features of its images, one site after another.
+
+    Raises:
+        UserError: the model has no frozen backbone, or as in `site_features`.
+    """
     options = experiment.model
     if not isinstance(options, Frozen):
         raise UserError("model: only model frozen has features to compute; write {name: frozen, backbone: …, head: …}")
@@ -98,12 +115,21 @@ def all_features(experiment: Experiment, data: DataSet, watcher: Watcher) -> Ite
 
 
 def extractor_for(options: Frozen, preprocessing: Preprocessing, what: str) -> Extractor:
-    """The backbone for images that are stored as ``preprocessing`` says. Raises UserError for anything but images."""
+    """The frozen backbone.
+
+    Args:
+        options: which backbone.
+        preprocessing: how the images are stored.
+        what: the name of the data, for the message.
+
+    Raises:
+        UserError: the data are not images.
+    """
     if preprocessing.kind != "image" or preprocessing.shape is None:
         shape = "×".join(map(str, preprocessing.shape or ()))
         raise UserError(
             f"model.backbone: {options.backbone.name} reads images, but {what} gives {preprocessing.kind} of {shape} "
-            "numbers; for features that are ready write the head itself as model, such as mlp"
+            "numbers; for data that are features already, use a head such as mlp as the model"
         )
     return options.extractor(preprocessing.shape)
 
@@ -111,10 +137,19 @@ def extractor_for(options: Frozen, preprocessing: Preprocessing, what: str) -> E
 def site_features(
     domain: Domain, options: Frozen, extractor: Extractor, weights: str, device: str, watcher: Watcher
 ) -> SiteFeatures:
-    """The features of one site's images: from the cache, or computed now and put there. weights: their fingerprint.
+    """The features of one site's images, from the cache; or computed now and written to the cache.
 
-    Raises UserError when the file of that name belongs to another backbone, the features are too large for float16, or
-    the cache cannot be written.
+    Args:
+        domain: the site's images.
+        options: which backbone.
+        extractor: the backbone.
+        weights: the fingerprint of its weights.
+        device: where it runs.
+        watcher: receives the progress.
+
+    Raises:
+        UserError: the cache file belongs to another backbone or cannot be written, or the features do not fit into
+            float16.
     """
     assert not isinstance(domain.inputs, SparseRows)
     header = {
@@ -131,7 +166,9 @@ def site_features(
     part = path.with_suffix(".part")
     try:
         with open(part, "a+b") as stream:
-            fcntl.flock(stream, fcntl.LOCK_EX)  # another process may be at the same images: what it made is taken
+            fcntl.flock(
+                stream, fcntl.LOCK_EX
+            )  # waits if another process extracts the same images, then uses its result
             known = _read(path, header, Watcher())
             if known is not None:
                 return SiteFeatures(known, path, 0, 0.0)
@@ -142,14 +179,14 @@ def site_features(
             part.unlink()
     except OSError as error:
         raise UserError(
-            f"cannot write features to {path.parent} ({error.strerror}): free some space or set FEDSHIFT_CACHE "
-            "elsewhere"
+            f"cannot write features to {path.parent} ({error.strerror}): free some space, or set FEDSHIFT_CACHE "
+            "to another folder"
         ) from error
     return SiteFeatures(features, path, len(features) - before, seconds)
 
 
 def _extracted(domain: Domain, extractor: Extractor, device: str, stream: Any, watcher: Watcher) -> tuple[Half, int]:
-    """All features, in batches that are written as they come; and how many of them an earlier run had written."""
+    """All features, and how many of them an earlier call had written. Each batch is written when it is computed."""
     images = domain.inputs
     assert isinstance(images, np.ndarray)
     first = _half(extractor(torch.from_numpy(images[:1].copy()).to(device)), domain.name)
@@ -176,8 +213,8 @@ def _half(features: torch.Tensor, site: str) -> Half:
     values = features.float().cpu().numpy()
     if not (np.abs(values) <= _LARGEST).all():
         raise UserError(
-            f"model.backbone: features of site '{site}' are not finite or beyond {_LARGEST:g}: do the weights fit the "
-            "backbone, and its scale the weights?"
+            f"model.backbone: features of site '{site}' are not finite or exceed {_LARGEST:g}: check that the weights "
+            "are those of this backbone and that its options scale images as the weights expect"
         )
     return np.asarray(values, dtype=np.float16)
 
@@ -188,7 +225,11 @@ def _packed(features: Half, header: Mapping[str, str]) -> bytes:
 
 
 def _read(path: Path, header: Mapping[str, str], watcher: Watcher) -> Half | None:
-    """The features in a file, None where there is none or it is damaged; UserError where it is another backbone's."""
+    """The features in a file; None if there is no file or it is damaged.
+
+    Raises:
+        UserError: the file has features of another backbone.
+    """
     if not path.exists():
         return None
     try:
@@ -196,7 +237,7 @@ def _read(path: Path, header: Mapping[str, str], watcher: Watcher) -> Half | Non
             found = json.loads((opened.metadata() or {})["fedshift"])
             features: Half = opened.get_tensor("features").numpy()
     except (SafetensorError, KeyError, ValueError, OSError):
-        watcher.warn(f"{path} was cut off or is damaged: its features are computed again")
+        watcher.warn(f"{path} is incomplete or damaged: its features are computed again")
         return None
     differs = [name for name, value in header.items() if found.get(name) != value]
     if differs:
@@ -211,9 +252,14 @@ def _read(path: Path, header: Mapping[str, str], watcher: Watcher) -> Half | Non
 
 
 def backbone_of(preprocessing: Preprocessing) -> tuple[Extractor | None, Preprocessing]:
-    """The frozen backbone that a trained model's features come from, none for most, and how its images are stored.
+    """What a trained model needs in front of it.
 
-    Raises UserError when the weights are not there or not those of the training.
+    Returns:
+        The frozen backbone that computed the model's features, None for a model without one; and the preprocessing of
+        the backbone's images, or the model's own.
+
+    Raises:
+        UserError: the backbone's weights are missing, or are not those of the training.
     """
     record = preprocessing.backbone
     if record is None:
@@ -223,19 +269,19 @@ def backbone_of(preprocessing: Preprocessing) -> tuple[Extractor | None, Preproc
         stored = Preprocessing.model_validate(record["images"])
     except (KeyError, ValueError):
         raise UserError(
-            "the model file does not say which backbone made its features: use a whole model file"
+            "the model file does not name the backbone of its features: use the model.safetensors of a run"
         ) from None
     extractor = extractor_for(options, stored, "the model file")
     if weights_fingerprint(options, extractor) != record.get("weights"):
         raise UserError(
-            f"the model was trained on features of other weights of {options.backbone.name} than those that "
-            "FEDSHIFT_WEIGHTS or torchvision gives now: find the weights it was trained with"
+            f"the model was trained on features of {options.backbone.name} with other weights than those found in "
+            "FEDSHIFT_WEIGHTS or torchvision now: put the weights of the training there"
         )
     return extractor, stored
 
 
 def images_fingerprint(domain: Domain) -> str:
-    """A checksum of a site's stored images, in their order; not of labels or names."""
+    """A checksum of a site's stored images in their order, without labels and names."""
     assert not isinstance(domain.inputs, SparseRows)
     digest = hashlib.sha256(json.dumps(list(domain.inputs.shape)).encode())
     for begin in range(0, len(domain.inputs), 1024):
@@ -244,7 +290,7 @@ def images_fingerprint(domain: Domain) -> str:
 
 
 def weights_fingerprint(options: Frozen, extractor: Extractor) -> str:
-    """A checksum of the backbone's weights and of how it is built; not of where the file with the weights lies."""
+    """A checksum of the backbone's weights and options, without the path of the weights' file."""
     built_as = options.backbone.model_dump(mode="json", exclude={"pretrained"})
     digest = hashlib.sha256(json.dumps(built_as, sort_keys=True).encode())
     for name, tensor in extractor.state_dict().items():

@@ -1,6 +1,6 @@
-"""Which runs an experiment has, and what each of them trains, where and for how long.
+"""The plan: an experiment's runs, with the rows, sites, budget and rounds of each.
 
-Running, checking and deploying an experiment all read the same `Plan`.
+Running, checking and deploying an experiment use the same `Plan`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fedshift.models import registry as models
 from fedshift.models.network import Network
 
 POOL = "pool"
-"""Name of the one site that holds all sources for a pooled baseline."""
+"""Name of the single site that holds the samples of all sources for a pooled method."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run of an experiment: a method, the domain that is the target (or the name of a pair), a seed."""
+    """One run of an experiment: a method, a target (a domain, or the name of a pair) and a seed."""
 
     method: Method
     target: str
@@ -39,14 +39,14 @@ class Run:
 
 
 class Plan:
-    """Every run of an experiment, and what its runs share.
+    """All runs of an experiment, and what they share.
 
-    A split is computed once for a target and a seed, whichever method asks first. Of the data, one target's encoding is
-    kept at a time. A deployment's plan takes the sites' word for what is computed here from data.
+    The split of a target and a seed is computed once, for all methods. The data are kept in memory in the encoding of
+    one target at a time. A deployment's plan uses what the sites report in place of what is computed here from data.
     """
 
     def __init__(self, experiment: Experiment, data: DataSet) -> None:
-        """``data``: of the domains that take part."""
+        """``data`` holds the domains that take part."""
         self.experiment = experiment
         self.data = data
         self._roles: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {}
@@ -55,12 +55,16 @@ class Plan:
 
     @cached_property
     def targets(self) -> tuple[str, ...]:
-        """The targets in turn. Raises UserError as `protocol.targets_of` does."""
+        """The targets, in order.
+
+        Raises:
+            UserError: as in `protocol.targets_of`.
+        """
         return targets_of(self.experiment.protocol, self.data)
 
     @cached_property
     def runs(self) -> tuple[PlannedRun, ...]:
-        """Every run, seed by seed so that early results cover all targets and methods."""
+        """All runs, in order. The seed is the outer loop, so that early results cover all targets and methods."""
         return tuple(
             PlannedRun(self, Run(method, target, seed))
             for seed in self.experiment.protocol.seeds
@@ -80,20 +84,24 @@ class Plan:
         return self._roles[target]
 
     def split(self, target: str, seed: int) -> Split:
-        """The rows of the runs with this target and seed. Raises UserError as `protocol.split_of` does."""
+        """The rows of the runs with this target and seed.
+
+        Raises:
+            UserError: as in `protocol.split_of`.
+        """
         if (target, seed) not in self._splits:
             self._splits[target, seed] = self._split(target, seed)
         return self._splits[target, seed]
 
     def data_for(self, target: str) -> DataSet:
-        """The data in an encoding in which a site that is unseen, or not in the pair, has no say."""
+        """The data in the encoding of this target: sites that are unseen or not in the pair do not influence it."""
         if target not in self._encoded:
-            self._encoded.clear()  # before the next one is made: the two need not fit in memory together
+            self._encoded.clear()  # first, so that two encodings need not fit in memory together
             self._encoded[target] = self._data_for(target)
         return self._encoded[target]
 
     def warnings(self) -> Iterator[str]:
-        """What methods warn of where an epoch of a source has few mini-batches."""
+        """The methods' warnings about sources whose epochs have few mini-batches."""
         steps = shortest_epochs(self.experiment.training, (planned.split for planned in self.runs))
         for method in self.experiment.methods:
             yield from method.check_steps(steps)
@@ -102,7 +110,7 @@ class Plan:
         return split_of(self.experiment.protocol, self.data, target, seed)
 
     def _data_for(self, target: str) -> DataSet:
-        """A target that takes part without labels shares in the encoding as the sources do."""
+        """As `data_for`. A target that trains without labels influences the encoding as the sources do."""
         sources, targets = self.roles(target)
         unseen = isinstance(self.experiment.protocol, LeaveOneOut)
         source = self.experiment.data
@@ -114,14 +122,14 @@ class Plan:
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of a plan, and all that follows from the experiment and its data before anything is trained."""
+    """One run of a plan, with all that is known about it before it trains."""
 
     plan: Plan
     run: Run
 
     @property
     def experiment(self) -> Experiment:
-        """The experiment that the run belongs to."""
+        """The run's experiment."""
         return self.plan.experiment
 
     @property
@@ -131,16 +139,16 @@ class PlannedRun:
 
     @property
     def data(self) -> DataSet:
-        """The data in the run's encoding, with true labels: what models are measured on."""
+        """The data in the run's encoding, with true labels. Models are measured on these."""
         return self.plan.data_for(self.run.target)
 
     @property
     def shown_data(self) -> DataSet:
-        """The data as the sites show them: malicious sources have wrong labels."""
+        """The data that the sites train on: those of `data`, but with wrong labels at malicious sources."""
         return with_wrong_labels(self.experiment.protocol, self.data, self.split, self.run.seed)
 
     def sites(self, data: DataSet) -> list[SitePlan]:
-        """The sites that the method talks to, with their part of ``data`` and the kinds that each refuses."""
+        """The sites of the run, with their rows of ``data`` and the kinds that each refuses."""
         refused = self.experiment.engine.refuse_at
         plans = site_plans(self.run.method, data, self.split)
         return [replace(plan, refuse=frozenset(refused.get(plan.name, ()))) for plan in plans]
@@ -152,7 +160,7 @@ class PlannedRun:
 
     @cached_property
     def rounds(self) -> int:
-        """Rounds until the budget is used; 0 when it is used up before the first round."""
+        """Rounds until the budget is used; 0 if it is used before the first round."""
         return rounds_needed(self.run.method, self.experiment.training, self.split, self.budget)
 
     @property
@@ -161,7 +169,7 @@ class PlannedRun:
         return round(sum(self.budget.values()) / len(self.split.train))
 
     def setting(self, device: str) -> Setting:
-        """What all sites of the run share, on ``device``."""
+        """What all sites of the run share. They train on ``device``."""
         experiment, data = self.experiment, self.data
         return Setting(
             method=self.run.method,
@@ -179,11 +187,11 @@ class PlannedRun:
 
     @property
     def pooled_bytes(self) -> dict[str, int]:
-        """Bytes of the samples that leave each site before a pooled method trains."""
+        """Bytes of the samples that leave each site before the method trains; empty unless it is pooled."""
         return pooled_bytes(self.run.method, self.data, self.split)
 
     def traffic(self, network: Network) -> Traffic:
-        """Bytes of the run by the method's formula, for the ``network`` that its sites train."""
+        """The bytes of the run, by the method's formula, if its sites train ``network``."""
         split, size = self.split, self.experiment.training.batch_size
         trained = sum(
             self.budget[site] * len(rows) / batches_per_epoch(len(rows), size)
@@ -200,19 +208,19 @@ class PlannedRun:
         return self.run.method.traffic(plan) + Traffic(up=sum(self.pooled_bytes.values()), down=0)
 
     def network(self) -> Network:
-        """A network of the kind that the run's sites train; its weights are those of no run."""
+        """A network like that of the run's sites. Its weights are arbitrary."""
         data, sources = self.data, self.plan.roles(self.run.target)[0]
         plain = models.build(self.experiment.model, data.input_shape, len(data.classes), 0)
         return self.run.method.adapt_network(plain, len(sources))
 
     @property
     def folder(self) -> Path:
-        """Where the run lies below its experiment's folder."""
+        """The run's folder, relative to the experiment's."""
         return Path(self.run.method.display, self.run.target, f"seed-{self.run.seed}")
 
     @property
     def identity(self) -> dict[str, Any]:
-        """The settings that make it this run, and those that are recorded beside them."""
+        """The settings that identify the run, and others that are recorded with them."""
         experiment, settings = self.experiment, common_settings(self.experiment, self.run.method)
         identity = {
             **settings,
@@ -228,7 +236,7 @@ class PlannedRun:
 
 
 def common_settings(experiment: Experiment, method: Method) -> dict[str, Any]:
-    """The settings that all runs of a method share, which the experiment file alone decides."""
+    """The settings that all runs of a method share. They depend on the experiment file only."""
     whole = experiment.dump()
     return {
         "name": experiment.name,
@@ -243,10 +251,16 @@ def common_settings(experiment: Experiment, method: Method) -> dict[str, Any]:
 def budgets(method: Method, methods: Sequence[Method], training: Training, split: Split) -> dict[str, int]:
     """Mini-batches that each site may train on in a run of ``method``.
 
-    All sites together get what the most demanding of ``methods`` needs (or `mini_batches` times their number), so the
-    total is the same for every method. Sites share it as the method spends it, so that all are done in the same round:
-    a site that is done early would go on voting with a model that it did not train. Mini-batches at an unlabelled
-    target count like any other.
+    The total over all sites is what the most demanding of ``methods`` needs, or `training.mini_batches` times the
+    number of sources. So it is the same for every method. It is divided in the proportions in which the method uses it,
+    so that all sites finish in the same round. A site that finished early would keep sending a model that it no longer
+    trains. Mini-batches at an unlabelled target count like any other.
+
+    Args:
+        method: the method of the run.
+        methods: all methods of the experiment.
+        training: the experiment's training section.
+        split: the rows of the run.
     """
 
     def needs(candidate: Method) -> dict[str, int]:
@@ -261,15 +275,15 @@ def budgets(method: Method, methods: Sequence[Method], training: Training, split
     total = fixed * len(split.train) if fixed else max(sum(needs(candidate).values()) for candidate in methods)
     own = needs(method)
     whole = sum(own.values())
-    if whole == 0:  # a method that announces no training
+    if whole == 0:  # the method needs no training
         return dict.fromkeys(own, -(-total // len(own)))
     return {site: -(-need * total // whole) for site, need in own.items()}
 
 
 def rounds_needed(method: Method, training: Training, split: Split, budget: Mapping[str, int]) -> int:
-    """Rounds until every site has used its budget: ``training.rounds``, or more for a method that needs less in each.
+    """Rounds until every site has used its budget: ``training.rounds``, or more if the method uses less per round.
 
-    0 when the budget is used up before the first round.
+    It is 0 if the budget is used before the first round.
     """
     if method.pooled or method.supervised_target:
         total = sum(budget.values())
@@ -282,12 +296,12 @@ def rounds_needed(method: Method, training: Training, split: Split, budget: Mapp
             before = trained(per_epoch, 1) - per_round
             if per_round > 0:
                 needed.append(math.ceil((budget[site] - before) / per_round))
-    # A method that trains nothing in its rounds runs as many as the experiment says.
+    # A method that trains nothing in its rounds runs training.rounds of them.
     return max(0, *needed) if needed else training.rounds
 
 
 def site_plans(method: Method, data: DataSet, split: Split) -> list[SitePlan]:
-    """The sites a method talks to: one per source and per target that takes part, or one pool.
+    """The sites of a run: one per source and per target that takes part, or the pool.
 
     An unseen target is not among them.
     """
@@ -310,12 +324,12 @@ def site_plans(method: Method, data: DataSet, split: Split) -> list[SitePlan]:
 
 
 def site_budget(budget: Mapping[str, int], plans: Sequence[SitePlan]) -> dict[str, int]:
-    """The budget by site as the method sees it: a single site has the budget of all."""
+    """The budget of each site of ``plans``. A single site, such as the pool, has the total."""
     return {plans[0].name: sum(budget.values())} if len(plans) == 1 else dict(budget)
 
 
 def pooled_bytes(method: Method, data: DataSet, split: Split) -> dict[str, int]:
-    """Bytes of the training samples of each site, masks included, which leave it when ``method`` pools data."""
+    """Site → bytes of its training samples and masks, which leave it if ``method`` is pooled; else empty."""
     sizes = {}
     pooled = {**split.train, **(split.unlabelled if method.needs_target else {})} if method.pooled else {}
     for name, rows in pooled.items():

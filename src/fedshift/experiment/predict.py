@@ -1,4 +1,4 @@
-"""Prediction with a finished run's model: the same preparation of inputs, the same network, the method's own scores."""
+"""Prediction with the model of a finished run, with the preprocessing and the network of that run."""
 
 from __future__ import annotations
 
@@ -27,12 +27,18 @@ from fedshift.models.unet import SegmentationOptions
 
 _BATCH = 256
 _MASKS = 16
-"""Images at a time, where every pixel has a score."""
+"""Images in a batch for segmentation, where every pixel has a score."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """One sample's prediction. ``probabilities`` over the classes, in their order, sum to 1."""
+    """The prediction for one sample.
+
+    Attributes:
+        name: the sample's name.
+        predicted: the class.
+        probabilities: one per class, in the order of the classes; they sum to 1.
+    """
 
     name: str
     predicted: str
@@ -41,7 +47,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model file, ready to predict. ``metadata`` is what the run wrote about it."""
+    """The model of a run, ready to predict. ``metadata`` is what the run wrote about it."""
 
     network: Network
     method: Method
@@ -54,17 +60,18 @@ class TrainedModel:
     def predict(self, data: Path) -> list[Prediction]:
         """Predictions for an image, a folder of images, an .npz or a .csv, in order.
 
-        Raises UserError for unfit data, and for a model of segmentation, see `write_masks`.
+        Raises:
+            UserError: the data do not fit the model, or it is a model for segmentation (see `write_masks`).
         """
         if isinstance(self.options, SegmentationOptions):
-            raise UserError("this model predicts masks: say where they go with --masks FOLDER")
+            raise UserError("this model predicts masks: name a folder for them with --masks FOLDER")
         extractor, stored = backbone_of(self.preprocessing)
         names, inputs = load_for_prediction(data, stored)
         out: list[Prediction] = []
         for begin in range(0, len(names), _BATCH):
             rows = torch.from_numpy(inputs[begin : begin + _BATCH])
             if extractor is not None:
-                rows = extractor(rows).half()  # as they are kept in the cache
+                rows = extractor(rows).half()  # float16, as in the cache
             batch = to_network(rows, self.preprocessing, "cpu")
             probabilities = self.network(batch).softmax(dim=1)
             for name, row in zip(names[begin : begin + _BATCH], probabilities, strict=True):
@@ -73,11 +80,18 @@ class TrainedModel:
 
     @torch.no_grad()
     def write_masks(self, data: Path, folder: Path) -> list[tuple[Path, float]]:
-        """Predicted masks of an image, a folder of images or an .npz as ``folder/<structure>/<name>.png``, black and
-        white, in the size that the network reads. Returns each file and the share of its pixels that is white.
+        """Write the predicted masks as ``folder/<structure>/<name>.png``: black and white, in the network's input size.
 
-        Raises UserError for unfit data, for a model of classification, for names that lead out of the folder and where
-        a file cannot be written.
+        Args:
+            data: an image, a folder of images or an .npz.
+            folder: the folder to write to.
+
+        Returns:
+            Each file, and the share of its pixels that is white.
+
+        Raises:
+            UserError: the data do not fit the model, it is a model for classification, a name leads out of the folder,
+                or a file cannot be written.
         """
         if not isinstance(self.options, SegmentationOptions):
             raise UserError("this model predicts classes, not masks: leave out --masks")
@@ -100,29 +114,39 @@ class TrainedModel:
 
 
 def _mask_file(folder: Path, structure: str, name: str) -> Path:
-    """Where a mask is written. Raises UserError unless that is below the folder.
+    """The path of a mask.
 
-    A structure's name comes from the model file, which may be anybody's: it must be one plain part of a path.
+    A structure's name comes from the model file, which may not be trustworthy. So it must be a plain file name.
+
+    Raises:
+        UserError: the path is not below the folder.
     """
     if structure in ("", "..") or structure != Path(structure).name or set(structure) & {"/", "\\", "\0", "\n", "\r"}:
-        raise UserError(f"the model file calls a structure {structure!r}, which cannot be the name of a folder")
+        raise UserError(
+            f"the model file has a structure {structure!r}, which cannot be the name of a folder: use another model"
+        )
     try:
         file = (folder / structure / name).with_suffix(".png")
-        # Resolved, for a link may lie there already.
+        # Resolved, because one of the two may be a symbolic link.
         below = file.resolve().is_relative_to(folder.resolve())
     except (OSError, ValueError, RuntimeError):
         below = False
     if not below or ".." in Path(name).parts:
-        raise UserError(f"the mask {structure!r} of {name!r} would not be written into {folder}")
+        raise UserError(f"the mask {structure!r} of {name!r} would be written outside of {folder}: rename the image")
     return file
 
 
 def load_model(path: Path, own_method: str | None = None) -> TrainedModel:
-    """The model in a run's folder or a ``model.safetensors``.
+    """Load a trained model.
 
-    A model file never decides which code runs: it may name a method that comes with fedshift, and no other. A model of
-    somebody's own method needs ``own_method``, the ``file.py:Class`` that the caller trusts.
-    Raises UserError when there is none, it is damaged, or it was not written by fedshift.
+    A model file never decides which code runs: it may name a method that comes with fedshift, and no other.
+
+    Args:
+        path: a run's folder or a ``model.safetensors``.
+        own_method: ``file.py:Class`` of a method that the caller trusts, if the model is of a user's own method.
+
+    Raises:
+        UserError: there is no model, it is damaged, or it was not written by fedshift.
     """
     file = path / MODEL if path.is_dir() else path
     if not file.is_file():
@@ -132,7 +156,11 @@ def load_model(path: Path, own_method: str | None = None) -> TrainedModel:
             if found
             else ": has the run finished?"
         )
-        raise UserError(f"there is no {MODEL} in {path}{hint}" if path.is_dir() else f"there is no file {path}")
+        raise UserError(
+            f"there is no {MODEL} in {path}{hint}"
+            if path.is_dir()
+            else f"there is no file {path}: give a run's folder or a {MODEL}"
+        )
     try:
         with safe_open(str(file), framework="pt") as opened:
             metadata = json.loads((opened.metadata() or {})["fedshift"])
@@ -150,7 +178,7 @@ def load_model(path: Path, own_method: str | None = None) -> TrainedModel:
         classes = tuple(str(name) for name in metadata["classes"])
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, OSError):
         raise UserError(
-            f"{file} is damaged or no model that fedshift wrote: give the model.safetensors of a run"
+            f"{file} is damaged or was not written by fedshift: give the model.safetensors of a run"
         ) from None
     return TrainedModel(network.eval(), method, classes, preprocessing, metadata, chosen)
 
@@ -160,13 +188,13 @@ def _method(record: dict[str, Any], own_method: str | None, file: Path) -> Metho
     if options["name"] not in methods.METHODS:
         if own_method is None:
             raise UserError(
-                f"{file} was made by a method that does not come with fedshift ('{options['name']}'): if you trust "
-                "that code, name it with --method FILE.py:Class"
+                f"{file} is the model of a method that does not come with fedshift ('{options['name']}'): if you trust "
+                "its code, name it with --method FILE.py:Class"
             )
         options["name"] = own_method
 
     def permit(name: str) -> None:
         if name not in (*methods.METHODS, own_method):
-            raise UserError(f"{file} was made with '{name}', which does not come with fedshift: it is not opened")
+            raise UserError(f"{file} needs the method '{name}', which does not come with fedshift: it was not imported")
 
     return methods.parse(options, permit=permit)

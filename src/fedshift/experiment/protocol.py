@@ -1,4 +1,4 @@
-"""Which role each site has in a run, and which of its rows train, are held out and are measured."""
+"""The role of each site in a run, and which of its rows train, are held out and are measured."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Split:
     """Rows of one (target, seed), by site.
 
     Args:
-        train: Of each source.
-        held_out: Of each source; may be empty.
-        measured: Of each target.
-        unlabelled: Of each target that takes part in training.
+        train: rows that each source trains on.
+        held_out: rows that each source holds out; may be empty.
+        measured: rows that each target is measured on.
+        unlabelled: rows that each target trains on without labels.
     """
 
     train: Mapping[str, Rows]
@@ -35,21 +35,23 @@ class Split:
 
 
 def targets_of(protocol: Protocol, data: DataSet) -> tuple[str, ...]:
-    """The domains that take their turn as the target, or the names of the pairs.
+    """The domains that are the target in turn, or the names of the pairs.
 
     Raises:
-        UserError: For a target that does not exist or stands twice, for data of one domain, and for a domain whose
-            name cannot name a folder.
+        UserError: a target does not exist or is named twice, the data have one domain only, or a domain's name cannot
+            name a folder.
     """
     if len(data.domains) < 2:
-        raise UserError(f"data: {protocol.kind} needs at least 2 domains, there is only '{next(iter(data.domains))}'")
+        raise UserError(
+            f"data: {protocol.kind} needs at least 2 domains, but there is only '{next(iter(data.domains))}'"
+        )
     for name in data.domains:
         if not name or name.startswith(".") or "/" in name or "\\" in name or not name.isprintable():
             raise UserError(
-                f"data: site '{name}' names a folder: no '/', no '\\' and no '.' at its beginning; rename it"
+                f"data: site '{name}' cannot name a folder (no '/', no '\\' and no '.' at the beginning); rename it"
             )
         if name == AVERAGE:
-            raise UserError(f"data: a site cannot be called '{AVERAGE}', which is a column of the table; rename it")
+            raise UserError(f"data: a site cannot be called '{AVERAGE}', the name of a column in tables; rename it")
     if isinstance(protocol, SourceTarget):
         return tuple(_pairs(protocol, data))
     if protocol.targets == "all":
@@ -58,7 +60,7 @@ def targets_of(protocol: Protocol, data: DataSet) -> tuple[str, ...]:
         if target not in data.domains:
             raise UserError(f"protocol.targets: no domain is called '{target}'; {nearest(target, data.domains)}")
         if protocol.targets.count(target) > 1:
-            raise UserError(f"protocol.targets: '{target}' stands twice")
+            raise UserError(f"protocol.targets: '{target}' is named twice; name it once")
     if not protocol.targets:
         raise UserError("protocol.targets: name at least one domain, or write all")
     return protocol.targets
@@ -76,13 +78,21 @@ def _pairs(protocol: SourceTarget, data: DataSet) -> dict[str, tuple[tuple[str, 
                 raise UserError(f"protocol.pairs: no domain is called '{name}'; {nearest(name, data.domains)}")
         pair = f"{'+'.join(labelled)}-{'+'.join(unlabelled)}"
         if pair in named:
-            raise UserError(f"protocol.pairs: '{pair}' stands twice, or two pairs are called so; rename a site")
+            raise UserError(
+                f"protocol.pairs: '{pair}' is given twice, or two pairs have this name; remove one, or rename a site"
+            )
         named[pair] = labelled, unlabelled
     return named
 
 
 def roles_of(protocol: Protocol, data: DataSet, target: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The sources and the targets, in the order of the data: all other domains and one, or the two sides of a pair."""
+    """The sources and the targets, in the order of the data.
+
+    Args:
+        protocol: the protocol.
+        data: the domains.
+        target: a target, whose sources are all other domains; or the name of a pair.
+    """
     if not isinstance(protocol, SourceTarget):
         return tuple(name for name in data.domains if name != target), (target,)
     labelled, unlabelled = _pairs(protocol, data)[target]
@@ -93,10 +103,10 @@ def roles_of(protocol: Protocol, data: DataSet, target: str) -> tuple[tuple[str,
 
 
 def split_of(protocol: Protocol, data: DataSet, target: str, seed: int) -> Split:
-    """The rows of one (target, seed); the same for every method.
+    """The rows of one (target, seed). They are the same for every method.
 
     Raises:
-        UserError: When a source would have nothing to train on, or nothing of the target would be measured.
+        UserError: a source has no sample to train on, or the target has none to be measured on.
     """
     if isinstance(protocol, SourceTarget):
         return _pair_split(protocol, data, target, seed)
@@ -118,7 +128,7 @@ def split_of(protocol: Protocol, data: DataSet, target: str, seed: int) -> Split
 
 
 def _pair_split(protocol: SourceTarget, data: DataSet, target: str, seed: int) -> Split:
-    """Labelled sites train on some rows and are measured on the others; unlabelled sites use all rows for both."""
+    """Labelled sites train on some rows and are measured on the others. Unlabelled sites use all rows for both."""
     labelled, unlabelled = roles_of(protocol, data, target)
     train, held_out = {}, {}
     for name in labelled:
@@ -134,7 +144,11 @@ def _pair_split(protocol: SourceTarget, data: DataSet, target: str, seed: int) -
 
 
 def unseen_rows(protocol: LeaveOneOut, domain: Domain, held_out: Rows) -> Rows:
-    """The rows that an unseen target is measured on: all, or those of base samples that no source trained on."""
+    """The rows that an unseen target is measured on: all, or those of base samples that no source trained on.
+
+    Raises:
+        UserError: there are no such base samples.
+    """
     if domain.groups is None or protocol.base_images == "shared":
         return np.arange(len(domain), dtype=np.int64)
     if protocol.test_fraction == 0:
@@ -151,14 +165,14 @@ def unseen_rows(protocol: LeaveOneOut, domain: Domain, held_out: Rows) -> Rows:
 
 
 def domain_rows(protocol: LeaveOneOut | AdaptToOne, domain: Domain, seed: int) -> tuple[Rows, Rows]:
-    """Training and held-out rows of one domain; they depend on no other domain."""
+    """The training and the held-out rows of one domain. They do not depend on other domains."""
     official = domain.train_rows is not None and domain.test_rows is not None
     kind = protocol.split if protocol.split != "auto" else ("official" if official else "random")
     return part_rows(domain, protocol.test_fraction, seed, kind)
 
 
 def shortest_epochs(training: Training, splits: Iterable[Split]) -> dict[str, int]:
-    """Mini-batches of an epoch at each source, in the split in which it has the fewest."""
+    """Source → mini-batches of an epoch, in the split in which it has the fewest."""
     fewest: dict[str, int] = {}
     for split in splits:
         for site, rows in split.train.items():
@@ -168,11 +182,11 @@ def shortest_epochs(training: Training, splits: Iterable[Split]) -> dict[str, in
 
 
 def taking_part(protocol: Protocol, data: DataSet) -> DataSet:
-    """The data without the domains that ``protocol.drop`` names.
+    """The data without the domains in ``protocol.drop``.
 
     Raises:
-        UserError: When ``drop`` or ``wrong_labels`` names a domain that does not exist, and when a source whose labels
-            are to be wrong is a target too.
+        UserError: ``drop`` or ``wrong_labels`` names a domain that does not exist, or a source with wrong labels is
+            also a target.
     """
     if not isinstance(protocol, AdaptToOne):
         return data
@@ -193,14 +207,18 @@ def taking_part(protocol: Protocol, data: DataSet) -> DataSet:
 
 
 def with_wrong_labels(protocol: Protocol, data: DataSet, split: Split, seed: int) -> DataSet:
-    """The data as malicious sources show them: a share of the training labels is wrong; held-out labels are true."""
+    """The data with a share of wrong training labels at malicious sources. Held-out labels stay true.
+
+    Raises:
+        UserError: the data are for segmentation.
+    """
     if not isinstance(protocol, AdaptToOne) or not protocol.wrong_labels:
         return data
     if data.task == "segmentation":
-        raise UserError("protocol.wrong_labels: masks have no other class that could be wrong; leave it out")
+        raise UserError("protocol.wrong_labels: masks have no other class to replace the true one; leave it out")
     domains = dict(data.domains)
     for name, share in protocol.wrong_labels.items():
-        if name not in split.train:  # it takes no part in this run
+        if name not in split.train:  # not a source in this run
             continue
         labels = domains[name].labels.copy()
         rows = split.train[name]

@@ -39,6 +39,16 @@ class CallOwner(Protocol):
     def recipe(self) -> dict[str, Any]: ...
 
 
+class Screening(Protocol):
+    """What may come between the replies of an exchange and the method: robust aggregation."""
+
+    def screened(
+        self, call: str, content: Mapping[str, Content | PerSite], answers: Generator[tuple[str, R], None, None]
+    ) -> Generator[tuple[str, R], None, None]:
+        """The replies as the method reads them: fewer, or with other models in them."""
+        ...
+
+
 @dataclass
 class Progress:
     """What a checkpoint stores of a federation: the number of exchanges, and the mini-batches used at each site."""
@@ -89,6 +99,7 @@ class Federation(ABC):
         self.ledger = Ledger()
         self.progress = Progress(used=dict.fromkeys((*sources, *targets), 0))
         self.round = 0
+        self.screening: Screening | None = None
         self._on_answer = on_answer or (lambda site, mini_batches: None)
         self._open: Replies[Any] | None = None
 
@@ -145,7 +156,10 @@ class Federation(ABC):
         if getattr(call, "__self__", None) is not self.method.call_owner(call.__name__):
             raise FedshiftError("ask takes a call of the method itself, such as self.fit")
         self.progress.exchange += 1
-        replies = Replies(tuple(to), self._exchange(call.__name__, tuple(to), content))
+        answers: Generator[tuple[str, R], None, None] = self._exchange(call.__name__, tuple(to), content)
+        if self.screening is not None:
+            answers = self.screening.screened(call.__name__, content, answers)
+        replies = Replies(tuple(to), answers)
         self._open = replies
         return replies
 

@@ -35,7 +35,7 @@ def coalition_quality(
         predictions: each teacher's probabilities, (K, n, C).
         gate: g, at least 0 and below 1.
         coalition: numbers of the teachers in S.
-        ballots: as in `knowledge_vote`. With ``"top1"``, samples on which nobody passes the gate count 0, as in the
+        ballots: as in `knowledge_vote`. With ``"top1"``, samples on which no teacher passes the gate count 0, as in the
             released code; then Q never falls when a teacher joins.
 
     Raises:

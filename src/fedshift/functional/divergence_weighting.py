@@ -53,7 +53,7 @@ def distances(
         weights: G, the site's tensors by name.
         mean: A, the mean's.
         kind: as in `tensor_distance`.
-        granularity: ``"tensor"`` measures each entry of the state dict by itself, as the released code does.
+        granularity: ``"tensor"`` measures each entry of the state dict separately, as the released code does.
             ``"module"`` measures once over the concatenated parameters of a module (the keys that agree up to the last
             dot) and uses that for its buffers too. A module with buffers only is measured by them.
 

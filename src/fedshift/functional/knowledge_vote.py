@@ -38,8 +38,8 @@ def knowledge_vote(predictions: Tensor, gate: float, *, ballots: Ballots = "rows
     A teacher passes the gate if its highest probability is above ``gate``. Teachers that pass vote for a class. The
     result is the mean over those of them whose own first class won.
 
-    If none is left, the result is the mean over all teachers with support 0.001. This happens if nobody passes the
-    gate, or if the sum elects a class that is nobody's first. If nobody passes, everyone votes. The first of equal
+    If none is left, the result is the mean over all teachers with support 0.001. This happens if no teacher passes the
+    gate, or if the sum elects a class that is no teacher's first. If no teacher passes, all vote. The first of equal
     classes wins.
 
     Args:

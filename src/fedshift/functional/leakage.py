@@ -174,8 +174,8 @@ def infer_label(bias_gradient: Tensor) -> int:
 def infer_labels(bias_gradient: Tensor, probabilities: Tensor, number: int) -> list[int]:
     """The likeliest labels of several samples, from the last layer's bias gradient of their mean loss.
 
-    The gradient is ``p̄ − n_c/n``, so class c has about ``n·(p̄_c − g_c)`` samples. Labels are given out one by one,
-    each to the class that is owed most. For one sample this is `infer_label`.
+    The gradient is ``p̄ − n_c/n``, so class c has about ``n·(p̄_c − g_c)`` samples. Labels are assigned one by one,
+    each to the class with the largest number left. For one sample this is `infer_label`.
 
     Args:
         bias_gradient: g, (C,).

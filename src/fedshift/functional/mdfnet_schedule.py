@@ -103,7 +103,7 @@ def proxy_distance(error: float) -> float:
     Source: Ben-David et al. (Machine Learning 2010).
 
     Args:
-        error: ε in [0, 1], the error of a classifier that tells the two domains apart, both counting alike.
+        error: ε in [0, 1], the error of a classifier that tells the two domains apart. Both have the same weight.
 
     Raises:
         UserError: the error lies outside [0, 1].

@@ -198,7 +198,11 @@ def _kernels(relative: Tensor, multipliers: Sequence[float]) -> tuple[Tensor, Te
 def _pull(within: Tensor, across: Tensor, own: Tensor, other: Tensor) -> Tensor:
     """The gradient by the rows ``own`` (R, n, f): Σ_j 2·G_ij (z_i − z_j) over their own layer and all of ``other``.
 
-    within: G (R, n, n), symmetric; there D_ij and D_ji both hold z_i, hence the factor 4. across: G (R, S, n, n).
+    Args:
+        within: G of the own layer, (R, n, n), symmetric. Both D_ij and D_ji depend on z_i, hence the factor 4.
+        across: G of the own and the other layers, (R, S, n, n).
+        own: z.
+        other: the rows of the other layers.
     """
     layers, samples, _ = own.shape
     within, across = 4 * within, 2 * across

@@ -6,7 +6,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
@@ -28,6 +28,7 @@ from fedshift.federation.messages import (
 from fedshift.federation.site import Site
 from fedshift.functional.averaging import MeanAccumulator, weighted_average
 from fedshift.import_paths import place_of
+from fedshift.methods.robust import RULES, Averages, RobustAggregation, unfit
 from fedshift.methods.settings import PAPER, Settings, described, with_setting
 from fedshift.models.network import Network
 from fedshift.models.payload import payload
@@ -129,6 +130,8 @@ class Method(BaseModel, ABC):
     pooled: whether all data lie in one place.
     supervised_target: whether it trains on the target's labels alone, an upper bound.
     uses_held_out: whether sites choose by their held-out parts.
+    averages: the calls whose models it averages over sites, which robust aggregation can screen.
+    needs_every_model: whether it does more with these models than average them, such as let them vote.
     relative_cost: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
     """
 
@@ -145,6 +148,8 @@ class Method(BaseModel, ABC):
     uses_held_out: ClassVar[bool] = False
     tasks: ClassVar[tuple[Task, ...]] = ("classification",)
     one_target: ClassVar[bool] = False
+    averages: ClassVar[Averages] = {}
+    needs_every_model: ClassVar[bool] = False
     relative_cost: ClassVar[float] = 1.0
 
     label: str | None = Field(None, description="name in tables and folders; needed when a method appears twice")
@@ -153,11 +158,23 @@ class Method(BaseModel, ABC):
     average_rounds: PositiveInt = Field(
         1, description="the model that is measured and handed out is the mean of those of the last so many rounds"
     )
+    robust: RobustAggregation = Field(
+        None, description="a rule that bad sites cannot pull away, such as median: see fedshift fields robust"
+    )
 
     @model_validator(mode="before")
     @classmethod
     def _options_of_the_setting(cls, options: Any) -> Any:
         return with_setting(cls.settings, options) if isinstance(options, Mapping) else options
+
+    @model_validator(mode="after")
+    def _rule_fits(self) -> Self:
+        if self.robust is not None:
+            reason = unfit(type(self.robust), self.averages, self.needs_every_model)
+            if reason:
+                others = " or ".join(robust_rules(self))
+                raise ValueError(f"robust: {self.name} {reason}; " + (f"choose {others}" if others else "leave it out"))
+        return self
 
     @abstractmethod
     def round(self, federation: Federation, state: State) -> State:
@@ -270,6 +287,11 @@ def calls_of(kind: type[Method]) -> dict[str, type[Reply]]:
             if reply is not None:
                 found[name] = reply
     return found
+
+
+def robust_rules(method: Method) -> tuple[str, ...]:
+    """The rules of robust aggregation that go with a method."""
+    return tuple(name for name, rule in RULES.items() if not unfit(rule, method.averages, method.needs_every_model))
 
 
 def in_order(kinds: Collection[str]) -> tuple[str, ...]:

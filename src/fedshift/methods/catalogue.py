@@ -1,6 +1,6 @@
-"""The list of methods: what there is to say of each without importing it, and with it torch.
+"""The list of methods, with facts about each that can be read without importing torch.
 
-A contract test holds every entry to its class.
+A test compares every entry with its class.
 """
 
 from __future__ import annotations
@@ -135,3 +135,16 @@ ENTRIES: Mapping[str, Entry] = {
         f"{_POOLED}.srdc:SRDC", "target without labels, pooled", _ALL_DATA, "Tang et al., CVPR 2020", ("released",)
     ),
 }
+
+RULES = ("norm_clipping", "median", "trimmed_mean", "krum", "trust")
+"""The rules of robust aggregation."""
+
+ROBUST: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("fedavg", "fedprox", "csac", "elcfs", "fedsr", "fedl2r", "fedcmi", "fedadg", "ccst", "styles", "copa"), RULES
+    ),
+    "kd3a": ("norm_clipping", "krum"),
+    "fada": ("norm_clipping", "krum"),
+    "mdfnet": ("norm_clipping", "median", "trimmed_mean", "krum"),
+}
+"""Which rules go with a method; those that are not named average no models of sites."""

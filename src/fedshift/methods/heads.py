@@ -1,4 +1,4 @@
-"""What several methods do to a network: another block, several classifiers, BatchNorm statistics of one site."""
+"""Changes of networks that several methods use: a further block, several classifiers, a site's BatchNorm statistics."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ def with_block(
     classifier: Callable[[int, int], nn.Module] | None = None,
     names: tuple[str, str] = ("backbone", "block"),
 ) -> Network:
-    """``network`` with a block behind its features, and perhaps another classifier.
+    """``network`` with a block after its features, and with another classifier if one is given.
 
     New weights are drawn from the network's seed and the block's name. So they differ between the seeds of an
     experiment, and every process draws the same ones on any processor.
 
     Args:
-        network: Its modules are shared with the result, not copied.
-        block: Makes the block from the width of the features.
-        size: Width of the block's output.
-        classifier: Makes a classifier from width and classes. None: the network's own, which must read ``size``.
-        names: Names of the two parts of the new features, old features first.
+        network: its modules are shared with the result, not copied.
+        block: makes the block from the width of the features.
+        size: width of the block's output.
+        classifier: makes a classifier from width and classes. None: the network's own, which must read ``size``.
+        names: names of the old features and of the block inside the new features.
 
     Returns:
         The new network; its stages are those of ``network``.
@@ -52,7 +52,7 @@ def with_block(
 
 
 class Experts(nn.Module):
-    """One classifier per source domain on common features; together they answer with the mean of their softmax."""
+    """One classifier per source domain on common features. The prediction is the mean of their softmax."""
 
     def __init__(self, heads: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Experts(nn.Module):
         return torch.stack([head(features) for head in self.heads]).softmax(2)
 
     def forward(self, features: Tensor) -> Tensor:
-        """The logarithm of the mean probabilities, (n, C): its softmax is the mean."""
+        """The logarithm of the mean probabilities, (n, C). Its softmax is that mean."""
         each = torch.stack([head(features) for head in self.heads]).log_softmax(2)
         return each.logsumexp(0) - torch.tensor(float(len(self.heads))).log()
 
@@ -75,8 +75,8 @@ def with_experts(network: Network, number: int) -> Network:
     draws the same ones on any processor.
 
     Args:
-        network: Its modules are shared with the result, not copied.
-        number: How many classifiers.
+        network: its modules are shared with the result, not copied.
+        number: how many classifiers.
 
     Returns:
         The network with `Experts` as its classifier.
@@ -90,8 +90,8 @@ def redrawn(module: M, seed: int | None = None) -> M:
     """A copy of a module with fresh weights.
 
     Args:
-        module: What is copied; it does not change.
-        seed: What the weights are drawn from. None: torch's generator as it stands.
+        module: what is copied; it does not change.
+        seed: what the weights are drawn from. None: torch's generator in its current state.
 
     Returns:
         The copy.
@@ -105,7 +105,7 @@ def redrawn(module: M, seed: int | None = None) -> M:
 
 
 def with_own_statistics(site: Site, weights: Weights) -> Network:
-    """The model in evaluation mode, BatchNorm's statistics measured on this site's data."""
+    """The model in evaluation mode, with BatchNorm statistics computed from this site's samples."""
     model = site.model(weights).eval()
     layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     if not layers or site.samples < 2:
@@ -124,9 +124,16 @@ def with_own_statistics(site: Site, weights: Weights) -> Network:
 def hand_over(
     federation: Federation, givers: Sequence[str], takers: Sequence[str], part: float = 1.0
 ) -> dict[str, int]:
-    """Let ``takers`` train ``part`` of what ``givers`` would in this round, so that work stays equal in all.
+    """Move budget of this round from some sites to others, so that the total stays equal.
 
-    Returns by how many mini-batches this round differs from the plan at each site; takers part them evenly.
+    Args:
+        federation: its budget is changed.
+        givers: sites that train less.
+        takers: sites that train more. They share evenly what the givers lose.
+        part: share of the givers' mini-batches of this round that is moved.
+
+    Returns:
+        Site → change of its mini-batches.
     """
     rounds_left = max(1, federation.rounds - federation.round + 1)
     changes: dict[str, int] = {}

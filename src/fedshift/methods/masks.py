@@ -1,4 +1,4 @@
-"""MDFNet's masks: the layer, what stays at a site, and where a network has its mask."""
+"""MDFNet's masks: the layer, the modules that stay at a site, and a network with masked inputs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from fedshift.models.network import Network
 
 
 class Mask(nn.Module):
-    """Multiplies features (b, …) by a mask over all but the first axis, m̂ drawn from U(0, 1) at first.
+    """Multiplies features (b, …) by a mask over all axes but the first. Its logits m̂ start as draws from U(0, 1).
 
-    hard: in evaluation, whether the probabilities reach ½, not the probabilities. drawn: in training, 0 or 1 for each
-    sample, not the probabilities.
+    Args:
+        width: numbers in the mask.
+        hard: in evaluation, use 1 where the probability is at least ½ and 0 elsewhere, instead of the probabilities.
+        drawn: in training, draw 0 or 1 for each sample, instead of using the probabilities.
     """
 
     def __init__(self, width: int, hard: bool, drawn: bool = True) -> None:
@@ -36,7 +38,7 @@ class Mask(nn.Module):
 
 
 class Private(nn.Module):
-    """What stays at a site: the specific mask, and the decoder from both halves to the inputs."""
+    """The modules that stay at a site: the specific mask, and the decoder from both halves to the inputs."""
 
     def __init__(self, masked: int, embedding: int, hidden: int, inputs: int, drawn: bool = True) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Names of the methods and the classes behind them; a module is imported only when its method is asked for."""
+"""The methods by name. A method's module is imported only when the method is used."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def method_class(name: str, folder: Path | None = None) -> type[Method]:
     """The class of a method.
 
     Args:
-        name: A known name, ``package.module:Class``, or ``file.py:Class``.
-        folder: Where a relative file is looked up first; then the working directory.
+        name: a known name, ``package.module:Class``, or ``file.py:Class``.
+        folder: where a relative file is looked up first. The working directory is next.
 
     Raises:
-        UserError: There is no such method; the message has the nearest known name.
+        UserError: there is no such method; the message has the nearest known name.
     """
     return _CLASSES.find(name, folder=folder)
 
@@ -38,14 +38,13 @@ def parse(
     """The method of one entry of ``methods:``.
 
     Args:
-        options: Its name, and its options beside it.
-        folder: Where a person's own file is looked up first.
-        permit: Called with every name, also of a method in a wrapper, before anything is imported; refuses by
-            raising.
+        options: the method's name and options.
+        folder: where a user's own file is looked up first.
+        permit: called with every name, also that of an inner method, before anything is imported. It raises to refuse.
 
     Raises:
-        UserError: There is no such method.
-        ValidationError: An option is wrong.
+        UserError: there is no such method.
+        ValidationError: an option is wrong.
     """
     fields = dict(options)
     kind = _CLASSES.find(_CLASSES.name_in(fields, "methods"), folder=folder, permit=permit)

@@ -1,8 +1,8 @@
 """Named settings of a method: the paper's values, those of its released code, and what measurement recommends.
 
 A method declares them in its class attribute ``settings``: name → the options in which the setting differs from the
-paper's, which are the fields' defaults. An experiment asks for one with ``setting: released``; options that stand
-beside it win. How much a method trains (epochs, steps, rounds) belongs to an experiment, never to a setting.
+paper's, which are the fields' defaults. An experiment chooses one with ``setting: released``; its other options take
+precedence. How much a method trains (epochs, mini-batches, rounds) belongs to an experiment, never to a setting.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ PAPER = "paper"
 Settings = Mapping[str, Mapping[str, Any]]
 
 _NO_OPTIONS = ("name", "label", "setting", "sha256", "method")
-"""What a setting never decides; ``method`` is the one that a wrapper such as styles wraps."""
+"""Fields that a setting never has. ``method`` is an inner method."""
 
 
 def with_setting(settings: Settings, options: Mapping[str, Any]) -> dict[str, Any]:
-    """``options`` completed by those of the setting that they name; what they say themselves stays.
+    """``options``, with those of their setting added. Options that are given take precedence.
 
     Raises:
         ValueError: there is no such setting.
@@ -43,13 +43,15 @@ def with_setting(settings: Settings, options: Mapping[str, Any]) -> dict[str, An
 
 
 def described(kind: type[BaseModel], settings: Settings, options: Mapping[str, Any]) -> str:
-    """Which setting ``options`` are, in words: ``paper``, ``released``, ``paper with mixup 0``.
+    """The name of the setting that ``options`` belong to: ``paper``, ``released``, ``paper with mixup 0``.
 
-    It is found by comparison, so that records written before settings had names are named, too. Where no setting fits
-    exactly, it is the one with the fewest differences.
+    It is found by comparison, so that records from before settings had names get one, too. If no setting fits exactly,
+    it is the one with the fewest differences.
 
     Args:
-        kind: the method's class. settings: its named settings. options: every option of a run, as its record has them.
+        kind: the method's class.
+        settings: its named settings.
+        options: every option of a run, as in its record.
     """
     best: list[str] | None = None
     name = PAPER

@@ -14,6 +14,7 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply
 from fedshift.federation.site import Site
 from fedshift.methods.base import Method, RunPlan, State, Traffic, calls_of, in_order
+from fedshift.methods.robust import Averages
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -31,6 +32,8 @@ class Wrapper(Method):
     def _trains_at_sites(self) -> Self:
         if self.inner.pooled or self.inner.supervised_target:
             raise ValueError(f"{self.inner.name} does not train at source sites; choose a federated method")
+        if self.inner.robust is not None:
+            raise ValueError(f"robust: write it beside {self.name}, not in the method behind it")
         return self
 
     @model_validator(mode="after")
@@ -77,6 +80,16 @@ class Wrapper(Method):
     def uses_held_out(self) -> bool:  # type: ignore[override]
         """Whether sites look at their held-out parts in the inner method."""
         return self.inner.uses_held_out
+
+    @property
+    def averages(self) -> Averages:  # type: ignore[override]
+        """What the inner method averages."""
+        return self.inner.averages
+
+    @property
+    def needs_every_model(self) -> bool:  # type: ignore[override]
+        """Whether the inner method does more with the models than average them."""
+        return self.inner.needs_every_model
 
     @property
     def tasks(self) -> tuple[Task, ...]:  # type: ignore[override]

@@ -34,7 +34,7 @@ class Frozen(NetworkOptions):
     head: SerializeAsAny[NetworkOptions] = Field(
         default_factory=lambda: Mlp(hidden=(512, 128)), description="the network that is trained on the features"
     )
-    size: PositiveInt | None = Field(None, description="height and width that images are scaled to; none = as they are")
+    size: PositiveInt | None = Field(None, description="height and width that images are scaled to; none: not scaled")
     scale: Literal["imagenet", "half"] = Field(
         "imagenet", description="what the weights expect: ImageNet's mean and deviation, or values in [-1, 1]"
     )
@@ -72,10 +72,10 @@ class Frozen(NetworkOptions):
         """The backbone behind its transform.
 
         Args:
-            input_shape: Shape of the stored images, (channels, height, width).
+            input_shape: shape of the stored images, (channels, height, width).
 
         Raises:
-            UserError: The backbone cannot read such images.
+            UserError: the backbone cannot read such images.
         """
         channels, height, width = input_shape
         shape = (channels, self.size or height, self.size or width)
@@ -86,8 +86,8 @@ class Extractor(nn.Module):
     """Maps stored images (n, c, h, w) uint8 to features (n, d). It is always in evaluation mode.
 
     Args:
-        backbone: A network without its classifier; its parameters are frozen.
-        options: Size and scale of the images.
+        backbone: a network without its classifier; its parameters are frozen.
+        options: size and scale of the images.
     """
 
     def __init__(self, backbone: nn.Module, options: Frozen) -> None:
@@ -100,7 +100,7 @@ class Extractor(nn.Module):
         self.eval()
 
     def train(self, mode: bool = True) -> Extractor:
-        """Stays in evaluation mode, whatever ``mode``: BatchNorm uses the statistics that came with the weights."""
+        """Stay in evaluation mode, whatever ``mode``: BatchNorm uses the statistics that came with the weights."""
         return super().train(False)
 
     @torch.no_grad()

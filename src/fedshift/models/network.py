@@ -14,13 +14,13 @@ class Network(nn.Module):
     """A feature extractor followed by a classifier.
 
     Args:
-        features: Maps a batch of inputs to (n, embedding_size).
-        classifier: Maps (n, embedding_size) to (n, classes).
-        embedding_size: Width of the features.
-        classes: Number of classes, or of structures for segmentation.
-        stages: Stage name → path of the module whose output is that stage, from shallow to deep.
-        alignment_stages: The stages that methods align by default (CSAC's set R).
-        seed: The seed that the weights were drawn from; `fedshift.models.registry.build` sets it. A method that adds
+        features: maps a batch of inputs to (n, embedding_size).
+        classifier: maps (n, embedding_size) to (n, classes).
+        embedding_size: width of the features.
+        classes: number of classes, or of structures for segmentation.
+        stages: stage name → path of the module whose output is that stage, from shallow to deep.
+        alignment_stages: the stages that methods align by default (CSAC's set R).
+        seed: the seed that the weights were drawn from; `fedshift.models.registry.build` sets it. A method that adds
             a block draws it from this seed and never from the weights: their last bits differ between processors.
     """
 
@@ -50,7 +50,11 @@ class Network(nn.Module):
         return logits
 
     def at(self, source: int) -> Network:
-        """What answers at the source of this number, counted in the order of the sources' names: all of it."""
+        """The network that predicts at one source. Here the same at each.
+
+        Args:
+            source: the source's number in the order of the names.
+        """
         return self
 
     def with_parts(
@@ -61,13 +65,13 @@ class Network(nn.Module):
         embedding_size: int | None = None,
         moved_to: str | None = None,
     ) -> Network:
-        """A network of these parts with this network's classes, stages and seed.
+        """A network of these modules with this network's classes, stages and seed.
 
         Args:
-            features: The new feature extractor.
-            classifier: The new classifier.
-            embedding_size: Width of the new features; None: as it was.
-            moved_to: Name of the child of ``features`` that holds the old features; None: ``features`` are the old.
+            features: the new feature extractor.
+            classifier: the new classifier.
+            embedding_size: width of the new features; None: as it was.
+            moved_to: name of the child of ``features`` that holds the old features; None: ``features`` are the old.
 
         Returns:
             A plain `Network`, which shares the modules given to it.
@@ -87,14 +91,14 @@ class Network(nn.Module):
         """One forward pass that also keeps the outputs of the named stages.
 
         Args:
-            inputs: A batch of samples.
-            names: The stages to keep.
+            inputs: a batch of samples.
+            names: the stages to keep.
 
         Returns:
             Logits (n, classes), and the stages' outputs in the order of ``names``.
 
         Raises:
-            UserError: The network has no stage of that name.
+            UserError: the network has no stage of that name.
         """
         seen: dict[str, Tensor] = {}
         handles: list[RemovableHandle] = []

@@ -18,7 +18,7 @@ class BatchInstanceNorm2d(nn.BatchNorm2d):
     NeurIPS 2018.
 
     Args:
-        like: The layer whose settings, weights and statistics are copied.
+        like: the layer whose settings, weights and statistics are copied.
     """
 
     def __init__(self, like: nn.BatchNorm2d) -> None:

@@ -30,11 +30,11 @@ class NetworkOptions(BaseModel):
         """The network, with weights drawn from torch's generator.
 
         Args:
-            input_shape: Shape of one sample, (channels, height, width) or (d,).
-            classes: Number of classes, or of structures for segmentation.
+            input_shape: shape of one sample, (channels, height, width) or (d,).
+            classes: number of classes, or of structures for segmentation.
 
         Raises:
-            UserError: The network cannot read such samples.
+            UserError: the network cannot read such samples.
         """
         raise UserError(f"model '{self.name}' cannot be built")
 
@@ -43,17 +43,17 @@ def image_shape(model: str, input_shape: tuple[int, ...]) -> tuple[int, int, int
     """The shape of one image.
 
     Args:
-        model: Name of the network, for the message.
-        input_shape: Shape of one sample.
+        model: name of the network, for the message.
+        input_shape: shape of one sample.
 
     Returns:
         (channels, height, width).
 
     Raises:
-        UserError: The samples are not images.
+        UserError: the samples are not images.
     """
     if len(input_shape) == 3:
         channels, height, width = input_shape
         return channels, height, width
     found = f"vectors of {input_shape[0]} numbers" if len(input_shape) == 1 else f"arrays of shape {input_shape}"
-    raise UserError(f"model '{model}' reads images, data set gives {found}; choose mlp or linear")
+    raise UserError(f"model '{model}' reads images, but the data set has {found}; choose mlp or linear")

@@ -19,9 +19,9 @@ class Payload:
     """The size of one model. All counts are of numbers, not of tensors.
 
     Attributes:
-        parameters: Float parameters, |θ|.
-        float_buffers: Float buffers, |b|, such as BatchNorm's running mean.
-        integer_buffers: Integer buffers, n_i, such as BatchNorm's counter.
+        parameters: float parameters, |θ|.
+        float_buffers: float buffers, |b|, such as BatchNorm's running mean.
+        integer_buffers: integer buffers, n_i, such as BatchNorm's counter.
         bytes: S(θ) = 4·(|θ| + |b|) + 8·n_i for float32 and int64 tensors; other types count with their own size.
     """
 
@@ -35,7 +35,7 @@ def payload(model: nn.Module | Mapping[str, Tensor]) -> Payload:
     """The size of a model.
 
     Args:
-        model: A module or its state dict. A state dict does not say which tensors are buffers, so BatchNorm's running
+        model: a module or its state dict. A state dict does not say which tensors are buffers, so BatchNorm's running
             mean and variance are recognised by their names.
     """
     if isinstance(model, nn.Module):
@@ -63,8 +63,8 @@ def forward_cost(network: nn.Module, input_shape: tuple[int, ...]) -> int:
     and does not change the network. A backward pass costs about twice as much again.
 
     Args:
-        network: Any module.
-        input_shape: Shape of one sample.
+        network: any module.
+        input_shape: shape of one sample.
     """
     total = 0
     # BatchNorm in training mode refuses a single sample.

@@ -32,17 +32,17 @@ _PICKLED = {".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle", ".tar"}
 
 
 def load_pretrained(backbone: nn.Module, source: bool | Path, *, model: str, head: str) -> None:
-    """Copies pre-trained weights into a torchvision network.
+    """Copy pre-trained weights into a torchvision network.
 
     Args:
-        backbone: The network; changed in place.
+        backbone: the network; changed in place.
         source: False: nothing is copied. True: torchvision's default weights. The name of one of torchvision's weights
             (``IMAGENET1K_V1``): those. Anything else: a file.
         model: torchvision's name of the network.
-        head: Path of its last layer, which keeps its new weights if the source has another number of classes.
+        head: path of its last layer, which keeps its new weights if the source has another number of classes.
 
     Raises:
-        UserError: The weights cannot be found, downloaded or read, do not fit, or are not finite.
+        UserError: the weights cannot be found, downloaded or read, do not fit, or are not finite.
     """
     if source is False:
         return
@@ -59,14 +59,14 @@ def load_pretrained(backbone: nn.Module, source: bool | Path, *, model: str, hea
 
 
 def find_file(path: Path, field: str = "model.pretrained") -> Path:
-    """Finds a weights file: an absolute path, below FEDSHIFT_WEIGHTS, or below the working directory, in this order.
+    """Find a weights file: an absolute path, below FEDSHIFT_WEIGHTS, or below the working directory, in this order.
 
     Args:
-        path: The path as written in the experiment file.
-        field: Path of that option, for the message.
+        path: the path as written in the experiment file.
+        field: path of that option, for the message.
 
     Raises:
-        UserError: There is no such file; the message lists the places that were searched.
+        UserError: there is no such file; the message lists the places that were searched.
     """
     path = path.expanduser()
     folder = os.environ.get("FEDSHIFT_WEIGHTS")
@@ -84,7 +84,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """The tensors of a .safetensors or .npz file by name, floats as float32.
 
     Raises:
-        UserError: The file has another format or cannot be read.
+        UserError: the file has another format or cannot be read.
     """
     suffix = path.suffix.lower()
     if suffix in _PICKLED:
@@ -95,7 +95,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             f"torch.load('{path.name}', map_location='cpu', weights_only=True).items()}}, '{target}')\""
         )
     if suffix not in (".safetensors", ".npz"):
-        raise UserError(f"weights file {path}: only .safetensors and .npz are read")
+        raise UserError(f"weights file {path}: only .safetensors and .npz are read: convert it")
     try:
         if suffix == ".safetensors":
             tensors = load_file(path)
@@ -128,7 +128,7 @@ def _copy(backbone: nn.Module, found: Mapping[str, Tensor], *, origin: str, mode
     for name, module in backbone.named_modules():
         if isinstance(module, nn.BatchNorm2d):
             _unfold(name, module, given)
-            # Files from before torch had this counter lack it; nothing depends on its value.
+            # Old files lack this counter. Nothing depends on its value.
             given.setdefault(f"{name}.num_batches_tracked", torch.tensor(0))
     last = given.get(f"{head}.weight")
     if last is None or last.shape[:1] != needed[f"{head}.weight"].shape[:1]:
@@ -156,7 +156,7 @@ def _copy(backbone: nn.Module, found: Mapping[str, Tensor], *, origin: str, mode
 
 
 def _unfold(name: str, norm: nn.BatchNorm2d, given: dict[str, Tensor]) -> None:
-    """Completes a BatchNorm that was folded into its convolution. Only its bias is left, so it only adds the bias."""
+    """Complete a BatchNorm that was folded into its convolution. Only its bias is left, so it only adds the bias."""
     bias = given.get(f"{name}.bias")
     rest = [f"{name}.{kind}" for kind in ("weight", "running_mean", "running_var")]
     if bias is None or any(key in given for key in rest):

@@ -20,8 +20,8 @@ _LEAST = 2**22
 class OneDnnLinear(nn.Linear):
     """`torch.nn.Linear` that computes large float32 products on the CPU with oneDNN.
 
-    torch uses MKL for them, and MKL takes AVX2 kernels on AMD processors. oneDNN takes AVX-512 where the processor has
-    it. Results, gradients and second gradients are equal up to the order of summation.
+    torch uses MKL for them, and MKL uses AVX2 kernels on AMD processors. oneDNN uses AVX-512 if the processor has it.
+    Results, gradients and second gradients are equal up to the order of summation.
     """
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -34,12 +34,12 @@ class OneDnnLinear(nn.Linear):
 
 
 def with_products(module: M, by: Products) -> M:
-    """Chooses the library for the products of a module's linear layers.
+    """Choose the library for the products of a module's linear layers.
 
     Args:
-        module: Changed in place: with ``"onednn"`` its linear layers become `OneDnnLinear`. Weights and their names
+        module: changed in place: with ``"onednn"`` its linear layers become `OneDnnLinear`. Weights and their names
             stay.
-        by: The library.
+        by: the library.
 
     Returns:
         ``module`` itself.

@@ -39,7 +39,7 @@ def options_class(name: str) -> type[NetworkOptions]:
     """The options of a network.
 
     Raises:
-        UserError: There is no network of that name; names the nearest one.
+        UserError: there is no network of that name; names the nearest one.
     """
     return _NETWORKS.find(name)
 
@@ -48,14 +48,14 @@ def parse(mapping: Mapping[str, object]) -> NetworkOptions:
     """The options that the ``model:`` section of an experiment file describes.
 
     Raises:
-        UserError: The name or a field is unknown, or a value is out of bounds.
+        UserError: the name or a field is unknown, or a value is out of bounds.
     """
     name = _NETWORKS.name_in(mapping, "model.name")
     kind = options_class(name)
     try:
         return kind.model_validate(dict(mapping))
     except ValidationError as invalid:
-        # Only the first fault is told: one line, and a later fault is often a consequence.
+        # Report the first fault only: later ones often follow from it.
         fault = invalid.errors()[0]
         path = ".".join(["model", *(str(part) for part in fault["loc"])])
         if fault["type"] == "extra_forbidden":
@@ -65,20 +65,20 @@ def parse(mapping: Mapping[str, object]) -> NetworkOptions:
 
 
 def check_task(options: NetworkOptions, task: Task, what: str) -> None:
-    """Checks that a network can do what a data set asks for.
+    """Check that a network is for the task of a data set.
 
     Args:
-        options: The network.
-        task: The task of the data set.
-        what: Name of the data set, for the message.
+        options: the network.
+        task: the task of the data set.
+        what: name of the data set, for the message.
 
     Raises:
-        UserError: The network is for another task.
+        UserError: the network is for another task.
     """
     if options.task != task:
         fitting = [name for name in names() if options_class(name).task == task]
         raise UserError(
-            f"model.name: '{options.name}' is a network of {options.task}, data set {what} is one of {task}: choose "
+            f"model.name: '{options.name}' is a network for {options.task}, but data set {what} is for {task}: choose "
             f"{' or '.join(fitting)}"
         )
 
@@ -91,18 +91,20 @@ def build(options: NetworkOptions, input_shape: tuple[int, ...], classes: int, s
     on their tensors before writing a file format that needs it.
 
     Args:
-        options: The network.
-        input_shape: Shape of one sample, (channels, height, width) or (d,).
-        classes: Number of classes, or of structures for segmentation.
-        seed: What the weights are drawn from; the network keeps it as ``seed``.
+        options: the network.
+        input_shape: shape of one sample, (channels, height, width) or (d,).
+        classes: number of classes, or of structures for segmentation.
+        seed: what the weights are drawn from; the network keeps it as ``seed``.
 
     Raises:
-        UserError: The network cannot read such samples, or a classifier has fewer than two classes.
+        UserError: the network cannot read such samples, or a classifier has fewer than two classes.
     """
     import torch
 
     if classes < 2 and options.task == "classification":
-        raise UserError(f"model '{options.name}': a classifier needs at least 2 classes, data set gives {classes}")
+        raise UserError(
+            f"model '{options.name}': a classifier needs at least 2 classes, but the data set has {classes}"
+        )
     with torch.random.fork_rng(devices=[]):
         # The CPU generator alone: torch.manual_seed would also reset every accelerator's generator.
         torch.default_generator.manual_seed(seed)

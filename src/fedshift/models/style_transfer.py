@@ -26,11 +26,11 @@ def encoder(file: Path, field: str) -> nn.Sequential:
     """The encoder: maps images (n, 3, h, w) in [0, 1] to (n, 512, ⌈h/8⌉, ⌈w/8⌉).
 
     Args:
-        file: File of weights.
-        field: Path of the option that names the file, for messages.
+        file: file of weights.
+        field: path of the option that names the file, for messages.
 
     Raises:
-        UserError: The file is missing or does not fit.
+        UserError: the file is missing or does not fit.
     """
     layers: list[nn.Module] = [nn.Conv2d(3, 3, 1)]
     width = 3
@@ -46,7 +46,12 @@ def encoder(file: Path, field: str) -> nn.Sequential:
 def decoder(file: Path, field: str) -> nn.Sequential:
     """The decoder: maps the encoder's output to images (n, 3, h, w) of about [0, 1].
 
-    Args and errors are those of `encoder`.
+    Args:
+        file: as in `encoder`.
+        field: as in `encoder`.
+
+    Raises:
+        UserError: as in `encoder`.
     """
     layers: list[nn.Module] = []
     width = CHANNELS

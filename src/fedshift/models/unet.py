@@ -32,7 +32,7 @@ class SegmentationOptions(NetworkOptions):
         """Predicted masks.
 
         Args:
-            scores: The network's output, (n, structures, h, w).
+            scores: the network's output, (n, structures, h, w).
 
         Returns:
             Masks of that shape.
@@ -79,7 +79,7 @@ class UNet(SegmentationOptions):
         if height % step or width % step or min(height, width) < 2 * step:
             raise UserError(
                 f"model 'unet' with {self.levels} levels halves images {self.levels - 1} times: sides must be "
-                f"multiples of {step} and at least {2 * step}, data set gives {height}×{width}; "
+                f"multiples of {step} and at least {2 * step}, but the data set has {height}×{width}; "
                 "change data.size or model.levels"
             )
         return Network(

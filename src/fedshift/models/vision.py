@@ -67,7 +67,7 @@ class StoredBatchNorm2d(nn.BatchNorm2d):
     """BatchNorm that always normalises by the statistics it was loaded with and never changes them."""
 
     def train(self, mode: bool = True) -> StoredBatchNorm2d:
-        """Stays in evaluation mode, whatever ``mode``."""
+        """Stay in evaluation mode, whatever ``mode``."""
         super().train(False)
         return self
 
@@ -87,7 +87,7 @@ class _Vision(NetworkOptions):
     pretrained: bool | Path = Field(
         False,
         union_mode="left_to_right",
-        description="true or a torchvision weights name (IMAGENET1K_V1): ask torchvision; a path, absolute or below "
+        description="true, or the name of torchvision's weights (IMAGENET1K_V1); or a path, absolute or below "
         "FEDSHIFT_WEIGHTS: a .safetensors or .npz file with torchvision's names",
     )
     bottleneck: PositiveInt | None = Field(
@@ -95,7 +95,7 @@ class _Vision(NetworkOptions):
     )
     trained_from: str | None = Field(
         None,
-        description="first stage that is trained; earlier ones stay as they were loaded; none = train all",
+        description="first stage that is trained; earlier ones keep their loaded weights; none: train all",
     )
     batch_norm: Literal["batch", "stored"] = Field(
         "batch", description="statistics that BatchNorm uses in training: the mini-batch's, or always the loaded ones"
@@ -105,7 +105,9 @@ class _Vision(NetworkOptions):
         """The number of channels of the data, and torchvision's network with new weights and ``classes`` outputs."""
         channels, _, _ = image_shape(self.name, input_shape)
         if channels not in (1, 3):
-            raise UserError(f"model '{self.name}' reads grey or colour images, data set gives {channels} channels")
+            raise UserError(
+                f"model '{self.name}' reads grey or colour images, but the data set has {channels} channels"
+            )
         import torchvision
 
         return channels, cast(nn.Module, torchvision.models.get_model(self.name, weights=None, num_classes=classes))
@@ -118,14 +120,14 @@ class _Vision(NetworkOptions):
         stages: Mapping[str, str],
         alignment_stages: tuple[str, ...],
     ) -> Network:
-        """The network of its parts.
+        """The network made of these modules.
 
         Args:
-            channels: Channels of the data, 1 or 3.
+            channels: channels of the data, 1 or 3.
             backbone: torchvision's network without its last layer.
-            head: That last layer; the classifier unless there is a bottleneck.
-            stages: Stage name → path of the module in ``backbone``.
-            alignment_stages: The stages that methods align by default.
+            head: that last layer; the classifier unless there is a bottleneck.
+            stages: stage name → path of the module in ``backbone``.
+            alignment_stages: the stages that methods align by default.
         """
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         if channels == 1:
@@ -148,7 +150,7 @@ class _Vision(NetworkOptions):
         )
 
     def _keep(self, backbone: nn.Module, stages: Mapping[str, str]) -> None:
-        """Freezes the layers before ``trained_from`` and the BatchNorm statistics that must not change."""
+        """Freeze the layers before ``trained_from`` and the BatchNorm statistics that must not change."""
         untrained: list[str] = []
         if self.trained_from is not None:
             names = list(stages)
@@ -216,7 +218,7 @@ class AlexNet(_Vision):
         _, height, width = image_shape(self.name, input_shape)
         if min(height, width) < 63:
             raise UserError(
-                f"model 'alexnet' needs images of at least 63x63 pixels, data set gives {height}x{width}; "
+                f"model 'alexnet' needs images of at least 63x63 pixels, but the data set has {height}x{width}; "
                 "enlarge them or choose another model"
             )
         channels, backbone = self._backbone(input_shape, classes)
@@ -239,8 +241,8 @@ class MobileNetV2(_Vision):
 
     Weights trained with TensorFlow expect ``padding: tensorflow`` and inputs in [-1, 1]: use mean 0.5 and std 0.5 per
     channel (``value / 127.5 - 1``) instead of ImageNet's. A file whose BatchNorm was folded into the convolutions has
-    only placeholders for running statistics. Train it with ``batch_norm: stored``; otherwise the first steps learn the
-    scales anew.
+    only placeholders for running statistics. Train it with ``batch_norm: stored``; otherwise the first mini-batches
+    learn the scales again.
     """
 
     name: Literal["mobilenet_v2"] = "mobilenet_v2"

@@ -9,6 +9,7 @@ from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.significance import Comparison, TTest, compare, holm
 from fedshift.report.measures import Measure
 from fedshift.report.table import MISSING
+from fedshift.text import printable
 
 LEVEL = 0.05
 """A target's difference is marked if its p is below this after Holm's correction."""
@@ -115,4 +116,4 @@ def markdown(found: Sequence[Difference], targets: Sequence[str], measure: Measu
 
 
 def _escaped(text: str) -> str:
-    return "".join(f"\\{letter}" if letter in "\\|*_`<[" else letter for letter in text)
+    return "".join(f"\\{letter}" if letter in "\\|*_`<[" else letter for letter in printable(text))

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from typing import Any
+
+from fedshift.text import printable
+
+
+def escape(text: str) -> str:
+    """Text as HTML that shows it as it stands, without control characters."""
+    return html.escape(printable(text, keep="\n"))
 
 
 def section(name: str, title: str, *content: str) -> str:
@@ -30,8 +37,8 @@ def grid(head: Sequence[str], body: Iterable[Sequence[str]], css: str = "") -> s
     )
 
 
-def _cell(html: str) -> str:
-    return html if html.startswith("<td") else f"<td>{html}</td>"
+def _cell(cell: str) -> str:
+    return cell if cell.startswith("<td") else f"<td>{cell}</td>"
 
 
 def details(title: str, content: Mapping[str, Any]) -> str:

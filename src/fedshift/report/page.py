@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from statistics import fmean
 
@@ -15,7 +14,7 @@ from fedshift.files import write_bytes
 from fedshift.report import differences, plots
 from fedshift.report.averages import mean_by_kind, mean_over_targets, mean_per_class
 from fedshift.report.collect import Collected, FinishedRun, read_rounds
-from fedshift.report.html import details, grid, paragraph, section
+from fedshift.report.html import details, escape, grid, paragraph, section
 from fedshift.report.style import STYLE
 from fedshift.report.table import MISSING, Table, table_of
 from fedshift.report.weights import moving, weights_over_rounds
@@ -158,7 +157,7 @@ def _curves(runs: Sequence[FinishedRun], records: Mapping[Path, list[RoundRecord
             curves["round"][method] = (numbers, mean, band)
             curves["local mini-batches per site"][method] = (batches, mean, band)
     if not curves["round"]:
-        return paragraph("No rounds.jsonl lies beside the results, so there is nothing to draw.", "note")
+        return paragraph("There is no rounds.jsonl with the results, so there is nothing to draw.", "note")
     quantity = headline.measure.name
     figure = plots.svg(
         plots.accuracy_over_rounds(curves, quantity), f"{quantity} over rounds and over local mini-batches"

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedshift.evaluation.summary import AVERAGE
+from fedshift.report.html import escape
 from fedshift.report.table import Table
+from fedshift.text import printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,7 +88,12 @@ def accuracy_per_target(table: Table) -> Figure:
         axes.errorbar(x, means, errors, color=color, fmt=marker, markersize=6, capsize=2.5, linewidth=1.4, label=method)
     axes.axvline(len(columns) - 1.5, color=GRID, linewidth=1)
     crowded = max(map(len, table.columns)) * len(columns) > 100
-    axes.set_xticks(columns, table.columns, rotation=30 if crowded else 0, ha="right" if crowded else "center")
+    axes.set_xticks(
+        columns,
+        [printable(column) for column in table.columns],
+        rotation=30 if crowded else 0,
+        ha="right" if crowded else "center",
+    )
     axes.get_xticklabels()[table.columns.index(AVERAGE)].set_fontweight("bold")
     axes.grid(axis="x", visible=False)
     axes.set_xlim(-0.5, len(columns) - 0.5)
@@ -119,7 +126,7 @@ def bytes_by_kind(sizes: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Fig
             va="center",
             color=INK,
         )
-    axes.set_yticks(heights, [f"{method}  {way}" for method, way in bars])
+    axes.set_yticks(heights, [printable(f"{method}  {way}") for method, way in bars])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("megabytes per run, all sites together")
@@ -138,16 +145,18 @@ def svg(figure: Figure, description: str) -> str:
         figure: the figure.
         description: the text for readers who do not see it. No two figures of a page may share it.
     """
-    from html import escape
-
     import matplotlib
+    from matplotlib.text import Text
 
+    for label in figure.findobj(Text):
+        label.set_parse_math(False)  # a name may hold dollars
+        label.set_text(printable(label.get_text(), keep="\n"))
     buffer = io.StringIO()
     # The salt gives a plot the same ids every time, and each plot of a page other ids.
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": description}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": description, "text.parse_math": False}):
         none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(buffer, format="svg", transparent=True, metadata=none)
-    text = buffer.getvalue()
+    text = printable(buffer.getvalue(), keep="\n")
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     head, body = text.split(">", 1)

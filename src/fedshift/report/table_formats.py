@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fedshift.report.table import MISSING, Cell, Table
+from fedshift.text import json_text, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -28,7 +28,7 @@ def _titled(table: Table) -> Iterable[RenderableType]:
     if table.measure.title:
         yield Text(table.measure.title, style="bold")
     yield _Fitting(table)
-    yield from (Text(note, style="dim") for note in table.notes)
+    yield from (Text(printable(note), style="dim") for note in table.notes)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def _plain(text: str) -> Text:
     """Text in which rich does not read brackets as markup."""
     from rich.text import Text
 
-    return Text(text)
+    return Text(printable(text))
 
 
 def _rich_entry(cell: Cell | None) -> Text:
@@ -104,7 +104,7 @@ def _pipes(table: Table) -> str:
         return (f"**{mean}**" if cell.best else mean) + (f" ± {cell.error}" if cell.error else "")
 
     def escape(text: str) -> str:
-        return "".join(f"\\{letter}" if letter in "\\|*_`<[" else letter for letter in text)
+        return "".join(f"\\{letter}" if letter in "\\|*_`<[" else letter for letter in printable(text))
 
     lines = [
         ["method", *map(escape, table.columns)],
@@ -170,12 +170,12 @@ def escape_latex(text: str) -> str:
         >>> escape_latex("csac_v1 & 50%")
         'csac\\\\_v1 \\\\& 50\\\\%'
     """
-    return "".join(_LATEX.get(letter, letter) for letter in text)
+    return "".join(_LATEX.get(letter, letter) for letter in printable(text))
 
 
 def as_json(table: Table) -> str:
     """The rows as a JSON list, with the fields of `Row`, or of `PairRow` where both sides are measured."""
-    return json.dumps([row.model_dump() for row in table.rows], indent=2, ensure_ascii=False) + "\n"
+    return json_text([row.model_dump() for row in table.rows], indent=2) + "\n"
 
 
 FORMATS: dict[str, Callable[[Table], str]] = {"markdown": markdown, "latex": latex, "json": as_json}

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from adapting import adapting
 from calling import Cli
 from safetensors.numpy import load_file
 from small import (
@@ -45,16 +46,36 @@ def with_momentum(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-AVERAGED = {"name": "fedavg", "label": "averaged", "average_rounds": 2}
+AVERAGED = {"name": "fedavg", "label": "averaged", "average_rounds": 2, "robust": "norm_clipping"}
+REMEMBERING: dict[str, Any] = {
+    "name": "kd3a",
+    "gate_start": 0.5,
+    "gate_end": 0.6,
+    "private_classifier": True,
+    "batch_norm": "off",
+    "share_momentum": 0.5,
+}
+"""As much as KD3A can remember: heads, statistics, shares of the round before, and momentum."""
+
+
+def small(folder: Path, method: dict[str, Any]) -> dict[str, Any]:
+    """Two rounds of a method; KD3A's with a target that takes part and a site with wrong labels."""
+    if method is REMEMBERING:
+        return with_momentum(adapting(sites(folder), {"wrong_labels": {"c": 0.2}}, methods=[method]))
+    return with_momentum(experiment(sites(folder), methods=[method], model={"name": "mlp", "hidden": [4]}))
 
 
 @pytest.mark.parametrize(
-    "method", [FEDAVG, CSAC, DEEPALL, AVERAGED], ids=lambda method: method.get("label", method["name"])
+    ("method", "how"),
+    [
+        *((method, "replace") for method in (FEDAVG, CSAC, DEEPALL, AVERAGED, REMEMBERING)),
+        (CSAC, "fsync"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.get("label", value["name"]),
 )
-@pytest.mark.parametrize("how", ["replace", "fsync"])
 def test_a_kill_at_any_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: dict[str, Any], how: str) -> None:
     """The process ends at the n-th flush or renaming of a file, for every n, and once more in the resumed run."""
-    options = with_momentum(experiment(sites(tmp_path), methods=[method], model={"name": "mlp", "hidden": [4]}))
+    options = small(tmp_path, method)
     fedshift.run(options, tmp_path / "whole")
     wanted = outcome(tmp_path / "whole")
     original = getattr(os, how)
@@ -113,19 +134,26 @@ def test_kill_9_again_and_again(tmp_path: Path, method: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", [FEDAVG, CSAC], ids=lambda method: method["name"])
-def test_kill_9_with_workers(tmp_path: Path, method: dict[str, Any]) -> None:
-    """Workers end with the process they work for; the weights do not depend on their number."""
-    options = with_momentum(experiment(sites(tmp_path), methods=[method], model={"name": "mlp", "hidden": [4]}))
+def test_kill_9_with_workers(tmp_path: Path) -> None:
+    """Workers end with the process they work for, and so do the samples in the files that they share; the run goes on
+    without them to the same bits.
+    """
+    options = small(tmp_path, REMEMBERING)
     fedshift.run(options, tmp_path / "whole")
-    options["engine"] = {"name": "local", "threads": 1, "workers": 2}
     runs, mark = tmp_path / "runs", str(tmp_path / "mark")
-    running = process(options, runs, mark, seconds=0.2)
-    wait_for(lambda: lines(runs / "small" / method["name"] / "a" / "seed-0" / "rounds.jsonl") >= 1)
-    assert len(processes_below(mark)) == 2
+    with_workers = {**options, "engine": {"name": "local", "threads": 1, "workers": 2}}
+    running = process(with_workers, runs, mark, seconds=0.2)
+    part = runs / "small" / "kd3a" / "a" / "seed-0"
+    wait_for(lambda: lines(part / "rounds.jsonl") >= 1, 120)
+    workers = processes_below(mark)
+    assert len(workers) == 2
+    command = (Path("/proc") / str(workers[0]) / "cmdline").read_bytes().decode().split("\0")
+    shared = Path(command[command.index("fedshift.federation.local.worker") + 1]).resolve().parent
+    assert list(shared.glob("*/inputs.npy"))
     running.kill()
     running.join()
-    wait_for(lambda: not processes_below(mark), 20)
+    wait_for(lambda: not processes_below(mark) and not shared.exists(), 20)
+    assert not (part / "result.json").exists()
     fedshift.run(options, runs)
     assert outcome(runs) == outcome(tmp_path / "whole")
 
@@ -138,7 +166,7 @@ def test_ctrl_c(tmp_path: Path, cli: Cli) -> None:
         protocol={"targets": ["a", "b", "c"], "seeds": [0]},
         model={"name": "mnist_cnn", "channels": [8, 16]},
     )
-    options["training"]["rounds"] = 20
+    options["training"]["rounds"] = 12
     file, runs, mark = write(tmp_path / "e.yaml", options), tmp_path / "runs", str(tmp_path / "mark")
     running = start(
         "run", str(file), "engine.parallel_runs=2", "--runs", str(runs), env={"FEDSHIFT_TEST_MARK": mark},

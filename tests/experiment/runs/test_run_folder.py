@@ -16,7 +16,7 @@ import torch
 import yaml
 from calling import Cli
 from safetensors.torch import save_file
-from small import Stop, experiment, features, outcome, save, sites, write
+from small import Stop, StopAfter, experiment, features, outcome, save, sites, write
 
 import fedshift
 from fedshift.errors import UserError
@@ -26,20 +26,6 @@ from fedshift.experiment.runs.context import Reporter
 from fedshift.experiment.runs.run_folder import RunFolder
 
 PART = Path("small") / "fedavg" / "a" / "seed-0"
-
-
-class StopAfter(Reporter):
-    """Ends the process, as it were, after a number of rounds."""
-
-    def __init__(self, rounds: int) -> None:
-        self.left = rounds
-
-    def trained(self, site: str, mini_batches: int) -> None:
-        if self.left == 0:
-            raise Stop
-
-    def round(self, run: Run, record: RoundRecord) -> None:
-        self.left -= 1
 
 
 def begun(options: dict[str, Any], runs: Path, rounds: int = 1) -> None:

@@ -27,7 +27,7 @@ _HOW = (
 
 
 class AmazonReviews(DataSource):
-    """Positive or negative? Four domains, sparse rows, 2,000 training rows each and the rest for testing."""
+    """Positive and negative reviews. Each of the four domains has 2,000 training rows; the rest is for testing."""
 
     name: Literal["amazon_reviews"] = "amazon_reviews"
     scaling: Literal["raw", "log", "tfidf"] = Field(

@@ -87,7 +87,7 @@ class Arrays(DataSource):
         """Domains of uint8 images (n, c, h, w) or float32 features (n, d).
 
         Raises:
-            UserError: A file cannot be used; names it.
+            UserError: a file cannot be used; names it.
         """
         domains = {site: _read(site, path) for site, path in self.sites.items()}
         classes = self.classes or _numbered(domains)
@@ -133,11 +133,11 @@ def sites_for_statistics(chosen: tuple[str, ...] | None, sites: dict[str, Domain
     """The sites whose statistics are used.
 
     Args:
-        chosen: Names of sites; None: all.
-        sites: All sites.
+        chosen: names of sites; None: all.
+        sites: all sites.
 
     Raises:
-        UserError: No site is chosen, or one does not exist; names the nearest one.
+        UserError: no site is chosen, or one does not exist; names the nearest one.
     """
     if chosen is None:
         return tuple(sites)
@@ -164,14 +164,14 @@ def readable_inputs(where: str, x: Array) -> npt.NDArray[np.uint8] | npt.NDArray
     """Array ``x`` of a file, checked.
 
     Args:
-        where: The file, for messages.
-        x: The array.
+        where: the file, for messages.
+        x: the array.
 
     Returns:
         uint8 images (n, c, h, w) or float32 features (n, d).
 
     Raises:
-        UserError: The array has another shape or type, or values that are not finite.
+        UserError: the array has another shape or type, or values that are not finite.
     """
     if x.ndim in (3, 4):
         if x.dtype != np.uint8:

@@ -30,4 +30,6 @@ class AtSites(DataSource):
         )
 
     def build(self) -> DataSet:
-        raise UserError("data: sites hold them, they cannot be read here; run the experiment with fedshift deploy")
+        raise UserError(
+            "data: the data are at the sites and cannot be read here; run the experiment with fedshift deploy"
+        )

@@ -71,7 +71,7 @@ _HOW = (
 
 
 class HeartDisease(DataSource):
-    """Is a coronary artery narrowed by more than half? Cleveland, Budapest, Zürich and Basel, Long Beach."""
+    """Patients with and without a coronary artery narrowed by more than half, at four hospitals."""
 
     name: Literal["heart_disease"] = "heart_disease"
 
@@ -99,7 +99,7 @@ class HeartDisease(DataSource):
         for name, table in tables.items():
             narrowing = numbers(table, "num")
             if np.isnan(narrowing).any():
-                raise UserError(f"{table.path}: '{name}' has a row without num, the diagnosis")
+                raise UserError(f"{table.path}: '{name}' has a row without num, the diagnosis: get the file again")
             domains[name] = Domain(name, encode(table, ENCODING), (narrowing > 0).astype(np.int64))
         classes = ("healthy", "disease")
         return checked(DataSet(self.name, domains, classes, ENCODING.preprocessing(), self.manifest()))
@@ -117,7 +117,7 @@ def _from_csv(path: Path) -> Mapping[str, Columns]:
 
 
 def _from_data(folder: Path, name: str) -> Columns:
-    """Reads a file as published by UCI: fourteen cells a line, no header, ``?`` for missing."""
+    """Read a file as published by UCI: fourteen cells a line, no header, ``?`` for missing."""
     path = folder / f"processed.{name}.data"
     try:
         rows = [line.strip().split(",") for line in path.read_text(encoding="latin-1").splitlines() if line.strip()]

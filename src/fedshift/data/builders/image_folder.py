@@ -45,7 +45,7 @@ class ImageFolder(DataSource):
         """Domains of images (n, 1 or 3, size, size), memory-mapped.
 
         Raises:
-            UserError: A folder or site is missing or empty, an image does not decode, or classes differ between sites.
+            UserError: a folder or site is missing or empty, an image does not decode, or classes differ between sites.
         """
         found = self._files()
         held = {site: [label for label, files in classes.items() if files] for site, classes in found.items()}
@@ -84,11 +84,11 @@ def site_folders(root: Path, layout: str) -> list[Path]:
     """The folders of sites in ``root``, sorted.
 
     Args:
-        root: The option ``data.root``.
-        layout: What is expected there, for the message.
+        root: the option ``data.root``.
+        layout: what is expected there, for the message.
 
     Raises:
-        UserError: There is no such folder, or it holds no folders.
+        UserError: there is no such folder, or it holds no folders.
     """
     if not root.is_dir():
         raise UserError(f"data.root: folder {root} does not exist; expected {layout}")

@@ -46,7 +46,7 @@ class MaskFolder(DataSource):
         """Domains of images (n, 1 or 3, size, size) and masks (n, structures, size, size), memory-mapped.
 
         Raises:
-            UserError: An image lacks a mask, a mask lacks its image, or their sizes differ (names the file). Or sites
+            UserError: an image lacks a mask, a mask lacks its image, or their sizes differ (names the file). Or sites
                 have different structures, or some have grey and some colour images (names the sites).
         """
         found = {site.name: _of_site(site) for site in site_folders(self.root, _LAYOUT)}
@@ -118,7 +118,9 @@ def _of_site(site: Path) -> tuple[Files, dict[str, Files]]:
                 )
         lone = next((file for name, file in files.items() if name not in images), None)
         if lone is not None:
-            raise UserError(f"mask {lone.name} has no image of that name in {site / 'images'}")
+            raise UserError(
+                f"mask {lone.name} has no image of that name in {site / 'images'}: add the image or remove it"
+            )
     return images, {structure: {name: files[name] for name in images} for structure, files in masks.items()}
 
 
@@ -126,7 +128,7 @@ def _images(folder: Path) -> Files:
     """Image files by name without ending, sorted.
 
     Raises:
-        UserError: Two files have the same name.
+        UserError: two files have the same name.
     """
     found: Files = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:

@@ -1,4 +1,4 @@
-"""MNIST, from ``mnist.npz``, torchvision's folder, or a download by torchvision: the first that is there."""
+"""MNIST from ``mnist.npz``, else from torchvision's folder, else downloaded by torchvision."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def images_and_labels(part: str) -> tuple[Pixels, Labels]:
 
 
 def _idx(folder: Path, name: str) -> npt.NDArray[np.uint8]:
-    """Reads the idx format: 0, 0, 8 (bytes), the number of axes, sizes as big-endian int32, then the bytes."""
+    """Read the idx format: 0, 0, 8 (bytes), the number of axes, sizes as big-endian int32, then the bytes."""
     plain, packed = folder / name, folder / f"{name}.gz"
     path = plain if plain.is_file() else packed
     if not path.is_file():

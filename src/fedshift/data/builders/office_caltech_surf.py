@@ -68,7 +68,7 @@ def _from_npz(path: Path, name: str) -> tuple[npt.NDArray[np.float64], npt.NDArr
 
 
 def _from_mat(folder: Path, name: str) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
-    """Reads the released MATLAB files, in which labels run from 1 to 10."""
+    """Read the released MATLAB files, in which labels run from 1 to 10."""
     from scipy.io import loadmat
 
     stem = {"caltech10": ("caltech10", "Caltech10", "caltech")}.get(name, (name, name.capitalize()))
@@ -85,7 +85,7 @@ def _from_mat(folder: Path, name: str) -> tuple[npt.NDArray[np.float64], npt.NDA
 
 
 def _standardised(counts: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-    """Divides rows by their sum, then standardises columns (deviation with n - 1). Constant columns become 0."""
+    """Divide rows by their sum, then standardise columns (deviation with n - 1). Constant columns become 0."""
     shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1e-12)
     centred = shares - shares.mean(axis=0)
     deviation = shares.std(axis=0, ddof=1)

@@ -140,14 +140,14 @@ def official_rows(name: str, paths: Sequence[str]) -> tuple[Rows | None, Rows | 
     """The official split of a domain.
 
     Args:
-        name: The domain.
+        name: the domain.
         paths: domain/class/file of each row. Endings are ignored: sketches are .png in one copy and .jpg in another.
 
     Returns:
         Rows of the train list and of the crossval list, or (None, None) if the lists are not below FEDSHIFT_DATA.
 
     Raises:
-        UserError: A list names a missing file, or a label that does not fit the file's folder.
+        UserError: a list names a missing file, or a label that does not fit the file's folder.
     """
     folder = next((found for place in _SPLITS if (found := find([f"{place}/{name}_train_kfold.txt"]))), None)
     if folder is None:
@@ -167,7 +167,9 @@ def _listed(path: Path, row_of: Mapping[str, int]) -> Rows:
         lines = [line.split() for line in path.read_text().splitlines() if line.strip()]
         entries = [(file, int(label) - 1) for file, label in lines]
     except (OSError, ValueError) as error:
-        raise UserError(f"split list {path} is missing or not lines of '<domain>/<class>/<file> <label>'") from error
+        raise UserError(
+            f"split list {path} is missing or not lines of '<domain>/<class>/<file> <label>': get it again"
+        ) from error
     rows = []
     for file, label in entries:
         row = row_of.get(_stem(file))

@@ -31,7 +31,7 @@ def turned_clockwise(images: Pixels, angle: float) -> Pixels:
 
     Args:
         images: (n, h, w).
-        angle: In degrees.
+        angle: in degrees.
     """
     if angle == 0:
         return images
@@ -48,24 +48,26 @@ def turned_clockwise(images: Pixels, angle: float) -> Pixels:
 
 
 def base_images(images: Pixels, labels: Labels, per_class: int, seed: int, what: str) -> tuple[Pixels, Labels]:
-    """Draws images at random, class after class.
+    """Draw images at random, class after class.
 
     Args:
         images: (n, h, w).
         labels: (n,).
-        per_class: How many of each class.
-        seed: Seed of the draw.
-        what: Name of the images, for the message.
+        per_class: how many of each class.
+        seed: seed of the draw.
+        what: name of the images, for the message.
 
     Returns:
         Images and labels.
 
     Raises:
-        UserError: A class has too few images.
+        UserError: a class has too few images.
     """
     counts = np.bincount(labels)
     if per_class > counts.min():
-        raise UserError(f"data.per_class is {per_class}, but {what} has at most {counts.min()} images of every class")
+        raise UserError(
+            f"data.per_class is {per_class}, but {what} has at most {counts.min()} images of every class: lower it"
+        )
     generator = np.random.default_rng(seed)
     rows = np.concatenate(
         [generator.choice(np.flatnonzero(labels == label), per_class, replace=False) for label in range(len(counts))]

@@ -75,7 +75,7 @@ class Table(DataSource):
         """Domains of float32 features (n, d).
 
         Raises:
-            UserError: A file cannot be used; names file, line and column.
+            UserError: a file cannot be used; names file, line and column.
         """
         tables = {site: read_csv(path) for site, path in self.sites.items()}
         labels = {site: self._labels(table) for site, table in tables.items()}
@@ -105,10 +105,10 @@ class Table(DataSource):
         return table_given(site_statistics(table, self.numeric, self.categorical), self.numeric, self.categorical)
 
     def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
-        """The tables in an agreed encoding. The coordinator may have written it, and it reads the errors.
+        """The tables in the agreed encoding. The coordinator can choose the encoding, and it sees the error messages.
 
         Raises:
-            UserError: The encoding has other columns than are listed here, or does not fit the files. The message shows
+            UserError: the encoding has other columns than are listed here, or does not fit the files. The message shows
                 no cell and no name of a column that is not listed here.
         """
         encoding = self._own_encoding(preprocessing)
@@ -136,7 +136,7 @@ class Table(DataSource):
                 )
         # No agreed encoding has missing_values; they would single out the rows with one value.
         if preprocessing.kind != "table" or any(column.missing_values for column in encoding.numeric):
-            raise UserError("the encoding of the table is none that sites agree on")
+            raise UserError("the encoding of the table is not one that sites can agree on")
         return encoding
 
     def _encoded(self, encoding: TableEncoding, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:

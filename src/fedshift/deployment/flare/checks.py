@@ -8,7 +8,9 @@ import socket
 import ssl
 import time
 
+from fedshift.deployment.flare.certificates import check_list
 from fedshift.deployment.flare.kits import Kit
+from fedshift.deployment.json_files import read_object
 from fedshift.errors import UserError
 
 _DATES = ("SSLV3_ALERT_CERTIFICATE_EXPIRED", "SSLV3_ALERT_BAD_CERTIFICATE", 9, 10)
@@ -66,6 +68,44 @@ def check_certificates(kit: Kit, now: datetime.datetime | None = None) -> dateti
     return min(certificate.not_valid_after_utc, root.not_valid_after_utc)
 
 
+def check_settings(kit: Kit) -> None:
+    """Check that the kit holds what a role needs, and nothing that would look like protection and be none.
+
+    FLARE's filters see a message of ours as text and bytes under a digest. Those that come with FLARE look for arrays,
+    find none, and report success; one that changed the bytes would break the digest.
+
+    Raises:
+        UserError: a filter is configured, or the coordinator's kit does not say which certificates it accepts.
+    """
+    if kit.role == "coordinator":
+        check_list(kit)
+    path = kit.flare / "local" / "privacy.json"
+    if not path.exists():
+        return
+    found = _filters(read_object(path))
+    if found or not read_object(path):
+        raise UserError(
+            f"{path}: FLARE's filters ({', '.join(found) or 'this file'}) do nothing to fedshift's messages: remove "
+            "the file; SITE.yaml says what leaves a site (policy.send, smallest_group, methods, rounds_per_day)"
+        )
+
+
+def _filters(found: object) -> list[str]:
+    """The names of the filters in a privacy.json, wherever they stand in it."""
+    if isinstance(found, list):
+        return [name for one in found for name in _filters(one)]
+    if not isinstance(found, dict):
+        return []
+    own = [
+        str(one.get("path") or one.get("name")).rpartition(".")[2]
+        for key in ("task_data_filters", "task_result_filters")
+        if isinstance(found.get(key), list)
+        for one in found[key]
+        if isinstance(one, dict)
+    ]
+    return own + [name for value in found.values() for name in _filters(value)]
+
+
 def check_reachable(kit: Kit, seconds: float = 5.0) -> str | None:
     """Check that the coordinator can be reached.
 
@@ -84,7 +124,11 @@ def check_reachable(kit: Kit, seconds: float = 5.0) -> str | None:
         with socket.create_connection(address, timeout=seconds) as plain, context.wrap_socket(plain) as connection:
             connection.settimeout(0.5)
             with contextlib.suppress(TimeoutError):
-                connection.recv(1)  # TLS reports a refused certificate only now
+                if connection.recv(1) == b"":  # TLS reports a certificate of another authority only now, with an error
+                    return (
+                        f"{address[0]} port {address[1]}: it ends the connection at once; if it goes on doing so, this "
+                        f"kit was revoked or replaced: ask {kit.project.contact}"
+                    )
             return None
     except ssl.SSLError as error:
         if error.reason in _DATES or getattr(error, "verify_code", None) in _DATES:

@@ -24,8 +24,9 @@ from nvflare.apis.signal import Signal
 
 from fedshift.deployment.coordinator import coordinate
 from fedshift.deployment.flare.deployment_folder import Deployment
+from fedshift.deployment.flare.kits import load_kit
 from fedshift.deployment.site_server import open_site
-from fedshift.errors import FedshiftError
+from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.remote.transport import Lost, NewJobNeeded
 from fedshift.federation.remote.wire import Message, error_answer
 
@@ -33,6 +34,8 @@ KIT, SITE = "FEDSHIFT_KIT", "FEDSHIFT_SITE"
 """Environment variables of a job's process: the kit's folder at the coordinator, the SITE.yaml at a site."""
 TASK = "fedshift"
 _LOOK_AGAIN = 0.25
+_AROUND = 1 << 16
+"""Bytes that FLARE may add to a message."""
 
 
 class FlareCoordinator(Controller):  # type: ignore[misc]
@@ -62,7 +65,7 @@ class FlareCoordinator(Controller):  # type: ignore[misc]
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """Run the whole experiment and write down its outcome. FLARE calls this."""
         deployment = self._deployment
-        transport = FlareTransport(self, fl_ctx, abort_signal, deployment.new_job_requested)
+        transport = FlareTransport(self, fl_ctx, abort_signal, deployment.new_job_requested, largest_message())
         try:
             coordinate(deployment.folder, transport, deployment.sites)
             deployment.end("finished")
@@ -89,6 +92,7 @@ class FlareTransport:
         fl_ctx: FLARE's context.
         abort_signal: triggered when FLARE ends the job.
         new_job_requested: says why the run should continue in a new job; None if it should not.
+        largest: bytes of the largest message that a site accepts.
     """
 
     def __init__(
@@ -97,9 +101,10 @@ class FlareTransport:
         fl_ctx: FLContext,
         abort_signal: Signal,
         new_job_requested: Callable[[], str | None],
+        largest: int,
     ) -> None:
         self._controller, self._context, self._abort = controller, fl_ctx, abort_signal
-        self._new_job_requested = new_job_requested
+        self._new_job_requested, self._largest = new_job_requested, largest
 
     def exchange(
         self, messages: Iterator[tuple[str, Message]], deadline: float, patience: Mapping[str, float]
@@ -144,6 +149,7 @@ class FlareTransport:
             arrived.put((client_task.client.name, message_from(client_task.result)))
             client_task.result = None  # or FLARE keeps it until its next check of the task
 
+        check_size(message, self._largest)
         task = Task(name=TASK, data=shareable_of(message), after_task_sent_cb=sent, result_received_cb=received)
         self._controller.send(task, self._context, targets=[site])
         return task
@@ -188,9 +194,25 @@ class FlareSite(Executor):  # type: ignore[misc]
             peer = fl_ctx.get_peer_context()
             server = peer.get_identity_name() if peer else ""
             answer = self._program.handle(message, f"{server} job {fl_ctx.get_job_id()}")
+            check_size(answer, largest_message())
         except Exception as error:
             answer = error_answer(message, error)
         return shareable_of(answer)
+
+
+def largest_message() -> int:
+    """Bytes of the largest message in this project. FLARE ends a job's process that would send or get more."""
+    return load_kit(Path(os.environ[KIT])).project.largest_message << 20
+
+
+def check_size(message: Message, largest: int) -> None:
+    """Raise UserError if a message is too large to be sent."""
+    size = len(message.header) + len(message.body)
+    if size + _AROUND > largest:
+        raise UserError(
+            f"a message of {size / 1e6:.0f} MB is larger than this project allows ({largest >> 20} MiB): raise "
+            "largest_message in the project's file, and in the kit.json of every role"
+        )
 
 
 def shareable_of(message: Message) -> Shareable:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from fedshift.deployment.flare.certificates import revoked_sites
 from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
 from fedshift.deployment.flare.kits import COORDINATOR_CLASS, SITE_CLASS, Kit
 from fedshift.errors import FedshiftError
@@ -71,6 +72,8 @@ class Deployments:
         self._session: Any = None
         self._present: RunningDeployment | None = None
         self._next_look = 0.0
+        self._disabled: frozenset[str] | None = None
+        """The sites that FLARE was told to refuse; None: not known."""
 
     def look(self) -> None:
         """Check once what is requested and how it goes. After a connection error, the next call tries again.
@@ -85,6 +88,7 @@ class Deployments:
                 self._session = self._connect()
             said = [f"listening on port {self._kit.project.port}", self._attendance.kit_used_twice()]
             self._say("connected", "; ".join(filter(None, said)))
+            self._tell_flare_who_is_revoked()
             if self._present is None:
                 self._present = self._next()
             if self._present is not None and self._present.look(self._session):
@@ -96,13 +100,25 @@ class Deployments:
             self._forget_session()
             self._next_look = time.monotonic() + 0.3
 
+    def _tell_flare_who_is_revoked(self) -> None:
+        """Have FLARE forget sites whose kit is revoked, and accept again those whose kit is not."""
+        revoked = revoked_sites(self._kit)
+        if revoked == self._disabled:
+            return
+        for site in self._kit.project.sites:
+            if site in revoked:
+                self._session.disable_client(site)
+            else:
+                self._session.enable_client(site)
+        self._disabled = revoked
+
     def _next(self) -> RunningDeployment | None:
         for deployment in Deployment.all(self._kit.folder):
             wanted, state = deployment.wanted, deployment.state
             if wanted.get("want") == "run" and (
                 state["state"] not in ENDS or state.get("time", 0) < wanted.get("since", 0)
             ):
-                return RunningDeployment(self._attendance, deployment)
+                return RunningDeployment(self._attendance, deployment, lambda: revoked_sites(self._kit))
         return None
 
     def _connect(self) -> Any:
@@ -112,6 +128,7 @@ class Deployments:
             return new_secure_session(self._kit.project.contact, str(self._kit.folder / "admin"), timeout=2.0)
 
     def _forget_session(self) -> None:
+        self._disabled = None
         if self._session is not None:
             with contextlib.suppress(Exception):
                 self._session.close()
@@ -123,10 +140,12 @@ class Deployments:
 
 
 class RunningDeployment:
-    """A deployment that is running: its jobs, one after the other, until it ends."""
+    """A deployment that is running: its jobs, one after the other, until it ends. ``revoked`` names revoked sites."""
 
-    def __init__(self, attendance: Attendance, deployment: Deployment) -> None:
-        self._attendance, self.deployment = attendance, deployment
+    def __init__(
+        self, attendance: Attendance, deployment: Deployment, revoked: Callable[[], frozenset[str]] = frozenset
+    ) -> None:
+        self._attendance, self.deployment, self._revoked = attendance, deployment, revoked
         engine = deployment.engine
         self.tries, self.quorum = int(engine.get("tries", 5)), engine.get("quorum")
         self.deadline = float(engine.get("deadline", 3600))
@@ -180,8 +199,11 @@ class RunningDeployment:
         if used_twice:
             self._state("waiting", used_twice)
             return False
-        if missing and not (enough and waited > min(self.deadline, 60)):
-            self._state("waiting", f"for {', '.join(missing)} to connect")
+        revoked = self._revoked()
+        hopeless = set(missing) <= revoked
+        if missing and not (enough and (hopeless or waited > min(self.deadline, 60))):
+            names = ", ".join(f"{site} (revoked)" if site in revoked else site for site in missing)
+            self._state("waiting", f"for {names} to connect")
             return False
         self.deployment.begin_job()
         self._submitted = time.monotonic()

@@ -37,6 +37,9 @@ class Project(BaseModel):
     scheme: Literal["tcp", "grpc", "http"] = Field(
         "tcp", description="what TLS carries: tcp is fastest; grpc and http pass proxies that expect them"
     )
+    largest_message: PositiveInt = Field(
+        1024, description="MiB of the largest message that a role accepts: models, and all that a call takes or returns"
+    )
     valid_days: PositiveInt = Field(360, description="days until the certificates expire")
     sites: tuple[str, ...] = Field(min_length=1, description="names of the sites, in the order of the experiment")
 

@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Callable
 from typing import Any
 
+from fedshift.deployment.flare.limits import LARGEST_FRAME
 from fedshift.errors import UserError
 
 CLIENT = "nvflare.private.fed.app.client.client_train"
@@ -90,6 +91,7 @@ def _changes() -> list[tuple[Any, str, Any]]:
     app_rights = _module("private.fed.utils.app_authz").AppAuthzService
     rights = _module("fuel.sec.authz").AuthorizationService
     loading = _module("private.fed.utils.fed_utils")
+    sockets = _module("fuel.f3.drivers.socket_conn")
     return [
         (processors, "request_processors", _kept(processors.request_processors)),
         (agent, "_dispatch_request", _guarded(_own(agent, "_dispatch_request"))),
@@ -108,6 +110,8 @@ def _changes() -> list[tuple[Any, str, Any]]:
         # FLARE's agent tells anybody in its network about this process, and stops it on request.
         (base, "NetAgent", _silent(base.NetAgent)),
         (executor, "get_job_launcher", _only(launcher, executor.get_job_launcher)),
+        # FLARE reserves the memory for a frame as soon as its header has come.
+        (sockets, "MAX_FRAME_SIZE", min(LARGEST_FRAME, sockets.MAX_FRAME_SIZE)),
         (launcher, "get_command", _launched(_own(launcher, "get_command"))),
     ]
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import shutil
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedshift.deployment.flare.kits import COORDINATOR_CLASS, SITE_CLASS, Project, channel, load_kit
-from fedshift.errors import FedshiftError
-from fedshift.files import write_bytes
+from fedshift.deployment.flare.authority import ISSUED, Ask, Authority, digest
+from fedshift.deployment.flare.certificates import write_issued
+from fedshift.deployment.flare.kits import COORDINATOR_CLASS, SITE_CLASS, Kit, Project, channel
+from fedshift.deployment.flare.limits import LARGEST_FRAME, LISTENER
+from fedshift.deployment.json_files import read_object
+from fedshift.errors import FedshiftError, UserError, nearest
+from fedshift.files import make_private, write_bytes
 
 _DRIVERS = Path(__file__).parent / "drivers"
 _RIGHTS = {
@@ -54,17 +58,89 @@ class Provisioned:
     new: tuple[str, ...]
 
 
-def provision(project: Project, out: Path, *, renew: bool = False) -> Provisioned:
+def provision(project: Project, out: Path, ask: Ask, *, renew: bool = False) -> Provisioned:
     """Make a kit for the coordinator and one per site. Running it again makes kits for new sites only.
 
     Args:
         project: the project.
         out: the folder to put them in.
+        ask: asks for the passphrase of the authority's key, where the key is needed.
         renew: make all kits anew, with a new authority. Then every kit must be handed out again.
 
     Raises:
+        UserError: the authority's key cannot be read with that passphrase.
         FedshiftError: FLARE cannot make them.
     """
+    folder = out / project.name
+    authority_folder, coordinator = folder / "authority", folder / "coordinator"
+    for path in (folder, authority_folder):
+        path.mkdir(parents=True, exist_ok=True)
+        path.chmod(0o700)
+    if renew:
+        passphrase = ask(True)
+        shutil.rmtree(authority_folder)
+        authority_folder.mkdir(mode=0o700)
+        authority = None
+    else:
+        known = read_object(authority_folder / ISSUED)
+        if coordinator.exists() and all(site in known for site in project.sites):
+            return _finish(project, folder, known, ())
+        authority = Authority.load(authority_folder, project.name, ask)
+        passphrase = ask(True) if authority is None else None
+    if authority is None:
+        new = ("coordinator", *project.sites)
+        authority = _make(project, folder, new, None)
+        authority.save(authority_folder, passphrase)
+    else:
+        known = authority.issued
+        new = (*(() if coordinator.exists() else ("coordinator",)), *(one for one in project.sites if one not in known))
+        _make(project, folder, new, authority)
+        authority.save_issued(authority_folder)
+    return _finish(project, folder, authority.issued, new)
+
+
+def reissue(project: Project, out: Path, site: str, ask: Ask) -> Provisioned:
+    """Make one site's kit anew, with a new key of the same authority. Its SITE.yaml stays.
+
+    Args:
+        project: the project.
+        out: the folder of the kits.
+        site: the site's name.
+        ask: asks for the passphrase of the authority's key.
+
+    Raises:
+        UserError: the project has no such site or was not provisioned, or its scheme cannot tell two certificates of
+            one site apart.
+    """
+    folder = out / project.name
+    if site not in project.sites:
+        raise UserError(f"project '{project.name}' has no site '{site}'; {nearest(site, project.sites)}")
+    if project.scheme != "tcp":
+        raise UserError(
+            f"scheme '{project.scheme}' cannot refuse a site's old kit beside its new one: fedshift project provision "
+            "--renew makes all kits anew"
+        )
+    authority = Authority.load(folder / "authority", project.name, ask) if folder.exists() else None
+    if authority is None or site not in authority.issued:
+        raise UserError(f"{folder} holds no kit of '{site}' yet: fedshift project provision makes it")
+    _make(project, folder, (site,), authority)
+    authority.save_issued(folder / "authority")
+    return _finish(project, folder, authority.issued, (site,))
+
+
+def _make(project: Project, folder: Path, names: Sequence[str], authority: Authority | None) -> Authority:
+    """Have FLARE make the kits of some roles, and put them where they belong.
+
+    Args:
+        project: the project.
+        folder: the project's folder of kits.
+        names: "coordinator" or names of sites.
+        authority: None: make one.
+
+    Returns:
+        The authority, which knows the new certificates.
+    """
+    from cryptography.hazmat.primitives.serialization import Encoding
     from nvflare.lighter.constants import CtxKey
     from nvflare.lighter.entity import Project as FlareProject
     from nvflare.lighter.entity import participant_from_dict
@@ -73,68 +149,73 @@ def provision(project: Project, out: Path, *, renew: bool = False) -> Provisione
     from nvflare.lighter.impl.workspace import WorkspaceBuilder
     from nvflare.lighter.provisioner import Provisioner
 
-    folder = out / project.name
-    authority = folder / "authority"
-    if renew:
-        shutil.rmtree(authority, ignore_errors=True)
-    authority.mkdir(parents=True, exist_ok=True)
-    os.chmod(authority, 0o700)
-    flare = FlareProject(name=project.name, description="", props={"api_version": 3})
-    flare.add_participant(
-        participant_from_dict(
-            {"name": project.server, "type": "server", "org": "fedshift", "fed_learn_port": project.port}
-        )
-    )
-    for site in project.sites:
-        flare.add_participant(participant_from_dict({"name": site, "type": "client", "org": "fedshift"}))
-    flare.add_participant(
-        participant_from_dict({"name": project.contact, "type": "admin", "org": "fedshift", "role": "project_admin"})
-    )
+    by = {"serialized_root_cert": authority.certificate, "root_private_key": authority.key} if authority else {}
+    flare = FlareProject(name=project.name, description="", props={"api_version": 3}, **by)
+    participants: list[dict[str, Any]] = [{"name": site, "type": "client"} for site in names if site != "coordinator"]
+    participants.append({"name": project.server, "type": "server", "fed_learn_port": project.port})
+    participants.append({"name": project.contact, "type": "admin", "role": "project_admin"})
+    for participant in participants:
+        flare.add_participant(participant_from_dict({"org": "fedshift", **participant}))
     builders = [
         WorkspaceBuilder(),
         StaticFileBuilder(config_folder="config", scheme=project.scheme),
-        CertBuilder(**({} if _authority(authority, project) else {"root_valid_days": project.valid_days})),
+        CertBuilder(root_valid_days=project.valid_days),
     ]
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        context = Provisioner(str(authority), builders).provision(flare)
-    made = context.get(CtxKey.CURRENT_PROD_DIR)
-    if context.get(CtxKey.BUILD_ERROR) or not made:
-        raise FedshiftError(f"FLARE could not make the kits: {' '.join(said.getvalue().split()[-40:])}")
-    new: list[str] = []
-    kits = {"coordinator": folder / "coordinator", **{site: folder / "sites" / site for site in project.sites}}
-    for name, kit in kits.items():
-        if kit.exists() and not renew:
-            continue
-        new.append(name)
-        (kit / "flare").mkdir(parents=True, exist_ok=True)
-        source = Path(made) / (project.server if name == "coordinator" else name)
-        shutil.copytree(source, kit / "flare", dirs_exist_ok=True)
-        for script in (kit / "flare" / "startup").glob("*.sh"):
-            script.unlink()  # FLARE's start scripts would start a site without lockdown
-        if name == "coordinator":
-            shutil.copytree(Path(made) / project.contact, kit / "admin", dirs_exist_ok=True)
-        elif not (kit / "SITE.yaml").exists():
-            (kit / "SITE.yaml").write_text(_SITE_FILE.format(site=name))
-        _settle(kit, coordinator=name == "coordinator")
-        for private in kit.rglob("*.key"):
-            os.chmod(private, 0o600)
-    for name, kit in kits.items():
-        if name == "coordinator" or name in new:
-            role = "coordinator" if name == "coordinator" else "site"
-            write_bytes(
-                kit / "kit.json", _json({"role": role, "name": name, "project": project.model_dump(mode="json")})
-            )
-    shutil.rmtree(made, ignore_errors=True)
-    return Provisioned(folder, kits["coordinator"], {site: kits[site] for site in project.sites}, tuple(new))
+    # FLARE writes all keys down in clear. This folder is readable by its owner only, and is gone afterwards.
+    with tempfile.TemporaryDirectory(prefix="making-", dir=folder / "authority") as place:
+        said = io.StringIO()
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            context = Provisioner(place, builders).provision(flare)
+        made = context.get(CtxKey.CURRENT_PROD_DIR)
+        if context.get(CtxKey.BUILD_ERROR) or not made:
+            raise FedshiftError(f"FLARE could not make the kits: {' '.join(said.getvalue().split()[-40:])}")
+        if authority is None:
+            root = context[CtxKey.ROOT_CERT].public_bytes(Encoding.PEM)
+            authority = Authority(root, context[CtxKey.ROOT_PRI_KEY], {})
+        for name in names:
+            _install(project, folder, name, Path(made))
+            holder, source = (project.contact,) * 2 if name == "coordinator" else (name, name)
+            authority.issued[holder] = digest((Path(made) / source / "startup" / "client.crt").read_bytes())
+    return authority
 
 
-def _authority(folder: Path, project: Project) -> bool:
-    return (folder / project.name / "state" / "cert.json").exists()
+def _install(project: Project, folder: Path, name: str, made: Path) -> None:
+    """Copy what FLARE made for a role into its kit, and write our settings over FLARE's."""
+    kit = _kits(project, folder)[name]
+    (kit / "flare").mkdir(parents=True, exist_ok=True)
+    shutil.copytree(made / (project.server if name == "coordinator" else name), kit / "flare", dirs_exist_ok=True)
+    for script in (kit / "flare" / "startup").glob("*.sh"):
+        script.unlink()  # FLARE's start scripts would start a site without lockdown
+    if name == "coordinator":
+        shutil.copytree(made / project.contact, kit / "admin", dirs_exist_ok=True)
+    elif not (kit / "SITE.yaml").exists():
+        write_bytes(kit / "SITE.yaml", _SITE_FILE.format(site=name).encode(), private=True)
 
 
-def _settle(kit: Path, *, coordinator: bool) -> None:
-    """Write FLARE's local settings: which classes run, who may do what, and no file outside the kit's folder."""
+def _finish(project: Project, folder: Path, issued: Mapping[str, str], new: tuple[str, ...]) -> Provisioned:
+    """Describe the kits, say at the coordinator who has which certificate, and let only the owner read them."""
+    kits = _kits(project, folder)
+    for name in {"coordinator", *new}:
+        role = "coordinator" if name == "coordinator" else "site"
+        whole = {"role": role, "name": name, "project": project.model_dump(mode="json")}
+        write_bytes(kits[name] / "kit.json", _json(whole), private=True)
+    for name in new:
+        _settle(kits[name], project, coordinator=name == "coordinator")
+        kits[name].parent.chmod(0o700)
+        kits[name].chmod(0o700)
+        for part in (kits[name] / "flare", kits[name] / "admin"):
+            if part.exists():
+                make_private(part)
+    write_issued(kits["coordinator"], {name: issued[name] for name in (*project.sites, project.contact)})
+    return Provisioned(folder, kits["coordinator"], {site: kits[site] for site in project.sites}, new)
+
+
+def _kits(project: Project, folder: Path) -> dict[str, Path]:
+    return {"coordinator": folder / "coordinator", **{site: folder / "sites" / site for site in project.sites}}
+
+
+def _settle(kit: Path, project: Project, *, coordinator: bool) -> None:
+    """Write FLARE's settings: which classes run, who may do what, and no file outside the kit's folder."""
     local = kit / "flare" / "local"
     resources = json.loads((local / "resources.json.default").read_text())
     # FLARE adds the second class to every job. It sends nothing, since the parent has no streamer.
@@ -158,8 +239,19 @@ def _settle(kit: Path, *, coordinator: bool) -> None:
     (local / "resources.json").write_text(json.dumps(resources, indent=2))
     # The processes of a role talk through a socket in the kit and not through a port on loopback.
     internal = {"scheme": "unix", "resources": {"folder": str(channel(kit))}}
-    channels = {"allow_adhoc_conns": False, "comm_driver_path": str(_DRIVERS), "internal": internal}
+    channels = {
+        "allow_adhoc_conns": False,
+        "comm_driver_path": str(_DRIVERS),
+        "internal": internal,
+        "max_message_size": LARGEST_FRAME - (1 << 20),  # beside a message a frame holds its headers
+        "streaming_max_blob_size": project.largest_message << 20,
+    }
     (local / "comm_config.json").write_text(json.dumps(channels, indent=2))
+    if coordinator and project.scheme == "tcp":  # our listener in place of FLARE's; sites dial as before
+        path = kit / "flare" / "startup" / "fed_server.json"
+        server = json.loads(path.read_text())
+        server["servers"][0]["service"]["scheme"] = LISTENER
+        path.write_text(json.dumps(server, indent=2))
     rights = {"format_version": "1.0", "permissions": {"project_admin": _RIGHTS}}
     (local / "authorization.json").write_text(json.dumps(rights, indent=2))
 
@@ -168,11 +260,10 @@ def _json(value: Any) -> bytes:
     return (json.dumps(value, indent=2) + "\n").encode()
 
 
-def relocate(kit: Path) -> None:
-    """Adapt FLARE's settings to the folder that a kit was moved to.
-
-    Raises:
-        UserError: the folder holds no kit.
-    """
-    if (kit / "flare" / "local" / "resources.json.default").exists():
-        _settle(kit, coordinator=load_kit(kit).role == "coordinator")
+def relocate(kit: Kit) -> None:
+    """Adapt FLARE's settings to the folder that a kit was moved to, and let only the owner read its keys."""
+    if (kit.flare / "local" / "resources.json.default").exists():
+        _settle(kit.folder, kit.project, coordinator=kit.role == "coordinator")
+    kit.folder.chmod(0o700)
+    for key in kit.folder.glob("*/startup/*.key"):
+        key.chmod(0o600)

@@ -5,8 +5,11 @@ Commands use FLARE only through this module, which explains in one line that FLA
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,9 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedshift.deployment.json_files import read_object
+from fedshift.encryption import present_key
 from fedshift.errors import FedshiftError, UserError
 
 if TYPE_CHECKING:
+    from fedshift.deployment.flare.authority import Ask
     from fedshift.deployment.flare.kits import Kit, Project
     from fedshift.deployment.flare.provision import Provisioned
 
@@ -38,12 +43,28 @@ def load_project(path: Path) -> Project:
     return load_project(path)
 
 
-def provision(project: Project, out: Path, *, renew: bool = False) -> Provisioned:
-    """Make start-up kits below ``out``: one for the coordinator, one per site."""
+def provision(project: Project, out: Path, ask: Ask, *, renew: bool = False) -> Provisioned:
+    """Make start-up kits below ``out``: one for the coordinator, one per site. ``ask`` asks for the passphrase."""
     installed()
     from fedshift.deployment.flare.provision import provision
 
-    return provision(project, out, renew=renew)
+    return provision(project, out, ask, renew=renew)
+
+
+def reissue(project: Project, out: Path, site: str, ask: Ask) -> Provisioned:
+    """Make one site's kit anew, with a new key; the old one is refused from then on."""
+    installed()
+    from fedshift.deployment.flare.provision import reissue
+
+    return reissue(project, out, site, ask)
+
+
+def set_revoked(folder: Path, site: str, revoked: bool) -> bool:
+    """Refuse a site's kit at the coordinator, or accept it again; return whether this changed anything."""
+    from fedshift.deployment.flare.certificates import set_revoked
+    from fedshift.deployment.flare.kits import load_kit
+
+    return set_revoked(load_kit(folder, "coordinator"), site, revoked)
 
 
 def load_kit(folder: Path, role: str) -> Kit:
@@ -55,6 +76,13 @@ def load_kit(folder: Path, role: str) -> Kit:
     kit = load_kit(folder, role)
     check_certificates(kit)
     return kit
+
+
+def check_settings(kit: Kit) -> None:
+    """Check that the kit holds what a role needs, and no filter of FLARE's that would do nothing."""
+    from fedshift.deployment.flare.checks import check_settings
+
+    check_settings(kit)
 
 
 def expiry(kit: Kit) -> str:
@@ -69,6 +97,19 @@ def unreachable(kit: Kit) -> str | None:
     from fedshift.deployment.flare.checks import check_reachable
 
     return check_reachable(kit)
+
+
+def free_port() -> int:
+    """A port on which nothing listens now.
+
+    It is outside the range that the system uses for outgoing connections. Otherwise a site that reconnects often
+    could be given the coordinator's port for its own end and connect to itself.
+    """
+    for port in random.sample(range(20_000, 30_000), 200):  # no secret # nosec B311
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise FedshiftError("no free port between 20000 and 30000; give one with --port")
 
 
 @dataclass(frozen=True)
@@ -110,17 +151,19 @@ def start(kit: Kit, site_file: Path | None = None, *, foreground: bool = False, 
     before = status(kit)
     if before.pid is not None:
         raise UserError(f"{kit.role} '{kit.name}' runs already (process {before.pid}); stop it first")
-    if kit.role == "coordinator":
-        from fedshift.deployment.flare.checks import check_port
+    present_key()  # a key that cannot be used is said now, and not in the middle of a run
+    from fedshift.deployment.flare.checks import check_port, check_settings
 
+    check_settings(kit)
+    if kit.role == "coordinator":
         check_port(kit)
     from fedshift.deployment.flare.provision import relocate
 
-    relocate(kit.folder)
+    relocate(kit)
     words = [str(kit.folder), *([str(site_file.resolve())] if site_file else [])]
     command = [sys.executable, "-m", "fedshift.deployment.flare.service", *words]
     if foreground:
-        os.execv(sys.executable, command)
+        os.execv(sys.executable, command)  # our own interpreter # nosec B606
     (kit.folder / "service.json").unlink(missing_ok=True)
     with open(kit.folder / "service.err", "wb") as errors:
         process = subprocess.Popen(

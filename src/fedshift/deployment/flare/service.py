@@ -21,11 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fedshift.deployment import sinks
 from fedshift.deployment.flare import checks, lockdown
 from fedshift.deployment.flare.jobs import Attendance, Deployments
 from fedshift.deployment.flare.kits import Kit, empty_channel, load_kit
 from fedshift.errors import FedshiftError, UserError
 from fedshift.files import write_bytes
+from fedshift.text import printable
 
 _BACKOFF = (1.0, 60.0)
 """Shortest and longest wait before another try, in seconds."""
@@ -56,6 +58,7 @@ class Service:
         checks.check_certificates(self.kit)
         self._open_log()
         self._end_strays()
+        forwarding = self._forward_logs()
         wait = _BACKOFF[0]
         try:
             while not self.stopping.is_set():
@@ -73,7 +76,30 @@ class Service:
                     wait = self._pause(wait)
         finally:
             self._end_child()
+            self.stopping.set()
+            if forwarding is not None:
+                forwarding.join(timeout=10)
             self.say("stopped", "")
+
+    def _forward_logs(self) -> threading.Thread | None:
+        """Send a copy of the role's logs to the sink that its own file names, in a thread of its own."""
+        own = self.site_file or self.kit.folder / sinks.COORDINATOR_FILE
+        sink = sinks.sink_in(own)
+        if sink is None:
+            return None
+
+        audit = sinks.audit_log_of(own)
+
+        def logs() -> dict[str, Path]:
+            if self.site_file is not None:
+                return {"audit": audit}
+            return {path.parent.name: path for path in (self.kit.folder / "deployments").glob("*/progress.jsonl")}
+
+        place = self.kit.folder / "sent.json"
+        forwarder = sinks.Forwarder(self.kit.name, sink, logs, place, lambda text: self._log.info(printable(text)))
+        thread = threading.Thread(target=forwarder.run, args=(self.stopping,), daemon=True)
+        thread.start()
+        return thread
 
     def _pause(self, wait: float) -> float:
         self.stopping.wait(wait)
@@ -82,6 +108,7 @@ class Service:
     def _once(self) -> None:
         """Start FLARE's process and watch it until it ends."""
         checks.check_certificates(self.kit)
+        checks.check_settings(self.kit)
         if self.kit.role == "coordinator":
             if self._starts == 0:
                 checks.check_port(self.kit)
@@ -143,7 +170,7 @@ class Service:
         for line in child.stdout:
             self._connected = self._connected or _REGISTERED in line
             self._attendance.read_line(line)
-            self._log.info(line.rstrip())
+            self._log.info(printable(line.rstrip()))
 
     def _end_child(self) -> None:
         if self.child is None:

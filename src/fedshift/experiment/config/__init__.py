@@ -1,1 +1,1 @@
-"""The experiment file: its sections, their defaults, and what is said of mistakes in it."""
+"""The experiment file: its sections, their defaults, and messages about mistakes in it."""

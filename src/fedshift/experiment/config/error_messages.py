@@ -1,4 +1,4 @@
-"""A pydantic error as one line: path of the field, what is wrong, what would do."""
+"""A pydantic error as one line: the field's path, what is wrong, what is allowed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from fedshift.errors import in_words, nearest
 
 
 def describe(error: ValidationError, prefix: str, model: type[BaseModel]) -> str:
-    """The first fault of ``error`` in words; ``prefix`` is where ``model`` stands in the experiment."""
+    """The message for the first fault of an error.
+
+    Args:
+        error: pydantic's error.
+        prefix: the path of the section in the experiment file.
+        model: the class of the section.
+    """
     faults = error.errors()
     fault = faults[0]
     location = [
@@ -26,20 +32,20 @@ def describe(error: ValidationError, prefix: str, model: type[BaseModel]) -> str
         known = [name for name in model.model_fields if name != "name"]
         return f"{path}: there is no such field; {nearest(str(fault['loc'][-1]), known)}{more}"
     if fault["type"] == "missing":
-        return f"{path}: is missing{more}"
+        return f"{path}: this field is missing{more}"
     message = in_words(fault)
-    # A union reports one fault per member; together they say what would do. A list without its wrong parts may seem
-    # too short as well.
+    # A union reports one fault for each of its types; together they say what is allowed. A list may also be reported
+    # as too short, because its wrong entries are not counted.
     same = [in_words(f) for f in faults if f["loc"][:1] == fault["loc"][:1] and f["type"] != "too_short"]
     if len(same) > 1 and fault["type"] != "value_error":
         message = " or ".join(dict.fromkeys(same))
-    # Where the fault is the section's as a whole, its fields are known to whoever wrote them.
+    # If the fault is one of the whole section, do not repeat all of it.
     got = "" if not fault["loc"] and isinstance(fault["input"], Mapping) else f", got {_short(fault['input'])}"
     return f"{path}: {message}{got}{more}"
 
 
 def suggest_field(path: str) -> str:
-    """A reminder of how overrides look."""
+    """A hint that shows the form of an override."""
     return f"write it as in the experiment file, such as training.rounds=10 (got '{path}')"
 
 

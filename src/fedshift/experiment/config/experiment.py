@@ -1,4 +1,4 @@
-"""The experiment file: what a person may write, checked before anything runs, with errors of one line."""
+"""Reads and checks the experiment file. Every mistake is an error of one line, before anything runs."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from fedshift.models.options import NetworkOptions
 
 
 class Experiment(Section):
-    """Everything an experiment is: one file, checked as a whole."""
+    """The content of an experiment file."""
 
     name: str = Field(description="names the folder of the runs")
     data: SerializeAsAny[DataSource]
@@ -53,24 +53,27 @@ class Experiment(Section):
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps …")
 
     def dump(self) -> dict[str, Any]:
-        """As plain data with every default written out."""
+        """The experiment as plain data, with every default written out."""
         out = self.model_dump(mode="json")
         out["methods"] = [{"name": method_name(method), **method.model_dump(mode="json")} for method in self.methods]
         return out
 
 
-_PARTS: dict[str, type[BaseModel]] = {"training": Training}
+_SECTIONS: dict[str, type[BaseModel]] = {"training": Training}
 
 
 def method_name(method: Method) -> str:
-    """The name under which the registry finds the method's class again, on this machine."""
+    """The name by which the registry finds the method's class on this machine."""
     known = method_registry.METHODS.get(method.name)
     place: str = method.recipe()["class"]
     return method.name if known == place else place
 
 
 def method_record(method: Method) -> dict[str, Any]:
-    """A method as results and model files name it: no path of this machine, an own file by its name and checksum."""
+    """The method's options, for results and model files.
+
+    They hold no path of this machine. A user's own file is named by its file name and checksum.
+    """
     name = method_name(method)
     file, _, kind = name.rpartition(":")
     if not file.endswith(".py"):
@@ -81,9 +84,14 @@ def method_record(method: Method) -> dict[str, Any]:
 
 
 def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
-    """The experiment that ``options`` describe; relative paths are below ``folder``.
+    """The experiment of a mapping with the fields of `Experiment`.
 
-    Raises UserError, one line with the path of the field, for anything that cannot be run.
+    Args:
+        options: the fields.
+        folder: relative paths are relative to this folder; by default the working directory.
+
+    Raises:
+        UserError: the experiment cannot run. The message is one line with the path of the field.
     """
     if not isinstance(options, Mapping):
         raise UserError("an experiment is a mapping of name, data, protocol, model, training, methods, engine, device")
@@ -93,19 +101,19 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
             raise UserError(f"{name}: there is no such field; {nearest(str(name), Experiment.model_fields)}")
     for name in ("data", "model", "methods"):
         if name not in fields:
-            raise UserError(f"{name}: is missing from the experiment")
+            raise UserError(f"{name}: this section is missing from the experiment")
     name = fields.get("name", "experiment")
     if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
-        raise UserError(f"name: '{name}' names a folder: letters, digits, '-', '_' and '.' only")
+        raise UserError(f"name: '{name}' cannot name a folder: use letters, digits, '-', '_' and '.' only")
     fields["name"] = name
     fields["data"] = data_source(fields["data"], folder or Path())
     fields["model"] = _model(fields["model"])
     fields["methods"] = _methods(fields["methods"], folder or Path())
     if "protocol" in fields and not isinstance(fields["protocol"], Protocol):
         fields["protocol"] = _protocol(fields["protocol"])
-    for part, kind in _PARTS.items():
-        if part in fields and not isinstance(fields[part], kind):
-            fields[part] = _section(kind, fields[part], part)
+    for section, kind in _SECTIONS.items():
+        if section in fields and not isinstance(fields[section], kind):
+            fields[section] = _section(kind, fields[section], section)
     if "engine" in fields and not isinstance(fields["engine"], EngineSection):
         fields["engine"] = _engine(fields["engine"])
     try:
@@ -121,8 +129,8 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
         pairs = experiment.protocol.pairs if isinstance(experiment.protocol, SourceTarget) else "all"
         if method.one_target and pairs != "all" and any(len(unlabelled) > 1 for _, unlabelled in pairs):
             raise UserError(
-                f"methods: {method.display} adapts to one target; protocol.pairs has a pair with several unlabelled "
-                "sites, which only methods for several can train on, such as mdfnet"
+                f"methods: {method.display} adapts to one target, but protocol.pairs has a pair with several "
+                "unlabelled sites; give pairs with one, or choose a method for several, such as mdfnet"
             )
     if experiment.engine.on_refusal == "leave_out" and experiment.engine.quorum is None:
         raise UserError(
@@ -131,7 +139,8 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
     training = experiment.training
     if isinstance(experiment.model, Frozen) and not training.augmentation.is_identity:
         raise UserError(
-            "training.augmentation: a frozen backbone sees every image once, so images cannot change; leave it out"
+            "training.augmentation: a frozen backbone processes every image once, so images cannot be augmented; "
+            "leave it out"
         )
     if training.optimizer == "sgd" and training.nesterov and training.momentum == 0:
         raise UserError("training.nesterov: needs training.momentum above 0")
@@ -145,7 +154,7 @@ def _section(kind: type[BaseModel], value: Any, path: str) -> BaseModel:
         return kind.model_validate(dict(value))
     except ValidationError as error:
         raise UserError(describe(error, path, kind)) from None
-    except UserError as error:  # a name inside the section that is not known
+    except UserError as error:  # an unknown name inside the section
         raise UserError(f"{path}: {error}") from None
 
 
@@ -172,14 +181,22 @@ def _named(value: Any, path: str) -> dict[str, Any]:
 
 
 def data_source(value: Any, folder: Path) -> DataSource:
-    """The builder of a ``data:`` section; relative paths are below ``folder``. Raises UserError as `parse`."""
+    """The data source of a ``data:`` section.
+
+    Args:
+        value: the section.
+        folder: relative paths are relative to this folder.
+
+    Raises:
+        UserError: as in `parse`.
+    """
     if isinstance(value, DataSource):
         return value
     fields = _named(value, "data")
     for name in ("root", "sites"):
         if name in fields:
             fields[name] = _below(fields[name], folder)
-    if isinstance(fields.get("unseen"), Mapping):  # the coordinator's own set, beside data at sites
+    if isinstance(fields.get("unseen"), Mapping):  # the coordinator's own data, besides those at sites
         own = dict(fields["unseen"])
         fields["unseen"] = own | {name: _below(own[name], folder) for name in ("root", "sites") if name in own}
     try:
@@ -189,7 +206,7 @@ def data_source(value: Any, folder: Path) -> DataSource:
 
 
 def _below(value: Any, folder: Path) -> Any:
-    """Paths of an experiment file are relative to that file."""
+    """``value`` with its relative paths below ``folder``, except those that exist in the working directory only."""
     if isinstance(value, Mapping):
         return {key: _below(item, folder) for key, item in value.items()}
     if not isinstance(value, str | Path):
@@ -213,10 +230,10 @@ def _methods(value: Any, folder: Path) -> tuple[Method, ...]:
     for label in labels:
         if not re.fullmatch(r"[\w.+-]+", label) or label.startswith("."):
             raise UserError(
-                f"methods: '{label}' names a folder: letters, digits, '-', '_', '+' and '.' only; set label"
+                f"methods: '{label}' cannot name a folder: set label, with letters, digits, '-', '_', '+' and '.' only"
             )
         if labels.count(label) > 1:
-            raise UserError(f"methods: '{label}' stands twice: give each its own label")
+            raise UserError(f"methods: '{label}' occurs twice: give each its own label")
     return methods
 
 
@@ -229,12 +246,20 @@ def _method(value: Any, path: str, folder: Path) -> Method:
     except ValidationError as error:
         kind = method_registry.method_class(str(fields["name"]), folder)
         raise UserError(describe(error, f"{path} ({kind.name})", kind)) from None
-    except (ValueError, TypeError, SyntaxError) as error:  # from importing what the name says
+    except (ValueError, TypeError, SyntaxError) as error:  # raised by the import of a user's own file
         raise UserError(f"{path}: method '{fields['name']}' cannot be imported: {error}") from error
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
-    """The experiment in a YAML file with ``key.path=value`` overrides applied. Raises UserError as `parse` does."""
+    """The experiment in a YAML file.
+
+    Args:
+        path: the file.
+        overrides: fields to set, as ``key.path=value``.
+
+    Raises:
+        UserError: the file cannot be read, or as in `parse`.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -255,13 +280,18 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
 
 
 def override_field(options: dict[str, Any], override: str) -> None:
-    """Apply ``key.path=value`` to raw options in place. The value is YAML; a list takes a number, methods also a label.
+    """Set a field of raw options in place.
 
-    Raises UserError for a malformed override or an unknown path.
+    Args:
+        options: the content of an experiment file.
+        override: ``key.path=value``. The value is YAML. The key of a list entry is its number, or its label or name.
+
+    Raises:
+        UserError: the override is malformed or its path does not exist.
     """
     path, equals, text = override.partition("=")
     if not equals or not path:
-        raise UserError(f"override '{override}' is not of the form key.path=value")
+        raise UserError(f"override '{override}': write it as key.path=value, such as training.rounds=10")
     try:
         value = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -299,5 +329,5 @@ def _index(items: list[Any], key: str, where: str) -> int:
         raise UserError(f"override '{where}': the list has {len(items)} entries")
     labels = [str(item.get("label") or item.get("name")) if isinstance(item, dict) else str(item) for item in items]
     if key not in labels:
-        raise UserError(f"override '{where}': no entry is called '{key}'; {nearest(key, labels)}")
+        raise UserError(f"override '{where}': the list has no entry '{key}'; {nearest(key, labels)}")
     return labels.index(key)

@@ -1,4 +1,4 @@
-"""The sections ``protocol`` and ``engine`` of an experiment file: what may stand in them, and what is wrong with it."""
+"""The sections ``protocol`` and ``engine`` of an experiment file: their fields and the checks of these."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fedshift.federation.federation import OnRefusal, known_kinds
 
 
 class Section(BaseModel):
-    """A part of an experiment file: it cannot be changed, and knows no other fields."""
+    """A section of an experiment file. It is immutable and accepts no unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class _OneTarget(Section):
-    """What protocols share in which each domain takes its turn as the target."""
+    """What protocols share in which the domains are the target in turn."""
 
     kind: str = Field(description="the protocol")
-    targets: Literal["all"] | tuple[str, ...] = Field("all", description="which domains take their turn as the target")
+    targets: Literal["all"] | tuple[str, ...] = Field("all", description="the domains that are the target in turn")
     seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Field(min_length=1)] = Field(
         (0, 1, 2), description="one run for each"
     )
@@ -30,7 +30,8 @@ class _OneTarget(Section):
         0.3, description="share of every source that is held out; 0 trains on everything and cannot select by source"
     )
     split: Literal["auto", "random", "official"] = Field(
-        "auto", description="auto: the data set's own train/test parts where it has them, else random and stratified"
+        "auto",
+        description="official: the data set's own train/test split; random: stratified; auto: official if it exists",
     )
 
     @field_validator("targets", mode="before")
@@ -47,39 +48,39 @@ class _OneTarget(Section):
     @classmethod
     def _no_seed_twice(cls, seeds: tuple[int, ...]) -> tuple[int, ...]:
         if len(set(seeds)) != len(seeds):
-            raise ValueError("a seed stands twice")
+            raise ValueError("a seed occurs twice")
         return seeds
 
 
 class LeaveOneOut(_OneTarget):
-    """Each chosen domain in turn is unseen, all others are sources: does it work at a new site?"""
+    """Each chosen domain in turn is unseen; all others are sources. This measures how a model does at a new site."""
 
     kind: Literal["leave_one_out"] = Field("leave_one_out", description="the protocol")
     base_images: Literal["disjoint", "shared"] = Field(
         "disjoint",
-        description="for domains that show the same base samples: test the target only on base samples that no source "
-        "trained on (disjoint), or on all of them (shared, as the literature seems to)",
+        description="for domains made from the same base samples: measure the target only on base samples that no "
+        "source trained on (disjoint), or on all (shared, as the literature seems to do)",
     )
 
 
 class AdaptToOne(_OneTarget):
-    """Each chosen domain in turn gives its training part without labels and is measured on its test part, all others
-    are labelled sources: does it work at a site without labels?
+    """Each chosen domain in turn trains without labels and is measured on its held-out samples; all others are sources.
 
-    The target's own labels measure it, and say which of its samples are held out: a share of every class, as in the
-    literature. No method and no call sees them.
+    This measures how a model does at a site without labels. The target's labels are used to measure it and to choose
+    its held-out samples, a share of every class, as in the literature. No method and no call sees them.
     """
 
     kind: Literal["adapt_to_one"] = Field("adapt_to_one", description="the protocol")
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.2, description="share of every domain that is held out; the target is measured on its own"
+        0.2, description="share of every domain that is held out; the target is measured on its held-out samples"
     )
-    drop: tuple[str, ...] = Field((), description="domains that take no part (domain drop)")
+    drop: tuple[str, ...] = Field((), description="domains that do not take part")
     wrong_labels: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(
-        default_factory=dict, description="share of a source's training labels that is made wrong, by source"
+        default_factory=dict, description="source → share of its training labels that is replaced by wrong ones"
     )
     wrong_labels_rule: Literal["uniform", "shift"] = Field(
-        "uniform", description="a wrong label is drawn from the other classes, or is the next class (released code)"
+        "uniform",
+        description="uniform: wrong labels are drawn from the other classes; shift: the next class (released code)",
     )
 
     @field_validator("drop", mode="before")
@@ -92,18 +93,22 @@ Names = Annotated[tuple[str, ...], Field(min_length=1)]
 
 
 class SourceTarget(Section):
-    """Some sites have labels and some have not, and both are measured: labelled ones on the part of their samples that
-    is held out, unlabelled ones on all their samples, which they train on without labels. Does everybody win?
+    """Labelled and unlabelled sites train together, and both are measured. This shows whether both sides gain.
+
+    Labelled sites are measured on their held-out samples. Unlabelled sites are measured on all their samples, on which
+    they train without labels.
     """
 
     kind: Literal["source_target"] = Field("source_target", description="the protocol")
     pairs: Literal["all"] | Annotated[tuple[tuple[Names, Names], ...], Field(min_length=1)] = Field(
         "all",
-        description="[labelled, unlabelled] each, a site or a list of sites on either side; all: every ordered pair",
+        description="pairs [labelled, unlabelled], each side a site or a list; all: every ordered pair of sites",
     )
-    splits: PositiveInt = Field(10, description="how often the labelled sites' samples are parted; seeds 0, 1, …")
+    splits: PositiveInt = Field(
+        10, description="number of random splits of the labelled sites' samples; their seeds are 0, 1, …"
+    )
     labelled_test_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
-        0.5, description="share of a labelled site's samples that is held out to measure it on (0.7: the 3:7 split)"
+        0.5, description="share of a labelled site's samples that is held out to measure it (0.7: the 3:7 split)"
     )
 
     @field_validator("pairs", mode="before")
@@ -120,7 +125,11 @@ class SourceTarget(Section):
 
 
 def _pair(pair: object) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """(labelled, unlabelled) site names. Raises ValueError when one side is empty or a site has no or two roles."""
+    """(labelled, unlabelled) site names.
+
+    Raises:
+        ValueError: it is not a pair, a side is empty, or a site occurs twice.
+    """
     sides = list(pair) if isinstance(pair, Sequence) and not isinstance(pair, str) else []
     if len(sides) != 2:
         raise ValueError("a pair is [labelled, unlabelled], such as [a, b] or [[a, b], c]")
@@ -131,7 +140,7 @@ def _pair(pair: object) -> tuple[tuple[str, ...], tuple[str, ...]]:
     both = [*labelled, *unlabelled]
     twice = next((name for name in both if both.count(name) > 1), None)
     if twice is not None:
-        raise ValueError(f"site '{twice}' stands twice in a pair")
+        raise ValueError(f"site '{twice}' occurs twice in a pair")
     return labelled, unlabelled
 
 
@@ -142,7 +151,7 @@ PROTOCOLS: dict[str, type[Protocol]] = {  # by `kind`
     "source_target": SourceTarget,
 }
 EXTENT = ("targets", "seeds", "pairs", "splits")
-"""Which runs an experiment has; not a property of one of its runs."""
+"""Fields that say which runs an experiment has. They are not settings of a single run."""
 
 
 def _known_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:
@@ -157,21 +166,21 @@ Kinds = Annotated[tuple[str, ...], AfterValidator(_known_kinds)]
 
 
 class EngineSection(Section):
-    """What all engines have."""
+    """The fields of all engines."""
 
     threads: PositiveInt | None = Field(
         None,
-        description="threads of each process; none = OMP_NUM_THREADS where that is set, else the cores divided by the "
-        "processes",
+        description="threads of each process; none: OMP_NUM_THREADS if set, else the cores divided by the processes",
     )
-    refuse: Kinds = Field((), description="kinds of content that no site lets out")
+    refuse: Kinds = Field((), description="kinds of content that all sites refuse to send")
     on_refusal: OnRefusal = Field(
         "stop",
-        description="where one site's policy refuses a kind that a method sends: end the run at once (stop), or leave "
-        "the site out of that exchange as long as engine.quorum allows (leave_out)",
+        description="if a site refuses a kind that the method sends: stop ends the run at once; leave_out leaves the "
+        "site out of that exchange, as long as engine.quorum allows it",
     )
     quorum: PositiveInt | None = Field(
-        None, description="sites that must answer an exchange for the run to go on without the others; none = all"
+        None,
+        description="sites that must answer an exchange for the run to continue without the others; none: all",
     )
 
     @property
@@ -190,11 +199,11 @@ class LocalEngine(EngineSection):
     """All sites on this machine."""
 
     name: Literal["local"] = Field("local", description="the engine")
-    workers: PositiveInt = Field(1, description="processes that the sites of one run are spread over")
-    parallel_runs: PositiveInt = Field(1, description="runs (method, target, seed) that go on at the same time")
+    workers: PositiveInt = Field(1, description="worker processes that run the sites of one run")
+    parallel_runs: PositiveInt = Field(1, description="runs (method, target, seed) that train at the same time")
     refuse_at: dict[str, Kinds] = Field(
         default_factory=dict,
-        description="kinds of content that single sites do not let out, by site (deployed sites say it in SITE.yaml)",
+        description="site → kinds of content that this site refuses to send (a deployed site has them in SITE.yaml)",
     )
 
     @property
@@ -211,9 +220,11 @@ class FlareEngine(EngineSection):
         15.0, description="seconds that a site which was lost before has to fetch its next request"
     )
     wire: Literal["float32", "bf16", "int8"] = Field(
-        "float32", description="how weights cross: as they are, or rounded, with error feedback both ways"
+        "float32", description="how weights are sent: exactly, or rounded, with error feedback in both directions"
     )
-    tries: PositiveInt = Field(5, description="jobs that may die without finishing a round before the run is given up")
+    tries: PositiveInt = Field(
+        5, description="jobs that may fail in a row without finishing a round before the run fails"
+    )
     workers: ClassVar[int] = 1
     parallel_runs: ClassVar[int] = 1
     refuse_at: ClassVar[Mapping[str, tuple[str, ...]]] = {}

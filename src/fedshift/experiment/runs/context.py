@@ -14,7 +14,7 @@ from fedshift.federation.local.pool import WorkerPool
 
 
 class Reporter(Watcher):
-    """Progress reporter of an experiment. This one says nothing; the command line's draws progress bars."""
+    """Receives the progress of an experiment. This base class ignores it."""
 
     def begin(self, runs: int) -> None:
         """The experiment begins; it has this many runs."""
@@ -32,15 +32,15 @@ class Reporter(Watcher):
         """A run is finished; ``resumed``: it was finished before this call."""
 
     def diverged(self, run: Run) -> None:
-        """A run's training diverged. The other runs go on, and the experiment ends with the error."""
+        """A run's training diverged. The other runs continue; the error is raised at the end."""
 
     def skipped(self, run: Run) -> None:
-        """Another process holds this run."""
+        """Another process is running this run."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """What all runs of an experiment share in one process: device, threads and progress reporter."""
+    """What all runs of an experiment share in one process: device, threads, reporter, distances of sites."""
 
     device: str
     threads: int
@@ -48,7 +48,7 @@ class Context:
     distances: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)
 
     def distances_of(self, planned: PlannedRun) -> dict[str, float]:
-        """The distances between the sites of a pair, measured once for all methods of the experiment."""
+        """The proxy A-distances of the run's sites, measured once for all methods of the experiment."""
         key = planned.run.target, planned.run.seed
         if key not in self.distances:
             self.distances[key] = proxy_distances(
@@ -58,19 +58,19 @@ class Context:
 
 
 class Workers:
-    """The worker processes that the sites of a run are spread over.
+    """The worker processes that run the sites of a run.
 
-    They start when the first run needs them, and anew after `close`.
+    They start when the first run needs them, and again after `close`.
     """
 
     def __init__(self, number: int, threads: int) -> None:
-        """``threads``: of each worker."""
+        """``threads`` is the number of threads of each worker."""
         self._number, self._threads = number, threads
         self._pool: WorkerPool | None = None
         self._data: DataSet | None = None
 
     def pool_for(self, data: DataSet) -> WorkerPool | None:
-        """The pool for a run whose sites show ``data``; None where runs train in this process."""
+        """The pool for a run on ``data``; None if runs train in this process."""
         if self._number == 1:
             return None
         if self._pool is None:
@@ -81,7 +81,7 @@ class Workers:
         return self._pool
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         if self._pool is not None:
             self._pool.close()
         self._pool = self._data = None

@@ -21,7 +21,7 @@ from fedshift.weights import Weights
 
 _BATCH = 500
 _MASKS = 16
-"""Images in a batch where every pixel has a score."""
+"""Images in a batch for segmentation, where every pixel has a score."""
 
 
 class Evaluator:
@@ -41,10 +41,16 @@ class Evaluator:
         self._model = model
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
-        """Accuracy in percent per target, per source on its held-out rows, and per class over the targets.
+        """Accuracy in percent: at each target, on each source's held-out rows, and of each class over the targets.
 
-        For segmentation: the Dice coefficient per target, per source and per structure, and the Hausdorff distance at
-        the targets.
+        For segmentation, the Dice coefficient takes its place, and the Hausdorff distance at each target is added.
+
+        Args:
+            network: the network that ``weights`` belong to. It is changed.
+            weights: the model.
+
+        Returns:
+            The fields of a `RoundRecord`.
         """
         network.load_state_dict(dict(weights))
         network.eval()
@@ -100,6 +106,6 @@ def predictions(network: Network, view: SiteData) -> np.ndarray[Any, np.dtype[np
 def predicted_masks(
     network: Network, view: SiteData, model: SegmentationOptions
 ) -> Iterator[tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]]:
-    """Predicted and true masks (b, structures, h, w) of every sample of ``view``, a few at a time."""
+    """Predicted and true masks of every sample of ``view`` in batches, (b, structures, h, w) each."""
     for inputs, masks, _ in view.all_batches(_MASKS):
         yield model.masks(network(inputs)), masks.cpu().numpy() > 0

@@ -1,4 +1,4 @@
-"""Runs an experiment: every (method, target, seed) in turn, each resumable after every round."""
+"""Runs an experiment: one run after another. Each can be resumed after every round."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from fedshift.experiment.runs.run_folder import RunFolder, run_folder, write_ord
 def run_experiment(
     experiment: Experiment, runs: Path, reporter: Reporter | None = None, *, helper: bool = False
 ) -> Path:
-    """Run what is not finished yet. Running again resumes.
+    """Run every run that is not finished. An interrupted run resumes after its last round.
 
-    A run whose training diverges does not keep the others from being run.
+    If the training of a run diverges, the other runs continue.
 
     Args:
-        experiment: What to run.
-        runs: The folder that holds a folder for each experiment.
-        reporter: Is told about progress.
-        helper: Whether this is one of the further processes of ``engine.parallel_runs``, which take the runs that
-            nobody else holds.
+        experiment: what to run.
+        runs: the folder that holds a folder for each experiment.
+        reporter: receives the progress.
+        helper: whether this is one of the further processes of ``engine.parallel_runs``. These take runs that no other
+            process holds.
 
     Returns:
         The experiment's folder.
 
     Raises:
-        UserError: For a mistake in the experiment, or a folder of another one.
-        TrainingDiverged: In the end, when a run diverged.
-        FedshiftError: When something else fails.
+        UserError: the experiment has a mistake, or its folder belongs to another one.
+        TrainingDiverged: a run diverged. Raised after the other runs.
+        FedshiftError: something else failed.
     """
     if experiment.engine.name != "local":
         raise UserError(f"engine.name: {experiment.engine.name} runs over a network: use fedshift deploy")
@@ -72,7 +72,11 @@ def run_experiment(
 
 
 def _unfinished(folders: Sequence[RunFolder]) -> int:
-    """How many runs have no result yet. Raises UserError for the folder of another experiment."""
+    """The number of runs without a result.
+
+    Raises:
+        UserError: a folder belongs to another experiment.
+    """
     unfinished = 0
     for folder in folders:
         folder.check_identity()
@@ -83,8 +87,10 @@ def _unfinished(folders: Sequence[RunFolder]) -> int:
 def _carry_out_all(
     context: Context, workers: Workers, plan: Plan, folders: Sequence[RunFolder]
 ) -> list[TrainingDiverged]:
-    """Carry out the runs that are not finished and that no other process holds; returns the errors of those that
-    diverged.
+    """Carry out the unfinished runs that no other process holds.
+
+    Returns:
+        The errors of the runs that diverged.
     """
     reporter, diverged = context.reporter, []
     for planned, folder in zip(plan.runs, folders, strict=True):
@@ -92,7 +98,7 @@ def _carry_out_all(
             reporter.skipped(planned.run)
             continue
         with folder:
-            folder.check_identity()  # another process may have finished it since the first look
+            folder.check_identity()  # again, because another process may have finished it meanwhile
             finished = folder.result()
             if finished is not None:
                 reporter.finished(planned.run, finished, resumed=True)

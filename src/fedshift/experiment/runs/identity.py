@@ -1,4 +1,4 @@
-"""Which settings must be equal for two runs to be the same run."""
+"""Whether two runs are the same run: the settings that must be equal."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from fedshift.models import registry as model_registry
 
 _NOT_IDENTITY = ("engine", "device", "versions")
 _PATHS = ("root", "sites")
-"""Where the data lie. What they hold is compared by their fingerprint."""
+"""Paths of the data. The data themselves are compared by their fingerprint."""
 
 
 def comparable(settings: Any) -> dict[str, Any]:
-    """The settings that two runs must share to be the same run.
+    """The settings that must be equal for two runs to be the same run.
 
-    A field that a later version added is filled in with its default, which is what the code did before it had the
-    field. So runs of an earlier version can be read and resumed.
+    Missing fields get their defaults. A field that a later version adds has as its default what the code did before. So
+    runs of an earlier version can be read and resumed.
     """
     identity = {key: value for key, value in dict(settings or {}).items() if key not in _NOT_IDENTITY}
     for section, kind in _kinds(identity):
         identity[section] = {**_defaults(kind), **identity[section]}
-    if isinstance(identity.get("method"), Mapping):  # the options say what was done, not the name that chose them
+    if isinstance(identity.get("method"), Mapping):  # its options are compared, so its name need not be
         identity["method"] = {key: value for key, value in identity["method"].items() if key != "setting"}
     if isinstance(identity.get("data"), Mapping):
         identity["data"] = {key: value for key, value in identity["data"].items() if key not in _PATHS}
@@ -37,7 +37,7 @@ def comparable(settings: Any) -> dict[str, Any]:
 
 
 def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any] | None:
-    """``(path, old value, new value)`` of the first setting that differs, None when there is none."""
+    """``(path, old value, new value)`` of the first setting that differs; None if all are equal."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in [*old, *(key for key in new if key not in old)]:
             below = first_difference(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
@@ -50,18 +50,18 @@ def first_difference(old: Any, new: Any, path: str = "") -> tuple[str, Any, Any]
 
 def _same_data(old: str, new: str) -> bool:
     """Whether two checksums are of the same data. An old one lacks the digits for groups and splits after a dash."""
-    pairs = zip(old.split("+"), new.split("+"), strict=False)  # of a deployment: one for each site
+    pairs = zip(old.split("+"), new.split("+"), strict=False)  # a deployment has one for each site
     return old.count("+") == new.count("+") and all(then in (now, now.partition("-")[0]) for then, now in pairs)
 
 
 def _kinds(identity: Mapping[str, Any]) -> Iterator[tuple[str, type[BaseModel]]]:
-    """The sections of ``identity`` with the class that describes each; a method from a user's file has none."""
+    """The sections of ``identity`` and the class of each. A method from a user's file is left out."""
     finders: Mapping[str, Any] = {
         "data": lambda section: data_registry.source_class(section["name"]),
         "protocol": lambda section: PROTOCOLS[section["kind"]],
         "model": lambda section: model_registry.options_class(section["name"]),
         "training": lambda section: Training,
-        # By the table of names: a folder's file must not decide which code is imported.
+        # Only known names: a file in a run's folder must not decide which code is imported.
         "method": lambda section: method_registry.method_class(method_registry.METHODS[section["name"]]),
     }
     for name, find in finders.items():

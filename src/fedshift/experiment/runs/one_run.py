@@ -1,4 +1,4 @@
-"""One run of a simulation: its sites and its network, in this process or in a pool of workers."""
+"""Sets up and carries out one run of a simulation, in this process or in a pool of workers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedshift.federation.local.pool import PoolFederation
 
 
 def carry_out(context: Context, workers: Workers, planned: PlannedRun, folder: RunFolder) -> RunResult:
-    """Carry out one run from its last checkpoint, or its beginning, to its result."""
+    """Carry out one run to its result, from its last checkpoint or from its beginning."""
     engine = planned.experiment.engine
     shown = planned.shown_data
     sites, setting = planned.sites(shown), planned.setting(context.device)

@@ -14,20 +14,25 @@ from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.experiment.config.experiment import Experiment
 
 DIVERGED = 3
-"""Exit code of a helper in which a run diverged."""
+"""Exit code of a process in which a run diverged."""
 
 
 @contextmanager
 def parallel_workers(
     experiment: Experiment, runs: Path, number: int, diverged: list[TrainingDiverged]
 ) -> Iterator[None]:
-    """Run ``number`` further processes that take runs of the same experiment.
+    """Start further processes that take runs of the same experiment.
 
-    Leaving the block waits for them; leaving it with an error ends them. The errors of runs that diverged in one of
-    them are added to ``diverged``.
+    At the end of the block this process waits for them. If the block raises an error, they are stopped.
+
+    Args:
+        experiment: the experiment.
+        runs: the folder that holds a folder for each experiment.
+        number: how many processes.
+        diverged: receives the errors of runs that diverged in one of them.
 
     Raises:
-        UserError, FedshiftError: With the last line that a process wrote before it failed.
+        UserError, FedshiftError: a process failed. The message is the last line that it wrote.
     """
     if number == 0:
         yield
@@ -41,7 +46,7 @@ def parallel_workers(
             for count in range(number):
                 output = Path(folder) / f"errors-{count}.txt"
                 with open(output, "wb") as errors:
-                    # In its own session: Ctrl-C then reaches this process alone, which ends its helpers.
+                    # In its own session, so that Ctrl-C reaches only this process, which then stops the others.
                     process = subprocess.Popen(
                         command, stdin=subprocess.PIPE, stdout=errors, stderr=errors, start_new_session=True
                     )
@@ -58,7 +63,7 @@ def parallel_workers(
         finally:
             for process, _ in processes:
                 assert process.stdin is not None
-                process.stdin.close()  # a helper ends when this pipe does, however this process ends
+                process.stdin.close()  # it stops when this pipe closes, also if this process is killed
             for process, _ in processes:
                 try:
                     process.wait(timeout=10)

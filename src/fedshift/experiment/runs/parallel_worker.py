@@ -20,7 +20,7 @@ from fedshift.import_paths import CHILD
 
 
 def main() -> int:
-    """Take runs that no other process holds until none is left."""
+    """Run the runs that no other process holds, until none is left. Returns the exit code."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that workers and their files are cleaned up
     os.environ[CHILD] = "1"
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -38,7 +38,10 @@ def main() -> int:
 
 
 def _end_with_parent() -> None:
-    """Wait until the parent ends: nobody writes to standard input, so reading it returns when its other end closes."""
+    """Stop this process when its parent ends.
+
+    The parent writes nothing to this process's standard input. So a read returns only when the parent's end is closed.
+    """
     os.read(0, 1)
     os.kill(os.getpid(), signal.SIGTERM)
 

@@ -21,6 +21,7 @@ from fedshift.experiment.runs.run_folder import RunFolder
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import RawData
 from fedshift.methods.base import State
+from fedshift.methods.screening import Screening, screening_of
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -29,7 +30,7 @@ class Measuring(Protocol):
     """Evaluates a model after a round."""
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
-        """Returns ``target_accuracy``, ``source_accuracy`` and ``per_class``, as a `RoundRecord` holds them."""
+        """The fields ``target_accuracy``, ``source_accuracy`` and ``per_class`` of a `RoundRecord`."""
         ...
 
 
@@ -44,16 +45,16 @@ def train_and_evaluate(
     """Training loop of one run: round, evaluate, log, checkpoint.
 
     Args:
-        context: What all runs of the experiment share.
-        planned: The run.
-        folder: Where it is written down, and resumed from.
-        federation: The run's sites, here or on other machines.
-        evaluator: Measures a model after a round.
-        network: What sites train, with the weights that the run starts from.
+        context: what all runs of the experiment share.
+        planned: the run.
+        folder: the run's folder. The run resumes from its checkpoint if there is one.
+        federation: the run's sites, on this machine or on others.
+        evaluator: measures a model after a round.
+        network: what sites train, with the weights that the run starts from.
 
     Raises:
-        TrainingDiverged: When weights or losses are no longer finite.
-        FedshiftError: When the device has too little memory, or the method breaks its contract.
+        TrainingDiverged: weights or losses are no longer finite.
+        FedshiftError: the device has too little memory, or the method breaks its contract.
     """
     run, training = planned.run, planned.experiment.training
     loop = _RunLoop(context, planned, folder, federation, evaluator)
@@ -81,6 +82,7 @@ class _RunLoop:
     evaluator: Measuring
     records: list[RoundRecord] = field(default_factory=list)
     seconds: float = 0.0
+    screening: Screening | None = None
     clock: float = field(default_factory=time.perf_counter)
 
     @property
@@ -88,18 +90,19 @@ class _RunLoop:
         return self.planned.run
 
     def to_the_end(self, trained: Network, evaluated: Network) -> RunResult:
-        """Resume or start, then train round after round until the budget is used.
+        """Start or resume, then run rounds until the budget is used.
 
         Args:
-            trained: What sites train, with the weights that the run starts from.
-            evaluated: The network that ``state.weights`` belong to.
+            trained: what sites train, with the weights that the run starts from.
+            evaluated: the network that ``state.weights`` belong to.
         """
         method, federation = self.run.method, self.federation
+        start = Weights({name: tensor.cpu().contiguous() for name, tensor in trained.state_dict().items()})
+        self.screening = federation.screening = screening_of(method, start)
         state = self._resume()
         total = sum(federation.budget.values())
         self.context.reporter.run(self.run, total, sum(federation.progress.used.values()))
         if state is None:
-            start = Weights({name: tensor.cpu().contiguous() for name, tensor in trained.state_dict().items()})
             self.folder.restart()
             self._record_pooling()
             state = method.start(federation, start)
@@ -111,7 +114,7 @@ class _RunLoop:
             if state.round != federation.round:
                 raise FedshiftError(f"{method.name}: round() must return state.advance(...)")
             federation.settle()
-            # A method that trains nothing has had its rounds, too.
+            # A method that uses no budget ends after its number of rounds.
             idle = sum(federation.progress.used.values()) == before and state.round >= federation.rounds
             state = self._close_round(evaluated, state, last=idle or federation.exhausted())
             if idle:
@@ -119,7 +122,7 @@ class _RunLoop:
         return self._finish(state)
 
     def _resume(self) -> State | None:
-        """Restore the last checkpoint; None where there is none."""
+        """Restore the last checkpoint. None if there is none."""
         found = self.folder.load_checkpoint()
         if found is None:
             return None
@@ -133,27 +136,27 @@ class _RunLoop:
         for name, then in header.get("environment", {}).items():
             if now.get(name) != then:
                 self.context.reporter.warn(
-                    f"{self.folder.path} was begun with {name} {then} and goes on with {now.get(name)}: weights may "
+                    f"{self.folder.path} was started with {name} {then} and resumes with {now.get(name)}: weights may "
                     "differ in their last bits from an uninterrupted run"
                 )
         try:
             self.federation.load_memory(self.folder.memory, header["memory"])
         except UserError as error:
-            raise UserError(f"{error}; to begin this run again, delete {self.folder.path}") from None
+            raise UserError(f"{error}; to start this run again, delete {self.folder.path}") from None
         self.records = self.folder.records(state.round)
         return state
 
     def _record_pooling(self) -> None:
-        """Count the samples that a pooled method moves before it trains."""
+        """Record in the ledger the samples that leave the sites for the pool."""
         for name, size in self.planned.pooled_bytes.items():
             samples = RawData({"samples": torch.empty(size, dtype=torch.uint8, device="meta")})
             self.federation.ledger.record(0, "pool", name, "up", {"samples": samples})
 
     def _close_round(self, network: Network, state: State, *, last: bool) -> State:
-        """Evaluate the round, log it, then save the checkpoint: a kill between any two loses this round alone."""
+        """Evaluate the round, log it, then save the checkpoint. A kill between any two loses only this round."""
         self.federation.settle()
         if state.round == 0 and self.federation.progress.exchange == 0:
-            return state  # nothing has been trained: a run that is killed now begins again
+            return state  # no exchange yet, so there is nothing to save
         state = state.remembering(self.run.method.handed_out_rounds)
         measured = last or state.round % self.planned.experiment.training.measure_every == 0
         results = self.evaluator.measure(network, state.handed_out) if measured else {"target_accuracy": {}}
@@ -179,23 +182,28 @@ class _RunLoop:
         return state
 
     def _report(self, state: State) -> dict[str, Any]:
-        """What the method reports of its round, and which sites were missing or refused. Warns of what is new in it."""
+        """The method's report of its round, and which sites were missing or refused. Warns of new entries."""
         report = dict(state.report)
-        known = self._said()
+        known = self._method_warnings()
         for warning in report.get("warnings", []):
             if warning not in known:
                 self.context.reporter.warn(f"{self.run.target}, seed {self.run.seed}: {warning}")
+        screened = self.screening.settle() if self.screening is not None else {}
+        if screened:
+            report["robust"] = screened
+            if self.screening is not None and self.screening.rule.one_model:
+                report.pop("aggregation_weights", None)  # one model took the place of all: no site's share counted
         if self.federation.missing:
             report["missing"] = dict(self.federation.missing)
             for reason in self.federation.missing.values():
-                self.context.reporter.warn(f"{self.run.method.display} goes on without a site: {reason}")
+                self.context.reporter.warn(f"{self.run.method.display} continues without a site: {reason}")
             self.federation.missing.clear()
         if self.federation.refused:
             report["refused"] = dict(self.federation.refused)
             before = self._refusals()
             for reason in itertools.chain.from_iterable(self.federation.refused.values()):
                 if reason not in before:
-                    self.context.reporter.warn(f"{self.run.method.display} goes on without it: {reason}")
+                    self.context.reporter.warn(f"{self.run.method.display} continues without it: {reason}")
             self.federation.refused.clear()
         return report
 
@@ -213,20 +221,20 @@ class _RunLoop:
         self.folder.save_checkpoint(state, memory, header)
 
     def _environment(self) -> dict[str, Any]:
-        """What the last bits of weights depend on."""
+        """What the last bits of the weights depend on: threads, device, versions."""
         return {"threads": self.context.threads, "device": self.context.device, **versions()}
 
     def _refusals(self) -> list[str]:
-        """The refusals of sites in the rounds so far, each once."""
+        """The sites' refusals in the rounds so far, without duplicates."""
         pages = [record.extra.get("refused", {}) for record in self.records]
         return list(dict.fromkeys(reason for page in pages for reasons in page.values() for reason in reasons))
 
-    def _said(self) -> list[str]:
-        """The method's warnings in the rounds so far, each once."""
-        return list(dict.fromkeys(said for record in self.records for said in record.extra.get("warnings", [])))
+    def _method_warnings(self) -> list[str]:
+        """The method's warnings in the rounds so far, without duplicates."""
+        return list(dict.fromkeys(text for record in self.records for text in record.extra.get("warnings", [])))
 
     def _mini_batches(self) -> int:
-        """Mini-batches so far per source domain: the mean over the sources, also where they are pooled."""
+        """Mini-batches so far per source: the mean over the sources, also if their samples are pooled."""
         return round(sum(self.federation.progress.used.values()) / len(self.planned.split.train))
 
     def _finish(self, state: State) -> RunResult:
@@ -259,8 +267,8 @@ class _RunLoop:
             device=context.device,
             warnings=[
                 *data.warnings,
-                *(f"gone on without it: {reason}" for reason in self._refusals()),
-                *self._said(),
+                *(f"continued without it: {reason}" for reason in self._refusals()),
+                *self._method_warnings(),
             ],
             setting=run.method.described_setting,
             options=self.folder.identity,
@@ -268,7 +276,7 @@ class _RunLoop:
         )
 
     def _data_record(self) -> dict[str, Any]:
-        """What the run was trained and measured on."""
+        """The data that the run was trained and measured on: name, fingerprint, numbers of samples."""
         split = self.planned.split
         return {
             "name": self.planned.data.name,
@@ -281,7 +289,7 @@ class _RunLoop:
 
 
 def model_metadata(planned: PlannedRun) -> dict[str, Any]:
-    """What a model file says of itself, enough to predict with it."""
+    """The metadata of a model file: all that is needed to predict with it."""
     experiment, data, run = planned.experiment, planned.data, planned.run
     sources, targets = planned.plan.roles(run.target)
     return {

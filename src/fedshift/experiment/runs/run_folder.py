@@ -1,6 +1,6 @@
 """The folder of one run: its settings, rounds, checkpoint, model and result.
 
-Every file is written whole or not at all.
+Every file is written atomically.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class RunFolder:
         self.identity = json.loads(json.dumps(identity))
         self._lock: int | None = None
 
-    # Who may write --------------------------------------------------------------------------------------------------
+    # Lock and identity ----------------------------------------------------------------------------------------------
 
     def acquire(self) -> bool:
-        """Lock the folder for this process; False when another one holds it.
+        """Lock the folder for this process. False if another process holds it.
 
         Raises:
-            UserError: When the folder cannot be made or locked.
+            UserError: the folder cannot be made or locked.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ class RunFolder:
             os.close(handle)
             raise UserError(f"cannot lock {self.path}: {error.strerror}; choose a local folder with --runs") from None
         self._lock = handle
-        for half in self.path.glob(".*.part"):  # what a killed process was writing
+        for half in self.path.glob(".*.part"):  # left by a process that was killed while it wrote
             half.unlink(missing_ok=True)
         return True
 
@@ -81,10 +81,10 @@ class RunFolder:
         self.release()
 
     def check_identity(self) -> None:
-        """Check that this run wrote the folder, if any did.
+        """Check that the folder is empty or belongs to this run.
 
         Raises:
-            UserError: Naming the first setting that differs, when another experiment wrote it.
+            UserError: another experiment wrote it. The message names the first setting that differs.
         """
         there = self.written_by()
         if there is None:
@@ -104,17 +104,21 @@ class RunFolder:
             )
 
     def written_by(self) -> dict[str, Any] | None:
-        """The settings that made this run, packed or not; None for an empty folder. Raises UserError if damaged."""
+        """The settings of the run in this folder, packed or not; None if it is empty.
+
+        Raises:
+            UserError: the file is damaged.
+        """
         file = stored(self.path / SETTINGS)
         if file is None:
             return None
         try:
-            return comparable(yaml.load(file.data, Loader=LOADER))  # a safe loader
+            return comparable(yaml.load(file.data, Loader=LOADER))  # a safe loader # nosec B506
         except (yaml.YAMLError, ValueError, TypeError):
             raise UserError(f"{file.place()} is damaged: delete {self.path} and run again") from None
 
     def claim(self) -> None:
-        """Write the run's settings, which say whose folder this is."""
+        """Write the run's settings. From then on the folder belongs to this run."""
         if not (self.path / SETTINGS).exists():
             text = yaml.safe_dump(self.identity, sort_keys=False, allow_unicode=True)
             write_bytes(self.path / SETTINGS, text.encode())
@@ -122,7 +126,11 @@ class RunFolder:
     # Results ----------------------------------------------------------------------------------------------------------
 
     def result(self) -> RunResult | None:
-        """The result of a finished run, packed or not; None for an unfinished one. Raises UserError if damaged."""
+        """The result of the run, packed or not; None if it is unfinished.
+
+        Raises:
+            UserError: the file is damaged.
+        """
         file = stored(self.path / RESULT)
         if file is None:
             return None
@@ -132,12 +140,17 @@ class RunFolder:
             raise UserError(f"{file.place()} is damaged: delete it and run again") from None
 
     def finish(self, result: RunResult) -> None:
-        """Write the result; from now on the run is finished and its checkpoint is not needed."""
+        """Write the result, which marks the run as finished, and delete its checkpoint."""
         write_bytes(self.path / RESULT, (result.model_dump_json(indent=2) + "\n").encode())
         self._forget_checkpoint()
 
     def save_model(self, weights: Weights, metadata: Mapping[str, Any]) -> None:
-        """Write the final model: safetensors under state-dict names, with all that prediction needs as JSON."""
+        """Write the final model as safetensors, under state-dict names.
+
+        Args:
+            weights: the model.
+            metadata: all that prediction needs, stored as JSON.
+        """
         from safetensors.torch import save
 
         from fedshift.federation.messages import unshared
@@ -152,7 +165,7 @@ class RunFolder:
 
     @property
     def memory(self) -> Path:
-        """The folder of what sites remember between exchanges; in a deployment each site has its own."""
+        """The folder of the site memory. In a deployment each site has its own."""
         return self.path / "memory"
 
     def append(self, record: RoundRecord) -> None:
@@ -167,7 +180,13 @@ class RunFolder:
             raise UserError(f"cannot write {file}: {error.strerror}; free some space and run again") from None
 
     def save_checkpoint(self, state: State, memory: Mapping[str, Mapping[str, str]], header: Mapping[str, Any]) -> None:
-        """Write all that a resumed run needs in one atomic file, then delete memory files that it no longer names."""
+        """Write all that a resumed run needs to one file, then delete files of the site memory that it no longer names.
+
+        Args:
+            state: the state after the round.
+            memory: site → entry → file of its memory.
+            header: exchange number, budgets, bytes, seconds and environment.
+        """
         content: dict[str, Content] = {"weights": state.weights}
         content |= {f"part:{name}": part for name, part in state.parts.items()}
         content |= {f"recent:{number:06}": weights for number, weights in enumerate(state.recent)}
@@ -183,9 +202,10 @@ class RunFolder:
         self._tidy(memory)
 
     def load_checkpoint(self) -> tuple[State, dict[str, Any]] | None:
-        """The state and header of the last checkpoint, None if there is none.
+        """The state and header of the last checkpoint; None if there is none.
 
-        Raises UserError for a damaged file or one of another experiment or version.
+        Raises:
+            UserError: the file is damaged, or belongs to another experiment or version.
         """
         file = self.path / _CHECKPOINT
         if not file.exists():
@@ -203,9 +223,10 @@ class RunFolder:
         return State(weights, round=header["round"], parts=parts, numbers=header["numbers"], recent=models), header
 
     def records(self, last_round: int) -> list[RoundRecord]:
-        """Read the rounds up to ``last_round`` and cut later ones, which are run again, off the file.
+        """Read the rounds up to ``last_round``, and remove later ones from the file, because they will be run again.
 
-        Raises UserError when a line before is missing or damaged: the result would choose among other rounds.
+        Raises:
+            UserError: one of the rounds is missing or damaged. The selection rules would choose among fewer rounds.
         """
         file = self.path / ROUNDS
         records: list[RoundRecord] = []
@@ -213,7 +234,7 @@ class RunFolder:
             try:
                 record = RoundRecord.model_validate_json(line)
             except ValidationError:
-                break  # the line that was being written when the process was killed
+                break  # the process was killed while it wrote this line
             if record.round > last_round:
                 break
             records.append(record)
@@ -226,7 +247,7 @@ class RunFolder:
         return records
 
     def restart(self) -> None:
-        """Delete the log of rounds that no checkpoint covers."""
+        """Delete `rounds.jsonl`. Called if there is no checkpoint."""
         (self.path / ROUNDS).unlink(missing_ok=True)
 
     def _tidy(self, memory: Mapping[str, Mapping[str, str]]) -> None:
@@ -245,7 +266,7 @@ class RunFolder:
 
 
 def write_order(plan: Plan, folder: Path) -> None:
-    """Write the order of methods, targets and seeds for the tables, except where packed files say the same."""
+    """Write the order of methods, targets and seeds, for tables, unless the packed files have the same."""
     experiment = plan.experiment
     order = {
         "methods": [method.display for method in experiment.methods],

@@ -6,9 +6,7 @@ checks every exchange itself, whatever the coordinator says.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
 
+from fedshift.chained_log import START, append_line, checked_lines, digest_of
 from fedshift.errors import FedshiftError, KindRefused, Refused, UserError, nearest
 from fedshift.federation.federation import known_kinds
 from fedshift.federation.messages import NUMBERS, Content, leaves
@@ -24,7 +23,6 @@ from fedshift.weights import NamedTensors
 ACCURACY = "accuracy"
 """The kind of a site's report after it measured a model on its held-out samples."""
 _DAY = 24 * 3600
-_START = "0" * 64
 _AGGREGATES = ("statistics", "weights", NUMBERS, ACCURACY)
 """Kinds that summarise many samples: at least `Policy.smallest_group` of them."""
 
@@ -87,7 +85,7 @@ class AuditLog:
     """A site's own log: one line of JSON per exchange, each with the digest of the line before it.
 
     A changed or removed line breaks the chain, and `check` reports its number. Lines cut off the end do not show in the
-    file itself: note the last digest elsewhere (``fedshift site check`` prints it).
+    file itself, but in a signed export (`fedshift security export`), and in the copy that a sink has.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,6 +94,7 @@ class AuditLog:
         self._rounds: dict[tuple[str, int], tuple[float, int]] = {}
         """(run, round) → time of its first request, and number of its requests."""
         lines, self._last = self.check(path)
+        self._size = path.read_bytes().rfind(b"\n") + 1 if lines else 0
         for line in lines:
             self._count(line)
 
@@ -105,15 +104,13 @@ class AuditLog:
         Raises:
             UserError: the line cannot be written. Then nothing may leave the site.
         """
-        line = json.dumps({"time": time.time(), **entry, "previous": self._last})  # ASCII: any text can be written
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(line + "\n")
-                file.flush()
-                os.fsync(file.fileno())
+            line, self._size = append_line(self.path, {"time": time.time(), **entry}, known=self._size, flush=True)
         except OSError as error:
             raise UserError(f"cannot write the audit log {self.path}: {error.strerror}; nothing was sent") from None
-        self._last = _line_digest(line)
+        except FedshiftError as error:
+            raise UserError(f"{error}; nothing was sent") from None
+        self._last = digest_of(line)
         self._count(json.loads(line))
 
     def check_rate(self, site: str, policy: Policy, run: str, round_number: int) -> None:
@@ -157,38 +154,14 @@ class AuditLog:
         Raises:
             FedshiftError: the chain is broken; names the first line that does not fit.
         """
-        lines: list[dict[str, Any]] = []
-        last = _START
-        if not path.exists():
-            return lines, last
-        text = path.read_text(encoding="utf-8")
-        whole, _, rest = text.rpartition("\n")
-        if rest:  # half a line, from a machine that stopped while writing: nothing was sent
-            with open(path, "r+", encoding="utf-8") as file:
-                file.truncate(len(whole.encode()) + (1 if whole else 0))
-        for number, line in enumerate(whole.split("\n") if whole else [], 1):
-            try:
-                entry = json.loads(line)
-                chained = entry["previous"] == last
-            except (ValueError, KeyError, TypeError):
-                chained = False
-            if not chained:
-                raise FedshiftError(
-                    f"{path}, line {number}: the audit log was changed here; keep it, and start a new one in its place"
-                )
-            lines.append(entry)
-            last = _line_digest(line)
-        return lines, last
+        lines = checked_lines(path)
+        return [json.loads(line) for line in lines], digest_of(lines[-1]) if lines else START
 
 
 def whole_number(value: object) -> int:
     """``value`` if it is a possible number of rounds, exchanges or mini-batches, else −1."""
     fits = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53
     return value if fits and isinstance(value, int) else -1
-
-
-def _line_digest(line: str) -> str:
-    return hashlib.sha256(line.encode()).hexdigest()
 
 
 def described(content: Mapping[str, Content]) -> dict[str, Any]:

@@ -1,17 +1,17 @@
-"""Alone: every labelled site trains by itself.
+"""Alone: every labelled site trains its own model.
 
-The reference of the question whether a site gains from taking part ("win-win", the protocol source_target).
+The reference for the question whether a site gains from taking part ("win-win", protocol source_target).
 
-Setting: no federation; every site has labels. At a site without labels nobody can train alone.
-Wire: nothing for the training. The K·S(θ) a round that the ledger shows are the sites' models on their way to be
-measured and handed out.
+Setting: no federation. Sites with labels train; a site without labels cannot train alone.
+Wire: nothing for the training. The ledger shows K·S(θ) per round: the sites' models, which are sent to be measured and
+saved.
 
     site k:  min_θk  Σ_i CE(f_θk(x_i^k), y_i^k)
 
-At a site that trained, its own model answers; elsewhere the mean of the softmax outputs of all.
+A site that trained predicts with its own model. At other sites the prediction is the mean of all models' softmax.
 
-Where papers and code differ: nothing to choose. With a single labelled site this is Source-only. Equal work: the sites
-together train on as many mini-batches as under every other method.
+Where papers and code differ: no choice is needed. With a single labelled site this is Source-only. Equal work: all
+sites together train on as many mini-batches as with every other method.
 
 Should reproduce: MDFNet's Source-only rows, where one site has labels (ACC_s of Image-CLEF and Office-Home).
 """
@@ -60,7 +60,7 @@ class Alone(Method):
         return state.advance(ensemble_weights(models, federation.sources), report={"losses": updates.numbers("loss")})
 
     def fit(self, site: Site) -> Update:
-        """At a site: cross-entropy from its own model; the first time from the common start, which it makes itself."""
+        """Train with cross-entropy from the site's own model; in its first round from the common start."""
         model = site.model(site.memory.weights("model") if "model" in site.memory else None)
         loss = site.minimise(
             lambda batch: F.cross_entropy(model(batch.inputs), batch.targets),
@@ -73,7 +73,7 @@ class Alone(Method):
 
 
 class _EachItsOwn(Ensemble):
-    """At a source its own model answers."""
+    """An ensemble in which a source predicts with its own model."""
 
     def at(self, source: int) -> Network:
         member = self.members[source]

@@ -1,38 +1,39 @@
-"""CCST: cross-client style transfer, and style transfer around any other method.
+"""CCST: cross-client style transfer; and a wrapper that adds style transfer to any other method.
 
 Chen, Jiang, Dou, Chen: Federated Domain Generalization for Image Recognition via Cross-Client Style Transfer. WACV
 2023.
 
-Setting: domain generalization by changed data; the target is never seen and its style is in no bank. ``ccst`` trains
+Setting: domain generalization by changed data. The target is never seen, and its style is not used. ``ccst`` trains
 FedAvg on the stylised samples, ``styles`` any federated method: ``{name: styles, method: {name: csac, …}}``.
-Wire: once, every source's J styles up and the bank of all K·J styles down to each, K·J·s and K·K·J·s with s bytes a
-style (kind ``styles``, which a site may refuse: with ``engine.on_refusal: leave_out`` it then trains in its own style
-and those of the others, and gives none); then what the inner method sends.
+Wire: once, J styles of every source up, K·J·s bytes, and the bank of all K·J styles down to each, K·K·J·s, with s bytes
+per style. Then what the inner method sends. A site may refuse the kind ``styles``. With ``engine.on_refusal:
+leave_out`` it then trains in its own style and those of the others, and sends none.
 
  1. Style of an image: S(I) = (μ(Φ(I)), σ(Φ(I))) per channel; J of them (*single*), or one over all pixels of all images
     of the site (*overall*), σ = sqrt(E x² − μ² + 1e-5)
  2. The server sends the bank B = {S of all sites} to all sources.
- 3. Every image takes the styles of L of the K source domains, without replacement. Its own domain: it stays as it is.
-    Another: F' = σ_S · (F − μ(F))/σ(F) + μ_S in Φ, decoded
- 4. The inner method trains on what comes out.
+ 3. Every image takes the styles of L of the K source domains, without replacement. In the style of its own domain it is
+    unchanged. In another: F' = σ_S · (F − μ(F))/σ(F) + μ_S in Φ, decoded
+ 4. The inner method trains on these images.
 
-Where the paper and its code differ. **The defaults are not the paper's in one point: Φ.** The paper's is VGG-19 up to
-relu4_1 with a trained decoder, at 512 pixels, which needs the weights of both. ``setting: vgg`` is the paper;
-``released`` is its code, with the same Φ. By default Φ is ``pixel`` (the image's own channels), which needs no file;
-others are ``lab``, ``lowfreq`` (amplitudes of low frequencies for μ and σ), and ``feature``: AdaIN after a stage of the
-network that is trained, without a decoder, with the styles of the common start, meant for a pre-trained network.
- 1. The code's content deviation has n − 1 in the denominator, the overall style's n. The paper has one σ: here n in
-    both, so that what comes out has the style asked for (``unbiased_content``).
- 2. Single mode in the code draws one image of the other site's folder per mini-batch of content; in the paper J styles
-    of a site are in the bank and an image takes one of them, J = 32 here (``one_style_per_batch``).
+Where the paper and its code differ. **The defaults differ from the paper in one point: Φ.** The paper's Φ is VGG-19 up
+to relu4_1 with a trained decoder, at 512 pixels, which needs the weights of both. ``setting: vgg`` is the paper;
+``released`` is its code, with the same Φ. By default Φ is ``pixel`` (the image's own channels), which needs no file.
+Others are ``lab``, ``lowfreq`` (amplitudes of low frequencies instead of μ and σ), and ``feature``: AdaIN after a stage
+of the network that is trained, without a decoder, with the styles of the common start. It is meant for a pre-trained
+network.
+ 1. In the code, the content's deviation has n − 1 in the denominator, the overall style's has n. The paper has one σ.
+    Here both have n, so that the result has exactly the chosen style (``unbiased_content``).
+ 2. In single mode, the code draws one image of the other site's folder for each mini-batch of content. In the paper the
+    bank has J styles of a site, and an image takes one of them. Here J = 32 (``one_style_per_batch``).
 No setting changes these:
- 3. The level is L here, K in the code. All K by default, the paper's best row: every image is seen as it is and in the
-    style of every other site.
- 4. The paper writes N_k·L images and passes over all of them in an epoch. Here an epoch is N_k images, each in one of
-    its L versions drawn anew, so that shares and work are those of the inner method. Versions are fixed for a run.
+ 3. The number of styles of an image (``level``) is called L here and K in the code. By default it is K, the number of
+    source domains, the paper's best row: every image is used unchanged and in the style of every other site.
+ 4. In the paper an epoch passes over N_k·L images. Here an epoch is N_k images, each in one of its L versions, drawn
+    each time. So shares and work are those of the inner method. The versions are fixed for a run.
  5. Vectors: ``pixel`` means columns, whose μ and σ are the site's. Not in the paper.
- 6. Sites count alike, as in the code (``weighting: uniform``, the default of ``ccst``). The code offers FedProx with
-    μ = 0.01 (``proximal_weight``).
+ 6. All sites have the same weight, as in the code (``weighting: uniform``, the default of ``ccst``). The code offers
+    FedProx with μ = 0.01 (``proximal_weight``).
 
 Should reproduce: no row of the published tables can be made without the decoder's weights and a pre-trained ResNet-50.
 """
@@ -74,7 +75,7 @@ class CCST(StyleWrapper):
 
     @functools.cached_property
     def inner(self) -> Method:
-        """FedAvg, as FedProx whose pull may be 0."""
+        """FedProx, which is FedAvg if its μ is 0."""
         return FedProx(
             local_epochs=self.local_epochs,
             steps_per_round=self.steps_per_round,
@@ -119,7 +120,7 @@ class StyleTransfer(StyleWrapper):
         inner = method
         while isinstance(inner, Wrapper):
             if isinstance(inner, StyleWrapper):
-                raise ValueError(f"{inner.name} has styles of its own; choose another method")
+                raise ValueError(f"{inner.name} already changes styles; choose another method")
             inner = inner.inner
         return method
 

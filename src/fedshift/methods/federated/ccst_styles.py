@@ -1,6 +1,6 @@
-"""Where a style lives: how a site's samples become styles, and how samples take another one on.
+"""Representations of styles: extract styles from a site's samples, and apply styles to samples.
 
-Styles are named tensors whose first axis counts styles; samples are as they are stored, images with values in [0, 1].
+Styles are named tensors whose first axis counts styles. Samples are as stored; images have values in [0, 1].
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Style = Mapping[str, Tensor]
 
 
 class StyleSpace(ABC):
-    """One way to take and to give a style."""
+    """One representation of styles."""
 
     cached = False
-    """Whether taking a style on costs so much that its result is worth keeping."""
+    """Whether `apply` is so slow that its results should be cached."""
 
     @abstractmethod
     def of_each(self, samples: Tensor) -> Style:
@@ -40,10 +40,10 @@ class StyleSpace(ABC):
 
     @abstractmethod
     def apply(self, samples: Tensor, style: Style) -> Tensor:
-        """The samples in other styles, one for each."""
+        """The samples in other styles, one style per sample."""
 
     def to(self, device: torch.device) -> StyleSpace:
-        """The same where the samples are."""
+        """This representation on another device."""
         return self
 
 
@@ -72,7 +72,7 @@ class Channels(StyleSpace):
 
 
 class Lab(Channels):
-    """The same in L*a*b*, where lightness and colour are apart."""
+    """AdaIN in L*a*b*, which separates lightness from colour."""
 
     def encode(self, images: Tensor) -> Tensor:
         return rgb_to_lab(images)
@@ -82,7 +82,7 @@ class Lab(Channels):
 
 
 class Vgg(Channels):
-    """The same in a pre-trained encoder's features, with its decoder: what the paper does."""
+    """AdaIN in the features of a pre-trained encoder, then its decoder. This is the paper's."""
 
     cached = True
 
@@ -110,7 +110,7 @@ class Vgg(Channels):
 
 
 class LowFrequencies(StyleSpace):
-    """Amplitudes of frequencies up to ``half`` on both axes, under each image's own phases."""
+    """Amplitudes of frequencies up to ``half`` on both axes. Images keep their own phases."""
 
     def __init__(self, half: int) -> None:
         self.half = half
@@ -129,9 +129,10 @@ class LowFrequencies(StyleSpace):
 
 
 class Columns(StyleSpace):
-    """Vectors: mean and deviation of every column over a site's samples, in the place of those of an image's channels.
+    """For vectors: mean and deviation of every column over a site's samples, as for an image's channels.
 
-    ``own``: the style of the site whose samples take others on.
+    Args:
+        own: the style of the site whose samples are changed.
     """
 
     def __init__(self, own: Style | None = None) -> None:
@@ -150,7 +151,7 @@ class Columns(StyleSpace):
 
 
 def overall(batches: Iterable[Tensor]) -> Style:
-    """One mean and deviation per channel of all that ``batches`` hold."""
+    """One mean and one deviation per channel over all ``batches``."""
     sums = StyleAccumulator()
     for values in batches:
         sums.add(values)
@@ -159,11 +160,15 @@ def overall(batches: Iterable[Tensor]) -> Style:
 
 
 class Styler:
-    """A site's samples in the styles of a bank, as training draws them.
+    """Changes a site's samples to the styles of a bank when they are drawn for training.
 
-    space: how styles are taken on; none in the network's own features, see `hook`. bank: tensors (K, J, …). domains,
-    numbers: which of K and which of J each of a sample's L versions has, (N, L) each. own: the site's domain, whose
-    versions are the samples as they are. unbiased: as in `adain`.
+    Args:
+        space: applies styles. None: they are applied to the network's features, see `hook`.
+        bank: the styles, tensors (K, J, …).
+        domains: which of the K domains each of a sample's L versions has, (N, L).
+        numbers: which of the J styles it has, (N, L).
+        own: the site's domain. In this style, samples are unchanged.
+        unbiased: as in `adain`.
     """
 
     def __init__(
@@ -176,7 +181,7 @@ class Styler:
         self._now: tuple[Style, Tensor] | None = None
 
     def restyle(self, samples: Tensor, rows: Tensor, draws: torch.Generator) -> Tensor:
-        """Each sample in one of its versions, drawn anew."""
+        """Each sample in one of its versions, which is drawn each time."""
         rows = rows.cpu()
         version = torch.randint(self.domains.shape[1], (len(rows),), generator=draws)
         domains, numbers = (table[rows, version].to(samples.device) for table in (self.domains, self.numbers))
@@ -190,7 +195,7 @@ class Styler:
         return _where(foreign, self._space.apply(samples, style), samples)
 
     def _remembered(self, samples: Tensor, style: Style, foreign: Tensor, rows: Tensor, version: Tensor) -> Tensor:
-        """The same for costly spaces: a version is made once and kept in 256 steps, as a file would keep it."""
+        """As `restyle`, for slow spaces: a version is computed once and kept with 8 bits, as in an image file."""
         assert self._space is not None
         if self._cache is None:
             self._cache = torch.empty((*self.domains.shape, *samples.shape[1:]), dtype=torch.uint8)
@@ -203,8 +208,9 @@ class Styler:
         return _where(foreign, self._cache[rows, version].to(samples) / 255, samples)
 
     def hook(self, stage: nn.Module) -> RemovableHandle:
-        """AdaIN after a stage of the network, and of the copies that are made of it, in training mode: the batch that
-        was drawn last takes its styles on there.
+        """Apply AdaIN to the output of a network's stage in training mode, with the styles of the last batch.
+
+        Copies of the stage do the same.
         """
 
         def restyled(module: nn.Module, _inputs: object, output: Tensor) -> Tensor | None:

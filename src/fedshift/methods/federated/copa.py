@@ -2,33 +2,34 @@
 
 Wu, Gong: Collaborative Optimization and Aggregation for Decentralized Domain Generalization and Adaptation. ICCV 2021.
 
-Setting: domain generalization, the target is never seen; with ``adaptation: true`` domain adaptation, where a target
-without labels takes part.
-Wire: per round the feature extractor of every site up and its mean down, 2·K·S(F), and K classifiers up and K·(K − 1)
-down, K·K·|C|; N_k and the mean loss. A target gets S(F) and K classifiers and returns S(F) with three numbers.
+Setting: domain generalization; the target is never seen. With ``adaptation: true`` domain adaptation; a target without
+labels takes part.
+Wire: per round every site's feature extractor up and the mean down, 2·K·S(F); K classifiers up and K·(K − 1) down,
+K·K·|C|; N_k and the mean loss up. A target receives S(F) and K classifiers and returns S(F) and three numbers.
 
-F is common; the classifiers C_1 … C_K are not averaged, they are collected, and every site is lent the others'.
+F is common. The classifiers C_1 … C_K are not averaged: the server collects them, and every site receives the others'.
     site k: min over F, C_k of  CE(C_k(F(x)), y) + Σ_{j≠k} CE(C_j(F(x)), y),   C_j frozen
     F ← Σ_k α_k F_k,  α_k = N_k/ΣN
     prediction: the mean of all classifiers' softmax on F
 Adaptation, at the target, from the mean of the sources' F with all classifiers frozen:
-    ŷ = argmax of the mean softmax of C_1 … C_K on a weak view;  where its probability ≥ 0.95
+    ŷ = argmax of the mean softmax of C_1 … C_K on a weak view,  used if its probability ≥ 0.95
     min over F of −log of the mean softmax's ŷ on a strong view
     F ← Σ_k α_k F_k + α_T F_T,  α_T = N_T/(ΣN + N_T)
 
-Where the paper and a re-implementation differ (no code of the authors is known to us). The defaults are the paper's;
-``setting: batch_norm`` is the re-implementation's network, which stays as pre-trained weights know it.
- 1. The paper's F has a hybrid of batch and instance normalisation, whose statistics are shared with the weights. One
-    is put in the place of every BatchNorm of images; the gate is learned per channel and begins at batch. A network
-    without one stays as it is (``hybrid_normalisation``).
+Where the paper and a re-implementation differ (no code of the authors is known to us). The defaults are the paper's.
+``setting: batch_norm`` keeps the network's BatchNorm as the re-implementation does, which suits pre-trained weights.
+ 1. The paper's F has a hybrid of batch and instance normalisation, whose statistics are shared with the weights. Here
+    it replaces every BatchNorm2d. Its gate is learned per channel and starts at batch normalisation. A network without
+    BatchNorm2d does not change (``hybrid_normalisation``).
 No setting changes these:
  2. A benchmark's server for adaptation computes the ensemble and never uses it. Here: the paper.
- 3. Shares: by samples, where the re-implementation has them alike, too; ``weighting: uniform``.
- 4. The foreign classifiers' part is a sum, so that with equal classifiers the loss is K·CE and steps grow with K: lower
-    ``training.lr`` where many sites take part. (Rotated digits, K = 5: as good as FedAvg at 0.02, broken at 0.1.)
- 5. Weak view: what ``training.augmentation`` makes; strong view: ``strong`` on top. Vectors have no strong view.
+ 3. Shares are by samples. The re-implementation also has equal shares: ``weighting: uniform``.
+ 4. The loss is a sum over classifiers. With equal classifiers it is K·CE, so updates grow with K: lower
+    ``training.lr`` if many sites take part. (Rotated digits, K = 5: as good as FedAvg with 0.02, failed with 0.1.)
+ 5. ``training.augmentation`` makes the weak view, and ``strong`` makes the strong view from it. Vectors have no strong
+    view.
  6. BatchNorm statistics of F are averaged like weights.
-The number of classifiers is in the model, so a model file answers as the ensemble.
+The model has all classifiers, so a model file predicts as the ensemble.
 
 Should reproduce (as printed by CSAC): VLCS ResNet-18 71.50, 61.00, 93.83, 71.72, average 74.51.
 """
@@ -52,6 +53,7 @@ from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.experts import confident_pseudo_labels, unlabelled_ensemble_loss
 from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.heads import Experts, with_experts
+from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.models.normalisation import hybrid_normalised
@@ -72,7 +74,7 @@ class Part(Reply):
 
 @dataclass(frozen=True)
 class Adapted(Reply):
-    """What the target sends: its feature extractor, N_T, the mean loss and the share of samples it was sure of."""
+    """What the target sends: its feature extractor, N_T, the mean loss and the share of confident pseudo-labels."""
 
     features: Weights
     samples: int
@@ -81,21 +83,20 @@ class Adapted(Reply):
 
 
 class COPA(Method):
-    """Features that every site's classifier can read; all classifiers answer together."""
+    """Features that suit every site's classifier. The prediction is the mean over all classifiers."""
 
     name: ClassVar[str] = "copa"
     citation: ClassVar[str] = "Wu and Gong, ICCV 2021"
     scenario: ClassVar[str] = "unseen target, or one without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "classifier")
+    averages: ClassVar[Averages] = {"fit": Averaged(("features",))}
     relative_cost: ClassVar[float] = 1.1
     settings: ClassVar[Settings] = {"batch_norm": {"hybrid_normalisation": False}}
 
     local_epochs: PositiveInt = Field(10, description="E: passes over a site's data per round")
     steps_per_round: PositiveInt | None = Field(None, description="mini-batches per round instead of whole epochs")
-    weighting: Literal["samples", "uniform"] = Field("samples", description="α_k: N_k/ΣN, or alike for all")
-    hybrid_normalisation: bool = Field(
-        True, description="batch-instance normalisation in the place of every BatchNorm of images"
-    )
+    weighting: Literal["samples", "uniform"] = Field("samples", description="α_k: N_k/ΣN, or 1/K")
+    hybrid_normalisation: bool = Field(True, description="replace every BatchNorm2d by batch-instance normalisation")
     adaptation: bool = Field(False, description="a target without labels takes part (protocol adapt_to_one)")
     threshold: Annotated[float, Field(ge=0, le=1)] = Field(
         0.95, description="least probability of a pseudo-label (adaptation)"
@@ -140,7 +141,7 @@ class COPA(Method):
             shares[site] = self._share(part.samples)
             mean.add(part.features, shares[site], f"site '{site}'")
             classifiers[site] = part.classifier
-        classifiers = {site: classifiers.get(site, known[site]) for site in names}  # one that is missing: as it was
+        classifiers = {site: classifiers.get(site, known[site]) for site in names}  # a missing site's is unchanged
         losses = parts.numbers("loss")
         report: dict[str, Any] = {}
         for target in federation.targets if self.adaptation else ():
@@ -158,11 +159,11 @@ class COPA(Method):
     # Source -------------------------------------------------------------------------------------------------------
 
     def fit(self, site: Site, features: Weights, others: Mapping[str, Weights]) -> Part:
-        """At a source: features that its own classifier reads, and the others' as they are."""
+        """Train features and the site's own classifier at a source. The others' classifiers are frozen."""
         model = site.model()
         heads = cast(Experts, model.classifier).heads
         own = sorted([*others, site.name]).index(site.name)
-        # Before its first round a site has the common start's classifier of its number.
+        # In its first round a site uses its classifier of the common start.
         kept = site.memory.weights("classifier") if "classifier" in site.memory else heads[own].state_dict()
         classifiers = {**others, site.name: Weights(kept)}
         model.load_state_dict(dict(_whole(features, classifiers)))
@@ -181,7 +182,7 @@ class COPA(Method):
     # Target -------------------------------------------------------------------------------------------------------
 
     def adapt(self, site: Site, features: Weights, classifiers: Mapping[str, Weights]) -> Adapted:
-        """At the target: what all classifiers say of a weak view must hold for a strong one."""
+        """Train features at the target: the ensemble's prediction for a weak view is the label of the strong view."""
         model = site.model(_whole(features, classifiers))
         experts = cast(Experts, model.classifier).requires_grad_(False)
         draws = site.generator_for("strong view")
@@ -204,7 +205,7 @@ class COPA(Method):
 
 
 def _classifiers(weights: Weights) -> Iterator[Weights]:
-    """Each classifier of a whole model in turn, its tensors named as in the classifier itself."""
+    """The classifiers of a whole model, in order. Their tensors are named as in the classifier itself."""
     number = 0
     while found := weights.select(f"{_HEADS}.{number}"):
         yield Weights({name.removeprefix(f"{_HEADS}.{number}."): tensor for name, tensor in found.items()})

@@ -4,7 +4,7 @@ Yuan, Ma, Chen, Wu, Lin, Kuang: Collaborative Semantic Aggregation and Calibrati
 IEEE TKDE 2023 (an early version: Collaborative Semantic Aggregation and Calibration for Separated Domain
 Generalization).
 
-Setting: domain generalization; H labelled source sites, the target is never seen.
+Setting: domain generalization; H labelled sources, the target is never seen.
 Wire: one model up and one down per site and round, 2·H·S(θ), and one upload after local acquisition. The frozen local
 model, projections and attention stay at the site.
 
@@ -16,14 +16,14 @@ Then in every round
 where ' is a projection to a common shape, one convolution per layer and side.
 
 Where the paper and its code differ (and what is done here)
- 1. The code parses label smoothing and never uses it. Here on, ``label_smoothing: 0`` is the code.
+ 1. The code parses label smoothing and never uses it. Here it is used; ``label_smoothing: 0`` is the code.
  2. "Layer" means each state-dict entry in the code; ``granularity: module`` measures a module's parameters together.
  3. L^h is the acquired model, frozen for all rounds; ``frozen: fused`` is the code's mirrored switch (M frozen, the
     site's own model trains).
- 4. All distances zero: equal shares. One zero distance: share 0 (the code overwrites its running sum there).
- 5. ``logit_mmd`` adds the code's MMD between logits. Not in the paper; off. In the code the cross-layer loss never
-    runs: its list of stages stays empty. What was released is acquisition without smoothing, L2 fusion, cross-entropy
-    and λ times the MMD of logits: ``setting: released``.
+ 4. If all distances are zero, shares are equal. A single zero distance has share 0 (the code overwrites its sum there).
+ 5. ``logit_mmd`` adds the code's MMD between logits, which is not in the paper; off. In the code the cross-layer loss
+    never runs, because its list of stages is empty. So the released code is acquisition without smoothing, L2 fusion,
+    cross-entropy and λ times the MMD of logits: ``setting: released``.
  6. ``query_key`` adds the code's 1×1 convolutions, which never get a gradient and stay random. Off.
  7. The code makes new random projections in every round (``reset_projection_each_round``); here they persist.
  8. Common shape: 32 channels at the last stage's size (code); ``projection_size: smallest`` as in the early version.
@@ -58,6 +58,7 @@ from fedshift.functional.losses import smoothed_cross_entropy
 from fedshift.functional.mmd import cross_multi_kernel_mmd, multi_kernel_mmd
 from fedshift.functional.projection import projection_layer
 from fedshift.methods.base import Method, RunPlan, State, Traffic
+from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -72,6 +73,7 @@ class CSAC(Method):
     name: ClassVar[str] = "csac"
     citation: ClassVar[str] = "Yuan et al., IEEE TKDE 2023"
     memory_names: ClassVar[tuple[str, ...]] = ("local_model", "projections", "optimizer")
+    averages: ClassVar[Averages] = {"acquire": Averaged(), "calibrate": Averaged()}
     relative_cost: ClassVar[float] = 1.5
     settings: ClassVar[Settings] = {
         "released": {"label_smoothing": 0.0, "stages": (), "logit_mmd": True},
@@ -127,13 +129,13 @@ class CSAC(Method):
 
     @property
     def _aligns(self) -> bool:
-        """Whether calibration has a second loss."""
+        """Whether calibration has a loss besides cross-entropy."""
         return self.alignment_weight > 0 and (self.stages != () or self.logit_mmd)
 
     # Server -------------------------------------------------------------------------------------------------------
 
     def start(self, federation: Federation, weights: Weights) -> State:
-        # Every site makes the common start itself, from the experiment's seed: nothing needs to be sent.
+        # Every site builds the common start from the experiment's seed, so nothing is sent.
         updates = federation.ask(self.acquire, to=federation.sources)
         fused, report = self.fuse(updates)
         return State(fused, report=report)
@@ -144,7 +146,7 @@ class CSAC(Method):
         return state.advance(fused, report=report)
 
     def fuse(self, updates: Replies[Update]) -> tuple[Weights, dict[str, dict[str, object]]]:
-        """Data-free semantic aggregation (2–4): three passes over the replies, which are kept for that."""
+        """Data-free semantic aggregation (2–4). It passes over the replies three times, so they are kept."""
         models = _Models(updates.keep())
         fused, shares = divergence_aggregate(
             models,
@@ -159,7 +161,7 @@ class CSAC(Method):
     # Site ---------------------------------------------------------------------------------------------------------
 
     def acquire(self, site: Site) -> Update:
-        """Local acquisition, once: smoothed cross-entropy from the common start; a frozen copy stays as L^h."""
+        """Local acquisition: train on smoothed cross-entropy from the common start, and keep a frozen copy as L^h."""
         model = site.model()
         loss = site.minimise(
             lambda batch: smoothed_cross_entropy(model(batch.inputs), batch.targets, self.label_smoothing),
@@ -169,7 +171,7 @@ class CSAC(Method):
         )
         trained = site.weights_of(model)
         site.memory["local_model"] = trained
-        site.scratch.pop("frozen_features", None)  # those of an earlier acquisition
+        site.scratch.pop("frozen_features", None)  # they belong to an earlier acquisition
         return Update(trained, site.samples, loss)
 
     def calibrate(self, site: Site, weights: Weights) -> Update:
@@ -191,8 +193,8 @@ class CSAC(Method):
             return F.cross_entropy(logits, batch.targets) + alignment if self.cross_entropy else alignment
 
         if self.reset_projection_each_round:
-            site.memory.pop("optimizer", None)  # momentum of other projections
-        # The code's two optimisers have the same settings: they are one over the parameters of both modules.
+            site.memory.pop("optimizer", None)  # its momentum belongs to other projections
+        # The code's two optimisers have the same settings, so here one optimiser has both modules' parameters.
         mean = site.minimise(
             loss,
             *trained,
@@ -209,7 +211,7 @@ class CSAC(Method):
 
 
 class _Models:
-    """The models of kept replies, as often as they are asked for, one in memory at a time."""
+    """Re-iterable view of the models in kept replies, one in memory at a time."""
 
     def __init__(self, updates: Replies[Update]) -> None:
         self.updates = updates
@@ -242,7 +244,7 @@ class _Aligner(nn.Module):
         self._keys = [self._query_keys(len(layers))] if method.query_key else []  # a list: not trained
 
     def _query_keys(self, number: int) -> nn.ModuleList:
-        """The 1×1 convolutions of ``query_key``: random, never trained, and as long-lived as the projections."""
+        """The 1×1 convolutions of ``query_key``: random, never trained, redrawn when the projections are."""
         exchange = self.site.envelope.exchange if self.method.reset_projection_each_round else 0
         channels = self.method.projection_channels
         with torch.random.fork_rng(devices=[]):
@@ -274,7 +276,12 @@ class _Aligner(nn.Module):
         return (self._attention(fused, local) * pairs).sum()
 
     def _attention(self, fused: Tensor, local: Tensor) -> Tensor:
-        """α of (9), or what an ablation puts in its place; (|R|, |R|). Both sides projected, (|R|, n, c, g, w)."""
+        """α of (9), or that of an ablation, (|R|, |R|).
+
+        Args:
+            fused: projected stages of the fused model, (|R|, n, c, g, w).
+            local: those of the frozen local model, likewise.
+        """
         method, number = self.method, len(self.stages)
         if method.alignment == "same_layer":
             return torch.eye(number, device=fused.device)
@@ -294,7 +301,7 @@ class _Aligner(nn.Module):
             scale=method.scale,
         )
 
-    # The frozen model's features of a sample never change where nothing is augmented: they are computed once.
+    # Without augmentation, the frozen model's features of a sample never change, so they are computed once.
 
     @torch.no_grad()
     def _compute(self, inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
@@ -313,9 +320,9 @@ class _Aligner(nn.Module):
         return logits, [map_.permute(0, 3, 1, 2) if map_.dim() == 4 else map_ for map_ in features]
 
     def _frozen_features(self) -> list[Tensor] | None:
-        """Logits and features of every sample, or None where they would take too much memory.
+        """The frozen model's logits and features of every sample; None if they would take too much memory.
 
-        Maps are kept as (n, h, w, c): chosen rows are then channels last, as the projections want them, without a copy.
+        Maps are kept as (n, h, w, c), so that selected rows are channels-last for the projections without a copy.
         """
         key = "frozen_features" if self.method.frozen == "local" else None  # a frozen M changes every round
         if key in self.site.scratch:

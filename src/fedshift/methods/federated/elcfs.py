@@ -4,41 +4,41 @@ Liu, Chen, Qin, Dou, Heng: FedDG: Federated Domain Generalization on Medical Ima
 Continuous Frequency Space. CVPR 2021.
 
 Setting: domain generalization, for segmentation and for classification; the target is never seen.
-Wire: once, the bank: the amplitudes of every site's images go to all other sites; per round 2·K·S(θ) and N_k. Only the
-low-frequency window is ever used, so only it travels: (2b + 1)·(b + 1) numbers of 4 bytes per image and channel in
-place of H·W. It still is information about single images: kind ``spectra``, which a site may refuse. With
-``engine.on_refusal: leave_out`` such a site trains all the same: it gets the spectra of the others and gives none.
+Wire: once, the amplitudes of every site's images go to all other sites (the bank); per round 2·K·S(θ) and N_k. Only the
+low-frequency window is used, so only it is sent: (2b + 1)·(b + 1) numbers of 4 bytes per image and channel instead of
+H·W. It still is information about single images: kind ``spectra``, which a site may refuse. With ``engine.on_refusal:
+leave_out`` such a site still trains: it receives the spectra of the others and sends none.
 
-With amplitude A_i and phase P_i of an own image, A_j of a foreign one, mask M on the square of side 2b + 1 around
-frequency zero, b = ⌊L·min(H, W)⌋, and λ drawn anew for every image:
+With amplitude A_i and phase P_i of a site's own image, A_j of another site's image, mask M on the square of side 2b + 1
+around frequency zero, b = ⌊L·min(H, W)⌋, and λ drawn for every image:
     t = F⁻¹( A_i(1−M) + [(1−λ)A_i + λA_j]M,  P_i ),  cut to the range of pixels          continuous frequency space
     θ̂ = θ − β ∇_θ L(x; θ)                                                                  meta-train, the site's look
     min_θ  L(x; θ) + L(t; θ̂) + γ L_boundary(x, t; θ̂)                                        meta-test, other sites' look
     θ ← Σ_k (N_k/ΣN) θ_k
-L is cross-entropy, or the Dice loss for segmentation, which alone has the boundary term: contours against their
-surroundings, contrasted in the last feature map.
+L is cross-entropy, or the Dice loss for segmentation. Only segmentation has the boundary term, which contrasts contours
+with their surroundings in the last feature map.
 
 Where the paper and its code differ. The defaults are the paper's; ``setting: released`` is the authors' code,
-``ccst_port`` the port in CCST's code, ``light`` the paper but for the code's cheap episode (1 and 2).
- 1. The paper has K − 1 transformed copies of an image, the code one; ``light`` draws its foreign site for each image.
+``ccst_port`` the port in CCST's code, ``light`` the paper with the code's cheaper episode (1 and 2).
+ 1. The paper has K − 1 transformed copies of an image, the code one; ``light`` draws the other site for each image.
     The loss of all copies is one mean (``copies``).
  2. The paper's objective depends on θ through θ̂ as well, which is a gradient through the inner step. The code takes no
-    second derivatives and clips the inner gradient's entries at ±100, of which the paper says nothing. The gradient of
-    L(x; θ) then serves both steps, and a mini-batch is two passes forward and backward. The port clips at ±1 and
+    second derivatives and clips the inner gradient's entries at ±100, which the paper does not mention. The gradient of
+    L(x; θ) is then used for both steps, and a mini-batch is two passes forward and backward. The port clips at ±1 and
     evaluates L(t; θ̂) on a copy of the model, so that it changes nothing (``meta_gradient``, ``clip``).
  3. L = 0.01 in the paper; 0 in the code's training loader and in the port, which exchanges the mean intensity alone
     (``window``). Where the paper's L is less than one frequency, b = 1 is taken, with a warning.
- 4. λ ~ U(0, 1) in the paper; the code puts the foreign amplitude in the place of the own (λ = 1); the port draws from
+ 4. λ ~ U(0, 1) in the paper; the code replaces the own amplitude by the foreign one (λ = 1); the port draws from
     {0.1, …, 0.9}; the code's demonstration from {0.2, 0.4, …, 1} (``rates``).
- 5. The code rounds shares to two decimals, the port counts sites alike (``weighting``). The code gives away the spectra
-    of an eighth of a site's images (``bank_share``).
+ 5. The code rounds shares to two decimals; the port has equal shares (``weighting``). The code shares the spectra of an
+    eighth of a site's images (``bank_share``).
 No setting changes these:
  6. The printed formula would drop the low band at λ = 0. Here, as in every implementation: the form above.
  7. The code averages no buffers (its network has none). Here BatchNorm statistics, which both passes update, are
     averaged like weights.
  8. The threshold of 0.75 and the largest component belong to the model (``unet``), so that all methods share them.
  9. The code keeps optimisers over rounds: ``training.reset_optimizer_each_round: false``. Foreign amplitudes are those
-    of images that are not augmented. CSAC's rows have no boundary term, as classification has none here.
+    of images without augmentation. The rows that CSAC prints have no boundary term, nor has classification here.
 
 Should reproduce: Rotated MNIST average 88.60 ± 0.30, PACS ResNet-18 82.15 ± 0.35 (as printed by CSAC).
 """
@@ -65,14 +65,15 @@ from fedshift.functional.segmentation import boundary_loss
 from fedshift.functional.source_weights import rounded_shares
 from fedshift.functional.spectra import half_width, interpolated, low_frequencies
 from fedshift.methods.base import Method, RunPlan, State, Traffic, trained_mean
+from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 _LAWS = {"released": (1.0,), "ccst": tuple(n / 10 for n in range(1, 10)), "demo": tuple(n / 5 for n in range(1, 6))}
-"""λ where it is not uniform: one of these with equal chance."""
+"""The values of λ where it is not uniform, with equal probabilities."""
 _COST = {(False, "one"): 2.1, (False, "all"): 6.0, (True, "one"): 4.7, (True, "all"): 8.0}
-"""By whether the gradient goes through the inner step, and by copies: between a small CNN and a ResNet-18 of 64 px."""
+"""(gradient through the inner step, copies) → relative cost, between those of a small CNN and a ResNet-18 at 64 px."""
 
 
 @dataclass(frozen=True)
@@ -87,15 +88,16 @@ class SharedSpectra(Reply):
 
 @dataclass(frozen=True)
 class Received(Reply):
-    """Nothing but that the bank has arrived."""
+    """An empty reply: the bank has arrived."""
 
 
 class ELCFS(Method):
-    """Sites learn so that a step on their own images also helps on the same images with another site's look."""
+    """Meta-learning: a gradient step on own images should also help on the same images in another site's style."""
 
     name: ClassVar[str] = "elcfs"
     citation: ClassVar[str] = "Liu et al., CVPR 2021"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "bank")
+    averages: ClassVar[Averages] = {"fit": Averaged()}
     tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
     settings: ClassVar[Settings] = {
         "released": {
@@ -123,7 +125,8 @@ class ELCFS(Method):
         0.01, description="L: half-width of the exchanged window as a share of the image; 0 = mean intensity (released)"
     )
     rates: Literal["uniform", "released", "ccst", "demo"] = Field(
-        "uniform", description="law of λ: U(0, 1) (paper), 1 (released code), tenths to 0.9 (CCST's port), fifths to 1"
+        "uniform",
+        description="distribution of λ: U(0, 1) (paper), 1 (released code), tenths to 0.9 (CCST's port), fifths to 1",
     )
     copies: Literal["one", "all"] = Field("all", description="transformed copies of an image: 1 (code) or K−1 (paper)")
     bank_share: Annotated[float, Field(gt=0, le=1)] = Field(
@@ -144,7 +147,7 @@ class ELCFS(Method):
 
     @property
     def relative_cost(self) -> float:  # type: ignore[override]
-        """Seconds of a mini-batch beside plain cross-entropy, with four foreign sites."""
+        """Seconds of a mini-batch relative to plain cross-entropy, with four other sites."""
         return _COST[self.meta_gradient == "second", self.copies]
 
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
@@ -160,7 +163,9 @@ class ELCFS(Method):
 
     def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
         if len(input_shape) != 3:
-            raise UserError(f"{self.display} exchanges spectra of images, and the samples are not images: leave it out")
+            raise UserError(
+                f"{self.display} exchanges spectra of images, but the samples are not images: choose another method"
+            )
         smallest = min(input_shape[1:])
         if self.window == 0 or half_width(self.window, *input_shape[1:]) > 0:
             return ()
@@ -170,19 +175,19 @@ class ELCFS(Method):
         )
 
     def _half_width(self, height: int, width: int) -> int:
-        """b, at least 1 unless the mean alone is asked for."""
+        """b, at least 1 unless ``window`` is 0."""
         if self.window == 0 or min(height, width) < 3:
             return 0
         return max(1, half_width(self.window, height, width))
 
     def _shared(self, samples: int) -> int:
-        """How many of a site's images give their spectra."""
+        """The number of a site's images whose spectra are shared."""
         return max(1, round(self.bank_share * samples))
 
     # Server -------------------------------------------------------------------------------------------------------
 
     def start(self, federation: Federation, weights: Weights) -> State:
-        """Every site's spectra go to all other sites, once. A site that gives none gets those of the others."""
+        """Send every site's spectra to all other sites. A site that refuses to share its own receives the others'."""
         replies = dict(federation.ask(self.share_spectra, to=federation.sources).items())
         sizes = {site: (reply.channels, reply.height, reply.width) for site, reply in replies.items()}
         first = next(iter(sizes))
@@ -202,7 +207,7 @@ class ELCFS(Method):
     def round(self, federation: Federation, state: State) -> State:
         updates = federation.ask(self.fit, to=federation.sources, weights=state.weights)
         by: str | Mapping[str, float] = self.weighting
-        if self.weighting == "rounded":  # which needs every N_k first
+        if self.weighting == "rounded":  # needs every N_k first
             by = rounded_shares({site: int(number) for site, number in updates.keep().numbers("samples").items()})
         weights, shares, losses = trained_mean(updates, by=by)
         return state.advance(weights, report={"losses": losses, "aggregation_weights": shares})
@@ -222,12 +227,12 @@ class ELCFS(Method):
         return SharedSpectra(Spectra({"amplitude": windows}), channels, height, width)
 
     def receive(self, site: Site, bank: Mapping[str, Spectra]) -> Received:
-        """The other sites' spectra stay at the site for the whole run."""
+        """Keep the other sites' spectra for the whole run."""
         site.memory["bank"] = bank
         return Received()
 
     def fit(self, site: Site, weights: Weights) -> Update:
-        """At a site: E epochs of episodes."""
+        """Train for E epochs of episodes."""
         model = site.model(weights)
         parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
         foreign = _Bank(self, site)
@@ -242,7 +247,7 @@ class ELCFS(Method):
             meta = self._meta_loss(model, ahead, batch, foreign.copies(batch.inputs))
             if self.meta_gradient == "none":
                 meta = meta.detach()
-            # At first order the gradient that made θ̂ is the whole gradient of this loss: it is not computed again.
+            # At first order, the gradient that made θ̂ is the whole gradient of this loss, so it is used again.
             return (loss if second else with_gradient(loss, list(parameters.values()), gradients)) + meta
 
         loss = site.minimise(loss_of, model, epochs=self.local_epochs, remember="optimizer")
@@ -261,7 +266,7 @@ class ELCFS(Method):
 
 
 class _Bank:
-    """The foreign spectra at a site, and images under them."""
+    """The other sites' spectra at a site, and images with these amplitudes."""
 
     def __init__(self, method: ELCFS, site: Site) -> None:
         self.method, self.site = method, site
@@ -273,9 +278,9 @@ class _Bank:
         self.draws = site.generator_for("donors")
 
     def copies(self, inputs: Tensor) -> Tensor:
-        """``inputs`` (b, …) with foreign amplitudes: (b, …), or ((K−1)·b, …) with a copy for every foreign site.
+        """Inputs (b, …) with foreign amplitudes: (b, …), or ((K−1)·b, …) with a copy for every other site.
 
-        Where there are no foreign spectra, the images themselves.
+        If there are no foreign spectra, the inputs themselves.
         """
         if self.windows is None:
             return inputs

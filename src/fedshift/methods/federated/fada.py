@@ -3,14 +3,14 @@
 Peng, Huang, Zhu, Saenko: Federated Adversarial Domain Adaptation. ICLR 2020, Algorithm 1.
 
 Setting: domain adaptation; K labelled source sites, one target site without labels.
-Wire: in every mini-batch, the features of K + 1 batches up and gradients of the same size down, 4·B·d·(K + 1) bytes
-each way: sample-level information. In every round K·S(θ) up and (2K + 1)·S(θ) down (the common start to all sites, the
-sources' models to the target), S(θ) up from the target, which aggregates.
+Wire: for every mini-batch, the features of K + 1 batches up and gradients of the same size down, 4·B·d·(K + 1) bytes
+each way: information about single samples. In every round K·S(θ) up and (2K + 1)·S(θ) down (the common start to all
+sites, the sources' models to the target), and S(θ) up from the target, which aggregates.
 
-A round begins at all sites from θ_T. Then, on every mini-batch of source i (x_i, y) and target (x_T)
+In a round all sites start from θ_T. Then, on every mini-batch of source i (x_i, y) and target (x_T)
     domain identifiers, at the coordinator: min over DI_i of −E log DI_i(G_i(x_i)) − E log(1 − DI_i(G_T(x_T)))   (b)
     generators: min over G_i, G_T of  λ·L_G = λ·(−E log DI_i(G_i(x_i)) − E log DI_i(G_T(x_T))),
-        by the gradients of the features, which come back to the sites                                           (b)
+        by the gradients of the features, which are sent to the sites                                            (b)
     source i, in the same step: min over G_i, C_i of  CE(C_i(G_i(x_i)), y) + λ·L_G                               (a)
     source i, variant III: f = G_i(x_i), invariant part p = D_i(f), specific part q = D'_i(f); C_i reads p       (c)
         min over class identifier CI_i and critic T_i of  CE(CI_i(q), y) − I(p, q)
@@ -21,28 +21,30 @@ and at the end of the round, with Δ_i the update of source i,
     w = softmax(gain),  θ_T ← θ'_T + Σ_i w_i Δ_i = Σ_i w_i θ_i + (θ'_T − θ_T)                                    (d)
 
 No faithful public code is known to us. **In two points that belong together, 2 and 4, the defaults are not the
-paper's**: its exchange of all models after every mini-batch and the gains that go with it are ``setting: every_step``.
-Where the paper is silent or another way was chosen
- 1. Variants as its authors report them: I = (a), (b) and equal weights; II adds the weights of (d); III adds (c).
+paper's**: ``setting: every_step`` has its exchange of all models after every mini-batch, and its gains.
+Where the paper is silent, or we differ from it
+ 1. The variants are those that its authors report: I = (a), (b) and equal weights; II adds the weights of (d); III adds
+    (c).
  2. The paper exchanges models after every mini-batch (``every_step``), here after ``steps_per_round``: at 20 it is a
     twentieth of the models' traffic.
- 3. θ_T = Σ w_i θ_i alone would throw away what the target's generator learned from the identifiers: its own update
-    θ'_T − θ_T is added, as Δ_i are "gradients" that (d) masks. Sources start every round from θ_T.
- 4. After a whole round gains of the sum I are in the hundreds and their softmax is 0 or 1. Here they are relative to I
-    before the update; the paper's are absolute (``every_step``).
+ 3. θ_T = Σ w_i θ_i alone would discard what the target's generator learned from the identifiers. So its own update
+    θ'_T − θ_T is added, since Δ_i are "gradients" that (d) masks. Sources start every round from θ_T.
+ 4. After a whole round, gains of the sum I are in the hundreds, and their softmax is 0 or 1. Here they are relative to
+    I before the update; the paper's are absolute (``every_step``).
  5. BatchNorm's statistics of θ_T, and of all that is compared for (d), are those of the target's data.
- 6. One target batch serves all K pairs of a step; the target's gradient is the sum over pairs.
- 7. The identifiers live at the coordinator, with Adam, and their weights never travel. They keep their weights from
-    round to round, Adam its moments within one, as do the optimisers of (c). What they begin with follows from the
-    seed and the source's name.
- 8. Disentangling runs at the sources, on features that are constant for it; the target gets D with the model. CI, D',
-    T and R stay at their source. Their sizes are not stated: one layer each, two in T. A negative estimate of I(p, q)
-    is not minimised further: it has no lower bound, mutual information is never negative, and training diverged.
- 9. We know of no published weights of the losses. With 0.1 and more for L_G the generators run away from the
-    identifiers and rotated digits are learned worse or not at all, so the defaults are small (``adversarial_weight``,
-    ``disentangling_weight``). Adam divides a weight out where nothing else is minimised, as at the target.
-10. (a) and (b) are one step at a source, so that a batch goes through G once.
-11. All sites train on the same number of mini-batches; a small site goes through its data more often.
+ 6. One target batch is used for all K pairs of a mini-batch; the target's gradient is the sum over pairs.
+ 7. The coordinator trains the identifiers with Adam, and their weights are never sent. Their weights are kept from
+    round to round, Adam's moments only within a round, as for the optimisers of (c). Their initial weights depend on
+    the seed and the source's name.
+ 8. Disentangling runs at the sources, on features that are constant for it; the target receives D with the model. CI,
+    D', T and R stay at their source. The paper does not state their sizes: here one layer each, two in T. A negative
+    estimate of I(p, q) is not minimised further. It has no lower bound, mutual information is never negative, and
+    training diverged.
+ 9. We know of no published weights of the losses. With 0.1 and more for L_G the identifiers cannot follow the
+    generators, and rotated digits are learned worse or not at all. So the defaults are small (``adversarial_weight``,
+    ``disentangling_weight``). Adam cancels a weight if nothing else is minimised, as at the target.
+10. (a) and (b) are one optimiser step at a source, so that a batch passes through G once.
+11. All sites train on the same number of mini-batches; a small site passes over its data more often.
 
 Should reproduce: Digit-5 73.6, DomainNet 30.3, Office-Caltech10 87.1, Amazon Review 78.9 (as printed; KD3A's re-runs:
 Digit-5 80.8, DomainNet 41.5).
@@ -70,6 +72,7 @@ from fedshift.functional.source_weights import gain_weights, relative_gains
 from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.federated.fada_networks import NOTHING, Disentangler, DomainIdentifiers, square_layer
 from fedshift.methods.heads import with_block, with_own_statistics
+from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -79,7 +82,7 @@ _BYTES_OF_FLOAT = 4
 
 @dataclass(frozen=True)
 class Outputs(Reply):
-    """What a site sends in every mini-batch: its generator's features (n, d), none when its work is done."""
+    """What a site sends for every mini-batch: its generator's features (n, d), or none if its budget is used."""
 
     features: Features
 
@@ -93,12 +96,14 @@ class Aggregate(Reply):
 
 
 class FADA(Method):
-    """Domain identifiers see the features of both sides and teach both generators to look alike."""
+    """Domain identifiers compare features of both sides; both generators learn to make them indistinguishable."""
 
     name: ClassVar[str] = "fada"
     citation: ClassVar[str] = "Peng et al., ICLR 2020"
     scenario: ClassVar[str] = "target without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "disentangler")
+    averages: ClassVar[Averages] = {"finish": Averaged()}
+    needs_every_model: ClassVar[bool] = True
     needs_target: ClassVar[bool] = True
     one_target: ClassVar[bool] = True
     relative_cost: ClassVar[float] = 2.0
@@ -106,13 +111,13 @@ class FADA(Method):
 
     steps_per_round: PositiveInt = Field(20, description="mini-batches of every site in a round (paper: 1)")
     variant: Literal["I", "II", "III"] = Field(
-        "III", description="I: adversarial alignment, II: and dynamic attention, III: and disentangling"
+        "III", description="I: adversarial alignment; II: also dynamic attention; III: also disentangling"
     )
     adversarial_weight: NonNegativeFloat = Field(0.01, description="λ, weight of the generators' loss (b)")
     disentangling_weight: NonNegativeFloat = Field(0.1, description="weight of D's three losses in (c)")
     identifier_width: PositiveInt = Field(128, description="hidden units of a domain identifier")
     identifier_rate: PositiveFloat = Field(5e-4, description="learning rate of the identifiers' Adam")
-    gain: Literal["relative", "absolute"] = Field("relative", description="gains in parts of I, or as they are (paper)")
+    gain: Literal["relative", "absolute"] = Field("relative", description="gains relative to I, or absolute (paper)")
 
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return rounds * self.steps_per_round
@@ -135,11 +140,15 @@ class FADA(Method):
         self._check_generator(network)
 
     def _check_generator(self, network: Network) -> None:
-        """Raises UserError for a network whose features are the samples themselves."""
+        """Check that the features are not the samples themselves.
+
+        Raises:
+            UserError: they are.
+        """
         if not any(True for _ in self.generator(network).parameters()):
             raise UserError(
-                f"{self.display}: it sends the network's features, and this network has nothing before its classifier: "
-                "samples would leave as they are; take another model"
+                f"{self.display}: it sends the network's features, but this network has no layer before its "
+                "classifier: samples would leave as they are; choose another model"
             )
 
     # Coordinator --------------------------------------------------------------------------------------------------
@@ -165,7 +174,7 @@ class FADA(Method):
         present = tuple(site for site in federation.sources if site in gradients)
         updates = federation.ask(self.finish, to=present, gradients=PerSite(gradients))
         models = {site: update.weights for site, update in updates.items()}
-        # Who sends no features is not asked for the rest of the round, and loses the work of it.
+        # A site that sends no features is left out for the rest of the round and is charged its budget.
         used = federation.progress.used
         spent = [(used[site] - begun[site]) / max(1, federation.budget[site]) for site in present]
         for site in (site for site in federation.sources if site not in present):
@@ -187,18 +196,18 @@ class FADA(Method):
         return Outputs(turn.next())
 
     def go_on(self, site: Site, gradients: Features) -> Outputs:
-        """The step on the batch before, then the features of the next."""
+        """Train on the last mini-batch, then compute the features of the next."""
         turn: _Turn = site.scratch["turn"]
         turn.follow(gradients)
         return Outputs(turn.next())
 
     def finish(self, site: Site, gradients: Features) -> Update:
-        """At a source: the last step of a round."""
+        """Train on a round's last mini-batch at a source."""
         turn = self._ended(site, gradients)
         return Update(site.weights_of(turn.model), site.samples, turn.loss())
 
     def aggregate(self, site: Site, gradients: Features, models: Mapping[str, Weights]) -> Aggregate:
-        """At the target: the last step, then dynamic attention over the sources' updates (d)."""
+        """Train on the last mini-batch at the target, then weight the sources' updates by dynamic attention (d)."""
         turn = self._ended(site, gradients)
         own = site.weights_of(turn.model)
         updated = {source: shifted(own, turn.start, model) for source, model in models.items()}
@@ -234,7 +243,7 @@ class FADA(Method):
 
 
 class _Turn:
-    """A round as one site goes through it: the model, its batches, and the one whose gradients it waits for."""
+    """One round at a site: the model, its mini-batches, and the one whose gradients are awaited."""
 
     def __init__(self, method: FADA, site: Site, weights: Weights) -> None:
         self.site, self.start = site, weights
@@ -248,7 +257,7 @@ class _Turn:
         self._disentangler = Disentangler(site, self.model, method.disentangling_weight) if disentangles else None
 
     def next(self) -> Features:
-        """The features of the next batch; their graph is kept until the gradients come."""
+        """The features of the next mini-batch. Their graph is kept until the gradients arrive."""
         batch = next(self._batches, None)
         if batch is None:
             return NOTHING
@@ -262,7 +271,7 @@ class _Turn:
         return Features({"features": features.detach().cpu()})
 
     def follow(self, gradients: Features) -> None:
-        """A step on the batch before, on (a) and the gradients that came for its features (b); then (c)."""
+        """Train on the last mini-batch: (a) with the gradients of its features (b), then (c)."""
         if self._waiting is None:
             return
         (batch, features, loss), self._waiting = self._waiting, None
@@ -274,7 +283,7 @@ class _Turn:
             self._disentangler.learn(features.detach(), batch.targets)
 
     def close(self) -> None:
-        """What the next round needs stays at the site."""
+        """Keep what the next round needs in the site memory."""
         self.site.remember_optimizer(self._optimizer, "optimizer")
         if self._disentangler is not None:
             self.site.memory["disentangler"] = self.site.weights_of(self._disentangler)
@@ -285,7 +294,7 @@ class _Turn:
 
 
 def shifted(own: Weights, start: Weights, model: Weights) -> Weights:
-    """``own`` with the update ``model − start`` of its parameters; buffers stay its own."""
+    """``own`` with the update ``model − start`` added to its parameters. Its buffers do not change."""
     return Weights(
         {name: tensor if is_buffer(name) else tensor + (model[name] - start[name]) for name, tensor in own.items()}
     )

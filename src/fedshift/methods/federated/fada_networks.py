@@ -1,4 +1,4 @@
-"""What FADA trains beside the model: domain identifiers at the coordinator, disentangling parts at a source."""
+"""What FADA trains besides the model: domain identifiers at the coordinator, disentangling modules at a source."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 NOTHING = Features({})
-"""What goes to a site, or comes from one, that has no mini-batch left."""
+"""The content for and from a site that has no mini-batch left."""
 
 
 class Disentangler(nn.Module):
-    """(c) at one source: the specific part, class identifier, critic and reconstruction beside the model's D."""
+    """The modules of (c) at one source besides the model's D: D', class identifier, critic and reconstruction."""
 
     def __init__(self, site: Site, model: Network, weight: float) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Disentangler(nn.Module):
         self._optimizers = (site.optimizer(*self._judges), site.optimizer(*self._parts))
 
     def learn(self, features: Tensor, labels: Tensor) -> None:
-        """A step of the judges, then one of the parts that are judged."""
+        """Train class identifier and critic, then D, D' and the reconstruction."""
         judging, disentangling = self._optimizers
         minimise = self._site.minimise_over
         minimise([labels], lambda given: self._judging(features, given), *self._judges, optimizers=[judging])
@@ -64,18 +64,24 @@ class Disentangler(nn.Module):
         return self._weight * whole
 
     def _information(self, invariant: Tensor, specific: Tensor) -> Tensor:
-        """I(p, q); q' is the q of the sample before, and batches come in random order."""
+        """I(p, q). q' is the q of the previous sample; batches are in random order."""
         joint, shuffled = (torch.cat([invariant, other], 1) for other in (specific, specific.roll(1, 0)))
         return mutual_information(self.critic(joint), self.critic(shuffled))
 
 
 class DomainIdentifiers:
-    """The domain identifiers DI_i at the coordinator, one for each source, made when its first features come."""
+    """The domain identifiers DI_i at the coordinator, one per source, made when its first features arrive.
+
+    Args:
+        known: their weights after the last round.
+        name: the method's name, for messages.
+        seed: the run's seed.
+        width: hidden units.
+        rate: learning rate of their Adam.
+        weight: weight of the generators' loss.
+    """
 
     def __init__(self, known: object, *, name: str, seed: int, width: int, rate: float, weight: float) -> None:
-        """known: their weights of the round before. name: of the method. seed: of the run. width: hidden units.
-        rate: of their Adam. weight: of the generators' loss.
-        """
         self._name, self._seed = name, seed
         self._width, self._rate, self._weight = width, rate, weight
         self._known = known if isinstance(known, Mapping) else {}
@@ -84,7 +90,15 @@ class DomainIdentifiers:
         self._losses: list[float] = []
 
     def answer(self, sent: Mapping[str, Features], target: str) -> dict[str, Features]:
-        """Train every DI_i on the features of its pair; the gradients of the generators' loss for every site (b)."""
+        """Train every DI_i on the features of its pair.
+
+        Args:
+            sent: site → features of its mini-batch.
+            target: the target's name.
+
+        Returns:
+            Site → gradients of the generators' loss with respect to its features (b).
+        """
         out = dict.fromkeys(sent, NOTHING)
         if target not in sent:
             raise FedshiftError(f"{self._name}: target '{target}' sends no features to align to")
@@ -121,12 +135,12 @@ class DomainIdentifiers:
         return module
 
     def weights(self) -> dict[str, Weights]:
-        """Every identifier, to go on with in the next round."""
+        """The weights of every identifier, for the next round."""
         trained = {site: Weights(module.state_dict()).clone() for site, module in self._modules.items()}
         return {**self._known, **trained}
 
     def loss(self) -> float:
-        """The mean loss of the identifiers in the round; 2 ln 2 = 1.386 when they cannot tell the sides apart."""
+        """The mean loss of the identifiers in the round: 2 ln 2 = 1.386 if they cannot tell the sides apart."""
         return sum(self._losses) / max(1, len(self._losses))
 
 

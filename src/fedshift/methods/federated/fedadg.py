@@ -4,37 +4,39 @@ Zhang, Lei, Shi, Huang, Chen: Federated Learning with Domain Generalization. arX
 
 Setting: domain generalization; the target is never seen.
 Wire: feature extractor F, classifier Cl and generator G up and down per site and round, 2·K·4·(|F| + |Cl| + |G|), and
-two numbers. The discriminator D and its random projection are private: they stay at their site.
+two numbers. The discriminator D and its random projection stay at their site.
 
-Every site moves its class-conditional features to one *reference distribution* that a common generator makes:
+Every site moves its class-conditional features towards one *reference distribution* that a common generator makes:
 h = F(x), h' = G(z, y) with z uniform on [0, 1), D(·|y) ∈ (0, 1).
     D:      max E D(h'|y)² + E (1 − D(h|y))²                                                 features detached
     F, Cl:  min (1 − λ)·L_err + λ·E (1 − D(h|y))²,  L_err cross-entropy with labels 1 − ε and ε/(C − 1)
     G:      min E (1 − D(h'|y))²
-In every round a site first trains F and Cl on L_err alone for E₀ epochs, then for E₁ epochs all three in turn on every
-mini-batch, with one z for D and G; it keeps the epoch that is best on its held-out part. The server takes the mean of
-F, Cl and G.
+In every round a site first trains F and Cl on L_err alone for E₀ epochs. Then, for E₁ epochs, it trains all three in
+turn on every mini-batch, with the same z for D and G. It keeps the epoch that is best on its held-out samples. The
+server averages F, Cl and G.
 
 Where the paper and its code differ. The defaults are the paper's; ``setting: released`` is the authors' code for PACS,
-``released_vlcs`` their code for VLCS, ``least_squares`` the paper but for D's loss.
+``released_vlcs`` their code for VLCS, ``least_squares`` the paper with the code's loss of D.
  1. D's loss is −(D(h')² + (1 − D(h))²) in the paper and the VLCS code, (1 − D(h'))² + D(h)² in the PACS code. The
     optimum is the same (``discriminator_loss``).
- 2. The PACS code lets G minimise D(h')², that is go to where the features are; the VLCS code detaches h' before G's
+ 2. In the PACS code G minimises D(h')², which moves it towards the features. The VLCS code detaches h' before G's
     loss, so G is never trained (``generator``).
- 3. The projection is random and stays so in the paper; in the code D's optimiser trains it (``trainable_projection``).
- 4. The code's learning rate grows from 1e-7 over 100 epochs (PACS) or 500 (VLCS), more than a run has (``warm_up``,
-    counted in local epochs over all rounds).
- 5. Where the paper leaves it open the default is the PACS code: y is 0.7 in place of 1 and stands beside the projected
-    h, ε = 0.01. The VLCS code projects h and y together, with 0.6 and ε = 0.2 (``condition``, ``condition_value``,
-    ``label_smoothing``). Both average sites alike (``weighting: uniform``).
+ 3. In the paper the projection is random and fixed; in the code D's optimiser trains it (``trainable_projection``).
+ 4. The code's learning rate grows from 1e-7 over 100 epochs (PACS) or 500 (VLCS), which is more than a run has
+    (``warm_up``, in local epochs over all rounds).
+ 5. Where the paper leaves it open, the default is the PACS code: y has 0.7 instead of 1 and is appended to the
+    projected h, and ε = 0.01. The VLCS code projects h and y together, with 0.6 and ε = 0.2 (``condition``,
+    ``condition_value``, ``label_smoothing``). Both give all sites the same weight (``weighting: uniform``).
 No setting changes these:
- 6. D and its optimiser outlive rounds. D does here; momentum does with ``training.reset_optimizer_each_round: false``.
- 7. The code's classifier is two linear layers with nothing between; here the network's own. Its learning rate falls
-    where the held-out loss does not; here the experiment's schedule.
- 8. The best epoch is kept by the accuracy on the data that the protocol holds out at a site: numbers selected by
-    source are then a little too good. A site with nothing held out keeps the last epoch; ``keep: last``.
+ 6. The code keeps D and its optimiser over rounds. Here D is kept; ``training.reset_optimizer_each_round: false`` keeps
+    momentum.
+ 7. The code's classifier is two linear layers with nothing between; here it is the network's own. Its learning rate
+    falls when the held-out loss does not; here it has the experiment's schedule.
+ 8. The best epoch is chosen by the accuracy on the samples that the protocol holds out at a site. So results of the
+    selection rule ``source`` are slightly too good. A site without held-out samples keeps the last epoch, as does
+    ``keep: last``.
 Widths of G and D follow the features' width d, as in the paper's AlexNet: noise d/2, hidden units d, projection d/4.
-The VLCS code trains 5 and 10 epochs a round: ``task_epochs``, ``adversarial_epochs``.
+The VLCS code trains for 5 and 10 epochs per round: ``task_epochs``, ``adversarial_epochs``.
 
 Should reproduce (PACS, ResNet-18, as printed by CSAC): 77.8, 74.7, 92.9, 79.5, average 81.2.
 """
@@ -57,6 +59,7 @@ from fedshift.functional import reference_distribution as reference
 from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.losses import smoothed_cross_entropy
 from fedshift.methods.base import Method, State
+from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -75,7 +78,7 @@ class Update(Reply):
 
 
 class Generator(nn.Module):
-    """G: noise and class to features of that class, (n, noise) and (n, C) → (n, d)."""
+    """G: maps noise (n, noise) and a class (n, C) to features of that class (n, d)."""
 
     def __init__(self, noise: int, classes: int, hidden: int, width: int) -> None:
         super().__init__()
@@ -92,7 +95,7 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """D with its random projection: features and class to the probability that the features were generated, (n, 1)."""
+    """D with its projection: maps features and class to the probability that the features were generated, (n, 1)."""
 
     def __init__(self, projection: Tensor, classes: int, *, before: bool, trainable: bool) -> None:
         super().__init__()
@@ -131,7 +134,7 @@ class WithGenerator(Network):
 
 
 class FedADG(Method):
-    """Features of all sites go to one reference distribution, which learns too."""
+    """Features of all sites are moved to one reference distribution, which is learned, too."""
 
     name: ClassVar[str] = "fedadg"
     citation: ClassVar[str] = "Zhang et al., arXiv 2021"
@@ -141,6 +144,7 @@ class FedADG(Method):
         "generator_optimizer",
         "discriminator_optimizer",
     )
+    averages: ClassVar[Averages] = {"fit": Averaged(("weights", "generator"))}
     relative_cost: ClassVar[float] = 1.8
     settings: ClassVar[Settings] = {
         "released": {
@@ -161,7 +165,7 @@ class FedADG(Method):
     }
 
     task_epochs: NonNegativeInt = Field(3, description="E₀: epochs of F and Cl on L_err alone, in every round")
-    adversarial_epochs: PositiveInt = Field(7, description="E₁: epochs in which D, F with Cl, and G take turns")
+    adversarial_epochs: PositiveInt = Field(7, description="E₁: epochs in which D, F with Cl, and G train in turn")
     adversarial_weight: Annotated[float, Field(ge=0, le=1)] = Field(
         0.15, description="λ: L_F against L_err; 0 = without"
     )
@@ -172,11 +176,11 @@ class FedADG(Method):
     discriminator_loss: Literal["least_squares", "formula"] = Field(
         "formula", description="−(D(h')² + (1 − D(h))²), or (1 − D(h'))² + D(h)² (PACS code)"
     )
-    trainable_projection: bool = Field(False, description="D's projection is trained (code); off = stays random")
+    trainable_projection: bool = Field(False, description="D's projection is trained (code); false: it stays random")
     condition: Literal["before", "after"] = Field(
-        "after", description="y joins before the projection (VLCS) or after it"
+        "after", description="y is appended before the projection (VLCS) or after it"
     )
-    condition_value: PositiveFloat = Field(0.7, description="what stands for 1 in the one-hot y (0.6 on VLCS)")
+    condition_value: PositiveFloat = Field(0.7, description="the value of 1 in the one-hot y (0.6 on VLCS)")
     adversary_rate: NonNegativeFloat = Field(0.7, description="learning rate of G and D, times that of F and Cl")
     warm_up: PositiveInt | None = Field(
         None, description="local epochs in which the learning rate grows from 1e-7 (code)"
@@ -189,7 +193,7 @@ class FedADG(Method):
 
     @property
     def uses_held_out(self) -> bool:  # type: ignore[override]
-        """Whether sites look at their held-out parts."""
+        """Whether sites use their held-out samples."""
         return self.keep == "best"
 
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
@@ -227,7 +231,7 @@ class FedADG(Method):
     # Site ---------------------------------------------------------------------------------------------------------
 
     def fit(self, site: Site, weights: Weights, generator: Weights) -> Update:
-        """At a site: E₀ epochs on the task, E₁ epochs of the game; the best of them is sent."""
+        """Train E₀ epochs on the task and E₁ adversarial epochs; the best of the latter is sent."""
         model = cast(WithGenerator, site.model(weights.merge(generator)))
         game = _Game(self, site, model)
         best: tuple[float, Weights, Weights] | None = None
@@ -254,7 +258,7 @@ class FedADG(Method):
 
 
 class _Game:
-    """The three players at a site in one exchange, and what each of them minimises."""
+    """F with Cl, G and D at a site in one exchange, and the loss of each."""
 
     def __init__(self, method: FedADG, site: Site, model: WithGenerator) -> None:
         self.method, self.site, self.model = method, site, model
@@ -278,7 +282,7 @@ class _Game:
                 group["lr"] = factor * rate
 
     def remember(self) -> None:
-        """Keep momentum, if the experiment asks for it."""
+        """Keep momentum, if the experiment says so."""
         self.site.remember_optimizer(self.optimizer, "optimizer")
         self.site.remember_optimizer(self._for_generator, "generator_optimizer")
         self.site.remember_optimizer(self._for_discriminator, "discriminator_optimizer")
@@ -288,7 +292,7 @@ class _Game:
         return self._error(self.model.features(batch.inputs), batch.targets)
 
     def adversarial_loss(self, batch: Batch) -> Tensor:
-        """One step of D and one of G; the loss of F and Cl."""
+        """Train D and G on the batch. Returns the loss of F and Cl."""
         method, model, critic = self.method, self.model, self.discriminator
         condition = reference.scaled_one_hot(batch.targets, self.site.classes, method.condition_value)
         noise = torch.rand(len(batch.inputs), model.generator.noise, generator=self._noise).to(condition)
@@ -300,7 +304,7 @@ class _Game:
         answers = critic(generated, condition), critic(extracted, condition)
         self._step(reference.discriminator_loss(*answers, method.discriminator_loss), self._for_discriminator, critic)
         if method.generator != "frozen":
-            # The paper's third step. G's loss has no part in F and F's none in G, so it may as well come before F's.
+            # The paper trains G last. G's loss does not depend on F's update nor F's on G's, so G may come first.
             answer = critic(model.generator(noise, condition), condition)
             self._step(reference.reference_loss(answer, method.generator), self._for_generator, model.generator)
         features = model.features(batch.inputs)
@@ -319,7 +323,7 @@ class _Game:
 
 
 def _discriminator(method: FedADG, site: Site, model: WithGenerator) -> Discriminator:
-    """The site's own: made from its own seed at first, later as the site remembers it."""
+    """The site's discriminator, from its memory; in the first round drawn from the site's seed."""
     width = model.embedding_size
     size = method.projection or max(1, width // 4)
     before = method.condition == "before"
@@ -335,7 +339,7 @@ def _discriminator(method: FedADG, site: Site, model: WithGenerator) -> Discrimi
 
 @torch.no_grad()
 def _accuracy(site: Site, model: Network) -> float:
-    """Share of the held-out samples that the model gets right."""
+    """Share of held-out samples that the model predicts correctly."""
     model.eval()
     right = [(model(batch.inputs).argmax(1) == batch.targets).float() for batch in site.held_out_batches()]
     model.train()

@@ -11,9 +11,9 @@ Wire: one model up and one down per site and round, 2·K·S(θ), and the sample 
 Where papers and code differ
 * CSAC's released code rounds the shares N_k/ΣN to four decimals and takes integer buffers from the last site.
   Here: exact shares; integer buffers are the maximum.
-* CCST, FedSR and FedADG weigh all sites alike: ``weighting: uniform``.
+* CCST, FedSR and FedADG give all sites the same weight: ``weighting: uniform``.
 * FedBN and others leave BatchNorm statistics at the sites. Here they are averaged like weights.
-* Equal work: CSAC trains its sites before the first round (30 epochs). FedAvg gets those as further rounds.
+* Equal work: CSAC trains its sites before the first round (30 epochs). FedAvg has as many in further rounds.
 
 Should reproduce: Rotated MNIST average 92.65 ± 0.08, PACS ResNet-18 82.36 ± 0.44 (as printed by CSAC).
 """
@@ -32,14 +32,15 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.losses import task_loss
 from fedshift.methods.base import Method, State, trained_mean
+from fedshift.methods.robust import Averaged, Averages
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 
 class LocalTraining(Method):
-    """Sites train the common model; what the server makes of their models is a subclass's ``round``.
+    """Base of methods whose sites train the common model. A subclass's ``round`` aggregates their models.
 
-    A subclass with another loss overrides `loss_at`, and says in ``tasks`` what that loss is for.
+    A subclass with another loss overrides `loss_at`, and names in ``tasks`` the tasks of that loss.
     """
 
     tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
@@ -51,7 +52,7 @@ class LocalTraining(Method):
         return rounds * (self.steps_per_round or self.local_epochs * batches_per_epoch)
 
     def fit(self, site: Site, weights: Weights) -> Update:
-        """At a site: E epochs from the common model."""
+        """Train for E epochs from the common model."""
         model = site.model(weights)
         loss = site.minimise(
             self.loss_at(site, model, weights),
@@ -63,21 +64,22 @@ class LocalTraining(Method):
         return Update(site.weights_of(model), site.samples, loss)
 
     def loss_at(self, site: Site, model: Network, weights: Weights) -> Callable[[Batch], Tensor]:
-        """What a site minimises on each mini-batch: cross-entropy, the Dice loss for segmentation.
+        """The loss of a mini-batch: cross-entropy, or the Dice loss for segmentation.
 
         Args:
-            site: where it is.
+            site: the site that trains.
             model: the network that is trained.
-            weights: the common model that it began with.
+            weights: the common model from which it starts.
         """
         return lambda batch: task_loss(model(batch.inputs), batch.targets)
 
 
 class FedAvg(LocalTraining):
-    """Every site trains from the common model; the server takes the mean."""
+    """Every site trains from the common model; the server averages their models."""
 
     name: ClassVar[str] = "fedavg"
     citation: ClassVar[str] = "McMahan et al., AISTATS 2017"
+    averages: ClassVar[Averages] = {"fit": Averaged()}
 
     weighting: Literal["samples", "uniform"] = Field("samples", description="shares N_k/ΣN (paper) or 1/K")
 

@@ -8,8 +8,8 @@ Setting and wire: as FedAvg.
 
 Where papers and code differ
 * The paper lets slow sites do fewer epochs; here every site does the same work.
-* CCST's port applies the penalty from the second step on and only after round 0. The first step's penalty is zero
-  anyway (w = w_global); here the term is always on, which is the equation.
+* CCST's port applies the penalty from the second mini-batch on and only after round 0. The penalty of the first one is
+  zero anyway (w = w_global). Here the term is always on, as in the equation.
 * μ = 0 is FedAvg, bit for bit.
 
 Should reproduce: no published table of this setting is known to us; with μ = 0 the rows of FedAvg.
@@ -31,12 +31,12 @@ from fedshift.weights import Weights
 
 
 class FedProx(FedAvg):
-    """FedAvg whose sites are held near the common model."""
+    """FedAvg with a penalty on the distance from the common model."""
 
     name: ClassVar[str] = "fedprox"
     citation: ClassVar[str] = "Li et al., MLSys 2020"
 
-    proximal_weight: NonNegativeFloat = Field(0.01, description="μ: strength of the pull towards the common model")
+    proximal_weight: NonNegativeFloat = Field(0.01, description="μ: weight of the proximal term")
 
     def loss_at(self, site: Site, model: Network, weights: Weights) -> Callable[[Batch], Tensor]:
         """Cross-entropy plus the proximal term (equation 2)."""

@@ -1,4 +1,4 @@
-"""FedSR: federated simple representation, with its parts FedL2R and FedCMI.
+"""FedSR: federated simple representation; and FedL2R and FedCMI, which it combines.
 
 Nguyen, Torr, Lim: FedSR: A Simple and Effective Domain Generalization Method for Federated Learning. NeurIPS 2022.
 
@@ -6,30 +6,30 @@ Setting: domain generalization; the target is never seen.
 Wire: one model up and one down per site and round, 2·K·S(θ), and two numbers. With common class references the model is
 4·2·C·Z bytes larger.
 
-The network's features get one more layer, whose output is a Gaussian code, and a linear classifier on Z numbers:
+A layer after the network's features outputs a Gaussian code; a linear classifier reads its Z numbers:
     p(z|x) = N(μ, diag σ²),  μ the layer's first Z outputs, σ = softplus of its last Z;  z = μ + σ·ε, ε ~ N(0, I)
     L_k = CE(Cl(z), y) + α_L2R · E‖z‖² + α_CMI · E KL( p(z|x) ‖ r(z|y) )
-    r(z|y) = N(μ_y, diag σ_y²), learned, one for every class
+    r(z|y) = N(μ_y, diag σ_y²), learned, one per class
     prediction: log of the mean softmax over 20 samples of z
 FedL2R: no sampling (z = μ) and α_CMI = 0. FedCMI: α_L2R = 0.
 
-Where the paper and its code differ. The defaults are the paper's; ``setting: released`` is the authors' code, in each
-of the three methods what concerns it.
- 1. The paper has E‖z‖², the code E‖z‖, which the published coefficients were found with (``norm``).
+Where the paper and its code differ. The defaults are the paper's. ``setting: released`` is the authors' code, as far as
+it concerns the method.
+ 1. The paper has E‖z‖², the code E‖z‖, for which the published coefficients were found (``norm``).
  2. The code multiplies μ and σ by a learned number inside the divergence, the paper does not (``learned_factor``).
- 3. In the code each site keeps its own r(z|y) for ever. In the paper one reference of a class is what aligns the sites:
+ 3. In the code each site keeps its own r(z|y). In the paper a common reference of each class aligns the sites, so here
     it is averaged like the model (``share_reference``).
- 4. The code draws every mini-batch from a new shuffle, of which the paper says nothing. By default a round's batches
-    are one pass, or a part of one (``independent_batches``).
+ 4. The code draws every mini-batch from a new shuffle, which the paper does not mention. By default a round's batches
+    are one pass over the data, or a part of one (``independent_batches``).
 No setting changes these:
  5. 1e-6 is added inside the logarithms: a softplus can underflow.
- 6. BatchNorm statistics are averaged like weights; counters take the maximum (code: their mean, cut to an integer).
+ 6. BatchNorm statistics are averaged like weights; of counters the maximum is taken (code: their mean, truncated).
  7. Weight decay acts on r(z|y) too, as in the code.
  8. One optimiser for the whole run: ``training.reset_optimizer_each_round: false``.
- 9. Samples of z at prediction: here the same ε for all inputs, from a fixed seed, so that a prediction depends neither
-    on the batch nor on when it is made.
-Sites count alike, as in the code (``weighting: uniform``). α_CMI is 0.001, as published for PACS (5e-4 where the code
-is told nothing); Z is the width of the features (512 for ResNet-18, 2048 for ResNet-50).
+ 9. At prediction, all inputs have the same ε, from a fixed seed. So a prediction does not depend on the other samples
+    of its batch, nor on earlier predictions.
+All sites have the same weight, as in the code (``weighting: uniform``). α_CMI is 0.001, as published for PACS (the
+code's default is 5e-4). Z is the width of the features (512 for ResNet-18, 2048 for ResNet-50).
 
 Should reproduce (PACS, ResNet-18, as printed by CSAC): FedSR 83.7, FedL2R 83.1, FedCMI 81.7.
 """
@@ -53,13 +53,14 @@ from fedshift.federation.site import Batch, Site
 from fedshift.functional.representation import gaussian_divergence, mean_prediction, norm_regulariser
 from fedshift.methods.base import Method, State, trained_mean
 from fedshift.methods.heads import with_block
+from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 
 class References(nn.Module):
-    """r(z|y): a Gaussian for every class, and perhaps the number c that the code multiplies codes with."""
+    """r(z|y): a Gaussian per class, and optionally the factor of codes that the released code has."""
 
     def __init__(self, classes: int, width: int, learned_factor: bool) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class References(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Features (n, d) → codes. As a layer of the network it puts out the codes' means."""
+    """Maps features (n, d) to codes. As a layer of the network, it outputs the codes' means."""
 
     def __init__(self, inputs: int, width: int, *, sampled: bool, references: References | None) -> None:
         super().__init__()
@@ -84,7 +85,7 @@ class Encoder(nn.Module):
         self.references = references
 
     def codes(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """μ and σ, (n, Z) each; no σ where nothing is sampled."""
+        """μ and σ, (n, Z) each; σ is None if nothing is sampled."""
         out = self.linear(features)
         if self.linear.out_features == self.width:
             return out, None
@@ -95,10 +96,11 @@ class Encoder(nn.Module):
 
 
 class _SimpleRepresentation(Method):
-    """What FedSR and its parts share: a code before the classifier, penalties on it, and the rounds of FedAvg."""
+    """What the three methods share: a code before the classifier, penalties on it, and the rounds of FedAvg."""
 
     citation: ClassVar[str] = "Nguyen et al., NeurIPS 2022"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "references")
+    averages: ClassVar[Averages] = {"fit": Averaged()}
     sampled: ClassVar[bool]
 
     steps_per_round: PositiveInt | None = Field(5, description="E: mini-batches per round; none = local_epochs")
@@ -121,15 +123,15 @@ class _SimpleRepresentation(Method):
             names=("backbone", "encoder"),
         )
 
-    # What the parts differ in --------------------------------------------------------------------------------------
+    # In which the methods differ -----------------------------------------------------------------------------------
 
     @property
     def shares_reference(self) -> bool:
-        """Whether class references are a part of the model."""
+        """Whether the class references belong to the model."""
         return False
 
     def references(self, classes: int, width: int) -> References | None:
-        """r(z|y) before training, where there is one."""
+        """r(z|y) before training; None if the method has none."""
         return None
 
     @abstractmethod
@@ -148,7 +150,7 @@ class _SimpleRepresentation(Method):
     # Site ----------------------------------------------------------------------------------------------------------
 
     def fit(self, site: Site, weights: Weights) -> Update:
-        """At a site: cross-entropy on sampled codes and the penalties."""
+        """Train with cross-entropy on sampled codes, and the penalties."""
         model = site.model(weights)
         backbone, encoder = _parts(model)
         references = encoder.references or self._own_references(site, encoder.width)
@@ -182,7 +184,7 @@ class _SimpleRepresentation(Method):
 
 
 class FedL2R(_SimpleRepresentation):
-    """FedAvg whose representation is kept short: an implicit alignment of its distribution across sites."""
+    """FedAvg with a penalty on the norm of codes, which implicitly aligns their distribution across sites."""
 
     name: ClassVar[str] = "fedl2r"
     sampled: ClassVar[bool] = False
@@ -198,7 +200,7 @@ class FedL2R(_SimpleRepresentation):
 
 
 class FedCMI(_SimpleRepresentation):
-    """FedAvg whose probabilistic representation is kept near a reference of each class."""
+    """FedAvg with a penalty on the divergence of codes from a reference of their class."""
 
     name: ClassVar[str] = "fedcmi"
     sampled: ClassVar[bool] = True
@@ -231,7 +233,7 @@ class FedCMI(_SimpleRepresentation):
 
 
 class FedSR(FedL2R, FedCMI):
-    """Both: a short representation that says of a sample little more than its class."""
+    """FedL2R and FedCMI together: codes that hold little more information than the class."""
 
     name: ClassVar[str] = "fedsr"
     sampled: ClassVar[bool] = True
@@ -245,7 +247,7 @@ class FedSR(FedL2R, FedCMI):
 
 
 class _Sampled(Network):
-    """Answers with the logarithm of the mean softmax over samples of z."""
+    """Predicts the logarithm of the mean softmax over samples of z."""
 
     def __init__(self, network: Network, samples: int) -> None:
         super().__init__(
@@ -264,13 +266,13 @@ class _Sampled(Network):
         means, scales = encoder.codes(backbone(inputs))
         assert scales is not None
         draws = generator("prediction")
-        # One ε for all inputs of any batch.
+        # The same ε for all inputs, in every batch.
         noise = [_noise((1, encoder.width), draws, means) for _ in range(self._samples)]
         return mean_prediction(torch.stack([self.classifier(means + scales * epsilon) for epsilon in noise]))
 
 
 def _parts(network: Network) -> tuple[nn.Module, Encoder]:
-    """What comes before the codes, and what makes them."""
+    """The backbone and the encoder of a network."""
     backbone, encoder = cast(nn.Sequential, network.features)
     return backbone, cast(Encoder, encoder)
 

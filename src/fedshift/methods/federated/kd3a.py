@@ -4,11 +4,11 @@ Feng, You, Chen, Zhang, Zhu, Wu, Wu, Chen: KD3A: Unsupervised Multi-Source Decen
 Distillation. ICML 2021, Algorithm 1.
 
 Setting: domain adaptation; K labelled source sites, one target site without labels that aggregates.
-Wire: every source's model goes to the target and the aggregate to every source, 2·K·S(θ) a round, and N_k. Here a
-coordinator stands between (it could pass the models on unread): K·S up, (K + 1)·S down to the target (the aggregate of
-the round before is the start of distillation), S up, K·S down.
+Wire: every source's model goes to the target, and the aggregate to every source, 2·K·S(θ) per round, and N_k. Here they
+pass through a coordinator, which need not read them: K·S up, (K + 1)·S down to the target (distillation starts from the
+aggregate of the last round), S up, K·S down.
 
-In every round, θ being the last aggregate
+In every round, with θ the last aggregate
     source k: one epoch of cross-entropy from θ → θ_k
     target: p, n_p = knowledge vote of q_1 … q_K at confidence gate g;  min over θ_T of n_p · KL(p ‖ q_T), from θ  (3–6)
     target: CF_k = value of source k for Q(S) = Σ_x n_p(S) · max p(S)                                       (7, 8)
@@ -16,36 +16,37 @@ In every round, θ being the last aggregate
             θ ← Σ_k α_k θ_k + α_T θ_T,  BatchNorm statistics of the mixture                     (10, appendix E)
 
 Where the paper and its code differ. In 1 to 8 setting ``paper``, the default, is the paper and ``released`` the code.
-There is no ``practical``: with BatchNorm in the network ``released`` was measured to be better, without it neither was.
+There is no ``practical``: in our measurements ``released`` was better with BatchNorm in the network, and neither was
+without.
  1. Labels: the mean row with weight n_p; code: the one-hot winner with weight 0 or 1 (``labels: hard``).
  2. Vote: adds rows; code: adds top-1 probabilities (``vote: top1``).
- 3. Consensus focus: leave-one-out (8); code: the Shapley value (``focus: shapley``). Negative values count as 0; all
-    zero: equal. What it is compared with: ``focus: samples``; ``h_divergence``, by the distance of each source's
-    BatchNorm statistics to those of the target's data under the same model, per channel; ``information_gain``, by how
-    much tighter the target's features cluster, in parts, under each source's model as it will be aggregated.
-    Distances and gains summed up instead would leave one source all the weight: their exponentials are 0 or 1.
+ 3. Consensus focus: leave-one-out (8); code: the Shapley value (``focus: shapley``). Negative values count as 0; if all
+    are zero, shares are equal. The paper compares it with ``focus: samples``; ``h_divergence``, the distance of each
+    source's BatchNorm statistics to those of the target's data under the same model, per channel; and
+    ``information_gain``, how much tighter, relatively, the target's features cluster under each source's model as it
+    is aggregated. Sums of distances or gains would give one source all the weight: their exponentials are 0 or 1.
  4. Shares: (9), new in every round; code: α_T is the share of confident images/(K+1) (``target_share: confident``), N_k
-    does not enter, and shares are averaged over epochs (``share_momentum: 0.9``).
- 5. Classifiers are aggregated; code: they stay at their sites (``private_classifier``), each from other weights. Here
-    from the common start.
+    is not used, and shares are averaged over epochs (``share_momentum: 0.9``).
+ 5. Classifiers are aggregated; code: they stay at their sites (``private_classifier``) and start from different
+    weights. Here they start from the common start.
  6. Teachers in evaluation mode; code: in training mode on target batches, which also changes their statistics
     (``teacher_statistics: batch``).
- 7. Mixup: Beta(0.2, 0.2), none on Amazon Review (Table 5): give ``mixup: 0`` there; code: Beta(2, 2) always.
+ 7. Mixup: Beta(0.2, 0.2), but none on Amazon Review (Table 5), which is ``mixup: 0``; code: Beta(2, 2) always.
  8. BatchNorm statistics: the closed form of appendix E; code: variances averaged, without the variance of the means
-    (``batch_norm: linear``). ``off``: they stay at their sites. ``loss``: the aggregate h_T is trained for (12), in
-    the place of Algorithm 1, line 16, with the statistics and shares of all K + 1 models. Not in the paper: for how
-    long (here as many mini-batches as distillation has, by the experiment's optimiser; they count as work), and h_T's
-    own statistics (here averaged, then moved by its batches). Of (⟨a, b⟩ + ½)² (12) keeps the diagonal of the second
-    moments. It grows with the fourth power of the weights: where it diverges, lower ``batch_norm_weight``.
- 9. Gate and learning rate: the code steps them with the epoch's number and a lag. Here: with the share of work done.
-10. Optimisers: the code keeps them for the whole run. Here momentum begins anew in every round, at the target and at
+    (``batch_norm: linear``). ``off``: they stay at their sites. ``loss``: the aggregate h_T is trained on (12), instead
+    of Algorithm 1, line 16, with the statistics and shares of all K + 1 models. The paper does not say for how long
+    (here as many mini-batches as distillation has, with the experiment's optimiser; they count as work), nor what h_T's
+    own statistics are (here averaged, then updated by its batches). (12) keeps the diagonal of the second moments of
+    (⟨a, b⟩ + ½)². It grows with the fourth power of the weights: if it diverges, lower ``batch_norm_weight``.
+ 9. Gate and learning rate: in the code they follow the epoch's number, with a lag. Here: the share of work done.
+10. Optimisers: the code keeps them for the whole run. Here momentum starts at zero in every round, at the target and at
     the sources, unless ``training.reset_optimizer_each_round: false``, as in all our measurements.
 11. r aggregations per epoch (``aggregations_per_epoch``): a round is 1/r of an epoch for r ≥ 1, at least a mini-batch
-    (an r above a site's mini-batches an epoch is that number there); for r < 1 the sources pass 1/r times over their
-    data and the target once. ``training.rounds`` counts rounds, whatever r.
+    (at a site with fewer than r mini-batches per epoch, r is that number); for r < 1 the sources pass 1/r times over
+    their data and the target once. ``training.rounds`` counts rounds, whatever r.
 12. The code gives every site equally many mini-batches. Here a round is each site's own epoch.
-13. A source whose model is no number, or predicts none, counts as missing (``engine.quorum``): no vote, no share.
-Equal work counts the target's mini-batches too, so a method that does not train there gets further rounds.
+13. A source whose weights or predictions are not finite counts as missing (``engine.quorum``): no vote, no share.
+Equal work: the target's mini-batches count, too, so a method that does not train there has more rounds.
 
 Should reproduce: Amazon Review 79.0, 80.6, 85.6, 86.9, average 83.1; Digit-5 92.0; ablations of its Figure 3.
 """
@@ -73,6 +74,7 @@ from fedshift.functional.consensus_focus import FocusTally
 from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.federated import kd3a_shares
 from fedshift.methods.federated.kd3a_teachers import BatchNormAlignment, Teachers, with_private
+from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -80,9 +82,9 @@ from fedshift.weights import Weights
 
 @dataclass(frozen=True)
 class Aggregate(Reply):
-    """What the target sends back: the aggregated model, α of every source, its own, and how the round went.
+    """What the target sends: the aggregated model, α of every source, its own α, and two numbers about the round.
 
-    confident: share of its samples on which some teacher passed the gate.
+    ``confident`` is the share of its samples on which some teacher passed the gate.
     """
 
     weights: Weights
@@ -93,7 +95,7 @@ class Aggregate(Reply):
 
 
 class KD3A(Method):
-    """Source models vote on the target's samples; sources are weighed by what they add to the consensus."""
+    """Source models vote on the target's samples; sources are weighted by what they add to the consensus."""
 
     name: ClassVar[str] = "kd3a"
     citation: ClassVar[str] = "Feng et al., ICML 2021"
@@ -112,12 +114,14 @@ class KD3A(Method):
             "mixup": 2.0,
         }
     }
+    averages: ClassVar[Averages] = {"fit": Averaged()}
+    needs_every_model: ClassVar[bool] = True
     needs_target: ClassVar[bool] = True
     one_target: ClassVar[bool] = True
 
     aggregations_per_epoch: PositiveFloat = Field(1.0, description="r: aggregations in each epoch of the sources")
     gate_start: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="g₀: confidence gate at the beginning")
-    gate_end: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="g₁: where the gate rises to")
+    gate_end: Annotated[float, Field(ge=0, lt=1)] = Field(0.95, description="g₁: confidence gate at the end")
     vote: Literal["rows", "top1", "mean"] = Field(
         "rows", description="what teachers add up: rows (paper), top-1 (code); mean = no vote (ablation)"
     )
@@ -131,14 +135,14 @@ class KD3A(Method):
     focus_permutations: PositiveInt | None = Field(
         None, description="orders sampled for Shapley values; none = exact up to 10 sources"
     )
-    target_share: Literal["samples", "confident"] = Field("samples", description="α_T: N_T/(ΣN + N_T), or as the code")
+    target_share: Literal["samples", "confident"] = Field("samples", description="α_T: N_T/(ΣN + N_T), or the code's")
     share_momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="shares averaged over rounds (code: 0.9)"
     )
     batch_norm: Literal["moments", "linear", "loss", "off"] = Field(
-        "moments", description="BatchNorm statistics: closed form, averaged (code), trained for (12), or not shared"
+        "moments", description="BatchNorm statistics: closed form, averaged (code), trained (12), or not shared"
     )
-    batch_norm_weight: NonNegativeFloat = Field(1.0, description="factor of the objective that is trained for")
+    batch_norm_weight: NonNegativeFloat = Field(1.0, description="weight of (12) with batch_norm: loss")
     teacher_statistics: Literal["running", "batch"] = Field("running", description="teachers' BatchNorm on the target")
     private_classifier: bool = Field(False, description="classifiers are not aggregated (code)")
     mixup: NonNegativeFloat = Field(0.2, description="a of Beta(a, a) (code: 2); 0 = without")
@@ -162,9 +166,9 @@ class KD3A(Method):
     def check(self, network: Network) -> None:
         normalised = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())
         if self.focus == "h_divergence" and not normalised:
-            raise UserError("kd3a.focus: h_divergence compares BatchNorm statistics and the network has none")
+            raise UserError("kd3a.focus: h_divergence compares BatchNorm statistics, but the network has none")
         if self.batch_norm == "loss" and not normalised:
-            raise UserError("kd3a.batch_norm: loss aligns BatchNorm statistics and the network has none")
+            raise UserError("kd3a.batch_norm: loss aligns BatchNorm statistics, but the network has none")
 
     # Server -------------------------------------------------------------------------------------------------------
 
@@ -182,7 +186,7 @@ class KD3A(Method):
             previous={site: share for site, share in state.numbers.items() if site in models or site == target},
         ).only()
         shares = dict(aggregate.shares)
-        self._go_on_without_unsound(federation, models, shares)
+        self._drop_nonfinite_sources(federation, models, shares)
         report = {
             "losses": losses | {target: aggregate.loss},
             "aggregation_weights": shares | {target: aggregate.target_share},
@@ -190,22 +194,26 @@ class KD3A(Method):
         }
         return state.advance(aggregate.weights, numbers=shares | {target: aggregate.target_share}, report=report)
 
-    def _go_on_without_unsound(
+    def _drop_nonfinite_sources(
         self, federation: Federation, models: Mapping[str, Weights], shares: Mapping[str, float]
     ) -> None:
-        """Sources whose model the target could not use count as missing. Raises when that leaves too few."""
-        unsound = [site for site in models if site not in shares]
-        for number, site in enumerate(unsound, len(federation.sources) - len(models) + 1):
+        """Count sources whose predictions are not finite as missing.
+
+        Raises:
+            TrainingDiverged: fewer sources than the quorum are left.
+        """
+        dropped = [site for site in models if site not in shares]
+        for number, site in enumerate(dropped, len(federation.sources) - len(models) + 1):
             error = TrainingDiverged(
                 f"the model of site '{site}' predicts no finite numbers at the target in round {federation.round}: "
-                "look at its data, or lower training.lr"
+                "check its data, or lower training.lr"
             )
             federation.go_on_without(Missing(site, error), len(federation.sources), number)
 
     # Source -------------------------------------------------------------------------------------------------------
 
     def fit(self, site: Site, weights: Weights) -> Update:
-        """At a source: cross-entropy from the aggregate."""
+        """Train with cross-entropy from the aggregate."""
         model = site.model(with_private(site, weights))
         loss = site.minimise(
             lambda batch: F.cross_entropy(model(batch.inputs), batch.targets),
@@ -227,7 +235,7 @@ class KD3A(Method):
         samples: Mapping[str, int],
         previous: Mapping[str, float],
     ) -> Aggregate:
-        """At the target: knowledge vote, distillation, consensus focus, aggregation."""
+        """Knowledge vote, distillation, consensus focus and aggregation at the target."""
         gate = schedules.linear(site.envelope.progress, self.gate_start, self.gate_end)
         teachers = Teachers(
             site,
@@ -256,12 +264,12 @@ class KD3A(Method):
         self._keep(site, distilled)
 
         value, confident = teachers.judged()
-        sound = teachers.sound(models)
+        finite = teachers.finite(models)
         if value is not None:
-            value = value[[name in sound for name in models]]
+            value = value[[name in finite for name in models]]
         trained = teachers.weights(models)
-        models, trained = ({name: of[name] for name in sound} for of in (models, trained))
-        samples = {name: samples[name] for name in sound}
+        models, trained = ({name: of[name] for name in finite} for of in (models, trained))
+        samples = {name: samples[name] for name in finite}
         alphas = kd3a_shares.of_round(
             site,
             self.focus,
@@ -282,7 +290,7 @@ class KD3A(Method):
         return Aggregate(aggregate, shares, alphas[site.name], confident, loss)
 
     def _pass(self, site: Site, model: Network, loss_of: Callable[[Batch], Tensor], memory: str) -> float:
-        """Train ``model`` for as many mini-batches as the target has in a round; the mean loss."""
+        """Train ``model`` for the target's mini-batches of a round. Returns the mean loss."""
         steps = self._steps(site.batches_per_epoch, max(1.0, self.aggregations_per_epoch))
         return site.minimise(loss_of, model, steps=steps, remember=memory)
 
@@ -296,7 +304,7 @@ class KD3A(Method):
         return site.weights_of(model)
 
     def _tally(self, site: Site, teachers: int, gate: float) -> FocusTally | None:
-        """What adds up the focus of every teacher, where sources are weighed by it."""
+        """Adds up the focus of every teacher; None if sources are not weighted by it."""
         if self.focus != "shapley" and self.focus != "leave_one_out":
             return None
         return FocusTally(
@@ -314,7 +322,7 @@ class KD3A(Method):
         return votes.knowledge_vote(predictions, gate, ballots=self.vote)
 
     def _mixture(self, site: Site, size: int) -> tuple[float, Tensor]:
-        """λ ~ Beta(a, a) and π, drawn from torch's generator, which an exchange seeds."""
+        """λ ~ Beta(a, a) and a permutation, drawn from torch's generator, which each exchange seeds."""
         lam = torch.distributions.Beta(self.mixup, self.mixup).sample()
         return float(lam), torch.randperm(size).to(site.device)
 

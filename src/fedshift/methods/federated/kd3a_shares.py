@@ -1,4 +1,4 @@
-"""KD3A's shares of sources and target in a round, by consensus focus or by what it is compared with."""
+"""KD3A's shares of sources and target in a round, by consensus focus or by what the paper compares it with."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Focus = Literal["shapley", "leave_one_out", "samples", "h_divergence", "informat
 
 
 class Models(NamedTuple):
-    """What a round has: θ, the sources' models as they came and as they are aggregated, and N_k."""
+    """The models of a round: θ, the sources' models as received and as aggregated, and N_k."""
 
     start: Weights
     came: Mapping[str, Weights]
@@ -31,10 +31,18 @@ class Models(NamedTuple):
 def of_round(
     site: Site, focus: Focus, models: Models, value: Tensor | None, confident: float | None
 ) -> dict[str, float]:
-    """α of every source and, under the site's own name, of the target; together 1.
+    """The shares of a round.
 
-    site: the target. value: consensus focus of each source, where ``focus`` is one. confident: the share of the
-    target's samples on which a teacher is sure, where α_T is to be the released code's; else it is N_T/(ΣN + N_T).
+    Args:
+        site: the target.
+        focus: how sources are weighted.
+        models: the models of the round.
+        value: consensus focus of each source (K,); None for another ``focus``.
+        confident: the share of the target's samples on which a teacher is confident, for the released code's α_T. None:
+            α_T is N_T/(ΣN + N_T).
+
+    Returns:
+        α of every source and, under the site's own name, of the target. They sum to 1.
     """
     counts = list(models.samples.values())
     if value is None:
@@ -48,17 +56,19 @@ def of_round(
 
 
 def _without_value(site: Site, focus: Focus, models: Models, counts: Sequence[int]) -> list[float]:
-    """Shares among the sources by what consensus focus is compared with."""
+    """Shares among the sources by one of the weightings that consensus focus is compared with."""
     if focus == "samples":
         return source_weights.sample_weights(counts)
-    if focus == "h_divergence":  # as they came: with the target's own statistics in them no source is far from it
+    if focus == "h_divergence":  # as received: after aggregation they may hold the target's statistics
         return by_distance(site, list(models.came.values()), counts)
     return by_gain(site, models.start, list(models.merged.values()))
 
 
 def by_distance(site: Site, models: Sequence[Weights], samples: Sequence[int]) -> list[float]:
-    """α_k ∝ N_k exp(−d_k), d_k between a source's BatchNorm statistics and those of the target's data under its model,
-    per channel (H-divergence).
+    """H-divergence: α_k ∝ N_k exp(−d_k).
+
+    d_k is the distance per channel between a source's BatchNorm statistics and those of the target's data under its
+    model.
     """
     own = (site.weights_of(with_own_statistics(site, model)) for model in models)
     distances = [batchnorm_distance(*pair, per_channel=True) for pair in zip(models, own, strict=True)]
@@ -66,8 +76,9 @@ def by_distance(site: Site, models: Sequence[Weights], samples: Sequence[int]) -
 
 
 def by_gain(site: Site, before: Weights, models: Sequence[Weights]) -> list[float]:
-    """Softmax of how much tighter the target's features cluster under each model than under ``before``, in parts of it
-    (FADA's information gain).
+    """FADA's information gain: α is the softmax of the relative gains.
+
+    A gain is how much tighter the target's features cluster under a model than under ``before``, as a ratio.
     """
     gains = source_weights.relative_gains(_dispersion(site, before), [_dispersion(site, model) for model in models])
     return source_weights.gain_weights(gains)
@@ -75,14 +86,14 @@ def by_gain(site: Site, before: Weights, models: Sequence[Weights]) -> list[floa
 
 @torch.no_grad()
 def _dispersion(site: Site, weights: Weights) -> float:
-    """How far the target's features lie from their clusters' centres under a model."""
+    """The dispersion of the target's features around their cluster centres under a model."""
     model = site.model(weights).eval()
     features = torch.cat([model.features(batch.inputs).flatten(1) for batch in site.all_batches()])
     return dispersion(features, site.classes, derive_seed(site.seed))
 
 
 def smoothed(previous: Mapping[str, float], new: Mapping[str, float], momentum: float) -> dict[str, float]:
-    """Shares averaged over rounds. A site that was not there in the round before starts with its share of now."""
+    """Shares averaged over rounds. A site that was missing in the last round starts with its new share."""
     before = [previous.get(name, share) for name, share in new.items()]
     mixed = source_weights.smoothed_weights(before, list(new.values()), momentum)
     return {name: share / sum(mixed) for name, share in zip(new, mixed, strict=True)}

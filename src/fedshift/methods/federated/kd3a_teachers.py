@@ -1,4 +1,4 @@
-"""What KD3A's target does with the sources' models: ask them, judge them, align the aggregate with their statistics."""
+"""The sources' models at KD3A's target: their predictions, their focus, and the alignment with their statistics."""
 
 from __future__ import annotations
 
@@ -16,19 +16,27 @@ from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 _INFERENCE_BATCH = 500
-# Predictions of all teachers for all samples that a target keeps in memory.
 _KEPT_BYTES = 256 * 2**20
+"""The most that predictions of all teachers for all samples may take to be kept in memory."""
 
 
 class Teachers:
-    """The sources' models at the target: what they say of its samples, and what each of them adds to the consensus.
+    """The sources' models at the target: their predictions for its samples, and what each adds to the consensus.
 
-    Predictions are kept where all of them fit in `_KEPT_BYTES` and a sample always looks the same: the teachers are
-    then asked once, in large batches, and judged on all samples. Else they are asked for every batch and judged on what
-    training saw, and no prediction is kept.
+    If nothing is augmented and all predictions fit in `_KEPT_BYTES`, they are computed once, in large batches, and the
+    focus is that of all samples. Otherwise they are computed for every batch and not kept, and the focus is that of the
+    samples in training.
 
-    A model may hold finite numbers and yet predict none (a source that diverges). Where it does, it says that all
-    classes are alike, which passes no gate, and it is not among those that are `sound`.
+    A model with finite weights may still predict numbers that are not finite (a source that diverges). Such predictions
+    are replaced by equal probabilities, which pass no gate, and the model is not among the `finite` ones.
+
+    Args:
+        site: the target.
+        models: the sources' models.
+        gate: confidence from which a teacher votes.
+        own_statistics: use the teachers' BatchNorm statistics; otherwise those of the batch.
+        whole_epoch: whether training passes over all samples.
+        tally: adds up the focus of each teacher; None if it is not needed.
     """
 
     def __init__(
@@ -41,16 +49,13 @@ class Teachers:
         whole_epoch: bool,
         tally: FocusTally | None,
     ) -> None:
-        """own_statistics: BatchNorm as the teachers bring it, else that of the batch. whole_epoch: all samples are gone
-        through. tally: adds up what each teacher is worth, where that is asked for.
-        """
         self._site, self._gate = site, gate
         self._own_statistics, self._tally = own_statistics, tally
         self._networks = [site.model(weights).requires_grad_(False) for weights in models]
         for network in self._networks:
             network.train(not self._own_statistics)
         self._confident = self._judged = 0
-        self._sound = torch.ones(len(models), dtype=torch.bool, device=site.device)
+        self._finite = torch.ones(len(models), dtype=torch.bool, device=site.device)
         self._all: Tensor | None = None
         kept = len(models) * site.samples * site.classes * BYTES_PER_NUMBER <= _KEPT_BYTES
         if kept and whole_epoch and self._own_statistics and site.data.deterministic:
@@ -59,10 +64,10 @@ class Teachers:
 
     @torch.no_grad()
     def _ask(self, inputs: Tensor) -> Tensor:
-        said = torch.stack([network(inputs).softmax(1) for network in self._networks])
-        finite = said.isfinite().all(2)
-        self._sound &= finite.all(1)
-        return said.where(finite[:, :, None], torch.full_like(said, 1 / said.shape[2]))
+        found = torch.stack([network(inputs).softmax(1) for network in self._networks])
+        finite = found.isfinite().all(2)
+        self._finite &= finite.all(1)
+        return found.where(finite[:, :, None], torch.full_like(found, 1 / found.shape[2]))
 
     def _ask_all(self) -> Iterator[Tensor]:
         return (self._ask(inputs) for inputs, _, _ in self._site.data.all_batches(_INFERENCE_BATCH))
@@ -74,7 +79,7 @@ class Teachers:
             self._tally.add(said)
 
     def predictions(self, batch: Batch) -> Tensor:
-        """Probabilities (K, b, C) for a batch."""
+        """The teachers' probabilities for a batch, (K, b, C)."""
         if self._all is not None:
             return self._all[:, batch.rows.to(self._all.device)]
         said = self._ask(batch.inputs)
@@ -82,7 +87,7 @@ class Teachers:
         return said
 
     def judged(self) -> tuple[Tensor | None, float]:
-        """Consensus focus (K,) where the method weighs by it, and the share of samples on which a teacher is sure."""
+        """Consensus focus (K,), or None without a tally; and the share of samples on which a teacher is confident."""
         if not self._judged:  # no batch was left for this exchange
             for network in self._networks:
                 network.eval()
@@ -90,13 +95,17 @@ class Teachers:
                 self._judge(said)
         return None if self._tally is None else self._tally.focus(), self._confident / self._judged
 
-    def sound(self, names: Iterable[str]) -> list[str]:
-        """Those of ``names``, one per model, whose model predicted numbers for all that it was asked.
+    def finite(self, names: Iterable[str]) -> list[str]:
+        """The names of the models whose predictions were all finite.
 
-        Raises TrainingDiverged when none did.
+        Args:
+            names: one per model.
+
+        Raises:
+            TrainingDiverged: there is no such model.
         """
         names = list(names)
-        found = [name for name, sound in zip(names, self._sound.tolist(), strict=True) if sound]
+        found = [name for name, finite in zip(names, self._finite.tolist(), strict=True) if finite]
         if not found:
             raise TrainingDiverged(
                 f"no source's model ({', '.join(names)}) predicts finite numbers at site '{self._site.name}': lower "
@@ -105,7 +114,7 @@ class Teachers:
         return found
 
     def weights(self, models: Mapping[str, Weights]) -> Mapping[str, Weights]:
-        """The models as they are aggregated: as they came, or with the statistics that target batches left in them."""
+        """The models as they are aggregated: as received, or with BatchNorm statistics updated by target batches."""
         if self._own_statistics:
             return models
         return {name: self._site.weights_of(network) for name, network in zip(models, self._networks, strict=True)}
@@ -114,8 +123,10 @@ class Teachers:
 class BatchNormAlignment:
     """The objective of BatchNorm-MMD (12) for a network in training: its features against the statistics of models.
 
-    network: h_T, whose BatchNorm layers' inputs are π. models: the K sources' and the target's own, by site. shares:
-    α of each of them.
+    Args:
+        network: h_T, whose BatchNorm layers' inputs are π.
+        models: site → model, of the K sources and the target.
+        shares: site → α.
     """
 
     def __init__(self, network: Network, models: Mapping[str, Weights], shares: Mapping[str, float]) -> None:
@@ -148,5 +159,5 @@ class BatchNormAlignment:
 
 
 def with_private(site: Site, weights: Weights) -> Weights:
-    """``weights`` with what is private to the site put over them."""
+    """``weights`` with the site's private tensors in place of those of the same name."""
     return weights.merge(site.memory.weights("private")) if "private" in site.memory else weights

@@ -2,42 +2,42 @@
 
 Anonymous: Privacy-Protected Multi-Domain Collaborative Learning. Under review, ICLR 2022 (P²MDCL). No official code.
 
-Setting: win-win; L labelled and U unlabelled sites of the same classes, all to be served by one model.
-Wire: encoder, classifier and invariant mask, (L + U)·S(θ) up and down a round, N_k and r; up also the cross-entropy of
-a labelled site and how many classes the pseudo-labels of an unlabelled one name. The frozen backbone never travels
+Setting: win-win; L labelled and U unlabelled sites with the same classes share one model.
+Wire: encoder, classifier and invariant mask, (L + U)·S(θ) up and down per round, N_k and r; up also a labelled site's
+cross-entropy, and the number of classes in an unlabelled site's pseudo-labels. The frozen backbone is never sent
 (features are the data); the specific mask, the decoder and the momentum stay at their site.
 
-With f the frozen features, enc and cls the network's features and classifier, ⊗ the product by entries:
+With f the frozen features, enc and cls the network's features and classifier, ⊗ the element-wise product:
     m^I, m^s ~ Bernoulli(σ(m̂)) per sample, straight-through gradient; in evaluation σ(m̂)
     g = enc(f),  g^I = m^I ⊗ g,  g^s = m^s ⊗ g,  L_r = ‖dec([g^s; g^I]) − f‖²
     L_s = ⟨g^s, g^I⟩ / Σ(g^s + g^I − g^s ⊗ g^I)
     labelled site    min  CE(y, cls(g^I)) + L_r + L_s
     unlabelled site  min  1[max p ≥ τ]·CE(ŷ, p) + H(p) + L_r + L_s,  p = cls(g^I)
-        ŷ: spherical k-means on all its g^I, once a round, started from the classes that the common model predicts
+        ŷ: spherical k-means on all its g^I, once per round, initialised with the classes that the common model predicts
     server           θ ← (1 − η)/L Σ θ_labelled + η/U Σ θ_unlabelled,   η = (1 − e^(−ρr)) / (2(1 + e^(−ρr)))
-    every site       SGD momentum 0.9, lr = lr₀/(1 + 10r)^0.75, one epoch a round
-L and U are the sites that answered: with `engine.quorum` the unlabelled ones together keep the share η.
+    every site       SGD momentum 0.9, lr = lr₀/(1 + 10r)^0.75, one epoch per round
+L and U count the sites that answered: with `engine.quorum` the unlabelled ones together keep the share η.
 
 Where the paper leaves things open or contradicts itself (and what is done here)
- 1. Masks of size 2048 on an output of 128. Here: on the encoder's output (``mask: embedding``), which the decoder's
-    input of 256 wants; ``mask: inputs`` masks f and encodes twice.
+ 1. Masks have size 2048 but the output 128. Here: masks on the encoder's output (``mask: embedding``), which fits the
+    decoder's input of 256; ``mask: inputs`` masks f and encodes twice.
  2. L_s on features has a denominator that can be 0 or negative, and no lower bound. Here: on the mask's probabilities;
-    ``interaction: features`` squashes features with a sigmoid first, ``literal`` does not.
- 3. r is the round in the text, for which η is over after one round; the formulas come from work in which it is the
+    ``interaction: features`` first applies a sigmoid to the features, ``literal`` does not.
+ 3. In the text r is the round, with which η is saturated after one round. The formulas come from work in which r is the
     progress. Here: progress, (round − 1)/(R − 1); ``r: round``.
- 4. L_r is a sum. Here: the mean over the entries of f, else it drowns the rest; ``reconstruction: sum``.
- 5. One formula averages the decoder and the specific mask too, the text keeps them at the sites. Here: the text.
- 6. Silent: masks in evaluation (``evaluation: threshold``), the start of m̂ (U(0, 1), drawn for each mask), ReLU between
-    layers (the network's), batch size, rounds, and whether momentum outlives a round. Here it does, since the work that
-    it builds on trains with one optimiser; ``keep_momentum: false`` leaves it to ``training``.
- 7. τ = 0.1 lets nearly everything through: the largest of C probabilities is at least 1/C.
- 8. A class that k-means loses keeps its last centroid; one that nothing is predicted as takes no part in the round.
+ 4. L_r is a sum. Here: the mean over the entries of f, since a sum outweighs the other terms; ``reconstruction: sum``.
+ 5. One formula averages the decoder and the specific mask, too; the text keeps them at the sites. Here: the text.
+ 6. Not stated: masks in evaluation (``evaluation: threshold``), initial m̂ (U(0, 1), drawn for each mask), ReLU between
+    layers (the network's), batch size, rounds, and whether momentum is kept over rounds. Here it is, since the work it
+    builds on trains with one optimiser; ``keep_momentum: false`` leaves it to ``training``.
+ 7. τ = 0.1 admits nearly every sample: the largest of C probabilities is at least 1/C.
+ 8. A class whose cluster becomes empty keeps its last centroid; a class that is never predicted is left out in a round.
 ``self_supervision: false`` is the ablation without pseudo-labels.
-``setting: practical`` is not in the paper. Clusters of a model that cannot tell classes apart yet fall into one class
-and stay there. So unlabelled sites wait (η = 0, lr = lr₀) until the labelled cross-entropy is below `readiness` · ln C;
-then r runs from 0 to 1 over the rounds that are left. The mini-batches of those who wait go to the labelled sites, and
-``lend`` = 0.9 of them ever after: work is as much as without. Also τ = 0.9, ρ = 0.5 and no H. On SURF features L_r, L_s
-and masks drawn at random cost the labelled sites accuracy: it has none of them (``draw: false``, masks σ(m̂)).
+``setting: practical`` is not in the paper. While a model cannot tell classes apart, all clusters become one class, and
+this does not recover. So unlabelled sites wait (η = 0, lr = lr₀) until the labelled cross-entropy is below `readiness`
+· ln C; then r runs from 0 to 1 over the remaining rounds. Labelled sites train the mini-batches of waiting sites, and
+later ``lend`` = 0.9 of them, so the total work is equal. Also τ = 0.9, ρ = 0.5 and no H. On SURF features L_r, L_s and
+masks drawn at random cost the labelled sites accuracy, so this setting has none of them (``draw: false``, masks σ(m̂)).
 
 Should reproduce: Image-CLEF ACC_s 91.47, ACC_t 88.85, mean of the tasks' harmonic means 89.57 (printed: 90.13, that of
 the averages); Office-Home 85.91, 66.63, 74.39 (printed 75.00). SHOT has 87.38 and 71.53.
@@ -75,6 +75,7 @@ from fedshift.functional.mdfnet_schedule import (
 from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.heads import hand_over, with_block
 from fedshift.methods.masks import Mask, Private, parts, with_masked_inputs
+from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -85,37 +86,38 @@ _NOT_YET = -1
 _ROUNDS_OF_FEW = 2
 _FEW_CLASSES = (
     "mdfnet: the pseudo-labels of '{}' name at most half of the classes in two rounds running: they may have "
-    "collapsed, unless the site has no others; look at the unlabelled accuracy, and see setting: practical"
+    "collapsed, unless the site has no other classes; check the unlabelled accuracy, and see setting: practical"
 )
 _NEVER_READY = (
     "mdfnet: the labelled cross-entropy never fell far enough (readiness), so unlabelled sites did not take part: "
     "train more rounds, with a smaller batch_size or a larger lr"
 )
 _FEW_STEPS = 20
-"""Mini-batches of an epoch below which the first clusters were seen to collapse without a gate."""
+"""With fewer mini-batches per epoch, the first clusters were seen to collapse without `readiness`."""
 
 
 @dataclass(frozen=True)
 class LabelledUpdate(Update):
-    """A labelled site's `Update`; cross_entropy: its mean alone, without L_r and L_s, in nats."""
+    """A labelled site's `Update`. ``cross_entropy`` is its mean in nats, without L_r and L_s."""
 
     cross_entropy: float
 
 
 @dataclass(frozen=True)
 class UnlabelledUpdate(Update):
-    """An unlabelled site's `Update`; named: how many classes its pseudo-labels name, 0 where it makes none."""
+    """An unlabelled site's `Update`. ``named`` is the number of classes in its pseudo-labels, 0 without any."""
 
     named: int
 
 
 class MDFNet(Method):
-    """A mask keeps what domains share apart from what they do not; unlabelled sites teach themselves by clusters."""
+    """Masks separate shared from specific features; unlabelled sites train on pseudo-labels from clusters."""
 
     name: ClassVar[str] = "mdfnet"
     citation: ClassVar[str] = "P²MDCL, anonymous, ICLR 2022 submission"
     scenario: ClassVar[str] = "labelled and unlabelled sites"
     memory_names: ClassVar[tuple[str, ...]] = ("private", "optimizer")
+    averages: ClassVar[Averages] = {"fit": Averaged(), "fit_unlabelled": Averaged(at="targets")}
     needs_target: ClassVar[bool] = True
     settings: ClassVar[Settings] = {
         "practical": {"readiness": 0.25, "threshold": 0.9, "rho": 0.5, "lend": 0.9, "draw": False}
@@ -130,7 +132,7 @@ class MDFNet(Method):
     )
     draw: bool = Field(True, description="masks in training: drawn for each sample; false = σ(m̂)")
     interaction: Literal["probabilities", "features", "literal"] = Field(
-        "probabilities", description="L_s on the masks' probabilities, on squashed features, or on features as they are"
+        "probabilities", description="L_s on the masks' probabilities, on features after a sigmoid, or on features"
     )
     interaction_weight: NonNegativeFloat = Field(1.0, description="weight of L_s; 0 = without")
     reconstruction: Literal["mean", "sum"] = Field("mean", description="L_r over the entries of f")
@@ -142,12 +144,12 @@ class MDFNet(Method):
     r: Literal["progress", "round"] = Field("progress", description="r: share of the rounds done, or their number")
     rho: NonNegativeFloat = Field(10.0, description="ρ: how fast the unlabelled sites' share grows")
     decay: bool = Field(True, description="lr₀/(1 + 10r)^0.75 at every site; off = training.lr_schedule")
-    keep_momentum: bool = Field(True, description="momentum outlives a round; off = as training says")
+    keep_momentum: bool = Field(True, description="momentum is kept over rounds; false: as training says")
     readiness: PositiveFloat | None = Field(
-        None, description="unlabelled sites wait for a labelled cross-entropy below this part of ln C; none = never"
+        None, description="unlabelled sites wait for a labelled cross-entropy below this share of ln C; none: never"
     )
     lend: Annotated[float, Field(ge=0, lt=1)] = Field(
-        0.0, description="part of the unlabelled sites' mini-batches that labelled sites train instead"
+        0.0, description="share of the unlabelled sites' mini-batches that labelled sites train instead"
     )
 
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
@@ -157,7 +159,7 @@ class MDFNet(Method):
         return self.mini_batches(batches_per_epoch, rounds)
 
     def traffic(self, plan: RunPlan) -> Traffic:
-        """At most: unlabelled sites that wait are not asked."""
+        """An upper bound: sites that wait send nothing."""
         exchanges = plan.rounds * (plan.sources + plan.targets)
         up, down = plan.payload + 3 * BYTES_PER_NUMBER, plan.payload + 2 * BYTES_PER_NUMBER
         return Traffic(exchanges * up, exchanges * down)
@@ -168,7 +170,7 @@ class MDFNet(Method):
             return ()
         return (
             f"{self.display}: an epoch has few mini-batches at {', '.join(few)}, and clusters of a model that cannot "
-            "tell classes apart yet fall into one: write setting: practical, or lower training.batch_size",
+            "tell classes apart yet collapse into one: write setting: practical, or lower training.batch_size",
         )
 
     def adapt_network(self, network: Network, sources: int) -> Network:
@@ -187,7 +189,7 @@ class MDFNet(Method):
         part = 1.0 if waiting else self.lend
         extra = PerSite(hand_over(federation, federation.targets, federation.sources, part))
         content: dict[str, Any] = {"weights": state.weights, "r": r, "extra": extra}
-        labelled, unlabelled = MeanAccumulator(), MeanAccumulator()
+        labelled, unlabelled, mean = MeanAccumulator(), MeanAccumulator(), MeanAccumulator()
         losses: dict[str, float] = {}
         entropies: dict[str, float] = {}
         named: dict[str, int] = {}
@@ -200,7 +202,6 @@ class MDFNet(Method):
             losses[site], named[site] = answer.loss, answer.named
         weight = progressive_weight(r, self.rho) if named else 0.0
         shares = collaborative_shares(len(entropies), len(named) or len(federation.targets), weight)
-        mean = MeanAccumulator()
         mean.add(labelled.result(), 1 - weight)
         if named:
             mean.add(unlabelled.result(), weight)
@@ -219,11 +220,11 @@ class MDFNet(Method):
         return state.advance(mean.result(), numbers={**state.numbers, **numbers}, report=report)
 
     def _r(self, opened: int, done: int, rounds: int) -> float:
-        """r in the round after ``done`` of them; ``opened``: how many had been done when unlabelled sites came in."""
+        """r after ``done`` rounds, if unlabelled sites have taken part since round ``opened``."""
         return progress_since(opened, done, rounds) if self.r == "progress" else float(done - opened)
 
     def _guard(self, state: State, named: Mapping[str, int], classes: int) -> tuple[dict[str, Number], list[str]]:
-        """For how many rounds pseudo-labels of each site have named few classes, and what to say of it."""
+        """Count the rounds in which a site's pseudo-labels name few classes. Returns the counts and warnings."""
         numbers: dict[str, Number] = {}
         warnings = []
         for site, number in named.items():
@@ -236,7 +237,7 @@ class MDFNet(Method):
     # Labelled site ------------------------------------------------------------------------------------------------
 
     def fit(self, site: Site, weights: Weights, r: float, extra: int) -> LabelledUpdate:
-        """At a labelled site: cross-entropy on the invariant features. ``extra``: mini-batches beyond its epochs."""
+        """Train with cross-entropy at a labelled site. ``extra`` mini-batches are added to its epochs."""
         seen: list[Tensor] = []
 
         def supervised(batch: Batch, logits: Tensor) -> Tensor:
@@ -245,14 +246,14 @@ class MDFNet(Method):
             return loss
 
         trained, loss = self._trained(site, _Halves(self, site, weights), supervised, r, extra)
-        # Without a mini-batch nothing was measured: as if it guessed.
+        # Without a mini-batch nothing was measured: use the cross-entropy of guessing.
         mean = float(torch.stack(seen).cpu().double().mean()) if seen else math.log(site.classes)
         return LabelledUpdate(trained, site.samples, loss, mean)
 
     # Unlabelled site ----------------------------------------------------------------------------------------------
 
     def fit_unlabelled(self, site: Site, weights: Weights, r: float, extra: int) -> UnlabelledUpdate:
-        """At an unlabelled site: entropy, and cross-entropy with the classes of the clusters."""
+        """Train with entropy, and cross-entropy on the clusters' classes, at an unlabelled site."""
         halves = _Halves(self, site, weights)
         labels = self._pseudo_labels(site, halves.model) if self.self_supervision else None
 
@@ -269,7 +270,7 @@ class MDFNet(Method):
 
     @torch.no_grad()
     def _pseudo_labels(self, site: Site, model: Network) -> Tensor:
-        """ŷ of all the site's samples: their clusters, started from what the common model predicts."""
+        """ŷ of all the site's samples: clusters, initialised with the common model's predictions."""
         model.eval()
         features = torch.cat([model.features(batch.inputs) for batch in site.all_batches()])
         predicted = model.classifier(features).argmax(1)
@@ -281,7 +282,7 @@ class MDFNet(Method):
     def _trained(
         self, site: Site, halves: _Halves, loss_of: Callable[[Batch, Tensor], Tensor], r: float, extra: int
     ) -> tuple[Weights, float]:
-        """Train the model and what is private together, and keep the latter; returns the model and the mean loss."""
+        """Train the model and the private modules; keep the latter. Returns the model and the mean loss."""
         model, private = halves.model, halves.private
         optimizer = site.optimizer(model, private, memory="optimizer", keep=self.keep_momentum)
         for group in optimizer.param_groups:
@@ -299,7 +300,7 @@ class MDFNet(Method):
 
 
 class _Halves:
-    """The common model and a site's private part in training: logits, and the losses that every site has."""
+    """The common model and a site's private modules: logits, and the losses L_r and L_s."""
 
     def __init__(self, method: MDFNet, site: Site, weights: Weights) -> None:
         self._method = method

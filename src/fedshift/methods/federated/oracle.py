@@ -1,13 +1,13 @@
 """Oracle: train on the target's own labels.
 
-The upper reference row of domain adaptation, as KD3A's tables have it (Feng et al., ICML 2021, Tables 6 and 8).
+The upper bound of domain adaptation in KD3A's tables (Feng et al., ICML 2021, Tables 6 and 8).
 
-Setting: domain adaptation, *an upper bound and no method*: the target's training part with its labels, nothing else.
+Setting: domain adaptation, *an upper bound and not a method*: the target's training samples with labels, nothing else.
 Wire: the model goes to the target and back each round; no source takes part.
 
     min_θ  Σ_i CE(f_θ(x_i^T), y_i^T)
 
-Where papers and code differ: nothing to choose. Equal work: as many mini-batches as all sites of the other methods
+Where papers and code differ: no choice is needed. Equal work: as many mini-batches as all sites of the other methods
 together, spread evenly over the rounds.
 
 Should reproduce: Digit-5 97.0, Office-Caltech10 99.4, DomainNet 63.0 (averages as printed by KD3A).
@@ -21,7 +21,7 @@ from fedshift.methods.pooled.deepall import DeepAll
 
 
 class Oracle(DeepAll):
-    """Cross-entropy on the target's labels: what a label for every sample would give."""
+    """Cross-entropy on the target's labels: the result if every sample had a label."""
 
     name: ClassVar[str] = "oracle"
     citation: ClassVar[str] = "as in Feng et al., ICML 2021"

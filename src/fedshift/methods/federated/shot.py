@@ -4,36 +4,36 @@ Liang, Hu, Feng: Do We Really Need to Access the Source Data? Source Hypothesis 
 Adaptation. ICML 2020, equations 1 to 7; with several sources as KD3A (Feng et al., ICML 2021) runs it.
 
 Setting: domain adaptation without source data; K labelled source sites, one target site without labels.
-Wire: one upload of each source's model, K·S(θ), and one download of them by the target, K·S(θ). The sources are not
-asked again. What the target adapts is its own; the K·S(θ) a round that the ledger shows after that are the adapted
-models on their way to be measured and handed out.
+Wire: one upload of each source's model, K·S(θ), and one download of all by the target, K·S(θ). The sources take no
+further part. After that the ledger shows K·S(θ) per round: the target's adapted models, which are sent to be measured
+and saved.
 
 Model: backbone, bottleneck g = Linear → BatchNorm, classifier h linear with normalised weights.
     source k, before the first round: cross-entropy with labels (1 − α)·1[c = y] + α/C  → g_k, h_k             (1, 2)
     target, in every round, for each k with h_k frozen:
         min over g_k of  E[H(p)] − H(E[p]) + β·CE(ŷ, p),  E over the mini-batch                                (3, 7)
-        ŷ, once per epoch over all data in evaluation mode: class of the nearest centroid, centroids weighted by
-        p first and by the classes so found then, cosine distance of (features, 1)                             (4–6)
+        ŷ, once per epoch over all data in evaluation mode: class of the nearest centroid by cosine distance of
+        (features, 1); centroids are weighted first by p, then by the classes that this gives                  (4–6)
     prediction: mean over k of the softmax outputs
 
-Where papers and code differ. The paper has values of its own for three kinds of experiment. The defaults are those of
-objects whose network begins from nothing; ``setting: digits`` has the digits' β = 0.1 in place of 0.3; ``pretrained``
-is for a backbone with pre-trained weights, which learns at 0.1 of the others' rate, at both sides. No setting changes
-the rest:
- 1. The code counts ε = 1e-5 inside the logarithm of H. Here too.
+Where papers and code differ. The paper has different values for three kinds of experiment. The defaults are those for
+objects and a network without pre-trained weights. ``setting: digits`` has β = 0.1 instead of 0.3; ``pretrained`` is for
+a backbone with pre-trained weights, whose learning rate is 0.1 of the others', at sources and target. No setting
+changes the rest:
+ 1. The code adds ε = 1e-5 inside the logarithm of H. Here, too.
  2. A class that no sample is assigned to has an undefined centroid in the code, which then wins every sample. Here it
     takes no part.
- 3. η·(1 + 10p)^−0.75, p the share of a site's own work that is done, takes the place of ``training.lr_schedule``;
-    ``decay: false`` keeps the experiment's, over the same p. SGD momentum 0.9, Nesterov and weight decay 1e-3 are set
-    in ``training``.
- 4. The code keeps the source model that is best on 10 % of the source's data; here the last one.
- 5. Epochs of the sources are counted in rounds (``source_epochs`` for each of the R rounds, all before the first), so
-    that the work is that of other methods. R = 30 with the defaults are the 30 source epochs of digits.
+ 3. η·(1 + 10p)^−0.75, with p the share of a site's own work that is done, replaces ``training.lr_schedule``;
+    ``decay: false`` keeps the experiment's schedule, over the same p. SGD momentum 0.9, Nesterov and weight decay 1e-3
+    are set in ``training``.
+ 4. The code keeps the source model that is best on 10 % of the source's data; here it is the last one.
+ 5. The sources train for ``source_epochs`` · R epochs, all before the first of the R rounds, so that the work equals
+    that of other methods. R = 30 with the defaults gives the 30 source epochs of digits.
  6. In a round the target's mini-batches are shared among the K models (``target_epochs: K`` is an epoch for each).
-    Batches are drawn anew in every round, so a model's epoch that spans rounds is a pass only on average, and its
-    optimiser begins anew.
-The mean counts every model alike: a source too far from the target stays a confident and wrong voice in it. A source
-without a model (`engine.quorum`) has no voice.
+    Every round shuffles again, so an epoch of a model that spans rounds is a pass over the data only on average. The
+    optimiser restarts in every round.
+All models have the same weight in the mean: a source that is too far from the target contributes confident wrong
+predictions. A source without a model (`engine.quorum`) is not in the mean.
 
 Should reproduce: as KD3A reports it with several sources, Digit-5 90.2, Office-Caltech10 97.7, DomainNet 44.2.
 """
@@ -67,14 +67,14 @@ from fedshift.weights import Weights
 
 @dataclass(frozen=True)
 class Adapted(Reply):
-    """What the target sends back: its models by source, and the mean loss."""
+    """What the target sends: its models by source, and the mean loss."""
 
     models: Mapping[str, Weights]
     loss: float
 
 
 class SHOT(Method):
-    """Each source's classifier stays as it is; the target trains features that it is sure about."""
+    """Each source's classifier is frozen; the target trains features for confident and diverse predictions."""
 
     name: ClassVar[str] = "shot"
     citation: ClassVar[str] = "Liang et al., ICML 2020"
@@ -121,7 +121,7 @@ class SHOT(Method):
     # Server -------------------------------------------------------------------------------------------------------
 
     def start(self, federation: Federation, weights: Weights) -> State:
-        # Every site makes the common start itself, from the experiment's seed: nothing needs to be sent.
+        # Every site builds the common start from the experiment's seed, so nothing is sent.
         updates = federation.ask(self.train_source, to=federation.sources, rounds=federation.rounds)
         models = {site: update.weights for site, update in updates.items()}
         return State(ensemble_weights(models, federation.sources), report={"losses": updates.numbers("loss")})
@@ -140,7 +140,7 @@ class SHOT(Method):
     # Source -------------------------------------------------------------------------------------------------------
 
     def train_source(self, site: Site, rounds: int) -> Update:
-        """At a source, once: smoothed cross-entropy, all the mini-batches that the run has for it."""
+        """Train a source's model with smoothed cross-entropy on all mini-batches of its budget."""
         model = site.model()
         optimizer, set_rates = self._optimizer(site, model)
 
@@ -154,12 +154,12 @@ class SHOT(Method):
     # Target -------------------------------------------------------------------------------------------------------
 
     def receive_and_adapt(self, site: Site, models: Mapping[str, Weights]) -> Adapted:
-        """At the target, in the first round: the sources' models arrive; from then on they are its own."""
+        """Keep the sources' models at the target, then do the first round of adaptation."""
         site.memory["models"] = models
         return self.adapt(site)
 
     def adapt(self, site: Site) -> Adapted:
-        """At the target: one round of adaptation of every model."""
+        """Adapt every model for one round at the target."""
         models = dict(cast(Mapping[str, Weights], site.memory["models"]))
         labels = dict(cast(Statistics, site.memory.get("labels", Statistics({}))))
         trained = dict(cast(Mapping[str, int], site.memory.get("trained", {})))
@@ -178,7 +178,7 @@ class SHOT(Method):
     def _adapt_one(
         self, site: Site, model: Network, labels: dict[str, Tensor], trained: dict[str, int], source: str, steps: int
     ) -> float:
-        """Train one model on ``steps`` mini-batches, with new pseudo-labels after each of its epochs. The mean loss."""
+        """Train one model on ``steps`` mini-batches, with new pseudo-labels after each epoch. Returns the mean loss."""
         model.classifier.requires_grad_(False)
         optimizer, set_rates = self._optimizer(site, model)
 
@@ -211,13 +211,13 @@ class SHOT(Method):
         return pseudo_labels(torch.cat(features), probabilities).cpu()
 
     def _shares(self, site: Site, models: int) -> list[int]:
-        """Mini-batches of this round for each model; those that do not divide go to others in the next round."""
+        """Mini-batches of this round for each model. The models that get one more change from round to round."""
         due = min(self.target_epochs * site.batches_per_epoch, site.envelope.mini_batches_left)
         each, over = divmod(due, models)
         return [each + ((number - site.envelope.round * over) % models < over) for number in range(models)]
 
     def _optimizer(self, site: Site, model: Network) -> tuple[torch.optim.Optimizer, Callable[[], None]]:
-        """The optimiser, perhaps slower for the backbone, and what sets its rates before a step."""
+        """The optimiser, with its own rate for the backbone, and a function that sets the rates before a mini-batch."""
         assert isinstance(model.features, nn.Sequential)
         backbone, bottleneck = model.features
         optimizer = site.optimizer(bottleneck, model.classifier)
@@ -237,9 +237,9 @@ class SHOT(Method):
 
 
 class Ensemble(Network):
-    """K networks that answer together: the logarithm of the mean of their probabilities, which serves as scores.
+    """K networks whose prediction is the logarithm of the mean of their probabilities.
 
-    A member counts if ``counted`` is 1 for it: a source that sent no model has a place and no say.
+    A member is used if its entry of ``counted`` is 1. For a source that sent no model it is 0.
     """
 
     counted: Tensor
@@ -258,14 +258,17 @@ class Ensemble(Network):
         self.register_buffer("counted", torch.ones(members))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        asked = [member for member, counts in zip(self.members, self.counted.tolist(), strict=True) if counts]
-        each = torch.stack([member(inputs).log_softmax(1) for member in asked])
-        return each.logsumexp(0) - math.log(len(asked))
+        used = [member for member, counts in zip(self.members, self.counted.tolist(), strict=True) if counts]
+        each = torch.stack([member(inputs).log_softmax(1) for member in used])
+        return each.logsumexp(0) - math.log(len(used))
 
 
 def ensemble_weights(models: Mapping[str, Weights], sources: Sequence[str]) -> Weights:
-    """The weights of an `Ensemble` of all ``sources``, members in the order of their names; those without a model do
-    not count.
+    """The weights of an `Ensemble`.
+
+    Args:
+        models: source → model.
+        sources: all sources. In the order of their names they are the members; those without a model are not counted.
     """
     like = next(iter(models.values()))
     members = {
@@ -283,7 +286,7 @@ def members_by_name(weights: Weights, sources: Sequence[str]) -> dict[str, Weigh
 
 
 def member_weights(weights: Weights) -> Iterator[Weights]:
-    """The weights of each member in turn."""
+    """The weights of each member, in order."""
     number = 0
     while found := weights.select(f"members.{number}"):
         yield Weights({name.split(".", 2)[2]: tensor for name, tensor in found.items()})

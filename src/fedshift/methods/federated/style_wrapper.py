@@ -1,4 +1,4 @@
-"""Style transfer around a method: how sites share styles, and what becomes of their samples (see `ccst`)."""
+"""A wrapper that adds style transfer to a method: sites share styles and apply them to their samples (see `ccst`)."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class SharedStyles(Reply):
 
 @dataclass(frozen=True)
 class Received(Reply):
-    """Nothing."""
+    """An empty reply: the styles have arrived."""
 
 
 class StyleWrapper(Wrapper):
-    """Style transfer, whatever method it wraps."""
+    """Style transfer around another method."""
 
     citation: ClassVar[str] = "Chen et al., WACV 2023"
     settings: ClassVar[Settings] = {
@@ -68,7 +68,7 @@ class StyleWrapper(Wrapper):
     level: PositiveInt | None = Field(None, description="L: source domains whose styles an image takes; none = all K")
     bank_size: PositiveInt = Field(32, description="J: styles a site sends (style_mode: single)")
     one_style_per_batch: bool = Field(
-        False, description="as many images as a mini-batch has share one style per domain (code; style_mode: single)"
+        False, description="blocks of a mini-batch's size share one style per domain (code; style_mode: single)"
     )
     unbiased_content: bool = Field(False, description="n − 1 in the content's deviation (code)")
     half_width: Annotated[int, Field(ge=0, le=1)] = Field(
@@ -83,7 +83,7 @@ class StyleWrapper(Wrapper):
 
     @property
     def relative_cost(self) -> float:  # type: ignore[override]
-        """Seconds of a mini-batch beside plain cross-entropy."""
+        """Seconds of a mini-batch relative to plain cross-entropy."""
         return super().relative_cost + 0.1
 
     def traffic(self, plan: RunPlan) -> Traffic:
@@ -93,7 +93,7 @@ class StyleWrapper(Wrapper):
         return super().traffic(plan) + Traffic(up=plan.sources * one, down=plan.sources**2 * one)
 
     def _numbers(self, network: Network, input_shape: tuple[int, ...]) -> int:
-        """Numbers in one style."""
+        """How many numbers a style has."""
         if self.style_space == "vgg":
             return 2 * CHANNELS
         if self.style_space == "feature":
@@ -113,7 +113,11 @@ class StyleWrapper(Wrapper):
         super().check(network)
 
     def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
-        """Raises UserError when samples of this shape cannot take a style on."""
+        """Check that styles can be applied to samples of this shape.
+
+        Raises:
+            UserError: they cannot.
+        """
         if len(input_shape) != 3 and (self.style_space != "pixel" or self.style_mode == "single"):
             raise UserError(
                 f"{self._field}: {self.style_space} in mode {self.style_mode} needs images; vectors have style_space: "
@@ -152,7 +156,7 @@ class StyleWrapper(Wrapper):
     # Source -------------------------------------------------------------------------------------------------------
 
     def share_styles(self, site: Site) -> SharedStyles:
-        """At a source, once: the style of all its images, or those of some of them."""
+        """The style of all images of a source together, or the styles of some of them."""
         try:
             self.check_samples(site.data.input_shape)
         except UserError as error:
@@ -160,7 +164,7 @@ class StyleWrapper(Wrapper):
         return SharedStyles(self._styles(site))
 
     def receive_styles(self, site: Site, bank: Mapping[str, Styles]) -> Received:
-        """At a source, once: the styles of all sources. A site that gave none away knows its own all the same."""
+        """Keep the styles of all sources. A site that did not share its own adds it here."""
         site.memory["styles"] = bank if site.name in bank else {**bank, site.name: self._styles(site)}
         site.scratch.pop("styler", None)
         return Received()
@@ -179,7 +183,7 @@ class StyleWrapper(Wrapper):
         return Styles({name: tensor.cpu() for name, tensor in found.items()})
 
     def _samples(self, site: Site, rows: Tensor) -> Iterator[Tensor]:
-        """What styles are taken of: stored samples, or the outputs of a stage of the common start."""
+        """What styles are computed from: stored samples, or the outputs of a stage of the common start."""
         if self.style_space != "feature":
             yield from (site.data.stored(part) for part in torch.split(rows, _AT_ONCE))
             return
@@ -188,9 +192,9 @@ class StyleWrapper(Wrapper):
         for part in torch.split(rows, _AT_ONCE):
             with torch.no_grad():
                 _, maps = model.with_stages(site.data.batch(part)[0], (stage,))
-            if maps[stage][0, 0].numel() == 1:  # its mean is the feature itself, of a single sample
+            if maps[stage][0, 0].numel() == 1:  # the mean over one pixel would be a single sample's feature
                 raise UserError(
-                    f"{self.name}.stage: maps of '{stage}' have one pixel here, whose style is the sample's feature: "
+                    f"{self.name}.stage: maps of '{stage}' have one pixel, so a style would be a sample's feature: "
                     "name an earlier stage"
                 )
             yield maps[stage]
@@ -206,11 +210,11 @@ class StyleWrapper(Wrapper):
         return Lab(self.unbiased_content) if self.style_space == "lab" else Channels(self.unbiased_content)
 
     def _styler(self, site: Site) -> Styler:
-        """What gives the bank's styles to this site's samples; the same for a whole run."""
+        """The `Styler` of this site. It is the same for a whole run."""
         bank = cast(Mapping[str, Styles], site.memory["styles"])
         names = sorted(bank)
         draws = generator(site.seed, site.name, "style assignment")
-        level = min(self.level or len(names), len(names))  # a site that gives no style away is not in the bank
+        level = min(self.level or len(names), len(names))  # a site that shares no style is not in the bank
         domains = style_assignment(site.samples, len(names), level, draws)
         styles = {part: torch.stack([bank[name][part] for name in names]).to(site.device) for part in bank[names[0]]}
         number = next(iter(styles.values())).shape[1]
@@ -221,14 +225,14 @@ class StyleWrapper(Wrapper):
         else:
             numbers = torch.randint(number, domains.shape, generator=draws)
         own = names.index(site.name)
-        space = None  # in the network's own features it is a hook that gives the style
+        space = None  # in the network's features, a hook applies the style
         if self.style_space != "feature":
             space = self._space(site, {part: tensor[own, 0] for part, tensor in styles.items()})
         return Styler(space, styles, domains, numbers, own, unbiased=self.unbiased_content)
 
     @contextmanager
     def inside(self, site: Site) -> Iterator[None]:
-        """The site's samples are drawn in the styles of the bank. A target has none."""
+        """While the wrapped call runs, draw the site's samples in the styles of the bank. A target has no bank."""
         if "styles" not in site.memory:
             yield
             return

@@ -1,4 +1,4 @@
-"""What the pooled baselines of domain adaptation share: the target's samples without labels lie in the pool, too."""
+"""Base of the pooled methods of domain adaptation: the pool holds the target's samples, too, without labels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DomainBatches = tuple[tuple[Batch, ...], Batch]
 
 
 class PooledAdaptation(PooledTraining):
-    """A pool of all sources and of the target's samples without labels; subclasses write `fit`."""
+    """Base of methods on a pool of all sources and of the target's samples without labels. A subclass writes `fit`."""
 
     scenario: ClassVar[str] = "target without labels"
     needs_target: ClassVar[bool] = True
@@ -24,12 +24,12 @@ class PooledAdaptation(PooledTraining):
         return self.mini_batches(batches_per_epoch, rounds) if self.needs_target else 0
 
     def with_target(self, site: Site, due: int) -> Iterator[DomainBatches]:
-        """Batches of every source and of the target, which is always there."""
+        """As `batches`, for methods that always train on the target."""
         for sources, target in self.batches(site, due):
-            assert target is not None  # the protocol sees to it
+            assert target is not None  # ensured by the protocol
             yield sources, target
 
 
 def domain_classifier(features: int, width: int) -> nn.Sequential:
-    """Features (n, d) → the logit of "source", (n, 1)."""
+    """A classifier that maps features (n, d) to the logit of "source", (n, 1)."""
     return nn.Sequential(nn.Linear(features, width), nn.ReLU(), nn.Linear(width, 1))

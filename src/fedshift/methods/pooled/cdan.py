@@ -3,27 +3,27 @@
 Long, Cao, Wang, Jordan: Conditional Adversarial Domain Adaptation. NeurIPS 2018.
 
 Setting: domain adaptation, *not private*: labelled sources and a target without labels, all in one place.
-Wire: every training sample once, the target's too (the ledger counts them as raw data); nothing is needed after that.
+Wire: every training sample once, also the target's (the ledger counts them as raw data); nothing after that.
 
 Features f, predictions p = softmax(h(f)), a domain classifier D on features conditioned on predictions:
-    D reads p ⊗ f, p detached; where C·d is large a random projection (f R_f ⊙ p R_p)/√m in its place
-    w = 1 + e^(−H(p)), each side's divided by their sum (+E);  all alike without entropy conditioning
+    D reads p ⊗ f, p detached; if C·d is large, a random projection (f R_f ⊙ p R_p)/√m instead
+    w = 1 + e^(−H(p)), divided by their sum on each side (+E);  equal without entropy conditioning
     L_adv = −½ Σ_s w·log D − ½ Σ_t w·log(1 − D)
-    D minimises L_adv, the features maximise it (gradient reversal of strength 2/(1 + e^(−10p)) − 1, p the share of the
-    work that is done);
+    D minimises L_adv, the features maximise it (gradient reversal of strength 2/(1 + e^(−10p)) − 1, with p the share
+    of the work that is done);
     features and h minimise CE on the sources
 
 Where papers and code differ. The defaults are the paper's; ``setting: released`` is the authors' code.
- 1. The paper's strength grows with the training's progress from 0 to 1. The code's p is 1 after 10,000 of 100,000
-    iterations (``ramp_share``, by which p is divided here).
+ 1. In the paper p is the training's progress from 0 to 1. In the code p is 1 after 10,000 of 100,000 iterations. Here p
+    is divided by ``ramp_share``.
 No setting changes these:
- 2. In the code the weights have a gradient, reversed like the features'. Here too.
- 3. The paper projects at random where C·d > 4096 (``projection: auto``). In the code a flag says so.
- 4. One source in the paper. Here: batches of all sources together are the source side.
+ 2. In the code the weights have a gradient, reversed like the features'. Here, too.
+ 3. The paper projects at random if C·d > 4096 (``projection: auto``). In the code it is a flag.
+ 4. The paper has one source. Here the batches of all sources together are the source side.
  5. SGD with Nesterov momentum 0.9, weight decay 5e-4, new layers 10 times faster, a schedule in iterations; ten crops
     in testing (code). Here: the experiment's optimiser, schedule and inputs, as for every method.
- 6. D stays beside the model; the published model is the ordinary network.
-Equal work: a step counts K + 1 mini-batches, one of each source and one of the target.
+ 6. D is not in the saved model, which is the ordinary network.
+Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target.
 
 Should reproduce (as run by MDFNet, ACC_s / ACC_t): Image-CLEF 84.50 / 85.36; Office-Home 75.75 / 61.42.
 """
@@ -55,14 +55,14 @@ _LARGEST_PRODUCT = 4096
 
 
 class CDAN(PooledAdaptation):
-    """A domain classifier that sees features and predictions together, and that the features fool."""
+    """Features that fool a domain classifier, which reads features and predictions together."""
 
     name: ClassVar[str] = "cdan"
     citation: ClassVar[str] = "Long et al., NeurIPS 2018"
     relative_cost: ClassVar[float] = 1.6
     settings: ClassVar[Settings] = {"released": {"ramp_share": 0.1}}
 
-    entropy_conditioning: bool = Field(True, description="+E: sure predictions count more; false: CDAN")
+    entropy_conditioning: bool = Field(True, description="+E: confident predictions have more weight; false: CDAN")
     adversarial_weight: NonNegativeFloat = Field(1.0, description="weight of L_adv")
     ramp_share: Annotated[float, Field(gt=0, le=1)] = Field(
         1.0, description="share of the work after which the reversal has its full strength (code: 0.1)"
@@ -75,7 +75,7 @@ class CDAN(PooledAdaptation):
     dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.5, description="dropout after both hidden layers of D")
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
-        """Where the pooled data lie: this round's share of the mini-batches."""
+        """Train on this round's mini-batches in the pool."""
         model = site.model(weights)
         parts = self.parts(site, lambda: Parts(self, model.embedding_size, model.classes))
 
@@ -104,7 +104,7 @@ class CDAN(PooledAdaptation):
 
 
 class Parts(nn.Module):
-    """What trains beside the model: the domain classifier D; and the random projection, which does not."""
+    """The domain classifier D, which trains besides the model, and the random projection, which does not train."""
 
     def __init__(self, method: CDAN, embedding: int, classes: int) -> None:
         super().__init__()

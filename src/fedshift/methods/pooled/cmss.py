@@ -3,7 +3,7 @@
 Yang, Balaji, Lim, Shrivastava: Curriculum Manager for Source Selection in Multi-Source Domain Adaptation. ECCV 2020.
 
 Setting: domain adaptation, *not private*: K labelled sources and a target without labels, all in one place.
-Wire: every training sample once, the target's too (the ledger counts them as raw data); nothing is needed after that.
+Wire: every training sample once, also the target's (the ledger counts them as raw data); nothing after that.
 
 Features F, a classifier, one domain classifier D, and a curriculum network CM that gives every source sample a score.
 On a batch of N source samples (a mini-batch of every source together):
@@ -16,8 +16,8 @@ Where papers and code differ: no code by the authors was at hand; this follows t
   layer of ``width`` units for vectors. D has one hidden layer of ``width`` units.
 * The strength of the reversal is constant; ``ramp: true`` lets it grow as DANN does, 2/(1 + e^(−10p)) − 1.
 * All sources pass through the network as one batch and the target as another, so BatchNorm sees their mixture.
-* D and CM stay beside the model; the published model is the ordinary network. The experiment's optimiser trains all.
-* Equal work: a step counts K + 1 mini-batches, one of each source and one of the target.
+* D and CM are not in the saved model, which is the ordinary network. The experiment's optimiser trains all.
+* Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target.
 
 Should reproduce (as printed by KD3A): Digit-5 90.8; Office-Caltech10 97.2; DomainNet 46.5.
 """
@@ -53,7 +53,7 @@ class CMSS(PooledAdaptation):
     )
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
-        """Where the pooled data lie: this round's share of the mini-batches."""
+        """Train on this round's mini-batches in the pool."""
         model = site.model(weights)
         shape = site.data.input_shape
         parts = self.parts(site, lambda: Parts(model.embedding_size, shape, self.width))
@@ -76,7 +76,7 @@ class CMSS(PooledAdaptation):
 
 
 class Parts(nn.Module):
-    """What trains beside the model: the domain classifier D and the curriculum network CM."""
+    """What trains besides the model: the domain classifier D and the curriculum network CM."""
 
     def __init__(self, embedding: int, shape: tuple[int, ...], width: int) -> None:
         super().__init__()

@@ -3,25 +3,26 @@
 Zhou, Yang, Qiao, Xiang: Domain Adaptive Ensemble Learning. IEEE TIP 2021.
 
 Setting: domain adaptation, *not private*: K labelled sources and a target without labels, all in one place. Without the
-target's term (``unlabelled_weight: 0``) it is the version for domain generalization and the target takes no part.
-Wire: every training sample once, the target's too (the ledger counts them as raw data); nothing is needed after that.
+target's term (``unlabelled_weight: 0``) it is the version for domain generalization, and the target takes no part.
+Wire: every training sample once, also the target's (the ledger counts them as raw data); nothing after that.
 
-Common features and one expert p_k (linear, softmax) per source. a is a weak view of a sample, A a strong one.
+Common features and one expert p_k (linear, softmax) per source. a(x) is a weak view of a sample, A(x) a strong one.
     L_x  = mean_k E CE(y, p_k(a(x^k)))                                          every expert on its own domain
     L_cr = mean_k E ‖mean_{j≠k} p_j(A(x^k)) − p_k(a(x^k))‖²                     p_k constant for back-propagation
-    L_u  = E 1[max p ≥ 0.95] · CE(ŷ, mean_k p_k(A(x^T)))                        ŷ: class of the surest expert on a(x^T)
+    L_u  = E 1[max p ≥ 0.95] · CE(ŷ, mean_k p_k(A(x^T)))               ŷ: class of the most confident expert on a(x^T)
     min L_x + L_cr + w · L_u
-At test time the mean of the experts answers. With one source there is no other expert, and no L_cr.
+The prediction is the mean of the experts. With one source there is no other expert, and no L_cr.
 
 Where papers and code differ
-* Weak view: what ``training.augmentation`` makes. Strong view: made from the weak one by ``strong``, a crop and changes
-  of colour. The paper and its code use RandAugment with two operations, on some data sets also cutout.
-* Vectors have no strong view: both views are equal there but for the network's dropout. L_cr and L_u are then plain
-  consistency and pseudo-labels, which the paper never tried.
+* ``training.augmentation`` makes the weak view, and ``strong`` makes the strong view from it: a crop and changes of
+  colour. The paper and its code use RandAugment with two operations, on some data sets also cutout.
+* Vectors have no strong view: both views are equal except for the network's dropout. L_cr and L_u are then plain
+  consistency and pseudo-labels, which the paper does not test.
 * ε = 1e-5 inside logarithms, and the pseudo-labels' forward pass in training mode, which also moves BatchNorm's running
   statistics: as in the code.
 * One optimiser for features and experts, the experiment's; the code has one of the same settings for each.
-* Equal work: a step counts K + 1 mini-batches, one of each source and one of the target, though each has two views.
+* Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target, although each has
+  two views.
 
 Should reproduce (as printed by KD3A): DomainNet 48.7.
 """
@@ -45,7 +46,7 @@ from fedshift.weights import Weights
 
 
 class DAEL(PooledAdaptation):
-    """An expert per source, taught by its own domain and by the other experts; the surest one labels the target."""
+    """One expert per source, trained on its domain and by the other experts; the most confident labels the target."""
 
     name: ClassVar[str] = "dael"
     citation: ClassVar[str] = "Zhou et al., IEEE TIP 2021"
@@ -67,7 +68,7 @@ class DAEL(PooledAdaptation):
         return with_experts(network, sources)
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
-        """Where the pooled data lie: this round's share of the mini-batches."""
+        """Train on this round's mini-batches in the pool."""
         model = site.model(weights)
         draws = site.generator_for("strong view")
 

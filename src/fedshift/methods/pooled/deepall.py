@@ -1,15 +1,15 @@
 """DeepAll: pool the data of all sources and train one model.
 
-The usual central reference of domain generalization (first under this name in Li, Yang, Song, Hospedales: Deeper,
+The usual centralised baseline of domain generalization (first under this name in Li, Yang, Song, Hospedales: Deeper,
 Broader and Artier Domain Generalization, ICCV 2017).
 
-Setting: domain generalization, *not private*: the data of all sources lie in one place.
+Setting: domain generalization, *not private*: the data of all sources are in one place.
 Wire: every training sample once (the ledger counts them as raw data); no exchange is needed after that.
 
     min_θ  Σ_k Σ_i CE(f_θ(x_i^k), y_i^k)
 
-Where papers and code differ: nothing to choose. Equal work: the pooled site trains on as many mini-batches as all the
-sites of the federated methods together, spread evenly over the rounds.
+Where papers and code differ: no choice is needed. Equal work: the pool trains on as many mini-batches as all sites of
+the federated methods together, spread evenly over the rounds.
 
 Should reproduce: Rotated MNIST average 94.30 ± 0.29, PACS ResNet-18 80.24 ± 0.50 (as printed by CSAC).
 """
@@ -45,7 +45,7 @@ class DeepAll(Method):
         return rounds * self.local_epochs * batches_per_epoch
 
     def traffic(self, plan: RunPlan) -> Traffic:
-        # Between the pool and the server, which are one machine.
+        # Between the pool and the server, which are the same machine.
         up, down = plan.payload + 2 * BYTES_PER_NUMBER, plan.payload + BYTES_PER_NUMBER
         return Traffic(plan.rounds * up, plan.rounds * down)
 
@@ -57,7 +57,7 @@ class DeepAll(Method):
         return state.advance(update.weights, report={"losses": {pool: update.loss}})
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
-        """Where the pooled data lie: this round's share of the mini-batches."""
+        """Train on this round's mini-batches in the pool."""
         model = site.model(weights)
         loss = site.minimise(
             lambda batch: task_loss(model(batch.inputs), batch.targets),

@@ -3,7 +3,7 @@
 Chang, You, Seo, Kwak, Han: Domain-Specific Batch Normalization for Unsupervised Domain Adaptation. CVPR 2019.
 
 Setting: domain adaptation, *not private*: K labelled sources and a target without labels, all in one place.
-Wire: every training sample once, the target's too (the ledger counts them as raw data); nothing is needed after that.
+Wire: every training sample once, also the target's (the ledger counts them as raw data); nothing after that.
 
 Every BatchNorm has a branch per domain (scale, shift, statistics); all other weights are common. p is the share of a
 stage that is done, r(p) = 2/(1 + e^(−10p)) − 1.
@@ -11,24 +11,26 @@ stage that is done, r(p) = 2/(1 + e^(−10p)) − 1.
         L_adv = −E_s log D(f^s) − E_t log(1 − D(f^t))
         L_sm  = mean_k mean (c^k − c^T)²,  c: moving averages of the features of every class; ŷ = argmax at the target
     stage 2   min mean_k CE_k + CE(ŷ, target),   ŷ = argmax (1 − r(p)) · teacher + r(p) · student
-The teacher is the model of stage 1, frozen, in its target branch; the student begins anew. The target's branch answers.
+The teacher is the frozen model of stage 1 in its target branch. The student starts from a new network. The target's
+branch predicts.
 
 Where papers and code differ
  1. Stage 1 is MSTN (Xie et al., ICML 2018), one of the methods the paper builds on, with branches.
  2. Several sources: one domain classifier tells all of them from the target, one hidden layer of ``width`` units; a
     centroid per class and domain; losses are means over the sources. MSTN's classifier is deeper.
- 3. The centroids of MSTN's code begin at zero and shrink where a batch lacks a class. Here a class begins with the
-    first batch that has it, and one that is absent stays; those unseen in either domain do not count.
- 4. Training steps are split by ``first_stage``; stage 2 begins with the first round at or after it. A run of a single
-    round has stage 1 alone.
- 5. ``student: teacher`` goes on from the model of stage 1 instead of a new network (paper and code).
+ 3. The centroids of MSTN's code start at zero and shrink if a batch lacks a class. Here a centroid starts with the
+    first batch that has its class, and does not change in batches without it. Classes unseen in either domain do not
+    count.
+ 4. ``first_stage`` divides the mini-batches; stage 2 starts with the first round at or after it. A run of a single
+    round has only stage 1.
+ 5. ``student: teacher`` continues from the model of stage 1 instead of a new network (paper and code).
  6. Adam with 1e-5 and 5e-5 and a warm-up (code). Here: the experiment's optimiser and schedule for both stages.
  7. The teacher sees the same augmented view as the student.
- 8. The published model is an ordinary network, whose BatchNorm is the target's branch, also where it is measured at a
-    source. The sources' branches, D and the centroids stay beside it: prediction does not use them.
+ 8. The saved model is an ordinary network whose BatchNorm is the target's branch, also when it is measured at a source.
+    The sources' branches, D and the centroids are not in it: prediction does not use them.
  9. The code halves L_adv, scales D's own loss by r(p) too, takes ŷ of stage 1 in evaluation mode and mixes logits in
-    stage 2. Here: L_adv as written, D's loss whole, ŷ of the pass that trains, probabilities.
-Equal work: a step counts K + 1 mini-batches, one of each source and one of the target, in both stages.
+    stage 2. Here: L_adv as written, D's loss unscaled, ŷ of the training pass, and probabilities.
+Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target, in both stages.
 
 Should reproduce (as re-run by KD3A): Digit-5 86.3; Office-Caltech10 95.8; DomainNet 42.4.
 """
@@ -54,7 +56,7 @@ from fedshift.weights import Weights
 
 
 class DSBN(PooledAdaptation):
-    """Domains share all weights but BatchNorm's; a model of the first stage labels the target for the second."""
+    """Domains share all weights except BatchNorm's; the model of stage 1 labels the target for stage 2."""
 
     name: ClassVar[str] = "dsbn"
     citation: ClassVar[str] = "Chang et al., CVPR 2019"
@@ -64,8 +66,12 @@ class DSBN(PooledAdaptation):
     first_stage: Annotated[float, Field(gt=0, le=1)] = Field(0.5, description="share of the work in stage 1; 1 = all")
     adversarial_weight: NonNegativeFloat = Field(0.1, description="weight of L_adv in stage 1")
     semantic_weight: NonNegativeFloat = Field(1.0, description="weight of L_sm in stage 1; 0 = DANN with branches")
-    centroid_momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.7, description="share that old centroids keep")
-    student: Literal["new", "teacher"] = Field("new", description="where stage 2 begins: a new network (paper), or not")
+    centroid_momentum: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.7, description="share of the old value in a centroid's moving average"
+    )
+    student: Literal["new", "teacher"] = Field(
+        "new", description="start of stage 2: a new network (paper) or the teacher"
+    )
     width: PositiveInt = Field(64, description="hidden units of the domain classifier")
 
     def check(self, network: Network) -> None:
@@ -76,7 +82,7 @@ class DSBN(PooledAdaptation):
             )
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
-        """Where the pooled data lie: this round's share of the mini-batches."""
+        """Train on this round's mini-batches in the pool."""
         if site.envelope.progress >= self.first_stage and "teacher" not in site.memory:
             site.memory["teacher"] = weights
             if self.student == "new":
@@ -125,7 +131,7 @@ class DSBN(PooledAdaptation):
 
 
 def second_loss(model: Network, parts: Parts, batches: DomainBatches, teacher: Network, rate: float) -> Tensor:
-    """Stage 2: cross-entropy on sources and on the target's pseudo-labels, of which the student decides ``rate``."""
+    """Stage 2: cross-entropy on sources and on the target's pseudo-labels, where the student has weight ``rate``."""
     sources, target = batches
     losses = [
         F.cross_entropy(branch(batch.inputs), batch.targets)
@@ -138,14 +144,14 @@ def second_loss(model: Network, parts: Parts, batches: DomainBatches, teacher: N
 
 
 class Parts(nn.Module):
-    """What trains beside the model: the sources' branches, the domain classifier, and the classes' centroids."""
+    """What trains besides the model: the sources' branches, the domain classifier, and the classes' centroids."""
 
     centroids: Tensor
     seen: Tensor
 
     def __init__(self, model: Network, sources: int, width: int) -> None:
         super().__init__()
-        # In a tuple, so that what they share with the model is not among this module's parameters.
+        # In a tuple, so that the parameters they share with the model are not among this module's.
         self.branches = tuple(branches_of(model, sources))
         self.normalisations = nn.ModuleList(nn.ModuleList(batch_norms(branch)) for branch in self.branches)
         self.discriminator = domain_classifier(model.embedding_size, width)
@@ -153,7 +159,7 @@ class Parts(nn.Module):
         self.register_buffer("seen", torch.zeros(sources + 1, model.classes, dtype=torch.bool))
 
     def move(self, domain: int, features: Tensor, labels: Tensor, momentum: float) -> Tensor:
-        """The centroids (C, d) of a domain after a batch, with a gradient for the batch."""
+        """Update the centroids of a domain with a batch. Returns them, (C, d), with a gradient for the batch."""
         chosen = F.one_hot(labels, self.centroids.shape[1]).to(features.dtype)
         counts = chosen.sum(0)
         means = chosen.T @ features / counts.clamp(min=1)[:, None]
@@ -166,7 +172,7 @@ class Parts(nn.Module):
 
 
 def branches_of(model: Network, number: int) -> list[Network]:
-    """So many networks with BatchNorm of their own; all their other parameters *are* the model's."""
+    """``number`` networks with their own BatchNorm layers, which share all other parameters with the model."""
     own = {id(parameter) for module in batch_norms(model) for parameter in module.parameters()}
     shared = {id(parameter): parameter for parameter in model.parameters() if id(parameter) not in own}
     return [copy.deepcopy(model, dict(shared)) for _ in range(number)]

@@ -3,32 +3,32 @@
 Peng, Bai, Xia, Huang, Saenko, Wang: Moment Matching for Multi-Source Domain Adaptation. ICCV 2019.
 
 Setting: domain adaptation, *not private*: K labelled sources and a target without labels, all in one place.
-Wire: every training sample once, the target's too (the ledger counts them as raw data); nothing is needed after that.
+Wire: every training sample once, also the target's (the ledger counts them as raw data); nothing after that.
 
-Common features F and for every source a pair of classifiers C_k, C'_k. On every step's batches, in this order:
+Common features F and a pair of classifiers C_k, C'_k per source. On the mini-batches of all domains, in this order:
     A  min over F, C, C'   mean_k (CE(C_k) + CE(C'_k)) + λ · MD                          on the sources; MD: see below
     B  min over C, C'      mean_k (CE(C_k) + CE(C'_k)) − mean_k E|p_k − p'_k|            the discrepancy on the target
     C  min over F          mean_k E|p_k − p'_k|,  four times                             on the target
 MD is the sum over two moments, E[x] and E[x²], of the mean Euclidean distance between the sources' and the target's,
 plus the mean over all pairs of sources.
-At test time the mean of the softmax of all C_k answers.
+The prediction is the mean of the softmax of all C_k.
 
-Where papers and code differ. The defaults are the paper's; ``setting: reimplementation`` is the one most in use, by the
+Where papers and code differ. The defaults are the paper's; ``setting: reimplementation`` is the one most used, by the
 authors of DAEL.
- 1. The re-implementation has mean and variance in place of E[x] and E[x²], and one mean over both moments and all pairs
-    alike (``moments``). The authors' digit code takes five moments of centred features, whose first is a distance of
+ 1. The re-implementation has mean and variance instead of E[x] and E[x²], and one mean over both moments and all pairs
+    (``moments``). The authors' digit code takes five moments of centred features, whose first is a distance of
     whole batches, leaves one source uncentred, counts one pair twice and one not at all: not offered.
- 2. The paper gives no number for λ. The default is 0.0005, which the authors' code has for its sum of five moments; the
+ 2. The paper does not state λ. The default is 0.0005, which the authors' code has for its sum of five moments; the
     re-implementation has 0.5 (``moment_weight``).
 No setting changes these:
  3. The authors' code has one classifier pair for all sources. Here: one per source (paper).
- 4. The variant M3SDA-β weighs the classifiers at test time by each source's accuracy alone. Not offered.
- 5. The re-implementation has an optimiser for F and another for the classifiers. Here: the experiment's, one for all,
-    which passes over what a step leaves alone; the same, as momentum belongs to a parameter. As there, BatchNorm sees
-    the batches of all three steps.
- 6. C'_k stays beside the model: prediction does not use it.
-Equal work: steps A, B and C together count K + 1 mini-batches, one of each source and one of the target, though they
-train six times on them; this costs more time than other methods have. The reported loss is that of step A.
+ 4. The variant M3SDA-β weights the classifiers at test time by each source's accuracy alone. Not offered.
+ 5. The re-implementation has one optimiser for F and one for the classifiers. Here the experiment's optimiser has all
+    parameters and skips those without a gradient. This is the same, since momentum belongs to a parameter. As there,
+    BatchNorm sees the batches of A, B and C.
+ 6. C'_k is not in the saved model: prediction does not use it.
+Equal work: A, B and C together count K + 1 mini-batches, one of each source and one of the target, although they train
+six times on them. This takes more time than other methods have. The reported loss is that of A.
 
 Should reproduce (as printed by KD3A): Digit-5 87.7; Office-Caltech10 96.4; DomainNet 42.6.
 """
@@ -56,7 +56,7 @@ from fedshift.weights import Weights
 
 
 class M3SDA(PooledAdaptation):
-    """Moments of all domains' features meet; pairs of classifiers find where the target is still unlike the sources."""
+    """Features of all domains get equal moments; pairs of classifiers disagree where the target still differs."""
 
     name: ClassVar[str] = "m3sda"
     citation: ClassVar[str] = "Peng et al., ICCV 2019"
@@ -69,7 +69,7 @@ class M3SDA(PooledAdaptation):
     moments: Literal["mean_variance", "raw"] = Field(
         "raw", description="E[x] and E[x²] (paper), or mean and variance (re-implementation)"
     )
-    generator_steps: NonNegativeInt = Field(4, description="how often step C trains the features")
+    generator_steps: NonNegativeInt = Field(4, description="how often C trains the features")
 
     def adapt_network(self, network: Network, sources: int) -> Network:
         return with_experts(network, sources)
@@ -79,7 +79,7 @@ class M3SDA(PooledAdaptation):
             raise UserError("m3sda: the network has no features to train; choose one with a hidden layer, such as mlp")
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
-        """Where the pooled data lie: this round's share of the mini-batches, A, B and C on each."""
+        """Train on this round's mini-batches in the pool: A, B and C on each."""
         model = site.model(weights)
         heads = cast(Experts, model.classifier).heads
         rivals = self.parts(site, lambda: nn.ModuleList(redrawn(head) for head in heads))
@@ -101,7 +101,7 @@ class M3SDA(PooledAdaptation):
 def step_loss(
     method: M3SDA, phase: str, model: Network, rivals: nn.ModuleList, sources: Sequence[Batch], target: Batch
 ) -> Tensor:
-    """The loss of step A, B or C; it has no gradient for what the step leaves alone."""
+    """The loss of A, B or C. It has no gradient for modules that are not trained by it."""
     heads = cast(Experts, model.classifier).heads
     for classifiers in (heads, rivals):
         classifiers.requires_grad_(phase != "C")

@@ -3,7 +3,7 @@
 Zhao, Zhang, Wu, Moura, Costeira, Gordon: Adversarial Multiple Source Domain Adaptation. NeurIPS 2018, Algorithm 1.
 
 Setting: domain adaptation, *not private*: K labelled sources and a target without labels, all in one place.
-Wire: every training sample once, the target's too (the ledger counts them as raw data); nothing is needed after that.
+Wire: every training sample once, also the target's (the ledger counts them as raw data); nothing after that.
 
 Common features F, one classifier, and a domain classifier D_k per source that tells it from the target:
     ℓ_k = CE on a mini-batch of source k
@@ -12,15 +12,15 @@ Common features F, one classifier, and a domain classifier D_k per source that t
     maxmin    min max_k ℓ_k + μ · min_k d_k                                           (hard version)
 
 Where papers and code differ
-* Both have both versions; the default is the soft one.
+* Paper and code have both versions; the default is the soft one.
 * The code's domain classifier has two outputs and a log-softmax. Here: one logit, which gives the same probabilities.
 * The domain classifiers are linear whatever the network, as in the code for Amazon Reviews.
 * Adadelta with learning rate 1 and batches of 20 (code, Amazon). Here: the experiment's optimiser and batches, as for
   every method.
-* Every domain is passed through the network on its own, as in the code, so BatchNorm sees one domain at a time: the
-  target first; in the code, which has no BatchNorm, last.
-* The domain classifiers stay beside the model; the published model is the ordinary network.
-* Equal work: a step counts K + 1 mini-batches, one of each source and one of the target.
+* Every domain is passed through the network separately, as in the code, so BatchNorm sees one domain at a time. The
+  target is first; in the code, which has no BatchNorm, it is last.
+* The domain classifiers are not in the saved model, which is the ordinary network.
+* Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target.
 
 Should reproduce (as printed by KD3A): Amazon Review 82.8; Digit-5 86.7; Office-Caltech10 96.1; DomainNet 42.8.
 """
@@ -42,7 +42,7 @@ from fedshift.weights import Weights
 
 
 class MDAN(PooledAdaptation):
-    """Features that no domain classifier can tell from the target's, the hardest sources first."""
+    """Features that domain classifiers cannot tell from the target's; harder sources have more weight."""
 
     name: ClassVar[str] = "mdan"
     citation: ClassVar[str] = "Zhao et al., NeurIPS 2018"
@@ -54,7 +54,7 @@ class MDAN(PooledAdaptation):
     reversal: NonNegativeFloat = Field(1.0, description="strength of the gradient reversal")
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
-        """Where the pooled data lie: this round's share of the mini-batches."""
+        """Train on this round's mini-batches in the pool."""
         model = site.model(weights)
         identifiers = self.parts(
             site, lambda: nn.ModuleList(nn.Linear(model.embedding_size, 1) for _ in range(site.domains))

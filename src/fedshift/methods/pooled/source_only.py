@@ -1,16 +1,16 @@
-"""Source-only: pool the data of all sources, train one model, use it at the target as it is.
+"""Source-only: pool the data of all sources, train one model, and use it at the target without adaptation.
 
-The lower reference row of domain adaptation, as KD3A's tables have it (Feng et al., ICML 2021, Tables 1 and 6 to 9).
+The lower bound of domain adaptation in KD3A's tables (Feng et al., ICML 2021, Tables 1 and 6 to 9).
 
-Setting: domain adaptation, *not private*: the data of all sources lie in one place; the target takes no part.
+Setting: domain adaptation, *not private*: the data of all sources are in one place; the target takes no part.
 Wire: as DeepAll, every training sample of a source once.
 
     min_θ  Σ_k Σ_i CE(f_θ(x_i^k), y_i^k)
 
-Where papers and code differ: nothing to choose; it is DeepAll under the name this setting gives it. Equal work: as many
-mini-batches as all sites of the other methods together, the target's distillation included.
+Where papers and code differ: no choice is needed; it is DeepAll under its name in this setting. Equal work: as many
+mini-batches as all sites of the other methods together, the target's included.
 
-Should reproduce: Amazon Review average 74.6 as printed (81.8 came out of the released code on these arrays).
+Should reproduce: Amazon Review average 74.6 as printed (the released code gave 81.8 on these arrays).
 """
 
 from __future__ import annotations

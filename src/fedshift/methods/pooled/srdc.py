@@ -3,31 +3,32 @@
 Tang, Chen, Jia: Unsupervised Domain Adaptation via Structurally Regularized Deep Clustering. CVPR 2020.
 
 Setting: domain adaptation, *not private*: labelled sources and a target without labels, all in one place.
-Wire: every training sample once, the target's too (the ledger counts them as raw data); nothing is needed after that.
+Wire: every training sample once, also the target's (the ledger counts them as raw data); nothing after that.
 
 Features f, predictions p, learnable centres c; λ = 2/(1 + e^(−10t)) − 1 with t the share of the work done:
     min  λ(L_t + L_t^emb) + L_s + λ·L_s^emb
-    L_t = CE(q, p) at the target,  q ∝ p_ic/√(Σ_i p_ic), fixed for a round; in the first round the class of the cluster
+    L_t = CE(q, p) at the target,  q ∝ p_ic/√(Σ_i p_ic), fixed for a round; in the first round the cluster's class
     L_t^emb = CE(q', p') with p' = softmax_c (1 + ‖f − c‖²)^−1, the assignment to centres, and its own q'
     L_s = CE on the sources, each sample weighted by ½(1 + cos(f, target's centre of its class))
     L_s^emb = CE(y, p') on the sources, with the same weights
-In every round k-means on the target's features gives clusters and the centres, started from the sources' class means at
-first and from the last round's afterwards.
+In every round, k-means on the target's features gives clusters and centres. It starts from the sources' class means in
+the first round, then from the last round's centres.
 
 Where papers and code differ. The defaults are the paper's; ``setting: released`` is the authors' code.
- 1. In the paper q and p are found in turn, q of all the target: here q is of the model that a round begins with. In the
-    code q is made of every batch of 64, where a class that the batch lacks counts too much, and carries a gradient
-    (``auxiliary``, ``detach``). (Predictions of now over sums of then would drive rare classes up without an end.)
+ 1. In the paper q and p are found in turn, q over the whole target. Here q is that of the model at the start of a
+    round. In the code q is computed from every batch of 64, where a class that the batch lacks counts too much, and it
+    has a gradient (``auxiliary``, ``detach``). (New predictions over old sums would increase rare classes without
+    limit.)
 No setting changes these:
  2. The paper's class-balance term is missing in the code, and here. q may be mixed with the cluster,
     (1 − β)·1[ŷ] + β·q (β = 1; 0.5 for one pair, ``beta``).
- 3. The code has embedding terms on the backbone's output too. Here: on the network's features alone; on frozen features
-    the other would move nothing but its centres.
- 4. Centres begin each epoch at the k-means of the target, or the mean of it and the source's. Here: the former.
- 5. One source in the paper. Here: batches of all sources together are the source side.
+ 3. The code has embedding terms on the backbone's output, too. Here: only on the network's features. On frozen features
+    the other terms would train nothing but their centres.
+ 4. Centres start each epoch at the k-means of the target, or at the mean of that and the source's. Here: the former.
+ 5. The paper has one source. Here the batches of all sources together are the source side.
  6. Rates of the backbone are 0.1 of the others', the decay is η·(1 + 10t)^−0.75 (code). Here: the experiment's for the
     network, ``centre_rate`` of it for the centres.
-Equal work: a step counts K + 1 mini-batches, one of each source and one of the target.
+Equal work: an optimiser step counts K + 1 mini-batches, one of each source and one of the target.
 
 Should reproduce (as run by MDFNet, ACC_s / ACC_t): Image-CLEF 87.78 / 86.89; Office-Home 76.36 / 64.86.
 """
@@ -58,7 +59,7 @@ from fedshift.weights import Weights
 
 
 class SRDC(PooledAdaptation):
-    """The target's samples cluster, the sources' labels keep the clusters in order."""
+    """Deep clustering of the target's samples, regularised by the sources' labels."""
 
     name: ClassVar[str] = "srdc"
     citation: ClassVar[str] = "Tang et al., CVPR 2020"
@@ -68,11 +69,11 @@ class SRDC(PooledAdaptation):
 
     beta: Annotated[float, Field(ge=0, le=1)] = Field(1.0, description="β: share of q in the target's labels")
     auxiliary: Literal["batch", "target"] = Field(
-        "target", description="q: of all the target as a round begins (paper), or of each batch (code)"
+        "target", description="q: of the whole target at the start of a round (paper), or of each batch (code)"
     )
     detach: bool = Field(True, description="q of a batch is a label (paper); false: it has a gradient (code)")
     embedding_weight: NonNegativeFloat = Field(1.0, description="weight of both terms on centres; 0 = without")
-    source_selection: bool = Field(True, description="source samples near the target's centres count more")
+    source_selection: bool = Field(True, description="source samples near the target's centres have more weight")
     centre_rate: NonNegativeFloat = Field(0.1, description="learning rate of the centres, times the network's")
 
     def check(self, network: Network) -> None:
@@ -80,7 +81,7 @@ class SRDC(PooledAdaptation):
             raise UserError("srdc.detach: q of the whole target has no gradient; write auxiliary: batch")
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
-        """Where the pooled data lie: clusters of the target, then this round's share of the mini-batches."""
+        """Cluster the target's samples, then train on this round's mini-batches in the pool."""
         model = site.model(weights)
         first = "centres" not in site.memory
         clusters, means, auxiliary = self._clusters(site, model)
@@ -131,8 +132,11 @@ class SRDC(PooledAdaptation):
 
     @torch.no_grad()
     def _clusters(self, site: Site, model: Network) -> tuple[Tensor, Tensor, Tensor]:
-        """k-means of the target's features: the cluster of each sample, which has a class's number; the centres; and
-        q of the predictions and of the assignments to centres, (2, n, C).
+        """k-means of the target's features.
+
+        Returns:
+            The cluster of each sample as a class number (n,); the centres (C, d); and q of the predictions and of the
+            assignments to centres (2, n, C).
         """
         import warnings
 
@@ -145,23 +149,23 @@ class SRDC(PooledAdaptation):
         start, present = self._start(site, model)
         predicted = model.classifier(own).softmax(1)
         model.train()
-        # A class that no source has begins where no sample is near, and gets none unless k-means finds some.
+        # A class that no source has is not clustered: no sample gets it.
         labels = torch.zeros(len(own), dtype=torch.int64)
         chosen = present.nonzero().flatten()
         centres = start.clone()
         if len(own) >= len(chosen):
-            # One thread: sums whose order does not depend on their number. Equal features give a warning, not a fault.
+            # One thread, so that the order of sums is fixed. The warning about equal features is harmless.
             with threadpool_limits(1), warnings.catch_warnings(action="ignore"):
                 found = KMeans(len(chosen), init=start[chosen].cpu().numpy(), n_init=1).fit(own.cpu().numpy())
             labels = chosen.cpu()[torch.from_numpy(found.labels_).long()]
             centres[chosen] = torch.from_numpy(found.cluster_centers_).to(start)
-        else:  # fewer samples than classes: each goes to the nearest class
+        else:  # fewer samples than classes: each gets the nearest class
             labels = chosen.cpu()[torch.cdist(own, start[chosen]).argmin(1).cpu()]
         pair = predicted, student_assignment(own, centres).exp()
         return labels.to(site.device), centres, torch.stack([auxiliary_distribution(one) for one in pair])
 
     def _start(self, site: Site, model: Network) -> tuple[Tensor, Tensor]:
-        """Where k-means starts, and which classes take part: the last round's centres, at first the sources' means."""
+        """The start of k-means (the last round's centres, at first the sources' means), and which classes it has."""
         batches = [(model.features(batch.inputs), batch.targets) for batch in site.all_batches()]
         features, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
         means, present = class_means(features, labels, model.classes)

@@ -1,7 +1,7 @@
-"""What pooled baselines share that train several networks: their rounds, their batches, what trains beside the model.
+"""Base of the pooled methods with modules besides the model: their rounds, their batches, and these modules.
 
 The model that is evaluated is an ordinary network. Discriminators, second classifiers and the like stay in the pool's
-memory, seeded there by the experiment's seed: a model file then holds nothing that prediction does not use.
+memory, drawn from the experiment's seed. So a model file holds nothing that prediction does not use.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class PooledTraining(DeepAll):
-    """A pool of all sources, where parts train beside the model; subclasses write `fit`."""
+    """Base of methods on a pool of all sources, with modules besides the model. A subclass writes `fit`."""
 
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts")
     tasks: ClassVar[tuple[Task, ...]] = ("classification",)
@@ -37,10 +37,10 @@ class PooledTraining(DeepAll):
         return state.advance(update.weights, report={"losses": {pool: update.loss}})
 
     def batches(self, site: Site, due: int) -> Iterator[tuple[tuple[Batch, ...], Batch | None]]:
-        """Batches of every domain until ``due`` mini-batches are used, or all that are left.
+        """Mini-batches of all domains together, until ``due`` of them are used or none is left.
 
-        A step uses one of every domain at a time. What does not make a whole step waits for the next round, in the last
-        round it makes one.
+        An optimiser step uses one of every domain. A remainder of ``due`` that is too small for this is used in the
+        next round; in the last round it makes a step, too.
         """
         domains = site.domains + (site.unlabelled is not None)
         last = due >= site.envelope.mini_batches_left
@@ -51,12 +51,12 @@ class PooledTraining(DeepAll):
         return (sources for sources, _ in self.batches(site, due))
 
     def progress(self, site: Site) -> float:
-        """The share of the run's mini-batches that are done, those of the present step included."""
+        """The share of the run's mini-batches that are done, with those of the current optimiser step."""
         begun, left = site.envelope.progress, site.envelope.mini_batches_left
         return begun + (1 - begun) * site.mini_batches / max(1, left)
 
     def parts(self, site: Site, build: Callable[[], M]) -> M:
-        """What trains beside the model: made from the experiment's seed at first, later as the pool remembers it."""
+        """The modules besides the model: drawn from the experiment's seed at first, later from the pool's memory."""
         with drawn_from(derive_seed(site.seed, site.name, "parts")):
             module = build()
         if "parts" in site.memory:
@@ -71,7 +71,7 @@ class PooledTraining(DeepAll):
         model: Network,
         parts: nn.Module | None = None,
     ) -> Update:
-        """Train the model and its parts together, and remember the parts."""
+        """Train the model and the modules besides it together, and remember the latter."""
         modules = [model] if parts is None else [model, parts]
         loss = site.minimise_over(batches, loss_of, *modules, remember="optimizer")
         if parts is not None:

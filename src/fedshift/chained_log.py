@@ -1,0 +1,102 @@
+"""A log whose lines are chained: each is JSON and carries the digest of the line before it.
+
+A line that was changed, removed or added in the middle breaks the chain. Lines cut off the end do not show in the file
+itself: `fedshift security export` signs the digests of all lines, and a sink has a copy of each.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from fedshift.errors import FedshiftError
+
+START = "0" * 64
+"""What the first line carries as the digest of the line before it."""
+_TAIL = 1 << 16
+
+
+def append_line(path: Path, entry: Mapping[str, Any], *, known: int = 0, flush: bool = False) -> tuple[str, int]:
+    """Add an entry to a log. Processes that write the same log wait for each other.
+
+    Args:
+        path: the log; readable by its user only. Its folder exists.
+        entry: plain values.
+        known: bytes that the log had when this process last looked.
+        flush: wait until the line is on the disk.
+
+    Returns:
+        The line, and the log's size afterwards.
+
+    Raises:
+        OSError: the line cannot be written.
+        FedshiftError: the log is shorter than ``known``.
+    """
+    with open(path, "ab+", opener=_private) as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        last, size = _last_line(file)
+        if size < known:
+            raise FedshiftError(f"{path}: lines were cut off the end of the log; keep it, and start a new one")
+        file.truncate(size)  # half a line, of a process that was killed while it wrote
+        previous = digest_of(last) if size else START
+        line = json.dumps({**entry, "previous": previous})  # ASCII: any text can be written
+        file.write(line.encode() + b"\n")
+        file.flush()
+        if flush:
+            os.fsync(file.fileno())
+        return line, size + len(line) + 1
+
+
+def checked_lines(path: Path) -> list[str]:
+    """The whole lines of a log; none if it does not exist.
+
+    Raises:
+        FedshiftError: the chain is broken. The message names the first line that does not fit.
+    """
+    lines, last = lines_of(path), START
+    for number, line in enumerate(lines, 1):
+        try:
+            chained = json.loads(line)["previous"] == last
+        except (ValueError, KeyError, TypeError):
+            chained = False
+        if not chained:
+            raise FedshiftError(
+                f"{path}, line {number}: the log was changed here; keep it, and start a new one in its place"
+            )
+        last = digest_of(line)
+    return lines
+
+
+def lines_of(path: Path) -> list[str]:
+    """The whole lines of a log, whether their chain is whole or not."""
+    if not path.exists():
+        return []
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    return whole.decode(errors="replace").split("\n") if whole else []
+
+
+def digest_of(line: str) -> str:
+    """The digest that the next line carries."""
+    return hashlib.sha256(line.encode(errors="replace")).hexdigest()
+
+
+def _last_line(file: BinaryIO) -> tuple[str, int]:
+    """The last whole line, and where it ends, with its line break."""
+    end = file.seek(0, os.SEEK_END)
+    begin, tail = end, b""
+    while begin and tail.count(b"\n") < 2:
+        begin = max(0, begin - _TAIL)
+        file.seek(begin)
+        tail = file.read(end - begin)
+    whole, found, rest = tail.rpartition(b"\n")
+    line = whole.rpartition(b"\n")[2]
+    return line.decode(errors="replace"), end - len(rest) if found else 0
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

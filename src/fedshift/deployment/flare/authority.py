@@ -1,0 +1,90 @@
+"""A project's authority: its certificate, its private key in an encrypted file, and the certificates that it issued."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedshift.deployment.json_files import read_object
+from fedshift.errors import UserError
+from fedshift.files import write_bytes
+
+CERTIFICATE, KEY, ISSUED = "rootCA.pem", "rootCA.key", "issued.json"
+
+Ask = Callable[[bool], str | None]
+"""Asks for the passphrase of the authority's key. The argument says whether it is chosen now. None: no passphrase."""
+
+
+@dataclass
+class Authority:
+    """What signs certificates, and name → SHA-256 of the certificate that it has now."""
+
+    certificate: bytes
+    key: Any
+    issued: dict[str, str]
+
+    @classmethod
+    def load(cls, folder: Path, project: str, ask: Ask) -> Authority | None:
+        """The authority in a folder, or None if there is none yet.
+
+        Args:
+            folder: the authority's folder.
+            project: the project's name.
+            ask: asks for the passphrase, if the key is encrypted or was written by an earlier fedshift.
+
+        Raises:
+            UserError: the key cannot be read with that passphrase.
+        """
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+        if not (folder / KEY).exists():
+            return cls._adopted(folder, project, ask)
+        text = (folder / KEY).read_bytes()
+        passphrase = ask(False) if b"ENCRYPTED" in text else None
+        try:
+            key = load_pem_private_key(text, passphrase.encode() if passphrase else None)
+        except (ValueError, TypeError):
+            raise UserError(f"{folder / KEY} cannot be read with this passphrase") from None
+        return cls((folder / CERTIFICATE).read_bytes(), key, dict(read_object(folder / ISSUED)))
+
+    @classmethod
+    def _adopted(cls, folder: Path, project: str, ask: Ask) -> Authority | None:
+        """The authority that an earlier fedshift left in FLARE's form, with every key in clear; from now on in ours."""
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+        state = read_object(folder / project / "state" / "cert.json")
+        if not state:
+            return None
+        issued = {name: digest(one["cert"].encode()) for name, one in state.items() if isinstance(one, dict)}
+        found = cls(state["root_cert"].encode(), load_pem_private_key(state["root_pri_key"].encode(), None), issued)
+        found.save(folder, ask(True))
+        shutil.rmtree(folder / project)
+        return found
+
+    def save(self, folder: Path, passphrase: str | None) -> None:
+        """Write certificate and key; the key encrypted if there is a passphrase."""
+        from cryptography.hazmat.primitives import serialization
+
+        how: Any = serialization.NoEncryption()
+        if passphrase:
+            how = serialization.BestAvailableEncryption(passphrase.encode())
+        pem, pkcs8 = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+        write_bytes(folder / CERTIFICATE, self.certificate, private=True)
+        write_bytes(folder / KEY, self.key.private_bytes(pem, pkcs8, how), private=True)
+        self.save_issued(folder)
+
+    def save_issued(self, folder: Path) -> None:
+        """Write which certificate each name has."""
+        write_bytes(folder / ISSUED, (json.dumps(self.issued, indent=2) + "\n").encode(), private=True)
+
+
+def digest(certificate: bytes) -> str:
+    """The SHA-256 of a certificate in PEM, as the coordinator's listener computes it of what a peer shows."""
+    import ssl
+
+    return hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate.decode())).hexdigest()

@@ -1,0 +1,73 @@
+"""Which certificates the coordinator accepts: a file in its kit, which its listener reads again and again.
+
+Each name has one certificate. What is not in the file is refused, also if the authority signed it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from fedshift.deployment.flare.kits import Kit
+from fedshift.deployment.flare.limits import CERTIFICATES
+from fedshift.deployment.json_files import read_object
+from fedshift.errors import UserError, nearest
+from fedshift.files import write_bytes
+
+
+def write_issued(kit: Path, issued: Mapping[str, str]) -> None:
+    """Write the certificates of all names into the coordinator's kit.
+
+    A revoked certificate stays revoked. A new certificate of the same name is accepted.
+
+    Args:
+        kit: the coordinator's kit.
+        issued: name → SHA-256 of its certificate.
+    """
+    before = read_object(kit / CERTIFICATES)
+    revoked = {one["certificate"] for one in before.values() if one["revoked"]}
+    _write(kit, {name: {"certificate": one, "revoked": one in revoked} for name, one in issued.items()})
+
+
+def revoked_sites(kit: Kit) -> frozenset[str]:
+    """The sites whose certificate the coordinator refuses."""
+    found = read_object(kit.folder / CERTIFICATES)
+    return frozenset(site for site in kit.project.sites if found.get(site, {}).get("revoked", True))
+
+
+def set_revoked(kit: Kit, site: str, revoked: bool) -> bool:
+    """Refuse a site's certificate from now on, or accept it again.
+
+    Args:
+        kit: the coordinator's kit.
+        site: the site's name.
+        revoked: whether to refuse it.
+
+    Returns:
+        Whether this changed anything.
+
+    Raises:
+        UserError: there is no such site.
+    """
+    check_list(kit)
+    found = read_object(kit.folder / CERTIFICATES)
+    if site not in kit.project.sites or site not in found:
+        raise UserError(f"project '{kit.project.name}' has no site '{site}'; {nearest(site, kit.project.sites)}")
+    changed = bool(found[site]["revoked"] != revoked)
+    found[site]["revoked"] = revoked
+    _write(kit.folder, found)
+    return changed
+
+
+def check_list(kit: Kit) -> None:
+    """Raise UserError if the coordinator's kit does not say which certificates it accepts."""
+    if not read_object(kit.folder / CERTIFICATES):
+        raise UserError(
+            f"the kit in {kit.folder} has no readable {CERTIFICATES}, since an earlier fedshift made it: fedshift "
+            "project provision adds it, and all kits stay valid"
+        )
+
+
+def _write(kit: Path, entries: Mapping[str, object]) -> None:
+    write_bytes(kit / CERTIFICATES, (json.dumps(entries, indent=2) + "\n").encode(), private=True)

@@ -1,0 +1,10 @@
+"""Names and numbers that FLARE's processes and our commands share. Both import this file, so it imports nothing."""
+
+LARGEST_FRAME = 8 << 20
+"""Bytes of a frame between machines. FLARE sends what is longer than 1 MiB in parts of 1 MiB."""
+
+CERTIFICATES = "certificates.json"
+"""A file in the coordinator's kit: name → the SHA-256 of its certificate, and whether it is revoked."""
+
+LISTENER = "guarded"
+"""The scheme of our listener, which FLARE reads as the coordinator's settings say."""

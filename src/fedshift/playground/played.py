@@ -1,0 +1,112 @@
+"""Two sites and a coordinator on this machine: a process per role, mutual TLS over loopback, made-up data."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from fedshift.deployment.coordinator import EXPERIMENT
+from fedshift.deployment.flare import roles
+from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
+from fedshift.errors import FedshiftError
+from fedshift.experiment.config.experiment import parse
+from fedshift.files import write_bytes
+
+SITES = ("north", "south")
+NASTY = ("<script>alert(1)</script>", '=HYPERLINK("http://x")', "\x1b]0;owned\x07\x1b[2J")
+"""Names of classes, as an attacker would choose them: for a page, a spreadsheet and a terminal."""
+POLICY = {
+    "send": ["weights", "numbers", "accuracy"],
+    "smallest_group": 10,
+    "methods": ["fedavg", "ccst", "deepall"],
+    "requests_per_round": 8,
+}
+"""What the sites allow. `ccst` may run, but the styles that it needs may not leave; `deepall` may run, but the samples
+that it needs leave no site of a deployment."""
+_PATIENCE = 120.0
+
+
+@dataclass(frozen=True)
+class Played:
+    """A federation that runs, and the files of its roles."""
+
+    folder: Path
+    coordinator: Path
+    sites: Mapping[str, Path]
+    port: int
+    project: Path
+
+    def site_file(self, site: str) -> Path:
+        """A site's SITE.yaml."""
+        return self.sites[site] / "SITE.yaml"
+
+    def experiment(self, name: str, method: Mapping[str, Any]) -> dict[str, Any]:
+        """Options of a small experiment of the federation."""
+        return {
+            "name": name,
+            "data": {"name": "sites"},
+            "protocol": {"targets": ["sites"], "seeds": [0], "test_fraction": 0.4},
+            "model": {"name": "linear"},
+            "training": {"rounds": 2, "batch_size": 16, "lr": 0.1},
+            "methods": [dict(method)],
+            "device": "cpu",
+            "engine": {"name": "flare", "threads": 1, "deadline": _PATIENCE},
+        }
+
+    def deploy(self, name: str, method: Mapping[str, Any]) -> tuple[Deployment, dict[str, Any]]:
+        """Deploy a small experiment, as `fedshift deploy` does, and wait for its end; the deployment and its state.
+
+        Raises:
+            FedshiftError: it does not end.
+        """
+        deployment = Deployment(self.coordinator, name)
+        experiment = parse(self.experiment(name, method))
+        write_bytes(deployment.folder / EXPERIMENT, json.dumps(experiment.dump()).encode())
+        deployment.want("run")
+        deadline = time.monotonic() + _PATIENCE
+        while deployment.state["state"] not in ENDS:
+            if time.monotonic() > deadline:
+                raise FedshiftError(f"the deployment did not end within {_PATIENCE:g} s: {deployment.state}")
+            time.sleep(0.1)
+        return deployment, deployment.state
+
+
+@contextlib.contextmanager
+def playing(folder: Path) -> Iterator[Played]:
+    """Provision and start a federation below ``folder``; stop it at the end."""
+    port = roles.free_port()
+    file = folder / "project.yaml"
+    folder.mkdir(parents=True, exist_ok=True)
+    options = {"name": "selftest", "contact": "selftest@example.org", "server": "localhost", "port": port}
+    file.write_text(yaml.safe_dump({**options, "sites": list(SITES)}), encoding="utf-8")
+    made = roles.provision(roles.load_project(file), folder / "kits", lambda new: None)
+    draws = np.random.default_rng(0)
+    for number, site in enumerate(SITES):
+        labels = np.arange(96) % len(NASTY)
+        np.savez(made.sites[site] / "data.npz", x=draws.normal(labels[:, None] + number, 1.0, (96, 6)), y=labels)
+        described = {
+            "site": site,
+            "data": {"name": "arrays", "sites": {site: str(made.sites[site] / "data.npz")}, "classes": list(NASTY)},
+            "device": "cpu",
+            "threads": 1,
+            "policy": POLICY,
+        }
+        (made.sites[site] / "SITE.yaml").write_text(yaml.safe_dump(described), encoding="utf-8")
+    started: list[tuple[Path, str]] = []
+    try:
+        for kit, role in ((made.coordinator, "coordinator"), *((made.sites[site], "site") for site in SITES)):
+            site_file = kit / "SITE.yaml" if role == "site" else None
+            roles.start(roles.load_kit(kit, role), site_file, wait=0)
+            started.append((kit, role))
+        yield Played(folder, made.coordinator, made.sites, port, file)
+    finally:
+        for kit, role in reversed(started):
+            roles.stop(roles.load_kit(kit, role))

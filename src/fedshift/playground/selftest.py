@@ -1,0 +1,33 @@
+"""Every promise tried, one after the other.
+
+To add one, write a function that tries it, and a `Promise` in the list of its attacker: `by_strangers`,
+`by_coordinators` or `by_sites`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from fedshift.playground import by_coordinators, by_sites, by_strangers
+from fedshift.playground.played import Played, playing
+from fedshift.playground.promise import Outcome, Promise, expect, tried
+
+
+def _honest(played: Played) -> str:
+    deployment, state = played.deploy("honest", {"name": "fedavg"})
+    expect(state["state"] == "finished", f"the deployment: {state}")
+    rounds = sum(event.get("what") == "round" for event in deployment.events())
+    return f"{len(played.sites)} sites train for {rounds} rounds"
+
+
+HONEST = Promise("an honest coordinator", "trains with honest sites, which must work", _honest)
+PROMISES = (HONEST, *by_strangers.PROMISES, *by_coordinators.PROMISES, *by_sites.PROMISES, *by_strangers.AT_LAST)
+"""The honest run comes first: without it, whatever is refused shows nothing."""
+
+
+def selftest(folder: Path) -> Iterator[Outcome]:
+    """Play a federation below ``folder`` and try every promise; what came of each, as it comes."""
+    with playing(folder) as played:
+        for promise in PROMISES:
+            yield tried(promise, played)

@@ -1,0 +1,73 @@
+"""Text of strangers made safe: for terminals, logs, pages and spreadsheets.
+
+Names and messages come from sites, from data and from model files. A terminal obeys control sequences in them, letters
+that change the direction of writing hide what stands there, and a spreadsheet runs cells that look like formulas.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+_FORMULA = re.compile(r"'*[=+\-@\t\r]")
+_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|[+-]?(inf|nan)")
+
+
+def printable(text: str, keep: str = "") -> str:
+    """``text`` with a space in place of every character that is not printed, except those to ``keep``.
+
+    Example:
+        >>> printable("north\\x1b[2J\\nsouth")
+        'north [2J south'
+        >>> printable("a\\tb\\nc", keep="\\n")
+        'a b\\nc'
+    """
+    return "".join(letter if letter.isprintable() or letter in keep else " " for letter in text)
+
+
+def one_line(text: str, most: int = 500) -> str:
+    """A stranger's text as one line, cut to ``most`` characters."""
+    text = printable(text[:most])
+    return text if len(text) < most else f"{text[:-1]}…"
+
+
+def json_text(value: Any, indent: int | None = None) -> str:
+    """JSON that people can read and a terminal can show: characters that are not printed are written as escapes.
+
+    Example:
+        >>> json_text({"name": "größe\\x9b2J"})
+        '{"name": "größe\\\\u009b2J"}'
+    """
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    return "".join(letter if letter.isprintable() or letter == "\n" else json.dumps(letter)[1:-1] for letter in text)
+
+
+def csv_cell(text: str) -> str:
+    """``text`` as a cell that no spreadsheet takes for a formula: an apostrophe goes before it. Numbers stay.
+
+    Example:
+        >>> csv_cell("=1+1"), csv_cell("-0.5"), csv_cell("fedavg")
+        ("'=1+1", '-0.5', 'fedavg')
+    """
+    return f"'{text}" if _FORMULA.match(text) and not _NUMBER.fullmatch(text) else text
+
+
+def csv_text(rows: Iterable[Iterable[str]]) -> str:
+    """Rows of cells as CSV that no spreadsheet runs."""
+    text = io.StringIO()
+    csv.writer(text).writerows(map(csv_cell, row) for row in rows)
+    return text.getvalue()
+
+
+def from_csv_cell(cell: str) -> str:
+    """The inverse of `csv_cell`.
+
+    Example:
+        >>> from_csv_cell("'=1+1"), from_csv_cell("-0.5"), from_csv_cell("'tis")
+        ('=1+1', '-0.5', "'tis")
+    """
+    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell

@@ -1,0 +1,351 @@
+"""Three sites and a coordinator as processes, with mutual TLS: the bits of the local engine, whatever dies."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import ssl
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from loopback import SITES, Without, options_of, simulate
+
+pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
+
+from loopback import ADAPT, model, same
+from network import PATIENCE, THREE, Network, asked, environment, rounds
+
+from fedshift.deployment.flare import roles
+from fedshift.deployment.flare.jobs import job_folder
+from fedshift.deployment.flare.kits import load_kit
+from fedshift.errors import UserError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    started = Network(tmp_path_factory.mktemp("network"))
+    before = os.umask(0)  # what the roles write must be theirs alone all the same
+    with environment(started):
+        try:
+            started.start()
+            yield started
+        finally:
+            os.umask(before)
+            started.stop()
+
+
+@dataclass(frozen=True)
+class Played:
+    """A deployment that was looked at in its second round, aborted then, and resumed."""
+
+    options: dict[str, Any]
+    folder: Path
+    """Its results."""
+    seconds: float
+    """Until the second round: how fast this machine is just now."""
+    sockets: list[tuple[bool, list[str], Any]]
+    """What every process held: whether it is the coordinator's, its command, the socket."""
+    commands: list[list[str]]
+    modes: list[tuple[int, list[int]]]
+    """Permissions of each role's folder of sockets, and of the files in it."""
+    rounds: tuple[int, int]
+    """When it was aborted, and in the end."""
+
+
+@pytest.fixture(scope="module")
+def played(network: Network) -> Played:
+    """One deployment for several tests: to start a job takes longer than what each of them looks at."""
+    slow = {"name": "slow_method:Slow", "label": "slow", "seconds": 0.6}
+    options = options_of({}, name="played", protocol=ADAPT, methods=[slow, *THREE])
+    begun = time.monotonic()
+    deployment = network.deploy(options, unseen=False)
+    network.wait(deployment, lambda: asked(deployment, 2))
+    seconds = time.monotonic() - begun
+    sockets, commands, modes = [], [], []
+    for kit in (network.coordinator, *network.made.sites.values()):
+        for process in network.processes(kit):
+            commands.append(process.cmdline())
+            held = process.net_connections(kind="inet")
+            sockets += [(kit == network.coordinator, commands[-1], one) for one in held]
+        files = [stat.S_IMODE(path.stat().st_mode) for path in (kit / "channel").iterdir()]
+        modes.append((stat.S_IMODE((kit / "channel").stat().st_mode), files))
+    deployment.want("abort")
+    network.reach(deployment, "aborted")
+    before = rounds(deployment)
+    deployment.want("run")
+    network.leave(deployment, "aborted")
+    folder = network.finish(deployment)
+    return Played(options, folder, seconds, sockets, commands, modes, (before, rounds(deployment)))
+
+
+def test_every_method_ends_in_the_bits_of_the_local_engine(played: Played, tmp_path: Path) -> None:
+    """Although the run was aborted and resumed."""
+    slow, *others = played.options["methods"]
+    here = simulate(tmp_path, {**played.options, "methods": [{**slow, "seconds": 0.0}, *others]}, unseen={})
+    for name in ("slow", "fedavg", "csac", "kd3a"):
+        assert same(model(here, name, "east"), model(played.folder, name, "east")), name
+    assert (played.folder / "order.json").read_text() == (here / "order.json").read_text()
+
+
+def test_an_aborted_run_is_gone_on_with(played: Played) -> None:
+    before, after = played.rounds
+    assert 1 <= before < after
+    lines = (played.folder / "slow/east/seed-0/rounds.jsonl").read_text().splitlines()
+    assert before < len(lines), "it was aborted in the middle of a run"
+    assert [json.loads(line)["round"] for line in lines] == list(range(1, len(lines) + 1))
+
+
+def test_only_the_coordinators_port_listens_and_nobody_dials_another(network: Network, played: Played) -> None:
+    """While a job runs: the sockets that every process of the federation holds."""
+    port = load_kit(network.coordinator).project.port
+    listening = set()
+    for coordinator, command, held in played.sockets:
+        if held.status == psutil.CONN_LISTEN:
+            listening.add((coordinator, held.laddr.ip, held.laddr.port))
+        elif held.raddr:
+            ports = [held.raddr.port] + [held.laddr.port] * coordinator
+            assert held.raddr.ip == "127.0.0.1", (command, held)
+            assert port in ports, (command, held)
+        else:
+            assert held.status == psutil.CONN_CLOSE, (command, held)
+    assert listening == {(True, "127.0.0.1", port)}
+    jobs = ("worker_process", "runner_process")
+    assert sum(any(word.endswith(jobs) for word in command) for command in played.commands) == 1 + len(SITES)
+    assert played.modes == [(0o700, [0o600])] * (1 + len(SITES))
+
+
+def answers(network: Network, certificate: Path | None) -> bool:
+    """Whether the coordinator's port goes on speaking to a peer that shows this certificate, or none."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    if certificate is not None:
+        context.load_cert_chain(certificate / "client.crt", certificate / "client.key")
+    port = load_kit(network.coordinator).project.port
+    try:
+        with socket.create_connection(("localhost", port), 10) as plain, context.wrap_socket(plain) as connection:
+            connection.settimeout(2.0)
+            return connection.recv(1) != b""
+    except TimeoutError:
+        return True
+    except OSError:
+        return False
+
+
+def test_a_foreign_certificate_or_none_is_refused(network: Network, tmp_path: Path) -> None:
+    foreign = roles.provision(roles.load_project(network.folder / "project.yaml"), tmp_path, lambda new: None)
+    assert answers(network, network.made.sites["north"] / "flare/startup")
+    assert not answers(network, None)
+    assert not answers(network, foreign.sites["north"] / "flare/startup")
+    with pytest.raises(UserError, match="does not accept this kit"):
+        roles.unreachable(load_kit(foreign.sites["north"]))
+
+
+def test_a_job_that_brings_code_is_refused(network: Network, tmp_path: Path) -> None:
+    """By FLARE itself, when it would be deployed, even from the coordinator's own administrator."""
+    from nvflare.fuel.flare_api.flare_api import new_secure_session
+
+    kit = load_kit(network.coordinator)
+    job = job_folder("code", 1, tmp_path / "job")
+    (job / "app" / "custom").mkdir()
+    (job / "app" / "custom" / "mine.py").write_text("print('mine')\n")
+    session = new_secure_session(kit.project.contact, str(network.coordinator / "admin"), timeout=30.0)
+    try:
+        number = session.submit_job(str(job))
+        deadline = time.monotonic() + PATIENCE
+        while not str(session.get_job_meta(number)["status"]).startswith("FINISHED"):
+            assert time.monotonic() < deadline
+            time.sleep(0.3)
+        meta = session.get_job_meta(number)
+        assert meta["status"] == "FINISHED:FAILED_TO_RUN"
+        assert "BYOC not permitted" in str(meta["job_deploy_detail"])
+    finally:
+        session.close()
+    assert not list(network.made.folder.glob("sites/*/flare/*/app_*/custom"))
+
+
+@contextlib.contextmanager
+def besieged(network: Network) -> Iterator[None]:
+    """Strangers hold the coordinator's port all the time: silent connections, and halves of a ClientHello."""
+    port, over = load_kit(network.coordinator).project.port, threading.Event()
+
+    def hold() -> None:
+        held: list[socket.socket] = []
+        while not over.wait(0.2):
+            with contextlib.suppress(OSError):  # the coordinator is down
+                while len(held) < 200:
+                    held.append(socket.create_connection(("127.0.0.1", port), 1.0))
+                    held[-1].setblocking(False)
+                    if len(held) % 2:
+                        held[-1].sendall(bytes.fromhex("16030100c8010000c40303"))
+            held = [one for one in held if not ended(one)]
+        for one in held:
+            one.close()
+
+    strangers = threading.Thread(target=hold, daemon=True)
+    strangers.start()
+    try:
+        yield
+    finally:
+        over.set()
+        strangers.join()
+
+
+def ended(one: socket.socket) -> bool:
+    """Whether the coordinator has ended a connection."""
+    try:
+        one.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    one.close()
+    return True
+
+
+def test_a_run_survives_whatever_is_killed_while_strangers_hold_the_port(network: Network, tmp_path: Path) -> None:
+    with besieged(network):
+        survives_whatever_is_killed(network, tmp_path)
+
+
+def survives_whatever_is_killed(network: Network, tmp_path: Path) -> None:
+    """A site's job in mid-step, a whole site, the whole coordinator: each killed with -9, two of them started again."""
+    method = {"name": "slow_method:Slow", "label": "slow", "seconds": 0.6}
+    options = options_of(method, name="faults")
+    options["training"] = {**options["training"], "rounds": 5}
+    deployment = network.deploy(options)
+
+    network.wait(deployment, lambda: asked(deployment, 2))
+    time.sleep(0.3)
+    assert network.kill(network.made.sites["north"], only="worker_process") == 1
+
+    network.wait(deployment, lambda: rounds(deployment) >= 2 and asked(deployment, 3))
+    assert network.kill(network.made.sites["south"]) >= 2
+    network.start("south")
+
+    network.wait(deployment, lambda: rounds(deployment) >= 3 and asked(deployment, 4))
+    assert network.kill(network.coordinator) >= 2
+    network.start("coordinator")
+
+    there = network.finish(deployment)
+    options["methods"] = [{**method, "seconds": 0.0}]
+    here = simulate(tmp_path, options)
+    assert same(model(here, "slow", "west"), model(there, "slow", "west"))
+    events = list(deployment.events())
+    jobs = [event["is"] for event in events if event.get("what") == "job"]
+    assert "died" in jobs
+    assert any(event.get("what") == "site" and event["site"] == "south" for event in events)
+    lines = [json.loads(line) for line in (there / "slow/west/seed-0/rounds.jsonl").read_text().splitlines()]
+    assert [line["round"] for line in lines] == list(range(1, 6))
+    for name in SITES:
+        assert not list((network.made.sites[name] / "memory").glob("faults-*")), "a finished run is forgotten at sites"
+
+
+def test_a_quorum_goes_on_without_a_killed_site(
+    network: Network, played: Played, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole site dies in mid-step and stays away: what docs/deploy.md says comes out."""
+    method = {"name": "slow_method:Slow", "label": "slow", "seconds": 1.0}
+    options = options_of(method, name="quorum")
+    deadline = max(8.0, 2 * played.seconds)  # sites have this long to begin, too
+    deployment = network.deploy(options, quorum=2, deadline=deadline, patience=2.0)
+    network.wait(deployment, lambda: rounds(deployment) >= 1 and asked(deployment, 2))
+    network.kill(network.made.sites["south"])
+    try:
+        there = network.finish(deployment)
+    finally:
+        network.start("south")
+    lost = {(event["site"], event["round"]) for event in deployment.events() if event.get("is") == "lost"}
+    assert lost == {("south", 2), ("south", 3)}
+    monkeypatch.setattr(Without, "absent", {("south", 2), ("south", 3)})
+    monkeypatch.setattr("fedshift.experiment.runs.one_run.LocalFederation", Without)
+    here = simulate(tmp_path, {**options, "methods": [{**method, "seconds": 0.0}]})
+    assert same(model(here, "slow", "west"), model(there, "slow", "west"))
+
+
+def test_a_revoked_kit_is_refused_and_the_others_go_on(network: Network) -> None:
+    """In the middle of a run, and after the coordinator was started again."""
+    from nvflare.fuel.flare_api.flare_api import new_secure_session
+
+    options = options_of({"name": "slow_method:Slow", "label": "slow", "seconds": 0.5}, name="revoked")
+    deployment = network.deploy(options, quorum=2, deadline=20.0, patience=2.0)
+    network.wait(deployment, lambda: rounds(deployment) >= 1 and asked(deployment, 2))
+    roles.set_revoked(network.coordinator, "south", True)
+    south = network.made.sites["south"]
+    try:
+        network.finish(deployment)
+        assert {event["site"] for event in deployment.events() if event.get("is") == "lost"} == {"south"}
+        assert rounds(deployment) == 3
+        network.kill(network.coordinator)
+        network.start("coordinator")
+        assert not answers(network, south / "flare/startup")
+        assert answers(network, network.made.sites["north"] / "flare/startup")
+        assert "revoked" in str(roles.unreachable(load_kit(south)))
+        session = new_secure_session("test@example.org", str(network.coordinator / "admin"), timeout=PATIENCE)
+        try:
+            deadline = time.monotonic() + PATIENCE
+            while {one.name for one in session.get_system_info().client_info} != {"north", "east"}:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+        finally:
+            session.close()
+        (told,) = (network.coordinator / "flare").glob("**/disabled_clients.json")
+        assert json.loads(told.read_text()) == {"disabled_clients": ["south"]}
+    finally:
+        roles.set_revoked(network.coordinator, "south", False)
+        network.kill(south)
+        network.start("south")
+    assert answers(network, south / "flare/startup")
+
+
+def test_only_its_owner_reads_what_a_role_writes(network: Network) -> None:
+    """Models, kept answers, logs, keys: after the runs of the tests before, whatever the umask."""
+    written = [path for part in ("flare", "memory") for path in network.made.folder.glob(f"*/**/{part}/**/*")]
+    assert any(path.name == "audit.jsonl" for path in written)
+    kits = [network.coordinator, *network.made.sites.values()]
+    open_to_others = [path for path in (*kits, *written) if path.lstat().st_mode & 0o077 and not path.is_symlink()]
+    assert open_to_others == []
+
+
+def test_one_kit_on_two_machines_is_said(network: Network, tmp_path: Path) -> None:
+    """Both would train in turn, half of what they are asked; the coordinator says so, and begins nothing."""
+    twin, said = tmp_path / "twin", "the kit of site 'north' is in use on two machines"
+    shutil.copytree(network.made.sites["north"], twin, ignore=shutil.ignore_patterns("channel", "service.*"))
+    coordinator = roles.load_kit(network.coordinator, "coordinator")
+    try:
+        roles.start(roles.load_kit(twin, "site"), twin / "SITE.yaml", wait=PATIENCE)
+        network.until(lambda: said in roles.status(coordinator).message)
+        deployment = network.deploy(options_of({"name": "fedavg"}, name="twins"))
+        network.wait(deployment, lambda: said in deployment.state.get("message", ""))
+        assert deployment.state["state"] == "waiting"
+        deployment.want("abort")
+        network.reach(deployment, "aborted")
+    finally:
+        roles.stop(roles.load_kit(twin, "site"))
+
+
+def test_nobody_phones_home(network: Network) -> None:
+    """All that the processes of the tests before looked up or dialled, from their first line on."""
+    coordinator = load_kit(network.coordinator).project
+    notes = {path.stem: path.read_text().splitlines() for path in network.watched.iterdir()}
+    assert len(notes) >= 2 * (1 + len(SITES))
+    found = {tuple(json.loads(line)) for lines in notes.values() for line in lines}
+    dialled = {tuple(address) for event, *address in found if event == "dialled"}
+    assert {port for _, port in dialled} == {str(coordinator.port)}
+    assert {host for host, _ in dialled} <= {"localhost", "127.0.0.1"}
+    looked_up = {address[0] for event, *address in found if event == "looked up"}
+    assert looked_up <= {"localhost"}
+    # FLARE asks the system which of its own addresses faces outwards; nothing is sent for that.
+    assert {tuple(address) for event, *address in found if event == "aimed"} <= {("10.255.255.255", "1")}
+    assert not [address for event, *address in found if event == "sent"]

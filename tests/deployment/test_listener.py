@@ -1,0 +1,261 @@
+"""The coordinator's listener against strangers who hold it and peers who cheat: real sockets, no processes."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
+
+from nvflare.fuel.f3.drivers.connector_info import ConnectorInfo, Mode
+from nvflare.fuel.f3.drivers.driver_params import DriverParams
+from nvflare.fuel.f3.sfm.prefix import Prefix
+
+from fedshift.cli.project import free_port
+from fedshift.deployment.flare import roles
+from fedshift.deployment.flare.drivers import guarded_tcp
+from fedshift.deployment.flare.provision import Provisioned
+
+SOON = 5.0
+"""Seconds within which a peer must be answered here: test machines are busy."""
+
+
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory: pytest.TempPathFactory) -> Provisioned:
+    folder = tmp_path_factory.mktemp("kits")
+    options = {"name": "door", "contact": "team@example.org", "server": "localhost", "sites": ["north", "south"]}
+    (folder / "project.yaml").write_text(yaml.safe_dump(options))
+    return roles.provision(roles.load_project(folder / "project.yaml"), folder, lambda new: None)
+
+
+class Echo:
+    """Sends each frame of a connection back."""
+
+    def __init__(self, connection: Any) -> None:
+        self.connection = connection
+
+    def process_frame(self, frame: Any) -> None:
+        self.connection.send_frame(frame)
+
+
+class Listening:
+    """A listener in this process whose connections echo."""
+
+    def __init__(self, kit: Path, driver: Any = None) -> None:
+        startup = kit / "flare" / "startup"
+        self.port = free_port()
+        self.driver = driver or guarded_tcp.GuardedTcpDriver()
+        self.driver.register_conn_monitor(self)
+        params = {
+            DriverParams.SCHEME.value: "guarded",
+            DriverParams.SECURE.value: True,
+            DriverParams.HOST.value: "",
+            DriverParams.PORT.value: str(self.port),
+            DriverParams.CA_CERT.value: str(startup / "rootCA.pem"),
+            DriverParams.SERVER_CERT.value: str(startup / "server.crt"),
+            DriverParams.SERVER_KEY.value: str(startup / "server.key"),
+        }
+        connector = ConnectorInfo("CH1", self.driver, params, Mode.PASSIVE, 0, 0, False, threading.Event())
+        self.thread = threading.Thread(target=self.driver.listen, args=(connector,), daemon=True)
+        self.thread.start()
+
+    def state_change(self, connection: Any) -> None:
+        """FLARE's monitor of connections."""
+        connection.register_frame_receiver(Echo(connection))
+
+    def plain(self, source: str = "127.0.0.1") -> socket.socket:
+        """A connection on which nothing was said yet."""
+        return socket.create_connection(("127.0.0.1", self.port), SOON, source_address=(source, 0))
+
+    def peer(self, startup: Path) -> ssl.SSLSocket:
+        """A connection with a kit's certificate."""
+        context = ssl.create_default_context(cafile=str(startup / "rootCA.pem"))
+        context.check_hostname = False
+        context.load_cert_chain(startup / "client.crt", startup / "client.key")
+        return context.wrap_socket(self.plain())
+
+    def is_heard(self, startup: Path) -> bool:
+        """Whether a frame that a kit sends is answered."""
+        with contextlib.suppress(OSError), self.peer(startup) as one:
+            return speaks(one)
+        return False
+
+
+def speaks(one: ssl.SSLSocket) -> bool:
+    """Whether a frame is answered on this connection."""
+    whole = bytearray(20)
+    Prefix(length=20).to_buffer(whole, 0)
+    try:
+        one.sendall(whole)
+        return len(one.recv(20)) == 20
+    except OSError:
+        return False
+
+
+def ended(one: socket.socket) -> bool:
+    """Whether the other side ends a connection soon."""
+    one.settimeout(SOON)
+    with contextlib.suppress(ConnectionError):
+        return one.recv(1) == b""
+    return True
+
+
+def eventually(holds: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + SOON
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return holds()
+
+
+def startup(made: Provisioned, site: str) -> Path:
+    return made.sites[site] / "flare" / "startup"
+
+
+@pytest.fixture
+def door(kits: Provisioned, monkeypatch: pytest.MonkeyPatch) -> Iterator[Listening]:
+    monkeypatch.setenv("FEDSHIFT_KIT", str(kits.coordinator))
+    monkeypatch.setattr(guarded_tcp, "HANDSHAKE_SECONDS", 1.0)
+    listening = Listening(kits.coordinator)
+    try:
+        assert eventually(lambda: listening.is_heard(startup(kits, "north")))
+        yield listening
+    finally:
+        listening.driver.shutdown()
+        listening.thread.join(SOON)
+        assert not listening.thread.is_alive()
+
+
+HELLO = bytes.fromhex("16030100c8010000c40303")
+"""The first bytes of a ClientHello of 200 bytes."""
+
+
+@pytest.mark.parametrize("said", [b"", HELLO, b"GET / HTTP/1.1\r\n"], ids=["nothing", "half a ClientHello", "no TLS"])
+def test_strangers_who_hold_the_port_keep_nobody_out(said: bytes, door: Listening, kits: Provisioned) -> None:
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(door.plain()) for _ in range(60)]
+        for one in held:
+            with contextlib.suppress(ConnectionError):  # the oldest have given way
+                one.sendall(said)
+        begun = time.monotonic()
+        assert door.is_heard(startup(kits, "north"))
+        assert time.monotonic() - begun < 1.0, "before the strangers' time was over"
+        assert all(ended(one) for one in held), "none stays longer than a handshake may take"
+
+
+def test_bytes_that_drip_in_do_not_prolong_a_handshake(door: Listening, kits: Provisioned) -> None:
+    begun = time.monotonic()
+    with door.plain() as slow, contextlib.suppress(ConnectionError):
+        for byte in HELLO + bytes(200):
+            slow.sendall(bytes([byte]))
+            time.sleep(0.1)
+    assert time.monotonic() - begun < SOON
+    assert door.is_heard(startup(kits, "north"))
+
+
+def test_connections_that_are_reset_at_once_harm_nobody(door: Listening, kits: Provisioned) -> None:
+    with door.peer(startup(kits, "north")) as before:
+        for said in (b"", HELLO) * 100:
+            with door.plain() as rude:
+                rude.sendall(said)
+                rude.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        assert door.is_heard(startup(kits, "north"))
+        assert speaks(before)
+
+
+def test_handshakes_are_bounded_for_an_address_and_in_all(
+    door: Listening, kits: Provisioned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarded_tcp, "HANDSHAKE_SECONDS", 60.0)
+    greeted = door.driver._listener._greeted
+    with contextlib.ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(door.plain())
+        assert eventually(lambda: len(greeted) == guarded_tcp.HANDSHAKES_PER_ADDRESS)
+        for number in range(2, 14):
+            for _ in range(15):
+                stack.enter_context(door.plain(f"127.0.0.{number}"))
+        assert eventually(lambda: len(greeted) == guarded_tcp.HANDSHAKES)
+        assert door.is_heard(startup(kits, "north"))
+        assert len(greeted) <= guarded_tcp.HANDSHAKES
+    assert eventually(lambda: not greeted), "who goes is forgotten"
+
+
+def test_a_site_has_a_bounded_number_of_connections(door: Listening, kits: Provisioned) -> None:
+    with contextlib.ExitStack() as stack:
+        other = stack.enter_context(door.peer(startup(kits, "south")))
+        assert speaks(other)
+        mine = []
+        for _ in range(guarded_tcp.CONNECTIONS_PER_CERTIFICATE + 2):
+            mine.append(stack.enter_context(door.peer(startup(kits, "north"))))
+            assert speaks(mine[-1])
+        assert all(ended(one) for one in mine[:2]), "the oldest give way"
+        assert len(door.driver._listener._admitted) == guarded_tcp.CONNECTIONS_PER_CERTIFICATE + 1
+        assert door.is_heard(startup(kits, "south")), "no other site's"
+
+
+def test_a_frame_is_refused_before_memory_is_reserved_for_it(door: Listening, kits: Provisioned) -> None:
+    """Sixteen bytes, from a site with a valid certificate, that announce almost 2 GiB."""
+    header = bytearray(16)
+    Prefix(length=(2 << 30) - (3 << 20)).to_buffer(header, 0)
+    before, most = psutil.Process().memory_info().rss, 0
+    with door.peer(startup(kits, "north")) as one:
+        one.sendall(header)
+        one.settimeout(0.05)
+        deadline, over = time.monotonic() + SOON, False
+        while not over and time.monotonic() < deadline:
+            most = max(most, psutil.Process().memory_info().rss)
+            with contextlib.suppress(TimeoutError):
+                over = one.recv(1) == b""
+    assert over
+    assert most - before < 64 << 20
+    assert door.is_heard(startup(kits, "north"))
+
+
+def test_a_revoked_kit_is_refused_and_the_others_go_on(door: Listening, kits: Provisioned) -> None:
+    with door.peer(startup(kits, "north")) as north, door.peer(startup(kits, "south")) as south:
+        assert speaks(north)
+        assert speaks(south)
+        assert roles.set_revoked(kits.coordinator, "north", True)
+        try:
+            assert ended(north), "also the connection that it had"
+            assert not door.is_heard(startup(kits, "north"))
+            assert speaks(south)
+            assert not roles.set_revoked(kits.coordinator, "north", True)
+        finally:
+            roles.set_revoked(kits.coordinator, "north", False)
+        assert door.is_heard(startup(kits, "north"))
+
+
+def test_the_kit_before_is_refused_once_another_was_issued(door: Listening, kits: Provisioned, tmp_path: Path) -> None:
+    stolen = tmp_path / "stolen"
+    shutil.copytree(startup(kits, "south"), stolen)
+    assert door.is_heard(stolen)
+    roles.set_revoked(kits.coordinator, "south", True)
+    project = roles.load_project(kits.folder.parent / "project.yaml")
+    assert roles.reissue(project, kits.folder.parent, "south", lambda new: None).new == ("south",)
+    assert door.is_heard(startup(kits, "south")), "a new kit is accepted, though the old one was revoked"
+    assert not door.is_heard(stolen)
+    assert door.is_heard(startup(kits, "north"))
+
+
+def test_a_certificate_that_the_coordinator_does_not_know_is_refused(
+    door: Listening, kits: Provisioned, tmp_path: Path
+) -> None:
+    """Of the same authority: whoever has the authority's key cannot pose as a site to this coordinator."""
+    twin = tmp_path / "twin"
+    shutil.copytree(kits.folder.parent, twin)
+    roles.reissue(roles.load_project(twin / "project.yaml"), twin, "north", lambda new: None)
+    assert not door.is_heard(twin / "door" / "sites" / "north" / "flare" / "startup")
+    assert door.is_heard(startup(kits, "north"))

@@ -1,0 +1,305 @@
+"""Every mistake is one line that says what, where and what to do; exit code 2; never a traceback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from calling import Cli
+from PIL import Image
+from small import experiment, features, images, save, sites, write
+
+CHANGES: list[tuple[str, dict[str, Any], list[str]]] = [
+    ("data set", {"data": {"name": "rotated_mnsit"}}, ["unknown data set 'rotated_mnsit'", "'rotated_mnist'"]),
+    ("data set's field", {"data": {"name": "rotated_digits", "angels": [0]}}, ["data.angels", "'angles'"]),
+    ("data without a name", {"data": {"sites": {}}}, ["data.name", "arrays"]),
+    ("data of the wrong kind", {"data": 5}, ["data", "5"]),
+    ("no site", {"data": {"name": "arrays", "sites": {}}}, ["data.sites"]),
+    ("model", {"model": {"name": "mnist_cn"}}, ["unknown model 'mnist_cn'", "'mnist_cnn'"]),
+    ("model's field", {"model": {"name": "mlp", "hiden": [3]}}, ["model.hiden", "'hidden'"]),
+    ("model's bound", {"model": {"name": "mlp", "dropout": 1.5}}, ["model.dropout", "less than 1", "1.5"]),
+    ("model for images", {"model": {"name": "mnist_cnn"}}, ["mnist_cnn", "images", "5"]),
+    ("method", {"methods": [{"name": "fedagv"}]}, ["unknown method 'fedagv'", "'fedavg'"]),
+    ("method's field", {"methods": [{"name": "fedavg", "local_epoch": 1}]}, ["methods[0]", "'local_epochs'"]),
+    (
+        "method's bound",
+        {"methods": ["fedavg", {"name": "csac", "distance": "l3"}]},
+        ["methods[1] (csac).distance", "l3"],
+    ),
+    ("nested bound", {"methods": [{"name": "fedavg", "local_epochs": 0}]}, ["local_epochs", "greater than 0", "got 0"]),
+    ("no methods", {"methods": []}, ["methods", "at least one"]),
+    ("methods of the wrong kind", {"methods": "fedavg"}, ["methods", "list"]),
+    ("method without a name", {"methods": [{"local_epochs": 2}]}, ["method", "give the name of a method", "fedavg"]),
+    ("labels twice", {"methods": ["fedavg", {"name": "fedavg"}]}, ["methods", "'fedavg'", "twice", "label"]),
+    ("a label that leads away", {"methods": [{"name": "fedavg", "label": "../x"}]}, ["'../x'", "folder"]),
+    ("a method that is nowhere", {"methods": [{"name": "nowhere.py:Mine"}]}, ["nowhere.py"]),
+    ("a method of no module", {"methods": [{"name": ":Mine"}]}, [":Mine"]),
+    ("a stage", {"methods": [{"name": "csac", "stages": ["conv9"]}]}, ["csac.stages", "conv9", "input"]),
+    ("field", {"trainig": {"rounds": 2}}, ["trainig", "'training'"]),
+    ("training's field", {"training": {"round": 2}}, ["training.round", "'rounds'"]),
+    ("training's bound", {"training": {"lr": -0.1}}, ["training.lr", "greater than 0", "-0.1"]),
+    ("training's kind", {"training": {"rounds": "many"}}, ["training.rounds", "integer", "many"]),
+    ("training's choice", {"training": {"optimizer": "sdg"}}, ["training.optimizer", "sgd", "sdg"]),
+    ("augmentation", {"training": {"augmentation": "foto"}}, ["augmentation", "foto"]),
+    ("not a section", {"training": 5}, ["training", "mapping", "rounds"]),
+    ("nesterov", {"training": {"nesterov": True, "momentum": 0}}, ["training.nesterov", "momentum"]),
+    ("target", {"protocol": {"targets": ["aa"]}}, ["protocol.targets", "'aa'", "known: a, b, c"]),
+    ("target twice", {"protocol": {"targets": ["a", "a"]}}, ["protocol.targets", "twice"]),
+    ("no target", {"protocol": {"targets": []}}, ["protocol.targets", "at least one"]),
+    ("targets of the wrong kind", {"protocol": {"targets": 5}}, ["protocol.targets", "all"]),
+    ("fraction", {"protocol": {"test_fraction": 1.0}}, ["protocol.test_fraction", "less than 1"]),
+    ("seed", {"protocol": {"seeds": [0, -1]}}, ["protocol.seeds[1]", "-1"]),
+    ("a seed beyond all generators", {"protocol": {"seeds": [2**70]}}, ["protocol.seeds[0]"]),
+    ("seeds twice", {"protocol": {"seeds": [3, 3]}}, ["protocol.seeds", "twice"]),
+    ("no seeds", {"protocol": {"seeds": []}}, ["protocol.seeds"]),
+    ("protocol", {"protocol": {"kind": "leave_one"}}, ["protocol.kind", "leave_one_out"]),
+    ("no official split", {"protocol": {"split": "official"}}, ["'a'", "official", "protocol.split"]),
+    ("workers", {"engine": {"workers": 0}}, ["engine.workers", "greater than 0"]),
+    ("engine", {"engine": {"name": "locl"}}, ["engine.name", "local"]),
+    ("kind to refuse", {"engine": {"refuse": ["weight"]}}, ["engine.refuse", "'weight'", "'weights'"]),
+    ("refused", {"engine": {"refuse": ["weights"]}}, ["engine.refuse", "weights", "fedavg"]),
+    ("refused pooling", {"methods": ["deepall"], "engine": {"refuse": ["raw_data"]}}, ["raw_data", "deepall"]),
+    ("device", {"device": "gpu"}, ["device", "'gpu'", "auto"]),
+    ("device that is not here", {"device": "cuda:77"}, ["device", "'cuda:77'"]),
+    ("device without numbers", {"device": "meta"}, ["device", "'meta'"]),
+    ("name", {"name": "../up"}, ["name", "'../up'", "folder"]),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), [case[1:] for case in CHANGES], ids=[case[0] for case in CHANGES])
+def test_a_wrong_field(cli: Cli, tmp_path: Path, changes: dict[str, Any], words: list[str]) -> None:
+    file = write(tmp_path / "e.yaml", experiment(sites(tmp_path / "data"), **changes))
+    for command in (("run", file, "--runs", tmp_path / "runs"), ("check", file)):
+        line = cli(*command).error()
+        for word in words:
+            assert word in line, (command[0], line)
+    assert not list(tmp_path.glob("runs/**/*.safetensors"))
+
+
+@pytest.mark.parametrize("missing", ["data", "model", "methods"])
+def test_a_missing_section(cli: Cli, tmp_path: Path, missing: str) -> None:
+    options = experiment(sites(tmp_path / "data"))
+    del options[missing]
+    line = cli("check", write(tmp_path / "e.yaml", options)).error()
+    assert (f"{missing}:" in line, "missing" in line) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("trainin.rounds=2", ["'trainin.rounds'", "'training'"]),
+        ("training.runds=2", ["training.runds", "'rounds'"]),
+        ("training.rounds", ["key.path=value"]),
+        ("=3", ["key.path=value"]),
+        ("training.rounds=[1", ["training.rounds=[1", "YAML"]),
+        ("training.rounds.more=1", ["training.rounds", "not a mapping"]),
+        ("training.rounds=0", ["training.rounds", "greater than 0"]),
+        ("methods.5.local_epochs=1", ["methods.5", "1 entries"]),
+        ("methods.fedagv.local_epochs=1", ["'fedagv'", "'fedavg'"]),
+        ("methods.fedavg.epochs=1", ["methods[0]", "'local_epochs'"]),
+        ("protocol.seeds=[1,1]", ["protocol.seeds", "twice"]),
+        ("protocol.targets=[d]", ["protocol.targets", "'d'"]),
+        ("data.name=array", ["'array'", "'arrays'"]),
+    ],
+)
+def test_a_wrong_override(cli: Cli, tmp_path: Path, override: str, words: list[str]) -> None:
+    file = write(tmp_path / "e.yaml", experiment(sites(tmp_path / "data")))
+    line = cli("run", file, override, "--runs", tmp_path / "runs").error()
+    for word in words:
+        assert word in line, line
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (None, ["e.yaml", "No such file"]),
+        ("a: [1, 2", ["e.yaml", "line", "not YAML"]),
+        ("a: b: c", ["e.yaml", "line 1", "not YAML"]),
+        ("\x00", ["e.yaml", "not YAML"]),
+        ("- fedavg", ["e.yaml", "mapping"]),
+        ("", ["e.yaml", "mapping"]),
+        (b"\xff\xfe\x00\xd8", ["e.yaml", "text"]),
+    ],
+)
+def test_not_an_experiment_file(cli: Cli, tmp_path: Path, text: str | bytes | None, words: list[str]) -> None:
+    file = tmp_path / "e.yaml"
+    if text is not None:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    for command in ("run", "check"):
+        line = cli(command, file).error()
+        assert all(word in line for word in words), line
+
+
+def test_a_folder_is_not_an_experiment_file(cli: Cli, tmp_path: Path) -> None:
+    assert "directory" in cli("run", tmp_path).error()
+
+
+def _with(**changes: Any) -> dict[str, Any]:
+    return {**features(1), **changes}
+
+
+_X, _Y = features(1)["x"], features(1)["y"]
+_HOLES = _X.copy()
+_HOLES[4, 2] = np.nan
+_BOUNDLESS = _X.copy()
+_BOUNDLESS[0, 0] = np.inf
+
+
+@pytest.mark.parametrize(
+    ("arrays", "words"),
+    [
+        (_with(x=_HOLES), ["b.npz", "NaN", "row 4", "column 2"]),
+        (_with(x=_BOUNDLESS), ["b.npz", "infinite", "row 0"]),
+        (_with(x=_X.astype(np.int64)), ["b.npz", "int64", "float32"]),
+        (_with(x=_X[:, 0]), ["b.npz", "shape (30,)"]),
+        (_with(x=_X[:, :4]), ["differ in shape", "'a' has (5,)", "'b' has (4,)"]),
+        (_with(x=_X[:7]), ["b.npz", "7 samples", "30"]),
+        (_with(y=_Y.astype(str)), ["b.npz", "y is", "integers"]),
+        (_with(y=_Y + 0.5), ["b.npz", "whole numbers"]),
+        (_with(y=_Y - 1), ["b.npz", "label -1", "out of range"]),
+        (_with(y=_Y * 2), ["label 4", "out of range", "'b'"]),
+        (_with(x=_X[:0], y=_Y[:0]), ["'b'", "empty"]),
+        ({"x": _X}, ["b.npz", "no array 'y'"]),
+        ({"x": np.array([{}, {}]), "y": _Y[:2]}, ["b.npz", "Python objects"]),
+        (images(1), ["differ", "'a'", "'b'"]),
+        (images(1) | {"x": images(1)["x"].astype(np.float32)}, ["b.npz", "float32", "uint8"]),
+        ({"x": np.zeros((30, 4, 4, 5), np.uint8), "y": _Y}, ["b.npz", "(30, 4, 4, 5)"]),
+    ],
+)
+def test_unfit_arrays(cli: Cli, tmp_path: Path, arrays: dict[str, Any], words: list[str]) -> None:
+    where = save(tmp_path, a=features(1), b=arrays, c=features(3))
+    line = cli("run", write(tmp_path / "e.yaml", experiment(where)), "--runs", tmp_path / "runs").error()
+    for word in words:
+        assert word in line, line
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("method", ["fedavg", "elcfs", "ccst"])
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (images(2, size=16), ["'a' has (1, 12, 12)", "'b' has (1, 16, 16)", "one size"]),
+        ({"x": np.zeros((30, 3, 12, 12), np.uint8), "y": _Y}, ["'a' has (1, 12, 12)", "'b' has (3, 12, 12)", "colour"]),
+    ],
+)
+def test_images_of_different_sizes_and_grey_beside_colour(
+    cli: Cli, tmp_path: Path, method: str, other: dict[str, Any], words: list[str]
+) -> None:
+    where = save(tmp_path, a=images(1), b=other, c=images(3))
+    whole = experiment(where, model={"name": "mnist_cnn"}, methods=[method])
+    line = cli("run", write(tmp_path / "e.yaml", whole), "--runs", tmp_path / "runs").error()
+    for word in words:
+        assert word in line, line
+    assert not (tmp_path / "runs").exists()
+
+
+def test_missing_and_truncated_files(cli: Cli, tmp_path: Path) -> None:
+    where = sites(tmp_path)
+    file = write(tmp_path / "e.yaml", experiment(where))
+    whole = Path(where["b"]).read_bytes()
+    for content in (None, b"", whole[: len(whole) // 2], b"PK not an archive"):
+        Path(where["b"]).unlink(missing_ok=True)
+        if content is not None:
+            Path(where["b"]).write_bytes(content)
+        line = cli("run", file, "--runs", tmp_path / "runs").error()
+        assert "b.npz" in line
+        assert ("does not exist" if content is None else "cannot be read") in line
+
+
+def test_labels_beyond_the_named_classes(cli: Cli, tmp_path: Path) -> None:
+    options = experiment(sites(tmp_path))
+    options["data"]["classes"] = ["no", "yes"]
+    line = cli("check", write(tmp_path / "e.yaml", options)).error()
+    assert "label 2 is out of range" in line
+    assert "site 'a'" in line
+
+
+def _pictures(root: Path, **classes_of_site: dict[str, int]) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    for site, classes in classes_of_site.items():
+        for label, number in classes.items():
+            folder = root / site / label
+            folder.mkdir(parents=True)
+            for count in range(number):
+                Image.fromarray(rng.integers(0, 256, (9, 11), dtype=np.uint8)).save(folder / f"{count}.png")
+    return experiment({}, data={"name": "image_folder", "root": str(root), "size": 8})
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
+
+
+def test_unfit_folders_of_images(cli: Cli, tmp_path: Path) -> None:
+    def line(root: str, **classes_of_site: dict[str, int]) -> str:
+        file = write(tmp_path / "e.yaml", _pictures(tmp_path / root, **classes_of_site))
+        return cli("check", file, "protocol.targets=all").error()
+
+    named = line("named", a={"cat": 2, "dog": 2}, b={"cat": 2, "dogs": 2})
+    assert "'a' has [cat, dog]" in named
+    assert "'b' has [cat, dogs]" in named
+    assert "site 'b' is empty" in line("empty", a={"cat": 2, "dog": 2}, b={"cat": 0, "dog": 0})
+    assert "at least 2 domains" in line("lone", a={"cat": 2, "dog": 2})
+    assert "does not exist" in cli("check", tmp_path / "e.yaml", f"data.root={tmp_path / 'nowhere'}").error()
+
+    broken = tmp_path / "named" / "b" / "dog" / "1.png"
+    (tmp_path / "named" / "b" / "dogs").rename(broken.parent)
+    broken.write_bytes(broken.read_bytes()[:60])
+    file = write(tmp_path / "e.yaml", experiment({}, data={"name": "image_folder", "root": str(tmp_path / "named")}))
+    line_ = cli("check", file, "protocol.targets=all").error()
+    assert str(broken) in line_
+    assert "does not decode" in line_
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", ".hidden", "average", ""])
+def test_a_site_that_cannot_name_a_folder(cli: Cli, tmp_path: Path, name: str) -> None:
+    where = sites(tmp_path)
+    where[name] = where.pop("b")
+    assert f"'{name}'" in cli("check", write(tmp_path / "e.yaml", experiment(where))).error()
+
+
+def test_base_samples(cli: Cli, tmp_path: Path) -> None:
+    """A careful split needs base samples to test on."""
+    groups = np.arange(30)
+    where = save(tmp_path, a=_with(groups=groups[:30]), b=_with(groups=groups))
+    file = write(tmp_path / "e.yaml", experiment(where))
+    assert "protocol.test_fraction" in cli("check", file, "protocol.test_fraction=0").error()
+    assert "'a'" in cli("check", file, "protocol.test_fraction=0.001").error()
+    assert cli("check", file, "protocol.test_fraction=0", "protocol.base_images=shared").code == 0
+
+
+def test_mistakes_at_other_commands(cli: Cli, tmp_path: Path) -> None:
+    file = write(tmp_path / "e.yaml", experiment(sites(tmp_path)))
+    runs = tmp_path / "runs"
+    assert "no folder" in cli("table", runs).error()
+    runs.mkdir()
+    assert "holds no run" in cli("table", runs).error()
+    assert cli("run", file, "--runs", runs).code == 0
+    assert "'json'" in cli("table", runs, "--format", "jsn").error()
+    assert "'oracle'" in cli("table", runs, "--select", "orakle").error()
+    assert "'fedavg'" in cli("methods", "fedagv").error()
+    assert "'arrays'" in cli("datasets", "arays").error()
+    assert "'run'" in cli("rnu").error()
+    assert "--format" in cli("table", runs, "--formt", "json").error()
+    assert "EXPERIMENT" in cli("run").error()
+
+
+def test_select_source_without_held_out_parts(cli: Cli, tmp_path: Path) -> None:
+    file = write(tmp_path / "e.yaml", experiment(sites(tmp_path)))
+    assert cli("run", file, "protocol.test_fraction=0", "--runs", tmp_path / "runs").code == 0
+    assert "protocol.test_fraction" in cli("table", tmp_path / "runs", "--select", "source").error()
+
+
+def test_the_same_from_python(tmp_path: Path) -> None:
+    import fedshift
+    from fedshift.errors import UserError
+
+    with pytest.raises(UserError, match=r"training\.rounds"):
+        fedshift.run(experiment(sites(tmp_path), training={"rounds": -1}), tmp_path / "runs")
+    with pytest.raises(UserError, match="mapping"):
+        fedshift.run([], tmp_path / "runs")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="cannot read"):
+        fedshift.load(tmp_path / "none.yaml")

@@ -1,0 +1,65 @@
+"""FADA: what crosses the wire, in every mini-batch both ways."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_fada import ROLES, begun, short, site_of
+from tiny import LINEAR, federation, step_on
+
+from fedshift.errors import UserError
+from fedshift.experiment.check import check
+from fedshift.experiment.config.experiment import parse
+
+# What crosses the wire ------------------------------------------------------------------------------------------------
+
+
+def test_features_cross_in_every_mini_batch_both_ways() -> None:
+    method, steps, width = short(steps_per_round=4), 4, 6
+    where, state = begun(method)
+    step_on(method, where, state)
+    entries = [entry for entry in where.ledger.entries if entry.kind == "features" and entry.bytes]
+    for direction in ("up", "down"):
+        for site in ROLES:
+            sizes = [entry.bytes for entry in entries if (entry.site, entry.direction) == (site, direction)]
+            assert sizes == [4 * 8 * width] * steps, (site, direction)
+    assert set(where.progress.used.values()) == {steps}
+
+
+def test_a_site_that_refuses_features_ends_the_run_with_one_line() -> None:
+    with pytest.raises(UserError, match="refuses to send features") as error:
+        federation(short(), refuse=["features"])
+    assert "\n" not in str(error.value)
+
+
+def test_samples_do_not_leave_as_features() -> None:
+    """A network of one layer has nothing before its classifier: its features are the samples."""
+    for variant in ("I", "III"):
+        method = short(variant=variant)
+        where, state = begun(method, network=LINEAR)
+        with pytest.raises(UserError, match="samples would leave as they are"):
+            step_on(method, where, state)
+        with pytest.raises(UserError, match="samples would leave as they are"):
+            method.check(site_of(where, "a").network)
+
+
+def test_the_check_before_a_run_counts_features() -> None:
+    options: dict[str, Any] = {
+        "data": {"name": "rotated_digits", "per_class": 8, "size": 8},
+        "protocol": {"kind": "adapt_to_one", "targets": ["D0"], "seeds": [0], "test_fraction": 0.5},
+        "model": {"name": "mlp", "hidden": [16]},
+        "training": {"rounds": 2, "batch_size": 10},
+        "methods": [{"name": "fada", "steps_per_round": 8}, {"name": "kd3a"}],
+        "device": "cpu",
+    }
+    fada, kd3a = check(parse(options)).methods
+    assert fada.rounds == 2
+    assert "features" in fada.shares
+    features = 4 * 16 * (6 * 2 * 8 * 10)  # bytes of a float, width, then sites, rounds, steps and samples
+    variant_one = check(parse({**options, "methods": [{"name": "fada", "steps_per_round": 8, "variant": "I"}]}))
+    size = 4 * (64 * 16 + 16 + 16 * 10 + 10)
+    assert variant_one.methods[0].bytes_up == features + 2 * (5 * (size + 16) + size + 8 * 5)
+    assert variant_one.methods[0].bytes_down == features + 2 * (5 * size + 6 * size)
+    assert fada.bytes_up > variant_one.methods[0].bytes_up  # the disentangler travels with the model
+    assert kd3a.bytes_up < kd3a.rounds * 7 * size

@@ -1,0 +1,152 @@
+"""KD3A on numbers worked out by hand: vote, distillation, consensus focus (equations 7 and 8), shares (9)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kd3a_written import mean_row
+from tiny import LINEAR, federation
+
+from fedshift.data.domain import Domain
+from fedshift.methods.federated.kd3a import KD3A, Aggregate
+from fedshift.methods.federated.kd3a_shares import smoothed
+from fedshift.weights import Weights
+
+FIRST = ((0.95, 0.03, 0.02), (0.92, 0.05, 0.03), (0.02, 0.96, 0.02))
+SECOND = ((0.91, 0.05, 0.04), (0.10, 0.30, 0.60), (0.05, 0.93, 0.02))
+STUDENT = (0.7, 0.2, 0.1)
+NUMBERS = {"south": 100, "north": 200, "east": 300}
+
+
+def saying(*rows: Sequence[float]) -> Weights:
+    """A linear network that says ``rows[i]`` of the i-th unit vector."""
+    return Weights(
+        {"classifier.weight": torch.tensor(rows).log().T.contiguous(), "classifier.bias": torch.zeros(len(rows[0]))}
+    )
+
+
+def told(
+    method: KD3A,
+    teachers: Sequence[Sequence[Sequence[float]]],
+    samples: int,
+    numbers: Mapping[str, int] = NUMBERS,
+    previous: Mapping[str, float] | None = None,
+    student: Sequence[float] = STUDENT,
+    **options: Any,
+) -> Aggregate:
+    """The target's answer when it holds every unit vector equally often and ``teachers[k][i]`` is said of the i-th."""
+    kinds = len(teachers[0])
+    inputs = np.eye(kinds, dtype=np.float32)[np.arange(samples) % kinds]
+    target = Domain("target", inputs, np.zeros(samples, np.int64))
+    found = [Domain(name, inputs[:2], np.zeros(2, np.int64)) for name in list(numbers)[: len(teachers)]]
+    where = federation(method, [*found, target], LINEAR, roles={"target": "target"}, **options)
+    models = {domain.name: saying(*rows) for domain, rows in zip(found, teachers, strict=True)}
+    return where.ask(
+        method.distil,
+        to=["target"],
+        weights=saying(*[student] * kinds),
+        models=models,
+        samples={name: numbers[name] for name in models},
+        previous=previous or {},
+    ).only()
+
+
+def of_first(gate: float = 0.9, **options: Any) -> KD3A:
+    return KD3A(gate_start=gate, gate_end=gate, **{"mixup": 0, **options})
+
+
+TEACHERS_OF_ONE = [[row] for row in FIRST]
+TEACHERS_OF_TWO = list(zip(FIRST, SECOND, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "loss"),
+    [
+        ({}, 0.343232),  # 2 · KL
+        ({"labels": "hard"}, 0.356675),  # −log 0.7
+        ({"vote": "top1"}, 0.343232),  # the same class wins
+        ({"gate": 0.94}, 0.02 * math.log(0.02 / 0.7) + 0.96 * math.log(0.96 / 0.2) + 0.02 * math.log(0.02 / 0.1)),
+        ({"gate": 0.94, "labels": "hard"}, -math.log(0.2)),
+        ({"vote": "mean", "labels": "hard"}, -math.log(0.7)),
+    ],
+)
+def test_the_loss_of_the_worked_sample(options: dict[str, Any], loss: float) -> None:
+    """One mini-batch of equal samples: the loss before the first step."""
+    assert told(of_first(**options), TEACHERS_OF_ONE, 6).loss == pytest.approx(loss, abs=2e-6)
+
+
+@pytest.mark.parametrize("vote", ["rows", "top1"])
+def test_nobody_is_confident(vote: str) -> None:
+    """Support 0.001 of the mean of all; hard labels have no weight, so nothing is learned from them."""
+    mean = mean_row(FIRST)
+    divergence = sum(p * math.log(p / q) for p, q in zip(mean, STUDENT, strict=True))
+    soft = told(of_first(0.97, vote=vote), TEACHERS_OF_ONE, 6)
+    assert soft.loss == pytest.approx(0.001 * divergence, rel=1e-4)
+    assert soft.confident == 0
+    hard = told(of_first(0.97, vote=vote, labels="hard"), TEACHERS_OF_ONE, 6)
+    assert hard.loss == 0
+    # Untouched: θ_T is the start, which every teacher's share is added to.
+    shares = {**hard.shares, "target": hard.target_share}
+    models = {**{name: saying(row) for name, row in zip(hard.shares, FIRST, strict=True)}, "target": saying(STUDENT)}
+    for key, tensor in hard.weights.items():
+        expected = torch.stack([share * models[name][key].double() for name, share in shares.items()]).sum(0)
+        torch.testing.assert_close(tensor, expected.float(), atol=1e-6, rtol=1e-6)
+    confident = told(of_first(0.97, vote=vote, target_share="confident"), TEACHERS_OF_ONE, 6)
+    assert confident.target_share == 0
+    if vote == "top1":  # no value at all: all share alike
+        assert list(confident.shares.values()) == pytest.approx([1 / 3] * 3)
+
+
+SHARES: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
+    # N = (100, 200, 300) and the target's 400; its own share comes last
+    "Shapley": ({"focus": "shapley"}, (0.143122, 0.177222, 0.279656, 0.4)),
+    "leave-one-out": ({}, (0.195699, 0.391398, 0.012903, 0.4)),
+    "samples": ({"focus": "samples"}, (0.1, 0.2, 0.3, 0.4)),
+    "code": ({"focus": "shapley", "vote": "top1", "target_share": "confident"}, (0.3304, 0.2045, 0.2152, 0.25)),
+    "samples and confident": ({"focus": "samples", "target_share": "confident"}, (0.125, 0.25, 0.375, 0.25)),
+}
+
+
+@pytest.mark.parametrize("case", SHARES)
+def test_the_worked_shares(case: str) -> None:
+    options, shares = SHARES[case]
+    found = told(of_first(**options), TEACHERS_OF_TWO, 400)
+    assert list(found.shares) == list(NUMBERS)
+    assert [*found.shares.values(), found.target_share] == pytest.approx(shares, abs=6e-5)
+    assert found.confident == 1
+
+
+def test_the_worked_step_of_momentum() -> None:
+    method = of_first(focus="shapley", vote="top1", target_share="confident", share_momentum=0.9)
+    alike = dict.fromkeys([*NUMBERS, "target"], 0.25)
+    found = told(method, TEACHERS_OF_TWO, 400, previous=alike)
+    assert [*found.shares.values(), found.target_share] == pytest.approx((0.2580, 0.2454, 0.2465, 0.25), abs=6e-5)
+    first = told(method, TEACHERS_OF_TWO, 400)  # nothing to go by in the first round
+    assert [*first.shares.values(), first.target_share] == pytest.approx(SHARES["code"][1], abs=6e-5)
+
+
+def test_a_site_that_comes_back_begins_with_its_share_of_now() -> None:
+    """0.9 · (0.6, —, 0.4) + 0.1 · (0.2, 0.5, 0.3) is (0.56, 0.5, 0.39), over their sum of 1.45."""
+    found = smoothed({"a": 0.6, "t": 0.4}, {"a": 0.2, "b": 0.5, "t": 0.3}, 0.9)
+    assert found == pytest.approx({"a": 0.56 / 1.45, "b": 0.5 / 1.45, "t": 0.39 / 1.45})
+
+
+def test_the_share_of_confident_samples() -> None:
+    """At 0.955 one teacher is sure of the first kind of sample and none of the second."""
+    assert told(of_first(0.955), TEACHERS_OF_TWO, 400).confident == 0.5
+    found = told(of_first(0.955, target_share="confident"), TEACHERS_OF_TWO, 400)
+    assert found.target_share == pytest.approx(0.5 / 4)
+    assert sum(found.shares.values()) == pytest.approx(1 - 0.5 / 4)
+
+
+def test_negative_focus_counts_as_none() -> None:
+    """The two teachers add nothing to the consensus: their shares are equal, whatever their numbers of samples."""
+    teachers = [[(0.95, 0.05, 1e-9)], [(1e-9, 0.91, 0.09)]]
+    found = told(of_first(), teachers, 300)
+    assert list(found.shares.values()) == pytest.approx([0.25, 0.25])
+    assert found.target_share == 0.5

@@ -1,0 +1,94 @@
+"""What fedshift is installed from: hashed pins, a list of what is installed, a workflow that looks for known flaws."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+LOCK = ROOT / "requirements.lock"
+pytestmark = pytest.mark.skipif(not LOCK.is_file(), reason="requirements.lock is not beside these tests")
+
+
+def plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def locked() -> dict[str, tuple[set[str], list[str]]]:
+    """Package → versions (one per platform at most) and hashes of its files."""
+    found: dict[str, tuple[set[str], list[str]]] = {}
+    for entry in re.split(r"\n(?=\S)", LOCK.read_text(encoding="utf-8").strip()):
+        name, pinned = re.match(r"([\w.-]+)==([^\s;\\]+)", entry).groups()  # type: ignore[union-attr]
+        versions, hashes = found.setdefault(plain(name), (set(), []))
+        versions.add(pinned)
+        own = re.findall(r"--hash=sha256:([0-9a-f]{64})\b", entry)
+        assert own, f"{name} has no hash"
+        hashes += own
+    return found
+
+
+def pins() -> dict[str, str]:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    return {plain(line.split("==")[0]): line.split("==")[1] for line in lines if "==" in line}
+
+
+def test_what_is_pinned_is_locked_by_its_hashes() -> None:
+    lock = locked()
+    assert {name: pinned for name, pinned in pins().items() if lock.get(name, ({}, []))[0] != {pinned}} == {}
+
+
+def test_whatever_fedshift_needs_is_pinned_and_locked() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needs = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
+    for need in needs:
+        name = plain(re.match(r"[\w.-]+", need)[0])  # type: ignore[index]
+        assert name in pins(), name
+        assert name in locked(), name
+
+
+def test_the_workflow_runs_what_make_offers() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "audit.yml").read_text(encoding="utf-8"))
+    steps = [step.get("run", "") for job in workflow["jobs"].values() for step in job["steps"]]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    recipe = makefile.partition("\naudit:")[2].partition("\n\n")[0]
+    assert "make audit" in steps
+    assert "make sbom" in steps
+    assert any("--require-hashes --requirement requirements.lock" in step for step in steps)
+    assert "bandit" in recipe
+    assert "pip-audit --requirement requirements.lock" in recipe
+    for step in steps:
+        for file in re.findall(r"tests/\S+\.py", step):
+            assert (ROOT / file).is_file(), file
+
+
+@pytest.mark.slow
+def test_the_list_of_what_is_installed_is_whole(tmp_path: Path) -> None:
+    """CycloneDX 1.6: the fields that its schema requires, and each package with its version."""
+    pytest.importorskip("cyclonedx_py", reason="cyclonedx-bom is not installed: pip install -e '.[dev]'")
+    recipe = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\nsbom:")[2].partition("\n\n")[0]
+    options = recipe.split(" environment $(BIN)/python ")[1].replace("sbom.json", str(tmp_path / "sbom.json")).split()
+    options[options.index("--pyproject") + 1] = str(ROOT / "pyproject.toml")
+    subprocess.run([sys.executable, "-m", "cyclonedx_py", "environment", sys.executable, *options], check=True)
+    found: dict[str, Any] = json.loads((tmp_path / "sbom.json").read_text())
+    assert found["bomFormat"] == "CycloneDX"
+    assert found["specVersion"] == "1.6"
+    assert found["metadata"]["component"]["name"] == "fedshift"
+    parts = found["components"]
+    for part in parts:
+        assert part["type"] in ("library", "application", "framework")
+        assert part["name"]
+        assert part["version"]
+    references = [part["bom-ref"] for part in parts]
+    assert len(references) == len(set(references))
+    listed = {plain(part["name"]): part["version"] for part in parts}
+    for name in ("torch", "numpy", "safetensors", "pydantic"):
+        assert listed[name] == version(name)
