@@ -320,7 +320,7 @@ def test_a_step_of_feature_critic_by_hand(network: dict[str, object]) -> None:
             weight[index] -= 2e-4
             below = utility()
             weight[index] += 1e-4
-        expected[index] = float(weight[index] + 3.0 * LR * (above - below) / 2e-4)
+        expected[index] = float((weight[index] + 3.0 * LR * (above - below) / 2e-4).detach())
     loss = F.cross_entropy(model(inputs), labels)
     loss = loss + 0.5 * F.softplus(torch.nn.Sequential(*critic)(model.features(inputs))).mean()
     descend(loss, trainable(model))
