@@ -12,13 +12,27 @@ their thresholds (Fowl et al.: Robbing the Fed, ICLR 2022).
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from fedshift.errors import UserError
+from fedshift.data.domain import DataSet
+from fedshift.data.site_data import SiteData
+from fedshift.errors import Refused, UserError
+from fedshift.federation.randomness import generator
+from fedshift.federation.remote.exposure import ExposureWatch
+from fedshift.federation.remote.policy import Policy
+from fedshift.federation.site import Envelope, Site
+from fedshift.federation.site_memory import SiteMemory
+from fedshift.federation.training import Training
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.models import registry as models
+from fedshift.models.mlp import Mlp
 from fedshift.models.network import Network
+from fedshift.models.options import NetworkOptions
 from fedshift.models.wide import WideLinear
 from fedshift.weights import Weights
 
@@ -28,6 +42,107 @@ _SMALL = 1e-3
 """Size of the first layer's weights. The smaller they are, the larger is their update beside them."""
 READ = 0.01
 """A sample counts as read when the error is below this part of the mean sample's error."""
+_KNOWN = 2000
+_WIDEST = 2000
+"""Samples that the attacker knows, and units of the network that it chooses, at most."""
+
+
+@dataclass(frozen=True)
+class CraftedCase:
+    """What a crafted network read off one answer of a site.
+
+    Attributes:
+        network: the network, of the experiment or of the coordinator's choice.
+        chosen: whether it is of the coordinator's choice.
+        layout: how its first layer was crafted.
+        samples: training samples of the site.
+        read: how many of them the answer shows, if it leaves.
+        exposure: the score that the site's check gives the answer.
+        refused: the rule of the site's policy that keeps the answer; None if it leaves.
+    """
+
+    network: dict[str, Any]
+    chosen: bool
+    layout: Layout
+    samples: int
+    read: int
+    exposure: float
+    refused: str | None
+
+    def record(self) -> dict[str, Any]:
+        """Plain data."""
+        return dict(vars(self))
+
+
+def crafted_cases(
+    view: SiteData, others: SiteData, data: DataSet, own: NetworkOptions, policy: Policy, seed: int
+) -> Iterator[CraftedCase]:
+    """Attack a site with the experiment's network, if it can be crafted, and with a wide one.
+
+    The coordinator also chooses the training: one step on all samples. Where the experiment's network begins with
+    other layers than fully connected ones, only the wide network is tried.
+
+    Args:
+        view: the site's training samples.
+        others: samples of other sites, from which the attacker takes thresholds.
+        data: the data set.
+        own: the experiment's network.
+        policy: the site's.
+        seed: what the directions are drawn from.
+    """
+    wide = Mlp(hidden=(min(_WIDEST, max(64, 8 * view.samples)),))
+    rows = torch.linspace(0, others.samples - 1, min(others.samples, _KNOWN)).long()
+    known = others.batch(rows)[0].cpu()
+    for options, chosen in ((own, False), (wide, True)):
+        try:
+            fully_connected(models.build(options, data.input_shape, len(data.classes), seed))
+        except UserError:
+            continue
+        for layout in LAYOUTS:
+            yield _tried(view, known, data, options, chosen, layout, policy, seed)
+
+
+def _tried(
+    view: SiteData,
+    known: Tensor,
+    data: DataSet,
+    options: NetworkOptions,
+    chosen: bool,
+    layout: Layout,
+    policy: Policy,
+    seed: int,
+) -> CraftedCase:
+    network = models.build(options, data.input_shape, len(data.classes), seed)
+    crafted = craft(network, known, view.samples, layout, generator(seed, "crafted", layout))
+    training = Training(batch_size=max(2, view.samples), lr=1.0)
+    site = Site(
+        "site",
+        "source",
+        len(data.classes),
+        1,
+        training,
+        SiteMemory(()),
+        seed,
+        view.device,
+        network.to(view.device),
+        view,
+    )
+    with torch.random.fork_rng(devices=[view.device] if view.device.type == "cuda" else []):
+        site.begin(Envelope(exchange=1, round=1, progress=0.0, mini_batches_left=2**31))
+        with ExposureWatch(site) as watch:
+            sent = FedAvg().fit(site, crafted)
+    score = watch.score()
+    originals = torch.cat([inputs.cpu() for inputs, _, _ in view.all_batches(256)])
+    read = samples_read(read_off(network.cpu(), crafted, sent.weights, layout), originals)
+    refused = None
+    whole = options.model_dump(mode="json")
+    try:
+        policy.check_exposure(site.name, "fit", score, watch.samples())
+    except Refused:
+        refused = f"policy.exposure: {policy.exposure:g}"
+    if isinstance(policy.models, tuple) and whole not in policy.models:
+        refused = "policy.models"
+    return CraftedCase(whole, chosen, layout, view.samples, read, round(score, 3), refused)
 
 
 def craft(network: Network, known: Tensor, expected: int, layout: Layout, generator: torch.Generator) -> Weights:
@@ -90,7 +205,9 @@ def samples_read(candidates: Tensor, originals: Tensor) -> int:
     limit = READ * (flat - flat.mean(0)).square().sum(1).mean()
     found = torch.zeros(len(flat), dtype=torch.bool)
     for some in torch.split(candidates.double(), 64) if len(candidates) else ():
-        found |= (some[:, None] - flat).square().sum(2).amin(0) < limit
+        # The expanded square would lose the small errors that matter here.
+        far = torch.cdist(some, flat, compute_mode="donot_use_mm_for_euclid_dist")
+        found |= far.amin(0).square() < limit
     return int(found.sum())
 
 
