@@ -95,7 +95,7 @@ def test_crafted_networks_read_samples_that_the_policy_keeps(tmp_path: Path) -> 
     assert all(case.samples == found.samples for case in found.crafted)
     wide = [case for case in found.crafted if case.chosen]
     assert max(case.read for case in wide) > 0.5 * found.samples
-    assert all(case.refused == "policy.exposure: 0.55" for case in wide)
+    assert all(case.refused == "policy.exposure: 0.4" for case in wide)
     json.dumps(found.record(), allow_nan=False)
     pinned = audit(tmp_path, policy=Policy(exposure=1, models=(MLP,)), **quick)
     assert [case.refused for case in pinned.crafted] == [None, None, "policy.models", "policy.models"]

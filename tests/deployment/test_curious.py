@@ -118,7 +118,7 @@ def test_a_plain_round_of_the_same_site_is_answered(tmp_path: Path) -> None:
     answer, after = asked(program, weights_of(plain), {"name": "mlp"}, batch_size=32, lr=0.1)
     assert after is not None, answer
     line = json.loads(program.config.audit_log.read_text().splitlines()[-1])
-    assert 0 < line["exposure"] < program.policy.exposure
+    assert 0 < line["exposure"] < program.policy.exposure_limit(42)
 
 
 def weights_of(network: torch.nn.Module) -> Weights:
@@ -149,6 +149,22 @@ def test_what_remains_a_few_rows(tmp_path: Path) -> None:
     answer, after = asked(program, crafted, {"name": "mlp", "hidden": [4]})
     assert after is not None, answer
     assert samples_read(read_off(built, crafted, after, "traps"), rows) > 0
+
+
+def test_what_remains_a_coordinator_that_aims_below_the_limit(tmp_path: Path) -> None:
+    """Narrow bins for a part of the rows, wide ones for the rest: the docs say so."""
+    program = site(tmp_path, 300)
+    rows = rows_of(program)
+    built = models.build(models.parse(WIDE), (WIDTH,), 3, 0)
+    like = torch.randn(4000, WIDTH, generator=torch.Generator().manual_seed(1))
+    crafted = craft(built, like, len(rows), "bins", torch.Generator().manual_seed(2))
+    name = "features.hidden1.0"
+    measured = like @ crafted[f"{name}.weight"][0]
+    wide, narrow = torch.linspace(0.02, 0.8, 12), torch.linspace(0.802, 0.9999, 1488)
+    crafted[f"{name}.bias"].copy_(-measured.quantile(torch.cat([wide, narrow])))
+    answer, after = asked(program, crafted, WIDE)
+    assert after is not None, answer
+    assert 0.1 * len(rows) < samples_read(read_off(built, crafted, after, "bins"), rows) < 0.4 * len(rows)
 
 
 # Terms ----------------------------------------------------------------------------------------------------------------
@@ -238,4 +254,4 @@ def test_the_defaults_limit_a_day() -> None:
     assert rule.rounds_per_day is not None
     assert rule.measurements_per_day is not None
     assert (rule.models, rule.splits) == ("first", 5)
-    assert 0 < rule.exposure < 0.6
+    assert 0 < rule.exposure_limit(10) <= 0.8

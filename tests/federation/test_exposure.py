@@ -25,7 +25,8 @@ from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
-LIMIT = Policy().exposure
+LIMIT = Policy().exposure_limit(100)
+"""For the crafted networks below, at a site of 100 samples or more."""
 HELD = [
     name
     for name in registry.names()
@@ -44,7 +45,7 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     def watched(self: SiteRunner, call: str, envelope: Envelope, content: Mapping[str, Any]) -> tuple[Reply, int]:
         with ExposureWatch(self.site) as watch:
             done = plain(self, call, envelope, content)
-        found.append(watch.score() / (LIMIT + (1 - LIMIT) * 7 / watch.samples()))
+        found.append(watch.score() / Policy().exposure_limit(watch.samples()))
         return done
 
     monkeypatch.setattr(SiteRunner, "run", watched)
@@ -259,6 +260,14 @@ def test_shares_by_hand() -> None:
     assert largest_shares(torch.zeros(3, 4)).tolist() == [0.0, 0.0, 0.0]
     assert largest_shares(torch.tensor([[float("inf")], [1.0]])).tolist() == [1.0, 1.0]
     assert exposure(torch.tensor([0.5] * 40 + [0.01] * 60)) == pytest.approx(0.5)
+
+
+def test_the_limit_by_hand() -> None:
+    assert [Policy().exposure_limit(samples) for samples in (5, 24, 32, 60, 160)] == pytest.approx(
+        [0.8, 0.8, 0.7, 0.56, 0.46]
+    )
+    assert Policy(exposure=1).exposure_limit(3) == 1
+    assert Policy(exposure=0.9).exposure_limit(3) == 0.9
 
 
 def test_sites_of_a_few_samples_are_watched() -> None:

@@ -63,10 +63,9 @@ def largest_shares(
     if len(units) > 1:
         for rest in _differences(units, work):
             shares = torch.maximum(shares, _shares(rest, of_all))
-        for number in together:
-            if number <= samples / 4:
-                for rest in _without_smaller(units, number):
-                    shares = torch.maximum(shares, _shares(rest, of_all))
+        numbers = [number for number in together if number <= samples / 4 and number < len(units)]
+        for rest in _without_smaller(units, numbers):
+            shares = torch.maximum(shares, _shares(rest, of_all))
     return shares
 
 
@@ -107,27 +106,27 @@ def _differences(units: Tensor, work: float) -> Iterator[Tensor]:
         yield from _left(units - factor * units[column], energy)
 
 
-def _without_smaller(units: Tensor, number: int) -> Iterator[Tensor]:
-    """What is left of units when ``number`` units that react to nearly the same samples, and to fewer, are taken off.
+def _without_smaller(units: Tensor, numbers: Sequence[int]) -> Iterator[Tensor]:
+    """What is left of units when so many units that react to nearly the same samples, and to fewer, are taken off.
 
     This is how an attacker reads units whose errors differ by class: the others cancel what is common.
     """
+    if not numbers:
+        return
     active = (units.abs() > _ACTIVE * units.abs().amax(1, keepdim=True)).float()
     common = active @ active.t()
     count = common.diagonal()
     likeness = torch.where(count < count[:, None], common.square() / (count[:, None] * count), -1.0)
-    if number >= len(units):
-        return
-    best, partners = likeness.topk(number, dim=1)
-    has_all = best[:, -1] > 0
-    step = max(1, _AT_ONCE // (number * units.shape[1]))
-    for own, others in zip(units[has_all].split(step), partners[has_all].split(step), strict=True):  # type: ignore[no-untyped-call]
-        taken = units[others].double()
-        products = taken @ taken.transpose(1, 2)
-        ridge = 1e-9 * products.diagonal(dim1=1, dim2=2).mean(1)
-        products.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
-        factors = torch.linalg.solve(products, taken @ own.double()[:, :, None])
-        yield from _left(own - (factors.transpose(1, 2) @ taken)[:, 0].float(), own.square().sum(1))
+    best, order = likeness.topk(max(numbers), dim=1)
+    for number in numbers:
+        chosen = torch.nonzero(best[:, number - 1] > 0).flatten()
+        for some in chosen.split(max(1, _AT_ONCE // (number * units.shape[1]))):  # type: ignore[no-untyped-call]
+            own, taken = units[some], units[order[some, :number]].double()
+            products = taken @ taken.transpose(1, 2)
+            ridge = 1e-9 * products.diagonal(dim1=1, dim2=2).mean(1)
+            products.diagonal(dim1=1, dim2=2).add_(ridge[:, None])
+            factors = torch.linalg.solve(products, taken @ own.double()[:, :, None])
+            yield from _left(own - (factors.transpose(1, 2) @ taken)[:, 0].float(), own.square().sum(1))
 
 
 def _left(rest: Tensor, energy: Tensor) -> Iterator[Tensor]:

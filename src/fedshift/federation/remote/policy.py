@@ -24,8 +24,8 @@ from fedshift.weights import NamedTensors
 ACCURACY = "accuracy"
 """The kind of a site's report after it measured a model on its held-out samples."""
 _DAY = 24 * 3600
-_FEW = 7
-"""At a site of so many samples or fewer, the exposure of an update has no limit (`Policy.smallest_group` has)."""
+_FEW, _MOST_EXPOSED = 16, 0.8
+"""How fast the limit of exposure falls with the number of samples, and the most that it is at any site."""
 _AGGREGATES = ("statistics", "weights", NUMBERS, ACCURACY)
 """Kinds that summarise many samples: at least `Policy.smallest_group` of them."""
 
@@ -57,11 +57,11 @@ class Policy(BaseModel):
         "all = any number",
     )
     exposure: float = Field(
-        0.55,
+        0.4,
         gt=0,
         le=1,
         description="refuse a model whose update shows single samples: the highest score that may leave, 0 to 1, "
-        "a little more at sites of few samples (docs/security.md); 1 = any",
+        "more at sites of few samples (docs/security.md); 1 = any",
     )
     rounds_per_day: PositiveInt | None = Field(200, description="most rounds in any 24 hours; none = any number")
     measurements_per_day: PositiveInt | None = Field(
@@ -114,11 +114,16 @@ class Policy(BaseModel):
                 f"{self.smallest_group})"
             )
 
+    def exposure_limit(self, samples: int) -> float:
+        """The highest exposure of an update of so many samples: `exposure`, and more of a few samples.
+
+        Of a few samples each stands alone to some degree in honest training, too.
+        """
+        return max(self.exposure, min(_MOST_EXPOSED, self.exposure + (1 - self.exposure) * _FEW / samples))
+
     def check_exposure(self, site: str, call: str, score: float, samples: int) -> None:
         """Raise Refused if the update of a call, made of ``samples``, shows single ones, by its `exposure` score."""
-        # Of a few samples each stands alone to some degree in honest training, too.
-        limit = self.exposure + (1 - self.exposure) * min(1.0, _FEW / samples)
-        if score > limit:
+        if score > self.exposure_limit(samples):
             raise Refused(
                 f"site '{site}' refuses to send what call {call} made: it would show single samples (rule "
                 f"policy.exposure: {self.exposure:g}); a network that is wide for so few samples does so, and one that "
