@@ -89,4 +89,4 @@ class AgreedTerms:
             raise UserError(f"{self._file}: cannot be read; remove it to agree anew to what is asked first") from None
 
     def _write(self, terms: Mapping[What, Any]) -> None:
-        write_bytes(self._file, (json.dumps(terms, indent=1) + "\n").encode())
+        write_bytes(self._file, (json.dumps(terms, indent=1) + "\n").encode(), private=True)
