@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -206,6 +207,36 @@ def carried_out(cell: Cell) -> dict[str, Any]:
 def done() -> list[dict[str, Any]]:
     """The runs that are finished."""
     return [json.loads(line) for line in RUNS.read_text(encoding="utf-8").splitlines()] if RUNS.exists() else []
+
+
+def table(method: str, sites: int) -> str:
+    """Accuracy under each attack and rule, and how often the trigger works, over the seeds that every cell has."""
+    rows = [row for row in done() if (row["method"], row["sites"]) == (method, sites)]
+    found = {(row["rule"], row["attack"], row["seed"]): row for row in rows}
+    names = [rule for rule in rules(sites) if any(row["rule"] == rule for row in rows)]
+    keys = [(rule, attack) for rule in names for attack in ATTACKS]
+    seeds = [seed for seed in sorted({row["seed"] for row in rows}) if all((*key, seed) in found for key in keys)]
+
+    def cell(rule: str, attack: str, value: str) -> str:
+        values = [found[rule, attack, seed][value] for seed in seeds]
+        error = f" ± {stdev(values) / len(values) ** 0.5:.1f}" if len(values) > 1 else ""
+        return f"{fmean(values):.1f}{error}"
+
+    lines = ["| rule | nobody bad | " + " | ".join(attack.replace("_", " ") for attack in ATTACKS[1:])]
+    lines[0] += " | trigger works |"
+    lines.append("|---|" + "---:|" * (len(ATTACKS) + 1))
+    for rule in names:
+        cells = [cell(rule, attack, "accuracy") for attack in ATTACKS] + [cell(rule, "backdoor", "backdoor")]
+        lines.append(f"| {rule} | " + " | ".join(cells) + " |")
+    versions = rows[0]["versions"]
+    used = [row for row in rows if row["seed"] in seeds]
+    minutes = sum(row["seconds"] for row in used) / 60
+    lines += [
+        "",
+        f"n = {len(seeds)} seeds, {len(used)} runs, {minutes:.0f} minutes of run time, "
+        f"torch {versions['torch']}, numpy {versions['numpy']}.",
+    ]
+    return "\n".join(lines)
 
 
 def main(seeds: list[int]) -> None:

@@ -4,6 +4,7 @@ A marker ``<!-- table NAME [SELECT] -->`` … ``<!-- end -->`` is filled with th
 its facts (runs, seconds, versions, threads), on benchmarks/*.md the tests of its differences, and the published rows
 where ``published.json`` has them. SELECT is a selection rule, ``cost`` for bytes and seconds a round, ``weights`` for
 what a source with wrong labels counts, or ``protocols`` for averages under three ways to choose the round.
+``<!-- attacks METHOD SITES -->`` … ``<!-- end -->`` is filled with what bad sites do under each rule.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 
+import robust_aggregation
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.significance import compare
 from fedshift.evaluation.stored import ROUNDS
@@ -64,6 +66,8 @@ PAIRS = (
 )
 """Further comparisons, made wherever a table has both."""
 MARKER = re.compile(r"<!-- table (\w+)(?: (\w+))? -->.*?<!-- end -->", re.DOTALL)
+
+ATTACKS = re.compile(r"(<!-- attacks (\w+) (\d+) -->).*?<!-- end -->", re.DOTALL)
 
 
 def facts(found: Collected) -> str:
@@ -221,7 +225,14 @@ PAGES = [*sorted(HERE.glob("*.md")), HERE.parent / "README.md"]
 def filled(page: Path) -> str:
     """The text of a page with every marker filled from the results."""
     tests = page.resolve().parent == HERE.resolve()
-    return MARKER.sub(partial(section, tests=tests), page.read_text(encoding="utf-8"))
+    text = MARKER.sub(partial(section, tests=tests), page.read_text(encoding="utf-8"))
+    return ATTACKS.sub(attacks, text)
+
+
+def attacks(match: re.Match[str]) -> str:
+    """One marker's content: accuracy and the backdoor's success under each rule."""
+    head, method, sites = match.groups()
+    return "\n".join([head, robust_aggregation.table(method, int(sites)), "<!-- end -->"])
 
 
 def main() -> None:

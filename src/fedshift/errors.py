@@ -41,6 +41,10 @@ class TrainingDiverged(FedshiftError):
     """A loss or weight became NaN or infinite. The message names the site, the round and the learning rate."""
 
 
+class ReplyRefused(FedshiftError):
+    """A site's reply is not what its call promises. The message names the site."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A hint for a mistyped ``name``: the nearest of ``known``, and the list of all. Messages append it.
 

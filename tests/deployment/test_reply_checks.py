@@ -6,7 +6,8 @@ import pytest
 from test_hostile_site import HEAD, LIKE, WHOLE, Part
 
 from fedshift.errors import FedshiftError
-from fedshift.federation.remote.reply_checks import TensorCheck, checked_measures
+from fedshift.federation.remote.reply_checks import checked_measures
+from fedshift.federation.replies.layouts import TensorCheck
 
 
 @pytest.mark.parametrize(("asked", "agreed"), [(2, True), (3, True), (4, False), (5, False)])

@@ -67,12 +67,15 @@ class Wrong(Reply):
 
 
 class Fake(Federation):
-    """An engine that runs a function in place of a call and notes what was asked."""
+    """An engine that runs a function in place of a call and notes what was asked. Nothing is known of its sites."""
+
+    checks_replies = True
 
     def __init__(self, answer: Callable[[Request], Reply], method: Any = None, **options: Any) -> None:
         budget = dict.fromkeys(SITES, 10)
         super().__init__(
-            method or Probe(), **{"sources": SITES, "targets": (), "budget": budget, "rounds": 3, "seed": 0, **options}
+            method or Probe(),
+            **{"about": {}, "sources": SITES, "targets": (), "budget": budget, "rounds": 3, "seed": 0, **options},
         )
         self.answer = answer
         self.asked: list[str] = []

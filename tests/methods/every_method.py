@@ -12,7 +12,7 @@ from fedshift.methods.base import Method
 SMALL: dict[str, dict[str, Any]] = {
     "csac": {"acquisition_epochs": 2, "calibration_epochs": 1},
     "m3sda": {"generator_steps": 1},
-    "fada": {"steps_per_round": 4},
+    "fada": {"steps_per_round": 6},
     "fedsr": {"steps_per_round": 6},
     "fedl2r": {"steps_per_round": 6},
     "fedcmi": {"steps_per_round": 6},

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from every_method import SMALL
 from pydantic import ValidationError
-from test_contract import SMALL, assert_close
+from test_contract import assert_close
 from tiny import NORMED, domains, federation, normed_for, run, start_of, step_on
 
 from fedshift.errors import FedshiftError, UserError
@@ -20,7 +21,7 @@ from fedshift.federation.messages import PerSite, Reply
 from fedshift.functional.averaging import is_buffer, weighted_average
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State, robust_rules
-from fedshift.methods.robust import Averaged, Median
+from fedshift.methods.robust import Averaged, Krum, Median
 from fedshift.methods.screening import Screening, screening_of
 from fedshift.weights import Weights
 
@@ -160,18 +161,61 @@ def test_one_model_in_the_place_of_all_is_the_result_whatever_samples_a_site_cla
     assert greedy.weights == attacked(method_of("fedavg", "median"), {})[0].weights
 
 
+def odd_statistics(reply: Any) -> Any:
+    """BatchNorm statistics that are far off; parameters are as they were."""
+    changed = {
+        name: tensor + 1000 if is_buffer(name) and tensor.is_floating_point() else tensor
+        for name, tensor in reply.weights.items()
+    }
+    return replace(reply, weights=Weights(changed))
+
+
+def odd_parameters(reply: Any) -> Any:
+    """Parameters that are a little off."""
+    changed = {name: tensor if is_buffer(name) else tensor + 0.5 for name, tensor in reply.weights.items()}
+    return replace(reply, weights=Weights(changed))
+
+
+def test_krum_looks_at_parameters_and_statistics_apart() -> None:
+    """Statistics that differ a lot between good sites do not hide parameters that are a little off."""
+
+    def spread(site: str) -> Change:
+        def changed(reply: Any) -> Any:
+            statistics = {
+                name: tensor + 20 * "abcde".index(site) if name.endswith("running_mean") else tensor
+                for name, tensor in reply.weights.items()
+            }
+            made = replace(reply, weights=Weights(statistics))
+            return odd_parameters(made) if site == "c" else made
+
+        return changed
+
+    method = method_of("fedavg", "krum", robust={"rule": "krum", "faulty": 1, "keep": 4})
+    for bad, left_out in (({"b": odd_statistics}, "b"), ({site: spread(site) for site in SITES}, "c")):
+        _, where = attacked(method, bad)
+        assert where.screening.report["fit"]["left_out"] == [left_out]  # type: ignore[union-attr]
+
+
+def test_equal_scores_are_decided_by_name() -> None:
+    """Of three sites two are each other's nearest."""
+    models = {name: Weights({"w": torch.tensor([value])}) for name, value in {"x": 0.0, "m": 1.0, "b": 5.0}.items()}
+    for order in (("x", "m", "b"), ("b", "m", "x"), ("m", "x", "b")):
+        verdict = Krum(faulty=0).judge(order, [models[site] for site in order], models["x"])
+        assert set(verdict.report["left_out"]) == {"x", "b"}
+
+
+def test_trust_bounds_statistics_by_those_of_the_trusted() -> None:
+    state, _ = attacked(method_of("fedavg", "trust"), {"b": odd_statistics})
+    plain, _ = attacked(method_of("fedavg", "trust"), {})
+    for name, tensor in state.weights.items():
+        if is_buffer(name) and tensor.is_floating_point():
+            assert (tensor - plain.weights[name]).abs().max() < 5, name
+
+
 def test_clipping_bounds_parameters_and_statistics_apart() -> None:
     """A site whose parameters are as the others' and whose statistics are not is shortened in these alone."""
-
-    def odd(reply: Any) -> Any:
-        changed = {
-            name: tensor + 1000 if is_buffer(name) and tensor.is_floating_point() else tensor
-            for name, tensor in reply.weights.items()
-        }
-        return replace(reply, weights=Weights(changed))
-
     method = method_of("fedavg", "norm_clipping", robust={"rule": "norm_clipping", "bound": 1e9})
-    state, where = attacked(method, {"b": odd})
+    state, where = attacked(method, {"b": odd_statistics})
     plain, _ = attacked(method, {})
     assert where.screening.report["fit"]["clipped"] == {}  # type: ignore[union-attr]
     for name, tensor in state.weights.items():

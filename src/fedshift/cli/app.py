@@ -157,11 +157,15 @@ def leakage(
     model: Annotated[
         Path | None, typer.Option("--model", help="A finished run's folder: attack its trained model.", metavar="RUN")
     ] = None,
+    policy: Annotated[
+        Path | None,
+        typer.Option("--policy", help="A site's file, whose policy crafted networks meet.", metavar="SITE.yaml"),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder of the results. [runs/NAME/audit]", metavar="DIR")
     ] = None,
 ) -> None:
-    """Try to reconstruct a site's samples from the gradient of a mini-batch, and from the model after an epoch.
+    """Try to reconstruct a site's samples: from a mini-batch's gradient, from an epoch's model, by crafted networks.
 
     Example: fedshift audit leakage digits.yaml --site D15 --batch 1 --batch 4
     """
@@ -171,6 +175,7 @@ def leakage(
         experiment,
         overrides or [],
         out,
+        policy,
         site=site,
         batches=batch or (1, 4, 8),
         attack=attack,

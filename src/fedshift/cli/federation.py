@@ -159,6 +159,17 @@ def site_check(path: SiteFile = Path("SITE.yaml")) -> None:
     check_site(path)
 
 
+@site.command("agree")
+def site_agree(
+    path: SiteFile = Path("SITE.yaml"),
+    yes: Annotated[bool, typer.Option("--yes", help="Agree without a question.")] = False,
+) -> None:
+    """Show the networks and splits that were asked for and refused, and agree to them."""
+    from fedshift.cli.site import agree_site
+
+    agree_site(path, yes)
+
+
 @site.command("start")
 def site_start(path: SiteFile = Path("SITE.yaml"), foreground: Foreground = False) -> None:
     """Start the site's service. It connects out to the coordinator and listens on no port."""

@@ -34,7 +34,7 @@ from fedshift.federation.remote.remote_federation import RemoteFederation
 from fedshift.federation.remote.transport import Transport, ask_plain
 from fedshift.federation.setting_json import setting_recipe
 from fedshift.federation.site import Role
-from fedshift.federation.site_runner import Setting
+from fedshift.federation.site_runner import Setting, about_sites
 from fedshift.methods.base import Method
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -120,8 +120,7 @@ def _carry_out(
             run=name,
             recipe=_recipe(setting),
             parts={site: _part(plan, run, site, numbers.get(site)) for site in sites},
-            like=network.state_dict(),
-            samples={site.name: len(site.parts[0][1]) for site in plans},
+            about=about_sites(plans, setting, network),
             deadline=engine.deadline,
             quorum=engine.quorum,
             on_refusal=engine.on_refusal,

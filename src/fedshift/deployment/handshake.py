@@ -81,28 +81,53 @@ def agree(
     before: dict[str, Any] = json.loads(stored.read_text(encoding="utf-8")) if stored.exists() else {}
     cards: dict[str, Any] = {}
     for site in sites:
-        answer = answers.get(site, Lost("did not answer"))
-        if isinstance(answer, Lost):
-            watch.event({"what": "hello", "site": site, "is": "lost", "reason": answer.reason})
-            if answer.error or site not in before:
-                raise UserError(f"site '{site}' cannot take part: {answer.reason}")
+        try:
+            cards[site] = _card(site, answers.get(site, Lost("did not answer")), before.get(site), experiment, watch)
+            _check_clock(site, answers.get(site), asked, watch)
+        except UserError as error:
+            if site not in before or engine.quorum is None:
+                raise
+            # The run has begun and may do without this site: no answer of it can end the run.
+            watch.event({"what": "hello", "site": site, "is": "lost", "reason": str(error)[:500]})
+            watch.warn(f"the run goes on without an answer of site '{site}': {error}")
             cards[site] = checked_card(site, before[site], experiment.protocol.seeds)
-            continue
-        difference = clock_difference(site, answer.get("time"), asked, answer["arrived"])
-        if abs(difference) > CLOCKS_APART:
-            watch.warn(
-                f"site '{site}': its clock is {abs(difference):.0f} s {'ahead of' if difference > 0 else 'behind'} the "
-                "coordinator's: set the one that is wrong, or certificates will be refused and the logs' times not fit"
-            )
-        cards[site] = checked_card(site, answer.get("card"), experiment.protocol.seeds)
-        if site in before and before[site]["fingerprint"] != cards[site]["fingerprint"]:
-            raise UserError(
-                f"site '{site}': the data changed since the run began; put them back and go on with fedshift deploy "
-                "resume, or begin a new experiment under another name"
-            )
     agreed = _agreed(experiment, cards)
     write_bytes(stored, (json.dumps(cards, indent=2) + "\n").encode())
     return agreed
+
+
+def _card(
+    site: str, answer: Mapping[str, Any] | Lost, before: Mapping[str, Any] | None, experiment: Experiment, watch: Watch
+) -> dict[str, Any]:
+    """The card of a site: what it says now or, where it did not answer, what it said when the run began.
+
+    Raises:
+        UserError: it refuses, its card cannot be, or its data changed.
+    """
+    if isinstance(answer, Lost):
+        watch.event({"what": "hello", "site": site, "is": "lost", "reason": answer.reason})
+        if answer.error or before is None:
+            raise UserError(f"site '{site}' cannot take part: {answer.reason}")
+        return checked_card(site, before, experiment.protocol.seeds)
+    card = checked_card(site, answer.get("card"), experiment.protocol.seeds)
+    if before is not None and before["fingerprint"] != card["fingerprint"]:
+        raise UserError(
+            f"site '{site}': the data changed since the run began; put them back and go on with fedshift deploy "
+            "resume, or begin a new experiment under another name"
+        )
+    return card
+
+
+def _check_clock(site: str, answer: Mapping[str, Any] | Lost | None, asked: float, watch: Watch) -> None:
+    """Warn if a site's clock is wrong. Raises UserError when the site does not say what time it is."""
+    if answer is None or isinstance(answer, Lost):
+        return
+    difference = clock_difference(site, answer.get("time"), asked, answer["arrived"])
+    if abs(difference) > CLOCKS_APART:
+        watch.warn(
+            f"site '{site}': its clock is {abs(difference):.0f} s {'ahead of' if difference > 0 else 'behind'} the "
+            "coordinator's: set the one that is wrong, or certificates will be refused and the logs' times not fit"
+        )
 
 
 def clock_difference(site: str, said: Any, asked: float, arrived: float) -> float:

@@ -28,6 +28,10 @@ from fedshift.text import csv_cell, from_csv_cell
 
 SETTINGS, RUNS, ROUNDS = "experiment.yaml", "runs.csv", "rounds.jsonl.xz"
 FORMAT = 1
+_EXPANDS, _SMALL = 300, 1 << 24
+"""A file may expand to that many times its size, and so many bytes more; results expand to about twenty times."""
+_MEMORY = 1 << 28
+"""Bytes that the dictionary of a file may take."""
 _KEY = ("method", "target", "seed")
 _SHAREABLE = ("labelled", "unlabelled", "metric", "headline", "classes", "options", "data")
 """Fields that may move to `experiment.yaml`. All others are columns, even if every run has the same value."""
@@ -194,7 +198,11 @@ def decode_rounds(data: bytes, place: str = "") -> dict[str, Rounds]:
     """
     file = f"{place}{ROUNDS}"
     try:
-        lines = lzma.decompress(data).splitlines(keepends=True)
+        reader = lzma.LZMADecompressor(memlimit=_MEMORY)
+        text = reader.decompress(data, max_length=_EXPANDS * len(data) + _SMALL)
+        if not reader.eof:
+            raise lzma.LZMAError("truncated, or it expands to far more than results do")
+        lines = text.splitlines(keepends=True)
     except lzma.LZMAError as error:
         raise UserError(f"{file} is damaged ({str(error).rstrip('.')}): restore the file") from None
     found: dict[str, Rounds] = {}

@@ -32,10 +32,14 @@ from fedshift.experiment.environment import resolve_device
 from fedshift.files import write_bytes
 from fedshift.models import registry as models
 from fedshift.models.frozen import Extractor, Frozen
+from fedshift.models.pretrained import must_be_downloaded
+from fedshift.models.vision import VisionOptions
 
 Half = npt.NDArray[np.float16]
 _BATCH = 64
 _LARGEST = float(np.finfo(np.float16).max)
+_WIDEST = 10_000
+"""Features of a backbone, or pixels on a side of its images, that a model file may ask for."""
 
 
 class Watcher:
@@ -254,6 +258,8 @@ def _read(path: Path, header: Mapping[str, str], watcher: Watcher) -> Half | Non
 def backbone_of(preprocessing: Preprocessing) -> tuple[Extractor | None, Preprocessing]:
     """What a trained model needs in front of it.
 
+    The model file may be anybody's: nothing is downloaded because it says so.
+
     Returns:
         The frozen backbone that computed the model's features, None for a model without one; and the preprocessing of
         the backbone's images, or the model's own.
@@ -271,6 +277,7 @@ def backbone_of(preprocessing: Preprocessing) -> tuple[Extractor | None, Preproc
         raise UserError(
             "the model file does not name the backbone of its features: use the model.safetensors of a run"
         ) from None
+    _check_backbone(options)
     extractor = extractor_for(options, stored, "the model file")
     if weights_fingerprint(options, extractor) != record.get("weights"):
         raise UserError(
@@ -278,6 +285,20 @@ def backbone_of(preprocessing: Preprocessing) -> tuple[Extractor | None, Preproc
             "FEDSHIFT_WEIGHTS or torchvision now: put the weights of the training there"
         )
     return extractor, stored
+
+
+def _check_backbone(options: Frozen) -> None:
+    """Raise UserError for a backbone whose weights would be downloaded, or that no run can have trained on."""
+    backbone = options.backbone
+    assert isinstance(backbone, VisionOptions)
+    if must_be_downloaded(backbone.pretrained, backbone.name):
+        raise UserError(
+            f"the model needs torchvision's weights of {backbone.name}, which are not on this machine, and nothing is "
+            "downloaded for a model file; if you trust it, write model: frozen with this backbone in an experiment and "
+            "run fedshift features, which downloads them"
+        )
+    if (backbone.bottleneck or 0) > _WIDEST or (options.size or 0) > _WIDEST:
+        raise UserError("the model file asks for a backbone, or for images, of absurd size: use a whole model file")
 
 
 def images_fingerprint(domain: Domain) -> str:

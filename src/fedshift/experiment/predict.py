@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,10 @@ from fedshift.models.unet import SegmentationOptions
 _BATCH = 256
 _MASKS = 16
 """Images in a batch for segmentation, where every pixel has a score."""
+_LARGEST_SAMPLE = 2**25
+"""Numbers in a sample that a model file may ask for: an image of 3,300 by 3,300 pixels in colour."""
+_PARTS, _SMALL = 4, 10_000_000
+"""A network may hold that many times the numbers that its file holds, and so many more."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +146,8 @@ def _mask_file(folder: Path, structure: str, name: str) -> Path:
 def load_model(path: Path, own_method: str | None = None) -> TrainedModel:
     """Load a trained model.
 
-    A model file never decides which code runs: it may name a method that comes with fedshift, and no other.
+    A model file never decides which code runs: it may name a method that comes with fedshift, and no other. Nor does it
+    decide how much memory is taken: its tensors are compared with the network before either is made.
 
     Args:
         path: a run's folder or a ``model.safetensors``.
@@ -164,23 +172,57 @@ def load_model(path: Path, own_method: str | None = None) -> TrainedModel:
     try:
         with safe_open(str(file), framework="pt") as opened:
             metadata = json.loads((opened.metadata() or {})["fedshift"])
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
-        preprocessing = Preprocessing.model_validate(metadata["preprocessing"])
-        method = _method(metadata["method"], own_method, file)
-        options = {key: value for key, value in metadata["model"].items() if key != "pretrained"}
-        sources = len(metadata["sources"])
-        chosen = models.parse(options)
-        network = method.adapt_network(
-            models.build(chosen, tuple(metadata["input_shape"]), len(metadata["classes"]), 0), sources
-        )
-        network = method.evaluated_network(network, sources)
-        network.load_state_dict(tensors)
-        classes = tuple(str(name) for name in metadata["classes"])
-    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, OSError):
+            shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+            preprocessing = Preprocessing.model_validate(metadata["preprocessing"])
+            method = _method(metadata["method"], own_method, file)
+            chosen = models.parse({key: value for key, value in metadata["model"].items() if key != "pretrained"})
+            classes = tuple(str(name) for name in metadata["classes"])
+            _check_sizes(metadata, preprocessing, shapes)
+            with torch.device("meta"):  # takes no memory, whatever the file says
+                _check_fit(shapes, *_networks(method, chosen, metadata))
+            _, network = _networks(method, chosen, metadata)
+            network.load_state_dict({name: opened.get_tensor(name) for name in shapes})
+    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError, OSError):
         raise UserError(
             f"{file} is damaged or was not written by fedshift: give the model.safetensors of a run"
         ) from None
     return TrainedModel(network.eval(), method, classes, preprocessing, metadata, chosen)
+
+
+def _networks(method: Method, options: NetworkOptions, metadata: Mapping[str, Any]) -> tuple[Network, Network]:
+    """What the sites of the run trained, and what answers."""
+    sources = len(metadata["sources"])
+    built = models.build(options, tuple(metadata["input_shape"]), len(metadata["classes"]), 0)
+    trained = method.adapt_network(built, sources)
+    return trained, method.evaluated_network(trained, sources)
+
+
+def _check_sizes(metadata: Mapping[str, Any], preprocessing: Preprocessing, shapes: Mapping[str, Any]) -> None:
+    """Raise ValueError for samples, sources or classes of which the tensors in a file cannot be a model."""
+    stored = preprocessing.backbone["images"] if preprocessing.backbone else {}
+    assert isinstance(stored, dict)
+    sizes = [metadata["input_shape"]]
+    for said in (preprocessing.model_dump(), stored):
+        sizes += [said.get("shape") or (), (said.get("channels") or 1, *2 * (said.get("size") or 1,))]
+    for shape in sizes:
+        if math.prod(int(size) for size in shape) > _LARGEST_SAMPLE:
+            raise ValueError("a sample is too large")
+    if len(metadata["sources"]) > len(shapes) or len(metadata["classes"]) > sum(map(math.prod, shapes.values())):
+        raise ValueError("too many sources or classes")
+
+
+def _check_fit(shapes: Mapping[str, tuple[int, ...]], trained: Network, evaluated: Network) -> None:
+    """Raise ValueError unless a file holds the tensors of the network that answers, and the other one is alike in size.
+
+    Both networks are without memory here. What sites train may have a part that the file lacks, such as a generator.
+    """
+    if shapes != {name: tuple(tensor.shape) for name, tensor in evaluated.state_dict().items()}:
+        raise ValueError("the tensors are not those of the network")
+    numbers = sum(map(math.prod, shapes.values()))
+    for network in (trained, evaluated):
+        size = sum(tensor.numel() for tensor in itertools.chain(network.parameters(), network.buffers()))
+        if size > _PARTS * numbers + _SMALL:
+            raise ValueError("the network is much larger than the file")
 
 
 def _method(record: dict[str, Any], own_method: str | None, file: Path) -> Method:

@@ -8,15 +8,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from statistics import median_low
+from typing import Any, ClassVar, Literal, Protocol
 
-from fedshift.errors import FedshiftError, KindRefused, TrainingDiverged, nearest
+from fedshift.errors import FedshiftError, KindRefused, ReplyRefused, TrainingDiverged, nearest
 from fedshift.federation.exchange import Answer, Missing, R, Replies, Request
 from fedshift.federation.ledger import Ledger
 from fedshift.federation.messages import KINDS, NUMBERS, Content, PerSite, Reply, reply_content
+from fedshift.federation.replies.checks import ReplyCheck
+from fedshift.federation.replies.declared import About, Bounds
 from fedshift.federation.site import Envelope, Site
 from fedshift.models.network import Network
-from fedshift.weights import NamedTensors
 
 OnRefusal = Literal["stop", "leave_out"]
 
@@ -35,6 +37,8 @@ class CallOwner(Protocol):
     def call_owner(self, call: str) -> CallOwner: ...
 
     def run_call(self, call: str, site: Site, content: Mapping[str, Any]) -> Reply: ...
+
+    def bounds(self, call: str, about: About) -> Bounds: ...
 
     def recipe(self) -> dict[str, Any]: ...
 
@@ -60,23 +64,30 @@ class Progress:
 class Federation(ABC):
     """The sites that take part in a run. Methods ask with `ask`; engines subclass this and implement `deliver`.
 
+    Every reply is checked (`replies`). An engine that does so itself, since it reads messages from other machines,
+    sets ``checks_replies``.
+
     Args:
         method: the method of the run.
+        about: what is known of each site, which replies are checked against.
         sources: names of the labelled sites.
         targets: names of the unlabelled sites that take part.
         budget: mini-batches that each site may train on in the whole run.
         rounds: planned rounds.
         seed: of the run, for what the server draws.
-        quorum: sites that must answer an exchange, of those asked, for the run to continue without the others; None
-            means all.
-        on_refusal: whether the run also continues without a site that refuses to send a kind.
+        quorum: sites that must answer an exchange, of those asked, for the run to continue without the others,
+            whatever they answered; None means all.
+        on_refusal: whether a site that refuses to send a kind may take part, which `SiteRunner` asks before training.
         on_answer: called with each site that answered and the mini-batches it trained on.
     """
+
+    checks_replies: ClassVar[bool] = False
 
     def __init__(
         self,
         method: CallOwner,
         *,
+        about: Mapping[str, About],
         sources: Sequence[str],
         targets: Sequence[str],
         budget: Mapping[str, int],
@@ -87,6 +98,7 @@ class Federation(ABC):
         on_answer: Callable[[str, int], None] | None = None,
     ) -> None:
         self.method = method
+        self.checks = ReplyCheck(method, about)
         self.quorum = quorum
         self.on_refusal = on_refusal
         self.missing: dict[str, str] = {}
@@ -174,26 +186,25 @@ class Federation(ABC):
     ) -> Generator[tuple[str, Any], None, None]:
         number = self.progress.exchange
 
+        own = {site: {name: _content_for(site, name, value) for name, value in content.items()} for site in to}
+
         def requests() -> Iterator[Request]:
             for site in to:
-                own = {name: _content_for(site, name, value) for name, value in content.items()}
-                self.ledger.record(number, call, site, "down", self.crossing(call, site, own))
+                self.ledger.record(number, call, site, "down", self.crossing(call, site, own[site]))
                 used, budget = self.progress.used[site], self.budget.get(site, 0)
                 yield Request(
-                    site, Envelope(number, self.round, min(1.0, used / budget) if budget else 0.0, budget - used), own
+                    site,
+                    Envelope(number, self.round, min(1.0, used / budget) if budget else 0.0, budget - used),
+                    own[site],
                 )
 
         missing: list[str] = []
         spent: list[float] = []
         for answer in self.deliver(call, requests()):
             if isinstance(answer, Answer):
-                sent = reply_content(answer.reply)
-                self.ledger.record(number, call, answer.site, "up", answer.crossed or sent)
-                try:
-                    for tensors in _tensors(sent):
-                        tensors.check_finite(f"the reply of site '{answer.site}' in round {self.round}")
-                except TrainingDiverged as error:
-                    answer = Missing(answer.site, error)
+                self.ledger.record(number, call, answer.site, "up", answer.crossed or reply_content(answer.reply))
+                if not self.checks_replies:
+                    answer = self._checked(call, answer, own[answer.site])
             if isinstance(answer, Missing):
                 missing.append(answer.site)
                 self.go_on_without(answer, len(to), len(missing))
@@ -204,6 +215,15 @@ class Federation(ABC):
             yield answer.site, answer.reply
         for site in missing:
             self.forfeit(site, spent)
+
+    def _checked(self, call: str, answer: Answer[Any], sent: Mapping[str, Content]) -> Answer[Any] | Missing:
+        """The answer, or why its reply cannot be used."""
+        try:
+            self.checks.check(call, answer.site, type(answer.reply), reply_content(answer.reply), sent)
+        except FedshiftError as error:
+            kind = TrainingDiverged if isinstance(error, TrainingDiverged) else ReplyRefused
+            return Missing(answer.site, kind(f"the reply of site '{answer.site}' in round {self.round}: {error}"))
+        return answer
 
     def go_on_without(self, missing: Missing, asked: int, number: int) -> None:
         """Record a site that is missing from an exchange, so that the run continues without it.
@@ -216,12 +236,11 @@ class Federation(ABC):
         Raises:
             FedshiftError: the site's own error, if there is no quorum or too few sites are left for it.
         """
-        refused = isinstance(missing.error, KindRefused)
-        if self.quorum is None or (refused and self.on_refusal == "stop"):
+        if self.quorum is None:
             raise missing.ending()
         if asked - number < min(self.quorum, asked):
             raise missing.ending(f"{asked - number} of {asked} sites are left, engine.quorum asks for {self.quorum}")
-        if refused:
+        if isinstance(missing.error, KindRefused):
             self.note_refusal(missing.site, str(missing.error))
         else:
             self.missing[missing.site] = str(missing.error)
@@ -235,15 +254,19 @@ class Federation(ABC):
     def forfeit(self, site: str, spent: Sequence[float]) -> None:
         """Charge an absent site the mean share of the budget that the others spent in this exchange.
 
-        Without the charge, the run would go on for the absent site alone once the others have used their budgets.
+        Without the charge, the absent site would have work left when the others have used their budgets. No share
+        counts as more than twice the median, or one site that says it spent everything would take the absent site's
+        later rounds away.
 
         Args:
             site: the absent site.
             spent: the share of its budget that each of the other sites spent.
         """
         if spent:
+            most = 2 * median_low(spent)
+            mean = sum(min(share, most) for share in spent) / len(spent)
             left = max(0, self.budget.get(site, 0) - self.progress.used[site])
-            self._worked(site, min(left, math.ceil(self.budget.get(site, 0) * sum(spent) / len(spent))))
+            self._worked(site, min(left, math.ceil(self.budget.get(site, 0) * mean)))
 
     def _worked(self, site: str, mini_batches: int) -> None:
         self.progress.used[site] += mini_batches
@@ -259,14 +282,6 @@ def _content_for(site: str, name: str, value: Content | PerSite) -> Content:
             f"'{name}' differs between sites and has nothing for '{site}'; it is for {sorted(value.of)}"
         )
     return value.of[site]
-
-
-def _tensors(content: Mapping[str, Any]) -> Iterator[NamedTensors]:
-    for value in content.values():
-        if isinstance(value, NamedTensors):
-            yield value
-        elif isinstance(value, Mapping):
-            yield from _tensors(value)
 
 
 def known_kinds() -> tuple[str, ...]:

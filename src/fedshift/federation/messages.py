@@ -20,9 +20,21 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedshift.errors import FedshiftError
+from fedshift.federation.replies.declared import Count
 from fedshift.weights import NamedTensors, Weights
 
 NUMBERS = "numbers"
+DTYPES = (
+    *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+"""Types of numbers that may travel. torch cannot look for the extremes of others, such as 8-bit floats."""
+_DTYPES = frozenset(("F32", "F64", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"))
+"""The same as safetensors calls them."""
+MOST_TENSORS = 100_000
+"""Tensors in one message."""
+_BYTES_OF_NAME = 2_000
+"""Bytes that a message may use to name and describe one tensor."""
 BYTES_PER_NUMBER = 8
 LONGEST_TEXT = 64
 
@@ -83,7 +95,7 @@ class Update(Reply):
     """The usual reply of a training call: the trained model, the number of training samples, the mean loss."""
 
     weights: Weights
-    samples: int
+    samples: Count
     loss: float
 
 
@@ -99,11 +111,7 @@ def pieces(content: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
         elif isinstance(value, bool | int | float):
             yield name, NUMBERS, BYTES_PER_NUMBER
         elif isinstance(value, str):
-            if len(value.encode()) > LONGEST_TEXT:
-                raise FedshiftError(
-                    f"'{name}' is a text of {len(value)} characters: only short names travel as numbers"
-                )
-            yield name, NUMBERS, len(value.encode())
+            yield name, NUMBERS, text_bytes(name, value)
         elif isinstance(value, Mapping):
             yield from ((name, kind, size) for _, kind, size in pieces(value))
         else:
@@ -111,6 +119,21 @@ def pieces(content: Mapping[str, Any]) -> Iterator[tuple[str, str, int]]:
                 f"'{name}' is a {type(value).__name__}, which may not travel: wrap tensors in Weights, Statistics, "
                 "Spectra or Features, or send a number"
             )
+
+
+def text_bytes(name: str, value: str) -> int:
+    """The bytes of a text.
+
+    Raises:
+        FedshiftError: it is too long, or holds halves of characters, which cannot be written as UTF-8.
+    """
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError:
+        raise FedshiftError(f"'{name}' is a text that is not Unicode") from None
+    if size > LONGEST_TEXT:
+        raise FedshiftError(f"'{name}' is a text of {len(value)} characters: only short names travel as numbers")
+    return size
 
 
 def leaves(content: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
@@ -134,6 +157,20 @@ def returned(call: Callable[..., Any]) -> type[Reply] | None:
     except NameError:
         return None
     return kind if isinstance(kind, type) and issubclass(kind, Reply) else None
+
+
+def field_types(reply: type[Reply]) -> dict[str, Any]:
+    """The types of a reply's fields with their ranges, by field; none for a class whose types cannot be looked up."""
+    if reply not in _FIELD_TYPES:  # looking them up takes longer than checking a small reply
+        try:
+            hints = typing.get_type_hints(reply, include_extras=True)
+            _FIELD_TYPES[reply] = {field.name: hints[field.name] for field in fields(reply)}
+        except NameError:  # a class made inside a function
+            _FIELD_TYPES[reply] = {}
+    return _FIELD_TYPES[reply]
+
+
+_FIELD_TYPES: dict[type[Reply], dict[str, Any]] = {}
 
 
 def promised_kinds(reply: type[Reply]) -> dict[str, str]:
@@ -184,17 +221,26 @@ def _laid_out(path: str, value: Any, tensors: dict[str, Tensor]) -> object:
     return {"number": value}
 
 
-def decode(data: bytes) -> tuple[dict[str, Content], dict[str, Any]]:
+def decode(data: bytes, most_tensors: int = MOST_TENSORS) -> tuple[dict[str, Content], dict[str, Any]]:
     """Read the content and header that `encode` wrote.
+
+    Args:
+        data: the bytes.
+        most_tensors: messages with more tensors are refused before any is read.
 
     Raises:
         FedshiftError: ``data`` is not such a message.
     """
     try:
         length = int.from_bytes(data[:8], "little")
-        metadata = json.loads(data[8 : 8 + length])["__metadata__"]
+        if length > min(len(data), _BYTES_OF_NAME * max(1000, most_tensors)):
+            raise ValueError("the header is too long")
+        described = json.loads(data[8 : 8 + length])
+        metadata = described.pop("__metadata__")
+        if len(described) > most_tensors or not _DTYPES.issuperset(one["dtype"] for one in described.values()):
+            raise ValueError("too many tensors, or types that do not travel")
         if "message" in metadata:
-            whole = json.loads(metadata["message"])
+            whole = json_of(metadata["message"])
             layout, header = whole["content"], whole["header"]
         else:  # a checkpoint of an older version
             layout, header = json.loads(metadata["content"]), json.loads(metadata["header"])
@@ -204,13 +250,29 @@ def decode(data: bytes) -> tuple[dict[str, Content], dict[str, Any]]:
         raise FedshiftError("a message is damaged or was not written by fedshift") from error
 
 
-def _read(path: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Content:
-    """The inverse of `_laid_out`: the content that ``entry`` describes."""
+def json_of(text: str) -> Any:
+    """Read JSON.
+
+    Raises:
+        ValueError: it is none, or has texts that cannot be written as UTF-8 (halves of characters, ``"\\ud800"``).
+        RecursionError: it is nested too deeply.
+    """
+    text.encode()  # UnicodeEncodeError is a ValueError
+    value = json.loads(text)
+    if "\\u" in text:
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _read(path: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor], inside: bool = False) -> Content:
+    """The inverse of `_laid_out`: the content that ``entry`` describes. ``inside``: of a mapping by site."""
     if "kind" in entry:
         return KINDS[entry["kind"]]({key: tensors[f"{path}|{key}"] for key in entry["keys"]})
     if "by_site" in entry:
+        if inside:
+            raise FedshiftError(f"'{path}' is a mapping inside another one, which may not travel")
         return {
-            key: _read(_below(path, key), item, tensors)  # type: ignore[misc]
+            key: _read(_below(path, key), item, tensors, inside=True)  # type: ignore[misc]
             for key, item in entry["by_site"].items()
         }
     if "float" in entry:

@@ -13,6 +13,7 @@ from fedshift.data.site_data import SiteData
 from fedshift.errors import FedshiftError, KindRefused
 from fedshift.federation.federation import CallOwner, OnRefusal
 from fedshift.federation.messages import Reply, pieces, promised_kinds, reply_content, returned
+from fedshift.federation.replies.declared import About
 from fedshift.federation.site import Envelope, Role, Site
 from fedshift.federation.site_memory import SiteMemory
 from fedshift.federation.training import Training
@@ -64,6 +65,15 @@ class Setting:
         network = models.build(self.network, self.input_shape, self.classes, self.seed)
         network = self.method.adapt_network(network, self.sources)
         return with_products(network, self.training.matrix_products)
+
+
+def about_sites(plans: Sequence[SitePlan], setting: Setting, network: Network) -> dict[str, About]:
+    """What the server knows of each site; ``network``: what sites train, with the weights that the run starts from."""
+    shape, size = tuple(setting.input_shape), setting.training.batch_size
+    return {
+        plan.name: About(network, sum(len(rows) for _, rows, _ in plan.parts), shape, setting.classes, size)
+        for plan in plans
+    }
 
 
 class SiteRunner:

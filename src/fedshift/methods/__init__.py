@@ -28,12 +28,14 @@ if TYPE_CHECKING:
     from fedshift.functional.losses import task_loss
     from fedshift.methods.base import Method, RunPlan, State, Traffic, trained_mean
     from fedshift.methods.federated.fedavg import FedAvg, LocalTraining
+    from fedshift.methods.robust import Averaged
     from fedshift.methods.settings import Settings
     from fedshift.methods.wrapper import Wrapper
     from fedshift.models.network import Network
     from fedshift.weights import Weights
 
 __all__ = [
+    "Averaged",
     "Batch",
     "Content",
     "Features",
@@ -84,6 +86,7 @@ _PLACES = {
     "functional.losses": ("task_loss",),
     "methods.base": ("Method", "RunPlan", "State", "Traffic", "trained_mean"),
     "methods.federated.fedavg": ("FedAvg", "LocalTraining"),
+    "methods.robust": ("Averaged",),
     "methods.settings": ("Settings",),
     "methods.wrapper": ("Wrapper",),
     "models.network": ("Network",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
@@ -25,6 +26,7 @@ from fedshift.federation.messages import (
     promised_kinds,
     returned,
 )
+from fedshift.federation.replies.declared import About, Bounds
 from fedshift.federation.site import Site
 from fedshift.functional.averaging import MeanAccumulator, weighted_average
 from fedshift.import_paths import place_of
@@ -242,6 +244,15 @@ class Method(BaseModel, ABC):
         """
         return network
 
+    def bounds(self, call: str, about: About) -> Bounds:
+        """What a site's reply to one of its calls may hold, where only the method knows: shapes and ranges, by field.
+
+        A model that a site was sent comes back with the same tensors, and one that it was not sent is the network, or
+        alike at most sites. Neither need be declared. Other tensors that are not declared are only checked to be
+        finite.
+        """
+        return {}
+
     @property
     def handed_out_rounds(self) -> int:
         """How many of the last rounds' models are averaged into the one that is handed out."""
@@ -278,7 +289,8 @@ class Method(BaseModel, ABC):
         return {"class": place_of(type(self)), "options": self.model_dump(mode="json")}
 
 
-def calls_of(kind: type[Method]) -> dict[str, type[Reply]]:
+@functools.cache
+def calls_of(kind: type[Method]) -> Mapping[str, type[Reply]]:
     """What the sites of a method run: the public functions ``(self, site, …) -> Reply``, and what each returns."""
     found: dict[str, type[Reply]] = {}
     for name, function in inspect.getmembers(kind, inspect.isfunction):

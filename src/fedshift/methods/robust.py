@@ -11,8 +11,8 @@ method other models in the place of theirs; what the method does with them, its 
 BatchNorm: running means and variances are aggregated like weights. Where a rule measures a length (norms, distances),
 it measures parameters and statistics apart, so that neither hides the other. Counters become the lower median.
 
-Every rule needs each site's model at the server (``reads_models``), so none can stand beside secure aggregation, which
-shows the server only their sum.
+Every rule reads the model of each single site at the server, so none can stand beside secure aggregation, which shows
+the server only their sum.
 """
 
 from __future__ import annotations
@@ -70,13 +70,11 @@ class Verdict:
 
 
 class Rule(BaseModel, ABC):
-    """Base of the rules. one_model: whether the method gets one model in the place of all. reads_models: whether the
-    server must see the model of every single site."""
+    """Base of the rules. one_model: whether the method gets one model in the place of all."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     one_model: ClassVar[bool] = False
-    reads_models: ClassVar[bool] = True
 
     rule: str
 

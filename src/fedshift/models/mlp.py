@@ -22,7 +22,7 @@ class Mlp(NetworkOptions):
     """
 
     name: Literal["mlp"] = "mlp"
-    hidden: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] = Field(
+    hidden: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=100)] = Field(
         (64, 32), description="widths, first layer first"
     )
     dropout: float = Field(0.0, ge=0.0, lt=1.0, description="dropout after every hidden layer")

@@ -58,6 +58,17 @@ def load_pretrained(backbone: nn.Module, source: bool | Path, *, model: str, hea
     _copy(backbone, found, origin=origin, model=model, head=head)
 
 
+def must_be_downloaded(source: bool | Path, model: str) -> bool:
+    """Whether `load_pretrained` would have to download the weights; they are on this machine if it did so before."""
+    import torchvision
+
+    known = torchvision.models.get_model_weights(model).__members__
+    if source is not True and str(source) not in known:
+        return False
+    url = known["DEFAULT" if source is True else str(source)].url
+    return not (Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]).is_file()
+
+
 def find_file(path: Path, field: str = "model.pretrained") -> Path:
     """Find a weights file: an absolute path, below FEDSHIFT_WEIGHTS, or below the working directory, in this order.
 

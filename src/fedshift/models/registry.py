@@ -61,7 +61,7 @@ def parse(mapping: Mapping[str, object]) -> NetworkOptions:
         if fault["type"] == "extra_forbidden":
             field = str(fault["loc"][-1])
             raise UserError(f"{path}: model '{name}' has no such field; {nearest(field, kind.model_fields)}") from None
-        raise UserError(f"{path}: {in_words(fault)}, got {fault['input']!r}") from None
+        raise UserError(f"{path}: {in_words(fault)}, got {repr(fault['input'])[:100]}") from None
 
 
 def check_task(options: NetworkOptions, task: Task, what: str) -> None:

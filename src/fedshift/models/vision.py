@@ -81,7 +81,7 @@ class StoredBatchNorm2d(nn.BatchNorm2d):
         return same.train()
 
 
-class _Vision(NetworkOptions):
+class VisionOptions(NetworkOptions):
     """Base of the torchvision networks' options."""
 
     pretrained: bool | Path = Field(
@@ -173,7 +173,7 @@ class _Vision(NetworkOptions):
                 setattr(backbone.get_submodule(parent), child, StoredBatchNorm2d.like(module))
 
 
-class _ResNet(_Vision):
+class _ResNet(VisionOptions):
     """Residual network (He et al., CVPR 2016). Stages: ``stem`` (after pooling) and ``block1`` … ``block4``.
 
     ResNet-18 at 224 px: 64x56x56, 64x56x56, 128x28x28, 256x14x14, 512x7x7; four times the channels in the blocks of
@@ -204,7 +204,7 @@ class ResNet101(_ResNet):
     name: Literal["resnet101"] = "resnet101"
 
 
-class AlexNet(_Vision):
+class AlexNet(VisionOptions):
     """AlexNet as in torchvision: five convolutions, fc6 and fc7 (4096) as features, and a new last layer.
 
     Stages: ``conv1`` … ``conv5`` after ReLU, the last also after pooling (at 224 px: 64x55x55, 192x27x27, 384x13x13,
@@ -232,7 +232,7 @@ class AlexNet(_Vision):
         return self._network(channels, backbone, head, stages, ("conv3", "conv4", "conv5"))
 
 
-class MobileNetV2(_Vision):
+class MobileNetV2(VisionOptions):
     """MobileNetV2 (Sandler et al., CVPR 2018).
 
     Stages, at 224 px: ``stem`` 32x112x112, ``block1`` 16x112x112, ``block2`` 24x56x56, ``block3`` 32x28x28, ``block4``

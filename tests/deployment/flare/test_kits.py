@@ -25,9 +25,10 @@ from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.checks import check_certificates, check_port, check_reachable
 from fedshift.deployment.flare.deployment_folder import Deployment
 from fedshift.deployment.flare.jobs import Attendance, RunningDeployment
-from fedshift.deployment.flare.kits import Kit, load_kit
+from fedshift.deployment.flare.kits import Kit, Project, load_kit
 from fedshift.deployment.flare.provision import Provisioned, relocate
 from fedshift.deployment.flare.service import Service
+from fedshift.federation.remote.policy import Policy
 
 PROJECT: dict[str, Any] = {
     "name": "hearts",
@@ -120,9 +121,19 @@ def test_a_message_that_no_role_would_take_is_not_sent() -> None:
     from fedshift.deployment.flare.engine import check_size
     from fedshift.federation.remote.wire import Message
 
-    check_size(Message("{}", bytes(900 << 10), ""), 1 << 20)
+    project = Project.model_validate({**PROJECT, "largest_message": 1})
+    check_size(Message("{}", bytes(900 << 10), ""), project)
     with pytest.raises(UserError, match="largest_message"):
-        check_size(Message("{}", bytes(1 << 20), ""), 1 << 20)
+        check_size(Message("{}", bytes(1 << 20), ""), project)
+
+
+def test_the_site_file_of_a_kit_has_the_defaults_of_every_rule(kits: Provisioned) -> None:
+    """Each with a comment or a list to choose from, except limits that say what they are."""
+    text = (kits.sites["north"] / "SITE.yaml").read_text()
+    written = yaml.safe_load(text)["policy"]
+    assert set(written) == set(Policy.model_fields)
+    assert Policy.model_validate(written) == Policy()
+    assert all("#" in line for line in text.splitlines() if line.strip().startswith(("models", "splits", "exposure")))
 
 
 def test_a_site_that_is_added_later_leaves_the_others_as_they_are(tmp_path: Path) -> None:
@@ -194,8 +205,11 @@ def test_port_in_use(tmp_path: Path) -> None:
             check_port(kit, seconds=0.1)
 
 
-def answering(kit: Path, stop: threading.Event) -> int:
-    """A TLS server with a coordinator's certificate that wants its clients' certificates, as FLARE's does."""
+def answering(kit: Path, stop: threading.Event, patience: float = 2.0) -> int:
+    """A TLS server with a coordinator's certificate that wants its clients' certificates, as FLARE's does.
+
+    It waits for so many seconds until it ends a connection: longer than a client waits.
+    """
     startup = kit / "flare" / "startup"
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(startup / "server.crt", startup / "server.key")
@@ -210,13 +224,27 @@ def answering(kit: Path, stop: threading.Event) -> int:
                 try:
                     plain, _ = listener.accept()
                     with context.wrap_socket(plain, server_side=True) as connection:
-                        connection.settimeout(2.0)  # longer than a client waits
-                        connection.recv(1)
+                        connection.settimeout(patience or None)
+                        connection.recv(int(patience > 0))
                 except OSError:
                     continue
 
     threading.Thread(target=serve, daemon=True).start()
     return int(listener.getsockname()[1])
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "grpc"])
+def test_a_connection_that_is_ended_at_once_is_a_refusal_unless_the_scheme_does_so(
+    scheme: str, kits: Provisioned
+) -> None:
+    stop = threading.Event()
+    try:
+        kit = load_kit(kits.sites["north"])
+        here = {"port": answering(kits.coordinator, stop, patience=0.0), "scheme": scheme}
+        reason = check_reachable(Kit(kit.folder, kit.role, kit.name, kit.project.model_copy(update=here)))
+    finally:
+        stop.set()
+    assert ("revoked or replaced" in str(reason)) == (scheme == "tcp")
 
 
 def test_reaching_the_coordinator(kits: Provisioned, tmp_path: Path) -> None:
@@ -363,6 +391,72 @@ def test_jobs_that_die_again_and_again_are_given_up(
     assert server.jobs == 3 + rounds
     assert deployment.state["state"] == "failed"
     assert re.search(r"3 jobs .*fedshift deploy resume", deployment.state["message"])
+
+
+@pytest.mark.parametrize(
+    ("quorum", "revoked", "begins"), [(1, {"north"}, True), (1, set(), False), (None, {"north"}, False)]
+)
+def test_a_quorum_does_not_wait_for_a_revoked_site(
+    quorum: int | None, revoked: set[str], begins: bool, kits: Provisioned
+) -> None:
+    deployment = Deployment(kits.coordinator, f"study-{quorum}-{len(revoked)}")
+    deployment.want("run")
+    (deployment.folder / "experiment.json").write_text(json.dumps({"engine": {"quorum": quorum}}))
+    server = Server(deployment, 1)
+    server.get_system_info = lambda: SimpleNamespace(client_info=[SimpleNamespace(name="south")])  # type: ignore[method-assign]
+    RunningDeployment(Attendance(), deployment, lambda: frozenset(revoked)).look(server)
+    assert server.jobs == int(begins)
+    if not begins:
+        assert ("north (revoked)" in deployment.state["message"]) == bool(revoked)
+
+
+def test_a_reply_that_comes_while_the_coordinator_looks_who_is_lost_counts(
+    kits: Provisioned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLARE ends a task with OK once its reply has come; that is no reason to count the site as lost."""
+    from nvflare.apis.controller_spec import TaskCompletionStatus
+    from nvflare.apis.signal import Signal
+
+    from fedshift.deployment.flare import engine
+    from fedshift.federation.remote.wire import Message
+
+    message = Message("{}", b"reply", "")
+
+    class Controller:
+        def send(self, task: Any, context: Any, targets: list[str]) -> None:
+            self.task = task
+
+        def cancel_task(self, task: Any) -> None:
+            pass
+
+    controller = Controller()
+
+    def reply_comes() -> None:
+        if controller.task.completion_status is None:
+            answered = SimpleNamespace(client=SimpleNamespace(name="north"), result=engine.shareable_of(message))
+            controller.task.result_received_cb(answered, None)
+            controller.task.completion_status = TaskCompletionStatus.OK
+
+    monkeypatch.setattr(engine, "_LOOK_AGAIN", 0.01)
+    kit = load_kit(kits.coordinator)
+    transport = engine.FlareTransport(controller, None, Signal(), lambda: reply_comes(), kit)
+    assert list(transport.exchange(iter([("north", message)]), 60.0, {})) == [("north", message)]
+
+
+def test_a_revoked_site_is_lost_at_once(kits: Provisioned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after the deadline, which may be an hour."""
+    from nvflare.apis.signal import Signal
+
+    from fedshift.deployment.flare import engine
+    from fedshift.federation.remote.transport import Lost
+    from fedshift.federation.remote.wire import Message
+
+    controller = SimpleNamespace(send=lambda *_, **__: None, cancel_task=lambda _: None)
+    monkeypatch.setattr(engine, "_LOOK_AGAIN", 0.01)
+    monkeypatch.setattr(engine, "revoked_sites", lambda kit: {"north"} if kit.folder == kits.coordinator else set())
+    transport = engine.FlareTransport(controller, None, Signal(), lambda: None, load_kit(kits.coordinator))
+    ((site, lost),) = transport.exchange(iter([("north", Message("{}", b"", ""))]), 3600.0, {})
+    assert (site, lost) == ("north", Lost("its kit was revoked"))
 
 
 def test_what_flare_writes_of_a_message_is_plain_values() -> None:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from fedshift.errors import FedshiftError
 from fedshift.federation.messages import Content, Statistics, Update
-from fedshift.federation.remote.reply_checks import checked_reply
 from fedshift.federation.remote.wire import BLOCK, Message, Wire, body_of, narrowed, seal, unseal, widened
+from fedshift.federation.replies.checks import checked_reply
 from fedshift.weights import Weights
 
 MUTATIONS = 10_000

@@ -6,6 +6,7 @@ Each name has one certificate. What is not in the file is refused, also if the a
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -31,9 +32,9 @@ def write_issued(kit: Path, issued: Mapping[str, str]) -> None:
 
 
 def revoked_sites(kit: Kit) -> frozenset[str]:
-    """The sites whose certificate the coordinator refuses."""
+    """The sites whose certificate the coordinator refuses; none if its list cannot be read."""
     found = read_object(kit.folder / CERTIFICATES)
-    return frozenset(site for site in kit.project.sites if found.get(site, {}).get("revoked", True))
+    return frozenset(site for site in kit.project.sites if found and found.get(site, {}).get("revoked", True))
 
 
 def set_revoked(kit: Kit, site: str, revoked: bool) -> bool:
@@ -71,3 +72,6 @@ def check_list(kit: Kit) -> None:
 
 def _write(kit: Path, entries: Mapping[str, object]) -> None:
     write_bytes(kit / CERTIFICATES, (json.dumps(entries, indent=2) + "\n").encode(), private=True)
+    if os.geteuid() == 0:  # the service may have a user of its own, who has to read it
+        owner = kit.stat()
+        os.chown(kit / CERTIFICATES, owner.st_uid, owner.st_gid)

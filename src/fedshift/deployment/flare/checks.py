@@ -124,7 +124,10 @@ def check_reachable(kit: Kit, seconds: float = 5.0) -> str | None:
         with socket.create_connection(address, timeout=seconds) as plain, context.wrap_socket(plain) as connection:
             connection.settimeout(0.5)
             with contextlib.suppress(TimeoutError):
-                if connection.recv(1) == b"":  # TLS reports a certificate of another authority only now, with an error
+                ended = (
+                    connection.recv(1) == b""
+                )  # TLS reports a certificate of another authority only now, as an error
+                if ended and kit.project.scheme == "tcp":  # grpc ends each connection that does not speak it
                     return (
                         f"{address[0]} port {address[1]}: it ends the connection at once; if it goes on doing so, this "
                         f"kit was revoked or replaced: ask {kit.project.contact}"

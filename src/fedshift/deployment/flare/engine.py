@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from nvflare.apis.controller_spec import ClientTask, Task
+from nvflare.apis.controller_spec import ClientTask, Task, TaskCompletionStatus
 from nvflare.apis.executor import Executor
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.fl_context import FLContext
@@ -23,8 +23,9 @@ from nvflare.apis.shareable import Shareable
 from nvflare.apis.signal import Signal
 
 from fedshift.deployment.coordinator import coordinate
+from fedshift.deployment.flare.certificates import revoked_sites
 from fedshift.deployment.flare.deployment_folder import Deployment
-from fedshift.deployment.flare.kits import load_kit
+from fedshift.deployment.flare.kits import Kit, Project, load_kit
 from fedshift.deployment.site_server import open_site
 from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.remote.transport import Lost, NewJobNeeded
@@ -65,7 +66,7 @@ class FlareCoordinator(Controller):  # type: ignore[misc]
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """Run the whole experiment and write down its outcome. FLARE calls this."""
         deployment = self._deployment
-        transport = FlareTransport(self, fl_ctx, abort_signal, deployment.new_job_requested, largest_message())
+        transport = FlareTransport(self, fl_ctx, abort_signal, deployment.new_job_requested, own_kit())
         try:
             coordinate(deployment.folder, transport, deployment.sites)
             deployment.end("finished")
@@ -92,7 +93,7 @@ class FlareTransport:
         fl_ctx: FLARE's context.
         abort_signal: triggered when FLARE ends the job.
         new_job_requested: says why the run should continue in a new job; None if it should not.
-        largest: bytes of the largest message that a site accepts.
+        kit: the coordinator's kit.
     """
 
     def __init__(
@@ -101,10 +102,10 @@ class FlareTransport:
         fl_ctx: FLContext,
         abort_signal: Signal,
         new_job_requested: Callable[[], str | None],
-        largest: int,
+        kit: Kit,
     ) -> None:
         self._controller, self._context, self._abort = controller, fl_ctx, abort_signal
-        self._new_job_requested, self._largest = new_job_requested, largest
+        self._new_job_requested, self._kit = new_job_requested, kit
 
     def exchange(
         self, messages: Iterator[tuple[str, Message]], deadline: float, patience: Mapping[str, float]
@@ -122,11 +123,12 @@ class FlareTransport:
                     site, answer = arrived.get(timeout=_LOOK_AGAIN)
                 except queue.Empty:
                     self._check_job()
-                    passed = time.monotonic() - begun
+                    passed, revoked = time.monotonic() - begun, revoked_sites(self._kit)
                     for site in sorted(waiting):
-                        reason = self._lost(
-                            tasks[site], passed, deadline, None if site in fetched else patience.get(site)
-                        )
+                        until_fetched = None if site in fetched else patience.get(site)
+                        reason = self._lost(tasks[site], passed, deadline, until_fetched)
+                        if site in revoked:
+                            reason = "its kit was revoked"
                         if reason:
                             waiting.discard(site)
                             yield site, Lost(reason)
@@ -149,7 +151,7 @@ class FlareTransport:
             arrived.put((client_task.client.name, message_from(client_task.result)))
             client_task.result = None  # or FLARE keeps it until its next check of the task
 
-        check_size(message, self._largest)
+        check_size(message, self._kit.project)
         task = Task(name=TASK, data=shareable_of(message), after_task_sent_cb=sent, result_received_cb=received)
         self._controller.send(task, self._context, targets=[site])
         return task
@@ -165,7 +167,8 @@ class FlareTransport:
     @staticmethod
     def _lost(task: Task, passed: float, deadline: float, patience: float | None) -> str | None:
         """Why a site is lost; None while it may still answer."""
-        if task.completion_status is not None:
+        # OK is set after the reply was put into the queue, where it may have come since the queue was found empty.
+        if task.completion_status not in (None, TaskCompletionStatus.OK):
             return f"FLARE ended its task ({task.completion_status})"
         if passed > deadline:
             return f"no reply within {deadline:g} s"
@@ -194,24 +197,24 @@ class FlareSite(Executor):  # type: ignore[misc]
             peer = fl_ctx.get_peer_context()
             server = peer.get_identity_name() if peer else ""
             answer = self._program.handle(message, f"{server} job {fl_ctx.get_job_id()}")
-            check_size(answer, largest_message())
+            check_size(answer, own_kit().project)
         except Exception as error:
             answer = error_answer(message, error)
         return shareable_of(answer)
 
 
-def largest_message() -> int:
-    """Bytes of the largest message in this project. FLARE ends a job's process that would send or get more."""
-    return load_kit(Path(os.environ[KIT])).project.largest_message << 20
+def own_kit() -> Kit:
+    """The kit of this process's role."""
+    return load_kit(Path(os.environ[KIT]))
 
 
-def check_size(message: Message, largest: int) -> None:
-    """Raise UserError if a message is too large to be sent."""
+def check_size(message: Message, project: Project) -> None:
+    """Raise UserError if a message is too large to be sent. FLARE would end the job's process, and say little."""
     size = len(message.header) + len(message.body)
-    if size + _AROUND > largest:
+    if size + _AROUND > project.largest_message << 20:
         raise UserError(
-            f"a message of {size / 1e6:.0f} MB is larger than this project allows ({largest >> 20} MiB): raise "
-            "largest_message in the project's file, and in the kit.json of every role"
+            f"a message of {size / 1e6:.0f} MB is larger than this project allows ({project.largest_message} MiB): "
+            "raise largest_message in the project's file, and in the kit.json of every role"
         )
 
 

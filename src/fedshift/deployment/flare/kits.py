@@ -35,7 +35,7 @@ class Project(BaseModel):
     server: str = Field(description="the name under which sites reach the coordinator; localhost: this machine alone")
     port: Annotated[int, Field(ge=1, le=65535)] = Field(8002, description="the coordinator's one port")
     scheme: Literal["tcp", "grpc", "http"] = Field(
-        "tcp", description="what TLS carries: tcp is fastest; grpc and http pass proxies that expect them"
+        "tcp", description="what TLS carries: tcp, whose port nobody can hold; grpc and http, where only they pass"
     )
     largest_message: PositiveInt = Field(
         1024, description="MiB of the largest message that a role accepts: models, and all that a call takes or returns"

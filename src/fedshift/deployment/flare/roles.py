@@ -78,6 +78,13 @@ def load_kit(folder: Path, role: str) -> Kit:
     return kit
 
 
+def revoked_sites(kit: Kit) -> list[str]:
+    """The sites whose kit the coordinator refuses."""
+    from fedshift.deployment.flare.certificates import revoked_sites
+
+    return sorted(revoked_sites(kit))
+
+
 def check_settings(kit: Kit) -> None:
     """Check that the kit holds what a role needs, and no filter of FLARE's that would do nothing."""
     from fedshift.deployment.flare.checks import check_settings

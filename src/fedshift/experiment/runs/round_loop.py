@@ -90,7 +90,10 @@ class _RunLoop:
         return self.planned.run
 
     def to_the_end(self, trained: Network, evaluated: Network) -> RunResult:
-        """Start or resume, then run rounds until the budget is used.
+        """Start or resume, then run rounds until the budget is used, or the planned rounds are done.
+
+        Every site spends its budget in the planned rounds. One that spends less than it announced would keep the others
+        voting with models that they no longer train.
 
         Args:
             trained: what sites train, with the weights that the run starts from.
@@ -107,19 +110,17 @@ class _RunLoop:
             self._record_pooling()
             state = method.start(federation, start)
             state = self._close_round(evaluated, state, last=False)
-        while not federation.exhausted():
-            before = sum(federation.progress.used.values())
+        while not self._is_done(state):
             federation.round = state.round + 1
             state = method.round(federation, state)
             if state.round != federation.round:
                 raise FedshiftError(f"{method.name}: round() must return state.advance(...)")
             federation.settle()
-            # A method that uses no budget ends after its number of rounds.
-            idle = sum(federation.progress.used.values()) == before and state.round >= federation.rounds
-            state = self._close_round(evaluated, state, last=idle or federation.exhausted())
-            if idle:
-                break
+            state = self._close_round(evaluated, state, last=self._is_done(state))
         return self._finish(state)
+
+    def _is_done(self, state: State) -> bool:
+        return self.federation.exhausted() or state.round >= self.federation.rounds
 
     def _resume(self) -> State | None:
         """Restore the last checkpoint. None if there is none."""

@@ -10,7 +10,7 @@ from fedshift.errors import KindRefused, TrainingDiverged
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.federation import Federation
 from fedshift.federation.site import Role
-from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner
+from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner, about_sites
 
 
 def names_of(plans: Sequence[SitePlan], role: Role) -> list[str]:
@@ -22,14 +22,17 @@ class LocalFederation(Federation):
     """Sites in this process, one after the other."""
 
     def __init__(self, plans: Sequence[SitePlan], setting: Setting, **options: Any) -> None:
+        runners = {plan.name: SiteRunner(plan, setting) for plan in plans}
+        network = next(iter(runners.values())).site.network
         super().__init__(
             setting.method,
+            about=about_sites(plans, setting, network),
             sources=names_of(plans, "source"),
             targets=names_of(plans, "target"),
             seed=setting.seed,
             **options,
         )
-        self._runners = {plan.name: SiteRunner(plan, setting) for plan in plans}
+        self._runners = runners
 
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         for request in requests:

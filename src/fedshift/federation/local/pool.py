@@ -30,7 +30,7 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import names_of
 from fedshift.federation.messages import Statistics, decode, encode
 from fedshift.federation.setting_json import reply_from, setting_recipe
-from fedshift.federation.site_runner import Setting, SitePlan
+from fedshift.federation.site_runner import Setting, SitePlan, about_sites
 
 BUFFERED_ANSWERS = 4
 """Answers that may wait for an earlier site's answer before workers pause. This bounds the server's memory."""
@@ -161,6 +161,7 @@ class PoolFederation(Federation):
     def __init__(self, pool: WorkerPool, plans: Sequence[SitePlan], setting: Setting, **options: Any) -> None:
         super().__init__(
             setting.method,
+            about=about_sites(plans, setting, setting.build_network()),
             sources=names_of(plans, "source"),
             targets=names_of(plans, "target"),
             seed=setting.seed,

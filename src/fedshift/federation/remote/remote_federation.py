@@ -10,26 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import Any, ClassVar
 
 from fedshift.errors import FedshiftError, KindRefused, Refused, TrainingDiverged
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.federation import CallOwner, Federation
 from fedshift.federation.messages import Content, Reply
 from fedshift.federation.remote.outbox import Outbox
-from fedshift.federation.remote.reply_checks import (
-    Layout,
-    TensorCheck,
-    checked_header,
-    checked_measures,
-    checked_reply,
-    measured_bytes,
-    reply_type,
-)
+from fedshift.federation.remote.reply_checks import checked_header, checked_measures, measured_bytes
 from fedshift.federation.remote.transport import PROTOCOL, Lost, Transport, opened, request_key
 from fedshift.federation.remote.wire import Message, Residuals, Wire, body_of, seal
+from fedshift.federation.replies.checks import checked_reply, reply_type
+from fedshift.federation.replies.declared import About
+from fedshift.federation.replies.layouts import Layout
 from fedshift.weights import NamedTensors, Weights
 
 HERE = "coordinator"
@@ -50,14 +43,14 @@ class RemoteFederation(Federation):
         run: the run's name, which sites use for its folder.
         recipe: the setting as JSON.
         parts: role, split and fingerprint of each site, by site.
-        like: the network's tensors, to check models against.
-        samples: training samples by site. A reply cannot claim more, since that would outweigh the other sites.
         deadline: seconds that an exchange waits for answers.
         wire: how weights travel.
         patience: seconds in which a site that was lost before must fetch its request.
         on_event: called with each event.
         options: the other arguments of `Federation`.
     """
+
+    checks_replies: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -67,19 +60,17 @@ class RemoteFederation(Federation):
         run: str,
         recipe: Mapping[str, Any],
         parts: Mapping[str, Mapping[str, Any]],
-        like: Mapping[str, Tensor],
-        samples: Mapping[str, int],
+        about: Mapping[str, About],
         deadline: float,
         wire: Wire = "float32",
         patience: float = 10.0,
         on_event: Event | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(method, **options)
+        super().__init__(method, about=about, **options)
         self.transport, self.run = transport, run
         self.deadline, self.wire, self.patience = deadline, wire, patience
         self._recipe, self._parts = recipe, parts
-        self._tensors, self._samples = TensorCheck(like), samples
         self._event = on_event or (lambda event: None)
         self._memory: dict[str, dict[str, str]] = {}
         self._kept: dict[str, dict[str, str]] = {}
@@ -179,19 +170,20 @@ class RemoteFederation(Federation):
             return message
         site = request.site
         try:
-            header, content, crossed = opened(message, key)
+            header, content, crossed = opened(message, key, self.checks.most_tensors(request.content))
             if "error" in header:
                 return self._site_error(site, header)
-            mini_batches, memory = checked_header(header, max(0, request.envelope.mini_batches_left))
+            mini_batches, memory = checked_header(
+                header, max(0, request.envelope.mini_batches_left), self.method.memory_names
+            )
             reply = checked_reply(kind, content)
-            number = content.get("samples", 0)
-            if isinstance(number, int) and not 0 <= number <= self._samples[site]:
-                raise FedshiftError(f"it claims {number} samples, of {self._samples[site]}")
-            layout = self._tensors.check(call, kind, content, request.content)
+            layout = self.checks.check(call, site, kind, content, request.content)
+        except _Stop as stop:
+            raise stop.reason from None
         except FedshiftError as error:
-            if isinstance(error, _Stop):
-                raise error.reason from None
             return self._refused(call, site, str(error))
+        except Exception as error:  # nothing that a site sends may end the run
+            return self._refused(call, site, f"it cannot be read ({type(error).__name__})")
         return _Taken(Answer(site, reply, mini_batches, crossed), memory, layout)
 
     def _refused(self, call: str, site: str, reason: str) -> Lost:
@@ -202,19 +194,19 @@ class RemoteFederation(Federation):
         """Refuse replies whose open fields differ from those of most sites."""
         taken = {site: one for site, one in waiting.items() if isinstance(one, _Taken)}
         layouts = {site: one.layout for site, one in taken.items() if one.layout is not None}
-        odd = self._tensors.odd_ones(call, layouts, asked)
+        odd = self.checks.odd_ones(call, layouts, asked)
         for site in layouts:
             waiting[site] = self._refused(call, site, odd[site]) if site in odd else replace(taken[site], layout=None)
 
     def _site_error(self, site: str, header: Mapping[str, Any]) -> Lost:
-        name, text = str(header.get("error")), str(header.get("message"))[:2000]
-        stops: dict[str, type[FedshiftError]] = {"Refused": Refused}
-        if self.on_refusal == "stop":
-            stops["KindRefused"] = KindRefused
-        if self.quorum is None:
-            stops["TrainingDiverged"] = TrainingDiverged
-        if name in stops:
-            raise _Stop(stops[name](text))
+        """What a site answered in place of a reply. It ends the run only where the run cannot do without the site."""
+        name, text = str(header.get("error"))[:100], str(header.get("message"))[:2000]
+        kinds: tuple[type[FedshiftError], ...] = (Refused, KindRefused, TrainingDiverged)
+        kind = next((kind for kind in kinds if kind.__name__ == name), None)
+        if kind is not None and not text.startswith(f"site '{site}'"):  # it may name another site
+            text = f"site '{site}' answers: {text}"
+        if kind is not None and self.quorum is None:
+            raise _Stop(kind(text))
         return Lost(text, name)
 
     def _missing(self, call: str, site: str, outcome: Lost) -> Missing:

@@ -66,8 +66,15 @@ class Transport(Protocol):
         ...
 
 
-def opened(message: Message, key: str) -> tuple[dict[str, Any], dict[str, Content], dict[str, Content]]:
+def opened(
+    message: Message, key: str, most_tensors: int = 0
+) -> tuple[dict[str, Any], dict[str, Content], dict[str, Content]]:
     """Open the answer to the request ``key``. The answer may be an ``error``.
+
+    Args:
+        message: the answer.
+        key: of the request.
+        most_tensors: an answer with more tensors is refused before they are read.
 
     Returns:
         Header, content, and the content as it crossed the network.
@@ -75,7 +82,7 @@ def opened(message: Message, key: str) -> tuple[dict[str, Any], dict[str, Conten
     Raises:
         FedshiftError: the message cannot be read, or answers another request.
     """
-    header, content, crossed = unseal(message)
+    header, content, crossed = unseal(message, most_tensors)
     if "error" not in header and header.get("answers") != key:
         raise FedshiftError("it answers another request")
     return header, content, crossed

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fedshift.errors import FedshiftError
-from fedshift.federation.messages import Content, decode, encode, pieces
+from fedshift.federation.messages import MOST_TENSORS, Content, decode, encode, json_of, pieces
 from fedshift.weights import NamedTensors, Weights
 
 Wire = Literal["float32", "bf16", "int8"]
@@ -31,6 +31,8 @@ BLOCK = 256
 """Numbers that share one scale in 8-bit weights."""
 _PIECE = 1024 * BLOCK
 _KEPT = "="
+_MOST_SIZES = 8
+"""Sizes in the shape of a packed tensor."""
 _FLOATS = {str(kind): kind for kind in (torch.float32, torch.float64, torch.float16, torch.bfloat16)}
 
 
@@ -70,8 +72,14 @@ def seal(header: Mapping[str, Any], body: Body) -> Message:
     return Message(text, body.data, _digest(text, body.sha256))
 
 
-def unseal(message: Message) -> tuple[dict[str, Any], dict[str, Content], dict[str, Content]]:
+def unseal(
+    message: Message, most_tensors: int = MOST_TENSORS
+) -> tuple[dict[str, Any], dict[str, Content], dict[str, Content]]:
     """Read a message: header, content, and the content as it crossed the network.
+
+    Args:
+        message: the message.
+        most_tensors: a message with more tensors is refused before they are read.
 
     Raises:
         FedshiftError: `seal` did not write this message.
@@ -81,14 +89,14 @@ def unseal(message: Message) -> tuple[dict[str, Any], dict[str, Content], dict[s
     if _digest(message.header, hashlib.sha256(message.body).hexdigest()) != message.digest:
         raise FedshiftError("a message was changed on its way: its digest is wrong")
     try:
-        header = json.loads(message.header)
+        header = json_of(message.header)
     except (ValueError, RecursionError) as error:
         raise FedshiftError("a message's header cannot be read") from error
     if not isinstance(header, dict):
         raise FedshiftError("a message's header is not a mapping")
-    content, packed = decode(message.body)
+    content, packed = decode(message.body, most_tensors)
     list(pieces(content))  # nothing but what may travel
-    return header, widened(content, packed.get("packed")), content
+    return header, widened(content, packed.get("packed"), most_tensors), content
 
 
 def error_answer(request: Message | None, error: Exception) -> Message:
@@ -146,15 +154,17 @@ def _narrow(path: str, value: Any, wire: Wire, residuals: Residuals | None, mani
     return Weights({**sent, **kept})
 
 
-def widened(content: Mapping[str, Content], manifest: Any) -> dict[str, Content]:
-    """The inverse of `narrowed`, up to rounding.
+def widened(content: Mapping[str, Content], manifest: Any, most_tensors: int = MOST_TENSORS) -> dict[str, Content]:
+    """The inverse of `narrowed`, up to rounding. Sizes are compared before anything is widened.
 
     Raises:
-        FedshiftError: the manifest does not fit.
+        FedshiftError: the manifest does not fit, or names more than ``most_tensors`` tensors.
     """
     if not manifest:
         return dict(content)
     try:
+        if sum(len(parts) for parts in manifest.values()) > most_tensors:
+            raise FedshiftError("a manifest names too many tensors")
         return {name: _widen(name, value, dict(manifest)) for name, value in content.items()}
     except Exception as error:
         raise FedshiftError("a message's packed weights do not fit their manifest") from error
@@ -165,14 +175,23 @@ def _widen(path: str, value: Any, manifest: Mapping[str, Any]) -> Any:
         return {key: _widen(f"{path}/{key}", item, manifest) for key, item in value.items()}
     if path not in manifest or not isinstance(value, Weights):
         return value
-    sizes = [math.prod(int(size) for size in shape) for _, _, shape in manifest[path]]
+    sizes = [_size(shape) for _, _, shape in manifest[path]]
     flat = _flat_of(value, sum(sizes))
     tensors = {
-        name: part.to(_FLOATS[dtype]).reshape([int(size) for size in shape]).clone()
+        name: part.to(_FLOATS[dtype]).reshape(shape).clone()
         for (name, dtype, shape), part in zip(manifest[path], torch.split(flat, sizes), strict=True)
     }
     kept = {name.removeprefix(_KEPT): tensor for name, tensor in value.items() if name.startswith(_KEPT)}
     return Weights({**tensors, **kept})
+
+
+def _size(shape: Any) -> int:
+    """Numbers in a tensor that was packed, which is never empty."""
+    if not isinstance(shape, list) or len(shape) > _MOST_SIZES:
+        raise FedshiftError("a manifest's shape is no list of a few sizes")
+    if not all(type(size) is int and size > 0 for size in shape):
+        raise FedshiftError("a manifest's shape holds something else than sizes")
+    return math.prod(shape)
 
 
 def _rounded(flat: Tensor, wire: Wire, residual: Tensor | None) -> tuple[dict[str, Tensor], Tensor]:
@@ -218,12 +237,19 @@ def _to_int8(flat: Tensor) -> dict[str, Tensor]:
 
 
 def _flat_of(sent: Mapping[str, Tensor], length: int) -> Tensor:
-    """The numbers that a receiver reads from a rounded array, float32 (length,)."""
-    if "bf16" in sent:
-        flat = sent["bf16"].to(torch.float32)
-    else:
-        blocks = torch.nn.functional.pad(sent["int8"].to(torch.float32), (0, -len(sent["int8"]) % BLOCK))
-        flat = (blocks.reshape(-1, BLOCK) * sent["scales"][:, None]).reshape(-1)[: len(sent["int8"])]
-    if flat.shape != (length,):
-        raise FedshiftError("a message's packed weights have another length than their manifest says")
-    return flat
+    """The numbers that a receiver reads from a rounded array, float32 (length,).
+
+    Raises:
+        FedshiftError: the array, or its scales, are not of this length.
+    """
+    array, kind = (sent["bf16"], torch.bfloat16) if "bf16" in sent else (sent["int8"], torch.int8)
+    fits = array.dtype == kind and array.shape == (length,)
+    if kind == torch.int8:  # scales of another number would be repeated for every block, or for one
+        scales = sent["scales"]
+        fits = fits and scales.dtype == torch.float32 and scales.shape == (-(-length // BLOCK),)
+    if not fits:
+        raise FedshiftError("a message's packed weights have another length or type than their manifest says")
+    if kind == torch.bfloat16:
+        return array.to(torch.float32)
+    blocks = torch.nn.functional.pad(array.to(torch.float32), (0, -length % BLOCK))
+    return (blocks.reshape(-1, BLOCK) * scales[:, None]).reshape(-1)[:length]

@@ -48,6 +48,7 @@ from torch import Tensor
 from fedshift.data.transforms import STRONG, NamedAugmentation, strong_view
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, PerSite, Reply
+from fedshift.federation.replies.declared import About, Bounds, Count, Share, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.experts import confident_pseudo_labels, unlabelled_ensemble_loss
@@ -60,6 +61,8 @@ from fedshift.models.normalisation import hybrid_normalised
 from fedshift.weights import Weights
 
 _HEADS = "classifier.heads"
+_LARGEST = 100.0
+"""The largest weight of a classifier, which goes to the other sites as it is. Those of golden runs are below 1."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Part(Reply):
 
     features: Weights
     classifier: Weights
-    samples: int
+    samples: Count
     loss: float
 
 
@@ -77,9 +80,9 @@ class Adapted(Reply):
     """What the target sends: its feature extractor, N_T, the mean loss and the share of confident pseudo-labels."""
 
     features: Weights
-    samples: int
+    samples: Count
     loss: float
-    confident: float
+    confident: Share
 
 
 class COPA(Method):
@@ -127,6 +130,13 @@ class COPA(Method):
 
     def adapt_network(self, network: Network, sources: int) -> Network:
         return with_experts(hybrid_normalised(network) if self.hybrid_normalisation else network, sources)
+
+    def bounds(self, call: str, about: About) -> Bounds:
+        if call != "fit":
+            return {}
+        own = cast(Experts, about.network.classifier).heads[0].state_dict()
+        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        return {"classifier": Tensors(shapes, low=-_LARGEST, high=_LARGEST)}
 
     # Server -------------------------------------------------------------------------------------------------------
 

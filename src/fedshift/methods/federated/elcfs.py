@@ -58,6 +58,7 @@ from fedshift.data.domain import Task
 from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, PerSite, Reply, Spectra, Update
+from fedshift.federation.replies.declared import About, Between, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.losses import task_loss
 from fedshift.functional.meta_learning import inner_step, with_gradient
@@ -183,6 +184,19 @@ class ELCFS(Method):
     def _shared(self, samples: int) -> int:
         """The number of a site's images whose spectra are shared."""
         return max(1, round(self.bank_share * samples))
+
+    def bounds(self, call: str, about: About) -> Bounds:
+        if call != "share_spectra":
+            return {}
+        channels, height, width = about.input_shape
+        half = self._half_width(height, width)
+        shape = (self._shared(about.samples), channels, 2 * half + 1, half + 1)
+        sizes = {"channels": channels, "height": height, "width": width}
+        # An amplitude is at most the sum of all pixels, which are at most 1; its last digits may be rounded up.
+        return {
+            "spectra": Tensors({"amplitude": shape}, low=0, high=1.001 * height * width),
+            **{name: Between(size, size) for name, size in sizes.items()},
+        }
 
     # Server -------------------------------------------------------------------------------------------------------
 

@@ -65,6 +65,7 @@ from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Features, PerSite, Reply, Update
 from fedshift.federation.randomness import derive_seed
+from fedshift.federation.replies.declared import About, Bounds, Share, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.averaging import is_buffer, weighted_average
 from fedshift.functional.clustering import dispersion
@@ -92,7 +93,7 @@ class Aggregate(Reply):
     """What the target sends back at the end of a round: θ_T and w."""
 
     weights: Weights
-    shares: Mapping[str, float]
+    shares: Mapping[str, Share]
 
 
 class FADA(Method):
@@ -150,6 +151,12 @@ class FADA(Method):
                 f"{self.display}: it sends the network's features, but this network has no layer before its "
                 "classifier: samples would leave as they are; choose another model"
             )
+
+    def bounds(self, call: str, about: About) -> Bounds:
+        if call not in ("begin", "go_on"):
+            return {}
+        width = about.network.embedding_size  # a last sample that would be alone joins the mini-batch before it
+        return {"features": Tensors({"features": (None, width)}, rows=about.batch_size + 1, may_be_empty=True)}
 
     # Coordinator --------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,7 @@ from fedshift.errors import TrainingDiverged, UserError
 from fedshift.federation.exchange import Missing
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Reply, Update
+from fedshift.federation.replies.declared import Share
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import knowledge_vote as votes
 from fedshift.functional import schedules
@@ -88,9 +89,9 @@ class Aggregate(Reply):
     """
 
     weights: Weights
-    shares: Mapping[str, float]
-    target_share: float
-    confident: float
+    shares: Mapping[str, Share]
+    target_share: Share
+    confident: Share
     loss: float
 
 
@@ -197,16 +198,17 @@ class KD3A(Method):
     def _drop_nonfinite_sources(
         self, federation: Federation, models: Mapping[str, Weights], shares: Mapping[str, float]
     ) -> None:
-        """Count sources whose predictions are not finite as missing.
+        """Count sources whose predictions are not finite, as the target says, as missing.
 
         Raises:
             TrainingDiverged: fewer sources than the quorum are left.
         """
         dropped = [site for site in models if site not in shares]
+        (target,) = federation.targets
         for number, site in enumerate(dropped, len(federation.sources) - len(models) + 1):
             error = TrainingDiverged(
-                f"the model of site '{site}' predicts no finite numbers at the target in round {federation.round}: "
-                "check its data, or lower training.lr"
+                f"target '{target}' says that the model of site '{site}' predicts no finite numbers there in round "
+                f"{federation.round}: check its data, or lower training.lr"
             )
             federation.go_on_without(Missing(site, error), len(federation.sources), number)
 

@@ -59,6 +59,7 @@ from torch import Tensor
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Number, PerSite, Update
 from fedshift.federation.randomness import derive_seed, drawn_from
+from fedshift.federation.replies.declared import Count, NotNegative
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import schedules
 from fedshift.functional.averaging import MeanAccumulator
@@ -100,14 +101,14 @@ _FEW_STEPS = 20
 class LabelledUpdate(Update):
     """A labelled site's `Update`. ``cross_entropy`` is its mean in nats, without L_r and L_s."""
 
-    cross_entropy: float
+    cross_entropy: NotNegative
 
 
 @dataclass(frozen=True)
 class UnlabelledUpdate(Update):
     """An unlabelled site's `Update`. ``named`` is the number of classes in its pseudo-labels, 0 without any."""
 
-    named: int
+    named: Count
 
 
 class MDFNet(Method):
@@ -205,7 +206,8 @@ class MDFNet(Method):
         mean.add(labelled.result(), 1 - weight)
         if named:
             mean.add(unlabelled.result(), weight)
-        numbers, warnings = self._guard(state, named, classes := _classes(state.weights))
+        classes = list(state.weights.select("classifier").values())[-1].shape[0]  # C, of the classifier's last tensor
+        numbers, warnings = self._guard(state, named, classes)
         if waiting and self.readiness is not None:
             ready = is_ready(fmean(entropies.values()), classes, self.readiness)
             numbers["opened"] = state.round + 1 if ready else _NOT_YET
@@ -343,8 +345,3 @@ class _Halves:
         if reading == "features":
             return soft_interaction(specific.sigmoid(), invariant.sigmoid(), _SMOOTHING).mean()
         return soft_interaction(specific, invariant).mean()
-
-
-def _classes(weights: Weights) -> int:
-    """C, from the classifier's last tensor."""
-    return [tensor for name, tensor in weights.items() if name.startswith("classifier.")][-1].shape[0]

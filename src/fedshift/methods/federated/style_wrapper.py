@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from fedshift.errors import UserError, nearest
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply, Styles
 from fedshift.federation.randomness import generator
+from fedshift.federation.replies.declared import LARGEST_VALUE, About, Bounds, Tensors
 from fedshift.federation.site import Site
 from fedshift.functional.styles import style_assignment
 from fedshift.methods.base import RunPlan, State, Traffic
@@ -37,6 +39,8 @@ from fedshift.models.style_transfer import CHANNELS
 from fedshift.weights import Weights
 
 _AT_ONCE = 256
+_RANGES = {"pixel": (0.0, 1.01), "lab": (-200.0, 200.0)}
+"""Between which values means and deviations lie."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +101,27 @@ class StyleWrapper(Wrapper):
         if self.style_space == "vgg":
             return 2 * CHANNELS
         if self.style_space == "feature":
-            with torch.no_grad():
-                _, maps = network.eval().with_stages(torch.zeros(1, *input_shape), (self._stage(network),))
+            with torch.no_grad():  # a copy, since the network stays in its mode
+                network = copy.deepcopy(network).cpu().eval()
+                _, maps = network.with_stages(torch.zeros(1, *input_shape), (self._stage(network),))
             return 2 * next(iter(maps.values())).shape[1]
         if self.style_space == "lowfreq":
             return input_shape[0] * (2 * self.half_width + 1) * (self.half_width + 1)
         return 2 * input_shape[0]
+
+    def bounds(self, call: str, about: About) -> Bounds:
+        if call != "share_styles":
+            return {}
+        styles = self.bank_size if self.style_mode == "single" else 1
+        images = len(about.input_shape) == 3
+        if self.style_space == "lowfreq" and images:
+            channels, height, width = about.input_shape
+            window = (styles, channels, 2 * self.half_width + 1, self.half_width + 1)
+            return {"styles": Tensors({"amplitude": window}, low=0, high=1.001 * height * width)}
+        shape = (styles, self._numbers(about.network, about.input_shape) // 2)
+        # Pixels are from 0 to 1. What columns and features hold is not known here.
+        low, high = _RANGES.get(self.style_space if images else "", (-LARGEST_VALUE, LARGEST_VALUE))
+        return {"styles": Tensors({"mean": shape, "deviation": shape}, low=low, high=high)}
 
     def check(self, network: Network) -> None:
         if self.style_space == "feature":

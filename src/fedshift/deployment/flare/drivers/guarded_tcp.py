@@ -92,7 +92,7 @@ class _Listener:
         if context is None:
             raise CommError(CommError.BAD_CONFIG, f"{LISTENER} needs certificates")
         self._context = context
-        self._list = Path(os.environ["FEDSHIFT_KIT"]) / CERTIFICATES
+        self._list, self._known = Path(os.environ["FEDSHIFT_KIT"]) / CERTIFICATES, set[str]()
         address = (params.get(DriverParams.HOST.value) or "", int(params[DriverParams.PORT.value]))
         self._door = socket.create_server(address, backlog=HANDSHAKES)
         self._door.setblocking(False)
@@ -222,6 +222,10 @@ class _Listener:
             connection.close()
 
     def _accepted(self) -> set[str]:
-        """The digests of the certificates that are accepted at this moment."""
+        """The digests of the certificates that are accepted now. A list that cannot be read changes nothing."""
         entries = read_object(self._list).values()
-        return {str(entry.get("certificate")) for entry in entries if not entry.get("revoked", True)}
+        if entries:
+            self._known = {str(entry.get("certificate")) for entry in entries if not entry.get("revoked", True)}
+        else:
+            _log.error(f"{self._list} cannot be read: what was accepted before is accepted still")
+        return self._known

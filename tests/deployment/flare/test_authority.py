@@ -124,6 +124,15 @@ def test_what_is_revoked_stays_so_when_a_site_is_added(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can write for another user")
+def test_the_services_user_can_read_what_root_revoked(tmp_path: Path) -> None:
+    made = made_of(tmp_path, "north")
+    os.chown(made.coordinator, 12345, 12345)
+    roles.set_revoked(made.coordinator, "north", True)
+    found = (made.coordinator / "certificates.json").stat()
+    assert (found.st_uid, stat.S_IMODE(found.st_mode)) == (12345, 0o600)
+
+
 def as_of_before(made: Provisioned) -> None:
     """Give an authority the form that an earlier fedshift left: FLARE's state, with all keys in clear."""
     authority = made.folder / "authority"

@@ -1,0 +1,251 @@
+"""Checks of replies: what a call promises in type, shape, value and size, the same in every engine.
+
+The classes of replies and the methods declare what replies may hold (`declared`). The rest follows from the request and
+the network (`layouts`). A reply that holds anything else is refused, and its site counts as lost in this exchange.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import typing
+from collections.abc import Collection, Mapping
+from dataclasses import fields
+from typing import Annotated, Any, NoReturn, Protocol
+
+import torch
+from torch import Tensor
+
+from fedshift.errors import FedshiftError
+from fedshift.federation.messages import DTYPES, Reply, field_types, leaves, returned, text_bytes
+from fedshift.federation.replies.declared import LARGEST_INTEGER, LARGEST_NUMBER, About, Between, Bounds, Tensors
+from fedshift.federation.replies.layouts import Layout, TensorCheck
+from fedshift.functional.averaging import float64_chunks, is_buffer
+from fedshift.weights import NamedTensors, Weights
+
+GROWTH = 20.0
+"""How far a model may be from the one that the site was sent, in parts of its norm plus 1.
+
+Honest ones of the golden runs are at most 0.72 of the norm away. Without a limit one finite model of 3e38 would be in
+the mean that all sites go on with, and their training would diverge in its place.
+"""
+LARGEST_MEAN, LARGEST_VARIANCE, LARGEST_COUNTER = 1e15, 1e30, 2**31
+"""Of BatchNorm's running statistics, which depend on the scale of the data and not on training."""
+FEWEST_TENSORS = 1000
+"""As many tensors a reply may always hold; more if the request and the network have more."""
+
+
+class HasCalls(Protocol):
+    """What is needed of a method: which of its parts has a call, and what replies to it may hold."""
+
+    def call_owner(self, call: str) -> Any: ...
+
+
+def reply_type(method: HasCalls, call: str) -> type[Reply]:
+    """The class of reply that a call of ``method`` returns.
+
+    Raises:
+        FedshiftError: ``call`` does not name a call, but a private name or server code.
+    """
+    named = isinstance(call, str) and not call.startswith("_")
+    function = getattr(type(method.call_owner(call)), call, None) if named else None
+    if inspect.isfunction(function):
+        parameters = list(inspect.signature(function).parameters)
+        kind = returned(function)
+        if parameters[1:2] == ["site"] and kind is not None:
+            return kind
+    raise FedshiftError(f"'{call}' is not a call of {type(method).__name__}")
+
+
+def checked_reply(kind: type[Reply], content: Mapping[str, Any]) -> Reply:
+    """Build a reply of class ``kind`` from ``content``.
+
+    Raises:
+        FedshiftError: the names or types of the fields differ from those of the class, or a number is out of range.
+    """
+    names = {field.name for field in fields(kind)}
+    if set(content) != names:
+        raise FedshiftError(f"a {kind.__name__} has the fields {sorted(names)}, not {sorted(map(repr, content))}")
+    _check_types(kind, content)
+    return kind(**content)
+
+
+def _check_types(kind: type[Reply], content: Mapping[str, Any]) -> None:
+    for name, expected in field_types(kind).items():
+        if not fits(content[name], expected):
+            value = content[name]
+            said = f"{value:g}" if isinstance(value, float) else f"a {type(value).__name__}"
+            raise FedshiftError(f"'{name}' of a {kind.__name__} cannot be {said}")
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type and within its range. Numbers are finite, and integers fit into a float."""
+    origin = typing.get_origin(kind)
+    if origin is Annotated:
+        inner, *marks = typing.get_args(kind)
+        return fits(value, inner) and all(_within(value, mark) for mark in marks if isinstance(mark, Between))
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        inner = typing.get_args(kind)[1]
+        if not isinstance(value, Mapping) or isinstance(value, NamedTensors):
+            return False
+        of_tensors = isinstance(inner, type) and issubclass(inner, NamedTensors)
+        return bool(value or not of_tensors) and all(
+            isinstance(key, str) and fits(item, inner) for key, item in value.items()
+        )
+    if origin is not None:  # a union, or a choice of words
+        return any(fits(value, part) if not isinstance(part, str) else value == part for part in typing.get_args(kind))
+    if kind is float and isinstance(value, float):
+        return abs(value) <= LARGEST_NUMBER
+    if kind is int or kind is float:
+        return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= LARGEST_INTEGER
+    return isinstance(value, kind) if isinstance(kind, type) else False
+
+
+def _within(value: Any, range_: Between) -> bool:
+    return bool(range_.low <= value <= range_.high)
+
+
+class ReplyCheck:
+    """Checks the replies of a run.
+
+    Args:
+        method: the method of the run.
+        about: what the server knows of each site.
+    """
+
+    def __init__(self, method: HasCalls, about: Mapping[str, About]) -> None:
+        self._method, self._about = method, about
+        first = next(iter(about.values()), None)
+        start = first.network.state_dict() if first is not None else {}
+        self._start = {name: tensor.detach().cpu() for name, tensor in start.items()}
+        self._models = TensorCheck(self._start)
+
+    def most_tensors(self, sent: Mapping[str, Any]) -> int:
+        """How many tensors a reply to a request of ``sent`` can have at most."""
+        own = sum(len(value) for _, value in leaves(sent) if isinstance(value, NamedTensors))
+        return max(FEWEST_TENSORS, 2 * (own + len(self._start) * (1 + len(self._about))))
+
+    def check(
+        self, call: str, site: str, kind: type[Reply], content: Mapping[str, Any], sent: Mapping[str, Any]
+    ) -> Layout | None:
+        """Check one reply.
+
+        Args:
+            call: the call that was asked.
+            site: the site that was asked.
+            kind: the class of the reply.
+            content: the content of the reply.
+            sent: the content of the request.
+
+        Returns:
+            The models in open fields, for `odd_ones`; None if there are none, or they are known to be right.
+
+        Raises:
+            FedshiftError: the reply is not what the call promises.
+            TrainingDiverged: a tensor holds NaN or infinite numbers.
+        """
+        about = self._about[site]
+        _check_types(kind, content)
+        self._check_numbers(content, about)
+        bounds: Bounds = self._method.call_owner(call).bounds(call, about)
+        for name, bound in bounds.items():
+            _check_bound(name, content[name], bound)
+        layout = self._models.check(call, kind, content, sent, bounds)
+        for name, value in content.items():
+            self._check_values(name, value, sent.get(name))
+        return layout
+
+    def odd_ones(self, call: str, layouts: Mapping[str, Layout], asked: int) -> dict[str, str]:
+        """Find the replies whose open fields differ from those of most sites, see `TensorCheck.odd_ones`."""
+        return self._models.odd_ones(call, layouts, asked)
+
+    def _check_numbers(self, content: Mapping[str, Any], about: About) -> None:
+        samples = content.get("samples")
+        if isinstance(samples, int) and not min(1, about.samples) <= samples <= about.samples:
+            raise FedshiftError(f"it claims {samples} samples, of {about.samples}")
+        for name, value in content.items():
+            if not isinstance(value, Mapping) or isinstance(value, NamedTensors):
+                continue
+            strangers = [key for key in value if key not in self._about]
+            if strangers:
+                raise FedshiftError(f"'{name}' has an entry for {strangers[0][:40]!r}, which is no site of this run")
+        for path, value in leaves(content):
+            if isinstance(value, str):
+                text_bytes(path, value)
+
+    def _check_values(self, name: str, value: Any, sent: Any) -> None:
+        if isinstance(value, Mapping) and not isinstance(value, NamedTensors):
+            for key, item in value.items():
+                self._check_values(f"{name}/{key}", item, sent.get(key) if isinstance(sent, Mapping) else None)
+            return
+        if not isinstance(value, NamedTensors):
+            return
+        wrong = [str(tensor.dtype) for tensor in value.values() if tensor.dtype not in DTYPES]
+        if wrong:
+            raise FedshiftError(f"'{name}' holds numbers of the type {wrong[0]}, which does not travel")
+        value.check_finite(f"'{name}'")
+        if isinstance(value, Weights):
+            _check_model(name, value, sent if isinstance(sent, Weights) else self._start)
+
+
+def _check_bound(name: str, value: Any, bound: Tensors | Between) -> None:
+    """Raise FedshiftError unless a field holds what its method declares."""
+    if isinstance(bound, Between):
+        if not _within(value, bound):
+            raise FedshiftError(f"'{name}' is {value:g}, not between {bound.low:g} and {bound.high:g}")
+        return
+    if bound.may_be_empty and not value:
+        return
+    if value.keys() != bound.shapes.keys():
+        raise FedshiftError(f"'{name}' holds the tensors {_few(value)}, not {_few(bound.shapes)}")
+    for key, expected in bound.shapes.items():
+        tensor: Tensor = value[key]
+        shape = tuple(tensor.shape)
+        rows_fit = not expected or expected[0] is not None or (bool(shape) and 1 <= shape[0] <= bound.rows)
+        sizes = shape if not expected or expected[0] is not None else (None, *shape[1:])
+        if sizes != expected or not rows_fit or tensor.dtype != bound.dtype:
+            of = f" with at most {bound.rows} rows" if None in expected else ""
+            raise FedshiftError(f"'{name}/{key}' is {shape} {tensor.dtype}, not {expected} {bound.dtype}{of}")
+        low, high = (number.item() for number in torch.aminmax(tensor))
+        if not bound.low <= low <= high <= bound.high and math.isfinite(low + high):  # not finite: said in other words
+            raise FedshiftError(f"'{name}/{key}' holds {low:g} to {high:g}, not {bound.low:g} to {bound.high:g}")
+
+
+def _check_model(name: str, model: Weights, before: Mapping[str, Tensor]) -> None:
+    """Raise FedshiftError for numbers that no training leads to; ``before``: the model that the site began with."""
+    far = norm = 0.0
+    for key, tensor in model.items():
+        if not tensor.numel():
+            continue
+        if not tensor.is_floating_point():
+            low, high = torch.aminmax(tensor)
+            if low.item() < 0 or high.item() > LARGEST_COUNTER:
+                _out_of_range(name, key, 0, LARGEST_COUNTER)
+        elif is_buffer(key):
+            spread = key.endswith("running_var")
+            most, least = (LARGEST_VARIANCE, 0.0) if spread else (LARGEST_MEAN, -LARGEST_MEAN)
+            low, high = torch.aminmax(tensor)
+            if low.item() < least or high.item() > most:
+                _out_of_range(name, key, least, most)
+        else:
+            start = before.get(key)
+            if start is None or start.shape != tensor.shape:
+                continue  # a model of another kind, such as a gradient or a single classifier
+            for now, then in float64_chunks(tensor, start.to(tensor.device)):
+                norm += torch.dot(then, then).item()
+                gap = now - then
+                far += torch.dot(gap, gap).item()
+    if far**0.5 > GROWTH * (norm**0.5 + 1):
+        raise FedshiftError(
+            f"'{name}' is {far**0.5:.3g} away from the model that the site began with, whose norm is {norm**0.5:.3g}: "
+            f"more than {GROWTH:g} times that norm plus 1; if the site is honest, lower training.lr"
+        )
+
+
+def _out_of_range(name: str, key: str, low: float, high: float) -> NoReturn:
+    raise FedshiftError(f"'{name}': tensor '{key}' holds numbers that are not between {low:g} and {high:g}")
+
+
+def _few(names: Collection[str]) -> str:
+    shown = sorted(name[:40] for name in names)
+    return f"{shown[:5]}" + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")

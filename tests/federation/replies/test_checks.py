@@ -1,0 +1,207 @@
+"""Replies in the local engine are checked as those from other machines: what they hold against what is declared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import pytest
+import torch
+from tiny import CNN, MLP, domains, federation, plans, run, setting, start_of, vectors
+
+from fedshift.errors import FedshiftError, ReplyRefused, TrainingDiverged
+from fedshift.federation.federation import Federation
+from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.messages import Features, Reply, Statistics, Update
+from fedshift.federation.replies.checks import GROWTH, ReplyCheck, checked_reply
+from fedshift.federation.replies.declared import About, Between, Bounds, Share, Tensors
+from fedshift.federation.site import Site
+from fedshift.federation.site_runner import about_sites
+from fedshift.methods import registry
+from fedshift.methods.federated.elcfs import ELCFS
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.weights import Weights
+
+WRONG = "small"
+
+
+@dataclass(frozen=True)
+class Told(Reply):
+    features: Features
+    shares: Mapping[str, Share]
+    number: Annotated[int, Between(2, 4)]
+
+
+class Declares(FedAvg):
+    """A method whose call declares what it returns."""
+
+    def tell(self, site: Site) -> Told:
+        return Told(Features({"a": torch.zeros(2, 3)}), {site.name: 0.5}, 3)
+
+    def bounds(self, call: str, about: About) -> Bounds:
+        return {"features": Tensors({"a": (None, 3)}, rows=about.batch_size, low=-1, high=1)} if call == "tell" else {}
+
+
+def checks(method: Any = None) -> ReplyCheck:
+    method = method or Declares()
+    found = domains(MLP)
+    whole, sites = setting(method, found, MLP), plans(method, found)
+    return ReplyCheck(method, about_sites(sites, whole, whole.build_network()))
+
+
+def told(**changes: Any) -> dict[str, Any]:
+    return {"features": Features({"a": torch.zeros(2, 3)}), "shares": {"large": 0.5}, "number": 3, **changes}
+
+
+def features(*shape: int, value: float = 0.0, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    return {"features": Features({"a": torch.full(shape, value, dtype=dtype)})}
+
+
+def test_what_is_declared_is_let_through() -> None:
+    for change in ({}, features(1, 3), features(8, 3, value=1.0), {"shares": {}}, {"number": 4}):
+        assert checks().check("tell", "large", Told, told(**change), {}) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        features(9, 3),
+        features(0, 3),
+        features(2, 4),
+        features(3),
+        features(2, 3, value=1.5),
+        features(2, 3, value=-3e38),
+        features(2, 3, dtype=torch.float64),
+        {"features": Features({"b": torch.zeros(2, 3)})},
+        {"features": Features({})},
+        {"features": Features({"a": torch.zeros(2, 3), "b": torch.zeros(2, 3)})},
+        {"features": Statistics({"a": torch.zeros(2, 3)})},
+        {"shares": {"stranger": 0.5}},
+        {"shares": {"large": 1.5}},
+        {"shares": {"large": float("nan")}},
+        {"number": 5},
+        {"number": True},
+    ],
+)
+def test_what_is_not_declared_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(FedshiftError):
+        checks().check("tell", "large", Told, told(**change), {})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e300])
+def test_losses_are_finite(value: float) -> None:
+    good = {"weights": Weights({}), "samples": 3, "loss": 0.5}
+    assert checked_reply(Update, good)
+    with pytest.raises(FedshiftError, match="'loss'"):
+        checked_reply(Update, {**good, "loss": value})
+
+
+@pytest.mark.parametrize("samples", [0, 6, -1])
+def test_a_site_has_between_one_sample_and_those_that_it_said(samples: int) -> None:
+    content = {"weights": start_of(FedAvg(), domains(MLP), MLP), "samples": 5, "loss": 0.5}
+    sent = {"weights": content["weights"]}
+    assert checks().check("fit", "small", Update, content, sent) is None
+    with pytest.raises(FedshiftError, match="samples"):
+        checks().check("fit", "small", Update, {**content, "samples": samples}, sent)
+
+
+def test_a_model_is_not_further_from_the_one_that_was_sent_than_training_leads() -> None:
+    weights = start_of(FedAvg(), domains(MLP), MLP)
+    norm = sum(tensor.double().square().sum() for tensor in weights.values()).sqrt()  # type: ignore[union-attr]
+    direction = torch.ones_like(next(iter(weights.values())))
+    name, most = next(iter(weights)), GROWTH * (norm + 1) / direction.norm()
+    for part, fits in ((0.99, True), (1.01, False)):
+        moved = weights.merge({name: weights[name] + part * most.float() * direction})
+        content = {"weights": moved, "samples": 5, "loss": 0.5}
+        if fits:
+            checks().check("fit", "small", Update, content, {"weights": weights})
+        else:
+            with pytest.raises(FedshiftError, match="norm"):
+                checks().check("fit", "small", Update, content, {"weights": weights})
+
+
+@pytest.mark.parametrize(("name", "value"), [("running_var", -1e-3), ("running_var", 3e38), ("running_mean", 1e16)])
+def test_running_statistics_are_possible(name: str, value: float) -> None:
+    network = {**MLP, "batch_norm": True}
+    method, found = FedAvg(), [vectors("small", 9)]
+    whole, sites = setting(method, found, network), plans(method, found)
+    check = ReplyCheck(method, about_sites(sites, whole, whole.build_network()))
+    weights = start_of(method, found, network)
+    chosen = next(key for key in weights if key.endswith(name))
+    spoilt = weights.merge({chosen: torch.full_like(weights[chosen], value)})
+    check.check("fit", "small", Update, {"weights": weights, "samples": 9, "loss": 0.0}, {"weights": weights})
+    with pytest.raises(FedshiftError, match=name):
+        check.check("fit", "small", Update, {"weights": spoilt, "samples": 9, "loss": 0.0}, {"weights": weights})
+
+
+# A run ----------------------------------------------------------------------------------------------------------------
+
+
+class Large(FedAvg):
+    """One site sends a model of 3e38."""
+
+    def fit(self, site: Site, weights: Weights) -> Update:
+        reply = super().fit(site, weights)
+        if site.name != WRONG:
+            return reply
+        return replace(reply, weights=Weights({name: tensor * 0 + 3e38 for name, tensor in weights.items()}))
+
+
+class Cut(ELCFS):
+    """One site sends spectra of another window."""
+
+    def share_spectra(self, site: Site) -> Any:
+        reply = super().share_spectra(site)
+        if site.name != WRONG:
+            return reply
+        return replace(reply, spectra=type(reply.spectra)({"amplitude": reply.spectra["amplitude"][..., :1, :1]}))
+
+
+@pytest.mark.parametrize("method", [Large(), Cut()], ids=["weights", "spectra"])
+def test_a_quorum_goes_on_without_the_site(method: Any) -> None:
+    found = domains(CNN, {"large": 20, WRONG: 12, "mid": 17})
+    whole, sites = setting(method, found, CNN), plans(method, found)
+    budget = {plan.name: 6 for plan in sites}
+    where = LocalFederation(sites, whole, budget=budget, rounds=2, quorum=2)
+    state = method.start(where, start_of(method, found, CNN))
+    where.round = 1
+    state = method.round(where, state)
+    where.settle()
+    assert set(where.missing) == {WRONG}
+    assert f"'{WRONG}'" in where.missing[WRONG]
+    state.weights.check_finite("the model")
+
+
+def test_without_a_quorum_the_run_ends_with_its_name() -> None:
+    with pytest.raises(ReplyRefused, match=f"site '{WRONG}' in round 1: 'weights' .* norm"):
+        run(Large(), domains(CNN, {"large": 20, WRONG: 12}), CNN)
+
+
+def test_numbers_that_are_not_finite_are_divergence() -> None:
+    class Broken(FedAvg):
+        def fit(self, site: Site, weights: Weights) -> Update:
+            return Update(Weights({name: tensor * torch.nan for name, tensor in weights.items()}), site.samples, 0.5)
+
+    with pytest.raises(TrainingDiverged, match="site 'large' in round 1"):
+        run(Broken(), [vectors("large", 9)], MLP)
+
+
+def test_no_share_of_work_takes_more_than_twice_the_median_from_an_absent_site() -> None:
+    where: Federation = federation(FedAvg(), domains(MLP, {"a": 9, "b": 9, "c": 9}), MLP, budget=100)
+    where.forfeit("a", [0.25, 1.0])
+    assert where.progress.used["a"] == 38
+    where.forfeit("b", [0.25, 0.5])
+    assert where.progress.used["b"] == 38
+
+
+@pytest.mark.parametrize("name", [name for name in registry.names() if not registry.method_class(name).pooled])
+def test_what_a_method_declares_are_fields_of_its_replies(name: str) -> None:
+    from fedshift.methods.base import calls_of
+
+    method = registry.parse({"name": name})
+    check = checks(registry.parse({"name": "fedavg"}))
+    about = replace(check._about["large"], input_shape=(1, 12, 12))
+    declared = {call: method.call_owner(call).bounds(call, about) for call in calls_of(type(method)) if name != "copa"}
+    for call, bounds in declared.items():
+        assert set(bounds) <= set(calls_of(type(method.call_owner(call)))[call].__dataclass_fields__)
