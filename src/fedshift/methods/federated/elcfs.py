@@ -203,14 +203,6 @@ class ELCFS(Method):
     def start(self, federation: Federation, weights: Weights) -> State:
         """Send every site's spectra to all other sites. A site that refuses to share its own receives the others'."""
         replies = dict(federation.ask(self.share_spectra, to=federation.sources).items())
-        sizes = {site: (reply.channels, reply.height, reply.width) for site, reply in replies.items()}
-        first = next(iter(sizes))
-        for site, size in sizes.items():
-            if size != sizes[first]:
-                raise UserError(
-                    f"{self.display}: spectra of images of different sizes cannot mix: site '{first}' has "
-                    f"{_times(sizes[first])}, site '{site}' has {_times(size)}; bring them to one size"
-                )
         bank = {
             site: {other: replies[other].spectra for other in sorted(replies) if other != site}
             for site in federation.sources
@@ -324,7 +316,3 @@ class _Bank:
 def _below(part: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The parameters of one part of a network, by their names inside it."""
     return {name.removeprefix(f"{part}."): value for name, value in parameters.items() if name.startswith(f"{part}.")}
-
-
-def _times(size: tuple[int, ...]) -> str:
-    return "×".join(map(str, size))

@@ -111,7 +111,7 @@ class StyleWrapper(Wrapper):
 
     def bounds(self, call: str, about: About) -> Bounds:
         if call != "share_styles":
-            return {}
+            return super().bounds(call, about)
         styles = self.bank_size if self.style_mode == "single" else 1
         images = len(about.input_shape) == 3
         if self.style_space == "lowfreq" and images:
@@ -166,9 +166,6 @@ class StyleWrapper(Wrapper):
     def start(self, federation: Federation, weights: Weights) -> State:
         replies = federation.ask(self.share_styles, to=federation.sources)
         bank = {site: reply.styles for site, reply in replies.items()}  # without a site that refuses
-        first = next(iter(bank))
-        for site, styles in bank.items():
-            styles.check_like(bank[first], f"styles of site '{site}' beside those of '{first}' (grey and colour?)")
         federation.ask(self.receive_styles, to=federation.sources, bank=bank)
         return super().start(federation, weights)
 
