@@ -79,6 +79,7 @@ from fedshift.methods.masks import Mask, Private, parts, with_masked_inputs
 from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
+from fedshift.models.payload import payload
 from fedshift.weights import Weights
 
 _SMOOTHING = 1e-6
@@ -160,10 +161,13 @@ class MDFNet(Method):
         return self.mini_batches(batches_per_epoch, rounds)
 
     def traffic(self, plan: RunPlan) -> Traffic:
-        """An upper bound: sites that wait send nothing."""
-        exchanges = plan.rounds * (plan.sources + plan.targets)
-        up, down = plan.payload + 3 * BYTES_PER_NUMBER, plan.payload + 2 * BYTES_PER_NUMBER
-        return Traffic(exchanges * up, exchanges * down)
+        """At most: unlabelled sites that wait are not asked."""
+        if self.readiness is None:
+            return plan.dry
+        # In a dry run, which learns nothing, they wait.
+        exchanges, model = plan.rounds * plan.targets, payload(plan.network).bytes
+        up, down = model + 3 * BYTES_PER_NUMBER, model + 2 * BYTES_PER_NUMBER
+        return plan.dry + Traffic(exchanges * up, exchanges * down)
 
     def check_steps(self, steps: Mapping[str, int]) -> tuple[str, ...]:
         few = [f"{site} ({number})" for site, number in steps.items() if number < _FEW_STEPS]
