@@ -161,13 +161,10 @@ class MDFNet(Method):
         return self.mini_batches(batches_per_epoch, rounds)
 
     def traffic(self, plan: RunPlan) -> Traffic:
-        """At most: unlabelled sites that wait are not asked."""
-        if self.readiness is None:
-            return plan.dry
-        # In a dry run, which learns nothing, they wait.
-        exchanges, model = plan.rounds * plan.targets, payload(plan.network).bytes
-        up, down = model + 3 * BYTES_PER_NUMBER, model + 2 * BYTES_PER_NUMBER
-        return plan.dry + Traffic(exchanges * up, exchanges * down)
+        """At most: unlabelled sites that wait, as they do in a dry run, are not asked."""
+        waiting = plan.rounds * plan.targets if self.readiness is not None else 0
+        model, number = payload(plan.network).bytes, BYTES_PER_NUMBER
+        return plan.dry + Traffic(waiting * (model + 3 * number), waiting * (model + 2 * number))
 
     def check_steps(self, steps: Mapping[str, int]) -> tuple[str, ...]:
         few = [f"{site} ({number})" for site, number in steps.items() if number < _FEW_STEPS]
