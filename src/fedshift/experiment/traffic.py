@@ -12,6 +12,7 @@ from fedshift.experiment.plan import PlannedRun
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.methods.base import Method, RunPlan, Traffic
+from fedshift.methods.screening import screening_of
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -51,6 +52,7 @@ def dry_run(method: Method, sites: Sequence[SitePlan], setting: Setting, network
     ]
     federation = LocalFederation(few, _WithNetwork(**vars(setting), built=network), budget={}, **options)
     start = Weights({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()})
+    federation.screening = screening_of(method, start)
     state = method.start(federation, start)
     pages = [_page(federation)]
     for _ in range(2):

@@ -30,7 +30,6 @@ from fedshift.federation.site_runner import Setting
 from fedshift.methods.base import Method
 from fedshift.methods.federated.alone import Alone
 from fedshift.methods.federated.ccst import CCST, StyleTransfer
-from fedshift.methods.federated.ccst_vgg import decoder, encoder
 from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedprox import FedProx

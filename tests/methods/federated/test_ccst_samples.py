@@ -15,8 +15,8 @@ from fedshift.errors import UserError
 from fedshift.functional.colour import rgb_to_lab
 from fedshift.functional.styles import channel_styles
 from fedshift.methods.federated.ccst import CCST, StyleTransfer
+from fedshift.methods.federated.ccst_vgg import decoder, encoder
 from fedshift.methods.federated.fedavg import FedAvg
-from fedshift.models.style_transfer import decoder, encoder
 
 # Versions of a sample -------------------------------------------------------------------------------------------------
 

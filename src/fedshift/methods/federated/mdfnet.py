@@ -83,8 +83,7 @@ from fedshift.models.payload import payload
 from fedshift.weights import Weights
 
 _SMOOTHING = 1e-6
-_NOT_YET = -1
-"""`State.numbers["opened"]` while unlabelled sites wait."""
+_NOT_YET = -1  # `State.numbers["opened"]` while unlabelled sites wait
 _ROUNDS_OF_FEW = 2
 _FEW_CLASSES = (
     "mdfnet: the pseudo-labels of '{}' name at most half of the classes in two rounds running: they may have "
