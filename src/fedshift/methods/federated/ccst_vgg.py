@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedshift.errors import UserError
 from fedshift.models.pretrained import find_file, read_weights
 
-_CHANNELS = 512  # of relu4_1
+CHANNELS = 512  # of relu4_1
 _ENCODER = (64, 64, "pool", 128, 128, "pool", 256, 256, 256, 256, "pool", 512)
 _DECODER = (256, "up", 256, 256, 256, 128, "up", 128, 64, "up", 64, 3)
 
@@ -53,7 +53,7 @@ def decoder(file: Path, field: str) -> nn.Sequential:
         UserError: as in `encoder`.
     """
     layers: list[nn.Module] = []
-    width = _CHANNELS
+    width = CHANNELS
     for part in _DECODER:
         if isinstance(part, str):
             layers.append(nn.Upsample(scale_factor=2, mode="nearest"))

@@ -31,11 +31,11 @@ from fedshift.methods.federated.ccst_styles import (
     StyleSpace,
     Vgg,
 )
+from fedshift.methods.federated.ccst_vgg import CHANNELS
 from fedshift.methods.settings import Settings
 from fedshift.methods.wrapper import Wrapper
 from fedshift.models.network import Network
 from fedshift.models.pretrained import find_file
-from fedshift.models.style_transfer import CHANNELS
 from fedshift.weights import Weights
 
 _AT_ONCE = 256
