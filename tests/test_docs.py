@@ -340,4 +340,5 @@ def test_citation_has_the_version() -> None:
 
 
 def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) < 220
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert sum(not line.startswith("|") for line in lines) < 185  # tables grow with what they list

@@ -76,6 +76,8 @@ SETTINGS: tuple[dict[str, str], ...] = (
 """What a processor's kernels depend on: instruction sets of torch, oneDNN and MKL, and threads."""
 DRAWS = 4
 """Runs in which every product is off by a unit in the last place, at random: other processors, as it were."""
+LEARNT = 60
+"""Accuracy in per cent, above which a run has learnt something: the largest class has a third of the samples."""
 FACTOR, LEAST = 10, 1e-4
 """A tolerance is this many times the largest deviation found, and at least this part of the value (or of 1)."""
 
@@ -168,8 +170,13 @@ def elsewhere(setting: dict[str, str], names: Sequence[str]) -> dict[str, Record
 
 
 def runs_of(names: Sequence[str]) -> dict[str, Any]:
-    """Values and tolerances of these methods' numbers."""
-    values = {name: record(name)[0] for name in names}
+    """Values and tolerances of these methods' numbers. Ends the program for a run that learns nothing."""
+    values = {}
+    for name in names:
+        values[name], learnt = record(name)
+        for kind, (classes, accuracy) in learnt.items():
+            if classes < 3 or accuracy <= LEARNT:
+                sys.exit(f"{name} on {kind}: {classes} of 3 classes, {accuracy:.0f} % right; give it other RATES")
     others = [elsewhere(setting, names) for setting in SETTINGS]
     for draw in range(DRAWS):
         with rounded_otherwise(draw):

@@ -132,7 +132,6 @@ def predict(
 audit = typer.Typer(
     help="Measure what an attacker could learn from what leaves a site.",
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(audit, name="audit")
 app.add_typer(results, name="results")

@@ -57,7 +57,7 @@ from torch.func import functional_call
 from fedshift.data.domain import Task
 from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import BYTES_PER_NUMBER, PerSite, Reply, Spectra, Update
+from fedshift.federation.messages import PerSite, Reply, Spectra, Update
 from fedshift.federation.replies.declared import About, Between, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.losses import task_loss
@@ -158,9 +158,8 @@ class ELCFS(Method):
         channels, height, width = plan.input_shape
         half = self._half_width(height, width)
         each = 4 * channels * (2 * half + 1) * (half + 1)
-        spectra = sum(each * self._shared(number) for number in plan.samples.values())
-        once = Traffic(up=spectra + plan.sources * 3 * BYTES_PER_NUMBER, down=(plan.sources - 1) * spectra)
-        return super().traffic(plan) + once
+        more = sum(self._shared(number) - self._shared(plan.dry_samples[site]) for site, number in plan.samples.items())
+        return plan.dry + Traffic(up=more * each, down=(len(plan.samples) - 1) * more * each)
 
     def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
         if len(input_shape) != 3:
