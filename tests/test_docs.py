@@ -317,7 +317,8 @@ def test_files_that_the_design_page_names_exist() -> None:
 
 def test_readme_lists_the_methods_that_exist() -> None:
     section = (ROOT / "README.md").read_text().partition("## Methods")[2].partition("\n## ")[0]
-    assert set(re.findall(r"^\| `(\w+)`", section, flags=re.M)) == set(methods.names())
+    first_columns = re.findall(r"^\|([^|]+)\|", section, flags=re.M)
+    assert {name for column in first_columns for name in re.findall(r"`(\w+)`", column)} == set(methods.names())
 
 
 def test_pages_name_all_models_and_the_data_sets_for_own_data() -> None:
@@ -339,4 +340,5 @@ def test_citation_has_the_version() -> None:
 
 
 def test_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) < 220
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert sum(not line.startswith("|") for line in lines) < 185  # tables grow with what they list

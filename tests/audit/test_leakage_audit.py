@@ -17,6 +17,7 @@ from fedshift.audit.gradient_search import Watcher
 from fedshift.audit.leakage import LeakageAudit, audit_leakage
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
+from fedshift.federation.remote.policy import Policy
 from fedshift.report.leakage_picture import picture
 
 MLP = {"name": "mlp", "hidden": [12]}
@@ -33,7 +34,9 @@ def options(folder: Path, kind: Any = tiny, samples: int = 24, **changes: Any) -
 
 def audit(folder: Path, *, kind: Any = tiny, samples: int = 24, **rest: Any) -> LeakageAudit:
     asked = {
-        key: rest.pop(key) for key in ("site", "batches", "attack", "iterations", "starts", "watcher") if key in rest
+        key: rest.pop(key)
+        for key in ("site", "batches", "attack", "iterations", "starts", "watcher", "policy")
+        if key in rest
     }
     made = parse(options(folder, kind, samples, **rest))
     return audit_leakage(made, **{"batches": (1,), "iterations": 60, "starts": 2, **asked})
@@ -80,6 +83,30 @@ def test_one_gradient_gives_the_sample_away_and_an_epoch_does_not(tmp_path: Path
     record = json.dumps(found.record(), allow_nan=False)
     assert "originals" not in record
     assert picture(found.cases).startswith(b"\x89PNG")
+
+
+def test_crafted_networks_read_samples_that_the_policy_keeps(tmp_path: Path) -> None:
+    """The experiment's network and one of the coordinator's choice, in both layouts."""
+    quick: dict[str, Any] = {"samples": 60, "iterations": 1, "starts": 1, "attack": "l2"}
+    found = audit(tmp_path, **quick)
+    assert [(case.chosen, case.layout) for case in found.crafted] == [
+        (False, "bins"), (False, "traps"), (True, "bins"), (True, "traps"),
+    ]  # fmt: skip
+    assert all(case.samples == found.samples for case in found.crafted)
+    wide = [case for case in found.crafted if case.chosen]
+    assert max(case.read for case in wide) > 0.5 * found.samples
+    assert all(case.refused == "policy.exposure: 0.4" for case in wide)
+    json.dumps(found.record(), allow_nan=False)
+    pinned = audit(tmp_path, policy=Policy(exposure=1, models=(MLP,)), **quick)
+    assert [case.refused for case in pinned.crafted] == [None, None, "policy.models", "policy.models"]
+    assert [case.read for case in pinned.crafted] == [case.read for case in found.crafted]
+
+
+def test_of_a_network_with_convolutions_only_the_chosen_one_is_crafted(tmp_path: Path) -> None:
+    cnn = {"name": "mnist_cnn", "channels": [2, 2], "hidden": 4}
+    found = audit(tmp_path, model=cnn, iterations=1, starts=1, attack="l2")
+    assert [case.chosen for case in found.crafted] == [True, True]
+    assert found.crafted[0].network["name"] == "mlp"
 
 
 def test_vectors_have_no_ssim(tmp_path: Path) -> None:
@@ -156,7 +183,8 @@ def test_a_watcher_hears_of_every_evaluation(tmp_path: Path) -> None:
     audit(tmp_path, batches=(1, 2, 2), iterations=25, starts=3, watcher=watcher)
     assert watcher.total == watcher.done == 2 * 2 * 2 * 25 * 3
     assert watcher.titles[0] == "batch, 1, l2"
-    assert len(watcher.titles) == 10
+    assert len(watcher.titles) == 11
+    assert watcher.titles[-1] == "crafted networks"
 
 
 def test_other_networks_and_training(tmp_path: Path) -> None:

@@ -67,6 +67,23 @@ def test_vectors_have_a_correlation_and_no_picture(cli: Cli, tmp_path: Path) -> 
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["leakage.json"]
 
 
+def test_crafted_networks_meet_a_site_file(cli: Cli, file: Path, tmp_path: Path) -> None:
+    def rows(*arguments: object) -> list[str]:
+        said = cli("audit", "leakage", file, "--batch", "2", *QUICK, "--out", tmp_path / "out", *arguments)
+        assert said.code == 0, said.err
+        return [line for line in said.out.splitlines() if line.startswith(("own mlp", "chosen mlp"))]
+
+    kept = rows()
+    assert [line.split()[0] for line in kept] == ["own", "own", "chosen", "chosen"]
+    assert all("refused, policy.exposure" in line for line in kept[2:])
+    place = tmp_path / "SITE.yaml"
+    place.write_text("site: b\ndata: {name: rotated_digits}\npolicy: {exposure: 1}\n")
+    assert all("leave" in line for line in rows("--policy", place))
+    assert len(json.loads((tmp_path / "out" / "leakage.json").read_text())["crafted"]) == 4
+    gone = cli("audit", "leakage", file, *QUICK, "--out", tmp_path / "out", "--policy", tmp_path / "none.yaml")
+    assert "none.yaml" in gone.error()
+
+
 def test_the_table_fits_a_terminal(cli: Cli, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     said = cli("audit", "leakage", file, "--batch", "2", *QUICK, "--out", tmp_path / "out")

@@ -137,7 +137,9 @@ def test_site_check_says_what_leaves(fedshift: Cli, kits: Path) -> None:
     assert "may leave: weights, numbers; of at least 10 samples" in out
     assert "raw_data" in out.partition("never leaves:")[2].splitlines()[0]
     assert "accuracy" in out.partition("never leaves:")[2].splitlines()[0]
-    assert "methods that can run: fedavg, csac; at most 9 rounds a day" in out
+    assert "methods that can run: fedavg, csac; at most 9 rounds a day; at most 200 measurements a day" in out
+    assert "models agreed to: none yet (rule policy.models: first)" in out
+    assert "splits agreed to: none yet (rule policy.splits: 5)" in out
     assert "audit log: 0 lines, unbroken" in out
     assert "kit: project federation, valid until" in out
     assert "coordinator: cannot be reached: localhost port 8002" in out

@@ -159,4 +159,4 @@ def test_pack_what_is_no_experiment(tmp_path: Path, cli: Cli, ran: tuple[dict[st
     assert "holds no run" in cli("results", "pack", tmp_path / "empty").error()
     assert "no folder" in cli("results", "pack", tmp_path / "nowhere").error()
     packing.unpack(ran[1])
-    assert "whole experiment" in cli("results", "pack", ran[1] / "csac").error()
+    assert "only a part of the experiment" in cli("results", "pack", ran[1] / "csac").error()

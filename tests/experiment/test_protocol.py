@@ -234,6 +234,42 @@ def test_check_foretells_the_run(tmp_path: Path, training: dict[str, Any], model
         assert set(method.shares) >= set(runs[0].bytes_up)
 
 
+OWN = """from fedshift.methods import FedAvg, Federation, Site, State, Update, UserError, Weights
+
+class Greedy(FedAvg):
+    name = "greedy"
+    citation = "2026"
+
+    def fit(self, site: Site, weights: Weights) -> Update:
+        list(site.batches(steps=1))[0]
+        return super().fit(site, weights)
+
+class Many(FedAvg):
+    name = "many"
+    citation = "2026"
+
+    def round(self, federation: Federation, state: State) -> State:
+        raise UserError(f"many: {len(federation.sources)} sites are too few")
+"""
+
+
+def test_check_does_without_the_bytes_of_a_method_that_has_to_train_first(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    options = experiment(sites(tmp_path / "data"), methods=["fedavg", f"{tmp_path}/own.py:Greedy"])
+    fedavg, greedy = fedshift.check(options).methods
+    assert fedavg.bytes_up
+    assert (greedy.bytes_up, greedy.bytes_down) == (None, None)
+    (warning,) = fedshift.check(options).warnings
+    assert "greedy" in warning
+    assert "IndexError" in warning
+
+
+def test_check_finds_what_a_method_refuses_in_its_first_round(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    with pytest.raises(UserError, match="2 sites are too few"):
+        fedshift.check(experiment(sites(tmp_path / "data"), methods=[f"{tmp_path}/own.py:Many"]))
+
+
 def test_check_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     where = sites(tmp_path / "data")

@@ -11,19 +11,22 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from tiny import CNN, domains, federation, training
+from tiny import CNN, LINEAR, domains, federation, training
 
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.federation import exchange as federation_module
 from fedshift.federation.exchange import Answer, Replies, Request
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Features, PerSite, Reply, Statistics, Update
+from fedshift.federation.replies.declared import About
 from fedshift.federation.site import Site
 from fedshift.methods.base import Method, State, trained_mean
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.models import registry as models
 from fedshift.weights import Weights
 
 SITES = ("a", "b", "c", "d")
+ABOUT = About(models.build(models.parse(LINEAR), (5,), 3, 0), samples=100, input_shape=(5,), classes=3, batch_size=8)
 
 
 class Probe(Method):
@@ -44,7 +47,7 @@ class Probe(Method):
         return Update(weights, site.samples, 0.5)
 
     def look(self, site: Site, bank: Any = None, number: Any = None) -> Update:
-        return Update(Weights({"seen": torch.tensor(float(number))}), len(bank), float(number))
+        return Update(Weights({"seen": torch.tensor(float(number))}), min(len(bank), site.samples), float(number))
 
     def leak(self, site: Site) -> Update:
         return Leak(Weights({}), 0, 0.0, Features({"f": torch.ones(2)}))
@@ -67,16 +70,13 @@ class Wrong(Reply):
 
 
 class Fake(Federation):
-    """An engine that runs a function in place of a call and notes what was asked. Nothing is known of its sites."""
-
-    checks_replies = True
+    """An engine that runs a function in place of a call and notes what was asked."""
 
     def __init__(self, answer: Callable[[Request], Reply], method: Any = None, **options: Any) -> None:
         budget = dict.fromkeys(SITES, 10)
-        super().__init__(
-            method or Probe(),
-            **{"about": {}, "sources": SITES, "targets": (), "budget": budget, "rounds": 3, "seed": 0, **options},
-        )
+        known = dict.fromkeys(SITES, ABOUT)
+        defaults = {"about": known, "sources": SITES, "targets": (), "budget": budget, "rounds": 3, "seed": 0}
+        super().__init__(method or Probe(), **{**defaults, **options})
         self.answer = answer
         self.asked: list[str] = []
 
@@ -174,7 +174,8 @@ def test_replies_nobody_reads_are_still_trained_sent_and_counted() -> None:
 
 def test_only() -> None:
     fake = Fake(numbered)
-    assert fake.ask(fake.method.fit, to=["c"], weights=Weights({})).only().samples == 3  # type: ignore[attr-defined]
+    weights = Weights({"w": torch.zeros(3)})
+    assert fake.ask(fake.method.fit, to=["c"], weights=weights).only().samples == 3  # type: ignore[attr-defined]
     with pytest.raises(FedshiftError, match="4 sites were asked"):
         asked(fake).only()
 
@@ -228,7 +229,7 @@ def test_a_method_that_shares_a_refused_kind_does_not_begin() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_reply_that_is_not_finite_names_its_site(value: float) -> None:
     def answer(request: Request) -> Update:
-        return Update(Weights({"w": torch.tensor([1.0, value if request.site == "c" else 2.0])}), 1, 0.1)
+        return Update(Weights({"w": torch.tensor([1.0, 3.0, value if request.site == "c" else 2.0])}), 1, 0.1)
 
     fake = Fake(answer)
     fake.round = 7
@@ -270,16 +271,17 @@ def test_the_mean_of_fifty_models_holds_few_of_them() -> None:
     def answer(request: Request) -> Update:
         nonlocal most
         most = max(most, sum(reference() is not None for reference in alive))
-        update = Update(Weights({"w": torch.full((250_000,), float(len(alive)))}), 1 + len(alive) % 3, 0.1)
+        update = Update(Weights({"w": torch.full((250_000,), len(alive) / 10)}), 1 + len(alive) % 3, 0.1)
         alive.append(weakref.ref(update))
         return update
 
-    fake = Fake(answer, sources=names, budget=dict.fromkeys(names, 10))
-    weights, shares, losses = trained_mean(asked(fake))
+    fake = Fake(answer, sources=names, budget=dict.fromkeys(names, 10), about=dict.fromkeys(names, ABOUT))
+    sent = Weights({"w": torch.ones(250_000)})
+    weights, shares, losses = trained_mean(fake.ask(fake.method.fit, to=names, weights=sent))  # type: ignore[attr-defined]
     assert most <= 2
     assert len(shares) == len(losses) == 50
     counts = np.array([1 + number % 3 for number in range(50)])
-    assert float(weights["w"][0]) == pytest.approx((np.arange(50) * counts).sum() / counts.sum(), rel=1e-6)
+    assert float(weights["w"][0]) == pytest.approx((np.arange(50) * counts).sum() / counts.sum() / 10, rel=1e-6)
     assert sum(shares.values()) == pytest.approx(1, abs=1e-12)
 
 

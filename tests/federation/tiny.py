@@ -9,13 +9,14 @@ import numpy as np
 
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.errors import UserError
+from fedshift.experiment.traffic import SAMPLES, dry_run
 from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.local.pool import PoolFederation, WorkerPool
 from fedshift.federation.site import Role
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.federation.training import Training
-from fedshift.methods.base import Method, State
+from fedshift.methods.base import Method, RunPlan, State, Traffic
 from fedshift.methods.screening import screening_of
 from fedshift.models import registry as models
 from fedshift.models.network import Network
@@ -179,3 +180,31 @@ def run(
     for _ in range(rounds):
         state = step_on(method, where, state)
     return state, where
+
+
+def bytes_of(
+    method: Method,
+    where: Federation,
+    network: Mapping[str, object] = CNN,
+    rounds: int = 2,
+    trained: int = 0,
+    found: Sequence[Domain] | None = None,
+    roles: Mapping[str, Role] | None = None,
+) -> Traffic:
+    """What `fedshift check` would say of a run of these sites that trains on so many samples."""
+    found = domains(network) if found is None else found
+    whole = setting(method, found, network)
+    sites = plans(method, found, roles)
+    built = whole.build_network()
+    samples = {site.name: sum(len(rows) for _, rows, _ in site.parts) for site in sites if site.name in where.sources}
+    plan = RunPlan(
+        dry=dry_run(method, sites, whole, built, rounds=rounds).of(rounds),
+        dry_samples={site: min(SAMPLES, number) for site, number in samples.items()},
+        network=built,
+        input_shape=whole.input_shape,
+        samples=samples,
+        targets=len(where.targets),
+        rounds=rounds,
+        trained=trained,
+    )
+    return method.traffic(plan)

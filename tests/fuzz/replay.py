@@ -49,8 +49,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 METHODS = [name for name in registry.names() if not registry.method_class(name).pooled and name != "oracle"]
 """All that sites of a deployment carry out; the oracle is one site."""
-LARGEST_SENT = 1e10
-"""No number that the server sends is larger, whatever one site said."""
+LARGEST_SENT = 2e18
+"""No number that the server sends is larger, whatever one site said: the largest variance of BatchNorm is 1e18."""
 
 _USED_ANYWAY = 0.01
 """Part of the refused replies that a run meets all the same: the run must go on without them."""

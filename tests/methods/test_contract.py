@@ -17,7 +17,7 @@ from every_method import every_method, method_of
 from tiny import (
     CLASSES,
     CNN,
-    SIZES,
+    bytes_of,
     data_set,
     domains,
     evaluated,
@@ -42,7 +42,7 @@ from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.setting_json import setting_from, setting_recipe
 from fedshift.federation.site_runner import Setting
 from fedshift.methods import registry
-from fedshift.methods.base import RunPlan, State
+from fedshift.methods.base import State
 from fedshift.models import registry as models
 from fedshift.weights import Weights
 
@@ -254,21 +254,14 @@ def test_only_declared_kinds_leave_and_no_others_are_needed(name: str) -> None:
 
 @every_method
 @pytest.mark.parametrize("normed", [False, True], ids=["plain", "batch_norm"])
-def test_bytes_are_those_of_the_formula(name: str, normed: bool) -> None:
+def test_the_bytes_of_a_run_are_foretold(name: str, normed: bool) -> None:
+    """By a dry run of two samples a site, and by what the method adds to it."""
     method = method_of(name)
     network = normed_for(method) if normed else CNN
     _, where, drawn = played(name, normed)
-    plan = RunPlan.of(
-        setting(method, domains(network), network).build_network(),
-        input_shape=domains(network)[0].inputs.shape[1:],
-        samples={site: number for site, number in SIZES.items() if site in where.sources},
-        targets=len(where.targets),
-        rounds=2,
-        trained=drawn,
-    )
-    formula = method.traffic(plan)
-    assert sum(where.ledger.total["up"].values()) == formula.up
-    assert sum(where.ledger.total["down"].values()) == formula.down
+    foretold = bytes_of(method, where, network, rounds=2, trained=drawn)
+    assert sum(where.ledger.total["up"].values()) == foretold.up
+    assert sum(where.ledger.total["down"].values()) == foretold.down
 
 
 @every_method

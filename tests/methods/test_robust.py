@@ -52,8 +52,12 @@ def _huge(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def attack(where: Federation, bad: Mapping[str, Change]) -> None:
-    """From now on these sites change their replies."""
+    """From now on these sites change their replies.
+
+    Replies are not checked, which would refuse models of such numbers: what is tested are the rules alone.
+    """
     deliver = where.deliver
+    where.checks.check = lambda *_: None  # type: ignore[method-assign]
 
     def changed(call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         for answer in deliver(call, requests):

@@ -3,7 +3,8 @@
 Two exchanges are attacked: the gradient of one mini-batch, as methods send it that exchange every batch (FADA), and the
 change of the model in a local epoch, as methods send it that exchange models (FedAvg, KD3A). The attacker knows the
 network, the weights before, the learning rate, momentum and weight decay, the number of samples and the size of a
-mini-batch. An attack that fails proves nothing about better attacks.
+mini-batch. A third attack sends crafted networks, whose answers the site's policy may refuse. An attack that fails
+proves nothing about better attacks.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from fedshift.audit.attacks import Attacker, Case, seen_by_attacker
+from fedshift.audit.crafted import CraftedCase, crafted_cases
 from fedshift.audit.gradient_search import Exchange, Search, Watcher
 from fedshift.data.domain import DataSet
 from fedshift.data.site_data import SiteData, batches_per_epoch
@@ -27,6 +30,7 @@ from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.predict import load_model
 from fedshift.experiment.protocol import taking_part, with_wrong_labels
+from fedshift.federation.remote.policy import Policy
 from fedshift.federation.site import Site
 from fedshift.federation.site_memory import SiteMemory
 from fedshift.models import registry as models
@@ -60,10 +64,16 @@ class LeakageAudit:
     processor_seconds: float
     notes: tuple[str, ...]
     cases: tuple[Case, ...]
+    crafted: tuple[CraftedCase, ...]
 
     def record(self) -> dict[str, Any]:
         """Plain data without the samples."""
-        return {**vars(self), "notes": list(self.notes), "cases": [case.record() for case in self.cases]}
+        return {
+            **vars(self),
+            "notes": list(self.notes),
+            "cases": [case.record() for case in self.cases],
+            "crafted": [case.record() for case in self.crafted],
+        }
 
 
 def audit_leakage(
@@ -75,9 +85,12 @@ def audit_leakage(
     iterations: int = 300,
     starts: int = 4,
     model: Path | None = None,
+    policy: Policy | None = None,
     watcher: Watcher | None = None,
 ) -> LeakageAudit:
     """Attack what a source site of the experiment sends, with the initial weights or those of a trained model.
+
+    The site is also sent crafted networks (`crafted`), whose answers its policy may refuse.
 
     A network that begins with a fully connected layer is also inverted analytically, at mini-batches of 1.
 
@@ -89,6 +102,7 @@ def audit_leakage(
         iterations: evaluations of the gradient in each attempt.
         starts: attempts from different noise; the best one counts.
         model: folder of a run whose weights are attacked; None means the initial weights.
+        policy: the site's, under which a coordinator sends crafted networks; None means the default one.
         watcher: reports progress.
 
     Raises:
@@ -127,6 +141,11 @@ def audit_leakage(
             attacker = Attacker(here, data, size, iterations, starts, watcher)
             for exchange in EXCHANGES:
                 cases += attacker.cases(exchange, attacks)
+        watcher.case("crafted networks")
+        plain = SiteData([part], data.preprocessing, None, device)
+        rest = [(domain, np.arange(len(domain)), 0) for key, domain in shown.domains.items() if key != name]
+        others = SiteData(rest, data.preprocessing, None, device)
+        crafted = tuple(crafted_cases(plain, others, data, experiment.model, policy or Policy(), seed))
     return LeakageAudit(
         experiment=experiment.dump(),
         data=data.name,
@@ -148,6 +167,7 @@ def audit_leakage(
         processor_seconds=time.process_time() - worked,
         notes=tuple(_notes(experiment, view.samples, sizes)),
         cases=tuple(cases),
+        crafted=crafted,
     )
 
 

@@ -132,7 +132,6 @@ def predict(
 audit = typer.Typer(
     help="Measure what an attacker could learn from what leaves a site.",
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(audit, name="audit")
 app.add_typer(results, name="results")
@@ -157,11 +156,15 @@ def leakage(
     model: Annotated[
         Path | None, typer.Option("--model", help="A finished run's folder: attack its trained model.", metavar="RUN")
     ] = None,
+    policy: Annotated[
+        Path | None,
+        typer.Option("--policy", help="A site's file, whose policy crafted networks meet.", metavar="SITE.yaml"),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder of the results. [runs/NAME/audit]", metavar="DIR")
     ] = None,
 ) -> None:
-    """Try to reconstruct a site's samples from the gradient of a mini-batch, and from the model after an epoch.
+    """Try to reconstruct a site's samples: from a mini-batch's gradient, from an epoch's model, by crafted networks.
 
     Example: fedshift audit leakage digits.yaml --site D15 --batch 1 --batch 4
     """
@@ -171,6 +174,7 @@ def leakage(
         experiment,
         overrides or [],
         out,
+        policy,
         site=site,
         batches=batch or (1, 4, 8),
         attack=attack,

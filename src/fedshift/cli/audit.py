@@ -18,6 +18,7 @@ from fedshift.audit.attacks import Case
 from fedshift.audit.gradient_search import Watcher
 from fedshift.audit.leakage import LeakageAudit, audit_leakage
 from fedshift.cli.console import safe_console
+from fedshift.deployment.site_file import load_site
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import load
 from fedshift.files import write_bytes
@@ -25,17 +26,22 @@ from fedshift.files import write_bytes
 RECORD, PICTURE = "leakage.json", "leakage.png"
 
 
-def audit_file(path: Path, overrides: Sequence[str], out: Path | None, **options: Any) -> None:
+def audit_file(
+    path: Path, overrides: Sequence[str], out: Path | None, site_file: Path | None = None, **options: Any
+) -> None:
     """Attack a site of an experiment, with a progress bar. Print the table; write the record and the picture.
 
     Args:
         path: the experiment file.
         overrides: fields to set, as ``key.path=value``.
         out: the folder to write to; by default ``runs/NAME/audit``.
+        site_file: a SITE.yaml whose policy holds for crafted networks; None means the default policy.
         options: those of `audit_leakage`.
     """
     errors = safe_console(stderr=True)
     try:
+        if site_file is not None:
+            options["policy"] = load_site(site_file).file.policy
         experiment = load(path, overrides)
         folder = out or Path("runs") / experiment.name / "audit"
         _make(folder)  # fails before minutes of work, not after them
@@ -119,8 +125,21 @@ def _print(found: LeakageAudit) -> None:
         "labels: how many of the batch's were inferred. An attack that fails says nothing about better ones.",
         **say,  # type: ignore[arg-type]
     )
+    _print_crafted(console, found)
     for note in found.notes:
         console.print(f"note: {note}", **say)  # type: ignore[arg-type]
+
+
+def _print_crafted(console: Console, found: LeakageAudit) -> None:
+    table = Table(box=None, pad_edge=False)
+    for column in ("crafted network", "layout", "read", "exposure", "under the policy"):
+        table.add_column(column, no_wrap=True)
+    for case in found.crafted:
+        whose = "chosen" if case.chosen else "own"
+        name = f"{whose} {case.network['name']} {case.network.get('hidden', '')}"
+        left = f"{case.read} leave" if case.refused is None else f"refused, {case.refused}"
+        table.add_row(name, case.layout, f"{case.read}/{case.samples}", f"{case.exposure:.2f}", left)
+    console.print(table)
 
 
 def _row(case: Case) -> list[str]:

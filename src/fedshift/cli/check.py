@@ -68,7 +68,9 @@ def _duration(hours: float) -> str:
     return f"{hours * 60:.0f} min" if hours * 60 >= 1 else f"{hours * 3600:.0f} s"
 
 
-def _size(number: float) -> str:
+def _size(number: float | None) -> str:
+    if number is None:
+        return "unknown"
     for unit in ("B", "kB", "MB", "GB"):
         if number < 1000:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"

@@ -23,7 +23,6 @@ KitFolder = Annotated[
 project = typer.Typer(
     help="Set up a federation over a network: its members and their start-up kits. Or try one on this machine.",
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -114,7 +113,6 @@ def project_try(
 coordinator = typer.Typer(
     help="The coordinator's service.",
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 Foreground = Annotated[bool, typer.Option("--foreground", help="Stay in the foreground, for systemd and containers.")]
 
@@ -146,7 +144,6 @@ def coordinator_stop(kit: KitFolder = Path("coordinator")) -> None:
 site = typer.Typer(
     help="A site's service: check its data and policy, start it, stop it.",
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 SiteFile = Annotated[Path, typer.Argument(help="The site's own file.", metavar="SITE.yaml")]
 
@@ -157,6 +154,17 @@ def site_check(path: SiteFile = Path("SITE.yaml")) -> None:
     from fedshift.cli.site import check_site
 
     check_site(path)
+
+
+@site.command("agree")
+def site_agree(
+    path: SiteFile = Path("SITE.yaml"),
+    yes: Annotated[bool, typer.Option("--yes", help="Agree without a question.")] = False,
+) -> None:
+    """Show the networks and splits that were asked for and refused, and agree to them."""
+    from fedshift.cli.site import agree_site
+
+    agree_site(path, yes)
 
 
 @site.command("start")

@@ -191,7 +191,12 @@ def spread(experiment: Experiment, folder: Path) -> tuple[Experiment, dict[str, 
                 "threads": threads,
                 "policy": {
                     "send": [kind for kind in _SENT if kind not in experiment.engine.refuse_at.get(name, ())],
+                    # These data lie on one machine, and an experiment shall run as it does in a simulation.
                     "smallest_group": 1,
+                    "splits": "all",
+                    "exposure": 1,
+                    "rounds_per_day": None,
+                    "measurements_per_day": None,
                 },
             }
     engine = experiment.engine if isinstance(experiment.engine, FlareEngine) else FlareEngine(threads=threads)

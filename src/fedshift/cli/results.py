@@ -10,7 +10,6 @@ import typer
 results = typer.Typer(
     help="Pack an experiment's finished runs into three small files that can be committed, or unpack them.",
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 Folder = Annotated[Path, typer.Argument(help="An experiment's folder, or one that holds several.", metavar="DIR")]
 

@@ -10,7 +10,6 @@ import typer
 security = typer.Typer(
     help="Keys for files at rest, signed logs, and every promise of docs/security.md tried.",
     no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
 )
 Kit = Annotated[
     Path, typer.Option("--kit", help="The coordinator's kit.", metavar="DIR", envvar="FEDSHIFT_COORDINATOR")

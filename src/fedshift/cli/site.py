@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import typer
 
 from fedshift.cli.console import safe_console
 from fedshift.data.domain import SparseRows
+from fedshift.deployment.agreed_terms import AgreedTerms
 from fedshift.deployment.flare import roles
 from fedshift.deployment.site_file import SiteConfig, load_site, read_holding
 from fedshift.encryption import KEY_FILE, present_key
@@ -65,8 +69,40 @@ def _say_policy(config: SiteConfig, say: object) -> None:
         kind = methods.method_class(name)
         if not kind.pooled and set(kind().shares) <= set(policy.send):
             allowed.append(name)
-    rate = f"; at most {policy.rounds_per_day} rounds a day" if policy.rounds_per_day else ""
+    limits = ((policy.rounds_per_day, "rounds"), (policy.measurements_per_day, "measurements"))
+    rate = "".join(f"; at most {most} {what} a day" for most, what in limits if most)
     say(f"methods that can run: {', '.join(allowed) or 'none'}{rate}")
+    terms = AgreedTerms(config.memory, config.file.site, policy)
+    rules = {"models": policy.models, "splits": policy.splits}
+    for what, agreed in terms.agreed().items():
+        listed = "; ".join(map(_term, agreed)) or "none yet"
+        say(f"{what} agreed to: {listed} (rule policy.{what}: {_rule(rules[what])})")
+    if any(terms.asked().values()):
+        say("asked and refused: see fedshift site agree")
+
+
+def _term(term: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in term.items())
+
+
+def _rule(rule: object) -> str:
+    return f"a list of {len(rule)}" if isinstance(rule, tuple) else str(rule)
+
+
+def agree_site(path: Path, yes: bool) -> None:
+    """Show what was asked of a site and refused (networks, splits), and agree to it after a question, or at once."""
+    console = safe_console()
+    config = load_site(path)
+    terms = AgreedTerms(config.memory, config.file.site, config.file.policy)
+    asked = [(what, term) for what, found in terms.asked().items() for term in found]
+    if not asked:
+        console.print(f"site {config.file.site}: nothing was asked that it has not agreed to", highlight=False)
+        return
+    for what, term in asked:
+        console.print(f"{what}: {_term(term)}", highlight=False, markup=False, soft_wrap=True)
+    if yes or typer.confirm("Agree to all of this?"):
+        terms.agree()
+        console.print(f"site {config.file.site}: agreed", highlight=False)
 
 
 def _say_kit(config: SiteConfig, say: object) -> None:

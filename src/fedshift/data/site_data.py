@@ -63,6 +63,8 @@ class SiteData:
         self._cache: Tensor | None = None
         self.seen: Tensor | None = None
         """Which samples were read since `watch` was called; None before."""
+        self.read: list[Tensor] = []
+        """Their rows, as they were read last; the newest at the end."""
         self._restyle: Restyle | None = None
 
     def restyled(self, restyle: Restyle) -> SiteData:
@@ -116,12 +118,15 @@ class SiteData:
         return to_unit(self._gather(rows.cpu().numpy(), self._inputs), self.device)
 
     def watch(self) -> None:
-        """From now on, `seen` records which samples are read."""
+        """From now on, `seen` and `read` record which samples are read."""
         self.seen = torch.zeros(self.samples, dtype=torch.bool)
+        self.read = []
 
     def _note(self, rows: Tensor) -> None:
         if self.seen is not None:
             self.seen[rows.cpu()] = True
+            self.read.append(rows.cpu())
+            del self.read[:-4]
 
     def all_batches(self, size: int) -> Iterator[Batch]:
         """Every sample once, in order, without augmentation, ``size`` at a time."""

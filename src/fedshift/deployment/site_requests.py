@@ -15,11 +15,15 @@ from pydantic import BaseModel
 
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError, Refused
-from fedshift.federation.messages import Content
+from fedshift.federation.messages import Content, Statistics
 from fedshift.federation.remote.policy import whole_number
-from fedshift.federation.remote.wire import Message, unseal
+from fedshift.federation.remote.wire import Body, Message, Residuals, body_of, unseal
 from fedshift.federation.site import Envelope
+from fedshift.federation.site_memory import SiteMemory
 from fedshift.files import write_bytes
+
+RESIDUALS = "wire-residuals"
+"""The site memory that holds the rounding residuals of the models it sent."""
 
 
 def plain_name(name: Any) -> str:
@@ -95,6 +99,20 @@ def audit_entry(header: Mapping[str, Any], message: Message) -> dict[str, Any]:
         "received_bytes": message.size,
         "received_digest": message.digest,
     }
+
+
+def narrowed(memory: SiteMemory, header: Mapping[str, Any], sent: Mapping[str, Any]) -> Body:
+    """Write a reply as bytes, and remember its rounding residual for the call's next reply."""
+    if header["wire"] == "float32":
+        return body_of(sent)
+    remembered = memory.get(RESIDUALS)
+    whole: Residuals = dict(remembered) if isinstance(remembered, Statistics) else {}
+    prefix = f"{header['step']}|"
+    own = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
+    body = body_of(sent, header["wire"], own)
+    whole |= {f"{prefix}{name}": value for name, value in own.items()}
+    memory[RESIDUALS] = Statistics(whole)
+    return body
 
 
 # Answers --------------------------------------------------------------------------------------------------------------

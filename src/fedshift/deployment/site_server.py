@@ -25,9 +25,11 @@ from fedshift import __version__
 from fedshift.data.domain import Domain, Rows
 from fedshift.data.site_data import SiteData
 from fedshift.data.splits import part_rows
+from fedshift.deployment.agreed_terms import AgreedTerms
 from fedshift.deployment.site_cards import card_of
 from fedshift.deployment.site_file import SiteConfig, file_stamp, load_site, read_holding
 from fedshift.deployment.site_requests import (
+    RESIDUALS,
     audit_entry,
     check_files,
     digest_of,
@@ -35,6 +37,7 @@ from fedshift.deployment.site_requests import (
     envelope_of,
     keep_answer,
     kept_answer,
+    narrowed,
     plain_name,
 )
 from fedshift.errors import FedshiftError, Refused, UserError
@@ -42,10 +45,11 @@ from fedshift.evaluation.metrics import accuracy, counts_by_class
 from fedshift.experiment.config.error_messages import describe
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.runs.evaluator import predictions
-from fedshift.federation.messages import Statistics, promised_kinds, reply_content
+from fedshift.federation.messages import promised_kinds, reply_content
+from fedshift.federation.remote.exposure import ExposureWatch
 from fedshift.federation.remote.policy import ACCURACY, AuditLog, described, whole_number
 from fedshift.federation.remote.transport import PROTOCOL, request_key
-from fedshift.federation.remote.wire import Message, Residuals, body_of, error_answer, seal, unseal
+from fedshift.federation.remote.wire import Message, body_of, error_answer, seal, unseal
 from fedshift.federation.replies.checks import reply_type
 from fedshift.federation.setting_json import setting_from
 from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner
@@ -54,9 +58,6 @@ from fedshift.methods.base import Method
 from fedshift.models.network import Network
 from fedshift.text import printable
 from fedshift.weights import Weights
-
-_RESIDUALS = "wire-residuals"
-"""The site memory that holds the rounding residuals of the models it sent."""
 
 
 def open_site(path: Path) -> SiteProgram:
@@ -71,6 +72,7 @@ class SiteProgram:
         self.config = config
         self.name = config.file.site
         self.policy = config.file.policy
+        self.terms = AgreedTerms(config.memory, self.name, self.policy)
         self.log = AuditLog(config.audit_log)
         self.device = resolve_device(config.file.device)
         if config.file.threads is not None:
@@ -150,6 +152,7 @@ class SiteProgram:
             counts = self.holding.given["count"]
             for filled in counts if isinstance(counts, list) else [counts]:
                 self.policy.check_group(self.name, "statistics", filled, "the encoding of its data")
+        self.terms.check_splits(header["split"], header["seeds"])
         card = card_of(self.holding, rows, self.policy.send, self.device)
         given = {} if self.holding.given is None else {"encoding": {"kind": "statistics"}}
         entry["sent"] = {"card": {"kind": "numbers"}, **given}
@@ -218,6 +221,7 @@ class SiteProgram:
         for field, kind in promised_kinds(reply_type(method, header["step"])).items():
             self.policy.check_kind(self.name, kind, f"field '{field}' of call {header['step']}")
         self._check_unchanged(header["part"]["fingerprint"])
+        self._check_terms(header, method, agree=False)
         runner = self._runner_for(header, method)
         drop_covered(folder, header)
         before = kept_answer(folder, header)
@@ -229,40 +233,36 @@ class SiteProgram:
         memory = runner.site.memory
         self._remember(runner, folder, header["memory"])
         self._runner = None  # a call that fails may leave its memory half written
-        views = [view for view in (runner.site.data, runner.site.unlabelled, runner.site.held_out) if view is not None]
-        for view in views:
-            view.watch()
-        reply, mini_batches = runner.run(header["step"], envelope, content)
+        with ExposureWatch(runner.site) as watch:
+            reply, mini_batches = runner.run(header["step"], envelope, content)
         sent = reply_content(reply)
         entry["sent"] = described(sent)
-        # A call that read no sample sends what an earlier call made of all samples, or nothing.
-        seen = sum(int(view.seen.sum()) for view in views if view.seen is not None) or runner.site.samples
-        self._check_sent(entry["sent"], header["step"], seen)
-        body = self._narrow(runner, header, sent)
+        self._check_sent(entry["sent"], header["step"], watch.samples())
+        if "features" not in self.policy.send or "features" not in method.shares:  # these show single samples anyway
+            entry["exposure"] = round(watch.score(), 3)
+            self.policy.check_exposure(self.name, header["step"], entry["exposure"], watch.samples())
+        self._check_terms(header, method, agree=True)
+        body = narrowed(memory, header, sent)
         files = memory.save(folder, envelope.exchange)
         self._runner = (digest_of(header), runner, dict(files))
         answer = seal({"answers": header["key"], "mini_batches": mini_batches, "memory": files}, body)
         keep_answer(folder, header, answer)
         return answer
 
+    def _check_terms(self, header: Mapping[str, Any], method: Method, *, agree: bool) -> None:
+        """Raise Refused unless the site has agreed to the request's network and split; ``agree`` to the first."""
+        setting = self._setting(header["setting"], method)
+        if setting.classes != len(self.holding.data.classes):
+            raise Refused(f"site '{self.name}' refuses a network of {setting.classes} classes; its data have others")
+        self.terms.check_network(setting.network, agree=agree)
+        split = header["part"]["split"]
+        self.terms.check_splits(split, [split["seed"]])
+
     def _check_sent(self, sent: Mapping[str, Any], call: str, samples: int) -> None:
         """Raise Refused unless the policy lets a reply out that was made of so many ``samples``."""
         for path, piece in sent.items():
             self.policy.check_kind(self.name, piece["kind"], f"field '{path}' of call {call}")
             self.policy.check_group(self.name, piece["kind"], samples, f"field '{path}'")
-
-    def _narrow(self, runner: SiteRunner, header: Mapping[str, Any], sent: Mapping[str, Any]) -> Any:
-        """Write the reply as bytes, and remember its rounding residual for the call's next reply."""
-        if header["wire"] == "float32":
-            return body_of(sent)
-        remembered = runner.site.memory.get(_RESIDUALS)
-        whole: Residuals = dict(remembered) if isinstance(remembered, Statistics) else {}
-        prefix = f"{header['step']}|"
-        own = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
-        body = body_of(sent, header["wire"], own)
-        whole |= {f"{prefix}{name}": value for name, value in own.items()}
-        runner.site.memory[_RESIDUALS] = Statistics(whole)
-        return body
 
     def _runner_for(self, header: Mapping[str, Any], method: Method) -> SiteRunner:
         digest = digest_of(header)
@@ -273,7 +273,7 @@ class SiteProgram:
         setting = self._setting(recipe, method)
         domain = self._encoded(setting)
         plan = SitePlan(self.name, part["role"], [(domain, train, int(part["number"]))])
-        runner = SiteRunner(plan, setting, memory=(_RESIDUALS,))
+        runner = SiteRunner(plan, setting, memory=(RESIDUALS,))
         self._runner = (digest, runner, {})
         return runner
 
@@ -313,9 +313,11 @@ class SiteProgram:
     def _measure(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
         """Answer with this site's accuracy under the given weights, on samples that no call trains on."""
         self.policy.check_kind(self.name, ACCURACY, "measuring a model")
-        self.log.check_rate(self.name, self.policy, plain_name(header["run"]), whole_number(header["round"]))
+        run, number = plain_name(header["run"]), whole_number(header["round"])
+        self.log.check_rate(self.name, self.policy, run, number, measures=True)
         method = self._method(header["setting"]["method"])
         self._check_unchanged(header["part"]["fingerprint"])
+        self._check_terms(header, method, agree=True)
         _, held_out = self._rows(header["part"]["split"])
         if header["part"]["role"] == "unseen" and header["part"]["whole"]:
             held_out = np.arange(len(self.holding.domain), dtype=np.int64)

@@ -12,6 +12,7 @@ import torch
 from fedshift.data.checks import absent_classes
 from fedshift.data.domain import DataSet
 from fedshift.data.site_data import SiteData, epoch_batches
+from fedshift.errors import UserError
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.config.sections import SourceTarget
@@ -19,6 +20,7 @@ from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.protocol import taking_part
+from fedshift.experiment.traffic import DryRun, dry_run_of, traffic
 from fedshift.functional.losses import task_loss
 from fedshift.methods.base import Method, Traffic
 from fedshift.models import registry as models
@@ -60,8 +62,8 @@ class MethodCheck:
         rounds: rounds of its longest run.
         mini_batches_per_site: mean over the sources, in its longest run.
         hours: training time of all its runs; evaluating and saving are not included.
-        bytes_up: bytes that leave the sites in all its runs.
-        bytes_down: bytes that reach the sites in all its runs.
+        bytes_up: bytes that leave the sites in all its runs; None where they are not known.
+        bytes_down: bytes that reach the sites in all its runs; None where they are not known.
         shares: kinds of content that leave a site.
     """
 
@@ -70,8 +72,8 @@ class MethodCheck:
     rounds: int
     mini_batches_per_site: int
     hours: float
-    bytes_up: int
-    bytes_down: int
+    bytes_up: int | None
+    bytes_down: int | None
     shares: tuple[str, ...]
 
 
@@ -103,9 +105,9 @@ def check(experiment: Experiment) -> Check:
     plan = Plan(experiment, taking_part(experiment.protocol, built(experiment)))
     data = plan.data
     device, threads = resolve_device(experiment.device), experiment.engine.thread_count()
-    warnings = (*check_fit(plan), *plan.warnings())
+    warnings = [*check_fit(plan), *plan.warnings()]
     per_batch = _seconds_per_batch(experiment, data, device, threads)
-    needs = _needs(plan, per_batch)
+    needs = _needs(plan, per_batch, warnings)
     plain = payload(models.build(experiment.model, data.input_shape, len(data.classes), 0))
     return Check(
         data=data.name,
@@ -131,37 +133,65 @@ class _Need:
     rounds: int
     mini_batches: int
     seconds: float
-    traffic: Traffic
+    traffic: Traffic | None
 
 
-def _needs(plan: Plan, per_batch: float) -> dict[str, list[_Need]]:
-    """What every run needs, by method. A mini-batch takes ``per_batch`` seconds."""
+def _needs(plan: Plan, per_batch: float, warnings: list[str]) -> dict[str, list[_Need]]:
+    """What every run needs, by method. A mini-batch takes ``per_batch`` seconds. Adds to ``warnings``."""
     needs: dict[str, list[_Need]] = {method.display: [] for method in plan.experiment.methods}
+    dry: dict[object, DryRun | None] = {}
+    refusing = bool(plan.experiment.engine.refuse_at)
     # The target is the outer loop, so that one encoding of the data and one network are in memory at a time.
     for target, method in itertools.product(plan.targets, plan.experiment.methods):
         runs = [planned for planned in plan.runs if planned.run.target == target and planned.run.method is method]
         network = runs[0].network()
-        needs[method.display] += [_need(planned, network, per_batch) for planned in runs]
+        # Bytes depend on how many sites there are, not on which, unless single sites refuse something.
+        sites = target if refusing else tuple(map(len, plan.roles(target)))
+        kind = method.display, sites, runs[0].data.input_shape
+        if kind not in dry:
+            dry[kind] = _dry_run(runs[0], network, warnings)
+        needs[method.display] += [_need(planned, network, per_batch, dry[kind]) for planned in runs]
     return needs
 
 
-def _need(planned: PlannedRun, network: Network, per_batch: float) -> _Need:
+def _dry_run(planned: PlannedRun, network: Network, warnings: list[str]) -> DryRun | None:
+    """The dry run of a planned run; None, and a warning, where the method fails for want of samples or training.
+
+    Raises:
+        UserError: the method cannot work as it is set up.
+    """
+    try:
+        return dry_run_of(planned, network)
+    except UserError:
+        raise
+    except Exception as error:
+        method = planned.run.method.display
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        warning = f"{method}: what it sends is not known, since it fails on two samples and without training ({said})"
+        warnings.append(warning)
+        return None
+
+
+def _need(planned: PlannedRun, network: Network, per_batch: float, dry: DryRun | None) -> _Need:
     method, engine = planned.run.method, planned.experiment.engine
     sites = 1 if method.pooled else len(planned.split.train)
     speed_up = engine.parallel_runs * min(engine.workers, sites)
     seconds = sum(planned.budget.values()) * per_batch * method.relative_cost / speed_up
-    return _Need(planned.rounds, planned.mini_batches, seconds, planned.traffic(network))
+    sent = traffic(planned, network, dry) if dry is not None else None
+    return _Need(planned.rounds, planned.mini_batches, seconds, sent)
 
 
 def _method(method: Method, needs: Sequence[_Need]) -> MethodCheck:
+    sent = [need.traffic for need in needs if need.traffic is not None]
+    known = len(sent) == len(needs)
     return MethodCheck(
         label=method.display,
         runs=len(needs),
         rounds=max(need.rounds for need in needs),
         mini_batches_per_site=max(need.mini_batches for need in needs),
         hours=sum(need.seconds for need in needs) / 3600,
-        bytes_up=sum(need.traffic.up for need in needs),
-        bytes_down=sum(need.traffic.down for need in needs),
+        bytes_up=sum(one.up for one in sent) if known else None,
+        bytes_down=sum(one.down for one in sent) if known else None,
         shares=method.shares,
     )
 

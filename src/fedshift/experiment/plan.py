@@ -21,7 +21,7 @@ from fedshift.experiment.features import built
 from fedshift.experiment.protocol import Split, roles_of, shortest_epochs, split_of, targets_of, with_wrong_labels
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.federation.training import Training
-from fedshift.methods.base import Method, RunPlan, Traffic
+from fedshift.methods.base import Method
 from fedshift.models import registry as models
 from fedshift.models.network import Network
 
@@ -189,23 +189,6 @@ class PlannedRun:
     def pooled_bytes(self) -> dict[str, int]:
         """Bytes of the samples that leave each site before the method trains; empty unless it is pooled."""
         return pooled_bytes(self.run.method, self.data, self.split)
-
-    def traffic(self, network: Network) -> Traffic:
-        """The bytes of the run, by the method's formula, if its sites train ``network``."""
-        split, size = self.split, self.experiment.training.batch_size
-        trained = sum(
-            self.budget[site] * len(rows) / batches_per_epoch(len(rows), size)
-            for site, rows in {**split.train, **split.unlabelled}.items()
-        )
-        plan = RunPlan.of(
-            network,
-            input_shape=self.plan.data.input_shape,
-            samples={site: len(rows) for site, rows in split.train.items()},
-            targets=len(split.unlabelled),
-            rounds=self.rounds,
-            trained=round(trained),
-        )
-        return self.run.method.traffic(plan) + Traffic(up=sum(self.pooled_bytes.values()), down=0)
 
     def network(self) -> Network:
         """A network like that of the run's sites. Its weights are arbitrary."""

@@ -124,3 +124,24 @@ def entropy_of_logits(logits: Tensor) -> Tensor:
     """
     log_probabilities = logits.log_softmax(-1)
     return -(log_probabilities.exp() * log_probabilities).sum(-1)
+
+
+def inverse_frequencies(numbers: Tensor, classes: int) -> Tensor:
+    """``w_c ∝ 1/n_c``, with sum 1: what makes classes of unequal size count alike. An absent class has weight 0.
+
+    Source: DGER (Zhao et al., NeurIPS 2020).
+
+    Args:
+        numbers: the class of each sample, (n,).
+        classes: C.
+
+    Returns:
+        (C,) float32.
+
+    Example:
+        >>> inverse_frequencies(torch.tensor([0, 0, 0, 1]), classes=3)
+        tensor([0.2500, 0.7500, 0.0000])
+    """
+    counts = torch.bincount(numbers, minlength=classes).float()
+    inverse = torch.where(counts > 0, 1 / counts.clamp_min(1), 0.0)
+    return inverse / inverse.sum()

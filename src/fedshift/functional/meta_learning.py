@@ -1,4 +1,4 @@
-"""The inner step of gradient-based meta-learning, and a way to use its gradient a second time."""
+"""Gradient-based meta-learning: the inner step, what is learnt through it, and gradients that are used twice."""
 
 from __future__ import annotations
 
@@ -37,6 +37,48 @@ def inner_step(
     if not second_order:
         steps = [step.detach() for step in steps]
     return {name: parameter - rate * step for (name, parameter), step in zip(parameters.items(), steps, strict=True)}
+
+
+def clipped_by_norm(gradients: Sequence[Tensor], largest: float) -> list[Tensor]:
+    """Each tensor scaled to at most this Euclidean norm: ``g · min(1, c/‖g‖)`` (MASF's released code).
+
+    Args:
+        gradients: g.
+        largest: c.
+
+    Example:
+        >>> clipped_by_norm([torch.tensor([3.0, 4.0]), torch.tensor([0.1])], largest=1.0)
+        [tensor([0.6000, 0.8000]), tensor([0.1000])]
+    """
+    return [gradient * (largest / gradient.norm().clamp_min(largest)) for gradient in gradients]
+
+
+def utility(before: Tensor, after: Tensor) -> Tensor:
+    """``tanh(L(θ_old) − L(θ_new))``: what an auxiliary loss was good for on other data (Feature-Critic, equation 4).
+
+    Args:
+        before: The loss after a step without the auxiliary loss.
+        after: The loss after a step with it.
+
+    Example:
+        >>> utility(torch.tensor(1.5), torch.tensor(1.0))
+        tensor(0.4621)
+    """
+    return (before - after).tanh()
+
+
+def weighted_l1(parameters: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+    """``R_φ(θ) = Σ_i φ_i |θ_i|`` (MetaReg, section 3.3).
+
+    Args:
+        parameters: θ.
+        weights: φ, in the same shapes.
+
+    Example:
+        >>> weighted_l1([torch.tensor([1.0, -2.0])], [torch.tensor([0.5, 0.25])])
+        tensor(1.)
+    """
+    return torch.stack([(w * p.abs()).sum() for p, w in zip(parameters, weights, strict=True)]).sum()
 
 
 def with_gradient(value: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:

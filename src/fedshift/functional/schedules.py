@@ -67,5 +67,15 @@ def ramp(progress: float, gamma: float = 10.0) -> float:
     return math.tanh(gamma * _clamped(progress) / 2)
 
 
+def sigmoid_ramp(progress: float) -> float:
+    """``exp(−5(1 − p)²)``: a weight that grows from 0.0067 to 1 (Laine & Aila, ICLR 2017; FACT).
+
+    Example:
+        >>> [round(2 * sigmoid_ramp(epoch / 5), 6) for epoch in range(6)]
+        [0.013476, 0.081524, 0.330598, 0.898658, 1.637462, 2.0]
+    """
+    return math.exp(-5 * (1 - _clamped(progress)) ** 2)
+
+
 def _clamped(progress: float) -> float:
     return min(max(progress, 0.0), 1.0)

@@ -16,7 +16,6 @@ from fedshift.errors import FedshiftError
 from fedshift.federation.exchange import Replies
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import (
-    BYTES_PER_NUMBER,
     KINDS,
     NUMBERS,
     Content,
@@ -33,7 +32,6 @@ from fedshift.import_paths import place_of
 from fedshift.methods.robust import RULES, Averages, RobustAggregation, unfit
 from fedshift.methods.settings import PAPER, Settings, described, with_setting
 from fedshift.models.network import Network
-from fedshift.models.payload import payload
 from fedshift.weights import Weights
 
 
@@ -83,36 +81,20 @@ class Traffic:
 class RunPlan:
     """What the bytes of a run depend on.
 
-    network: what sites train. payload: its bytes; classifier: those of its classifier. width: numbers of its features.
-    input_shape: of a sample. samples: training samples by source. targets: sites without labels that take part.
-    trained: samples in the mini-batches of the whole run, all sites together.
+    dry: bytes of a dry run of as many rounds, in which sites have few samples and no mini-batches. dry_samples: those
+    samples by source. network: what sites train. input_shape: of a sample. samples: training samples by source.
+    targets: sites without labels that take part. trained: samples in the mini-batches of the whole run, all sites
+    together.
     """
 
-    payload: int
+    dry: Traffic
+    dry_samples: Mapping[str, int]
+    network: Network
+    input_shape: tuple[int, ...]
     samples: Mapping[str, int]
+    targets: int
     rounds: int
-    network: Network | None = None
-    targets: int = 0
-    classifier: int = 0
-    width: int = 0
-    input_shape: tuple[int, ...] = ()
-    trained: int = 0
-
-    @property
-    def sources(self) -> int:
-        """K: how many sources there are."""
-        return len(self.samples)
-
-    @classmethod
-    def of(cls, network: Network, **numbers: Any) -> RunPlan:
-        """The plan of a run in which sites train ``network``; ``numbers`` are the other fields."""
-        return cls(
-            network=network,
-            payload=payload(network).bytes,
-            classifier=payload(network.classifier).bytes,
-            width=network.embedding_size,
-            **numbers,
-        )
+    trained: int
 
 
 class Method(BaseModel, ABC):
@@ -199,9 +181,11 @@ class Method(BaseModel, ABC):
         return 0
 
     def traffic(self, plan: RunPlan) -> Traffic:
-        """Bytes of a run: by default one model down, and one with two numbers up, per source and round."""
-        models = plan.rounds * plan.sources
-        return Traffic(up=models * (plan.payload + 2 * BYTES_PER_NUMBER), down=models * plan.payload)
+        """Bytes of a run, for `fedshift check`: by default those of a dry run.
+
+        A method overrides it whose bytes depend on how many samples there are, or on what is trained.
+        """
+        return plan.dry
 
     def start(self, federation: Federation, weights: Weights) -> State:
         """The state before the first round, from the common start ``weights``."""

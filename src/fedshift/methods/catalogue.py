@@ -75,6 +75,21 @@ ENTRIES: Mapping[str, Entry] = {
         "Wu and Gong, ICCV 2021",
         ("batch_norm",),
     ),
+    "jigen": Entry(f"{_POOLED}.jigen:JiGen", "unseen target, pooled", _ALL_DATA, "Carlucci et al., CVPR 2019"),
+    "masf": Entry(f"{_POOLED}.masf:MASF", "unseen target, pooled", _ALL_DATA, "Dou et al., NeurIPS 2019"),
+    "dger": Entry(f"{_POOLED}.dger:DGER", "unseen target, pooled", _ALL_DATA, "Zhao et al., NeurIPS 2020"),
+    "dmg": Entry(f"{_POOLED}.dmg:DMG", "unseen target, pooled", _ALL_DATA, "Chattopadhyay et al., ECCV 2020"),
+    "fact": Entry(f"{_POOLED}.fact:FACT", "unseen target, pooled", _ALL_DATA, "Xu et al., CVPR 2021", ("released",)),
+    "epi_fcr": Entry(f"{_POOLED}.epi_fcr:EpiFCR", "unseen target, pooled", _ALL_DATA, "Li et al., ICCV 2019"),
+    "mixstyle": Entry(f"{_POOLED}.mixstyle:MixStyle", "unseen target, pooled", _ALL_DATA, "Zhou et al., ICLR 2021"),
+    "eisnet": Entry(f"{_POOLED}.eisnet:EISNet", "unseen target, pooled", _ALL_DATA, "Wang et al., ECCV 2020"),
+    "crossgrad": Entry(
+        f"{_POOLED}.crossgrad:CrossGrad", "unseen target, pooled", _ALL_DATA, "Shankar et al., ICLR 2018"
+    ),
+    "metareg": Entry(f"{_POOLED}.metareg:MetaReg", "unseen target, pooled", _ALL_DATA, "Balaji et al., NeurIPS 2018"),
+    "feature_critic": Entry(
+        f"{_POOLED}.feature_critic:FeatureCritic", "unseen target, pooled", _ALL_DATA, "Li et al., ICML 2019"
+    ),
     "source_only": Entry(
         f"{_POOLED}.source_only:SourceOnly", "unseen target, pooled", _ALL_DATA, "as in Feng et al., ICML 2021"
     ),

@@ -12,6 +12,7 @@ from pydantic import model_validator
 from fedshift.data.domain import Task
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply
+from fedshift.federation.replies.declared import About, Bounds
 from fedshift.federation.site import Site
 from fedshift.methods.base import Method, RunPlan, State, Traffic, calls_of, in_order
 from fedshift.methods.robust import Averages
@@ -118,6 +119,9 @@ class Wrapper(Method):
 
     def check_steps(self, steps: Mapping[str, int]) -> tuple[str, ...]:
         return self.inner.check_steps(steps)
+
+    def bounds(self, call: str, about: About) -> Bounds:
+        return self.inner.bounds(call, about)
 
     def adapt_network(self, network: Network, sources: int) -> Network:
         return self.inner.adapt_network(network, sources)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -57,6 +58,17 @@ class Network(nn.Module):
         """
         return self
 
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The keyword arguments of which this network was made."""
+        return {
+            "embedding_size": self.embedding_size,
+            "classes": self.classes,
+            "stages": self.stages,
+            "alignment_stages": self.alignment_stages,
+            "seed": self.seed,
+        }
+
     def with_parts(
         self,
         features: nn.Module,
@@ -77,15 +89,12 @@ class Network(nn.Module):
             A plain `Network`, which shares the modules given to it.
         """
         place = "features" if moved_to is None else f"features.{moved_to}"
-        return Network(
-            features,
-            classifier,
-            embedding_size=self.embedding_size if embedding_size is None else embedding_size,
-            classes=self.classes,
-            stages={name: path.replace("features", place, 1) for name, path in self.stages.items()},
-            alignment_stages=self.alignment_stages,
-            seed=self.seed,
-        )
+        changed: dict[str, Any] = {
+            "stages": {name: path.replace("features", place, 1) for name, path in self.stages.items()}
+        }
+        if embedding_size is not None:
+            changed["embedding_size"] = embedding_size
+        return Network(features, classifier, **{**self.keywords, **changed})
 
     def with_stages(self, inputs: Tensor, names: Sequence[str]) -> tuple[Tensor, dict[str, Tensor]]:
         """One forward pass that also keeps the outputs of the named stages.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,49 +10,26 @@ from torch.func import functional_call
 
 from fedshift.models.wide import WideLinear
 
-_RUNNING_STATISTICS = ("running_mean", "running_var")
-
 
 @dataclass(frozen=True)
 class Payload:
-    """The size of one model. All counts are of numbers, not of tensors.
+    """The size of one model.
 
     Attributes:
-        parameters: float parameters, |θ|.
-        float_buffers: float buffers, |b|, such as BatchNorm's running mean.
-        integer_buffers: integer buffers, n_i, such as BatchNorm's counter.
-        bytes: S(θ) = 4·(|θ| + |b|) + 8·n_i for float32 and int64 tensors; other types count with their own size.
+        parameters: trained numbers.
+        bytes: of all tensors, buffers such as BatchNorm's statistics included.
     """
 
     parameters: int
-    float_buffers: int
-    integer_buffers: int
     bytes: int
 
 
-def payload(model: nn.Module | Mapping[str, Tensor]) -> Payload:
-    """The size of a model.
-
-    Args:
-        model: a module or its state dict. A state dict does not say which tensors are buffers, so BatchNorm's running
-            mean and variance are recognised by their names.
-    """
-    if isinstance(model, nn.Module):
-        tensors: Mapping[str, Tensor] = model.state_dict()
-        trained = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    else:
-        tensors = model
-        trained = {name for name in tensors if name.rpartition(".")[2] not in _RUNNING_STATISTICS}
-    parameters = float_buffers = integer_buffers = size = 0
-    for name, tensor in tensors.items():
-        size += tensor.numel() * tensor.element_size()
-        if not tensor.is_floating_point():
-            integer_buffers += tensor.numel()
-        elif name in trained:
-            parameters += tensor.numel()
-        else:
-            float_buffers += tensor.numel()
-    return Payload(parameters, float_buffers, integer_buffers, size)
+def payload(model: nn.Module) -> Payload:
+    """The size of a model."""
+    return Payload(
+        sum(parameter.numel() for _, parameter in model.named_parameters(remove_duplicate=False)),
+        sum(tensor.numel() * tensor.element_size() for tensor in model.state_dict().values()),
+    )
 
 
 def forward_cost(network: nn.Module, input_shape: tuple[int, ...]) -> int:

@@ -28,6 +28,7 @@ from fedshift.deployment.flare.jobs import Attendance, RunningDeployment
 from fedshift.deployment.flare.kits import Kit, Project, load_kit
 from fedshift.deployment.flare.provision import Provisioned, relocate
 from fedshift.deployment.flare.service import Service
+from fedshift.federation.remote.policy import Policy
 
 PROJECT: dict[str, Any] = {
     "name": "hearts",
@@ -124,6 +125,15 @@ def test_a_message_that_no_role_would_take_is_not_sent() -> None:
     check_size(Message("{}", bytes(900 << 10), ""), project)
     with pytest.raises(UserError, match="largest_message"):
         check_size(Message("{}", bytes(1 << 20), ""), project)
+
+
+def test_the_site_file_of_a_kit_has_the_defaults_of_every_rule(kits: Provisioned) -> None:
+    """Each with a comment or a list to choose from, except limits that say what they are."""
+    text = (kits.sites["north"] / "SITE.yaml").read_text()
+    written = yaml.safe_load(text)["policy"]
+    assert set(written) == set(Policy.model_fields)
+    assert Policy.model_validate(written) == Policy()
+    assert all("#" in line for line in text.splitlines() if line.strip().startswith(("models", "splits", "exposure")))
 
 
 def test_a_site_that_is_added_later_leaves_the_others_as_they_are(tmp_path: Path) -> None:

@@ -12,13 +12,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tiny import CNN, IMAGE, MLP, domains, federation, images, plans, run, setting, start_of, step_on
+from tiny import CNN, IMAGE, MLP, bytes_of, domains, federation, images, plans, run, setting, start_of, step_on
 from torch import Tensor
 
 import fedshift
 from fedshift.data.domain import Domain
 from fedshift.data.site_data import SiteData
-from fedshift.errors import UserError
+from fedshift.errors import ReplyRefused, UserError
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.predict import load_model
 from fedshift.federation.federation import Federation
@@ -27,7 +27,7 @@ from fedshift.federation.local.pool import WorkerPool
 from fedshift.federation.setting_json import setting_from, setting_recipe
 from fedshift.federation.site import Site
 from fedshift.federation.site_runner import Setting
-from fedshift.methods.base import Method, RunPlan
+from fedshift.methods.base import Method
 from fedshift.methods.federated.alone import Alone
 from fedshift.methods.federated.ccst import CCST, StyleTransfer
 from fedshift.methods.federated.csac import CSAC
@@ -73,7 +73,7 @@ def seen(method: Any, where: Federation, name: str, repeats: int = 40) -> dict[i
     return out
 
 
-# The method behind ----------------------------------------------------------------------------------------------------
+# The inner method -----------------------------------------------------------------------------------------------------
 
 INNER: dict[str, Callable[[], Any]] = {
     "fedavg": lambda: FedAvg(local_epochs=2),
@@ -96,10 +96,9 @@ def test_it_is_the_inner_method_with_other_samples(name: str, monkeypatch: pytes
     assert where.progress.used == alone.progress.used
     extra = sum(where.ledger.total["up"].values()) - sum(alone.ledger.total["up"].values())
     assert extra == where.ledger.total["up"]["styles"] == 3 * 4 * 2
-    network = setting(method, found).build_network()
-    formula = method.traffic(RunPlan.of(network, input_shape=(1, 12, 12), samples=dict.fromkeys("abc", 1), rounds=2))
-    assert sum(where.ledger.total["up"].values()) == formula.up
-    assert sum(where.ledger.total["down"].values()) == formula.down
+    foretold = bytes_of(method, where, found=found)
+    assert sum(where.ledger.total["up"].values()) == foretold.up
+    assert sum(where.ledger.total["down"].values()) == foretold.down
     # The bank's exchanges move the seeds of those that follow, so the same is asked at level 1 of one's own style.
     monkeypatch.setattr(SiteData, "restyled", lambda self, restyle: self)
     unstyled = run(method, found)[0].weights
@@ -271,7 +270,7 @@ def test_grey_and_colour_cannot_mix() -> None:
         budget={"a": 9, "b": 9},
         rounds=1,
     )
-    with pytest.raises(UserError, match=r"styles of site 'b' beside those of 'a' \(grey and colour\?\): tensor 'mean'"):
+    with pytest.raises(ReplyRefused, match=r"site 'b' .*'styles/mean' is \(1, 3\)"):
         method.start(where, start_of(method, found[:1]))
     with pytest.raises(UserError, match=r"site 'a': ccst\.style_space: lab needs colour images, these have 1"):
         begun(CCST(style_space="lab"), found[:1])

@@ -7,7 +7,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny import CLASSES, MLP, NORMED, domains, evaluated, federation, images, run, setting, start_of, step_on, vectors
+from tiny import (
+    CLASSES,
+    MLP,
+    NORMED,
+    bytes_of,
+    domains,
+    evaluated,
+    federation,
+    images,
+    run,
+    setting,
+    start_of,
+    step_on,
+    vectors,
+)
 from torch import Tensor, nn
 
 import fedshift
@@ -15,7 +29,6 @@ from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Site
-from fedshift.methods.base import RunPlan
 from fedshift.methods.federated.copa import COPA
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.models import registry as models
@@ -204,7 +217,7 @@ def test_images_are_seen_in_a_strong_view() -> None:
     )
 
 
-def test_the_labels_of_the_target_change_nothing_and_its_bytes_are_those_of_the_formula() -> None:
+def test_the_labels_of_the_target_change_nothing_and_its_bytes_are_foretold() -> None:
     method = short(adaptation=True, threshold=0.3)
     where = federation(method, domains(NORMED, SIZES), NORMED)
     state = method.start(where, start_of(method, domains(NORMED, SIZES), NORMED))
@@ -214,12 +227,9 @@ def test_the_labels_of_the_target_change_nothing_and_its_bytes_are_those_of_the_
         changed = step_on(method, where, state)
     again = federation(method, domains(NORMED, SIZES), NORMED)
     assert step_on(method, again, method.start(again, state.weights)).weights == changed.weights
-    network = setting(method, domains(NORMED, SIZES), NORMED).build_network()
-    formula = method.traffic(RunPlan.of(network, samples=dict.fromkeys("abc", 1), rounds=1))
-    assert (sum(where.ledger.total["up"].values()), sum(where.ledger.total["down"].values())) == (
-        formula.up,
-        formula.down,
-    )
+    foretold = bytes_of(method, where, NORMED, rounds=1, found=domains(NORMED, SIZES))
+    assert sum(where.ledger.total["up"].values()) == foretold.up
+    assert sum(where.ledger.total["down"].values()) == foretold.down
     assert method.target_mini_batches(5, 2) == 10
     assert short().target_mini_batches(5, 2) == 0
 

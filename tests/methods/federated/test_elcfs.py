@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fedshift
 from fedshift.data.domain import Domain
-from fedshift.errors import UserError
+from fedshift.errors import ReplyRefused, UserError
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.messages import Spectra
 from fedshift.federation.randomness import generator
@@ -259,11 +259,11 @@ def test_batch_norm_statistics_are_averaged() -> None:
 # Bad input ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("other", "size"), [({"size": 16}, "1×16×16"), ({"channels": 3}, "3×12×12")])
-def test_images_of_different_sizes_or_grey_and_colour_say_which_sites(other: dict[str, int], size: str) -> None:
+@pytest.mark.parametrize("other", [{"size": 16}, {"channels": 3}])
+def test_images_of_different_sizes_or_grey_and_colour_say_which_site(other: dict[str, int]) -> None:
     method = ELCFS()
     where = federation(method, [images("a", 4), images("b", 4, **other), images("c", 4)])
-    with pytest.raises(UserError, match=rf"cannot mix: site 'a' has 1×12×12, site 'b' has {size}"):
+    with pytest.raises(ReplyRefused, match="the reply of site 'b' in round 0"):
         method.start(where, start_of(method))
 
 

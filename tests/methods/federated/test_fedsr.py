@@ -123,7 +123,7 @@ def test_a_common_reference_travels_and_a_private_one_stays() -> None:
         method = FedCMI(share_reference=shared, representation=7, cmi_weight=0.5)
         state, where = run(method)
         assert isinstance(where, LocalFederation)
-        sizes[shared] = payload(start_of(method)).bytes
+        sizes[shared] = start_of(method).nbytes
         names = {name for name in state.weights if "references" in name}
         kept = {name: runner.site.memory.get("references") for name, runner in where._runners.items()}
         if shared:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import CNN, MLP, domains, evaluated, federation, run, start_of, step_on
+from tiny import CNN, MLP, bytes_of, domains, evaluated, federation, run, start_of, step_on
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -17,7 +17,6 @@ from fedshift.errors import UserError
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Batch, Envelope, Site
 from fedshift.functional.clustering import spherical_kmeans
-from fedshift.methods.base import RunPlan
 from fedshift.methods.federated.mdfnet import MDFNet, _Halves
 from fedshift.methods.masks import Mask
 from fedshift.models import registry as models
@@ -136,10 +135,12 @@ def test_several_unlabelled_sites_share_alike() -> None:
         state = step_on(method, where, state)
     shares = state.report["aggregation_weights"]
     assert shares == pytest.approx({"north": 0.500045, "south": 0.166652, "east": 0.166652, "west": 0.166652}, abs=1e-6)
-    size = payload(start_of(method, found, MLP)).bytes
-    expected = method.traffic(RunPlan(size, {"north": 1}, rounds=2, targets=3))
-    assert sum(where.ledger.total["up"].values()) == expected.up
-    assert sum(where.ledger.total["down"].values()) == expected.down
+    sent = {way: sum(kinds.values()) for way, kinds in where.ledger.total.items()}
+    foretold = bytes_of(method, where, MLP, found=found, roles=roles)
+    assert sent == {"up": foretold.up, "down": foretold.down}
+    # With a threshold they may wait, and what they send is foretold as if they did not.
+    waiting = bytes_of(MDFNet(readiness=1e-9), where, MLP, found=found, roles=roles)
+    assert sent == {"up": waiting.up, "down": waiting.down}
 
 
 # What travels and what stays --------------------------------------------------------------------------------------

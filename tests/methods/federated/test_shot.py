@@ -20,7 +20,6 @@ from fedshift.federation.site import Site
 from fedshift.methods import registry
 from fedshift.methods.federated.shot import SHOT, ensemble_weights, member_weights, members_by_name
 from fedshift.models.network import Network
-from fedshift.models.payload import payload
 from fedshift.weights import Weights
 
 ROLES: dict[str, Any] = {"a": "source", "b": "target"}
@@ -224,7 +223,7 @@ def test_without_decay_the_experiments_schedule_holds_at_both_sides() -> None:
 def test_each_source_sends_its_model_once() -> None:
     method, rounds = short(), 3
     where = federation(method, network=NORMED, rounds=rounds)
-    size = payload(start_of(method, network=NORMED)).bytes
+    size = start_of(method, network=NORMED).nbytes
     state = method.start(where, start_of(method, network=NORMED))
     for _ in range(rounds):
         state = step_on(method, where, state)

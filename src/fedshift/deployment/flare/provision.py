@@ -43,8 +43,12 @@ policy:
   send: [weights, numbers, accuracy]   # also: statistics, spectra, features
   smallest_group: 10
   methods: all   # or a list, such as [fedavg, csac]
-  # rounds_per_day: 200
-  # requests_per_round: 100
+  models: first   # networks: the first one asked for; or a list, such as [{{name: mlp, hidden: [64, 32]}}]; or all
+  splits: 5   # most splits of the first experiment; for others, and other networks: fedshift site agree SITE.yaml
+  exposure: 0.4   # refuse a model whose update shows single samples; 1 switches this off (docs/security.md)
+  rounds_per_day: 200
+  measurements_per_day: 200
+  requests_per_round: 100
 """
 
 

@@ -18,11 +18,14 @@ from fedshift.chained_log import START, append_line, checked_lines, digest_of
 from fedshift.errors import FedshiftError, KindRefused, Refused, UserError, nearest
 from fedshift.federation.federation import known_kinds
 from fedshift.federation.messages import NUMBERS, Content, leaves
+from fedshift.models import registry as networks
 from fedshift.weights import NamedTensors
 
 ACCURACY = "accuracy"
 """The kind of a site's report after it measured a model on its held-out samples."""
 _DAY = 24 * 3600
+_FEW, _MOST_EXPOSED = 16, 0.8
+"""How fast the limit of exposure falls with the number of samples, and the most that it is at any site."""
 _AGGREGATES = ("statistics", "weights", NUMBERS, ACCURACY)
 """Kinds that summarise many samples: at least `Policy.smallest_group` of them."""
 
@@ -43,7 +46,27 @@ class Policy(BaseModel):
     methods: Literal["all"] | tuple[str, ...] = Field(
         "all", description="methods that may run, by name; `package.module:Class` for one you installed yourself"
     )
-    rounds_per_day: PositiveInt | None = Field(None, description="most rounds in any 24 hours; none = any number")
+    models: Literal["first", "all"] | tuple[dict[str, Any], ...] = Field(
+        "first",
+        description="networks that may be trained: the first that is asked for, and those that fedshift site agree "
+        "allows (first); any (all); or a list such as [{name: mlp, hidden: [64, 32]}]",
+    )
+    splits: Literal["all"] | PositiveInt = Field(
+        5,
+        description="most splits (share held out, seed) of the first experiment; others need fedshift site agree; "
+        "all = any number",
+    )
+    exposure: float = Field(
+        0.4,
+        gt=0,
+        le=1,
+        description="refuse a model whose update shows single samples: the highest score that may leave, 0 to 1, "
+        "more at sites of few samples (docs/security.md); 1 = any",
+    )
+    rounds_per_day: PositiveInt | None = Field(200, description="most rounds in any 24 hours; none = any number")
+    measurements_per_day: PositiveInt | None = Field(
+        200, description="most models that are measured in any 24 hours; none = any number"
+    )
     requests_per_round: PositiveInt = Field(
         100, description="most requests of one round that train or measure; fada asks 2 more than its steps_per_round"
     )
@@ -56,6 +79,17 @@ class Policy(BaseModel):
             if kind not in known:
                 raise ValueError(f"unknown kind '{kind}'; {nearest(kind, known)}")
         return send
+
+    @field_validator("models")
+    @classmethod
+    def _whole_models(cls, listed: str | tuple[dict[str, Any], ...]) -> str | tuple[dict[str, Any], ...]:
+        """The listed networks with all their options, as they are compared with those that are asked for."""
+        if isinstance(listed, str):
+            return listed
+        try:
+            return tuple(networks.parse(model).model_dump(mode="json") for model in listed)
+        except UserError as error:
+            raise ValueError(str(error)) from None
 
     def check_method(self, site: str, method: str, shares: Sequence[str]) -> None:
         """Raise Refused unless ``method`` may run and the kinds that it sends (``shares``) may leave."""
@@ -80,6 +114,22 @@ class Policy(BaseModel):
                 f"{self.smallest_group})"
             )
 
+    def exposure_limit(self, samples: int) -> float:
+        """The highest exposure of an update of so many samples: `exposure`, and more of a few samples.
+
+        Of a few samples each stands alone to some degree in honest training, too.
+        """
+        return max(self.exposure, min(_MOST_EXPOSED, self.exposure + (1 - self.exposure) * _FEW / samples))
+
+    def check_exposure(self, site: str, call: str, score: float, samples: int) -> None:
+        """Raise Refused if the update of a call, made of ``samples``, shows single ones, by its `exposure` score."""
+        if score > self.exposure_limit(samples):
+            raise Refused(
+                f"site '{site}' refuses to send what call {call} made: it would show single samples (rule "
+                f"policy.exposure: {self.exposure:g}); a network that is wide for so few samples does so, and one that "
+                "was crafted to"
+            )
+
 
 class AuditLog:
     """A site's own log: one line of JSON per exchange, each with the digest of the line before it.
@@ -93,6 +143,8 @@ class AuditLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._rounds: dict[tuple[str, int], tuple[float, int]] = {}
         """(run, round) → time of its first request, and number of its requests."""
+        self._measured: list[float] = []
+        """Times of measurements."""
         lines, self._last = self.check(path)
         self._size = path.read_bytes().rfind(b"\n") + 1 if lines else 0
         for line in lines:
@@ -113,16 +165,22 @@ class AuditLog:
         self._last = digest_of(line)
         self._count(json.loads(line))
 
-    def check_rate(self, site: str, policy: Policy, run: str, round_number: int) -> None:
-        """Check that one more request keeps to ``policy.requests_per_round`` and ``policy.rounds_per_day``.
+    def check_rate(self, site: str, policy: Policy, run: str, round_number: int, *, measures: bool = False) -> None:
+        """Check that one more request keeps to the policy's limits per round and per day.
 
-        Requests before round 1 count as a round of their own.
+        Requests before round 1 count as a round of their own. ``measures``: whether it has a model measured.
 
         Raises:
             Refused: a limit is reached.
         """
         since = time.time() - _DAY
         self._rounds = {key: (when, requests) for key, (when, requests) in self._rounds.items() if when >= since}
+        self._measured = [when for when in self._measured if when >= since]
+        most = policy.measurements_per_day
+        if measures and most is not None and len(self._measured) >= most:
+            raise Refused(
+                f"site '{site}' has measured {most} models in 24 hours (rule policy.measurements_per_day: {most})"
+            )
         limit = policy.rounds_per_day
         _, requests = self._rounds.get((run, round_number), (0.0, 0))
         if not requests and limit is not None and len(self._rounds) >= limit:
@@ -143,6 +201,8 @@ class AuditLog:
             key = str(line.get("run")), whole_number(line.get("round"))
             when, requests = self._rounds.get(key, (float(line["time"]), 0))
             self._rounds[key] = when, requests + 1
+            if line["do"] == "measure":
+                self._measured.append(float(line["time"]))
 
     @staticmethod
     def check(path: Path) -> tuple[list[dict[str, Any]], str]:

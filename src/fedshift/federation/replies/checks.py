@@ -29,7 +29,7 @@ GROWTH = 20.0
 Honest ones of the golden runs are at most 0.72 of the norm away. Without a limit one finite model of 3e38 would be in
 the mean that all sites go on with, and their training would diverge in its place.
 """
-LARGEST_MEAN, LARGEST_VARIANCE, LARGEST_COUNTER = 1e15, 1e30, 2**31
+LARGEST_MEAN, LARGEST_VARIANCE, LARGEST_COUNTER = 1e9, 1e18, 2**31
 """Of BatchNorm's running statistics, which depend on the scale of the data and not on training."""
 FEWEST_TENSORS = 1000
 """As many tensors a reply may always hold; more if the request and the network have more."""

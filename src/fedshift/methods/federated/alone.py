@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import BYTES_PER_NUMBER, Update
+from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
-from fedshift.methods.base import Method, RunPlan, State, Traffic
+from fedshift.methods.base import Method, State
 from fedshift.methods.federated.shot import Ensemble, ensemble_weights, members_by_name
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -43,9 +43,6 @@ class Alone(Method):
 
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return rounds * self.local_epochs * batches_per_epoch
-
-    def traffic(self, plan: RunPlan) -> Traffic:
-        return Traffic(up=plan.rounds * plan.sources * (plan.payload + 2 * BYTES_PER_NUMBER), down=0)
 
     def evaluated_network(self, network: Network, sources: int) -> Network:
         return _EachItsOwn(network, sources)

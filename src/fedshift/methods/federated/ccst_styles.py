@@ -19,7 +19,7 @@ from fedshift.errors import UserError
 from fedshift.functional.colour import lab_to_rgb, rgb_to_lab
 from fedshift.functional.spectra import interpolated, low_frequencies
 from fedshift.functional.styles import StyleAccumulator, adain, channel_styles
-from fedshift.models.style_transfer import decoder, encoder
+from fedshift.methods.federated.ccst_vgg import decoder, encoder
 
 Style = Mapping[str, Tensor]
 

@@ -47,12 +47,12 @@ from torch import Tensor
 
 from fedshift.data.transforms import STRONG, NamedAugmentation, strong_view
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import BYTES_PER_NUMBER, PerSite, Reply
+from fedshift.federation.messages import PerSite, Reply
 from fedshift.federation.replies.declared import About, Bounds, Count, Share, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.experts import confident_pseudo_labels, unlabelled_ensemble_loss
-from fedshift.methods.base import Method, RunPlan, State, Traffic
+from fedshift.methods.base import Method, State
 from fedshift.methods.heads import Experts, with_experts
 from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
@@ -118,15 +118,6 @@ class COPA(Method):
 
     def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return self.mini_batches(batches_per_epoch, rounds) if self.adaptation else 0
-
-    def traffic(self, plan: RunPlan) -> Traffic:
-        heads = plan.classifier
-        features = plan.payload - heads
-        up = plan.sources * (features + 2 * BYTES_PER_NUMBER) + heads
-        down = plan.sources * features + (plan.sources - 1) * heads
-        if self.adaptation:
-            up, down = up + features + 3 * BYTES_PER_NUMBER, down + features + heads
-        return Traffic(up=plan.rounds * up, down=plan.rounds * down)
 
     def adapt_network(self, network: Network, sources: int) -> Network:
         return with_experts(hybrid_normalised(network) if self.hybrid_normalisation else network, sources)

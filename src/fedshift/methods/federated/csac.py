@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from fedshift.errors import UserError, nearest
 from fedshift.federation.exchange import Replies
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import BYTES_PER_NUMBER, Update
+from fedshift.federation.messages import Update
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.attention import cross_layer_attention
@@ -57,7 +57,7 @@ from fedshift.functional.divergence_weighting import divergence_aggregate
 from fedshift.functional.losses import smoothed_cross_entropy
 from fedshift.functional.mmd import cross_multi_kernel_mmd, multi_kernel_mmd
 from fedshift.functional.projection import projection_layer
-from fedshift.methods.base import Method, RunPlan, State, Traffic
+from fedshift.methods.base import Method, State
 from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
@@ -114,9 +114,6 @@ class CSAC(Method):
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         acquisition = self.acquisition_steps or self.acquisition_epochs * batches_per_epoch
         return acquisition + rounds * (self.calibration_steps or self.calibration_epochs * batches_per_epoch)
-
-    def traffic(self, plan: RunPlan) -> Traffic:
-        return super().traffic(plan) + Traffic(plan.sources * (plan.payload + 2 * BYTES_PER_NUMBER), 0)
 
     def check(self, network: Network) -> None:
         if not self.cross_entropy and not self._aligns:

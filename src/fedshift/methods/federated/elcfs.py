@@ -57,7 +57,7 @@ from torch.func import functional_call
 from fedshift.data.domain import Task
 from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import BYTES_PER_NUMBER, PerSite, Reply, Spectra, Update
+from fedshift.federation.messages import PerSite, Reply, Spectra, Update
 from fedshift.federation.replies.declared import About, Between, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.losses import task_loss
@@ -158,9 +158,8 @@ class ELCFS(Method):
         channels, height, width = plan.input_shape
         half = self._half_width(height, width)
         each = 4 * channels * (2 * half + 1) * (half + 1)
-        spectra = sum(each * self._shared(number) for number in plan.samples.values())
-        once = Traffic(up=spectra + plan.sources * 3 * BYTES_PER_NUMBER, down=(plan.sources - 1) * spectra)
-        return super().traffic(plan) + once
+        more = sum(self._shared(number) - self._shared(plan.dry_samples[site]) for site, number in plan.samples.items())
+        return plan.dry + Traffic(up=more * each, down=(len(plan.samples) - 1) * more * each)
 
     def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
         if len(input_shape) != 3:
@@ -203,14 +202,6 @@ class ELCFS(Method):
     def start(self, federation: Federation, weights: Weights) -> State:
         """Send every site's spectra to all other sites. A site that refuses to share its own receives the others'."""
         replies = dict(federation.ask(self.share_spectra, to=federation.sources).items())
-        sizes = {site: (reply.channels, reply.height, reply.width) for site, reply in replies.items()}
-        first = next(iter(sizes))
-        for site, size in sizes.items():
-            if size != sizes[first]:
-                raise UserError(
-                    f"{self.display}: spectra of images of different sizes cannot mix: site '{first}' has "
-                    f"{_times(sizes[first])}, site '{site}' has {_times(size)}; bring them to one size"
-                )
         bank = {
             site: {other: replies[other].spectra for other in sorted(replies) if other != site}
             for site in federation.sources
@@ -324,7 +315,3 @@ class _Bank:
 def _below(part: str, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The parameters of one part of a network, by their names inside it."""
     return {name.removeprefix(f"{part}."): value for name, value in parameters.items() if name.startswith(f"{part}.")}
-
-
-def _times(size: tuple[int, ...]) -> str:
-    return "×".join(map(str, size))

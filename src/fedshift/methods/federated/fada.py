@@ -63,7 +63,7 @@ from torch import Tensor, nn
 
 from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import BYTES_PER_NUMBER, Features, PerSite, Reply, Update
+from fedshift.federation.messages import Features, PerSite, Reply, Update
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.replies.declared import About, Bounds, Share, Tensors
 from fedshift.federation.site import Batch, Site
@@ -127,10 +127,8 @@ class FADA(Method):
         return rounds * self.steps_per_round
 
     def traffic(self, plan: RunPlan) -> Traffic:
-        features = _BYTES_OF_FLOAT * plan.trained * plan.width
-        aggregate = plan.payload + BYTES_PER_NUMBER * plan.sources
-        models = (plan.sources + 1) * plan.payload
-        return super().traffic(plan) + Traffic(plan.rounds * aggregate + features, plan.rounds * models + features)
+        features = _BYTES_OF_FLOAT * plan.trained * plan.network.embedding_size
+        return plan.dry + Traffic(features, features)
 
     def adapt_network(self, network: Network, sources: int) -> Network:
         if self.variant != "III":

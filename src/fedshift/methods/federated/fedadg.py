@@ -122,15 +122,7 @@ class WithGenerator(Network):
     """A network and the generator that is trained and sent with it."""
 
     def __init__(self, network: Network, generator: Generator) -> None:
-        super().__init__(
-            network.features,
-            network.classifier,
-            embedding_size=network.embedding_size,
-            classes=network.classes,
-            stages=network.stages,
-            alignment_stages=network.alignment_stages,
-            seed=network.seed,
-        )
+        super().__init__(network.features, network.classifier, **network.keywords)
         self.generator = generator
 
 

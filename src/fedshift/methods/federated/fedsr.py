@@ -250,15 +250,7 @@ class _Sampled(Network):
     """Predicts the logarithm of the mean softmax over samples of z."""
 
     def __init__(self, network: Network, samples: int) -> None:
-        super().__init__(
-            network.features,
-            network.classifier,
-            embedding_size=network.embedding_size,
-            classes=network.classes,
-            stages=network.stages,
-            alignment_stages=network.alignment_stages,
-            seed=network.seed,
-        )
+        super().__init__(network.features, network.classifier, **network.keywords)
         self._samples = samples
 
     def forward(self, inputs: Tensor) -> Tensor:

@@ -65,14 +65,14 @@ from torch import Tensor, nn
 from fedshift.errors import TrainingDiverged, UserError
 from fedshift.federation.exchange import Missing
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import BYTES_PER_NUMBER, Reply, Update
+from fedshift.federation.messages import Reply, Update
 from fedshift.federation.replies.declared import Share
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import knowledge_vote as votes
 from fedshift.functional import schedules
 from fedshift.functional.averaging import is_buffer, weighted_average
 from fedshift.functional.consensus_focus import FocusTally
-from fedshift.methods.base import Method, RunPlan, State, Traffic
+from fedshift.methods.base import Method, State
 from fedshift.methods.federated import kd3a_shares
 from fedshift.methods.federated.kd3a_teachers import BatchNormAlignment, Teachers, with_private
 from fedshift.methods.robust import Averaged, Averages
@@ -157,12 +157,6 @@ class KD3A(Method):
 
     def _steps(self, batches_per_epoch: int, exchanges: float) -> int:
         return max(1, round(batches_per_epoch / exchanges))
-
-    def traffic(self, plan: RunPlan) -> Traffic:
-        aggregate = plan.payload + BYTES_PER_NUMBER * (plan.sources + 3)
-        models = (plan.sources + 1) * plan.payload + BYTES_PER_NUMBER * plan.sources
-        remembered = BYTES_PER_NUMBER * (plan.sources + 1) * (plan.rounds - 1)
-        return super().traffic(plan) + Traffic(plan.rounds * aggregate, plan.rounds * models + remembered)
 
     def check(self, network: Network) -> None:
         normalised = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in network.modules())

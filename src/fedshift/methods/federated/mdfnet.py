@@ -79,11 +79,11 @@ from fedshift.methods.masks import Mask, Private, parts, with_masked_inputs
 from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
+from fedshift.models.payload import payload
 from fedshift.weights import Weights
 
 _SMOOTHING = 1e-6
-_NOT_YET = -1
-"""`State.numbers["opened"]` while unlabelled sites wait."""
+_NOT_YET = -1  # `State.numbers["opened"]` while unlabelled sites wait
 _ROUNDS_OF_FEW = 2
 _FEW_CLASSES = (
     "mdfnet: the pseudo-labels of '{}' name at most half of the classes in two rounds running: they may have "
@@ -160,10 +160,10 @@ class MDFNet(Method):
         return self.mini_batches(batches_per_epoch, rounds)
 
     def traffic(self, plan: RunPlan) -> Traffic:
-        """An upper bound: sites that wait send nothing."""
-        exchanges = plan.rounds * (plan.sources + plan.targets)
-        up, down = plan.payload + 3 * BYTES_PER_NUMBER, plan.payload + 2 * BYTES_PER_NUMBER
-        return Traffic(exchanges * up, exchanges * down)
+        """At most: unlabelled sites that wait, as they do in a dry run, are not asked."""
+        waiting = plan.rounds * plan.targets if self.readiness is not None else 0
+        model, number = payload(plan.network).bytes, BYTES_PER_NUMBER
+        return plan.dry + Traffic(waiting * (model + 3 * number), waiting * (model + 2 * number))
 
     def check_steps(self, steps: Mapping[str, int]) -> tuple[str, ...]:
         few = [f"{site} ({number})" for site, number in steps.items() if number < _FEW_STEPS]

@@ -53,12 +53,12 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import BYTES_PER_NUMBER, Reply, Statistics, Update
+from fedshift.federation.messages import Reply, Statistics, Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import schedules
 from fedshift.functional.information import information_maximisation, pseudo_labels
 from fedshift.functional.losses import smoothed_cross_entropy
-from fedshift.methods.base import Method, RunPlan, State, Traffic
+from fedshift.methods.base import Method, State
 from fedshift.methods.heads import with_block
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
@@ -99,12 +99,6 @@ class SHOT(Method):
 
     def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return rounds * self.target_epochs * batches_per_epoch
-
-    def traffic(self, plan: RunPlan) -> Traffic:
-        once = plan.sources * (plan.payload + 2 * BYTES_PER_NUMBER)
-        adapted = plan.rounds * (plan.sources * plan.payload + BYTES_PER_NUMBER)
-        down = BYTES_PER_NUMBER + (plan.payload if plan.rounds else 0)
-        return Traffic(up=once + adapted, down=plan.sources * down)
 
     def adapt_network(self, network: Network, sources: int) -> Network:
         return with_block(

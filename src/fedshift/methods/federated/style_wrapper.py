@@ -20,7 +20,7 @@ from fedshift.federation.randomness import generator
 from fedshift.federation.replies.declared import LARGEST_VALUE, About, Bounds, Tensors
 from fedshift.federation.site import Site
 from fedshift.functional.styles import style_assignment
-from fedshift.methods.base import RunPlan, State, Traffic
+from fedshift.methods.base import State
 from fedshift.methods.federated.ccst_styles import (
     Channels,
     Columns,
@@ -31,11 +31,11 @@ from fedshift.methods.federated.ccst_styles import (
     StyleSpace,
     Vgg,
 )
+from fedshift.methods.federated.ccst_vgg import CHANNELS
 from fedshift.methods.settings import Settings
 from fedshift.methods.wrapper import Wrapper
 from fedshift.models.network import Network
 from fedshift.models.pretrained import find_file
-from fedshift.models.style_transfer import CHANNELS
 from fedshift.weights import Weights
 
 _AT_ONCE = 256
@@ -90,12 +90,6 @@ class StyleWrapper(Wrapper):
         """Seconds of a mini-batch relative to plain cross-entropy."""
         return super().relative_cost + 0.1
 
-    def traffic(self, plan: RunPlan) -> Traffic:
-        assert plan.network is not None
-        styles = self.bank_size if self.style_mode == "single" else 1
-        one = 4 * styles * self._numbers(plan.network, plan.input_shape)
-        return super().traffic(plan) + Traffic(up=plan.sources * one, down=plan.sources**2 * one)
-
     def _numbers(self, network: Network, input_shape: tuple[int, ...]) -> int:
         """How many numbers a style has."""
         if self.style_space == "vgg":
@@ -105,13 +99,11 @@ class StyleWrapper(Wrapper):
                 network = copy.deepcopy(network).cpu().eval()
                 _, maps = network.with_stages(torch.zeros(1, *input_shape), (self._stage(network),))
             return 2 * next(iter(maps.values())).shape[1]
-        if self.style_space == "lowfreq":
-            return input_shape[0] * (2 * self.half_width + 1) * (self.half_width + 1)
         return 2 * input_shape[0]
 
     def bounds(self, call: str, about: About) -> Bounds:
         if call != "share_styles":
-            return {}
+            return super().bounds(call, about)
         styles = self.bank_size if self.style_mode == "single" else 1
         images = len(about.input_shape) == 3
         if self.style_space == "lowfreq" and images:
@@ -166,9 +158,6 @@ class StyleWrapper(Wrapper):
     def start(self, federation: Federation, weights: Weights) -> State:
         replies = federation.ask(self.share_styles, to=federation.sources)
         bank = {site: reply.styles for site, reply in replies.items()}  # without a site that refuses
-        first = next(iter(bank))
-        for site, styles in bank.items():
-            styles.check_like(bank[first], f"styles of site '{site}' beside those of '{first}' (grey and colour?)")
         federation.ask(self.receive_styles, to=federation.sources, bank=bank)
         return super().start(federation, weights)
 
@@ -197,8 +186,9 @@ class StyleWrapper(Wrapper):
             rows = torch.randperm(site.samples, generator=draws)[:number]
             if site.samples < number:
                 rows = torch.randint(site.samples, (number,), generator=draws)
-            each = [space.of_each(samples) for samples in self._samples(site, rows)]
-            found = {name: torch.cat([styles[name] for styles in each]) for name in each[0]}
+            images, again = rows.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+            each = [space.of_each(samples) for samples in self._samples(site, images)]
+            found = {name: torch.cat([styles[name] for styles in each]).cpu()[again] for name in each[0]}
         return Styles({name: tensor.cpu() for name, tensor in found.items()})
 
     def _samples(self, site: Site, rows: Tensor) -> Iterator[Tensor]:

@@ -22,10 +22,10 @@ from pydantic import Field, PositiveInt
 
 from fedshift.data.domain import Task
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import BYTES_PER_NUMBER, Update
+from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
 from fedshift.functional.losses import task_loss
-from fedshift.methods.base import Method, RunPlan, State, Traffic
+from fedshift.methods.base import Method, State
 from fedshift.weights import Weights
 
 
@@ -43,11 +43,6 @@ class DeepAll(Method):
 
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return rounds * self.local_epochs * batches_per_epoch
-
-    def traffic(self, plan: RunPlan) -> Traffic:
-        # Between the pool and the server, which are the same machine.
-        up, down = plan.payload + 2 * BYTES_PER_NUMBER, plan.payload + BYTES_PER_NUMBER
-        return Traffic(plan.rounds * up, plan.rounds * down)
 
     def round(self, federation: Federation, state: State) -> State:
         (pool,) = federation.sources

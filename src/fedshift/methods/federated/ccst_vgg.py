@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from fedshift.errors import UserError
 from fedshift.models.pretrained import find_file, read_weights
 
-CHANNELS = 512
-"""Channels of relu4_1."""
+CHANNELS = 512  # of relu4_1
 _ENCODER = (64, 64, "pool", 128, 128, "pool", 256, 256, 256, 256, "pool", 512)
 _DECODER = (256, "up", 256, 256, 256, 128, "up", 128, 64, "up", 64, 3)
 

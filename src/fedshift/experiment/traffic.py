@@ -1,0 +1,117 @@
+"""Bytes that a run will send, known before it trains: its exchanges are carried out once on a few samples."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fedshift.data.domain import Domain, Rows
+from fedshift.data.site_data import batches_per_epoch
+from fedshift.experiment.plan import PlannedRun
+from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.site_runner import Setting, SitePlan
+from fedshift.methods.base import Method, RunPlan, Traffic
+from fedshift.methods.screening import screening_of
+from fedshift.models.network import Network
+from fedshift.weights import Weights
+
+SAMPLES = 2
+"""Samples of each domain at a site in a dry run: BatchNorm refuses a single one."""
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Bytes until the first round, in the first round, and in every later one."""
+
+    start: Traffic
+    first: Traffic
+    later: Traffic
+
+    def of(self, rounds: int) -> Traffic:
+        """Bytes of a run of so many rounds."""
+        if rounds == 0:
+            return self.start
+        further = Traffic(self.later.up * (rounds - 1), self.later.down * (rounds - 1))
+        return self.start + self.first + further
+
+
+def dry_run(method: Method, sites: Sequence[SitePlan], setting: Setting, network: Network, **options: Any) -> DryRun:
+    """Start a method and run two rounds in this process, on a few samples of each site and without training.
+
+    Args:
+        method: of the run.
+        sites: of the run.
+        setting: of the run.
+        network: what sites train; every site gets this one.
+        options: further arguments of `Federation`, but for the budget.
+    """
+    few = [
+        replace(site, parts=_few(site.parts), unlabelled=_few(site.unlabelled), held_out=_few(site.held_out))
+        for site in sites
+    ]
+    federation = LocalFederation(few, _WithNetwork(**vars(setting), built=network), budget={}, **options)
+    start = Weights({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()})
+    federation.screening = screening_of(method, start)
+    state = method.start(federation, start)
+    pages = [_page(federation)]
+    for _ in range(2):
+        federation.round = state.round + 1
+        state = method.round(federation, state)
+        pages.append(_page(federation))
+    return DryRun(*pages)
+
+
+def dry_run_of(planned: PlannedRun, network: Network) -> DryRun:
+    """The dry run of a planned run."""
+    engine = planned.experiment.engine
+    return dry_run(
+        planned.run.method,
+        planned.sites(planned.data),
+        planned.setting("cpu"),
+        network,
+        rounds=max(1, planned.rounds),
+        quorum=engine.quorum,
+        on_refusal=engine.on_refusal,
+    )
+
+
+def traffic(planned: PlannedRun, network: Network, dry: DryRun) -> Traffic:
+    """Bytes of a run, the samples included that leave their sites before a pooled method trains."""
+    split, size = planned.split, planned.experiment.training.batch_size
+    trained = sum(
+        planned.budget[site] * len(rows) / batches_per_epoch(len(rows), size)
+        for site, rows in {**split.train, **split.unlabelled}.items()
+    )
+    plan = RunPlan(
+        dry=dry.of(planned.rounds),
+        dry_samples={site: min(SAMPLES, len(rows)) for site, rows in split.train.items()},
+        network=network,
+        input_shape=planned.plan.data.input_shape,
+        samples={site: len(rows) for site, rows in split.train.items()},
+        targets=len(split.unlabelled),
+        rounds=planned.rounds,
+        trained=round(trained),
+    )
+    return planned.run.method.traffic(plan) + Traffic(up=sum(planned.pooled_bytes.values()), down=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WithNetwork(Setting):
+    """A setting whose sites share one network, which is built already."""
+
+    built: Network
+
+    def build_network(self) -> Network:
+        return self.built
+
+
+def _few(parts: Sequence[tuple[Domain, Rows, int]]) -> list[tuple[Domain, Rows, int]]:
+    return [(domain, rows[:SAMPLES], number) for domain, rows, number in parts]
+
+
+def _page(federation: LocalFederation) -> Traffic:
+    """Bytes since the last call."""
+    federation.settle()
+    _, totals = federation.ledger.settle()
+    return Traffic(*(sum(totals[direction].values()) for direction in ("up", "down")))

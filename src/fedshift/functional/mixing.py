@@ -1,0 +1,84 @@
+"""Mixing of the styles of feature maps (MixStyle), and steps along the gradient of the inputs (CrossGrad)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedshift.errors import UserError
+
+
+def mixed_styles(maps: Tensor, partners: Tensor, weights: Tensor, epsilon: float = 1e-6) -> Tensor:
+    """``σ_mix (x − μ)/σ + μ_mix`` with ``σ_mix = λσ + (1−λ)σ'`` and ``μ_mix = λμ + (1−λ)μ'``, per sample and channel.
+
+    ``σ = sqrt(var + ε)`` with the unbiased variance over positions. Means and deviations are constants for
+    back-propagation. Source: MixStyle (Zhou, Yang, Qiao, Xiang, ICLR 2021, equations 3 to 5).
+
+    Args:
+        maps: x, (n, c, h, w).
+        partners: The maps with the other style, (n, c, h, w).
+        weights: λ of each sample, (n,).
+        epsilon: ε.
+
+    Raises:
+        UserError: Other shapes, or maps of a single position, which have no deviation.
+
+    Example:
+        >>> x, y = torch.tensor([[[[0.0, 2.0, 4.0, 6.0]]]]), torch.tensor([[[[1.0, 1.0, 1.0, 5.0]]]])
+        >>> mixed_styles(x, y, torch.tensor([0.3]))
+        tensor([[[[-0.2267,  1.4578,  3.1422,  4.8267]]]])
+    """
+    if maps.dim() != 4 or maps.shape != partners.shape or weights.shape != maps.shape[:1] or maps[0, 0].numel() < 2:
+        raise UserError(
+            f"styles mix in feature maps (n, c, h, w) of more than one position with n weights, found "
+            f"{tuple(maps.shape)}, {tuple(partners.shape)} and {tuple(weights.shape)}"
+        )
+    share = weights[:, None, None, None]
+    means, deviations = _style(maps, epsilon)
+    other_means, other_deviations = _style(partners, epsilon)
+    mean = share * means + (1 - share) * other_means
+    deviation = share * deviations + (1 - share) * other_deviations
+    return deviation * (maps - means) / deviations + mean
+
+
+def _style(maps: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    values = maps.detach()
+    return values.mean((2, 3), keepdim=True), (values.var((2, 3), keepdim=True) + epsilon).sqrt()
+
+
+def cross_domain_partners(domains: Tensor, generator: torch.Generator) -> Tensor:
+    """A partner of another domain for each sample, drawn at random; of any domain where there is one domain only.
+
+    Args:
+        domains: The number of each sample's domain, (n,).
+        generator: Draws, on the CPU.
+
+    Returns:
+        Row numbers (n,), on the device of ``domains``.
+
+    Example:
+        >>> cross_domain_partners(torch.tensor([0, 1]), torch.Generator())
+        tensor([1, 0])
+    """
+    draws = torch.rand(len(domains), len(domains), generator=generator)
+    other = (domains[:, None] != domains[None]).cpu()
+    alone = ~other.any(1, keepdim=True)
+    return draws.masked_fill(~(other | alone), -1.0).argmax(1).to(domains.device)
+
+
+def gradient_perturbed(inputs: Tensor, gradients: Tensor, size: float, bound: float = 0.1) -> Tensor:
+    """``x + ε·clip(∇_x L, ±bound)``, a constant for back-propagation.
+
+    Source: CrossGrad (Shankar et al., ICLR 2018, Algorithm 1); the clipping is the released code's.
+
+    Args:
+        inputs: x, any shape.
+        gradients: ∇_x L, the same shape.
+        size: ε.
+        bound: Bound of each entry of the gradient.
+
+    Example:
+        >>> gradient_perturbed(torch.tensor([1.0, 1.0]), torch.tensor([0.05, -3.0]), size=2.0)
+        tensor([1.1000, 0.8000])
+    """
+    return (inputs + size * gradients.clamp(-bound, bound)).detach()

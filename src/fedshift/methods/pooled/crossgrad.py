@@ -1,0 +1,87 @@
+"""CrossGrad: samples perturbed towards other domains train the label network, and the other way round.
+
+Shankar, Piratla, Chakrabarti, Chaudhuri, Jyothi, Sarawagi: Generalizing Across Domains via Cross-Gradient Training.
+ICLR 2018.
+
+Setting: domain generalization, *not private*: the data of all sources lie in one place, with their domains' names.
+Wire: every training sample once (the ledger counts them as raw data); no exchange is needed after that.
+
+A label network θ_l and a domain network θ_d (Algorithm 1). On every mini-batch
+    x_d = x + ε·∇_x L_d(x, d; θ_d),    x_l = x + ε·∇_x L_l(x, y; θ_l)
+    θ_l ← θ_l − η∇[(1−α_l) L_l(x, y) + α_l L_l(x_d, y)]
+    θ_d ← θ_d − η∇[(1−α_d) L_d(x, d) + α_d L_d(x_l, d)]
+
+Where papers and code differ, and what was chosen
+ 1. The gradients are clipped to ±0.1 in each entry (code), and perturbed samples are constants.
+ 2. ε is 1 as in the re-implementation that later papers compare with; the original has 10 on images in [0, 1].
+ 3. The domain network has the architecture of the label network, with a class per domain. In the paper its features
+    also enter the label network; in the re-implementations, and here, the two are apart.
+ 4. Equal work: a step counts one mini-batch, though it passes through each network twice.
+
+Should reproduce: Rotated MNIST 86.03, 98.92, 98.60, 98.39, 98.68, 88.94 (94.93).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+from torch import Tensor, nn
+
+from fedshift.federation.messages import Update
+from fedshift.federation.site import Batch, Site
+from fedshift.functional.mixing import gradient_perturbed
+from fedshift.methods.heads import redrawn
+from fedshift.methods.pooled.training import PooledTraining
+from fedshift.models.network import Network
+from fedshift.weights import Weights
+
+
+class CrossGrad(PooledTraining):
+    """A label network that a domain network's gradients have made robust."""
+
+    name: ClassVar[str] = "crossgrad"
+    citation: ClassVar[str] = "Shankar et al., ICLR 2018"
+    relative_cost: ClassVar[float] = 4.0
+
+    perturbation: NonNegativeFloat = Field(1.0, description="ε: how far samples move (original code: 10)")
+    clip: PositiveFloat = Field(0.1, description="bound of the gradient in each entry")
+    label_share: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="α_l: weight of the perturbed samples")
+    domain_share: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="α_d: the same for the domain network")
+
+    def fit(self, site: Site, weights: Weights, steps: int) -> Update:
+        """Where the pooled data lie: this round's share of the mini-batches."""
+        model = site.model(weights)
+        domain_network = self.parts(site, lambda: with_classes(model, site.domains)).train()
+
+        def loss_of(batch: Batch) -> Tensor:
+            by_label = _loss_and_gradient(model, batch.inputs, batch.targets)
+            by_domain = _loss_and_gradient(domain_network, batch.inputs, batch.domains)
+            towards_domain = gradient_perturbed(batch.inputs, by_domain[1], self.perturbation, self.clip)
+            towards_label = gradient_perturbed(batch.inputs, by_label[1], self.perturbation, self.clip)
+            label = F.cross_entropy(model(towards_domain), batch.targets)
+            domain = F.cross_entropy(domain_network(towards_label), batch.domains)
+            return (
+                (1 - self.label_share) * by_label[0]
+                + self.label_share * label
+                + (1 - self.domain_share) * by_domain[0]
+                + self.domain_share * domain
+            )
+
+        return self.trained(site, site.batches(steps=steps), loss_of, model, domain_network)
+
+
+def with_classes(network: Network, classes: int) -> Network:
+    """A network of the same architecture with fresh weights and ``classes`` outputs: a linear layer on the features."""
+    fresh = redrawn(network)
+    return fresh.with_parts(fresh.features, nn.Linear(network.embedding_size, classes))
+
+
+def _loss_and_gradient(network: Network, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy and its gradient by the inputs; the loss keeps its graph."""
+    probe = inputs.detach().requires_grad_(True)
+    loss = F.cross_entropy(network(probe), labels)
+    (gradient,) = torch.autograd.grad(loss, probe, retain_graph=True)
+    return loss, gradient

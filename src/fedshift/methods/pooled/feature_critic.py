@@ -1,0 +1,118 @@
+"""Feature-Critic: a loss on features that is learnt so that a step along it helps at another domain.
+
+Li, Yang, Zhou, Hospedales: Feature-Critic Networks for Heterogeneous Domain Generalization. ICML 2019.
+
+Setting: domain generalization, *not private*: the data of all sources lie in one place, with their domains' names.
+Wire: every training sample once (the ledger counts them as raw data); no exchange is needed after that.
+
+Features θ, classifier φ, critic h_ω. In every step one source is the validation domain, the others train (Algorithm 1):
+    θ_old = θ − α ∇_θ L_CE                                                      (5)
+    θ_new = θ_old − α ∇_θ β h_ω(θ(x))                                           (6)
+    ω ← ω − η ∇_ω [−tanh(L_val(θ_old) − L_val(θ_new))]                          (3, 4)
+    θ ← θ − η ∇_θ [L_CE + β h_ω],   φ ← φ − η ∇_φ L_CE                          (2)
+h_ω is a network with one hidden layer on a sample's features, softplus, and the mean over the batch ("MLP").
+
+Where papers and code differ, and what was chosen
+ 1. β = 0.01, ω learns at ``critic_rate`` times the learning rate (code: 1e-3 beside 5e-4).
+ 2. The code starts from a DeepAll model. Here DeepAll's step is made alone for ``warm_up`` of the run, 0 by default.
+ 3. The variant that flattens the batch's covariance ("Set") is not here.
+ 4. Equal work: a step counts K mini-batches, one of each source.
+
+Should reproduce: Rotated MNIST 87.04, 99.53, 99.41, 99.52, 99.23, 91.52 (96.04).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedshift.federation.messages import Update
+from fedshift.federation.site import Batch, Site
+from fedshift.functional.meta_learning import utility, with_gradient
+from fedshift.methods.pooled.training import PooledTraining
+from fedshift.models.network import Network
+from fedshift.weights import Weights
+
+
+class FeatureCritic(PooledTraining):
+    """A learnt auxiliary loss on the features."""
+
+    name: ClassVar[str] = "feature_critic"
+    citation: ClassVar[str] = "Li et al., ICML 2019"
+    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts", "critic")
+    relative_cost: ClassVar[float] = 3.0
+
+    critic_weight: NonNegativeFloat = Field(0.01, description="β")
+    critic_rate: PositiveFloat = Field(2.0, description="learning rate of ω beside that of θ")
+    hidden: PositiveInt = Field(512, description="hidden units of the critic")
+    warm_up: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="share of the run that is DeepAll alone")
+
+    def fit(self, site: Site, weights: Weights, steps: int) -> Update:
+        """Where the pooled data lie: this round's share of the mini-batches."""
+        model = site.model(weights)
+        critic = self.parts(site, lambda: critic_network(model.embedding_size, self.hidden))
+        draws = site.generator_for("episodes")
+        optimizers = [site.optimizer(model, memory="optimizer"), site.optimizer(critic, memory="critic")]
+        for group in optimizers[1].param_groups:
+            group["lr"] = self.critic_rate * site.learning_rate
+
+        def loss_of(batches: tuple[Batch, ...]) -> Tensor:
+            warm = self.progress(site) < self.warm_up or len(batches) == 1
+            test = -1 if warm else int(torch.randint(len(batches), (), generator=draws))
+            train = [batch for number, batch in enumerate(batches) if number != test]
+            inputs, labels = torch.cat([b.inputs for b in train]), torch.cat([b.targets for b in train])
+            features = model.features(inputs)
+            loss = F.cross_entropy(model.classifier(features), labels)
+            if warm:
+                return loss
+            return loss + self.step_with_critic(model, critic, features, loss, batches[test], site.learning_rate)
+
+        loss = site.minimise_over(self.of_sources(site, steps), loss_of, model, critic, optimizers=optimizers)
+        site.remember_optimizer(optimizers[0], "optimizer")
+        site.remember_optimizer(optimizers[1], "critic")
+        site.memory["parts"] = site.weights_of(critic)
+        return Update(site.weights_of(model), site.samples, loss)
+
+    def step_with_critic(
+        self, model: Network, critic: nn.Module, features: Tensor, loss: Tensor, test: Batch, rate: float
+    ) -> Tensor:
+        """What is added to the cross-entropy: β h_ω for θ (2), and for ω minus the utility (3–6)."""
+        names, parameters = zip(*model.features.named_parameters(), strict=True)
+        judged = self.critic_weight * critic(features)
+        plain = torch.autograd.grad(loss, parameters, retain_graph=True)
+        critical = torch.autograd.grad(judged, parameters, create_graph=True)
+        old = [p.detach() - rate * g.detach() for p, g in zip(parameters, plain, strict=True)]
+        new = [p - rate * g for p, g in zip(old, critical, strict=True)]
+        with torch.no_grad():
+            before = validation_loss(model, dict(zip(names, old, strict=True)), test)
+        gain = utility(before, validation_loss(model, dict(zip(names, new, strict=True)), test))
+        weights = list(critic.parameters())
+        by_critic = torch.autograd.grad(-gain, weights, retain_graph=True)
+        by_features = torch.autograd.grad(judged, parameters, retain_graph=True)
+        # θ descends β h_ω, ω ascends the utility: each gradient is known and reaches its own parameters alone.
+        return with_gradient(judged, parameters, by_features) + with_gradient(-gain, weights, by_critic)
+
+
+def validation_loss(model: Network, features: dict[str, Tensor], batch: Batch) -> Tensor:
+    """Cross-entropy on a batch with other feature parameters and the classifier as it is."""
+    found = functional_call(model.features, features, (batch.inputs,))
+    return F.cross_entropy(model.classifier(found), batch.targets)
+
+
+class Critic(nn.Sequential):
+    """h_ω: features (n, d) → a number, at least 0."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        """The mean over the batch of softplus of each sample's score."""
+        scores: Tensor = super().forward(features)  # type: ignore[no-untyped-call]
+        return F.softplus(scores).mean()
+
+
+def critic_network(width: int, hidden: int) -> Critic:
+    """h_ω with one hidden layer."""
+    return Critic(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 1))

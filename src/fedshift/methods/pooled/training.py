@@ -1,0 +1,79 @@
+"""Base of the pooled methods with modules besides the model: their rounds, their batches, and these modules.
+
+The model that is evaluated is an ordinary network. Discriminators, second classifiers and the like stay in the pool's
+memory, drawn from the experiment's seed. So a model file holds nothing that prediction does not use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import ClassVar, TypeVar
+
+from torch import Tensor, nn
+
+from fedshift.data.domain import Task
+from fedshift.federation.federation import Federation
+from fedshift.federation.messages import Update
+from fedshift.federation.randomness import derive_seed, drawn_from
+from fedshift.federation.site import Batch, Site
+from fedshift.methods.base import State
+from fedshift.methods.pooled.deepall import DeepAll
+from fedshift.models.network import Network
+
+B = TypeVar("B")
+M = TypeVar("M", bound=nn.Module)
+
+
+class PooledTraining(DeepAll):
+    """Base of methods on a pool of all sources, with modules besides the model. A subclass writes `fit`."""
+
+    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts")
+    tasks: ClassVar[tuple[Task, ...]] = ("classification",)
+
+    def round(self, federation: Federation, state: State) -> State:
+        (pool,) = federation.sources
+        due = federation.round * federation.share(pool) - federation.progress.used[pool]
+        update = federation.ask(self.fit, to=federation.sources, weights=state.weights, steps=max(0, due)).only()
+        return state.advance(update.weights, report={"losses": {pool: update.loss}})
+
+    def batches(self, site: Site, due: int) -> Iterator[tuple[tuple[Batch, ...], Batch | None]]:
+        """Mini-batches of all domains together, until ``due`` of them are used or none is left.
+
+        An optimiser step uses one of every domain. A remainder of ``due`` that is too small for this is used in the
+        next round; in the last round it makes a step, too.
+        """
+        domains = site.domains + (site.unlabelled is not None)
+        last = due >= site.envelope.mini_batches_left
+        return site.domain_batches(-(-due // domains) if last else due // domains)
+
+    def of_sources(self, site: Site, due: int) -> Iterator[tuple[Batch, ...]]:
+        """The sources' part of `batches`."""
+        return (sources for sources, _ in self.batches(site, due))
+
+    def progress(self, site: Site) -> float:
+        """The share of the run's mini-batches that are done, with those of the current optimiser step."""
+        begun, left = site.envelope.progress, site.envelope.mini_batches_left
+        return begun + (1 - begun) * site.mini_batches / max(1, left)
+
+    def parts(self, site: Site, build: Callable[[], M]) -> M:
+        """The modules besides the model: drawn from the experiment's seed at first, later from the pool's memory."""
+        with drawn_from(derive_seed(site.seed, site.name, "parts")):
+            module = build()
+        if "parts" in site.memory:
+            module.load_state_dict(dict(site.memory.weights("parts")))
+        return site.place(module)
+
+    def trained(
+        self,
+        site: Site,
+        batches: Iterable[B],
+        loss_of: Callable[[B], Tensor],
+        model: Network,
+        parts: nn.Module | None = None,
+    ) -> Update:
+        """Train the model and the modules besides it together, and remember the latter."""
+        modules = [model] if parts is None else [model, parts]
+        loss = site.minimise_over(batches, loss_of, *modules, remember="optimizer")
+        if parts is not None:
+            site.memory["parts"] = site.weights_of(parts)
+        return Update(site.weights_of(model), site.samples, loss)

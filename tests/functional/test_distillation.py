@@ -1,0 +1,39 @@
+"""Softened divergences against scipy, and averages that follow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.special import rel_entr, softmax
+from torch.autograd import gradcheck
+
+from fedshift.functional.distillation import move_towards, softened_divergence
+from fedshift.functional.schedules import sigmoid_ramp
+
+
+@given(st.floats(0.5, 20), st.integers(0, 99))
+def test_it_is_the_divergence_of_the_softened_probabilities(temperature: float, seed: int) -> None:
+    teacher, student = torch.randn(2, 4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    p, q = softmax(teacher.numpy() / temperature, 1), softmax(student.numpy() / temperature, 1)
+    found = softened_divergence(teacher, student, temperature).item()
+    assert found == pytest.approx(rel_entr(p, q).sum(1).mean(), rel=1e-9, abs=1e-12)
+    assert softened_divergence(teacher, teacher, temperature).item() == pytest.approx(0, abs=1e-12)
+
+
+def test_gradients() -> None:
+    teacher, student = torch.randn(2, 3, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert gradcheck(lambda z: softened_divergence(teacher, z, 3.0), student.requires_grad_(True))
+
+
+def test_an_average_follows_and_integers_are_copied() -> None:
+    average = [torch.tensor([1.0, 0.0]), torch.tensor(3)]
+    move_towards(average, [torch.tensor([2.0, 4.0]), torch.tensor(7)], momentum=0.75)
+    assert average[0].tolist() == pytest.approx([1.25, 1.0])
+    assert average[1].item() == 7
+
+
+def test_the_ramp_of_fact() -> None:
+    grown = [2 * sigmoid_ramp(epoch / 5) for epoch in range(7)]
+    assert grown == pytest.approx([0.013476, 0.081524, 0.330598, 0.898658, 1.637462, 2.0, 2.0], abs=1e-6)

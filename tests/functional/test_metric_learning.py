@@ -1,0 +1,98 @@
+"""Triplets written as loops, and classes that confuse alike."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import gradcheck
+
+from fedshift.errors import UserError
+from fedshift.functional.metric_learning import (
+    class_confusion,
+    confusion_divergence,
+    hard_negative_triplet_loss,
+    semi_hard_triplet_loss,
+)
+
+
+def drawn(number: int, seed: int, width: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    draws = torch.Generator().manual_seed(seed)
+    return torch.randn(number, width, dtype=torch.float64, generator=draws), torch.randint(
+        3, (number,), generator=draws
+    )
+
+
+def squared(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float((left - right).square().sum())
+
+
+@given(st.integers(1, 9), st.floats(0, 5), st.integers(0, 99))
+def test_semi_hard_triplets_are_those_of_a_loop(number: int, margin: float, seed: int) -> None:
+    points, labels = drawn(number, seed)
+    losses = []
+    for a, p in itertools.permutations(range(number), 2):
+        others = [squared(points[a], points[n]) for n in range(number) if labels[n] != labels[a]]
+        if labels[a] != labels[p] or not others:
+            continue
+        own = squared(points[a], points[p])
+        farther = [distance for distance in others if distance > own]
+        losses.append(max(0.0, own - (min(farther) if farther else max(others)) + margin))
+    expected = sum(losses) / len(losses) if losses else 0.0
+    assert semi_hard_triplet_loss(points, labels, margin).item() == pytest.approx(expected, abs=1e-9)
+
+
+@given(st.integers(1, 6), st.integers(1, 9), st.integers(1, 4), st.integers(0, 99))
+def test_hard_negatives_are_those_of_a_loop(queries: int, keys: int, number: int, seed: int) -> None:
+    (points, labels), (stored, stored_labels) = drawn(queries, seed), drawn(keys, seed + 1)
+    losses = []
+    for query, label in zip(points, labels, strict=True):
+        own = [squared(query, key) for key, other in zip(stored, stored_labels, strict=True) if other == label]
+        others = sorted(squared(query, key) for key, other in zip(stored, stored_labels, strict=True) if other != label)
+        if own and others:
+            losses += [max(0.0, max(own) - distance + 2.0) for distance in others[:number]]
+    expected = sum(losses) / len(losses) if losses else 0.0
+    found = hard_negative_triplet_loss(points, labels, stored, stored_labels, 2.0, number)
+    assert found.item() == pytest.approx(expected, abs=1e-9)
+
+
+def test_gradients() -> None:
+    points, labels = drawn(6, 3)
+    keys, key_labels = drawn(8, 4)
+    points.requires_grad_(True)
+    assert gradcheck(lambda x: semi_hard_triplet_loss(x, labels, 4.0), points)
+    assert gradcheck(lambda x: hard_negative_triplet_loss(x, labels, keys, key_labels, 3.0, 2), points)
+    assert gradcheck(lambda x: class_confusion(x, labels, 3, 2.0)[0], points)
+
+
+def test_a_single_class_has_no_triplet_and_no_gradient() -> None:
+    points = torch.randn(4, 2, requires_grad=True)
+    semi_hard_triplet_loss(points, torch.zeros(4, dtype=torch.int64), 1.0).backward()
+    assert points.grad is not None
+    assert not points.grad.any()
+
+
+def test_confusions_are_softened_means() -> None:
+    logits = torch.tensor([[2.0, 0.0, 0.0], [0.0, 4.0, 0.0], [0.0, 0.0, 6.0]])
+    rows, present = class_confusion(logits, torch.tensor([0, 0, 2]), 3, temperature=2.0)
+    weights = [math.exp(0.5), math.exp(1.0), 1.0]
+    assert rows[0].tolist() == pytest.approx([weight / sum(weights) for weight in weights], rel=1e-6)
+    assert present.tolist() == [True, False, True]
+
+
+def test_the_divergence_is_symmetric_and_counts_common_classes_alone() -> None:
+    one = torch.tensor([[0.8, 0.2], [0.3, 0.7]]), torch.tensor([True, True])
+    other = torch.tensor([[0.5, 0.5], [0.9, 0.1]]), torch.tensor([True, False])
+    expected = (0.3 * math.log(0.8 / 0.5) - 0.3 * math.log(0.2 / 0.5)) / 2 / 2
+    assert confusion_divergence(one, other).item() == pytest.approx(expected, rel=1e-6)
+    assert confusion_divergence(other, one).item() == pytest.approx(expected, rel=1e-6)
+    assert confusion_divergence(one, one).item() == 0
+
+
+def test_other_shapes_are_refused() -> None:
+    with pytest.raises(UserError, match="logits"):
+        class_confusion(torch.zeros(3), torch.zeros(3, dtype=torch.int64), 2, 1.0)

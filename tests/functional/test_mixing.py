@@ -1,0 +1,77 @@
+"""MixStyle's statistics and CrossGrad's perturbation, on numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.autograd import gradcheck
+
+from fedshift.errors import UserError
+from fedshift.functional.mixing import cross_domain_partners, gradient_perturbed, mixed_styles
+
+X = torch.tensor([0.0, 2.0, 4.0, 6.0]).view(1, 1, 2, 2)
+Y = torch.tensor([1.0, 1.0, 1.0, 5.0]).view(1, 1, 2, 2)
+
+
+def test_worked_numbers() -> None:
+    mixed = mixed_styles(X, Y, torch.tensor([0.3]))
+    torch.testing.assert_close(
+        mixed.flatten(), torch.tensor([-0.226653, 1.457782, 3.142218, 4.826653]), atol=2e-6, rtol=0
+    )
+    assert mixed.mean().item() == pytest.approx(2.3, abs=1e-6)
+    assert mixed.std().item() == pytest.approx(2.174597, abs=1e-5)
+
+
+def test_weight_one_is_the_identity_and_zero_the_partner_s_style() -> None:
+    torch.testing.assert_close(mixed_styles(X, Y, torch.ones(1)), X, atol=1e-6, rtol=0)
+    taken = mixed_styles(X, Y, torch.zeros(1))
+    assert (taken.mean().item(), taken.std().item()) == pytest.approx((2.0, 2.0), abs=1e-5)
+
+
+def test_statistics_are_constants_for_the_gradient() -> None:
+    maps = torch.randn(2, 3, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    partners, weights = maps.flip(0), torch.tensor([0.2, 0.7], dtype=torch.float64)
+    deviations = maps.std((2, 3), keepdim=True)
+    mixed_deviations = weights.view(2, 1, 1, 1) * deviations + (1 - weights.view(2, 1, 1, 1)) * deviations.flip(0)
+    leaf = maps.clone().requires_grad_(True)
+    mixed_styles(leaf, partners, weights).sum().backward()
+    assert leaf.grad is not None
+    torch.testing.assert_close(leaf.grad, (mixed_deviations / deviations).expand_as(maps), atol=1e-5, rtol=1e-5)
+    frozen = mixed_deviations / (deviations.square() + 1e-6).sqrt()
+    assert gradcheck(lambda x: frozen * x, leaf)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 1, 1)])
+def test_without_positions_there_is_no_style(shape: tuple[int, ...]) -> None:
+    with pytest.raises(UserError, match="styles mix"):
+        mixed_styles(torch.zeros(shape), torch.zeros(shape), torch.ones(2))
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.integers(0, 99))
+def test_a_partner_is_of_another_domain_where_there_is_one(domains: list[int], seed: int) -> None:
+    numbers = torch.tensor(domains)
+    partners = cross_domain_partners(numbers, torch.Generator().manual_seed(seed))
+    if len(set(domains)) > 1:
+        assert (numbers[partners] != numbers).all()
+    assert ((partners >= 0) & (partners < len(domains))).all()
+
+
+def test_every_sample_of_another_domain_can_be_the_partner() -> None:
+    draws = torch.Generator().manual_seed(0)
+    seen = {int(cross_domain_partners(torch.tensor([0, 0, 1, 2, 1]), draws)[0]) for _ in range(60)}
+    assert seen == {2, 3, 4}
+
+
+@given(st.floats(0, 10), st.floats(0.01, 1))
+def test_a_perturbation_is_bounded(size: float, bound: float) -> None:
+    gradients = torch.tensor([-3.0, -0.02, 0.0, 0.02, 5.0])
+    moved = gradient_perturbed(torch.ones(5), gradients, size, bound)
+    assert ((moved - 1).abs() <= bound * size + 1e-5).all()
+    assert torch.equal((moved - 1).sign(), gradients.sign() if size * 0.01 > 1e-6 else (moved - 1).sign())
+
+
+def test_a_perturbed_sample_is_a_constant() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    assert not gradient_perturbed(leaf, leaf * 0.01, 1.0).requires_grad

@@ -1,0 +1,333 @@
+"""DMG, DGER, Epi-FCR, MASF, MetaReg and Feature-Critic: a step by hand, and what each term may and may not move."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from pooled_step import LEFT, assert_same, descend, domain_batches, mixed_batch, pool, step, trainable
+from pooling import LR, moved
+from tiny import CNN, MLP
+from torch import Tensor
+
+from fedshift.federation.site import Envelope
+from fedshift.methods import registry
+from fedshift.methods.pooled import dger, epi_fcr, metareg
+from fedshift.methods.pooled.dmg import DMG, MaskedClassifier, overlap
+from fedshift.methods.pooled.feature_critic import FeatureCritic, critic_network
+from fedshift.methods.pooled.masf import MASF, metric_network
+
+BOTH = pytest.mark.parametrize("network", [CNN, MLP], ids=["images", "vectors"])
+Gradients = tuple[Tensor, ...]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": "masf", "global_weight": 0.0, "local_weight": 0.0},
+        {"name": "epi_fcr", "warm_up": 1.0},
+        {"name": "feature_critic", "warm_up": 1.0},
+        {"name": "dger", "agreement_weight": 0.0, "reversal": 0.0, "entropy_reversal": 0.0},
+        {"name": "metareg", "meta_share": 0.0},  # φ is 0 where stage 1 was left out
+    ],
+    ids=lambda options: str(options["name"]),
+)
+def test_the_published_network_takes_deepall_s_step_where_its_terms_are_off(options: dict[str, Any]) -> None:
+    """On a batch of every domain: a mean over domains of equal size, or over all samples, is the same loss."""
+    site, weights, model = pool(registry.parse(options))
+    if options["name"] == "metareg":  # stage 2 begins with a fresh classifier
+        parts = registry.parse(options).parts(site, lambda: metareg.Parts(model, 3))  # type: ignore[attr-defined]
+        model.classifier.load_state_dict(parts.fresh.state_dict())
+    batches = domain_batches(site)
+    assert len({len(batch.inputs) for batch in batches}) == 1
+    descend(
+        torch.stack([F.cross_entropy(model(batch.inputs), batch.targets) for batch in batches]).mean(), trainable(model)
+    )
+    assert_same(step(registry.parse(options), site, weights, mini_batches=3).weights, model)
+
+
+# DMG ------------------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_a_step_of_dmg_by_hand(network: dict[str, object]) -> None:
+    method = DMG(overlap_weight=0.7)
+    site, weights, model = pool(method, network)
+    masked = cast(MaskedClassifier, model.classifier)
+    batch = mixed_batch(site)
+    torch.manual_seed(3)
+    features = model.features(batch.inputs)
+    draws = torch.rand(features.shape)
+    rows = []
+    for feature, draw, domain in zip(features, draws, batch.domains.tolist(), strict=True):
+        chance = masked.masks[domain].sigmoid()
+        rows.append(feature * ((draw < chance).float() + chance - chance.detach()))
+    loss = F.cross_entropy(masked.classifier(torch.stack(rows)), batch.targets)
+    chances = masked.masks.sigmoid()
+    pairs = []
+    for one, other in itertools.combinations(chances, 2):
+        both = (one * other).sum()
+        pairs.append((both + 1e-6) / (one.sum() + other.sum() - both + 1e-6))
+    loss = loss + 0.7 * sum(pairs) / 3
+    descend(loss, trainable(model))
+    torch.manual_seed(3)
+    update = step(method, site, weights)
+    assert update.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert_same(update.weights, model)
+
+
+def test_equal_masks_overlap_wholly_and_disjoint_ones_not_at_all() -> None:
+    one = torch.tensor([1.0, 0.0, 1.0])
+    assert overlap(torch.stack([one, one])).item() == pytest.approx(1.0)
+    assert overlap(torch.stack([one, 1 - one])).item() == pytest.approx(0.0, abs=1e-5)
+    assert overlap(one[None]).item() == 0
+
+
+def test_an_unknown_site_gets_the_mean_of_all_masks_predictions() -> None:
+    _, _, model = pool(DMG())
+    masked = cast(MaskedClassifier, model.classifier)
+    features = torch.randn(4, model.embedding_size)
+    said = [masked.classifier(features * mask.sigmoid()).softmax(1) for mask in masked.masks]
+    torch.testing.assert_close(masked(features).softmax(1), sum(said) / 3)
+
+
+# DGER -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_of_dger_by_hand() -> None:
+    method = dger.DGER(reversal=0.5, agreement_weight=0.3, entropy_reversal=0.2, heads_rate=0.4, warm_up=0.0, hidden=())
+    site, weights, model = pool(method)
+    parts = method.parts(site, lambda: dger.Parts(model.embedding_size, model.classes, 3, ()))
+    batches = domain_batches(site)
+    features = [model.features(batch.inputs) for batch in batches]
+    labels = [batch.targets for batch in batches]
+    whole, every = torch.cat(features), torch.cat(labels)
+    domains = torch.arange(3).repeat_interleave(len(labels[0]))
+    sizes = torch.bincount(site.data.domain_numbers).float()
+    classes = F.cross_entropy(model.classifier(whole), every)
+    hidden = F.cross_entropy(parts.discriminator(whole), domains, 1 / sizes)
+    own, theirs, balanced = [], [], []
+    for number, (mine, other) in enumerate(zip(parts.own, parts.reversed, strict=True)):
+        own.append(F.cross_entropy(mine(features[number]), labels[number]))
+        rest = [one for one in range(3) if one != number]
+        said = mine(torch.cat([features[one] for one in rest]))
+        theirs.append(F.cross_entropy(said, torch.cat([labels[one] for one in rest])))
+        counts = torch.bincount(labels[number], minlength=model.classes).float()
+        weighting = torch.where(counts > 0, 1 / counts, 0.0)
+        balanced.append(F.cross_entropy(other(features[number]), labels[number], weighting))
+    by_features = classes - 0.5 * hidden + 0.3 * sum(theirs) - 0.2 * sum(balanced)
+    steps: list[tuple[Tensor, list[Any], float]] = [
+        (by_features, trainable(model), LR),
+        (hidden, trainable(parts.discriminator), LR),
+        (sum(own, torch.zeros(())), trainable(parts.own), 0.4 * LR),
+        (sum(balanced, torch.zeros(())), trainable(parts.reversed), 0.4 * LR),
+    ]
+    gradients = [torch.autograd.grad(loss, of, retain_graph=True) for loss, of, _ in steps]
+    with torch.no_grad():
+        for (_, of, rate), found in zip(steps, gradients, strict=True):
+            for parameter, gradient in zip(of, found, strict=True):
+                parameter -= rate * gradient
+    update = step(method, site, weights, mini_batches=3)
+    total = classes + hidden + sum(own) + 0.3 * sum(theirs) + sum(balanced)
+    assert update.loss == pytest.approx(total.item(), rel=1e-5)
+    assert_same(update.weights, model)
+    assert_same(site.memory.weights("parts"), parts)
+
+
+def test_the_other_terms_are_weak_at_first() -> None:
+    losses = {}
+    for share in (0.0, 1.0):
+        method = dger.DGER(warm_up=share, hidden=())
+        site, weights, model = pool(method)
+        losses[share] = step(method, site, weights, mini_batches=3).loss
+        batches = domain_batches(site)
+    inputs, labels = torch.cat([b.inputs for b in batches]), torch.cat([b.targets for b in batches])
+    plain = F.cross_entropy(model(inputs), labels).item()
+    assert losses[1.0] - plain == pytest.approx(0.01 * (losses[0.0] - plain), rel=1e-3)
+
+
+# Epi-FCR --------------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_a_step_of_epi_fcr_by_hand(network: dict[str, object]) -> None:
+    method = epi_fcr.EpiFCR(feature_weight=1.5, classifier_weight=0.6, random_weight=0.4, warm_up=0.0)
+    site, weights, model = pool(method, network)
+    parts = method.parts(site, lambda: epi_fcr.Parts(model, 3))
+    batches = domain_batches(site)
+    pairs = list(itertools.permutations(range(3), 2))
+    i, j = pairs[int(torch.randint(len(pairs), (), generator=site.generator_for("pairs")))]
+    features = [model.features(batch.inputs) for batch in batches]
+    labels = [batch.targets for batch in batches]
+    published = sum(F.cross_entropy(model.classifier(f), y) for f, y in zip(features, labels, strict=True)) / 3
+    published = (
+        published + 0.4 * sum(F.cross_entropy(parts.random(f), y) for f, y in zip(features, labels, strict=True)) / 3
+    )
+    published = published + 1.5 * F.cross_entropy(parts.of(j).classifier(features[i]), labels[i])
+    foreign = parts.of(j).features(batches[i].inputs).detach()
+    published = published + 0.6 * F.cross_entropy(model.classifier(foreign), labels[i])
+    own = sum(F.cross_entropy(parts.of(k)(batch.inputs), batch.targets) for k, batch in enumerate(batches)) / 3
+    before = {name: tensor.clone() for name, tensor in parts.state_dict().items()}
+    gradients = torch.autograd.grad(own, trainable(parts.domains), retain_graph=True)
+    descend(published, trainable(model))
+    with torch.no_grad():
+        for parameter, gradient in zip(trainable(parts.domains), gradients, strict=True):
+            parameter -= LR * gradient
+    update = step(method, site, weights, mini_batches=3)
+    assert update.loss == pytest.approx((published + own).item(), rel=1e-5)
+    assert_same(update.weights, model)
+    kept = site.memory.weights("parts")
+    assert_same(kept, parts)
+    assert not {name for name in moved(before, kept) if name.startswith("random")}, "the random head never trains"
+
+
+# MASF -----------------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_a_step_of_masf_by_hand(network: dict[str, object]) -> None:
+    """A second network takes the inner step; its gradient of the meta losses is added to the task's."""
+    method = MASF(inner_rate=0.3, inner_clip=0.5, global_weight=0.8, local_weight=0.1, margin=2.0, embedding=4)
+    site, weights, model = pool(method, network)
+    metric = method.parts(site, lambda: metric_network(model.embedding_size, 4))
+    batches = domain_batches(site)
+    test = int(torch.randint(3, (), generator=site.generator_for("episodes")))
+    losses = [F.cross_entropy(model(batch.inputs), batch.targets) for batch in batches]
+    train = sum(loss for number, loss in enumerate(losses) if number != test) / 2
+    gradients = torch.autograd.grad(train, trainable(model), retain_graph=True)
+    by_task = torch.autograd.grad(sum(losses) / 3, trainable(model))
+    ahead = site.model(weights)
+    with torch.no_grad():
+        for parameter, gradient in zip(ahead.parameters(), gradients, strict=True):
+            parameter -= 0.3 * gradient * min(1.0, 0.5 / float(gradient.norm()))
+    features = [ahead.features(batch.inputs) for batch in batches]
+    confusions = []
+    for feature, batch in zip(features, batches, strict=True):
+        logits = ahead.classifier(feature)
+        confusions.append({int(c): (logits[batch.targets == c].mean(0) / 2).softmax(0) for c in batch.targets.unique()})
+    divergences = []
+    for number, one in enumerate(confusions):
+        if number != test:
+            other = confusions[test]
+            found = [
+                ((one[c] - other[c]) * (one[c].log() - other[c].log())).sum() / 2 for c in one.keys() & other.keys()
+            ]
+            divergences.append(sum(found, torch.zeros(())) / model.classes)
+    points, every = metric(torch.cat(features)), torch.cat([batch.targets for batch in batches])
+    triplets = []
+    for a, p in itertools.permutations(range(len(points)), 2):
+        if every[a] == every[p]:
+            own = (points[a] - points[p]).square().sum()
+            others = [(points[a] - points[n]).square().sum() for n in range(len(points)) if every[n] != every[a]]
+            farther = [distance for distance in others if distance > own]
+            triplets.append((own - (min(farther) if farther else max(others)) + 2.0).clamp_min(0))
+    meta = 0.8 * sum(divergences) / 2 + 0.1 * torch.stack(triplets).mean()
+    by_meta = torch.autograd.grad(meta, [*trainable(ahead), *trainable(metric)], allow_unused=True)
+    with torch.no_grad():
+        for parameter, one, other in zip(trainable(model), by_task, by_meta, strict=False):
+            parameter -= LR * (one + other)
+        for parameter, gradient in zip(trainable(metric), by_meta[len(by_task) :], strict=True):
+            parameter -= LR * (0 if gradient is None else gradient)
+    update = step(method, site, weights, mini_batches=3)
+    assert update.loss == pytest.approx((sum(losses) / 3 + meta).item(), rel=1e-4)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(update.weights[name], tensor, atol=2e-5, rtol=1e-3)
+
+
+# MetaReg --------------------------------------------------------------------------------------------------------------
+
+
+def test_phi_learns_through_the_inner_steps() -> None:
+    """The derivative of the episode's loss by φ, against differences in float64."""
+    draws = torch.Generator().manual_seed(0)
+    task = torch.nn.Linear(4, 3).double()
+    near, far = (
+        (torch.randn(6, 4, dtype=torch.float64, generator=draws), torch.randint(3, (6,), generator=draws)) for _ in "ab"
+    )
+    phi = torch.rand(3, 4, dtype=torch.float64, generator=draws).requires_grad_(True)
+    assert torch.autograd.gradcheck(lambda p: metareg.episode_loss(task, [p], near, far, 0.2, 2), phi)
+    assert all(parameter.grad is None for parameter in task.parameters())
+
+
+def test_the_first_stage_learns_phi_and_the_second_uses_it() -> None:
+    method = metareg.MetaReg(meta_share=0.5, regulariser_rate=50.0)
+    site, weights, model = pool(method)
+    update = step(method, site, weights, mini_batches=3, steps=6)
+    parts = method.parts(site, lambda: metareg.Parts(model, 3))
+    assert (parts.penalties[0] >= 0).all()
+    assert (parts.penalties[0] > 0).any()
+    heads = torch.stack([task.weight for task in parts.tasks])  # type: ignore[misc]
+    torch.testing.assert_close(update.weights["classifier.weight"], heads.mean(0))
+    learnt = parts.penalties[0].detach().clone()
+    site.begin(Envelope(2, 2, 0.5, LEFT))
+    batches = domain_batches(site)
+    model.load_state_dict(dict(update.weights))
+    model.classifier.load_state_dict(parts.fresh.state_dict())
+    inputs, labels = torch.cat([b.inputs for b in batches]), torch.cat([b.targets for b in batches])
+    loss = F.cross_entropy(model(inputs), labels) + (learnt * model.classifier.weight.abs()).sum()  # type: ignore
+    descend(loss, trainable(model))
+    later = step(method, site, update.weights, mini_batches=3)
+    assert later.loss == pytest.approx(loss.item(), rel=1e-5)
+    assert_same(later.weights, model)
+    torch.testing.assert_close(site.memory.weights("parts")["penalties.0"], learnt)
+    site.begin(Envelope(3, 3, 0.7, LEFT))
+    again = step(method, site, later.weights, mini_batches=3)
+    assert (again.weights["classifier.weight"] - later.weights["classifier.weight"]).abs().max() < 0.1, (
+        "begun anew once"
+    )
+
+
+# Feature-Critic -------------------------------------------------------------------------------------------------------
+
+
+@BOTH
+def test_a_step_of_feature_critic_by_hand(network: dict[str, object]) -> None:
+    """The critic's derivative by differences: its utility is computed again with each of two weights changed."""
+    method = FeatureCritic(critic_weight=0.5, critic_rate=3.0, hidden=4)
+    site, weights, model = pool(method, network)
+    critic = method.parts(site, lambda: critic_network(model.embedding_size, 4)).double()
+    model = model.double()
+    batches = domain_batches(site)
+    test = int(torch.randint(3, (), generator=site.generator_for("episodes")))
+    inputs = torch.cat([b.inputs for number, b in enumerate(batches) if number != test]).double()
+    labels = torch.cat([b.targets for number, b in enumerate(batches) if number != test])
+
+    def validation(gradients: Gradients) -> Tensor:
+        other = site.model(weights).double()
+        with torch.no_grad():
+            for parameter, gradient in zip(other.features.parameters(), gradients, strict=True):
+                parameter -= LR * gradient
+            return F.cross_entropy(other(batches[test].inputs.double()), batches[test].targets)
+
+    @torch.enable_grad()
+    def utility() -> Tensor:
+        plain = torch.autograd.grad(F.cross_entropy(model(inputs), labels), trainable(model.features))
+        judged = 0.5 * F.softplus(torch.nn.Sequential(*critic)(model.features(inputs))).mean()
+        critical = torch.autograd.grad(judged, trainable(model.features))
+        both = tuple(one + other for one, other in zip(plain, critical, strict=True))
+        return (validation(plain) - validation(both)).tanh()
+
+    before = utility()
+    expected = {}
+    for index in ((0, 0), (3, 1)):
+        weight = critic[0].weight
+        with torch.no_grad():
+            weight[index] += 1e-4
+            above = utility()
+            weight[index] -= 2e-4
+            below = utility()
+            weight[index] += 1e-4
+        expected[index] = float((weight[index] + 3.0 * LR * (above - below) / 2e-4).detach())
+    loss = F.cross_entropy(model(inputs), labels)
+    loss = loss + 0.5 * F.softplus(torch.nn.Sequential(*critic)(model.features(inputs))).mean()
+    descend(loss, trainable(model))
+    update = step(method, site, weights, mini_batches=3)
+    assert update.loss == pytest.approx((loss - before).item(), rel=1e-4)
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(update.weights[name].double(), tensor.double(), atol=2e-6, rtol=1e-4)
+    found = site.memory.weights("parts")["0.weight"]
+    for index, value in expected.items():
+        assert float(found[index]) == pytest.approx(value, abs=2e-6)
