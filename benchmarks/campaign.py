@@ -38,6 +38,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "federation"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "deployment"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "deployment" / "flare"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from loopback import Without, model, options_of, same, simulate
@@ -265,8 +266,6 @@ class Campaign:
         lines = (there / "played/west/seed-0/rounds.jsonl").read_text().splitlines()
         if [json.loads(line)["round"] for line in lines] != list(range(1, ROUNDS + 1)):
             wrong.append("rounds are missing or doubled")
-        if not quorum and lost:
-            wrong.append(f"a site was lost without a quorum: {sorted(lost)}")
         shutil.rmtree(self.folder / options["name"], ignore_errors=True)
         shutil.rmtree(deployment.folder, ignore_errors=True)  # the small disk of the coordinator
         return wrong
