@@ -174,8 +174,11 @@ def test_a_quorum_goes_on_without_the_site(method: Any) -> None:
 
 
 def test_without_a_quorum_the_run_ends_with_its_name() -> None:
-    with pytest.raises(ReplyRefused, match=f"site '{WRONG}' in round 1: 'weights' .* norm"):
-        run(Large(), domains(CNN, {"large": 20, WRONG: 12}), CNN)
+    found = domains(CNN, {"large": 20, WRONG: 12})
+    with pytest.raises(TrainingDiverged, match=f"site '{WRONG}' in round 1: 'weights' .* norm"):
+        run(Large(), found, CNN)
+    with pytest.raises(ReplyRefused, match=f"site '{WRONG}' in round 0: 'spectra/amplitude' "):
+        run(Cut(), found, CNN)
 
 
 def test_numbers_that_are_not_finite_are_divergence() -> None:
