@@ -67,6 +67,8 @@ RATES: dict[str, tuple[float, float]] = {
 """Learning rates on images and on vectors with which a run learns something and is not done with it; else LR."""
 OF_EVERY_DOMAIN = ("masf", "dger", "epi_fcr", "metareg", "feature_critic")
 """Pooled methods without a target whose step takes a batch of every source."""
+NORMED_ALONE = ("fedbn", "silobn")
+"""What would be FedAvg on the images' network, which has no BatchNorm."""
 SETTINGS: tuple[dict[str, str], ...] = (
     {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
@@ -97,6 +99,8 @@ def record(name: str) -> tuple[Record, dict[str, tuple[int, float]]]:
     learnt: dict[str, tuple[int, float]] = {}
     for kind, network in NETWORKS.items():
         if kind == "vectors" and normed_for(method) is not NORMED:
+            continue
+        if kind == "images" and name in NORMED_ALONE:
             continue
         found = domains(network, SIZES)
         of_all = (method.pooled and method.needs_target) or name in OF_EVERY_DOMAIN  # a step takes several batches
