@@ -19,7 +19,7 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parents[1] / "federation"), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
-from mutations import broken  # noqa: E402
+from broken_replies import broken  # noqa: E402
 from replay import METHODS, Attack, recorded  # noqa: E402
 
 FILE = Path(__file__).with_name("report.json")
