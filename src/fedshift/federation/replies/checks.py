@@ -152,7 +152,7 @@ class ReplyCheck:
             _check_bound(name, content[name], bound)
         layout = self._models.check(call, kind, content, sent, bounds)
         for name, value in content.items():
-            self._check_values(name, value, sent.get(name))
+            self._check_values(name, value, sent.get(name), name in bounds)
         return layout
 
     def odd_ones(self, call: str, layouts: Mapping[str, Layout], asked: int) -> dict[str, str]:
@@ -173,10 +173,12 @@ class ReplyCheck:
             if isinstance(value, str):
                 text_bytes(path, value)
 
-    def _check_values(self, name: str, value: Any, sent: Any) -> None:
+    def _check_values(self, name: str, value: Any, sent: Any, declared: bool) -> None:
         if isinstance(value, Mapping) and not isinstance(value, NamedTensors):
             for key, item in value.items():
-                self._check_values(f"{name}/{key}", item, sent.get(key) if isinstance(sent, Mapping) else None)
+                self._check_values(
+                    f"{name}/{key}", item, sent.get(key) if isinstance(sent, Mapping) else None, declared
+                )
             return
         if not isinstance(value, NamedTensors):
             return
@@ -184,7 +186,7 @@ class ReplyCheck:
         if wrong:
             raise FedshiftError(f"'{name}' holds numbers of the type {wrong[0]}, which does not travel")
         value.check_finite(f"'{name}'")
-        if isinstance(value, Weights):
+        if isinstance(value, Weights) and not declared:  # what is declared has a range of its own
             _check_model(name, value, sent if isinstance(sent, Weights) else self._start)
 
 

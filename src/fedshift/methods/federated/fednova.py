@@ -17,7 +17,7 @@ Where papers and code differ, and what was chosen
  2. ``proximal_weight`` is the paper's FedNova with a proximal term.
  3. BatchNorm statistics are averaged by p_i. Adam is refused.
  4. With equal numbers of steps at all sites it is FedAvg.
- 5. Robust rules do not go with it: a site says its ‖a_i‖₁ itself, and one near 0 makes any update huge.
+ 5. Robust rules do not go with it: a site says its ‖a_i‖₁ itself, between 0 and that of all its mini-batches.
 
 Should reproduce: no published table of this setting is known to us.
 """
@@ -31,9 +31,10 @@ from typing import ClassVar
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
+from fedshift.data.site_data import batches_per_epoch
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
-from fedshift.federation.replies.declared import NotNegative
+from fedshift.federation.replies.declared import About, Between, Bounds, NotNegative
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.averaging import parameters_of
 from fedshift.functional.control_variates import normalised_average
@@ -61,10 +62,17 @@ class FedNova(LocalTraining):
 
     proximal_weight: NonNegativeFloat = Field(0.0, description="μ of a proximal term, as FedProx has")
 
+    def bounds(self, call: str, about: About) -> Bounds:
+        if call != "train":
+            return {}
+        steps = self.mini_batches(batches_per_epoch(about.samples, about.training.batch_size), 1)
+        return {"factor": Between(0, 1.001 * plain_steps(self.name, about.training, steps))}
+
     def round(self, federation: Federation, state: State) -> State:
         updates = federation.ask(self.train, to=federation.sources, weights=state.weights).keep()
         mean, shares, losses = trained_mean(updates)
-        factors = dict(updates.numbers("factor"))
+        # The last step alone counts as 1: divided by less, the update of a site that lies would grow without bound.
+        factors = {site: max(1.0, said) if said else 0.0 for site, said in updates.numbers("factor").items()}
         drifted = normalised_average(
             parameters_of(state.weights),
             [update.weights for update in updates],

@@ -37,6 +37,7 @@ from torch import Tensor
 from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
+from fedshift.federation.replies.declared import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.federation.training import Training
 from fedshift.functional.averaging import MeanAccumulator, parameters_of
@@ -47,6 +48,9 @@ from fedshift.methods.federated.fedavg import LocalTraining
 from fedshift.methods.robust import Averaged, Averages
 from fedshift.models.network import Network
 from fedshift.weights import Weights
+
+_LARGEST = 100.0
+"""The largest number in a change of a control variate, which is a mean gradient and goes into every site's steps."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +69,14 @@ class Scaffold(LocalTraining):
     averages: ClassVar[Averages] = {"train": Averaged(("weights", "control"), changes=("control",))}
 
     weighting: Literal["samples", "uniform"] = Field("uniform", description="shares 1/K (paper) or N_k/ΣN")
+
+    def bounds(self, call: str, about: About) -> Bounds:
+        if call != "train":
+            return {}
+        shapes = {
+            name: tuple(value.shape) for name, value in parameters_of(Weights(about.network.state_dict())).items()
+        }
+        return {"control": Tensors(shapes, low=-_LARGEST, high=_LARGEST)}
 
     def start(self, federation: Federation, weights: Weights) -> State:
         return State(weights, parts={"control": zeros(weights)})
