@@ -26,7 +26,9 @@ from fedshift.models import registry as models
 from fedshift.weights import Weights
 
 SITES = ("a", "b", "c", "d")
-ABOUT = About(models.build(models.parse(LINEAR), (5,), 3, 0), samples=100, input_shape=(5,), classes=3, batch_size=8)
+ABOUT = About(
+    models.build(models.parse(LINEAR), (5,), 3, 0), samples=100, input_shape=(5,), classes=3, training=training()
+)
 
 
 class Probe(Method):

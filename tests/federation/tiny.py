@@ -17,6 +17,7 @@ from fedshift.federation.site import Role
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.federation.training import Training
 from fedshift.methods.base import Method, RunPlan, State, Traffic
+from fedshift.methods.rounds import play_round
 from fedshift.methods.screening import screening_of
 from fedshift.models import registry as models
 from fedshift.models.network import Network
@@ -156,8 +157,7 @@ def evaluated(
 
 def step_on(method: Method, where: Federation, state: State) -> State:
     """One more round, as the loop of an experiment does it."""
-    where.round = state.round + 1
-    state = method.round(where, state)
+    state = play_round(method, where, state)
     where.settle()
     return state
 

@@ -14,6 +14,7 @@ from fedshift.functional.averaging import (
     MeanAccumulator,
     difference,
     is_buffer,
+    parameters_of,
     squared_distance,
     weighted_average,
 )
@@ -46,6 +47,11 @@ def test_distance_of_tensors_longer_than_a_piece() -> None:
     torch.manual_seed(0)
     a, b = torch.randn(300, 500), torch.randn(300, 500)
     assert squared_distance({"w": a.T}, {"w": b.T}) == pytest.approx((a.double() - b.double()).square().sum().item())
+
+
+def test_parameters_are_what_training_moves() -> None:
+    model = network()
+    assert list(parameters_of(Weights(model.state_dict()))) == [name for name, _ in model.named_parameters()]
 
 
 def test_buffers_are_known_by_name() -> None:

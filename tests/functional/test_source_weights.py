@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from fedshift.errors import UserError
 from fedshift.functional.source_weights import (
+    adjusted_shares,
     distance_weights,
     domain_weights,
     gain_weights,
@@ -133,3 +134,42 @@ def test_weights_that_cannot_be() -> None:
     for distances in ([-1.0, 0.0], [math.nan, 0.0], [math.inf, 0.0], [1.0]):
         with pytest.raises(UserError):
             distance_weights([1, 1], distances)
+
+
+# Generalization adjustment --------------------------------------------------------------------------------------------
+
+
+def test_worked_adjustment() -> None:
+    """Gaps 0.5, 0.2, 0.2: from their mean 0.2, −0.1, −0.1; times 0.3/0.2. Shares 0.8, 0.15, 0.05, sum 1."""
+    assert adjusted_shares([0.5, 0.3, 0.2], [0.5, 0.2, 0.2], 0.3) == pytest.approx([0.8, 0.15, 0.05])
+
+
+def test_the_released_adjustment_does_not_centre() -> None:
+    """0.5 + 0.3, 0.3 + 0.12, 0.2 + 0.12: divided by their sum 1.54."""
+    found = adjusted_shares([0.5, 0.3, 0.2], [0.5, 0.2, 0.2], 0.3, centred=False)
+    assert found == pytest.approx([0.8 / 1.54, 0.42 / 1.54, 0.32 / 1.54])
+
+
+def test_adjusted_shares_are_cut() -> None:
+    """1 + 0.5 becomes 1, and 0 − 0.5 becomes 0."""
+    assert adjusted_shares([1.0, 0.0], [2.0, 1.0], 0.5) == [1.0, 0.0]
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 1), st.floats(-5, 5)), min_size=1, max_size=6), st.floats(0, 0.5))
+def test_adjusted_shares_stay_shares_and_follow_the_gaps(sites: list[tuple[float, float]], step: float) -> None:
+    total = sum(share for share, _ in sites)
+    shares, gaps = [share / total for share, _ in sites], [gap for _, gap in sites]
+    found = adjusted_shares(shares, gaps, step)
+    assert sum(found) == pytest.approx(1)
+    assert all(0 <= share <= 1 for share in found)
+    # The largest gap does not lose against the smallest.
+    large, small = gaps.index(max(gaps)), gaps.index(min(gaps))
+    assert found[large] - found[small] >= shares[large] - shares[small] - 1e-9
+    assert adjusted_shares(shares, [1.0] * len(shares), step) == shares
+    assert adjusted_shares(shares, gaps, 0.0) == pytest.approx(shares)
+
+
+def test_gaps_that_cannot_be() -> None:
+    for gaps in ([1.0], [math.nan, 1.0]):
+        with pytest.raises(UserError, match="finite gap"):
+            adjusted_shares([0.5, 0.5], gaps, 0.1)

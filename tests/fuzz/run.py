@@ -1,4 +1,6 @@
-"""A hundred thousand broken replies over all methods: ``python tests/fuzz/run.py [SEED]`` writes report.json.
+"""A hundred thousand broken replies over all methods: ``python tests/fuzz/run.py`` writes report.json.
+
+``python tests/fuzz/run.py METHOD …`` adds methods that are new.
 
 Every reply is read and checked as a coordinator does it. Those that are taken for honest ones, and a few of the others,
 are met by a whole run. It must go on without the hostile site, blame no other, and send honest sites nothing that looks
@@ -12,18 +14,18 @@ import json
 import random
 import resource
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "federation"), str(Path(__file__).parent)]
 
 import torch  # noqa: E402
-from mutations import broken  # noqa: E402
+from broken_replies import broken  # noqa: E402
 from replay import METHODS, Attack, recorded  # noqa: E402
 
 FILE = Path(__file__).with_name("report.json")
-REPLIES, SEED, STEP = 100_000, 18, 500
+REPLIES, EACH, SEED, STEP = 100_000, 6_250, 18, 500
 WARM_UP = 300
 """Replies of each method before memory is measured: what is imported or cached then is not what replies take."""
 
@@ -39,11 +41,9 @@ def megabytes() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def main(seed: int) -> None:
-    """Try all methods and write the report."""
-    torch.set_num_threads(1)
-    attacks = {name: Attack(recorded(name), broken, random.Random(f"{seed} {name}")) for name in METHODS}
-    each = -(-REPLIES // len(METHODS))
+def tried(names: Sequence[str]) -> dict[str, Any]:
+    """Try these methods; what the report says of them."""
+    attacks = {name: Attack(recorded(name), broken, random.Random(f"{SEED} {name}")) for name in names}
     wrong: list[str] = []
 
     def attempt(name: str, work: Callable[[], None]) -> None:
@@ -57,18 +57,18 @@ def main(seed: int) -> None:
         for _ in range(WARM_UP):
             attempt(name, attack.one)
     before, done = megabytes(), WARM_UP
-    while done < each:
-        part = min(STEP, each - done)
+    while done < EACH:
+        part = min(STEP, EACH - done)
         for name, attack in attacks.items():
             for _ in range(part):
                 attempt(name, attack.one)
             attempt(name, attack.end)
         done += part
         longest = max(attack.longest for attack in attacks.values())
-        print(f"{done} of {each} for each method, {megabytes() - before:.1f} MB, {longest:.3f} s", flush=True)
-    report = {
-        "seed": seed,
-        "replies": done * len(METHODS),
+        print(f"{done} of {EACH} for each method, {megabytes() - before:.1f} MB, {longest:.3f} s", flush=True)
+    return {
+        "seed": SEED,
+        "replies": done * len(names),
         "taken_for_honest_and_used": sum(attack.taken for attack in attacks.values()),
         "methods": {name: {"replies": done, "taken": attack.taken} for name, attack in attacks.items()},
         "errors_that_are_not_declared": len(wrong),
@@ -78,8 +78,22 @@ def main(seed: int) -> None:
         "longest_seconds": round(longest, 3),
         "torch": torch.__version__,
     }
+
+
+def main(names: Sequence[str]) -> None:
+    """Write the report of all methods, or add these to it: counts add up, and the worst of each measure stays."""
+    torch.set_num_threads(1)
+    report = tried(names or METHODS)
+    if names:
+        before = read_report()
+        assert not set(names) & set(before["methods"]), "a method that is in the report is tried again with all others"
+        for key in ("replies", "taken_for_honest_and_used", "errors_that_are_not_declared", "examples"):
+            report[key] = before[key] + report[key]
+        for key in ("megabytes_grown", "megabytes_before", "longest_seconds"):
+            report[key] = max(before[key], report[key])
+        report["methods"] = before["methods"] | report["methods"]
     FILE.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else SEED)
+    main(sys.argv[1:])

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from mutations import broken
+from broken_replies import broken
 from replay import METHODS, Attack, recorded
 from run import REPLIES, read_report
 

@@ -10,6 +10,7 @@ from fedshift.methods import registry
 from fedshift.methods.base import Method
 
 SMALL: dict[str, dict[str, Any]] = {
+    "metareg": {"meta_share": 0.75},
     "csac": {"acquisition_epochs": 2, "calibration_epochs": 1},
     "m3sda": {"generator_steps": 1},
     "fada": {"steps_per_round": 6},

@@ -63,10 +63,13 @@ RATES: dict[str, tuple[float, float]] = {
     "dael": (0.025, 0.005), "m3sda": (0.02, 0.005), "cdan": (0.02, 0.005), "cmss": (0.015, 0.005),
     "srdc": (0.007, 0.005), "masf": (0.005, 0.003), "dger": (0.005, 0.003), "epi_fcr": (0.005, 0.003),
     "metareg": (0.005, 0.003), "feature_critic": (0.005, 0.003),
+    "fediir": (0.015, 0.02), "fedomg": (0.01, 0.02),
 }  # fmt: skip
 """Learning rates on images and on vectors with which a run learns something and is not done with it; else LR."""
 OF_EVERY_DOMAIN = ("masf", "dger", "epi_fcr", "metareg", "feature_critic")
 """Pooled methods without a target whose step takes a batch of every source."""
+NORMED_ALONE = ("fedbn", "silobn")
+"""What would be FedAvg on the images' network, which has no BatchNorm."""
 SETTINGS: tuple[dict[str, str], ...] = (
     {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
     {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
@@ -97,6 +100,8 @@ def record(name: str) -> tuple[Record, dict[str, tuple[int, float]]]:
     learnt: dict[str, tuple[int, float]] = {}
     for kind, network in NETWORKS.items():
         if kind == "vectors" and normed_for(method) is not NORMED:
+            continue
+        if kind == "images" and name in NORMED_ALONE:
             continue
         found = domains(network, SIZES)
         of_all = (method.pooled and method.needs_target) or name in OF_EVERY_DOMAIN  # a step takes several batches

@@ -40,11 +40,12 @@ BASE: dict[str, dict[str, Any]] = {
 
 WHERE: dict[str, str] = {
     "fedadg": "fast", "kd3a": "kd3a", "mdfnet": "normed", "dsbn": "normed", "srdc": "mlp", "mdan": "mlp", "cmss": "mlp",
-    "cdan": "mlp", "m3sda": "mlp", "dael": "fast",
+    "cdan": "mlp", "m3sda": "mlp", "dael": "fast", "fedbn": "normed", "silobn": "normed", "gperxan": "normed images",
 }  # fmt: skip
 """A method's usual set-up; `images` where it is not named."""
 
 _FEDERATED = {"local_epochs": of(2), "steps_per_round": of(2), "weighting": of("uniform")}
+_LOCAL = {"local_epochs": of(2), "steps_per_round": of(2)}
 _CODES = {
     "steps_per_round": of(2),
     "local_epochs": of(2, steps_per_round=None),
@@ -75,6 +76,17 @@ OPTIONS: dict[str, dict[str, tuple[Try, ...]]] = {
     "alone": {"local_epochs": of(2)},
     "fedavg": _FEDERATED,
     "fedprox": {**_FEDERATED, "proximal_weight": of(0.0, 3.0)},
+    "scaffold": {**_FEDERATED, "weighting": of("samples")},
+    "fednova": {**_LOCAL, "proximal_weight": of(3.0)},
+    "feddyn": {**_LOCAL, "alpha": of(1.0)},
+    "moon": {**_FEDERATED, "contrastive_weight": of(0.0, 5.0), "temperature": of(0.1), "projection": of(4)},
+    "fedbn": {**_FEDERATED, "unseen": of("target")},
+    "silobn": {**_FEDERATED, "unseen": of("mean")},
+    "fedsam": {**_FEDERATED, "radius": of(0.0, 0.5), "adaptive": of(True), "eta": of(1.0, adaptive=True)},
+    "fediir": {**_FEDERATED, "penalty_weight": of(0.0, 1.0), "ema": of(0.0)},
+    "feddg_ga": {**_LOCAL, "step": of(0.0, 0.5), "centred": of(False), "shared_step": of(True)},
+    "gperxan": {**_FEDERATED, "guide_weight": of(0.0, 3.0), "unseen": of("target")},
+    "fedomg": {**_LOCAL, "kappa": of(0.0, 0.9), "server_rate": of(0.5), "rescaled": of(True)},
     "csac": {
         "acquisition_epochs": of(2, 3, acquisition_steps=None, acquisition_epochs=1),
         "acquisition_steps": of(2),
@@ -202,7 +214,7 @@ OPTIONS: dict[str, dict[str, tuple[Try, ...]]] = {
         "readiness": of(0.9, 0.01),
         "lend": of(0.25, 0.5),
     },
-    "mdan": {**_POOLED, "rule": of("maxmin"), "mu": of(0.0, 0.5), "gamma": of(0.5), "reversal": of(0.0, 5.0, mu=0.5)},
+    "mdan": {**_POOLED, "rule": of("maxmin"), "mu": of(0.0, 0.5), "gamma": of(0.5), "reversal": of(0.0, 0.3, mu=0.5)},
     "m3sda": {**_POOLED, "moment_weight": of(0.0, 3.0), "moments": of("mean_variance"), "generator_steps": of(0, 1)},
     "dael": {
         **_POOLED,

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from fedshift.methods import registry, robust
-from fedshift.methods.base import robust_rules
-from fedshift.methods.catalogue import ENTRIES, ROBUST, RULES
+from fedshift.methods.base import goes_with_server, robust_rules
+from fedshift.methods.catalogue import ENTRIES, ROBUST, RULES, SERVER
 
 
 @pytest.mark.parametrize("name", registry.names())
@@ -21,6 +21,7 @@ def test_an_entry_is_its_class(name: str) -> None:
     assert entry.citation == kind.citation
     assert entry.settings == tuple(kind.settings)
     assert ROBUST.get(name, ()) == robust_rules(kind())
+    assert (name in SERVER) == goes_with_server(kind())
 
 
 def test_the_rules_are_those_that_exist() -> None:

@@ -105,6 +105,7 @@ def fields(name: str) -> set[str]:
         "setting",
         "average_rounds",
         "robust",
+        "server",
     }  # every method's, tried elsewhere
 
 

@@ -29,16 +29,18 @@ def options_table(kind: type[BaseModel], title: str = "options", without: Collec
 
 
 def show_fields(section: str | None) -> None:
-    """Print the fields of the sections protocol, training and engine of an experiment."""
+    """Print the fields of the sections protocol, training and engine of an experiment, and of options of a method."""
     from fedshift.data.transforms import Augmentation
     from fedshift.experiment.config.sections import ENGINES, PROTOCOLS
     from fedshift.federation.training import Training
     from fedshift.methods.robust import RULES
+    from fedshift.methods.server import OPTIMIZERS
 
     sections: dict[str, dict[str, type[BaseModel]]] = {
         "protocol": {f"protocol, kind: {name}": kind for name, kind in PROTOCOLS.items()},
         "training": {"training": Training, "training.augmentation": Augmentation},
         "engine": {f"engine, name: {name}": kind for name, kind in ENGINES.items()},
+        "server": {f"server of a method, optimizer: {name}": kind for name, kind in OPTIMIZERS.items()},
         "robust": {f"robust of a method, rule: {name}": kind for name, kind in RULES.items()},
     }
     elsewhere = {"methods": "methods", "data": "datasets", "model": "models"}
@@ -50,7 +52,11 @@ def show_fields(section: str | None) -> None:
     for name, kinds in sections.items():
         for title, kind in kinds.items():
             if section in (None, name):
-                console.print(options_table(kind, title, without=("kind", "name", "rule")))
+                console.print(
+                    options_table(
+                        kind, title, without=("kind", "name", "rule", "optimizer") if name != "training" else ()
+                    )
+                )
                 console.print()
 
 

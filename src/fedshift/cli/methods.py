@@ -9,7 +9,7 @@ from rich.table import Table
 
 from fedshift.cli.console import escape, safe_console
 from fedshift.cli.fields import options_table, written
-from fedshift.methods.catalogue import ENTRIES, ROBUST, RULES
+from fedshift.methods.catalogue import ENTRIES, ROBUST, RULES, SERVER
 from fedshift.methods.settings import PAPER
 
 if TYPE_CHECKING:
@@ -21,12 +21,13 @@ def show_methods(name: str | None) -> None:
     console = safe_console()
     if name is None:
         table = Table(box=None, pad_edge=False)
-        for column in ("name", "for", "settings", "leaves a site", "robust rules", "source"):
+        for column in ("name", "for", "settings", "leaves a site", "robust rules", "server", "source"):
             table.add_column(column, overflow="fold")
         for known, entry in ENTRIES.items():
             settings, shares = ", ".join((PAPER, *entry.settings)), ", ".join(entry.shares)
             rules = "all" if ROBUST.get(known) == RULES else ", ".join(ROBUST.get(known, ("none",)))
-            table.add_row(known, entry.scenario, settings, shares, rules, entry.citation)
+            server = "yes" if known in SERVER else "no"
+            table.add_row(known, entry.scenario, settings, shares, rules, server, entry.citation)
         console.print(table)
         return
     from fedshift.methods import registry  # imports torch, which the list above does not need

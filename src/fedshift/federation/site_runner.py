@@ -69,9 +69,9 @@ class Setting:
 
 def about_sites(plans: Sequence[SitePlan], setting: Setting, network: Network) -> dict[str, About]:
     """What the server knows of each site; ``network``: what sites train, with the weights that the run starts from."""
-    shape, size = tuple(setting.input_shape), setting.training.batch_size
+    shape = tuple(setting.input_shape)
     return {
-        plan.name: About(network, sum(len(rows) for _, rows, _ in plan.parts), shape, setting.classes, size)
+        plan.name: About(network, sum(len(rows) for _, rows, _ in plan.parts), shape, setting.classes, setting.training)
         for plan in plans
     }
 

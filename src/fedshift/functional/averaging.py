@@ -232,5 +232,16 @@ def is_buffer(name: str) -> bool:
     return any(_is_last_part(name, part) for part in (_RUNNING_MEAN, _RUNNING_VAR, "num_batches_tracked"))
 
 
+def parameters_of(weights: Weights) -> Weights:
+    """Those tensors of a model that training moves: numbers with a fraction that are no BatchNorm statistics.
+
+    Example:
+        >>> model = Weights({"w": torch.ones(1), "bn.running_mean": torch.ones(1), "n": torch.ones(1).long()})
+        >>> list(parameters_of(model))
+        ['w']
+    """
+    return weights.select(lambda name: weights[name].is_floating_point() and not is_buffer(name))
+
+
 def _is_last_part(name: str, part: str) -> bool:
     return name.rpartition(".")[2] == part

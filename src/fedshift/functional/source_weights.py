@@ -218,3 +218,35 @@ def rounded_shares(samples: Mapping[str, int], decimals: int = 2) -> dict[str, f
     *others, last = samples
     shares = {site: round(samples[site] / total, decimals) for site in others}
     return {**shares, last: 1.0 - sum(shares.values())}
+
+
+def adjusted_shares(
+    shares: Sequence[float], gaps: Sequence[float], step: float, *, centred: bool = True
+) -> list[float]:
+    """``a_k + d·(G_k − Ḡ)/max_j |G_j − Ḡ|``, cut to [0, 1] and divided by the sum: generalization adjustment.
+
+    Source: Zhang et al. (CVPR 2023), equations 6 to 8. Where all gaps are equal the shares stay.
+
+    Args:
+        shares: a_k, with sum 1.
+        gaps: G_k.
+        step: d.
+        centred: subtract the mean gap Ḡ, as the paper does; the released code does not.
+
+    Raises:
+        UserError: other lengths, or gaps that are not finite.
+
+    Example:
+        >>> [round(share, 6) for share in adjusted_shares([0.5, 0.5], [0.4, 0.2], step=0.1)]
+        [0.6, 0.4]
+    """
+    if len(shares) != len(gaps) or not all(math.isfinite(gap) for gap in gaps):
+        raise UserError(f"shares are adjusted by one finite gap each, found {list(gaps)} for {len(shares)} shares")
+    middle = sum(gaps) / len(gaps) if centred else 0.0
+    largest = max(abs(gap - middle) for gap in gaps)
+    if largest == 0:
+        return list(shares)
+    moved = [share + step * (gap - middle) / largest for share, gap in zip(shares, gaps, strict=True)]
+    cut = [min(1.0, max(0.0, share)) for share in moved]
+    total = sum(cut)
+    return [share / total for share in cut] if total > 0 else list(shares)

@@ -7,7 +7,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
@@ -30,6 +30,7 @@ from fedshift.federation.site import Site
 from fedshift.functional.averaging import MeanAccumulator, weighted_average
 from fedshift.import_paths import place_of
 from fedshift.methods.robust import RULES, Averages, RobustAggregation, unfit
+from fedshift.methods.server import ServerOptimizer
 from fedshift.methods.settings import PAPER, Settings, described, with_setting
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -42,7 +43,8 @@ class State:
     weights: the model that is evaluated and handed out. parts: what travels or stays beside it (a generator, a bank of
     statistics). numbers: anything small. report: what the round wants to say in ``rounds.jsonl``, not carried over; its
     ``warnings``, a list of sentences, are also shown once and kept in the run's result. recent: the models of the last
-    rounds, the newest last, where their mean is handed out; the run keeps them.
+    rounds, the newest last, where their mean is handed out; server: what the server's optimiser remembers. The run
+    keeps these two.
     """
 
     weights: Weights
@@ -51,6 +53,7 @@ class State:
     numbers: Mapping[str, Number] = field(default_factory=dict)
     report: Mapping[str, Any] = field(default_factory=dict)
     recent: tuple[Weights, ...] = ()
+    server: Mapping[str, Weights] = field(default_factory=dict)
 
     def remembering(self, rounds: int) -> State:
         """This state with its model among the ``recent`` ones, of which so many stay; for one round, none is kept."""
@@ -97,6 +100,9 @@ class RunPlan:
     trained: int
 
 
+U = TypeVar("U", bound=Update)
+
+
 class Method(BaseModel, ABC):
     """Base of all methods. A subclass names itself, declares its hyper-parameters as fields, and writes `round`,
     `mini_batches` and what its sites run.
@@ -116,6 +122,7 @@ class Method(BaseModel, ABC):
     uses_held_out: whether sites choose by their held-out parts.
     averages: the calls whose models it averages over sites, which robust aggregation can screen.
     needs_every_model: whether it does more with these models than average them, such as let them vote.
+    has_server_step: whether the option ``server`` goes with it; by default if it averages.
     relative_cost: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
     """
 
@@ -134,6 +141,7 @@ class Method(BaseModel, ABC):
     one_target: ClassVar[bool] = False
     averages: ClassVar[Averages] = {}
     needs_every_model: ClassVar[bool] = False
+    has_server_step: ClassVar[bool | None] = None
     relative_cost: ClassVar[float] = 1.0
 
     label: str | None = Field(None, description="name in tables and folders; needed when a method appears twice")
@@ -141,6 +149,9 @@ class Method(BaseModel, ABC):
 
     average_rounds: PositiveInt = Field(
         1, description="the model that is measured and handed out is the mean of those of the last so many rounds"
+    )
+    server: ServerOptimizer = Field(
+        None, description="an optimiser of the server, such as momentum: see fedshift fields server"
     )
     robust: RobustAggregation = Field(
         None, description="a rule that bad sites cannot pull away, such as median: see fedshift fields robust"
@@ -158,6 +169,8 @@ class Method(BaseModel, ABC):
             if reason:
                 others = " or ".join(robust_rules(self))
                 raise ValueError(f"robust: {self.name} {reason}; " + (f"choose {others}" if others else "leave it out"))
+        if self.server is not None and not goes_with_server(self):
+            raise ValueError(f"server: {self.name} averages no models of sites, so there is no step; leave it out")
         return self
 
     @abstractmethod
@@ -237,6 +250,10 @@ class Method(BaseModel, ABC):
         """
         return {}
 
+    def personal(self, weights: Weights) -> Collection[str]:
+        """Names of the common model's parameters that each site has of its own, which no server's optimiser moves."""
+        return ()
+
     @property
     def handed_out_rounds(self) -> int:
         """How many of the last rounds' models are averaged into the one that is handed out."""
@@ -290,13 +307,18 @@ def robust_rules(method: Method) -> tuple[str, ...]:
     return tuple(name for name, rule in RULES.items() if not unfit(rule, method.averages, method.needs_every_model))
 
 
+def goes_with_server(method: Method) -> bool:
+    """Whether a server's optimiser goes with a method."""
+    return bool(method.averages) if method.has_server_step is None else method.has_server_step
+
+
 def in_order(kinds: Collection[str]) -> tuple[str, ...]:
     """Kinds of content, in the order in which they are listed: samples, models, numbers, what else there is."""
     return tuple(kind for kind in dict.fromkeys(("raw_data", "weights", NUMBERS, *KINDS)) if kind in kinds)
 
 
 def trained_mean(
-    updates: Replies[Update], by: str | Mapping[str, float] = "samples"
+    updates: Replies[U], by: str | Mapping[str, float] = "samples"
 ) -> tuple[Weights, dict[str, float], dict[str, float]]:
     """The mean of the sites' models, taken in one streaming pass.
 

@@ -36,6 +36,23 @@ ENTRIES: Mapping[str, Entry] = {
     "deepall": Entry(f"{_POOLED}.deepall:DeepAll", "unseen target, pooled", _ALL_DATA, "Li et al., ICCV 2017"),
     "fedavg": Entry(f"{_FEDERATED}.fedavg:FedAvg", "unseen target", _MODELS, "McMahan et al., AISTATS 2017"),
     "fedprox": Entry(f"{_FEDERATED}.fedprox:FedProx", "unseen target", _MODELS, "Li et al., MLSys 2020"),
+    "scaffold": Entry(f"{_FEDERATED}.scaffold:Scaffold", "unseen target", _MODELS, "Karimireddy et al., ICML 2020"),
+    "fednova": Entry(f"{_FEDERATED}.fednova:FedNova", "unseen target", _MODELS, "Wang et al., NeurIPS 2020"),
+    "feddyn": Entry(f"{_FEDERATED}.feddyn:FedDyn", "unseen target", _MODELS, "Acar et al., ICLR 2021"),
+    "moon": Entry(f"{_FEDERATED}.moon:Moon", "unseen target", _MODELS, "Li et al., CVPR 2021"),
+    "fedbn": Entry(f"{_FEDERATED}.fedbn:FedBN", "unseen target", _MODELS, "Li et al., ICLR 2021"),
+    "silobn": Entry(f"{_FEDERATED}.fedbn:SiloBN", "unseen target", _MODELS, "Andreux et al., MICCAI DCL 2020"),
+    "fedsam": Entry(f"{_FEDERATED}.fedsam:FedSAM", "unseen target", _MODELS, "Caldarola et al., ECCV 2022", ("asam",)),
+    "fediir": Entry(f"{_FEDERATED}.fediir:FedIIR", "unseen target", _MODELS, "Guo et al., ICML 2023"),
+    "feddg_ga": Entry(
+        f"{_FEDERATED}.feddg_ga:GeneralizationAdjustment",
+        "unseen target",
+        _MODELS,
+        "Zhang et al., CVPR 2023",
+        ("released",),
+    ),
+    "gperxan": Entry(f"{_FEDERATED}.gperxan:GPerXAN", "unseen target", _MODELS, "Le et al., CVPR 2024"),
+    "fedomg": Entry(f"{_FEDERATED}.fedomg:FedOMG", "unseen target", _MODELS, "Nguyen et al., ICLR 2025", ("released",)),
     "csac": Entry(f"{_FEDERATED}.csac:CSAC", "unseen target", _MODELS, "Yuan et al., IEEE TKDE 2023", ("released",)),
     "elcfs": Entry(
         f"{_FEDERATED}.elcfs:ELCFS",
@@ -141,10 +158,36 @@ RULES = ("norm_clipping", "median", "trimmed_mean", "krum", "trust")
 
 ROBUST: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(
-        ("fedavg", "fedprox", "csac", "elcfs", "fedsr", "fedl2r", "fedcmi", "fedadg", "ccst", "styles", "copa"), RULES
+        (
+            "fedavg",
+            "fedprox",
+            "scaffold",
+            "feddyn",
+            "moon",
+            "fedbn",
+            "silobn",
+            "fedsam",
+            "fediir",
+            "feddg_ga",
+            "gperxan",
+            "csac",
+            "elcfs",
+            "fedsr",
+            "fedl2r",
+            "fedcmi",
+            "fedadg",
+            "ccst",
+            "styles",
+            "copa",
+        ),
+        RULES,
     ),
+    "fedomg": ("norm_clipping", "krum"),
     "kd3a": ("norm_clipping", "krum"),
     "fada": ("norm_clipping", "krum"),
     "mdfnet": ("norm_clipping", "median", "trimmed_mean", "krum"),
 }
-"""Which rules go with a method; those that are not named average no models of sites."""
+"""Which rules go with a method; those that are not named average no models of sites, or cannot do it with bad sites."""
+
+SERVER = (*ROBUST, "fednova")
+"""The methods that a server's optimiser goes with."""

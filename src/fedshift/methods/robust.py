@@ -31,13 +31,13 @@ from pydantic import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    ValidationError,
 )
 from torch import Tensor
 
-from fedshift.errors import UserError, in_words, nearest
+from fedshift.errors import UserError, nearest
 from fedshift.functional import robust_aggregation as robust
 from fedshift.functional.averaging import MeanAccumulator, is_buffer
+from fedshift.methods.choices import read_choice
 from fedshift.weights import Weights
 
 
@@ -46,10 +46,12 @@ class Averaged:
     """Which models in the replies of a call the method averages over the sites.
 
     fields: of the reply, that hold them. Updates are measured from the content that is sent under the same name; where
-    none is sent, from the last that was, and at first from the common start. at: which sites are asked.
+    none is sent, from the last that was, and at first from the common start. changes: those fields that hold no model
+    but a change or a gradient, which is measured from zero. at: which sites are asked.
     """
 
     fields: tuple[str, ...] = ("weights",)
+    changes: tuple[str, ...] = ()
     at: Literal["sources", "targets"] = "sources"
 
 
@@ -257,25 +259,7 @@ def _name(rule: type[Rule]) -> str:
 
 
 def _read(value: Any) -> Any:
-    """A rule from its options; its name alone stands for its defaults. What is wrong becomes a `ValueError`."""
-    options = {"rule": value} if isinstance(value, str) else value
-    if not isinstance(options, Mapping):
-        return options
-    name = str(options.get("rule", ""))
-    if name not in RULES:
-        raise ValueError(f"there is no rule '{name}'; {nearest(name, RULES)}")
-    kind = RULES[name]
-    try:
-        return kind.model_validate(dict(options))
-    except ValidationError as error:
-        faults = error.errors()
-        fault, option = faults[0], str(faults[0]["loc"][0])
-        if fault["type"] == "extra_forbidden":
-            raise ValueError(f"{name} has no option '{option}'; {nearest(option, kind.model_fields)}") from None
-        reason = " or ".join(in_words(other) for other in faults if other["loc"][0] == option)
-        if fault["type"] == "missing":
-            reason = "is missing"
-        raise ValueError(f"{name}.{option}: {reason}") from None
+    return read_choice(value, "rule", RULES, "rule")
 
 
 RobustAggregation = Annotated[

@@ -6,6 +6,8 @@ from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from fedshift.errors import FedshiftError
 from fedshift.federation.exchange import R, Replies
 from fedshift.federation.messages import Content, PerSite, Reply
@@ -64,7 +66,7 @@ class Screening:
         kept.drain()
         if not kept.sites:
             return
-        centre = self._centre(call, averaged, content)
+        centre = self._centre(call, averaged, content, next(iter(kept)))
         models = _Models(kept, averaged)
         for site, model in zip(kept.sites, models, strict=True):
             model.check_like(centre, f"the reply of site '{site}'")
@@ -80,13 +82,14 @@ class Screening:
         report, self.report = self.report, {}
         return report
 
-    def _centre(self, call: str, averaged: Averaged, content: Mapping[str, Content | PerSite]) -> Weights:
+    def _centre(self, call: str, averaged: Averaged, content: Mapping[str, Content | PerSite], first: Reply) -> Weights:
         if any(isinstance(content.get(name), PerSite) for name in averaged.fields):
             raise FedshiftError(f"robust: {call} sends every site another model; a rule needs one from which all began")
-        unknown = [name for name in averaged.fields if name not in self.sent]
+        zero = {name: _zeros(getattr(first, name)) for name in averaged.changes}
+        unknown = [name for name in averaged.fields if name not in self.sent | zero]
         if unknown:
             raise FedshiftError(f"robust: '{unknown[0]}' of {call} was sent to no site, so it has no update")
-        return _joined({name: self.sent[name] for name in averaged.fields})
+        return _joined({name: (self.sent | zero)[name] for name in averaged.fields})
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,10 @@ class _Models:
 
 def _whole(reply: Reply, averaged: Averaged) -> Weights:
     return _joined({name: getattr(reply, name) for name in averaged.fields})
+
+
+def _zeros(like: Weights) -> Weights:
+    return Weights({name: torch.zeros_like(tensor) for name, tensor in like.items()})
 
 
 def _joined(models: Mapping[str, Weights]) -> Weights:

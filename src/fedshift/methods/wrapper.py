@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Self
 
@@ -35,6 +35,8 @@ class Wrapper(Method):
             raise ValueError(f"{self.inner.name} does not train at source sites; choose a federated method")
         if self.inner.robust is not None:
             raise ValueError(f"robust: write it beside {self.name}, not in the method behind it")
+        if self.inner.server is not None:
+            raise ValueError(f"server: write it beside {self.name}, not in the method behind it")
         return self
 
     @model_validator(mode="after")
@@ -93,6 +95,11 @@ class Wrapper(Method):
         return self.inner.needs_every_model
 
     @property
+    def has_server_step(self) -> bool | None:  # type: ignore[override]
+        """Whether a server's optimiser goes with the inner method."""
+        return self.inner.has_server_step
+
+    @property
     def tasks(self) -> tuple[Task, ...]:  # type: ignore[override]
         """What the inner method can learn."""
         return self.inner.tasks
@@ -128,6 +135,9 @@ class Wrapper(Method):
 
     def evaluated_network(self, network: Network, sources: int) -> Network:
         return self.inner.evaluated_network(network, sources)
+
+    def personal(self, weights: Weights) -> Collection[str]:
+        return self.inner.personal(weights)
 
     def call_owner(self, call: str) -> Method:
         return self if call in calls_of(type(self)) else self.inner.call_owner(call)

@@ -46,7 +46,7 @@ def with_momentum(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-AVERAGED = {"name": "fedavg", "label": "averaged", "average_rounds": 2, "robust": "norm_clipping"}
+AVERAGED = {"name": "fedavg", "label": "averaged", "average_rounds": 2, "robust": "norm_clipping", "server": "adam"}
 REMEMBERING: dict[str, Any] = {
     "name": "kd3a",
     "gate_start": 0.5,

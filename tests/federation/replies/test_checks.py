@@ -21,6 +21,7 @@ from fedshift.federation.site_runner import about_sites
 from fedshift.methods import registry
 from fedshift.methods.federated.elcfs import ELCFS
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.federated.fednova import FedNova, Normalised
 from fedshift.weights import Weights
 
 WRONG = "small"
@@ -40,7 +41,11 @@ class Declares(FedAvg):
         return Told(Features({"a": torch.zeros(2, 3)}), {site.name: 0.5}, 3)
 
     def bounds(self, call: str, about: About) -> Bounds:
-        return {"features": Tensors({"a": (None, 3)}, rows=about.batch_size, low=-1, high=1)} if call == "tell" else {}
+        return (
+            {"features": Tensors({"a": (None, 3)}, rows=about.training.batch_size, low=-1, high=1)}
+            if call == "tell"
+            else {}
+        )
 
 
 def checks(method: Any = None) -> ReplyCheck:
@@ -135,6 +140,25 @@ def test_running_statistics_are_possible(name: str, value: float) -> None:
         check.check("fit", "small", Update, {"weights": spoilt, "samples": 9, "loss": 0.0}, {"weights": weights})
 
 
+@pytest.mark.parametrize("factor", [1e-45, 1e30])
+def test_a_factor_that_a_site_says_itself_does_not_blow_up_the_model(factor: float) -> None:
+    """FedNova divides by it: too large a one is refused, and one that no step has counts as one step."""
+
+    class Lies(FedNova):
+        def train(self, site: Site, weights: Weights) -> Normalised:
+            reply = super().train(site, weights)
+            return replace(reply, factor=factor) if site.name == WRONG else reply
+
+    method, found = Lies(), domains(MLP, {"large": 20, WRONG: 12, "mid": 17})
+    sites = plans(method, found)
+    budget = {plan.name: 6 for plan in sites}
+    where = LocalFederation(sites, setting(method, found, MLP), budget=budget, rounds=1, quorum=2)
+    state = method.round(where, method.start(where, start_of(method, found, MLP)))
+    where.settle()
+    assert set(where.missing) == ({WRONG} if factor > 1 else set())
+    assert max(float(tensor.abs().max()) for tensor in state.weights.values()) < 100
+
+
 # A run ----------------------------------------------------------------------------------------------------------------
 
 
@@ -174,8 +198,11 @@ def test_a_quorum_goes_on_without_the_site(method: Any) -> None:
 
 
 def test_without_a_quorum_the_run_ends_with_its_name() -> None:
-    with pytest.raises(ReplyRefused, match=f"site '{WRONG}' in round 1: 'weights' .* norm"):
-        run(Large(), domains(CNN, {"large": 20, WRONG: 12}), CNN)
+    found = domains(CNN, {"large": 20, WRONG: 12})
+    with pytest.raises(TrainingDiverged, match=f"site '{WRONG}' in round 1: 'weights' .* norm"):
+        run(Large(), found, CNN)
+    with pytest.raises(ReplyRefused, match=f"site '{WRONG}' in round 0: 'spectra/amplitude' "):
+        run(Cut(), found, CNN)
 
 
 def test_numbers_that_are_not_finite_are_divergence() -> None:

@@ -113,7 +113,7 @@ def test_it_is_the_inner_method_with_other_samples(name: str, monkeypatch: pytes
 def test_nothing_of_the_inner_method_is_forgotten() -> None:
     """A new hook of methods has to be handed on, or named here as not the other's."""
     own = {"name", "citation", "setting", "label", "recipe", "display", "described_setting"}
-    own |= {"scenario", "settings", "average_rounds", "robust"}  # a wrapper has its own
+    own |= {"scenario", "settings", "average_rounds", "robust", "server"}  # a wrapper has its own
     own |= {"pooled", "supervised_target"}  # refused
     hooks = {name for name in vars(Method) if not name.startswith("_")} | set(Method.__annotations__)
     hooks -= {name for name in hooks if name.startswith("model_")}

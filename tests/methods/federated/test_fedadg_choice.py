@@ -30,11 +30,11 @@ def in_evaluation(values: dict[str, Tensor], inputs: Tensor) -> Tensor:
 
 def test_d_sees_features_in_evaluation_mode_and_statistics_move_once_a_batch() -> None:
     method, found = short(task_epochs=0, noise=2, discriminator_loss="least_squares"), [vectors("alone", 8)]
+    moved = {"running_mean": 0.5, "running_var": 2.0, "num_batches_tracked": 0}
     odd = {
-        name: tensor + (0.5 if name.endswith("running_mean") else 2.0 if name.endswith("running_var") else 0.0)
+        name: tensor + moved.get(name.rpartition(".")[2], 0.0)
         for name, tensor in start_of(method, found, NORMED).items()
     }
-    odd = {name: tensor if tensor.is_floating_point() else torch.zeros_like(tensor) for name, tensor in odd.items()}
     where = federation(method, found, NORMED, rounds=1, momentum=0.0, batch_size=8, lr=0.5)
     state = step_on(method, where, method.start(where, Weights(odd)))
     site = site_of(where, "alone")

@@ -21,6 +21,7 @@ from fedshift.experiment.runs.run_folder import RunFolder
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import RawData
 from fedshift.methods.base import State
+from fedshift.methods.rounds import play_round
 from fedshift.methods.screening import Screening, screening_of
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -111,10 +112,7 @@ class _RunLoop:
             state = method.start(federation, start)
             state = self._close_round(evaluated, state, last=False)
         while not self._is_done(state):
-            federation.round = state.round + 1
-            state = method.round(federation, state)
-            if state.round != federation.round:
-                raise FedshiftError(f"{method.name}: round() must return state.advance(...)")
+            state = play_round(method, federation, state)
             federation.settle()
             state = self._close_round(evaluated, state, last=self._is_done(state))
         return self._finish(state)

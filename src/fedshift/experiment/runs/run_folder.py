@@ -189,6 +189,7 @@ class RunFolder:
         """
         content: dict[str, Content] = {"weights": state.weights}
         content |= {f"part:{name}": part for name, part in state.parts.items()}
+        content |= {f"server:{name}": part for name, part in state.server.items()}
         content |= {f"recent:{number:06}": weights for number, weights in enumerate(state.recent)}
         whole = {
             "format": FORMAT,
@@ -220,7 +221,13 @@ class RunFolder:
         parts = {name.removeprefix("part:"): part for name, part in content.items() if name.startswith("part:")}
         recent = [content[name] for name in sorted(content) if name.startswith("recent:")]
         models = tuple(model for model in recent if isinstance(model, Weights))
-        return State(weights, round=header["round"], parts=parts, numbers=header["numbers"], recent=models), header
+        server = {
+            name.removeprefix("server:"): moment
+            for name, moment in content.items()
+            if name.startswith("server:") and isinstance(moment, Weights)
+        }
+        numbers = header["numbers"]
+        return State(weights, header["round"], parts, numbers, recent=models, server=server), header
 
     def records(self, last_round: int) -> list[RoundRecord]:
         """Read the rounds up to ``last_round``, and remove later ones from the file, because they will be run again.

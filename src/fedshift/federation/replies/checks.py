@@ -16,7 +16,7 @@ from typing import Annotated, Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
-from fedshift.errors import FedshiftError
+from fedshift.errors import FedshiftError, TrainingDiverged
 from fedshift.federation.messages import DTYPES, Reply, field_types, leaves, returned, text_bytes
 from fedshift.federation.replies.declared import LARGEST_INTEGER, LARGEST_NUMBER, About, Between, Bounds, Tensors
 from fedshift.federation.replies.layouts import Layout, TensorCheck
@@ -142,7 +142,7 @@ class ReplyCheck:
 
         Raises:
             FedshiftError: the reply is not what the call promises.
-            TrainingDiverged: a tensor holds NaN or infinite numbers.
+            TrainingDiverged: a tensor holds NaN or infinite numbers, or a model is too far from the one that was sent.
         """
         about = self._about[site]
         _check_types(kind, content)
@@ -152,7 +152,7 @@ class ReplyCheck:
             _check_bound(name, content[name], bound)
         layout = self._models.check(call, kind, content, sent, bounds)
         for name, value in content.items():
-            self._check_values(name, value, sent.get(name))
+            self._check_values(name, value, sent.get(name), name in bounds)
         return layout
 
     def odd_ones(self, call: str, layouts: Mapping[str, Layout], asked: int) -> dict[str, str]:
@@ -173,10 +173,12 @@ class ReplyCheck:
             if isinstance(value, str):
                 text_bytes(path, value)
 
-    def _check_values(self, name: str, value: Any, sent: Any) -> None:
+    def _check_values(self, name: str, value: Any, sent: Any, declared: bool) -> None:
         if isinstance(value, Mapping) and not isinstance(value, NamedTensors):
             for key, item in value.items():
-                self._check_values(f"{name}/{key}", item, sent.get(key) if isinstance(sent, Mapping) else None)
+                self._check_values(
+                    f"{name}/{key}", item, sent.get(key) if isinstance(sent, Mapping) else None, declared
+                )
             return
         if not isinstance(value, NamedTensors):
             return
@@ -184,7 +186,7 @@ class ReplyCheck:
         if wrong:
             raise FedshiftError(f"'{name}' holds numbers of the type {wrong[0]}, which does not travel")
         value.check_finite(f"'{name}'")
-        if isinstance(value, Weights):
+        if isinstance(value, Weights) and not declared:  # what is declared has a range of its own
             _check_model(name, value, sent if isinstance(sent, Weights) else self._start)
 
 
@@ -212,7 +214,12 @@ def _check_bound(name: str, value: Any, bound: Tensors | Between) -> None:
 
 
 def _check_model(name: str, model: Weights, before: Mapping[str, Tensor]) -> None:
-    """Raise FedshiftError for numbers that no training leads to; ``before``: the model that the site began with."""
+    """Check that training can lead to a model from ``before``, which the site began with.
+
+    Raises:
+        FedshiftError: a running statistic or a counter is out of range.
+        TrainingDiverged: the model is too far away.
+    """
     far = norm = 0.0
     for key, tensor in model.items():
         if not tensor.numel():
@@ -236,7 +243,7 @@ def _check_model(name: str, model: Weights, before: Mapping[str, Tensor]) -> Non
                 gap = now - then
                 far += torch.dot(gap, gap).item()
     if far**0.5 > GROWTH * (norm**0.5 + 1):
-        raise FedshiftError(
+        raise TrainingDiverged(
             f"'{name}' is {far**0.5:.3g} away from the model that the site began with, whose norm is {norm**0.5:.3g}: "
             f"more than {GROWTH:g} times that norm plus 1; if the site is honest, lower training.lr"
         )

@@ -12,6 +12,7 @@ from typing import Annotated
 
 import torch
 
+from fedshift.federation.training import Training
 from fedshift.models.network import Network
 
 LARGEST_INTEGER = 2**53
@@ -70,11 +71,11 @@ class About:
         samples: training samples of the site, as it said when it joined.
         input_shape: of one sample.
         classes: how many classes there are.
-        batch_size: samples in a mini-batch.
+        training: how sites train.
     """
 
     network: Network
     samples: int
     input_shape: tuple[int, ...]
     classes: int
-    batch_size: int
+    training: Training

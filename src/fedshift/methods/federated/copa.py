@@ -36,7 +36,7 @@ Should reproduce (as printed by CSAC): VLCS ResNet-18 71.50, 61.00, 93.83, 71.72
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, cast
 
@@ -128,6 +128,9 @@ class COPA(Method):
         own = cast(Experts, about.network.classifier).heads[0].state_dict()
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
         return {"classifier": Tensors(shapes, low=-_LARGEST, high=_LARGEST)}
+
+    def personal(self, weights: Weights) -> Collection[str]:
+        return weights.select("classifier")
 
     # Server -------------------------------------------------------------------------------------------------------
 

@@ -154,7 +154,7 @@ class FADA(Method):
         if call not in ("begin", "go_on"):
             return {}
         width = about.network.embedding_size  # a last sample that would be alone joins the mini-batch before it
-        return {"features": Tensors({"features": (None, width)}, rows=about.batch_size + 1, may_be_empty=True)}
+        return {"features": Tensors({"features": (None, width)}, rows=about.training.batch_size + 1, may_be_empty=True)}
 
     # Coordinator --------------------------------------------------------------------------------------------------
 

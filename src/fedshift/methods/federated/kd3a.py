@@ -324,12 +324,15 @@ class KD3A(Method):
 
     # What stays at a site -----------------------------------------------------------------------------------------
 
-    def _keep(self, site: Site, trained: Weights) -> None:
+    def personal(self, weights: Weights) -> Weights:
         def private(name: str) -> bool:
             return (self.private_classifier and name.startswith("classifier.")) or (
                 self.batch_norm == "off" and is_buffer(name)
             )
 
-        kept = trained.select(private)
+        return weights.select(private)
+
+    def _keep(self, site: Site, trained: Weights) -> None:
+        kept = self.personal(trained)
         if kept:
             site.memory["private"] = kept

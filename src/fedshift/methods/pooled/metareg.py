@@ -49,7 +49,7 @@ class MetaReg(PooledTraining):
 
     name: ClassVar[str] = "metareg"
     citation: ClassVar[str] = "Balaji et al., NeurIPS 2018"
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "meta", "parts")
+    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts")
     relative_cost: ClassVar[float] = 1.5
 
     meta_share: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="share of the run that is stage 1")
@@ -68,7 +68,7 @@ class MetaReg(PooledTraining):
                 batches,
                 lambda drawn: self.first_stage(model, parts, drawn, site.learning_rate, draws),
                 *(model.features, parts),
-                remember="meta",
+                remember="optimizer",
             )
             parts.keep_positive()
             mean = weighted_average([Weights(task.state_dict()) for task in parts.tasks], [1.0] * len(parts.tasks))
@@ -77,6 +77,7 @@ class MetaReg(PooledTraining):
             if not parts.second_stage:
                 model.classifier.load_state_dict(parts.fresh.state_dict())
                 parts.second_stage.fill_(True)
+                site.memory.pop("optimizer", None)  # momentum of other parameters
             loss = site.minimise_over(
                 batches, lambda drawn: self.second_stage(model, parts, drawn), model, remember="optimizer"
             )

@@ -1,0 +1,46 @@
+"""Contrast between models (MOON) and agreement of gradients between sites (FedIIR)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def model_contrastive_loss(features: Tensor, common: Tensor, previous: Tensor, temperature: float) -> Tensor:
+    """``−log( e^{sim(z, z_glob)/τ} / (e^{sim(z, z_glob)/τ} + e^{sim(z, z_prev)/τ}) )``, the mean over samples.
+
+    ``sim`` is the cosine. Source: MOON (Li, He, Song, CVPR 2021, equation 3).
+
+    Args:
+        features: z of the model that trains, (n, d).
+        common: z_glob of the common model, (n, d).
+        previous: z_prev of the site's model of the round before, (n, d).
+        temperature: τ.
+
+    Example:
+        >>> z = torch.tensor([[1.0, 0.0]])
+        >>> model_contrastive_loss(z, common=z, previous=-z, temperature=1.0)  # ln(1 + e⁻²)
+        tensor(0.1269)
+    """
+    near = F.cosine_similarity(features, common) / temperature
+    far = F.cosine_similarity(features, previous) / temperature
+    return F.softplus(far - near).mean()
+
+
+def gradient_gap(gradients: Sequence[Tensor], references: Sequence[Tensor]) -> Tensor:
+    """``Σ ‖g − ḡ‖²`` over tensors: how far a site's gradient is from the mean of all sites'.
+
+    Source: FedIIR (Guo, Guo, Cao, Wu, Chang, ICML 2023, equation 10).
+
+    Args:
+        gradients: g.
+        references: ḡ, in the same shapes.
+
+    Example:
+        >>> gradient_gap([torch.tensor([1.0, 2.0])], [torch.tensor([0.0, 2.0])])
+        tensor(1.)
+    """
+    return torch.stack([(g - r).square().sum() for g, r in zip(gradients, references, strict=True)]).sum()

@@ -1,0 +1,42 @@
+"""An option that is one of several kinds, each with options of its own, such as ``robust`` and ``server``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from fedshift.errors import in_words, nearest
+
+
+def read_choice(value: Any, by: str, kinds: Mapping[str, type[BaseModel]], what: str) -> Any:
+    """The kind that a value names, with its options; a name alone stands for the kind's defaults.
+
+    Args:
+        value: as in an experiment file: a name, or a mapping with the name under ``by``. Others are returned unchanged.
+        by: the field that holds the name.
+        kinds: the classes by name.
+        what: what a message calls a kind.
+
+    Raises:
+        ValueError: there is no such kind, or an option is wrong. One line.
+    """
+    options = {by: value} if isinstance(value, str) else value
+    if not isinstance(options, Mapping):
+        return options
+    name = str(options.get(by, ""))
+    if name not in kinds:
+        raise ValueError(f"there is no {what} '{name}'; {nearest(name, kinds)}")
+    kind = kinds[name]
+    try:
+        return kind.model_validate(dict(options))
+    except ValidationError as error:
+        faults = error.errors()
+        fault, option = faults[0], str(faults[0]["loc"][0])
+        if fault["type"] == "extra_forbidden":
+            raise ValueError(f"{name} has no option '{option}'; {nearest(option, kind.model_fields)}") from None
+        reason = " or ".join(in_words(other) for other in faults if other["loc"][0] == option)
+        if fault["type"] == "missing":
+            reason = "is missing"
+        raise ValueError(f"{name}.{option}: {reason}") from None

@@ -1,0 +1,119 @@
+"""FedBN and SiloBN: what BatchNorm learns of a site stays there.
+
+FedBN: Li, Jiang, Zhang, Kamp, Dou: FedBN: Federated Learning on Non-IID Features via Local Batch Normalization. ICLR
+2021. SiloBN: Andreux, du Terrail, Beguier, Tramel: Siloed Federated Learning for Multi-Centric Histopathology Datasets.
+DCL workshop of MICCAI 2020.
+
+Setting: domain generalization with networks that have BatchNorm. Made for the sites that take part; for others see 2.
+Wire: FedAvg's, or less: see 2.
+
+    FedBN   scale, shift, running mean and variance of every BatchNorm stay at the site; all else is averaged
+    SiloBN  running mean and variance stay at the site; scale and shift are averaged like all else
+
+Where papers and code differ, and what was chosen
+ 1. The released FedBN skips every tensor whose name holds "bn". Here: every BatchNorm layer, whatever its name.
+ 2. A site that nobody trained on has no normalisation of its own. ``unseen: mean`` gives it the mean of the sites' (the
+    appendix of FedBN's paper), for which each site sends a copy of its own. ``unseen: target`` measures statistics on
+    the new site's data, batch by batch (SiloBN's paper): then nothing of a site's normalisation leaves it, and under
+    FedBN scale and shift are those of the common start.
+ 3. The accuracy at sources that is recorded is that of the published model; a site's own is known only there.
+ 4. ``unseen: target`` needs batches: the statistics of one sample alone are poor, or those of the common start.
+
+Should reproduce: no published table of this setting is known to us.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import ClassVar, Literal
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from fedshift.errors import UserError
+from fedshift.federation.messages import Update
+from fedshift.federation.site import Site
+from fedshift.functional.averaging import is_buffer
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.models.network import Network
+from fedshift.weights import Weights
+
+Unseen = Literal["mean", "target"]
+
+
+class FedBN(FedAvg):
+    """FedAvg of all but BatchNorm, which each site has of its own."""
+
+    name: ClassVar[str] = "fedbn"
+    citation: ClassVar[str] = "Li et al., ICLR 2021"
+    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "normalisation")
+
+    unseen: Unseen = Field("mean", description="normalisation of a new site: the sites' mean, or its own batches'")
+
+    def check(self, network: Network) -> None:
+        if not normalisation_of(network.state_dict(), self.stays):
+            raise UserError(f"{self.name} needs a network with BatchNorm: choose another network, or fedavg")
+
+    def stays(self, name: str) -> bool:
+        """Whether a tensor of a BatchNorm layer stays at the site."""
+        return True
+
+    def personal(self, weights: Weights) -> set[str]:
+        return normalisation_of(weights, self.stays)
+
+    def evaluated_network(self, network: Network, sources: int) -> Network:
+        return network if self.unseen == "mean" else with_batch_statistics(network)
+
+    def fit(self, site: Site, weights: Weights) -> Update:
+        """Train the common model with the site's own normalisation."""
+        own = self.personal(weights)
+        kept = site.memory.weights("normalisation") if "normalisation" in site.memory else {}
+        update = super().fit(site, Weights({name: kept.get(name, value) for name, value in weights.items()}))
+        site.memory["normalisation"] = update.weights.select(lambda name: name in own)
+        if self.unseen == "mean":
+            return update
+        unchanged = {name: weights[name] if name in own else value for name, value in update.weights.items()}
+        return Update(Weights(unchanged), update.samples, update.loss)
+
+
+class SiloBN(FedBN):
+    """FedAvg of all but BatchNorm's statistics, which each site has of its own."""
+
+    name: ClassVar[str] = "silobn"
+    citation: ClassVar[str] = "Andreux et al., MICCAI DCL 2020"
+
+    unseen: Unseen = Field("target", description="statistics of a new site: its own batches', or the sites' mean")
+
+    def stays(self, name: str) -> bool:
+        return is_buffer(name)
+
+
+def normalisation_of(names: Iterable[str], stays: Callable[[str], bool]) -> set[str]:
+    """The names of BatchNorm's tensors that ``stays`` accepts.
+
+    Args:
+        names: of all tensors of a model. A BatchNorm layer is what has a running mean.
+        stays: whether a tensor of such a layer is wanted.
+    """
+    known = set(names)
+    layers = {name.rpartition(".")[0] for name in known if name.rpartition(".")[2] == "running_mean"}
+    return {name for name in known if name.rpartition(".")[0] in layers and stays(name)}
+
+
+def with_batch_statistics(network: Network) -> Network:
+    """A copy of a network whose BatchNorm layers normalise by the batch in evaluation, too.
+
+    Running statistics do not change. They serve where a channel has one number in a batch, which has no deviation.
+    """
+    answering = copy.deepcopy(network)
+    for module in answering.modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.track_running_stats = False
+            module.register_forward_pre_hook(_by_the_batch)
+    return answering
+
+
+def _by_the_batch(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    (batch,) = inputs
+    layer.training = batch.numel() > batch.shape[1]

@@ -1,0 +1,79 @@
+"""FedOMG: the server looks for a direction that agrees with every site's update.
+
+Nguyen, Le, Nguyen, Dao, Wong et al.: Federated Domain Generalization with Data-free On-server Matching Gradient. ICLR
+2025.
+
+Setting: domain generalization, as FedAvg.
+Wire: FedAvg's: all that is new happens at the server.
+
+With g_k = θ_k − θ the sites' updates and ḡ their mean:
+    Γ = argmin_{Γ ≥ 0, ΣΓ = 1}  ⟨Γ·g, ḡ⟩ + κ‖ḡ‖·‖Γ·g‖                                      (theorem 2)
+    g* = ḡ + κ‖ḡ‖/‖Γ·g‖ · Γ·g,      θ ← θ + η_g g*                                            (9)
+
+Where papers and code differ, and what was chosen
+ 1. The code divides g* by 1 + κ² (``rescaled``), and weighs updates by the sizes of *test* sets before it begins; here
+    they count alike.
+ 2. The code descends 21 steps of SGD on the logits of Γ with rate 25; here exponentiated gradient to convergence.
+ 3. κ = 0.5, η_g = 1. The code evaluates with BatchNorm statistics of the initial network; here they are averaged.
+
+Should reproduce: no table of this setting with our splits is known to us; with κ = 0 it is FedAvg with equal shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from fedshift.federation.exchange import Replies
+from fedshift.federation.federation import Federation
+from fedshift.federation.messages import Update
+from fedshift.functional.averaging import parameters_of
+from fedshift.functional.gradient_matching import matching_shares, products_about
+from fedshift.functional.robust_aggregation import squared_distances
+from fedshift.methods.base import State, trained_mean
+from fedshift.methods.federated.fedavg import LocalTraining
+from fedshift.methods.robust import Averaged, Averages
+from fedshift.methods.settings import Settings
+from fedshift.weights import Weights
+
+
+class FedOMG(LocalTraining):
+    """Updates matched on the server."""
+
+    name: ClassVar[str] = "fedomg"
+    citation: ClassVar[str] = "Nguyen et al., ICLR 2025"
+    averages: ClassVar[Averages] = {"fit": Averaged()}
+    needs_every_model: ClassVar[bool] = True
+    settings: ClassVar[Settings] = {"released": {"rescaled": True}}
+
+    kappa: NonNegativeFloat = Field(0.5, description="κ: how far the direction may be from the mean update")
+    server_rate: PositiveFloat = Field(1.0, description="η_g")
+    rescaled: bool = Field(False, description="g* divided by 1 + κ² (code)")
+
+    def round(self, federation: Federation, state: State) -> State:
+        updates = federation.ask(self.fit, to=federation.sources, weights=state.weights).keep()
+        mean, _, losses = trained_mean(updates, by="uniform")
+        start = parameters_of(state.weights)
+        shares = matching_shares(products_about(squared_distances(_Models(updates, start))), self.kappa)
+        used = dict(zip(updates.sites, shares.tolist(), strict=True))
+        # Σ s_k g_k is Σ s_k times the way to the mean model by these shares.
+        matched = trained_mean(updates, by=used)[0]
+        rate = self.server_rate * float(shares.sum()) / ((1 + self.kappa**2) if self.rescaled else 1.0)
+        moved = {name: value + rate * (matched[name] - value) for name, value in start.items()}
+        return state.advance(mean.merge(moved), report={"losses": losses, "aggregation_weights": used})
+
+
+@dataclass(frozen=True)
+class _Models:
+    """The parameters of the sites' models and, last, those of the common model; every pass reads the replies anew."""
+
+    replies: Replies[Update]
+    common: Weights
+
+    def __iter__(self) -> Iterator[Weights]:
+        for reply in self.replies:
+            yield reply.weights.select(list(self.common))
+        yield self.common

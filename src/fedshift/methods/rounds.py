@@ -1,0 +1,28 @@
+"""One round of a method as a run plays it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fedshift.errors import FedshiftError
+from fedshift.federation.federation import Federation
+from fedshift.methods.base import Method, State
+from fedshift.methods.server import after_round
+
+
+def play_round(method: Method, federation: Federation, state: State) -> State:
+    """The method's round, and after it the step of the server's optimiser, where there is one.
+
+    Raises:
+        FedshiftError: the method did not count its round.
+    """
+    federation.round = state.round + 1
+    new = method.round(federation, state)
+    if new.round != federation.round:
+        raise FedshiftError(f"{method.name}: round() must return state.advance(...)")
+    if method.server is None:
+        return new
+    weights, moments = after_round(
+        method.server, state.weights, new.weights, state.server, method.personal(new.weights)
+    )
+    return replace(new, weights=weights, server=moments)

@@ -1,0 +1,126 @@
+"""Server optimisers as an option of every method that averages: ``server: {optimizer: momentum, beta: 0.8}``.
+
+After a round the server takes the change of the common model, from before the round to after it, for a gradient, and
+makes a step of its own with it. What the method does in the round stays as it is. The step moves parameters only.
+BatchNorm's statistics and counters stay as the method made them, and so do the parameters that each site has of its
+own (`Method.personal`), and what travels beside the model, such as a generator.
+
+A step needs nothing but the mean, so it can stand beside secure aggregation.
+
+Source: Reddi et al., Adaptive Federated Optimization, ICLR 2021; momentum: Hsu, Qi, Brown, arXiv 1909.06335.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat
+from torch import Tensor
+
+from fedshift.functional.averaging import parameters_of
+from fedshift.functional.server_optimizers import adaptive_step, momentum_step
+from fedshift.methods.choices import read_choice
+from fedshift.weights import Weights
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Moments = Mapping[str, Weights]
+"""What the server's optimiser remembers, by the name of the moment; empty before the first round."""
+
+
+class _Optimizer(BaseModel, ABC):
+    """Base of the optimisers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @abstractmethod
+    def step(self, before: Weights, change: Weights, kept: Moments) -> tuple[Weights, Moments]:
+        """The new parameters, and what is remembered.
+
+        Args:
+            before: parameters before the round.
+            change: how the round changed them.
+            kept: what was remembered.
+        """
+
+
+class Momentum(_Optimizer):
+    """FedAvgM: ``m ← βm + Δ, θ ← θ + ηm``."""
+
+    optimizer: Literal["momentum"] = "momentum"
+    beta: Beta = Field(0.9, description="β: how much of the last rounds' direction is kept")
+    rate: PositiveFloat = Field(1.0, description="η: learning rate of the server")
+
+    def step(self, before: Weights, change: Weights, kept: Moments) -> tuple[Weights, Moments]:
+        old = kept.get("first") or _filled(change, 0.0)
+        found = {name: momentum_step(before[name], change[name], old[name], self.beta, self.rate) for name in change}
+        return _part(found, 0), {"first": _part(found, 1)}
+
+
+class Adaptive(_Optimizer):
+    """FedAdagrad, FedAdam and FedYogi: a step for every number by the size of its changes so far."""
+
+    optimizer: Literal["adagrad", "adam", "yogi"]
+    beta: Beta = Field(0.9, description="β₁: how much of the last rounds' direction is kept")
+    beta2: Beta = Field(0.99, description="β₂: how much of the last rounds' squares is kept; adagrad keeps all")
+    rate: PositiveFloat = Field(0.01, description="η: learning rate of the server")
+    tau: PositiveFloat = Field(1e-3, description="τ: added to the root of the squares; smaller adapts more")
+
+    def step(self, before: Weights, change: Weights, kept: Moments) -> tuple[Weights, Moments]:
+        first, second = kept.get("first") or _filled(change, 0.0), kept.get("second") or _filled(change, self.tau**2)
+        betas = (self.beta, self.beta2)
+        found = {
+            name: adaptive_step(
+                before[name], change[name], first[name], second[name], self.optimizer, betas, self.rate, self.tau
+            )
+            for name in change
+        }
+        return _part(found, 0), {"first": _part(found, 1), "second": _part(found, 2)}
+
+
+OPTIMIZERS: Mapping[str, type[Momentum | Adaptive]] = {
+    "momentum": Momentum,
+    **dict.fromkeys(("adagrad", "adam", "yogi"), Adaptive),
+}
+
+
+def _read(value: Any) -> Any:
+    return read_choice(value, "optimizer", OPTIMIZERS, "optimiser of a server")
+
+
+ServerOptimizer = Annotated[
+    Annotated[Momentum | Adaptive, Field(discriminator="optimizer")] | None, BeforeValidator(_read)
+]
+"""The field ``server`` of a method."""
+
+
+def after_round(
+    optimizer: Momentum | Adaptive, before: Weights, after: Weights, kept: Moments, personal: Collection[str] = ()
+) -> tuple[Weights, Moments]:
+    """The common model after the server's step, and what the optimiser remembers.
+
+    Args:
+        optimizer: the method's.
+        before: the common model before the round.
+        after: what the method made of it.
+        kept: what the optimiser remembered.
+        personal: names of parameters that the step leaves out.
+
+    Raises:
+        UserError: the method gave the model other names, shapes or types.
+    """
+    after.check_like(before, "the model after a round")
+    change = parameters_of(after.without(lambda name: name in personal))
+    change = Weights({name: tensor - before[name] for name, tensor in change.items()})
+    moved, kept = optimizer.step(before, change, kept)
+    return after.merge(moved), kept
+
+
+def _filled(like: Weights, value: float) -> Weights:
+    return Weights({name: torch.full_like(tensor, value) for name, tensor in like.items()})
+
+
+def _part(found: Mapping[str, tuple[Tensor, ...]], number: int) -> Weights:
+    return Weights({name: parts[number] for name, parts in found.items()})

@@ -1,0 +1,56 @@
+"""``server`` in an experiment file: one line where it is wrong, its fields, the list of methods."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from calling import Cli
+from safetensors.numpy import load_file
+from small import experiment, sites, write
+
+import fedshift
+
+
+def options(folder: Path, method: str, server: Any) -> dict[str, Any]:
+    return experiment(sites(folder), methods=[{"name": method, "server": server}])
+
+
+@pytest.mark.parametrize(
+    ("server", "method", "words"),
+    [
+        ("adma", "fedavg", "adam"),
+        ({"optimizer": "momentum", "beta2": 0.9}, "fedavg", "beta"),
+        ({"optimizer": "adam", "rate": -1}, "fedavg", "rate"),
+        ("momentum", "deepall", "averages no models"),
+    ],
+)
+def test_the_command_line_refuses_in_one_line(tmp_path: Path, cli: Cli, server: Any, method: str, words: str) -> None:
+    told = cli("check", write(tmp_path / "e.yaml", options(tmp_path, method, server))).error()
+    assert words in told
+    assert "server" in told
+
+
+def test_a_run_takes_its_steps(tmp_path: Path) -> None:
+    """At a rate of nearly 0 the model stays at the common start, whatever the rounds; the record says why."""
+    slow = {"optimizer": "momentum", "beta": 0, "rate": 1e-12}
+    models = []
+    for name, server in (("plain", None), ("slow", slow), ("slower", {**slow, "rate": 1e-13})):
+        fedshift.run(options(tmp_path, "fedavg", server), tmp_path / name)
+        (file,) = (tmp_path / name).rglob("model.safetensors")
+        models.append(load_file(file))
+        record = json.loads(file.with_name("result.json").read_text())
+        assert record["options"]["method"]["server"] == server
+    assert all((models[1][key] == models[2][key]).all() for key in models[1])
+    assert any((models[0][key] != models[1][key]).any() for key in models[0])
+
+
+def test_the_list_of_methods_and_the_fields_show_it(cli: Cli) -> None:
+    lines = {line.split()[0]: line for line in cli("methods").out.splitlines() if line.strip()}
+    assert " server " in lines["name"]
+    shown = cli("fields", "server").out
+    for word in ("momentum", "yogi", "beta2", "tau"):
+        assert word in shown
+    assert "optimiser of every site" in cli("fields", "training").out

@@ -1,0 +1,168 @@
+"""FedBN, SiloBN and gPerXAN: what stays at a site, what leaves it, and what answers at a new one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lost import kept, site_of
+from test_contract import assert_close
+from tiny import CNN, NORMED, NORMED_CNN, domains, evaluated, federation, run, setting, start_of, step_on
+
+from fedshift.errors import UserError
+from fedshift.functional.averaging import is_buffer
+from fedshift.methods import registry
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.federated.fedbn import FedBN, SiloBN, normalisation_of, with_batch_statistics
+from fedshift.methods.federated.gperxan import GPerXAN
+from fedshift.models.network import Network
+from fedshift.weights import Weights
+
+SIZES = {"large": 41, "small": 5, "other": 16}
+NETWORKS: dict[str, dict[str, object]] = {"fedbn": NORMED, "silobn": NORMED, "gperxan": NORMED_CNN}
+
+
+def normed(network: Network) -> list[str]:
+    """The names of BatchNorm's tensors, by the modules' classes."""
+    return [
+        f"{place}.{name}"
+        for place, module in network.named_modules()
+        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
+        for name in module.state_dict()
+    ]
+
+
+@pytest.mark.parametrize("network", [NORMED, NORMED_CNN], ids=["vectors", "images"])
+def test_batch_norm_is_found_whatever_its_name(network: dict[str, object]) -> None:
+    built = setting(FedBN(), domains(network), network).build_network()
+    assert normalisation_of(built.state_dict(), lambda name: True) == set(normed(built))
+    assert normalisation_of(built.state_dict(), is_buffer) == {name for name in normed(built) if is_buffer(name)}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("unseen", ["mean", "target"])
+def test_what_leaves_a_site_and_what_comes_back(name: str, unseen: str) -> None:
+    """Two exchanges: the second model begins with the site's own normalisation and the common rest."""
+    method = registry.parse({"name": name, "unseen": unseen})
+    found = domains(NETWORKS[name], {"a": 16, "b": 9})
+    where, start = federation(method, found, NETWORKS[name]), start_of(method, found, NETWORKS[name])
+    names = normed(site_of(where, "a").network)
+    own = {key for key in names if name == "fedbn" or is_buffer(key)}
+    replies = dict(where.ask(method.fit, to=where.sources, weights=start).items())  # type: ignore[attr-defined]
+    for site, reply in replies.items():
+        remembered = kept(where, site, "normalisation")
+        assert set(remembered) == own
+        assert any(not torch.equal(remembered[key], start[key]) for key in own), "it was trained"
+        for key, tensor in reply.weights.items():
+            if key not in own:
+                assert not torch.equal(tensor, start[key]) or tensor.dim() < 2, key
+            elif unseen == "target":
+                assert torch.equal(tensor, start[key]), f"{key} has left the site"
+            else:
+                assert torch.equal(tensor, remembered[key])
+    begun: dict[str, Weights] = {}
+    for site in replies:
+        here = site_of(where, site)
+        build = here.model
+        here.model = lambda weights=None, site=site, build=build: (  # type: ignore[method-assign, misc]
+            begun.setdefault(site, weights), build(weights))[1]  # fmt: skip
+    remembered_before = {site: kept(where, site, "normalisation").clone() for site in replies}
+    list(where.ask(method.fit, to=where.sources, weights=replies["a"].weights))  # type: ignore[attr-defined]
+    for site, weights in begun.items():
+        for key, tensor in weights.items():
+            expected = remembered_before[site] if key in own else replies["a"].weights
+            assert torch.equal(tensor, expected[key]), key
+
+
+def test_silobn_trains_as_fedavg() -> None:
+    """Statistics do not matter in training, so its parameters are FedAvg's bit for bit."""
+    silo, plain = (run(method, network=NORMED, rounds=3)[0] for method in (SiloBN(), FedAvg()))
+    assert silo.weights.without(is_buffer) == plain.weights.without(is_buffer)
+    assert silo.report == plain.report
+    bn = run(FedBN(), network=NORMED, rounds=3)[0]
+    assert bn.weights.without(is_buffer) != plain.weights.without(is_buffer)
+    first = [run(method, network=NORMED, rounds=1)[0].weights for method in (FedBN(), FedAvg())]
+    assert first[0] == first[1], "in the first round nothing is a site's own yet"
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_new_site_s_batches_are_normalised_by_themselves(name: str) -> None:
+    method = registry.parse({"name": name, "unseen": "target"})
+    network = NETWORKS[name]
+    found = domains(network, {"a": 16, "b": 9})
+    state, where = run(method, found, network, rounds=1)
+    answering = evaluated(method, state.weights, found, network)
+    inputs = next(site_of(where, "a").all_batches()).inputs
+    training = site_of(where, "a").model(state.weights)
+    with torch.no_grad():
+        torch.testing.assert_close(answering(inputs), training(inputs))
+        alone = answering(inputs[:1])
+    assert bool(alone.isfinite().all())
+    kept_state = Weights(answering.state_dict())
+    assert kept_state == state.weights, "answering changes no statistics"
+
+
+def test_a_single_vector_has_no_statistics_of_its_own() -> None:
+    network = setting(FedBN(), domains(NORMED), NORMED).build_network()
+    answering = with_batch_statistics(network).eval()
+    inputs = torch.randn(1, 5)
+    with torch.no_grad():
+        torch.testing.assert_close(answering(inputs), network.eval()(inputs))
+        answering(torch.randn(8, 5))
+        torch.testing.assert_close(answering(inputs), network(inputs))
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_without_batch_norm_is_refused(name: str) -> None:
+    method = registry.parse({"name": name})
+    with pytest.raises(UserError, match=f"{name} needs a network with BatchNorm"):
+        method.check(setting(method, domains(CNN), CNN).build_network())
+
+
+# gPerXAN -------------------------------------------------------------------------------------------------------------
+
+
+def test_without_the_guide_it_is_silobn_on_its_network() -> None:
+    class Assembled(SiloBN):
+        def adapt_network(self, network: Network, sources: int) -> Network:
+            return GPerXAN().adapt_network(network, sources)
+
+    options: dict[str, Any] = {"found": domains(NORMED_CNN, {"a": 16, "b": 9}), "network": NORMED_CNN}
+    plain, assembled = (run(m, **options)[0] for m in (Assembled(unseen="mean"), GPerXAN(guide_weight=0)))
+    assert assembled.weights == plain.weights
+
+
+def test_the_guide_by_hand() -> None:
+    """The common classifier judges the site's features; it does not move."""
+    method, found = GPerXAN(guide_weight=0.4), domains(CNN)
+    where, start = federation(method, found), start_of(method, found)
+    site = site_of(where, "large")
+    common = start_of(method, found, seed=9)
+    model, guide = site.model(start), site.model(common).classifier
+    batch = next(site.all_batches())
+    features = model.features(batch.inputs)
+    expected = F.cross_entropy(model.classifier(features), batch.targets)
+    expected = expected + 0.4 * F.cross_entropy(guide(features), batch.targets)
+    loss = method.loss_at(site, model, common)(batch)
+    torch.testing.assert_close(loss, expected)
+    before = common.clone()
+    state = step_on(method, where, method.start(where, common))
+    assert common == before
+    assert state.weights != common
+
+
+def test_the_guide_s_gradient_reaches_the_features_alone() -> None:
+    method, found = GPerXAN(guide_weight=1.0), domains(CNN)
+    site = site_of(federation(method, found), "large")
+    start = start_of(method, found)
+    gradients = []
+    for weight in (0.0, 1.0):
+        model, batch = site.model(start), next(site.all_batches())
+        loss = GPerXAN(guide_weight=weight).loss_at(site, model, start)(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        gradients.append(Weights({name: parameter.grad for name, parameter in model.named_parameters()}))
+    assert_close(gradients[0].select("classifier"), gradients[1].select("classifier"))
+    features = [gradient.select("features") for gradient in gradients]
+    assert_close(Weights({name: 2 * tensor for name, tensor in features[0].items()}), features[1])

@@ -1,0 +1,106 @@
+"""Generalization adjustment: FedAvg at d = 0, gaps and weights by hand, a missing site."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from lost import lose, site_of
+from test_contract import assert_close
+from tiny import MLP, NORMED, domains, federation, run, start_of, step_on
+
+from fedshift.functional.averaging import weighted_average
+from fedshift.functional.source_weights import adjusted_shares
+from fedshift.methods.base import State
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.federated.feddg_ga import GeneralizationAdjustment
+from fedshift.weights import Weights
+
+SITES = ("large", "small", "one")
+
+
+def states_of(method: GeneralizationAdjustment, rounds: int) -> list[State]:
+    found = domains(NORMED)
+    where = federation(method, found, NORMED, rounds=rounds, budget=200)
+    states = [method.start(where, start_of(method, found, NORMED))]
+    for _ in range(rounds):
+        states.append(step_on(method, where, states[-1]))
+    return states
+
+
+def test_without_a_step_it_is_fedavg_with_equal_shares() -> None:
+    plain, adjusted = (run(m, network=MLP)[0] for m in (FedAvg(weighting="uniform"), GeneralizationAdjustment(step=0)))
+    assert_close(plain.weights, adjusted.weights)
+    assert adjusted.report["aggregation_weights"] == pytest.approx(dict.fromkeys(SITES, 1 / 3))
+
+
+def test_gaps_are_the_common_model_s_loss_minus_the_site_s_own() -> None:
+    """Losses in evaluation, over all samples: of the mean model that came, and of the model sent the round before."""
+    method, found = GeneralizationAdjustment(), domains(NORMED)
+    where, start = federation(method, found, NORMED), start_of(method, found, NORMED)
+    own = {site: reply.weights for site, reply in where.ask(method.train, to=SITES, weights=start).items()}
+    mean = weighted_average(list(own.values()), [1.0] * 3)
+
+    def loss(site: str, weights: Weights) -> float:
+        (batch,) = site_of(where, site).all_batches()
+        with torch.no_grad():
+            return F.cross_entropy(site_of(where, site).model(weights).eval()(batch.inputs), batch.targets).item()
+
+    for site, reply in where.ask(method.train, to=SITES, weights=mean).items():
+        assert reply.common_loss == pytest.approx(loss(site, mean), rel=1e-5)
+        assert reply.own_loss == pytest.approx(loss(site, own[site]), rel=1e-5)
+
+
+@pytest.mark.parametrize(("setting", "part"), [("paper", 1), ("released", 3)])
+def test_weights_follow_the_gaps_by_a_step_that_shrinks(setting: str, part: int) -> None:
+    """No gap is known in the first of four rounds; then d · 3/4, d · 2/4, d · 1/4. The released code divides by K."""
+    states = states_of(GeneralizationAdjustment(setting=setting, step=0.3), rounds=4)
+    assert states[1].report["gaps"] == dict.fromkeys(SITES, 0.0)
+    shares = [1 / 3] * 3
+    for state in states[1:]:
+        gaps = list(state.report["gaps"].values())
+        if state.round > 1:
+            step = 0.3 * (1 - (state.round - 1) / 4) / part
+            shares = adjusted_shares(shares, gaps, step, centred=setting == "paper")
+        assert list(state.report["aggregation_weights"].values()) == pytest.approx(shares)
+        assert [state.numbers[site] for site in SITES] == pytest.approx(shares)
+    assert len(set(shares)) == 3
+
+
+def test_the_mean_is_weighted_so() -> None:
+    method, found = GeneralizationAdjustment(step=0.0), domains(MLP)
+    where, start = federation(method, found, MLP), start_of(method, found, MLP)
+    known = {"large": 0.5, "small": 0.3, "one": 0.2}
+    models = {site: reply.weights for site, reply in where.ask(method.train, to=SITES, weights=start).items()}
+    again = federation(method, found, MLP)
+    state = step_on(method, again, State(start, numbers=known))
+    expected = weighted_average([models[site] for site in SITES], list(known.values()))
+    assert_close(state.weights, expected)
+
+
+def test_a_missing_site_keeps_its_weight() -> None:
+    method, found = GeneralizationAdjustment(step=0.5), domains(MLP)
+    known = {"large": 0.5, "small": 0.3, "one": 0.2}
+    where = federation(method, found, MLP, rounds=2)
+    begun = step_on(method, where, method.start(where, start_of(method, found, MLP)))
+    lose(where, "one")
+    state = step_on(method, where, State(begun.weights, round=1, numbers=known))
+    numbers = {site: cast(float, value) for site, value in state.numbers.items()}
+    assert numbers["one"] == 0.2
+    assert sum(numbers.values()) == pytest.approx(1)
+    used = state.report["aggregation_weights"]
+    assert used == pytest.approx({site: numbers[site] / 0.8 for site in ("large", "small")})
+    assert used["large"] != pytest.approx(0.5 / 0.8)
+
+
+def test_sites_whose_weights_are_all_zero_share_equally() -> None:
+    method, found = GeneralizationAdjustment(step=0.0), domains(MLP)
+    where = federation(method, found, MLP)
+    lose(where, "one")
+    state = step_on(
+        method, where, State(start_of(method, found, MLP), numbers={"large": 0.0, "small": 0.0, "one": 1.0})
+    )
+    assert state.report["aggregation_weights"] == {"large": 0.5, "small": 0.5}
+    assert dict(state.numbers) == {"large": 0.0, "small": 0.0, "one": 1.0}
