@@ -107,17 +107,19 @@ def load_npz(
     if not path.is_file():
         raise UserError(f"data file {path} does not exist: copy it there, or correct the path")
     try:
-        archive = np.load(path, allow_pickle=False)
-        if not isinstance(archive, np.lib.npyio.NpzFile):
-            raise UserError(f"data file {path} is not an .npz archive: save it with numpy.savez")
-        with archive:
-            wanted = list(archive.files) if required is None else list(required)
-            lacking = [key for key in wanted if key not in archive.files]
-            if lacking:
-                held = ", ".join(archive.files) or "nothing"
-                raise UserError(f"data file {path} has no array '{lacking[0]}'; it holds: {held}")
-            wanted += [key for key in optional if key in archive.files and key not in wanted]
-            return {key: archive[key] for key in wanted}
+        # Opened here: np.load leaves a damaged archive open when it gives up.
+        with path.open("rb") as opened:
+            archive = np.load(opened, allow_pickle=False)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise UserError(f"data file {path} is not an .npz archive: save it with numpy.savez")
+            with archive:
+                wanted = list(archive.files) if required is None else list(required)
+                lacking = [key for key in wanted if key not in archive.files]
+                if lacking:
+                    held = ", ".join(archive.files) or "nothing"
+                    raise UserError(f"data file {path} has no array '{lacking[0]}'; it holds: {held}")
+                wanted += [key for key in optional if key in archive.files and key not in wanted]
+                return {key: archive[key] for key in wanted}
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
         if "Object arrays" in str(error):
             raise UserError(

@@ -111,7 +111,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         if suffix == ".safetensors":
             tensors = load_file(path)
         else:
-            with np.load(path, allow_pickle=False) as arrays:
+            # Opened here: np.load leaves a damaged archive open when it gives up.
+            with path.open("rb") as opened, np.load(opened, allow_pickle=False) as arrays:
                 tensors = {name: torch.from_numpy(arrays[name]) for name in arrays.files}
     except _UNREADABLE as error:
         raise UserError(f"weights file {path} cannot be read, it may be truncated: {_one_line(error)}") from error
