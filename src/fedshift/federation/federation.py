@@ -16,7 +16,7 @@ from fedshift.federation.exchange import Answer, Missing, R, Replies, Request
 from fedshift.federation.ledger import Ledger
 from fedshift.federation.messages import KINDS, NUMBERS, Content, PerSite, Reply, reply_content
 from fedshift.federation.replies.checks import ReplyCheck
-from fedshift.federation.replies.declared import About, Bounds
+from fedshift.federation.reply_bounds import About, Bounds
 from fedshift.federation.site import Envelope, Site
 from fedshift.models.network import Network
 

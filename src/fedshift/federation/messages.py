@@ -20,7 +20,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from fedshift.errors import FedshiftError
-from fedshift.federation.replies.declared import Count
+from fedshift.federation.reply_bounds import Count
 from fedshift.weights import NamedTensors, Weights
 
 NUMBERS = "numbers"

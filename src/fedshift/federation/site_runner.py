@@ -13,7 +13,7 @@ from fedshift.data.site_data import SiteData
 from fedshift.errors import FedshiftError, KindRefused
 from fedshift.federation.federation import CallOwner, OnRefusal
 from fedshift.federation.messages import Reply, pieces, promised_kinds, reply_content, returned
-from fedshift.federation.replies.declared import About
+from fedshift.federation.reply_bounds import About
 from fedshift.federation.site import Envelope, Role, Site
 from fedshift.federation.site_memory import SiteMemory
 from fedshift.federation.training import Training

@@ -25,7 +25,7 @@ from fedshift.federation.messages import (
     promised_kinds,
     returned,
 )
-from fedshift.federation.replies.declared import About, Bounds
+from fedshift.federation.reply_bounds import About, Bounds
 from fedshift.federation.site import Site
 from fedshift.functional.averaging import MeanAccumulator, weighted_average
 from fedshift.import_paths import place_of

@@ -12,7 +12,7 @@ from pydantic import model_validator
 from fedshift.data.domain import Task
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply
-from fedshift.federation.replies.declared import About, Bounds
+from fedshift.federation.reply_bounds import About, Bounds
 from fedshift.federation.site import Site
 from fedshift.methods.base import Method, RunPlan, State, Traffic, calls_of, in_order
 from fedshift.methods.robust import Averages

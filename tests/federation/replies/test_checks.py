@@ -15,7 +15,7 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.messages import Features, Reply, Statistics, Update
 from fedshift.federation.replies.checks import GROWTH, ReplyCheck, checked_reply
-from fedshift.federation.replies.declared import About, Between, Bounds, Share, Tensors
+from fedshift.federation.reply_bounds import About, Between, Bounds, Share, Tensors
 from fedshift.federation.site import Site
 from fedshift.federation.site_runner import about_sites
 from fedshift.methods import registry

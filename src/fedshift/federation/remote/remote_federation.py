@@ -21,8 +21,8 @@ from fedshift.federation.remote.reply_checks import checked_header, checked_meas
 from fedshift.federation.remote.transport import PROTOCOL, Lost, Transport, opened, request_key
 from fedshift.federation.remote.wire import Message, Residuals, Wire, body_of, seal
 from fedshift.federation.replies.checks import checked_reply, reply_type
-from fedshift.federation.replies.declared import About
 from fedshift.federation.replies.layouts import Layout
+from fedshift.federation.reply_bounds import About
 from fedshift.weights import NamedTensors, Weights
 
 HERE = "coordinator"

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from fedshift.errors import FedshiftError, TrainingDiverged
 from fedshift.federation.messages import DTYPES, Reply, field_types, leaves, returned, text_bytes
-from fedshift.federation.replies.declared import LARGEST_INTEGER, LARGEST_NUMBER, About, Between, Bounds, Tensors
 from fedshift.federation.replies.layouts import Layout, TensorCheck
+from fedshift.federation.reply_bounds import LARGEST_INTEGER, LARGEST_NUMBER, About, Between, Bounds, Tensors
 from fedshift.functional.averaging import float64_chunks, is_buffer
 from fedshift.weights import NamedTensors, Weights
 

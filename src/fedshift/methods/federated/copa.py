@@ -48,7 +48,7 @@ from torch import Tensor
 from fedshift.data.transforms import STRONG, NamedAugmentation, strong_view
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import PerSite, Reply
-from fedshift.federation.replies.declared import About, Bounds, Count, Share, Tensors
+from fedshift.federation.reply_bounds import About, Bounds, Count, Share, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.experts import confident_pseudo_labels, unlabelled_ensemble_loss

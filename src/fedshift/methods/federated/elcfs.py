@@ -58,7 +58,7 @@ from fedshift.data.domain import Task
 from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import PerSite, Reply, Spectra, Update
-from fedshift.federation.replies.declared import About, Between, Bounds, Tensors
+from fedshift.federation.reply_bounds import About, Between, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.losses import task_loss
 from fedshift.functional.meta_learning import inner_step, with_gradient

@@ -65,7 +65,7 @@ from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Features, PerSite, Reply, Update
 from fedshift.federation.randomness import derive_seed
-from fedshift.federation.replies.declared import About, Bounds, Share, Tensors
+from fedshift.federation.reply_bounds import About, Bounds, Share, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.averaging import is_buffer, weighted_average
 from fedshift.functional.clustering import dispersion

@@ -54,7 +54,7 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.randomness import generator as seeded
-from fedshift.federation.replies.declared import Count
+from fedshift.federation.reply_bounds import Count
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import reference_distribution as reference
 from fedshift.functional.averaging import MeanAccumulator

@@ -32,7 +32,7 @@ from pydantic import Field, NonNegativeFloat
 
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
-from fedshift.federation.replies.declared import NotNegative
+from fedshift.federation.reply_bounds import NotNegative
 from fedshift.federation.site import Site
 from fedshift.functional.losses import task_loss
 from fedshift.functional.source_weights import adjusted_shares

@@ -33,7 +33,7 @@ from torch import Tensor
 from fedshift.data.domain import Task
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply, Update
-from fedshift.federation.replies.declared import About, Bounds, Tensors
+from fedshift.federation.reply_bounds import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.contrastive import gradient_gap

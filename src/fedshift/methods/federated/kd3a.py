@@ -66,7 +66,7 @@ from fedshift.errors import TrainingDiverged, UserError
 from fedshift.federation.exchange import Missing
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply, Update
-from fedshift.federation.replies.declared import Share
+from fedshift.federation.reply_bounds import Share
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import knowledge_vote as votes
 from fedshift.functional import schedules

@@ -59,7 +59,7 @@ from torch import Tensor
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import BYTES_PER_NUMBER, Number, PerSite, Update
 from fedshift.federation.randomness import derive_seed, drawn_from
-from fedshift.federation.replies.declared import Count, NotNegative
+from fedshift.federation.reply_bounds import Count, NotNegative
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import schedules
 from fedshift.functional.averaging import MeanAccumulator
