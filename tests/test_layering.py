@@ -108,17 +108,44 @@ def test_imports_run_down(module: str) -> None:
                 assert floor_of(other) >= floor_of(module), f"{module} imports {other}, which is above it"
 
 
-def test_no_module_imports_itself_by_way_of_others() -> None:
-    arrows = {
+def arrows_at_import() -> dict[str, set[str]]:
+    """For each module the modules that importing it imports."""
+    return {
         module: {other for node in run_at_import(tree.body) for other in imported(node) if other}
         for module, tree in TREES.items()
         if module
     }
-    assert circles(arrows) == []
+
+
+def inside(room: str, arrows: dict[str, set[str]]) -> dict[str, set[str]]:
+    """The imports among the files and folders that lie directly in ``room``, a folder counted as one."""
+    found: dict[str, set[str]] = {}
+    for module, others in arrows.items():
+        if module.startswith(f"{room}/"):
+            name = module.removeprefix(f"{room}/").partition("/")[0]
+            near = {o.removeprefix(f"{room}/").partition("/")[0] for o in others if o.startswith(f"{room}/")}
+            found.setdefault(name, set()).update(near - {name})
+    return found
+
+
+def test_no_module_imports_itself_by_way_of_others() -> None:
+    assert circles(arrows_at_import()) == []
+
+
+@pytest.mark.parametrize("room", sorted({module.rpartition("/")[0] for module in MODULES if "/" in module}))
+def test_no_folder_and_its_neighbours_import_each_other(room: str) -> None:
+    assert circles(inside(room, arrows_at_import())) == []
 
 
 def test_circles_and_imports_are_found() -> None:
     """The tests above see what they look for."""
+    through_a_folder = {
+        "f/messages": {"f/replies/bounds"},
+        "f/replies/bounds": set(),
+        "f/replies/checks": {"f/messages"},
+    }
+    assert circles(through_a_folder) == []
+    assert circles(inside("f", through_a_folder)) == [["messages", "replies"]]
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}}) == [["a", "b", "c"]]
     code = ast.parse(
         "if TYPE_CHECKING:\n    import x\nelse:\n    import y\n"
