@@ -37,7 +37,13 @@ _LATEST = 1e12
 class Agreed:
     """What the sites and the coordinator agree on before training.
 
-    data: one domain per site, without samples, then the coordinator's own. rows: site → seed → (train, held out).
+    Attributes:
+        data: one domain per site, without samples, then the coordinator's own.
+        own: the coordinator's own unseen set; None without one.
+        rows: site → seed → numbers of training and held-out samples.
+        grouped: whether a site keeps samples of one person together when it splits them.
+        fingerprints: a checksum of each site's data.
+        given: what each site gives for an encoding common to all, where there is one to agree on.
     """
 
     data: DataSet
@@ -46,7 +52,6 @@ class Agreed:
     grouped: Mapping[str, bool]
     fingerprints: Mapping[str, str]
     given: Mapping[str, Mapping[str, Any]] | None
-    """What each site gives for an encoding common to all, where there is one to agree on."""
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -61,10 +66,12 @@ def agree(
     engine: FlareEngine,
     watch: Watch,
 ) -> Agreed:
-    """Ask every site who it is. Raises UserError, naming the site, where versions, shapes or classes differ, and for an
-    answer that cannot be.
+    """Ask every site for its card, and check that the cards fit together.
 
-    The first time all sites must answer. Later a site that is lost stands in by what it said then.
+    At the beginning of a run all sites must answer. Later the first card of a site that is lost stands for it.
+
+    Raises:
+        UserError: versions, shapes or classes differ, or a card is impossible. The message names the site.
     """
     header = {
         "version": __version__,
@@ -102,7 +109,7 @@ def _card(
     """The card of a site: what it says now or, where it did not answer, what it said when the run began.
 
     Raises:
-        UserError: it refuses, its card cannot be, or its data changed.
+        UserError: it refuses, its card is impossible, or its data changed.
     """
     if isinstance(answer, Lost):
         watch.event({"what": "hello", "site": site, "is": "lost", "reason": answer.reason})
@@ -119,7 +126,11 @@ def _card(
 
 
 def _check_clock(site: str, answer: Mapping[str, Any] | Lost | None, asked: float, watch: Watch) -> None:
-    """Warn if a site's clock is wrong. Raises UserError when the site does not say what time it is."""
+    """Warn if a site's clock is wrong.
+
+    Raises:
+        UserError: the site does not say what time it is.
+    """
     if answer is None or isinstance(answer, Lost):
         return
     difference = clock_difference(site, answer.get("time"), asked, answer["arrived"])
@@ -131,10 +142,16 @@ def _check_clock(site: str, answer: Mapping[str, Any] | Lost | None, asked: floa
 
 
 def clock_difference(site: str, said: Any, asked: float, arrived: float) -> float:
-    """Seconds by which a site's clock is ahead of this machine's, at least; 0 when it fits.
+    """Seconds by which a site's clock is ahead of this machine's, at least; 0 when it fits, negative when it is behind.
 
-    said: the site's time when it answered, which was between ``asked`` and ``arrived`` of the clock here. Raises
-    UserError when it is no time.
+    Args:
+        site: the site's name.
+        said: the site's time when it answered.
+        asked: when it was asked, by the clock here.
+        arrived: when its answer arrived, by the clock here.
+
+    Raises:
+        UserError: ``said`` is not a time.
     """
     if not isinstance(said, int | float) or isinstance(said, bool) or not 0 <= said <= _LATEST:
         raise UserError(f"site '{site}' does not say what time it is")

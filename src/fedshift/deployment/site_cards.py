@@ -76,7 +76,8 @@ class GivenTable(_Part):
 class Card(_Part):
     """One site: its versions, the form of its samples, its classes, how many samples it has.
 
-    ``rows``: the numbers of training and held-out samples, by seed.
+    Attributes:
+        rows: the numbers of training and held-out samples, by seed.
     """
 
     versions: Annotated[dict[Word, Word], Field(max_length=50)]

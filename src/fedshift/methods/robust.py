@@ -45,9 +45,11 @@ from fedshift.weights import Weights
 class Averaged:
     """Which models in the replies of a call the method averages over the sites.
 
-    fields: of the reply, that hold them. Updates are measured from the content that is sent under the same name; where
-    none is sent, from the last that was, and at first from the common start. changes: those fields that hold no model
-    but a change or a gradient, which is measured from zero. at: which sites are asked.
+    Attributes:
+        fields: the fields of the reply that hold them. Updates are measured from the content that is sent under the same
+            name; where none is sent, from the last that was, and at first from the common start.
+        changes: those fields that hold a change or a gradient in place of a model. It is measured from zero.
+        at: which sites are asked.
     """
 
     fields: tuple[str, ...] = ("weights",)
@@ -63,8 +65,9 @@ Averages = Mapping[str, Averaged]
 class Verdict:
     """What a rule makes of an exchange.
 
-    replaced: from a site's name and model to the model in its place; None leaves the site out. report: what
-    ``rounds.jsonl`` says of it.
+    Attributes:
+        replaced: from a site's name and model to the model in its place; None leaves the site out.
+        report: what ``rounds.jsonl`` says of it.
     """
 
     replaced: Callable[[str, Weights], Weights | None]
@@ -72,7 +75,11 @@ class Verdict:
 
 
 class Rule(BaseModel, ABC):
-    """Base of the rules. one_model: whether the method gets one model in the place of all."""
+    """Base of the rules.
+
+    Attributes:
+        one_model: whether the method gets one model in the place of all.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -24,7 +24,10 @@ class Wrapper(Method):
     """Wraps a method: delegates to `inner` whatever a subclass does not override.
 
     A subclass gives `inner` and `inside`, which prepares a site for the inner method. It may have functions that sites
-    run of its own. own_memory: what it keeps at sites beside what the inner method keeps.
+    run of its own.
+
+    Attributes:
+        own_memory: what it keeps at sites beside what the inner method keeps.
     """
 
     own_memory: ClassVar[tuple[str, ...]] = ()
