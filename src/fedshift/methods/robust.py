@@ -46,8 +46,8 @@ class Averaged:
     """Which models in the replies of a call the method averages over the sites.
 
     Attributes:
-        fields: the fields of the reply that hold them. Updates are measured from the content that is sent under the same
-            name; where none is sent, from the last that was, and at first from the common start.
+        fields: the fields of the reply that hold them. Updates are measured from the content that is sent under the
+            same name; where none is sent, from the last that was, and at first from the common start.
         changes: those fields that hold a change or a gradient in place of a model. It is measured from zero.
         at: which sites are asked.
     """
