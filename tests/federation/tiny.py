@@ -33,6 +33,9 @@ NORMED_CNN: dict[str, object] = {"name": "digit_cnn", "variant": "paper"}
 LINEAR: dict[str, object] = {"name": "linear"}
 SIZES = {"large": 41, "small": 5, "one": 1}
 """Sites of a batch size of 8: a last batch of one, fewer samples than a batch, a single sample."""
+BUDGET = 60
+POOL_BUDGET = 24
+"""Mini-batches of a run. A site stops after the epochs of its method; a pool trains until its budget is used."""
 
 
 def images(name: str, number: int, channels: int = 1, size: int = 12) -> Domain:
@@ -116,7 +119,7 @@ def federation(
     found: Sequence[Domain] | None = None,
     network: Mapping[str, object] = CNN,
     pool: WorkerPool | None = None,
-    budget: int | Mapping[str, int] = 60,
+    budget: int | Mapping[str, int] | None = None,
     rounds: int = 2,
     roles: Mapping[str, Role] | None = None,
     **options: Any,
@@ -124,6 +127,8 @@ def federation(
     """A federation of all ``found`` domains, in this process or at a pool. ``options`` as for `setting`."""
     found = domains(network) if found is None else found
     chosen = plans(method, found, roles)
+    if budget is None:
+        budget = POOL_BUDGET if getattr(method, "pooled", False) else BUDGET
     budgets = dict.fromkeys((plan.name for plan in chosen), budget) if isinstance(budget, int) else dict(budget)
     whole = setting(method, found, network, **options)
     if pool is not None:

@@ -23,19 +23,13 @@ def of(*values: Any, where: str = "", **beside: Any) -> tuple[Try, ...]:
 
 
 BASE: dict[str, dict[str, Any]] = {
-    "csac": {"acquisition_steps": 3, "calibration_steps": 2},
-    "elcfs": {"window": 0.2, "inner_rate": 0.5},
-    "fedsr": {"steps_per_round": 4, "cmi_weight": 0.1},
-    "fedl2r": {"steps_per_round": 4, "l2r_weight": 0.1},
-    "fedcmi": {"steps_per_round": 4, "cmi_weight": 0.1},
-    "fedadg": {"task_epochs": 1, "adversarial_epochs": 1},
-    "copa": {"local_epochs": 2},
-    "kd3a": {"gate_start": 0.6, "gate_end": 0.9},
-    "shot": {"bottleneck": 16},
-    "fada": {"steps_per_round": 3, "identifier_width": 5},
-    "m3sda": {"generator_steps": 2},
+    "csac": {"acquisition_steps": 3, "calibration_steps": 2}, "elcfs": {"window": 0.2, "inner_rate": 0.5},
+    "fedsr": {"steps_per_round": 4, "cmi_weight": 0.1}, "fedl2r": {"steps_per_round": 4, "l2r_weight": 0.1},
+    "fedcmi": {"steps_per_round": 4, "cmi_weight": 0.1}, "fedadg": {"task_epochs": 1, "adversarial_epochs": 1},
+    "copa": {"local_epochs": 2}, "kd3a": {"gate_start": 0.6, "gate_end": 0.9}, "shot": {"bottleneck": 16},
+    "fada": {"steps_per_round": 3, "identifier_width": 5}, "m3sda": {"generator_steps": 2},
     "cdan": {"width": 16, "projected": 32},
-}
+}  # fmt: skip
 """What keeps a run short, or makes a method's parts matter in one."""
 
 WHERE: dict[str, str] = {

@@ -150,12 +150,6 @@ def test_an_option_changes_the_result(name: str, option: str, one: Try) -> None:
             assert result != other, (asked[number], "changes nothing")
 
 
-@pytest.mark.parametrize("name", registry.names())
-def test_a_label_is_a_name(name: str) -> None:
-    where = WHERE.get(name, "images")
-    assert outcome(name, json.dumps({"label": "mine"}), where) == outcome(name, "{}", where)
-
-
 # What needs more than another value ---------------------------------------------------------------------------------
 
 

@@ -92,7 +92,11 @@ class Site:
         self.envelope = envelope
         self.mini_batches = self._orders = 0
         self.generator = generator(self.seed, self.name, envelope.exchange, "step")
-        torch.manual_seed(derive_seed(self.seed, self.name, envelope.exchange, "torch"))
+        seed = derive_seed(self.seed, self.name, envelope.exchange, "torch")
+        if self.device.type == "cpu":  # torch.manual_seed formats the call stack for every accelerator not in use
+            torch.default_generator.manual_seed(seed)
+        else:
+            torch.manual_seed(seed)
 
     @property
     def samples(self) -> int:

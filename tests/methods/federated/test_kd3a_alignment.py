@@ -55,19 +55,19 @@ def test_equation_12_on_worked_numbers() -> None:
     0.25 · 141.25 + 0.5 · 31.25 = 50.9375. Layer 2: only the target's differs, by (0 − 1)² + (4 − 4)² = 1, so 0.25.
     """
     network = TwoLayers()
-    assert float(BatchNormAlignment(network, MODELS, SHARES).objective(BATCH)) == pytest.approx(51.1875, abs=1e-4)
+    assert BatchNormAlignment(network, MODELS, SHARES).objective(BATCH).item() == pytest.approx(51.1875, abs=1e-4)
 
 
 def test_every_one_of_the_models_counts_by_its_share() -> None:
     network = TwoLayers()
     alone = {
-        site: float(BatchNormAlignment(TwoLayers(), {site: model}, {site: 1.0}).objective(BATCH))
+        site: BatchNormAlignment(TwoLayers(), {site: model}, {site: 1.0}).objective(BATCH).item()
         for site, model in MODELS.items()
     }
     mixed = BatchNormAlignment(network, MODELS, SHARES)
-    assert float(mixed.objective(BATCH)) == pytest.approx(sum(SHARES[site] * alone[site] for site in MODELS), rel=1e-5)
+    assert mixed.objective(BATCH).item() == pytest.approx(sum(SHARES[site] * alone[site] for site in MODELS), rel=1e-5)
     # A second batch is judged by itself.
-    assert float(mixed.objective(BATCH)) == pytest.approx(51.1875, abs=1e-4)
+    assert mixed.objective(BATCH).item() == pytest.approx(51.1875, abs=1e-4)
 
 
 def test_the_gradient_is_that_of_the_equation() -> None:
@@ -80,7 +80,7 @@ def test_the_gradient_is_that_of_the_equation() -> None:
         return network
 
     def value(w: float) -> float:
-        return float(BatchNormAlignment(at(w), doubled, SHARES).objective(BATCH.double()))
+        return BatchNormAlignment(at(w), doubled, SHARES).objective(BATCH.double()).item()
 
     doubled = {
         site: Weights(
@@ -136,7 +136,7 @@ def test_it_brings_the_aggregate_nearer_to_the_statistics() -> None:
     (batch,) = site.all_batches()
 
     def value(weights: Weights) -> float:
-        return float(BatchNormAlignment(site.model(weights), models, shares).objective(batch.inputs))
+        return BatchNormAlignment(site.model(weights), models, shares).objective(batch.inputs).item()
 
     assert value(state.weights) < 0.9 * value(before)
 

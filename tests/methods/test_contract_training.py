@@ -1,0 +1,144 @@
+"""What every method must keep to, beside `test_contract`: it learns, from what it may see, with as much work as all."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from every_method import every_method, method_of
+from tiny import (
+    CLASSES,
+    CNN,
+    data_set,
+    domains,
+    evaluated,
+    federation,
+    images,
+    normed_for,
+    start_of,
+    step_on,
+    training,
+)
+
+from fedshift.data.domain import DataSet, Domain
+from fedshift.experiment import plan as plan_module
+from fedshift.experiment import protocol
+from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut, Protocol
+from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.site_runner import Setting
+from fedshift.methods import registry
+from fedshift.methods.base import Method, State
+from fedshift.models import registry as models
+
+
+def share_of_chance(method: Method, network: dict[str, object], state: State, where: LocalFederation) -> float:
+    """The loss on the sources' samples, as a part of what equal probabilities have."""
+    model = evaluated(method, state.weights, network=network)
+    total, samples = 0.0, 0
+    for site in (runner.site for runner in where._runners.values() if runner.site.role == "source"):
+        with torch.no_grad():
+            for batch in site.all_batches():
+                scores = model(batch.inputs)
+                assert scores.shape == (len(batch.inputs), CLASSES)
+                total += torch.nn.functional.cross_entropy(scores, batch.targets, reduction="sum").item()
+                samples += len(batch.inputs)
+    return total / (samples * math.log(CLASSES))
+
+
+@every_method
+def test_it_trains(name: str) -> None:
+    """Less loss on the labelled samples than equal probabilities have, on separable classes, in six rounds or fewer."""
+    method = method_of(name)
+    budget = 240 if method.pooled and method.needs_target else 60  # a step of theirs takes a batch of all four domains
+    network = normed_for(method)
+    where = federation(method, network=network, rounds=6, lr=0.1, momentum=0.9, budget=budget)
+    assert isinstance(where, LocalFederation)
+    state = method.start(where, start_of(method, network=network))
+    shares = []
+    while state.round < 6 and (not shares or shares[-1] >= 0.85):
+        state = step_on(method, where, state)
+        shares.append(share_of_chance(method, network, state, where))
+    assert shares[-1] < 0.85, shares
+
+
+class Untouchable(Domain):
+    """A domain of which nothing may be read."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("inputs", "labels", "groups", "train_rows", "test_rows", "name"):
+            raise AssertionError(f"'{name}' of the unseen site was read")
+        return super().__getattribute__(name)
+
+
+@every_method
+def test_the_unseen_site_is_never_touched(name: str) -> None:
+    method = method_of(name)
+    if method.needs_target:
+        pytest.skip("the target takes part")
+    data = data_set([images("hidden", 12), *domains()])
+    split = protocol.split_of(LeaveOneOut(test_fraction=0), data, "hidden", 0)
+    poisoned = DataSet(
+        data.name, {**data.domains, "hidden": Untouchable()}, data.classes, data.preprocessing, data.manifest
+    )
+    with pytest.raises(AssertionError, match="of the unseen site was read"):
+        _ = poisoned.domains["hidden"].inputs
+    plans = plan_module.site_plans(method, poisoned, split)
+    whole = Setting(method, training(), models.parse(CNN), data.preprocessing, (1, 12, 12), CLASSES, 3, 0, "cpu")
+    names = [plan.name for plan in plans]
+    assert "hidden" not in names
+    where = LocalFederation(plans, whole, budget=dict.fromkeys(names, 20), rounds=1)
+    state = step_on(method, where, method.start(where, start_of(method)))
+    assert state.round == 1
+    assert {entry.site for entry in where.ledger.entries} <= set(names)
+
+
+@every_method
+def test_the_labels_of_a_target_that_takes_part_change_nothing(name: str) -> None:
+    method = method_of(name)
+    if not method.needs_target or method.supervised_target:
+        pytest.skip("no target, or one with labels")
+    data = data_set([images("hidden", 20), *domains()])
+    split = protocol.split_of(AdaptToOne(), data, "hidden", 0)
+    assert not set(split.unlabelled["hidden"]) & set(split.measured["hidden"])
+    states = []
+    for shift in (0, 1):
+        other = replace(data.domains["hidden"], labels=(data.domains["hidden"].labels + shift) % CLASSES)
+        shown = replace(data, domains={**data.domains, "hidden": other})
+        plans = plan_module.site_plans(method, shown, split)
+        whole = Setting(method, training(), models.parse(CNN), data.preprocessing, (1, 12, 12), CLASSES, 3, 0, "cpu")
+        where = LocalFederation(plans, whole, budget=dict.fromkeys([plan.name for plan in plans], 32), rounds=2)
+        states.append(step_on(method, where, method.start(where, start_of(method))))
+    assert states[0].weights == states[1].weights
+
+
+@pytest.mark.parametrize("kind", [LeaveOneOut(test_fraction=0), AdaptToOne()])
+def test_all_methods_train_on_the_same_number_of_mini_batches(kind: Protocol) -> None:
+    """What comes before the first round and what the target trains included; a pool may do the work of all sites."""
+    data = data_set([*domains(), images("hidden", 12)])
+    split = protocol.split_of(kind, data, "hidden", 0)
+    methods = [method_of(name) for name in registry.names()]
+    methods = [method for method in methods if isinstance(kind, AdaptToOne) or not method.needs_target]
+    totals = []
+    for method in methods:
+        budget = plan_module.budgets(method, methods, training(), split)
+        assert budget["large"] > 2 * 5  # acquisition costs something
+        plans = plan_module.site_plans(method, data, split)
+        allowed = plan_module.site_budget(budget, plans)
+        rounds = plan_module.rounds_needed(method, training(), split, budget)
+        whole = Setting(method, training(), models.parse(CNN), data.preprocessing, (1, 12, 12), CLASSES, 3, 0, "cpu")
+        where = LocalFederation(plans, whole, budget=allowed, rounds=rounds)
+        state = method.start(where, start_of(method))
+        while not where.exhausted():
+            state = step_on(method, where, state)
+        for site, used in where.progress.used.items():  # a pool trains on a mini-batch of every domain at a time
+            assert 0 <= used - where.budget[site] < (len(data.domains) if method.pooled else 1), method.name
+        assert state.round == rounds, method.name
+        totals.append(sum(where.progress.used.values()))
+    # Shares of the total are rounded up, site by site.
+    assert max(totals) - min(totals) <= len(data.domains), dict(zip([m.name for m in methods], totals, strict=True))
