@@ -7,7 +7,7 @@ import io
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedshift.text import csv_cell, from_csv_cell, json_text, one_line, printable
@@ -22,6 +22,7 @@ def test_nothing_of_a_control_sequence_is_left() -> None:
     assert one_line("x" * 600) == "x" * 499 + "…"
 
 
+@settings(max_examples=100)
 @given(st.recursive(st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
 def test_json_stays_the_same_value(value: object) -> None:
     assert json.loads(json_text(value)) == value
@@ -37,6 +38,7 @@ def test_numbers_and_words_stay(text: str) -> None:
     assert csv_cell(text) == text == from_csv_cell(text)
 
 
+@settings(max_examples=100)
 @given(st.text(alphabet="'=+-@\t\r1.e a"))
 def test_cells_read_back_as_they_were(text: str) -> None:
     assert from_csv_cell(csv_cell(text)) == text

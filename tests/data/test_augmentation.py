@@ -32,7 +32,7 @@ def test_nothing_on_changes_nothing() -> None:
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 @pytest.mark.parametrize("channels", [1, 3])
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(seed=st.integers(0, 10_000))
 def test_range_shape_and_repeatability(name: str, channels: int, seed: int) -> None:
     batch = images(5, channels, seed=seed)

@@ -43,7 +43,7 @@ def test_empty_masks() -> None:
 
 
 @given(st.integers(0, 999), st.integers(0, 999))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_against_scipy(one: int, other: int) -> None:
     a, b = blob(one), blob(other)
     contours = [np.argwhere(mask[0, 0] & ~ndimage.binary_erosion(mask[0, 0])) for mask in (a, b)]

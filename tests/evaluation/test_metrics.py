@@ -23,7 +23,7 @@ def test_hand_numbers() -> None:
 
 
 @given(pairs)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_scikit_learn_agrees(drawn: list[tuple[int, int]]) -> None:
     predictions, labels = np.array(drawn).T
     assert accuracy(predictions, labels) == pytest.approx(100 * reference.accuracy_score(labels, predictions))
@@ -35,7 +35,7 @@ def test_scikit_learn_agrees(drawn: list[tuple[int, int]]) -> None:
 
 
 @given(pairs)
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_accuracy_is_the_mean_of_the_classes_by_their_size(drawn: list[tuple[int, int]]) -> None:
     predictions, labels = np.array(drawn).T
     counts = np.bincount(labels, minlength=CLASSES)
@@ -66,7 +66,7 @@ def test_harmonic_mean() -> None:
             harmonic_mean(bad, 50.0)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.floats(0.01, 100), st.floats(0.01, 100))
 def test_harmonic_mean_lies_between_its_arguments_and_below_their_mean(a: float, b: float) -> None:
     mean = harmonic_mean(a, b)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -55,6 +55,7 @@ def test_no_round(rule: LastRound | SourceValidation | Oracle) -> None:
     assert rule.select([]) is None
 
 
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12))
 def test_oracle_is_an_upper_bound_and_the_first_best(values: list[tuple[int, int]]) -> None:
     rounds = [record(index, float(target), float(source)) for index, (target, source) in enumerate(values)]

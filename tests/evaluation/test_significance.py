@@ -96,7 +96,7 @@ grids = st.integers(2, 5).flatmap(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(grids)
 def test_scipy_agrees(grid: dict[str, list[tuple[float, float]]]) -> None:
     first = {(target, seed): pair[0] for target, pairs in grid.items() for seed, pair in enumerate(pairs)}
@@ -119,7 +119,7 @@ def test_scipy_agrees(grid: dict[str, list[tuple[float, float]]]) -> None:
             assert test.t == pytest.approx(reference.statistic, rel=1e-6, abs=1e-9)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(grids, st.randoms())
 def test_order_and_sign(grid: dict[str, list[tuple[float, float]]], chance: object) -> None:
     """The order of the results does not matter, and the other way round only the sign changes."""
@@ -147,6 +147,7 @@ def test_holm_by_hand() -> None:
     assert holm([]) == []
 
 
+@settings(max_examples=100)
 @given(st.lists(st.one_of(st.none(), st.floats(0, 1)), max_size=12))
 def test_holm_corrects_upwards_and_keeps_the_order(p_values: list[float | None]) -> None:
     corrected = holm(p_values)

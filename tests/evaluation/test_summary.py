@@ -35,7 +35,7 @@ def test_standard_error_by_hand() -> None:
         mean_and_standard_error([])
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=20))
 def test_scipy_agrees(values: list[float]) -> None:
     assert mean_and_standard_error(values)[1] == pytest.approx(stats.sem(values), abs=1e-9)
@@ -93,7 +93,7 @@ accuracies = st.dictionaries(
 )
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(accuracies)
 def test_average_is_the_mean_over_targets_per_seed(drawn: dict[tuple[str, int], float]) -> None:
     found = rows([result("m", target, seed, value) for (target, seed), value in drawn.items()])

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -80,7 +80,6 @@ def test_an_undecided_identifier() -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 99))
-@settings(deadline=None, max_examples=25)
 def test_losses_against_probabilities(sources: int, targets: int, seed: int) -> None:
     source, target = numbers(sources, seed=seed) * 3, numbers(targets, seed=seed + 1) * 3
     weights = numbers(sources, seed=seed + 2).abs()
@@ -116,7 +115,6 @@ def test_gradients_of_the_losses() -> None:
 
 
 @given(st.integers(1, 8), st.floats(-50, 50), st.integers(0, 99))
-@settings(deadline=None, max_examples=25)
 def test_curriculum_weights(samples: int, constant: float, seed: int) -> None:
     scores = numbers(samples, seed=seed) * 4
     weights = curriculum_weights(scores)
@@ -157,7 +155,6 @@ def test_worked_numbers_of_combining() -> None:
 
 
 @given(st.integers(1, 5), st.floats(0, 2), st.floats(0.1, 20), st.floats(-5, 5), st.integers(0, 99))
-@settings(deadline=None, max_examples=25)
 def test_combining(sites: int, mu: float, gamma: float, constant: float, seed: int) -> None:
     source, domain = numbers(sites, seed=seed).abs(), numbers(sites, seed=seed + 1).abs()
     loss = combine_domains(source, domain, mu, gamma).item()

@@ -55,7 +55,7 @@ def test_worked_scores_of_both_kinds() -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4), st.booleans())
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_closed_form_equals_explicit_maps(layers: int, others: int, n: int, c: int, g: int, scale: bool) -> None:
     generator = torch.Generator().manual_seed(layers + 10 * n + 100 * c)
     fused = [torch.randn(n, c, g, 2, generator=generator).double() * 2 for _ in range(layers)]

@@ -93,14 +93,14 @@ def test_integers_take_the_maximum_and_stay_integers() -> None:
     st.lists(st.floats(0, 1e3), min_size=1, max_size=12).filter(lambda w: sum(w) > 1e-3),
     st.sampled_from(["mean", "moments"]),
 )
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_equal_models_stay_equal_bit_for_bit(tensor: Tensor, shares: list[float], rule: str) -> None:
     model = Weights({"w": tensor, "n": torch.tensor(7)})
     assert weighted_average([model] * len(shares), shares, rule).equal(model)  # type: ignore[arg-type]
 
 
 @given(st.integers(1, 6), st.sampled_from([1 / 3, 0.1, 7.0]))
-@settings(deadline=None, max_examples=10)
+@settings(max_examples=10)
 def test_equal_networks_stay_equal_bit_for_bit(count: int, share: float) -> None:
     model = Weights(network(count).state_dict())
     for rule in ("mean", "moments"):

@@ -38,7 +38,6 @@ def test_worked_numbers_of_the_objective() -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 999))
-@settings(deadline=None, max_examples=25)
 def test_the_closed_form_is_the_minimum(models: int, channels: int, seed: int) -> None:
     means, variances = random(seed, models, channels), random(seed + 1, models, channels).abs() + 0.1
     shares = random(seed + 2, models).softmax(0)
@@ -54,7 +53,6 @@ def test_the_closed_form_is_the_minimum(models: int, channels: int, seed: int) -
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 999))
-@settings(deadline=None, max_examples=25)
 def test_objective_against_its_sums(models: int, channels: int, seed: int) -> None:
     maps, shares = random(seed, 3, channels, 2, 4), random(seed + 1, models).softmax(0)
     means, variances = random(seed + 2, models, channels), random(seed + 3, models, channels).abs()
@@ -108,7 +106,7 @@ def test_worked_numbers_of_the_distance() -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 5), st.integers(0, 999))
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_the_distance_is_the_objective_of_one_model(first: int, second: int, width: int, seed: int) -> None:
     x, y = random(seed, first, width), random(seed + 1, second, width) + 1
     left, right = ((batch.mean(0), batch.var(0, correction=0)) for batch in (x, y))

@@ -59,7 +59,7 @@ def plain(points: list[list[float]], labels: list[int], classes: int) -> list[in
 
 
 @given(st.integers(0, 400))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_against_loops(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     points = torch.randn(12, 3, generator=generator, dtype=torch.float64)
@@ -105,7 +105,6 @@ def test_student_assignment_and_cross_entropy() -> None:
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 4), st.integers(0, 999))
-@settings(deadline=None, max_examples=25)
 def test_compactness_is_that_of_all_pairs(rows: int, width: int, clusters: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     features = torch.randn(rows, width, generator=generator, dtype=torch.float64) + 5

@@ -118,7 +118,7 @@ def test_only_who_passes_the_gate_votes() -> None:
     BALLOTS,
     st.integers(0, 999),
 )
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 def test_focus_against_all_orders(
     teachers: int, samples: int, classes: int, gate: float, ballots: str, seed: int
 ) -> None:
@@ -139,7 +139,6 @@ def test_focus_against_all_orders(
 
 
 @given(st.integers(1, 6), st.integers(0, 999), BALLOTS, st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=25)
 def test_what_holds_for_any_teachers(teachers: int, seed: int, ballots, random) -> None:  # type: ignore[no-untyped-def]
     predictions = random_teachers(teachers, 30, 4, seed)
     focus = shapley_focus(predictions, 0.6, ballots=ballots)
@@ -157,7 +156,6 @@ def test_what_holds_for_any_teachers(teachers: int, seed: int, ballots, random) 
 
 
 @given(st.integers(1, 8), st.integers(0, 999), BALLOTS)
-@settings(deadline=None, max_examples=25)
 def test_identical_teachers_have_equal_focus(teachers: int, seed: int, ballots) -> None:  # type: ignore[no-untyped-def]
     predictions = random_teachers(1, 20, 3, seed).expand(teachers, -1, -1)
     for focus in (
@@ -208,7 +206,7 @@ def test_pieces_do_not_matter(ballots, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.integers(1, 5), st.lists(st.integers(0, 30), min_size=1, max_size=4), BALLOTS, st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_batches_add_up(teachers: int, sizes: list[int], ballots, seed: int) -> None:  # type: ignore[no-untyped-def]
     predictions = random_teachers(teachers, sum(sizes), 3, seed)
     tallies = {

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,7 +17,6 @@ def drawn(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1000), st.floats(0.1, 5))
 def test_it_is_the_paper_s_formula_sample_by_sample(seed: int, temperature: float) -> None:
     features, common, previous = (drawn(seed + shift, 4, 3) for shift in range(3))

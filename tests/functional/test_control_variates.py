@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -36,7 +36,6 @@ def test_worked_control_variate() -> None:
     assert new["w"].item() == pytest.approx(2.3)
 
 
-@settings(max_examples=25, deadline=None)
 @given(NUMBER, NUMBER, st.lists(NUMBER, min_size=1, max_size=6), st.floats(1e-3, 1))
 def test_a_control_variate_is_the_mean_gradient_on_the_way(
     own: float, common: float, gradients: list[float], rate: float
@@ -81,7 +80,6 @@ def test_worked_factors(options: dict[str, float], expected: float) -> None:
     assert normalising_factor(**options) == pytest.approx(expected)  # type: ignore[arg-type]
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 30), MOMENTUM, st.floats(1e-3, 0.9))
 def test_factors_are_the_paper_s_closed_forms(steps: int, rho: float, alpha: float) -> None:
     with_momentum = (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
@@ -90,7 +88,6 @@ def test_factors_are_the_paper_s_closed_forms(steps: int, rho: float, alpha: flo
     assert normalising_factor(steps, rho, lasting=True) == pytest.approx(steps / (1 - rho), rel=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 12), st.floats(0.1, 0.95), st.booleans(), st.sampled_from([0.0, 0.3]))
 def test_factors_are_how_far_torch_s_sgd_moves(steps: int, rho: float, nesterov: bool, mu: float) -> None:
     """The loss has gradient 1 everywhere, and a proximal term from 0."""
@@ -109,7 +106,6 @@ def test_worked_average() -> None:
     assert found["w"].item() == 3.75
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(NUMBER, st.floats(0.1, 1)), min_size=1, max_size=5), NUMBER, st.floats(0.5, 20))
 def test_equal_factors_give_the_mean(models: list[tuple[float, float]], start: float, factor: float) -> None:
     total = sum(share for _, share in models)
@@ -145,7 +141,6 @@ def test_gradient_of_the_penalty() -> None:
     torch.testing.assert_close(found, -gradient["w"] + 0.7 * (theta.detach() - sent["w"]))
 
 
-@settings(max_examples=25, deadline=None)
 @given(NUMBER, NUMBER, NUMBER, st.floats(0.01, 2))
 def test_h_is_the_gradient_at_the_site_s_optimum(h: float, sent: float, centre: float, alpha: float) -> None:
     """L = ½(θ − m)²: where L plus the penalty is least, the moved h is L's gradient, θ − m."""

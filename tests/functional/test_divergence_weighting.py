@@ -161,7 +161,7 @@ def test_impossible_distances(values: list[float]) -> None:
         divergence_weights(values)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.floats(0, 1e300), min_size=1, max_size=20), st.sampled_from(["divergence", "similarity", "average"]))
 def test_weights_are_on_the_simplex(values: list[float], rule: str) -> None:
     shares = divergence_weights(values, rule)  # type: ignore[arg-type]
@@ -169,7 +169,7 @@ def test_weights_are_on_the_simplex(values: list[float], rule: str) -> None:
     assert min(shares) >= 0
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=8), st.randoms(use_true_random=False))
 def test_weights_follow_their_sites(values: list[float], random) -> None:  # type: ignore[no-untyped-def]
     order = random.sample(range(len(values)), len(values))
@@ -182,7 +182,7 @@ SHAPED = arrays.arrays("float32", (2, 5), elements=st.floats(-1e6, 1e6, width=32
 
 
 @given(SHAPED, SHAPED)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_two_sites_always_share_equally(first: Tensor, second: Tensor) -> None:
     for kind in ("l2", "l1"):
         for rule in ("divergence", "similarity"):
@@ -191,7 +191,7 @@ def test_two_sites_always_share_equally(first: Tensor, second: Tensor) -> None:
 
 
 @given(SHAPED, st.integers(1, 7), st.sampled_from(DISTANCES), st.sampled_from(["tensor", "module"]))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_equal_models_stay_equal_bit_for_bit(tensor: Tensor, count: int, kind: str, granularity: str) -> None:
     model = Weights({"fc.weight": tensor, "fc.bias": tensor[0], "n": torch.tensor(3)})
     for rule in ("divergence", "similarity", "average"):

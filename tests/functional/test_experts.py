@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
@@ -26,7 +26,6 @@ def probabilities(*shape: int, seed: int = 0, sharpness: float = 2.0) -> Tensor:
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 99))
-@settings(deadline=None, max_examples=25)
 def test_cross_entropy(samples: int, classes: int, seed: int) -> None:
     rows = probabilities(samples, classes, seed=seed)
     labels = torch.randint(classes, (samples,), generator=torch.Generator().manual_seed(seed))
@@ -63,7 +62,6 @@ def test_worked_numbers_of_consensus() -> None:
 
 
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(1, 4), st.integers(0, 99))
-@settings(deadline=None, max_examples=25)
 def test_consensus_against_loops(experts: int, samples: int, classes: int, seed: int) -> None:
     strong, weak = probabilities(experts, samples, classes, seed=seed), probabilities(samples, classes, seed=seed + 1)
     for domain in range(experts):
@@ -125,7 +123,6 @@ def test_worked_pseudo_labels() -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 4), st.floats(0, 1), st.integers(0, 99))
-@settings(deadline=None, max_examples=25)
 def test_pseudo_labels_against_loops(experts: int, samples: int, classes: int, threshold: float, seed: int) -> None:
     rows = probabilities(experts, samples, classes, seed=seed)
     labels, mask = confident_pseudo_labels(rows.clone().requires_grad_(), threshold)
@@ -137,7 +134,6 @@ def test_pseudo_labels_against_loops(experts: int, samples: int, classes: int, t
 
 
 @given(st.integers(1, 4), st.integers(1, 5), st.integers(1, 4), st.floats(0, 1), st.integers(0, 99))
-@settings(deadline=None, max_examples=25)
 def test_unlabelled_loss_against_loops(experts: int, samples: int, classes: int, threshold: float, seed: int) -> None:
     weak, strong = (probabilities(experts, samples, classes, seed=seed + view) for view in (0, 1))
     labels, mask = confident_pseudo_labels(weak, threshold)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -27,7 +27,6 @@ def objective(vectors: Tensor, weights: Tensor, kappa: float) -> float:
     return float(mixed @ mean + kappa * mean.norm() * mixed.norm())
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1000), st.integers(1, 5))
 def test_products_come_from_distances(seed: int, number: int) -> None:
     points = updates(seed, number + 1)
@@ -37,7 +36,6 @@ def test_products_come_from_distances(seed: int, number: int) -> None:
     torch.testing.assert_close(products_about(distances), expected)
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1000), KAPPA)
 def test_no_other_weights_are_better(seed: int, kappa: float) -> None:
     """Against all weights in steps of 1/20."""
@@ -54,7 +52,6 @@ def test_no_other_weights_are_better(seed: int, kappa: float) -> None:
     assert objective(vectors, found, kappa) <= best + 1e-3 * float(vectors.square().sum(1).mean())
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1000), KAPPA)
 def test_the_direction_is_within_its_distance_of_the_mean(seed: int, kappa: float) -> None:
     """‖g* − ḡ‖ = κ‖ḡ‖, and of all such directions none agrees better with the site that it agrees least with."""

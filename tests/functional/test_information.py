@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.metrics import mutual_info_score
 from sklearn.metrics.pairwise import cosine_distances
@@ -27,7 +27,6 @@ def test_worked_numbers_of_information_maximisation() -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.floats(-9, 9), st.integers(0, 99))
-@settings(deadline=None, max_examples=25)
 def test_information_maximisation(samples: int, classes: int, constant: float, seed: int) -> None:
     logits = numbers(samples, classes, seed=seed) * 3
     loss = information_maximisation(logits)
@@ -82,7 +81,6 @@ def softmax(logits: Tensor) -> Tensor:
 
 
 @given(st.integers(1, 12), st.integers(1, 4), st.integers(1, 5), st.floats(0.2, 5), st.integers(0, 999))
-@settings(deadline=None, max_examples=25)
 def test_pseudo_labels_against_the_steps(samples: int, width: int, classes: int, scale: float, seed: int) -> None:
     features = numbers(samples, width, seed=seed) * scale
     probabilities = softmax(numbers(samples, classes, seed=seed + 1) * 2)
@@ -93,7 +91,6 @@ def test_pseudo_labels_against_the_steps(samples: int, width: int, classes: int,
 
 
 @given(st.integers(2, 10), st.integers(2, 5), st.integers(0, 999))
-@settings(deadline=None, max_examples=25)
 def test_order_of_samples_and_of_classes_does_not_matter(samples: int, classes: int, seed: int) -> None:
     features, probabilities = numbers(samples, 3, seed=seed), softmax(numbers(samples, classes, seed=seed + 1))
     labels = pseudo_labels(features, probabilities)
@@ -165,7 +162,6 @@ def test_impossible_pseudo_labels() -> None:
 
 
 @given(st.integers(1, 7), st.integers(1, 7), st.floats(-50, 50), st.integers(0, 99))
-@settings(deadline=None, max_examples=25)
 def test_mutual_information(pairs: int, shuffled_pairs: int, constant: float, seed: int) -> None:
     joint, shuffled = numbers(pairs, seed=seed) * 2, numbers(shuffled_pairs, seed=seed + 1) * 2
     estimate = mutual_information(joint, shuffled)

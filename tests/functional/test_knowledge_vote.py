@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import rel_entr
 from torch import Tensor
@@ -97,7 +97,6 @@ def test_the_gate_is_not_passed_by_equality() -> None:
     BALLOTS,
     st.integers(0, 999),
 )
-@settings(deadline=None, max_examples=25)
 def test_vote_against_one_sample_at_a_time(
     teachers: int, samples: int, classes: int, gate: float, ballots: str, seed: int
 ) -> None:
@@ -112,7 +111,6 @@ def test_vote_against_one_sample_at_a_time(
 
 
 @given(st.integers(1, 6), st.floats(0, 0.99), BALLOTS, st.integers(0, 999), st.randoms(use_true_random=False))
-@settings(deadline=None, max_examples=25)
 def test_what_holds_for_any_vote(teachers: int, gate: float, ballots: str, seed: int, random) -> None:  # type: ignore[no-untyped-def]
     predictions = random_teachers(teachers, 20, 4, seed)
     before = predictions.clone()
@@ -168,7 +166,6 @@ def test_worked_numbers_of_distillation() -> None:
 
 
 @given(st.integers(1, 8), st.integers(1, 5), st.integers(0, 999))
-@settings(deadline=None, max_examples=25)
 def test_distillation_against_scipy(batch: int, classes: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(batch, classes, generator=generator, dtype=torch.float64)
@@ -219,7 +216,6 @@ def test_mixup() -> None:
 
 
 @given(st.floats(0, 1), st.integers(0, 999))
-@settings(deadline=None, max_examples=25)
 def test_mixup_at_its_ends_and_between(lam: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     inputs, permutation = torch.randn(5, 2, 3, generator=generator), torch.randperm(5, generator=generator)

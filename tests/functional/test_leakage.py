@@ -57,7 +57,7 @@ def test_a_linear_layer_leaks_its_input_exactly() -> None:
 
 
 @given(st.integers(1, 6), st.integers(2, 5), st.integers(1, 9), st.integers(0, 99))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_the_first_layer_of_any_network_leaks_one_sample(width: int, classes: int, hidden: int, seed: int) -> None:
     torch.manual_seed(seed)
     network = nn.Sequential(nn.Linear(width, hidden), nn.Sigmoid(), nn.Linear(hidden, classes)).double()
@@ -81,7 +81,7 @@ def test_an_inversion_that_cannot_be_made() -> None:
 
 
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.integers(0, 99))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_labels_are_counted_exactly_when_the_probabilities_are_known(labels: list[int], seed: int) -> None:
     logits = torch.randn(len(labels), 5, generator=draws(seed)).double()
     probabilities = logits.softmax(1)
@@ -255,7 +255,7 @@ def test_errors_of_pairs_keep_small_differences() -> None:
 
 
 @given(st.integers(1, 4), st.integers(0, 2), st.integers(0, 99))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_best_match_against_all_assignments(number: int, more: int, seed: int) -> None:
     errors = torch.rand(number, number + more, generator=draws(seed))
     found = best_match(errors)

@@ -25,7 +25,7 @@ def test_worked_numbers_of_smoothing(classes: int, plain: float, uniform: float,
 
 
 @given(st.integers(2, 8), st.integers(1, 9), st.floats(0, 1), st.integers(0, 99))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_smoothing_against_torch_and_soft_targets(classes: int, n: int, smoothing: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(n, classes, generator=generator).double() * 3

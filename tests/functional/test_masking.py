@@ -37,7 +37,7 @@ unit = arrays.arrays("float64", (2, 5), elements=st.floats(0, 1))
 
 
 @given(unit)
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_interaction_of_masks_lies_between_nothing_and_all(pair: object) -> None:
     first, second = torch.tensor(pair)
     value = soft_interaction(first, second, 1e-6).item()
@@ -52,7 +52,7 @@ def test_interaction_with_smoothing_is_defined_for_empty_masks() -> None:
 
 
 @given(st.integers(0, 99))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_masks_are_hard_and_their_gradient_is_that_of_the_probability(seed: int) -> None:
     """With loss Σ m·g the gradient of m̂ is σ'(m̂)·Σ_batch g, whatever the draw."""
     generator = torch.Generator().manual_seed(seed)

@@ -126,7 +126,7 @@ def test_a_given_bandwidth_equal_to_the_default_changes_nothing() -> None:
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.floats(-3, 3), st.integers(0, 1000))
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 def test_biased_is_a_distance(n: int, f: int, offset: float, seed: int) -> None:
     s, t = layers(1, n, f, seed)[0], layers(1, n, f, seed + 1, offset)[0]
     value = multi_kernel_mmd(s, t, estimator="biased").item()

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.spatial.distance import pdist
 from torch import Tensor
@@ -59,7 +59,6 @@ def batches_of(domains: int, width: int, seed: int) -> list[Tensor]:
 
 
 @given(st.integers(2, 5), st.integers(1, 4), st.integers(0, 99))
-@settings(deadline=None, max_examples=25)
 def test_against_loops_over_pairs(domains: int, width: int, seed: int) -> None:
     batches = batches_of(domains, width, seed)
     arrays = [batch.numpy() for batch in batches]
@@ -81,7 +80,6 @@ def test_against_loops_over_pairs(domains: int, width: int, seed: int) -> None:
 
 
 @given(st.integers(2, 4), st.floats(-3, 3), st.integers(0, 99))
-@settings(deadline=None, max_examples=25)
 def test_invariants(domains: int, shift: float, seed: int) -> None:
     batches = batches_of(domains, 3, seed)
     distance, paper = moment_distance(batches, "mean_variance"), moment_distance(batches, "raw")
@@ -131,7 +129,6 @@ def test_worked_numbers_of_the_discrepancy() -> None:
 
 
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 99))
-@settings(deadline=None, max_examples=25)
 def test_discrepancy(samples: int, classes: int, seed: int) -> None:
     first, second = (numbers(samples, classes, seed=seed + side).softmax(1) for side in (0, 1))
     found = classifier_discrepancy(first, second).item()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedshift.errors import UserError
@@ -23,7 +23,6 @@ def test_worked_numbers(rule: str) -> None:
 @given(
     st.integers(0, 60), st.floats(0, 1), st.integers(2, 9), st.integers(0, 999), st.sampled_from(["uniform", "shift"])
 )
-@settings(deadline=None, max_examples=25)
 def test_number_range_and_repeatability(n: int, fraction: float, classes: int, seed: int, rule: str) -> None:
     labels = np.random.default_rng(seed).integers(classes, size=n)
     poisoned = wrong_labels(labels, fraction, classes, seed, rule)  # type: ignore[arg-type]

@@ -25,7 +25,7 @@ def test_worked_numbers() -> None:
 
 
 @given(st.floats(0, 1), st.floats(0, 1))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_both_forms_of_the_discriminator_have_one_optimum(generated: float, extracted: float) -> None:
     answers = torch.tensor([generated]), torch.tensor([extracted])
     best = torch.ones(1), torch.zeros(1)

@@ -39,7 +39,6 @@ def test_worked_numbers_of_dice() -> None:
 
 
 @given(st.integers(0, 99))
-@settings(deadline=None, max_examples=25)
 def test_dice_is_between_zero_and_one(seed: int) -> None:
     masks = blobs(seed)
     assert dice_loss(masks, masks).item() == pytest.approx(0, abs=1e-9)
@@ -63,7 +62,6 @@ def test_gradient_of_dice() -> None:
 
 
 @given(st.integers(0, 99), st.integers(1, 6))
-@settings(deadline=None, max_examples=25)
 def test_morphology_against_scipy(seed: int, steps: int) -> None:
     masks = blobs(seed)
     for n in range(2):
@@ -101,7 +99,7 @@ def loop_over_pairs(embeddings: Tensor, labels: Tensor, temperature: float) -> f
 
 
 @given(st.integers(0, 99), st.integers(0, 4), st.integers(0, 4))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_contrast_against_a_loop(seed: int, ones: int, zeros: int) -> None:
     embeddings = torch.randn(ones + zeros, 5, generator=torch.Generator().manual_seed(seed)).double()
     labels = torch.tensor([1] * ones + [0] * zeros)

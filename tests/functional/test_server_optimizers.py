@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -17,7 +17,6 @@ def number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.floats(-5, 5), st.floats(-5, 5), st.floats(-5, 5))
 def test_without_momentum_and_at_rate_one_it_is_fedavg(weight: float, change: float, old: float) -> None:
     moved, kept = momentum_step(number(weight), number(change), number(old), beta=0.0, rate=1.0)
@@ -25,7 +24,6 @@ def test_without_momentum_and_at_rate_one_it_is_fedavg(weight: float, change: fl
     assert kept.item() == change
 
 
-@settings(max_examples=25, deadline=None)
 @given(CHANGES, st.floats(0, 0.95), st.floats(0.01, 2))
 def test_momentum_is_torch_s_sgd_on_the_negative_change(changes: list[float], beta: float, rate: float) -> None:
     theirs = torch.zeros((), dtype=torch.float64, requires_grad=True)
@@ -38,7 +36,6 @@ def test_momentum_is_torch_s_sgd_on_the_negative_change(changes: list[float], be
     assert weight.item() == pytest.approx(theirs.item(), abs=1e-9)
 
 
-@settings(max_examples=25, deadline=None)
 @given(CHANGES, st.floats(0, 0.95), st.floats(0, 0.99), st.floats(0.01, 1))
 def test_adam_is_torch_s_where_its_bias_correction_is_taken_back(
     changes: list[float], beta1: float, beta2: float, rate: float
@@ -82,7 +79,6 @@ def test_yogi_shrinks_by_the_change_and_adam_by_a_share() -> None:
     assert seconds == pytest.approx({"yogi": 99.99, "adam": 99.01})
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.sampled_from(["adagrad", "adam", "yogi"]), CHANGES)
 def test_second_moments_are_never_negative(rule: Second, changes: list[float]) -> None:
     weight, first, second = number(0), number(0), number(1e-6)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -26,7 +26,6 @@ def test_worked_steps() -> None:
     assert adaptive["w"].tolist() == pytest.approx([1 + 0.5 * 6.75 / 4.924429, 0.5 * 1 / 4.924429])
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1000), st.floats(0.01, 2))
 def test_the_step_has_the_length_of_the_radius_over_all_tensors(seed: int, radius: float) -> None:
     parameters, gradients = drawn(seed)
@@ -37,7 +36,6 @@ def test_the_step_has_the_length_of_the_radius_over_all_tensors(seed: int, radiu
         torch.testing.assert_close(torch.cosine_similarity(move.flatten(), gradient.flatten(), 0), torch.tensor(1.0))
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(0, 1000))
 def test_asam_does_not_depend_on_the_scale_of_a_layer(seed: int) -> None:
     """Weights times 4 have a gradient of a quarter: with η = 0 the move scales with the weights."""

@@ -63,7 +63,6 @@ def test_worked_numbers_of_the_released_weights() -> None:
 
 
 @given(FOCUS, st.integers(0, 1000), st.floats(0, 1), st.data())
-@settings(deadline=None, max_examples=25)
 def test_shares_sum_to_one(focus: list[float], target_samples: int, fraction: float, data: st.DataObject) -> None:
     samples = data.draw(st.lists(st.integers(1, 10**6), min_size=len(focus), max_size=len(focus)))
     gaps = [abs(value) for value in focus]

@@ -61,7 +61,7 @@ def test_worked_numbers() -> None:
 
 
 @given(st.integers(3, 12), st.integers(3, 12), st.floats(0, 1), st.integers(0, 99), st.data())
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 def test_against_the_whole_spectrum(height: int, width: int, rate: float, seed: int, data: Any) -> None:
     half = data.draw(st.integers(0, (min(height, width) - 1) // 2))
     images, donors = draw(2, 3, height, width, seed=seed), draw(2, 3, height, width, seed=seed + 1)
@@ -118,7 +118,7 @@ def test_the_whole_spectrum_of_fact() -> None:
 
 
 @given(st.integers(0, 99), st.floats(0, 0.99))
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 def test_the_phase_stays(seed: int, rate: float) -> None:
     images, donors = draw(1, 1, 8, 10, seed=seed), draw(1, 1, 8, 10, seed=seed + 1)
     moved = interpolated(images, low_frequencies(donors, 2), torch.tensor(rate, dtype=torch.float64), 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -32,7 +32,6 @@ def test_worked_adain() -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 99))
-@settings(deadline=None, max_examples=25)
 def test_the_style_asked_for_comes_out(number: int, channels: int, seed: int) -> None:
     content, styles = (
         maps(number, channels, 5, 4, seed=seed),
@@ -76,7 +75,6 @@ def test_a_constant_image_stays_finite() -> None:
 
 
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(0, 99))
-@settings(deadline=None, max_examples=25)
 def test_assignment(samples: int, domains: int, seed: int) -> None:
     """N·L versions without replacement; at L = K each sample has each domain once, its own among them."""
     for level in range(1, domains + 1):

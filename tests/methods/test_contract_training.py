@@ -57,10 +57,11 @@ def test_it_trains(name: str) -> None:
     where = federation(method, network=network, rounds=6, lr=0.1, momentum=0.9, budget=budget)
     assert isinstance(where, LocalFederation)
     state = method.start(where, start_of(method, network=network))
-    shares = []
-    while state.round < 6 and (not shares or shares[-1] >= 0.85):
+    shares: list[float] = []
+    while len(shares) < 6 and (not shares or shares[-1] >= 0.85):
         state = step_on(method, where, state)
         shares.append(share_of_chance(method, network, state, where))
+    assert state.round == len(shares)
     assert shares[-1] < 0.85, shares
 
 

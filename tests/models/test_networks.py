@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -52,7 +52,6 @@ def test_mnist_cnn_pads_only_below_16_pixels(size: int, conv2: int, channels: in
     assert shapes_of_stages(network(shape, name="mnist_cnn"), shape)["conv2"] == (32, conv2, conv2)
 
 
-@settings(deadline=None, max_examples=25)
 @given(channels=st.integers(1, 4), height=st.integers(4, 40), width=st.integers(4, 40))
 def test_digit_networks_take_any_size_from_4_pixels(channels: int, height: int, width: int) -> None:
     shape = (channels, height, width)

@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -28,7 +28,6 @@ def bags(samples: int, words: int, share: float, seed: int = 0) -> Tensor:
     return present * torch.randint(1, 5, (samples, words), generator=generator).float()
 
 
-@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 7), st.integers(1, 60), st.integers(1, 5), st.floats(0, 1))
 def test_same_outputs_and_gradients_as_torch(samples: int, words: int, outputs: int, share: float) -> None:
     layer = WideLinear(words, outputs)

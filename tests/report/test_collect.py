@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedshift.errors import UserError
@@ -109,6 +109,7 @@ def test_rounds_with_a_torn_end_and_a_repeated_round(write_part: Write) -> None:
     assert read_rounds(path.with_name("absent.jsonl")) == []
 
 
+@settings(max_examples=100)
 @given(st.lists(st.text(alphabet="aB1٣²0 ", max_size=6)))
 def test_natural_order_holds_for_any_names(names: list[str]) -> None:
     keys = [natural(name) for name in sorted(names, key=natural)]

@@ -1,4 +1,4 @@
-"""FADA: what crosses the wire, in every mini-batch both ways."""
+"""FADA: what crosses the wire, in every mini-batch both ways; a source that takes no part in a round."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import pytest
 from test_fada import ROLES, begun, short, site_of
 from tiny import LINEAR, federation, step_on
 
-from fedshift.errors import UserError
+from fedshift.errors import TrainingDiverged, UserError
 from fedshift.experiment.check import check
 from fedshift.experiment.config.experiment import parse
+from fedshift.federation.site import Site
+from fedshift.methods.federated.fada import FADA
+from fedshift.weights import Weights
 
 # What crosses the wire ------------------------------------------------------------------------------------------------
 
@@ -63,3 +66,37 @@ def test_the_check_before_a_run_counts_features() -> None:
     assert variant_one.methods[0].bytes_down == features + 2 * (5 * size + 6 * size)
     assert fada.bytes_up > variant_one.methods[0].bytes_up  # the disentangler travels with the model
     assert kd3a.bytes_up < kd3a.rounds * 7 * size
+
+
+# Exchanges of a round -------------------------------------------------------------------------------------------------
+
+
+def test_a_round_has_one_exchange_for_each_step_and_two_more() -> None:
+    """Features of the first mini-batch, two steps, the sources' last one, and the target's with the aggregation."""
+    method = short(steps_per_round=3)
+    where, state = begun(method)
+    before = where.progress.exchange
+    step_on(method, where, state)
+    assert where.progress.exchange - before == 5
+
+
+def test_a_source_that_sends_no_features_loses_the_rounds_work_and_keeps_its_identifier() -> None:
+    class Fails(FADA):
+        def begin(self, site: Site, weights: Weights) -> Any:
+            if site.name == "b" and site.envelope.round == 2:
+                raise TrainingDiverged("no number")
+            return super().begin(site, weights)
+
+    method = Fails(steps_per_round=3, identifier_width=5)
+    where, state = begun(method)
+    where.quorum = 1
+    first = step_on(method, where, state)
+    second = step_on(method, where, first)
+    assert where.progress.used == {"a": 6, "b": 6, "t": 6}
+    assert set(second.report["aggregation_weights"]) == {"a"}
+    before: Any = first.parts["identifiers"]
+    after: Any = second.parts["identifiers"]
+    assert after["b"] == before["b"]
+    assert after["a"] != before["a"]
+    third = step_on(method, where, second)
+    assert set(third.report["aggregation_weights"]) == {"a", "b"}
