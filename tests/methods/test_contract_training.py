@@ -127,11 +127,11 @@ def test_all_methods_train_on_the_same_number_of_mini_batches(kind: Protocol) ->
     methods = [method for method in methods if isinstance(kind, AdaptToOne) or not method.needs_target]
     totals = []
     for method in methods:
-        budget = plan_module.budgets(method, methods, training(), split)
-        assert budget["large"] > 2 * 5  # acquisition costs something
+        budget = plan_module.budgets(method, methods, training(rounds=1), split)
+        assert budget["large"] > 5  # acquisition costs something
         plans = plan_module.site_plans(method, data, split)
         allowed = plan_module.site_budget(budget, plans)
-        rounds = plan_module.rounds_needed(method, training(), split, budget)
+        rounds = plan_module.rounds_needed(method, training(rounds=1), split, budget)
         whole = Setting(method, training(), models.parse(CNN), data.preprocessing, (1, 12, 12), CLASSES, 3, 0, "cpu")
         where = LocalFederation(plans, whole, budget=allowed, rounds=rounds)
         state = method.start(where, start_of(method))

@@ -301,21 +301,18 @@ def lit(name: str, number: int, offsets: tuple[int, int, int], seed: int) -> Dom
 
 def test_it_unlearns_what_light_says_about_the_class() -> None:
     """At every source the light gives the class away, at the unseen site it says nothing: FedAvg follows it (measured
-    46 to 53 percent), foreign amplitudes break it (99 to 100).
+    46 and 48 percent with seeds 0 and 1), foreign amplitudes break it (98 and 99).
     """
-    accuracies: dict[str, list[float]] = {"elcfs": [], "fedavg": []}
-    for seed in range(2):
-        orders = {"a": (20, 70, 120), "b": (20, 120, 70), "c": (70, 20, 120)}
-        found = [lit(name, 96, offsets, seed) for name, offsets in orders.items()]
-        unseen = lit("unseen", 200, (0, 0, 0), seed)
-        inputs = (torch.from_numpy(np.asarray(unseen.inputs)).float() / 255 - 0.5) / 0.25
-        methods = (ELCFS(window=0.0, rates="released", local_epochs=4), FedAvg(local_epochs=4))
-        for method in methods:
-            options = {"optimizer": "adam", "lr": 0.01, "budget": 400, "rounds": 6}
-            state, _ = run(method, found, LINEAR, seed=seed, **options)
-            with torch.no_grad():
-                right = evaluated(method, state.weights, found, LINEAR)(inputs).argmax(1).numpy() == unseen.labels
-            accuracies[method.name].append(100 * right.mean())
-    ours, plain = (np.mean(accuracies[name]) for name in ("elcfs", "fedavg"))
-    assert ours > 85, accuracies
-    assert 35 < plain < 70, accuracies
+    orders = {"a": (20, 70, 120), "b": (20, 120, 70), "c": (70, 20, 120)}
+    found = [lit(name, 96, offsets, 0) for name, offsets in orders.items()]
+    unseen = lit("unseen", 200, (0, 0, 0), 0)
+    inputs = (torch.from_numpy(np.asarray(unseen.inputs)).float() / 255 - 0.5) / 0.25
+    accuracies = {}
+    for method in (ELCFS(window=0.0, rates="released", local_epochs=4), FedAvg(local_epochs=4)):
+        options: dict[str, Any] = {"optimizer": "adam", "lr": 0.01, "budget": 400, "rounds": 2}
+        state, _ = run(method, found, LINEAR, seed=0, **options)
+        with torch.no_grad():
+            right = evaluated(method, state.weights, found, LINEAR)(inputs).argmax(1).numpy() == unseen.labels
+        accuracies[method.name] = 100 * right.mean()
+    assert accuracies["elcfs"] > 85, accuracies
+    assert 35 < accuracies["fedavg"] < 70, accuracies
