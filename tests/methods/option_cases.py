@@ -290,7 +290,7 @@ OPTIONS: dict[str, dict[str, tuple[Try, ...]]] = {
         "agreement_weight": of(0.0, 1.0),
         "entropy_reversal": of(0.0, 1.0),
         "heads_rate": of(1.0),
-        "warm_up": of(0.0, 1.0),
+        "warm_up": of(0.0, 1.0, where="images for long"),
         "hidden": of((8,), ()),
     },
     "epi_fcr": {
@@ -307,7 +307,7 @@ OPTIONS: dict[str, dict[str, tuple[Try, ...]]] = {
         "global_weight": of(0.0, 10.0),
         "local_weight": of(0.0, 1.0),
         "temperature": of(1.0),
-        "margin": of(0.5, local_weight=1.0),
+        "margin": of(0.5, local_weight=1.0, where="images for long"),
         "embedding": of(4),
     },
     "metareg": {

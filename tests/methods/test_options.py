@@ -77,6 +77,7 @@ def warm(method: Method) -> Result:
 FAST: dict[str, Any] = {"lr": 0.3, "momentum": 0.9}
 SETUPS: dict[str, Callable[[Method], Any]] = {
     "images": trained,
+    "images for long": functools.partial(trained, budget=60),
     "fast": functools.partial(trained, **FAST),
     "colour": lambda method: trained(method, [coloured(name, number) for name, number in {"a": 9, "b": 6}.items()]),
     "mlp": functools.partial(trained, network=MLP, rounds=4, budget=80, lr=0.2),

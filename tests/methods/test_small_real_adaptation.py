@@ -1,16 +1,18 @@
 """A small real adaptation, bounded on both sides: handwritten digits (scikit-learn), 2 targets, some seconds.
 
 Settings: 8×8 pixels, 60 images per class in six angles, 30 % of the base images held out; what is measured at a target
-nobody trained on, and the target gives the other base images without labels. An mlp with 64 hidden units and BatchNorm,
-10 rounds of batches of 32, SGD 0.05 with momentum 0.9; all methods train on the same number of mini-batches.
+nobody trained on, and the target gives the other base images without labels. An mlp with 64 hidden units and
+BatchNorm, 10 rounds of batches of 32, SGD 0.05 with momentum 0.9; all methods train on the same number of
+mini-batches.
 
-Measured, averages of D0 and D75: with seed 0, the test's, KD3A 50.3, with its setting ``released`` but public classifiers
-65.8, FedAvg 45.8, source-only (pooled) 73.3, oracle 92.2; with seeds 0 and 1 KD3A 48.8 (48.9 with Shapley values), with its setting
-``released`` but public classifiers 68.2 (of which teacher_statistics: batch alone gives 67.1), FedAvg 43.1, source-only
-(pooled) 74.0, oracle 93.5; with seeds 2 to 5, with Shapley values, KD3A 58.3, FedAvg 50.5, source-only 74.5, oracle
-93.1. KD3A was ahead of FedAvg at each of these 12 targets and seeds. That needs BatchNorm: with a small mnist_cnn after
-as little training KD3A stayed 4 to 16 points below FedAvg at D0, whatever the gate. With all labels of D15 wrong and D0
-as the target, seeds 0 and 1: KD3A 36.1, with shares by samples 33.6, FedAvg 24.2; seed 0 36.1, 33.9 and 26.7.
+Measured, averages of D0 and D75: with seed 0, the test's, KD3A 50.3, with its setting ``released`` but public
+classifiers 65.8, FedAvg 45.8, source-only (pooled) 73.3, oracle 92.2; with seeds 0 and 1 KD3A 48.8 (48.9 with Shapley
+values), with its setting ``released`` but public classifiers 68.2 (of which teacher_statistics: batch alone gives
+67.1), FedAvg 43.1, source-only (pooled) 74.0, oracle 93.5; with seeds 2 to 5, with Shapley values, KD3A 58.3, FedAvg
+50.5, source-only 74.5, oracle 93.1. KD3A was ahead of FedAvg at each of these 12 targets and seeds. That needs
+BatchNorm: with a small mnist_cnn after as little training KD3A stayed 4 to 16 points below FedAvg at D0, whatever the
+gate. With all labels of D15 wrong and D0 as the target, seeds 0 and 1: KD3A 36.1, with shares by samples 33.6, FedAvg
+24.2; seed 0 36.1, 33.9 and 26.7.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A small real run of every pooled method of generalization, bounded on both sides: rotated digits (scikit-learn).
 
 32 mini-batches a source, unseen D45. Measured: CrossGrad 78.9, DeepAll 77.8, MixStyle 76.7, EISNet 73.3, DMG 72.2,
-JiGen 65.6, DGER 56.7, MASF 55.6, FACT 48.9, Feature-Critic 46.7, Epi-FCR 32.2; MetaReg 23.3, whose classifier begins anew
-half-way. Chance is 10. At D0 after 120 mini-batches they are closer: 54.4 to 71.1, MetaReg 34.4.
+JiGen 65.6, DGER 56.7, MASF 55.6, FACT 48.9, Feature-Critic 46.7, Epi-FCR 32.2; MetaReg 23.3, whose classifier begins
+anew half-way. Chance is 10. At D0 after 120 mini-batches they are closer: 54.4 to 71.1, MetaReg 34.4.
 """
 
 from __future__ import annotations
