@@ -6,6 +6,7 @@ The processes of a deployment (commands, service, job) communicate through these
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping
@@ -98,18 +99,35 @@ class Deployment:
     # Jobs -------------------------------------------------------------------------------------------------------------
 
     def begin_job(self) -> None:
-        """Remove the outcome of the previous job."""
-        for name in ("outcome.json", "elsewhere.json"):
+        """Remove what the previous job left."""
+        for name in ("outcome.json", "elsewhere.json", "process.json"):
             (self.folder / name).unlink(missing_ok=True)
 
-    def end(self, outcome: str, message: str = "", exit_code: int = 0) -> None:
-        """Write the job's outcome: ``finished``, ``failed``, or ``again`` (continue in a new job)."""
-        whole = {"outcome": outcome, "message": message, "exit_code": exit_code}
+    def note_process(self, job: str) -> None:
+        """Write down that this process runs a job, so that the service sees when it is killed."""
+        write_bytes(self.folder / "process.json", json.dumps({"pid": os.getpid(), "job": job}).encode())
+
+    def process_gone(self, job: str) -> bool:
+        """Whether the process that ran a job has ended; False while none has begun."""
+        import psutil
+
+        noted = read_object(self.folder / "process.json")
+        if noted.get("job") != job:
+            return False
+        try:
+            return job not in psutil.Process(int(noted["pid"])).cmdline()
+        except psutil.Error:  # also for one that has ended and whose parent has not asked for it
+            return True
+
+    def end(self, job: str, outcome: str, message: str = "", exit_code: int = 0) -> None:
+        """Write a job's outcome: ``finished``, ``failed``, ``again`` (continue in a new job), or ``aborted``."""
+        whole = {"job": job, "outcome": outcome, "message": message, "exit_code": exit_code}
         write_bytes(self.folder / "outcome.json", json.dumps(whole).encode())
 
-    @property
-    def outcome(self) -> dict[str, Any]:
-        return read_object(self.folder / "outcome.json")
+    def outcome(self, job: str) -> dict[str, Any]:
+        """A job's outcome; empty while there is none. A job that was left may still write its own."""
+        found = read_object(self.folder / "outcome.json")
+        return found if found.get("job") == job else {}
 
     def request_new_job(self, reason: str) -> None:
         """Ask the job to end, so that the deployment continues in a new one."""

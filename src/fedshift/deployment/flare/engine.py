@@ -65,17 +65,18 @@ class FlareCoordinator(Controller):  # type: ignore[misc]
 
     def control_flow(self, abort_signal: Signal, fl_ctx: FLContext) -> None:
         """Run the whole experiment and write down its outcome. FLARE calls this."""
-        deployment = self._deployment
+        deployment, job = self._deployment, str(fl_ctx.get_job_id())
+        deployment.note_process(job)
         transport = FlareTransport(self, fl_ctx, abort_signal, deployment.new_job_requested, own_kit())
         try:
             coordinate(deployment.folder, transport, deployment.sites)
-            deployment.end("finished")
+            deployment.end(job, "finished")
         except NewJobNeeded as error:
-            deployment.end("again", str(error))
-        except Aborted:
-            return  # FLARE ends the job, and whoever asked for it says why
+            deployment.end(job, "again", str(error))
+        except Aborted as error:
+            deployment.end(job, "aborted", str(error))
         except FedshiftError as error:
-            deployment.end("failed", str(error), error.exit_code)
+            deployment.end(job, "failed", str(error), error.exit_code)
         except Exception as error:  # a bug, or a fault of the machine: the service tries again, and shows this
             deployment.record({"what": "job", "is": "failed", "reason": repr(error)})
             raise

@@ -29,16 +29,24 @@ _EVICTED = re.compile(
     r"Failed to re-activate the client:([\w-]+): already registered with another"
 )
 """A line of FLARE's server when a second client connects under the name of a connected site."""
+_FAILED = re.compile(r"Failing job (\S+) due to reported failure from")
+"""A line of FLARE's server when a site says that its process of a job has ended. FLARE then waits for the other sites
+to end theirs, for some seconds, before it ends the job."""
 _EVICTIONS, _WINDOW = 3, 60.0
 """So many evictions in so many seconds mean that two machines are using one kit."""
+_LOOK_AGAIN = 0.25
+"""Seconds between looks at FLARE's list of sites."""
 
 
 class Attendance:
-    """What the log of FLARE's server tells about the sites: when each registered, and whose kit is used twice."""
+    """What the log of FLARE's server tells about the sites: when each registered, whose kit is used twice, and in which
+    jobs a site's process has ended."""
 
     def __init__(self) -> None:
         self.joined: dict[str, float] = {}
         """Site → time of its last registration (monotonic seconds)."""
+        self.failed: set[str] = set()
+        """Ids of the jobs in which a site's process has ended."""
         self._evicted: dict[str, list[float]] = {}
         """Site → times of its last evictions."""
 
@@ -47,6 +55,9 @@ class Attendance:
         found = _JOINED.search(line)
         if found:
             self.joined[found.group(1)] = time.monotonic()
+        found = _FAILED.search(line)
+        if found:
+            self.failed.add(found.group(1))
         found = _EVICTED.search(line)
         if found:
             times = self._evicted.setdefault(found.group(1) or found.group(2), [])
@@ -151,6 +162,8 @@ class RunningDeployment:
         self.deadline = float(engine.get("deadline", 3600))
         self._submitted = 0.0
         self._job: str | None = None
+        self._runs = False
+        """Whether FLARE has started the job at the sites."""
         self._died = 0
         self._rounds = self._count_rounds()
         self._waiting_since = time.monotonic()
@@ -167,7 +180,8 @@ class RunningDeployment:
             return True
         if self._job is None:
             return self._begin(session)
-        outcome = deployment.outcome
+        killed = deployment.process_gone(self._job)  # before the outcome, which a process writes before it ends
+        outcome = deployment.outcome(self._job)
         if outcome.get("outcome") == "finished":
             deployment.set_state("finished", message="")
             return True
@@ -175,22 +189,29 @@ class RunningDeployment:
             deployment.set_state("failed", message=outcome["message"], exit_code=outcome.get("exit_code", 1))
             return True
         if outcome.get("outcome") == "again":  # the old job ends while the next one starts
-            return self._ended("")
+            return self._ended("SITE_FAILED" if self._job in self._attendance.failed else "")
+        if outcome.get("outcome") == "aborted":
+            return self._ended("ABORTED")
+        if killed:
+            return self._ended("KILLED")
+        if self._job in self._attendance.failed and deployment.new_job_requested() is None:
+            deployment.request_new_job("the process of a site has ended")
+        if self._runs:
+            self._look_for_returned_sites()
         if time.monotonic() < self._next_status:
             return False
         self._next_status = time.monotonic() + 1.0
         status = str(session.get_job_meta(self._job).get("status", ""))
         if status.startswith("FINISHED"):
             return self._ended(status)
-        if status == "RUNNING":
-            self._look_for_returned_sites()
+        self._runs = status == "RUNNING"
         return False
 
     def _begin(self, session: Any) -> bool:
         """Submit the next job when all sites are connected, or after a while the quorum."""
         if time.monotonic() < self._next_status:
             return False
-        self._next_status = time.monotonic() + 0.5
+        self._next_status = time.monotonic() + _LOOK_AGAIN
         connected = {client.name for client in session.get_system_info().client_info}
         missing = [site for site in self.deployment.sites if site not in connected]
         enough = self.quorum is not None and len(connected) >= self.quorum
@@ -210,7 +231,7 @@ class RunningDeployment:
         sites = len(self.deployment.sites) - len(missing)
         # FLARE starts the job at all connected sites, once there are as many as this.
         folder = job_folder(self.deployment.name, sites, self.deployment.folder / "job")
-        self._job = session.submit_job(str(folder))
+        self._job, self._runs = session.submit_job(str(folder)), False
         self._state("running", "")
         return False
 
@@ -218,7 +239,7 @@ class RunningDeployment:
         """A job ended before its deployment: continue in a new job, or give up.
 
         Args:
-            status: FLARE's status of a job that died; empty for a job that ended as asked.
+            status: how a job died; empty for a job that ended as asked.
 
         Returns:
             Whether the deployment has ended.

@@ -18,7 +18,7 @@ import zipfile
 from collections.abc import Callable
 from typing import Any
 
-from fedshift.deployment.flare.limits import LARGEST_FRAME
+from fedshift.deployment.flare.limits import LARGEST_FRAME, RECONNECT
 from fedshift.errors import UserError
 
 CLIENT = "nvflare.private.fed.app.client.client_train"
@@ -92,6 +92,7 @@ def _changes() -> list[tuple[Any, str, Any]]:
     rights = _module("fuel.sec.authz").AuthorizationService
     loading = _module("private.fed.utils.fed_utils")
     sockets = _module("fuel.f3.drivers.socket_conn")
+    connections = _module("fuel.f3.sfm.conn_manager")
     return [
         (processors, "request_processors", _kept(processors.request_processors)),
         (agent, "_dispatch_request", _guarded(_own(agent, "_dispatch_request"))),
@@ -112,6 +113,8 @@ def _changes() -> list[tuple[Any, str, Any]]:
         (executor, "get_job_launcher", _only(launcher, executor.get_job_launcher)),
         # FLARE reserves the memory for a frame as soon as its header has come.
         (sockets, "MAX_FRAME_SIZE", min(LARGEST_FRAME, sockets.MAX_FRAME_SIZE)),
+        # A coordinator that was started again is found soon; FLARE waits up to 10 s between two tries.
+        (connections, "MAX_WAIT", min(RECONNECT, connections.MAX_WAIT)),
         (launcher, "get_command", _launched(_own(launcher, "get_command"))),
     ]
 

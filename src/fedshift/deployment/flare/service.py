@@ -31,6 +31,9 @@ from fedshift.text import printable
 
 _BACKOFF = (1.0, 60.0)
 """Shortest and longest wait before another try, in seconds."""
+_HEARTBEAT = 2
+"""Seconds between a site's messages to FLARE's server. With one of them a site registers at a server that was started
+again, and learns which jobs are over; FLARE's default is 10."""
 _REGISTERED = "Successfully registered client"
 _SERVER = "nvflare.private.fed.app.server.server_train"
 
@@ -138,7 +141,7 @@ class Service:
     def _start_child(self) -> None:
         empty_channel(self.kit.folder)
         kind = "server" if self.kit.role == "coordinator" else "client"
-        who = [] if kind == "server" else [f"uid={self.kit.name}"]
+        who = [] if kind == "server" else [f"uid={self.kit.name}", f"heart_beat_interval={_HEARTBEAT}"]
         # At a site, our module starts FLARE's: it removes what a coordinator could abuse.
         module = [lockdown.MODULE, lockdown.CLIENT] if kind == "client" else [_SERVER]
         command = [
