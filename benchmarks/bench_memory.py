@@ -9,6 +9,10 @@ csac_passes: CSAC's three passes over models that are made anew in each pass, so
 
 No site trains: an engine that stands for all of them makes one model at a time.
 
+remote_fedavg, remote_csac, remote_median, remote_krum: one round at the coordinator of a deployment. Every site's
+reply is a message of 45 MB that `RemoteFederation` takes in through `FlareTransport`, as in a job. The replies come all
+at once and in reverse. FLARE itself is not there: its buffers, which hold what it sends and receives, come on top.
+
 KD3A's target judges SITES sources by what they say of 100,000 samples of 345 classes, batch after batch:
 
 vote: the knowledge vote alone.
@@ -19,12 +23,17 @@ Predictions are drawn, sure ones and unsure ones; the seconds are without the dr
 
 from __future__ import annotations
 
+import hashlib
 import json
 import resource
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -38,10 +47,17 @@ from fedshift.functional.knowledge_vote import knowledge_vote
 from fedshift.methods.base import Method, State
 from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.registry import method_class
 from fedshift.models import registry as models
 from fedshift.weights import Weights
 
 PARTS = ("fedavg", "csac_kept", "csac_passes")
+REMOTE: dict[str, dict[str, Any]] = {
+    "remote_fedavg": {"name": "fedavg"},
+    "remote_csac": {"name": "csac"},
+    "remote_median": {"name": "fedavg", "robust": "median"},
+    "remote_krum": {"name": "fedavg", "robust": {"rule": "krum", "faulty": 3, "keep": 5}},
+}
 VOTES = ("vote", "vote_leave_one_out", "vote_shapley")
 _STATUS = Path("/proc/self/status")
 
@@ -57,7 +73,7 @@ class Generated(Federation):
 
     def __init__(self, method: Method, like: Weights, sites: int) -> None:
         names = [str(number) for number in range(sites)]
-        super().__init__(method, sources=names, targets=(), budget=dict.fromkeys(names, 2), rounds=2)
+        super().__init__(method, about={}, sources=names, targets=(), budget=dict.fromkeys(names, 2), rounds=2, seed=0)
         self.like = like
 
     def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
@@ -129,6 +145,113 @@ def measure(part: str, sites: int) -> dict[str, Any]:
     }
 
 
+class _Controller:
+    """Stands for FLARE's: takes the requests, then brings all replies, the last asked first."""
+
+    def __init__(self, folder: Path, like: Weights) -> None:
+        self.folder, self.like = folder, like
+        self.asked: list[tuple[str, Any, str]] = []
+
+    def send(self, task: Any, context: Any, targets: list[str]) -> None:
+        key = json.loads(task.data["header"])["key"]
+        self.asked.append((targets[0], task, key))
+
+    def cancel_task(self, task: Any) -> None:
+        """Nothing is left to do."""
+
+    def answer(self) -> None:
+        """Bring the replies. Their bodies are read from files, as they would come from a socket."""
+        from fedshift.deployment.flare.engine import shareable_of
+        from fedshift.federation.remote.wire import Body, seal
+
+        for site, task, key in reversed(self.asked):
+            data = (self.folder / site).read_bytes()
+            body = Body(data, hashlib.sha256(data).hexdigest(), {})
+            answer = seal({"answers": key, "mini_batches": 1, "memory": {}}, body)
+            del data, body
+            task.result_received_cb(
+                SimpleNamespace(client=SimpleNamespace(name=site), result=shareable_of(answer)), None
+            )
+            del answer
+
+
+def write_bodies(sites: int, folder: Path) -> None:
+    """Write the bodies of the sites' replies."""
+    from fedshift.federation.remote.wire import body_of
+
+    like = Weights(models.build(models.parse({"name": "resnet18"}), (3, 224, 224), 7, 0).state_dict())
+    for number in range(sites):
+        whole = body_of({"weights": model_of(like, number), "samples": 100, "loss": 0.5})
+        (folder / str(number)).write_bytes(whole.data)
+
+
+def measure_remote(part: str, sites: int) -> dict[str, Any]:
+    """One round through the coordinator's receiving code; bytes of the process before and at most."""
+    from nvflare.apis.signal import Signal
+
+    from fedshift.deployment.flare import engine
+    from fedshift.federation.remote.remote_federation import RemoteFederation
+    from fedshift.federation.replies.declared import About
+    from fedshift.federation.training import Training
+    from fedshift.methods.screening import screening_of
+
+    torch.set_num_threads(1)
+    network = models.build(models.parse({"name": "resnet18"}), (3, 224, 224), 7, 0)
+    like = Weights({key: tensor.contiguous() for key, tensor in network.state_dict().items()})
+    options = dict(REMOTE[part])
+    method = method_class(options.pop("name")).model_validate(options)
+    names = [str(number) for number in range(sites)]
+    with tempfile.TemporaryDirectory() as place:
+        # By another process, since freed memory may stay with the one that had it.
+        subprocess.run([sys.executable, __file__, "write", str(sites), place], check=True)
+        controller = _Controller(Path(place), like)
+        kit = SimpleNamespace(folder=Path(place), project=SimpleNamespace(largest_message=1024, sites=names))
+
+        class Transport(engine.FlareTransport):
+            def _exchange(self, *given: Any) -> Any:
+                arrivals = super()._exchange(*given)
+                yield next(arrivals)  # all requests are sent
+                thread = threading.Thread(target=controller.answer)
+                thread.start()
+                yield from arrivals
+                thread.join()
+
+        transport = Transport(controller, None, Signal(), lambda: None, kit)  # type: ignore[arg-type]
+        about = About(network, 200, (3, 224, 224), 7, Training())
+        federation = RemoteFederation(
+            method,
+            transport,
+            run="memory",
+            recipe={},
+            parts={name: {} for name in names},
+            about=dict.fromkeys(names, about),
+            deadline=600.0,
+            sources=names,
+            targets=(),
+            budget=dict.fromkeys(names, 2),
+            rounds=2,
+            seed=0,
+        )
+        federation.screening = screening_of(method, like)
+        forget_peak()
+        before, _ = resident()
+        began, worked = time.perf_counter(), time.process_time()
+        method.round(federation, State(like))
+        seconds, processor = time.perf_counter() - began, time.process_time() - worked
+        _, most = resident()
+    assert federation.ledger.total["up"]["weights"] == sites * like.nbytes, "every reply counted"
+    return {
+        "part": part,
+        "sites": sites,
+        "model_bytes": like.nbytes,
+        "before_bytes": before,
+        "peak_bytes": most,
+        "growth_bytes": most - before,
+        "seconds": seconds,
+        "processor_seconds": processor,
+    }
+
+
 def measure_vote(part: str, sources: int) -> dict[str, Any]:
     """Vote on all samples once; bytes of the process before and at most, and seconds."""
     samples, classes, batch = 100_000, 345, 500
@@ -171,5 +294,8 @@ def measure_vote(part: str, sources: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    measured = measure_vote if sys.argv[1] in VOTES else measure
+    if sys.argv[1] == "write":
+        write_bodies(int(sys.argv[2]), Path(sys.argv[3]))
+        sys.exit()
+    measured = measure_vote if sys.argv[1] in VOTES else measure_remote if sys.argv[1] in REMOTE else measure
     print(json.dumps(measured(sys.argv[1], int(sys.argv[2]))))

@@ -126,6 +126,7 @@ def _carry_out(
             on_refusal=engine.on_refusal,
             wire=engine.wire,
             patience=engine.patience,
+            grace=engine.grace,
             on_event=watch.event,
             sources=[site.name for site in plans if site.role == "source"],
             targets=[site.name for site in plans if site.role == "target"],
@@ -190,7 +191,7 @@ class _AtSites:
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
         """As `Evaluator.measure`; raises FedshiftError when the target's own site does not answer."""
         asked = list(dict.fromkeys([*self._sources, *self._targets]))
-        found = self._federation.measure(weights, asked) if asked else {}
+        found = self._federation.measure(weights, asked, self._targets) if asked else {}
         missing = [site for site in self._targets if site not in found]
         if missing and len(missing) == len(self._targets):
             raise FedshiftError(

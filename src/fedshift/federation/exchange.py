@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from fedshift.encryption import write_private
 from fedshift.errors import FedshiftError
-from fedshift.federation.message_files import read_message, write_message
-from fedshift.federation.messages import Content, Number, Reply, pieces, reply_content
+from fedshift.federation.message_files import mapped_message
+from fedshift.federation.messages import Content, Number, Reply, encode, pieces, reply_content
 from fedshift.federation.site import Envelope
 
 R = TypeVar("R", bound=Reply)
 
-KEPT_IN_MEMORY = 256 << 20
+KEPT_IN_MEMORY = 64 << 20
 """Bytes of replies that `Replies.keep` holds in memory. Further replies go to files in a temporary folder."""
 
 
@@ -103,6 +104,7 @@ class Replies(Generic[R]):
             if self._kept is not None:
                 self._kept.add(site, reply)
             yield site, reply
+            del reply  # before the next is read
         self._ended = True
 
     def __iter__(self) -> Iterator[R]:
@@ -163,11 +165,10 @@ class _Kept(Generic[R]):
         if self._folder is None:
             self._folder = tempfile.TemporaryDirectory(prefix="fedshift-replies-")
         path = Path(self._folder.name) / f"{len(self._files)}.safetensors"
-        write_message(path, content)
+        write_private(path, encode(content), flush=False)
         self._files.append((site, type(reply), path))
 
     def __iter__(self) -> Iterator[tuple[str, R]]:
         yield from self._memory
         for site, kind, path in self._files:
-            content, _ = read_message(path)
-            yield site, kind(**content)
+            yield site, kind(**mapped_message(path))

@@ -213,6 +213,7 @@ class Federation(ABC):
             spent.append(answer.mini_batches / budget if budget else 0.0)
             self._worked(answer.site, answer.mini_batches)
             yield answer.site, answer.reply
+            del answer  # before the next is read
         for site in missing:
             self.forfeit(site, spent)
 

@@ -6,14 +6,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedshift.encryption import read_private, write_private
+from fedshift.encryption import present_key, read_private, write_private
 from fedshift.errors import FedshiftError, UserError
-from fedshift.federation.messages import Content, decode, encode
+from fedshift.federation.messages import Content, decode, decode_file, encode
 
 
 def write_message(path: Path, content: Mapping[str, Content], header: Mapping[str, object] | None = None) -> None:
     """Write content as a safetensors file, atomically; encrypted if a key is set, and for its user only."""
     write_private(path, encode(content, header))
+
+
+def mapped_message(path: Path) -> dict[str, Content]:
+    """The content that `write_message` wrote to a file of this process.
+
+    Numbers are read when they are used, so rules that look at pieces of many models read no more than these. A file
+    that is encrypted is read as a whole.
+    """
+    return read_message(path)[0] if present_key() is not None else decode_file(path)
 
 
 def read_message(path: Path) -> tuple[dict[str, Content], dict[str, Any]]:

@@ -12,9 +12,11 @@ import math
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
@@ -248,6 +250,14 @@ def decode(data: bytes, most_tensors: int = MOST_TENSORS) -> tuple[dict[str, Con
         return {name: _read(name, entry, tensors) for name, entry in layout.items()}, dict(header)
     except Exception as error:
         raise FedshiftError("a message is damaged or was not written by fedshift") from error
+
+
+def decode_file(path: Path) -> dict[str, Content]:
+    """The content of a file that `encode` filled. Its numbers stay in the file and are read when they are used."""
+    with safe_open(path, framework="pt") as file:
+        layout = json_of(file.metadata()["message"])["content"]
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+    return {name: _read(name, entry, tensors) for name, entry in layout.items()}
 
 
 def json_of(text: str) -> Any:

@@ -18,7 +18,7 @@ from fedshift.weights import Weights
 
 Models = Iterable[Mapping[str, Tensor]]
 
-AT_ONCE = 128 << 20
+AT_ONCE = 64 << 20
 """Bytes of all sites' numbers that are held side by side."""
 
 _COLUMNS = 65_536

@@ -339,6 +339,7 @@ def trained_mean(
         raw[site] = by[site] if isinstance(by, Mapping) else float(update.samples) if by == "samples" else 1.0
         losses[site] = update.loss
         mean.add(update.weights, raw[site])
+        del update  # before the next is read
     if not raw:
         raise FedshiftError("no site answered")
     total = sum(raw.values())

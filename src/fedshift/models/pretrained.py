@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 import zipfile
 import zlib
 from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +35,26 @@ _UNREADABLE = (
 _PICKLED = {".pth", ".pt", ".bin", ".ckpt", ".pkl", ".pickle", ".tar"}
 
 
+def light_torchvision() -> Any:
+    """torchvision, imported without torch's compiler.
+
+    torchvision imports the compiler for one function that no network here uses (RoI align). With it the import takes
+    150 MB and a second more, in every process. Whoever does use that function gets the compiler then.
+    """
+    package, utils = "torch._dynamo", "torch._dynamo.utils"
+    if "torchvision" not in sys.modules and package not in sys.modules:
+        stand_in = ModuleType(utils)
+        stand_in.is_compile_supported = (  # type: ignore[attr-defined]
+            lambda device: importlib.import_module(utils).is_compile_supported(device)
+        )
+        sys.modules |= {package: ModuleType(package), utils: stand_in}
+        try:
+            importlib.import_module("torchvision")
+        finally:
+            del sys.modules[package], sys.modules[utils]
+    return importlib.import_module("torchvision")
+
+
 def load_pretrained(backbone: nn.Module, source: bool | Path, *, model: str, head: str) -> None:
     """Copy pre-trained weights into a torchvision network.
 
@@ -46,7 +70,7 @@ def load_pretrained(backbone: nn.Module, source: bool | Path, *, model: str, hea
     """
     if source is False:
         return
-    import torchvision
+    torchvision = light_torchvision()
 
     known = torchvision.models.get_model_weights(model).__members__
     if source is True or str(source) in known:
@@ -60,7 +84,7 @@ def load_pretrained(backbone: nn.Module, source: bool | Path, *, model: str, hea
 
 def must_be_downloaded(source: bool | Path, model: str) -> bool:
     """Whether `load_pretrained` would have to download the weights; they are on this machine if it did so before."""
-    import torchvision
+    torchvision = light_torchvision()
 
     known = torchvision.models.get_model_weights(model).__members__
     if source is not True and str(source) not in known:
@@ -120,7 +144,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _download(model: str, weights: str) -> dict[str, Tensor]:
-    import torchvision
+    torchvision = light_torchvision()
 
     choice = torchvision.models.get_model_weights(model)[weights]
     try:

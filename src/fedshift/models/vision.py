@@ -18,7 +18,7 @@ from torch.nn import functional
 from fedshift.errors import UserError, nearest
 from fedshift.models.network import Network
 from fedshift.models.options import NetworkOptions, image_shape
-from fedshift.models.pretrained import load_pretrained
+from fedshift.models.pretrained import light_torchvision, load_pretrained
 
 
 class GreyToColour(nn.Module):
@@ -108,8 +108,7 @@ class VisionOptions(NetworkOptions):
             raise UserError(
                 f"model '{self.name}' reads grey or colour images, but the data set has {channels} channels"
             )
-        import torchvision
-
+        torchvision = light_torchvision()
         return channels, cast(nn.Module, torchvision.models.get_model(self.name, weights=None, num_classes=classes))
 
     def _network(

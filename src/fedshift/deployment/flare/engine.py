@@ -28,13 +28,15 @@ from fedshift.deployment.flare.deployment_folder import Deployment
 from fedshift.deployment.flare.kits import Kit, Project, load_kit
 from fedshift.deployment.site_server import open_site
 from fedshift.errors import FedshiftError, UserError
-from fedshift.federation.remote.transport import Lost, NewJobNeeded
+from fedshift.federation.remote.incoming import Held, Spool
+from fedshift.federation.remote.transport import Lost, NewJobNeeded, Sign
 from fedshift.federation.remote.wire import Message, error_answer
 
 KIT, SITE = "FEDSHIFT_KIT", "FEDSHIFT_SITE"
 """Environment variables of a job's process: the kit's folder at the coordinator, the SITE.yaml at a site."""
 TASK = "fedshift"
 _LOOK_AGAIN = 0.25
+Arrivals = queue.Queue[tuple[str, Held | Lost | Sign]]
 _AROUND = 1 << 16
 """Bytes that FLARE may add to a message."""
 
@@ -110,18 +112,26 @@ class FlareTransport:
 
     def exchange(
         self, messages: Iterator[tuple[str, Message]], deadline: float, patience: Mapping[str, float]
-    ) -> Generator[tuple[str, Message | Lost], None, None]:
-        arrived: queue.Queue[tuple[str, Message | Lost]] = queue.Queue()
+    ) -> Generator[tuple[str, Message | Lost | Sign], None, None]:
+        with Spool() as spool:
+            yield from self._exchange(messages, deadline, patience, spool)
+
+    def _exchange(
+        self, messages: Iterator[tuple[str, Message]], deadline: float, patience: Mapping[str, float], spool: Spool
+    ) -> Generator[tuple[str, Message | Lost | Sign], None, None]:
+        arrived: Arrivals = queue.Queue()
         fetched: set[str] = set()
         tasks: dict[str, Task] = {}
         try:
             for site, message in messages:
-                tasks[site] = self._send(site, message, arrived, fetched)
+                tasks[site] = self._send(site, message, arrived, spool)
             begun = time.monotonic()
             waiting = set(tasks)
             while waiting:
+                if arrived.empty():
+                    yield "", Sign.QUIET
                 try:
-                    site, answer = arrived.get(timeout=_LOOK_AGAIN)
+                    site, held = arrived.get(timeout=_LOOK_AGAIN)
                 except queue.Empty:
                     self._check_job()
                     passed, revoked = time.monotonic() - begun, revoked_sites(self._kit)
@@ -134,23 +144,27 @@ class FlareTransport:
                             waiting.discard(site)
                             yield site, Lost(reason)
                     continue
-                if site in waiting:
+                if isinstance(held, Sign):
+                    fetched.add(site)
+                    yield site, held
+                elif site in waiting:
                     waiting.discard(site)
-                    yield site, answer
+                    yield site, spool.take(held) if isinstance(held, Held) else held
         finally:
             for task in tasks.values():
                 self._controller.cancel_task(task)
 
-    def _send(
-        self, site: str, message: Message, arrived: queue.Queue[tuple[str, Message | Lost]], fetched: set[str]
-    ) -> Task:
+    def _send(self, site: str, message: Message, arrived: Arrivals, spool: Spool) -> Task:
         # FLARE passes these parameters by name.
         def sent(client_task: ClientTask, fl_ctx: FLContext) -> None:
-            fetched.add(client_task.client.name)
+            arrived.put((client_task.client.name, Sign.FETCHED))
 
         def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
-            arrived.put((client_task.client.name, message_from(client_task.result)))
+            answer = message_from(client_task.result)
             client_task.result = None  # or FLARE keeps it until its next check of the task
+            held = answer if isinstance(answer, Lost) else spool.hold(answer)
+            if held is not None:
+                arrived.put((client_task.client.name, held))
 
         check_size(message, self._kit.project)
         task = Task(name=TASK, data=shareable_of(message), after_task_sent_cb=sent, result_received_cb=received)

@@ -34,6 +34,9 @@ _BACKOFF = (1.0, 60.0)
 _HEARTBEAT = 2
 """Seconds between a site's messages to FLARE's server. With one of them a site registers at a server that was started
 again, and learns which jobs are over; FLARE's default is 10."""
+_LARGE = 4 << 20
+"""Bytes of a tensor whose memory the coordinator gives back as soon as it is free (glibc's malloc). Otherwise what many
+replies took stays with the process."""
 _REGISTERED = "Successfully registered client"
 _SERVER = "nvflare.private.fed.app.server.server_train"
 
@@ -150,6 +153,8 @@ class Service:
             *("--set", "secure_train=true", *who, "org=fedshift", "config_folder=config"),
         ]
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "FEDSHIFT_KIT": str(self.kit.folder)}
+        if kind == "server":
+            environment = {"MALLOC_MMAP_THRESHOLD_": str(_LARGE), "MALLOC_ARENA_MAX": "2", **environment}
         if self.site_file is not None:
             environment["FEDSHIFT_SITE"] = str(self.site_file.resolve())
         self._connected = False

@@ -26,6 +26,7 @@ from fedshift.experiment.config.sections import (
     PROTOCOLS,
     Engine,
     EngineSection,
+    FlareEngine,
     LeaveOneOut,
     LocalEngine,
     Protocol,
@@ -136,6 +137,9 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
         raise UserError(
             "engine.on_refusal: leave_out needs engine.quorum, the fewest sites that must answer an exchange"
         )
+    engine = experiment.engine
+    if isinstance(engine, FlareEngine) and engine.grace is not None and engine.quorum is None:
+        raise UserError("engine.grace: it begins when those of engine.quorum have answered; set engine.quorum, too")
     training = experiment.training
     if isinstance(experiment.model, Frozen) and not training.augmentation.is_identity:
         raise UserError(

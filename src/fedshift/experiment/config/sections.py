@@ -6,7 +6,16 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+)
 
 from fedshift.errors import nearest
 from fedshift.federation.federation import OnRefusal, known_kinds
@@ -218,6 +227,11 @@ class FlareEngine(EngineSection):
     deadline: PositiveFloat = Field(3600.0, description="seconds that a site has to answer an exchange")
     patience: PositiveFloat = Field(
         15.0, description="seconds that a site which was lost before has to fetch its next request"
+    )
+    grace: NonNegativeFloat | None = Field(
+        None,
+        description="seconds that the other sites are waited for once those of engine.quorum have answered; none: "
+        "until the deadline",
     )
     wire: Literal["float32", "bf16", "int8"] = Field(
         "float32", description="how weights are sent: exactly, or rounded, with error feedback in both directions"

@@ -11,6 +11,9 @@ from fedshift.federation.message_files import read_message, write_message
 from fedshift.federation.messages import Content, Statistics
 from fedshift.federation.remote.wire import Body, Residuals, Wire, body_of
 
+HERE = "coordinator"
+"""The coordinator's own entry in a checkpoint; no site may have this name."""
+
 
 @dataclass(frozen=True)
 class Written:

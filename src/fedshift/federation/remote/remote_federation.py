@@ -7,8 +7,10 @@ counts as lost in this exchange.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,17 +18,14 @@ from fedshift.errors import FedshiftError, KindRefused, Refused, TrainingDiverge
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.federation import CallOwner, Federation
 from fedshift.federation.messages import Content, Reply
-from fedshift.federation.remote.outbox import Outbox
+from fedshift.federation.remote.incoming import Grace, Spool, Stop, Taken
+from fedshift.federation.remote.outbox import HERE, Outbox
 from fedshift.federation.remote.reply_checks import checked_header, checked_measures, measured_bytes
-from fedshift.federation.remote.transport import PROTOCOL, Lost, Transport, opened, request_key
+from fedshift.federation.remote.transport import PROTOCOL, Lost, Sign, Transport, opened, request_key
 from fedshift.federation.remote.wire import Message, Residuals, Wire, body_of, seal
 from fedshift.federation.replies.checks import checked_reply, reply_type
-from fedshift.federation.replies.layouts import Layout
 from fedshift.federation.reply_bounds import About
 from fedshift.weights import NamedTensors, Weights
-
-HERE = "coordinator"
-"""The coordinator's own entry in a checkpoint; no site may have this name."""
 
 Event = Callable[[dict[str, Any]], None]
 """Called with each event of an exchange (asked, answered, lost, refused), for people who watch."""
@@ -46,6 +45,7 @@ class RemoteFederation(Federation):
         deadline: seconds that an exchange waits for answers.
         wire: how weights travel.
         patience: seconds in which a site that was lost before must fetch its request.
+        grace: seconds that sites are waited for once a quorum has answered; None: until the deadline.
         on_event: called with each event.
         options: the other arguments of `Federation`.
     """
@@ -64,12 +64,13 @@ class RemoteFederation(Federation):
         deadline: float,
         wire: Wire = "float32",
         patience: float = 10.0,
+        grace: float | None = None,
         on_event: Event | None = None,
         **options: Any,
     ) -> None:
         super().__init__(method, about=about, **options)
         self.transport, self.run = transport, run
-        self.deadline, self.wire, self.patience = deadline, wire, patience
+        self.deadline, self.wire, self.patience, self.grace = deadline, wire, patience, grace
         self._recipe, self._parts = recipe, parts
         self._event = on_event or (lambda event: None)
         self._memory: dict[str, dict[str, str]] = {}
@@ -105,62 +106,91 @@ class RemoteFederation(Federation):
                 keys[request.site] = header["key"] = request_key(header, body.sha256)
                 yield request.site, seal(header, body)
 
-        kind = reply_type(self.method, call)
         outgoing = list(messages())
         self._outbox.clear()
-        waiting: dict[str, _Taken | Lost] = {}
-        arrivals = self._arrivals(call, outgoing)
-        del outgoing
-        by_site = {request.site: request for request in asked}
+        with Spool() as spool:
+            yield from self._received(
+                call, {request.site: request for request in asked}, outgoing, keys, residuals, spool
+            )
 
-        def takes_in() -> bool:
-            """Take in the next message; False when there is none."""
-            found = next(arrivals, None)
-            if found is None:
+    def _received(
+        self,
+        call: str,
+        asked: Mapping[str, Request],
+        outgoing: list[tuple[str, Message]],
+        keys: Mapping[str, str],
+        residuals: Mapping[str, Residuals],
+        spool: Spool,
+    ) -> Generator[Answer[Any] | Missing, None, None]:
+        """Send requests and yield the answers in the order asked; those that come too early wait in the spool."""
+        kind, arrivals = reply_type(self.method, call), self._arrivals(call, outgoing)
+        grace = Grace(self.grace, self.quorum, len(asked), self._lost)
+        waiting: dict[str, Taken | Lost] = {}
+
+        def takes_in(awaited: str) -> bool:
+            """Take in what comes next; False when nothing more will come."""
+            if (found := next(arrivals, None)) is None:
                 return False
             site, message = found
-            if site not in by_site:
+            if message is Sign.QUIET:
+                missing = asked.keys() - waiting.keys()
+                if grace.over(missing):
+                    arrivals.close()
+                    waiting.update(dict.fromkeys(missing, grace.too_late))
+            elif isinstance(message, Sign):
+                grace.fetched(site)
+            elif site not in asked:
                 self._record(call, site, "refused", "a reply from a site that was not asked")
             elif site in waiting:
                 self._record(call, site, "refused", "a second reply to one request")
             else:
-                waiting[site] = self._taken(kind, call, by_site[site], message, keys[site])
+                taken = self._taken(kind, call, asked[site], message, keys[site])
+                # Whether an open field fits shows when all have answered, so such an exchange waits for all.
+                grace.answered(usable=isinstance(taken, Taken) and taken.layout is None)
+                if isinstance(taken, Taken) and isinstance(message, Message) and site != awaited:
+                    taken = taken.put_by(spool.hold(message))
+                waiting[site] = taken
             return True
 
-        for request in asked:
-            while request.site not in waiting and takes_in():
+        for site, request in asked.items():
+            while site not in waiting and takes_in(site):
                 pass
-            outcome = waiting.setdefault(request.site, Lost("did not answer"))
-            if isinstance(outcome, _Taken) and outcome.layout is not None:
-                while takes_in():  # open fields can be compared only when all sites have answered
+            outcome = waiting.setdefault(site, Lost("did not answer"))
+            if isinstance(outcome, Taken) and outcome.layout is not None:
+                while takes_in(site):  # open fields can be compared only when all sites have answered
                     pass
                 self._compare(call, waiting, len(asked))
-                outcome = waiting[request.site]
+                outcome = waiting[site]
+            if isinstance(outcome, Taken) and outcome.held is not None:
+                outcome = self._taken(kind, call, request, spool.take(outcome.held), keys[site])
             if isinstance(outcome, Lost):
-                self._record(call, request.site, "refused" if outcome.refused else "lost", outcome.reason)
-                yield self._missing(call, request.site, outcome)
+                self._record(call, site, "refused" if outcome.refused else "lost", outcome.reason)
+                yield self._missing(call, site, outcome)
                 continue
-            answer = outcome.answer
-            waiting[request.site] = Lost("handed on")
-            self._lost.discard(request.site)
-            self._memory[request.site] = outcome.memory
-            self._outbox.delivered(call, request.site, residuals[request.site])
-            yield answer
+            waiting[site] = Lost("handed on")
+            self._lost.discard(site)
+            self._memory[site] = outcome.memory
+            self._outbox.delivered(call, site, residuals[site])
+            assert outcome.answer is not None
+            yield outcome.answer
+            del outcome  # before the next is read
 
     def _arrivals(
         self, what: str, outgoing: list[tuple[str, Message]]
-    ) -> Generator[tuple[str, Message | Lost], None, None]:
+    ) -> Generator[tuple[str, Message | Lost | Sign], None, None]:
         for site, message in outgoing:
             self._event({"what": what, "site": site, "is": "asked", "bytes": message.size, **self._where()})
         patience = dict.fromkeys(self._lost, self.patience)
-        for site, reply in self.transport.exchange(iter(outgoing), self.deadline, patience):
-            if isinstance(reply, Message):
-                self._event({"what": what, "site": site, "is": "answered", "bytes": reply.size, **self._where()})
-            yield site, reply
+        with closing(self.transport.exchange(iter(outgoing), self.deadline, patience)) as arrivals:
+            yield from map(partial(self._noted, what), arrivals)  # a loop here would hold each reply until the next
 
-    def _taken(
-        self, kind: type[Reply], call: str, request: Request, message: Message | Lost, key: str
-    ) -> _Taken | Lost:
+    def _noted(self, what: str, arrival: tuple[str, Message | Lost | Sign]) -> tuple[str, Message | Lost | Sign]:
+        site, reply = arrival
+        if isinstance(reply, Message):
+            self._event({"what": what, "site": site, "is": "answered", "bytes": reply.size, **self._where()})
+        return arrival
+
+    def _taken(self, kind: type[Reply], call: str, request: Request, message: Message | Lost, key: str) -> Taken | Lost:
         """The answer in a message, or why it cannot be used.
 
         Raises:
@@ -178,21 +208,21 @@ class RemoteFederation(Federation):
             )
             reply = checked_reply(kind, content)
             layout = self.checks.check(call, site, kind, content, request.content)
-        except _Stop as stop:
+        except Stop as stop:
             raise stop.reason from None
         except FedshiftError as error:
             return self._refused(call, site, str(error))
         except Exception as error:  # nothing that a site sends may end the run
             return self._refused(call, site, f"it cannot be read ({type(error).__name__})")
-        return _Taken(Answer(site, reply, mini_batches, crossed), memory, layout)
+        return Taken(Answer(site, reply, mini_batches, crossed), memory, layout)
 
     def _refused(self, call: str, site: str, reason: str) -> Lost:
         self._record(call, site, "refused", reason)
         return Lost(f"its reply was refused: {reason}")
 
-    def _compare(self, call: str, waiting: dict[str, _Taken | Lost], asked: int) -> None:
+    def _compare(self, call: str, waiting: dict[str, Taken | Lost], asked: int) -> None:
         """Refuse replies whose open fields differ from those of most sites."""
-        taken = {site: one for site, one in waiting.items() if isinstance(one, _Taken)}
+        taken = {site: one for site, one in waiting.items() if isinstance(one, Taken)}
         layouts = {site: one.layout for site, one in taken.items() if one.layout is not None}
         odd = self.checks.odd_ones(call, layouts, asked)
         for site in layouts:
@@ -206,7 +236,7 @@ class RemoteFederation(Federation):
         if kind is not None and not text.startswith(f"site '{site}'"):  # it may name another site
             text = f"site '{site}' answers: {text}"
         if kind is not None and self.quorum is None:
-            raise _Stop(kind(text))
+            raise Stop(kind(text))
         return Lost(text, name)
 
     def _missing(self, call: str, site: str, outcome: Lost) -> Missing:
@@ -241,14 +271,13 @@ class RemoteFederation(Federation):
 
     # Measuring --------------------------------------------------------------------------------------------------------
 
-    def measure(self, weights: Weights, sites: Sequence[str]) -> dict[str, dict[str, Any]]:
-        """Have sites measure a model on their own held-out samples.
-
-        The bytes are counted under the kind ``accuracy``, apart from what the method sends.
+    def measure(self, weights: Weights, sites: Sequence[str], needed: Collection[str] = ()) -> dict[str, Any]:
+        """Have sites measure a model on their own held-out samples; its bytes are counted as kind ``accuracy``.
 
         Args:
             weights: the model.
             sites: names of the sites.
+            needed: those that are waited for until the deadline, also where there is a grace.
 
         Returns:
             Accuracy, samples and counts per class, by site; lost sites are left out.
@@ -263,11 +292,20 @@ class RemoteFederation(Federation):
             outgoing.append((site, seal(header, body)))
             self.ledger.record(0, "measure", site, "down", {"measured": measured_bytes(size)})
         found: dict[str, dict[str, Any]] = {}
+        grace = Grace(self.grace, self.quorum, len(sites), self._lost)
+        missing = dict.fromkeys(sites, grace.too_late)
         for site, message in self._arrivals("measure", outgoing):
-            if isinstance(message, Lost):
-                self._record("measure", site, "lost", message.reason)
-                self._lost.add(site)
+            if isinstance(message, Sign):
+                if message is Sign.FETCHED:
+                    grace.fetched(site)
+                elif missing.keys().isdisjoint(needed) and grace.over(missing):
+                    break
                 continue
+            if isinstance(message, Lost):
+                missing[site] = message
+                continue
+            missing.pop(site, None)
+            grace.answered(usable=site in keys)
             try:
                 header, _, _ = opened(message, keys.get(site, ""))
                 if "error" in header:
@@ -279,13 +317,16 @@ class RemoteFederation(Federation):
                 if site in found:
                     raise FedshiftError("a second reply to one request")
                 found[site] = checked_measures(header.get("measures"), int(self._recipe["classes"]))
-            except _Stop as stop:
+            except Stop as stop:
                 raise stop.reason from None
             except FedshiftError as error:
                 self._record("measure", site, "refused", str(error))
                 continue
             report = measured_bytes(8 * (2 + 2 * len(found[site]["classes"])))
             self.ledger.record(0, "measure", site, "up", {"measures": report})
+        for site, lost in missing.items():
+            self._record("measure", site, "lost", lost.reason)
+            self._lost.add(site)
         return {site: found[site] for site in sites if site in found}
 
     # Checkpoints ------------------------------------------------------------------------------------------------------
@@ -306,20 +347,3 @@ class RemoteFederation(Federation):
         self._kept = {site: dict(names) for site, names in self._memory.items()}
         self._checkpoint = self.progress.exchange
         self._outbox.load(folder / HERE, files.get(HERE, {}))
-
-
-@dataclass(frozen=True)
-class _Taken:
-    """A usable reply. ``layout``: of its open fields, while they are to be compared with those of other sites."""
-
-    answer: Answer[Any]
-    memory: dict[str, str]
-    layout: Layout | None
-
-
-class _Stop(FedshiftError):
-    """Wraps an error that ends the run, so that the checks of a reply let it pass."""
-
-    def __init__(self, reason: FedshiftError) -> None:
-        super().__init__(str(reason))
-        self.reason = reason

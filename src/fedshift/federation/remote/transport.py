@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Protocol
 
 from fedshift.errors import FedshiftError, KindRefused, TrainingDiverged
@@ -47,13 +48,23 @@ class Lost:
         return next((kind(self.reason) for kind in kinds if kind.__name__ == self.error), None)
 
 
+class Sign(Enum):
+    """What a transport may say beside answers: a site has its request, or nothing has come for a moment."""
+
+    FETCHED = "fetched"
+    QUIET = "quiet"
+
+
 class Transport(Protocol):
     """Carries one message to each of some sites and brings back their answers."""
 
     def exchange(
         self, messages: Iterator[tuple[str, Message]], deadline: float, patience: Mapping[str, float]
-    ) -> Generator[tuple[str, Message | Lost], None, None]:
+    ) -> Generator[tuple[str, Message | Lost | Sign], None, None]:
         """Send the messages; yield answers in the order of arrival.
+
+        A transport that waits yields `Sign.QUIET`, with any name, whenever no answer is there, so that the receiver can
+        end the exchange. Sites that have not answered then are asked no longer.
 
         Args:
             messages: site and message.
@@ -125,9 +136,13 @@ def ask_plain(
     return _plain(transport.exchange(iter(outgoing), deadline, {}), keys)
 
 
-def _plain(arrivals: Iterator[tuple[str, Message | Lost]], keys: Mapping[str, str]) -> dict[str, dict[str, Any] | Lost]:
+def _plain(
+    arrivals: Iterator[tuple[str, Message | Lost | Sign]], keys: Mapping[str, str]
+) -> dict[str, dict[str, Any] | Lost]:
     found: dict[str, dict[str, Any] | Lost] = {}
     for site, message in arrivals:
+        if isinstance(message, Sign):
+            continue
         if isinstance(message, Lost):
             found[site] = message
             continue

@@ -1,0 +1,139 @@
+"""Answers that have come and are not read yet, and how long those that are missing are waited for."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from fedshift.encryption import read_private, write_private
+from fedshift.errors import FedshiftError
+from fedshift.federation.exchange import Answer
+from fedshift.federation.remote.transport import Lost
+from fedshift.federation.remote.wire import Message
+from fedshift.federation.replies.layouts import Layout
+
+HELD_IN_MEMORY = 32 << 20
+"""Bytes of answers that wait in memory. Others wait in files, so memory does not grow with the number of sites."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """An answer that waits: ``message`` itself or, where ``path`` is set, all of it but the body."""
+
+    message: Message
+    path: Path | None = None
+
+
+@dataclass(frozen=True)
+class Taken:
+    """A usable reply. ``layout``: of its open fields, while they are to be compared with those of other sites.
+    ``held``: where its message waits, in place of ``answer``."""
+
+    answer: Answer[Any] | None
+    memory: dict[str, str]
+    layout: Layout | None
+    held: Held | None = None
+
+    def put_by(self, held: Held | None) -> Taken:
+        """This reply while it waits: only its message in a file is kept, where there is one."""
+        return self if held is None or held.path is None else replace(self, answer=None, held=held)
+
+
+class Spool:
+    """Holds answers until they are read. Several threads may use it; its files go when it is closed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._bytes = self._files = 0
+        self._closed = False
+
+    def __enter__(self) -> Spool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._lock:
+            self._closed = True
+            if self._folder is not None:
+                self._folder.cleanup()
+
+    def hold(self, message: Message) -> Held | None:
+        """Hold a message; None once the spool is closed."""
+        with self._lock:
+            if self._closed:
+                return None
+            if self._bytes + message.size <= HELD_IN_MEMORY:
+                self._bytes += message.size
+                return Held(message)
+            if self._folder is None:
+                self._folder = tempfile.TemporaryDirectory(prefix="fedshift-answers-")
+            self._files += 1
+            path = Path(self._folder.name) / str(self._files)
+            write_private(path, message.body, flush=False)
+            return Held(Message(message.header, b"", message.digest), path)
+
+    def take(self, held: Held) -> Message:
+        """The message that was held, which is then forgotten."""
+        if held.path is None:
+            with self._lock:
+                self._bytes -= held.message.size
+            return held.message
+        body = read_private(held.path)
+        held.path.unlink()
+        return Message(held.message.header, body, held.message.digest)
+
+
+class Grace:
+    """How long an exchange waits for the sites that are missing once enough have answered.
+
+    A site that was lost before is not waited for, unless it fetched its request before enough had answered. So a site
+    that is still at work on an old request holds up no exchange, and one that has caught up counts again.
+
+    Args:
+        seconds: after so many sites answered; None: the whole deadline.
+        quorum: sites that must answer for the run to go on; None: all, and there is no grace.
+        asked: how many were asked.
+        lost: sites that were lost in the exchange before.
+    """
+
+    def __init__(self, seconds: float | None, quorum: int | None, asked: int, lost: Collection[str]) -> None:
+        self.seconds = None if quorum is None else seconds
+        self.enough = min(quorum or asked, asked)
+        self._lost = frozenset(lost)
+        self._since: float | None = None
+
+    @property
+    def too_late(self) -> Lost:
+        """What is said of a site that is waited for no longer."""
+        return Lost(f"no reply within {self.seconds} s of those of a quorum (engine.grace)")
+
+    def fetched(self, site: str) -> None:
+        """A site has its request."""
+        if self._since is None:
+            self._lost -= {site}
+
+    def answered(self, usable: bool) -> None:
+        """An answer has come."""
+        self.enough -= usable
+        if self.enough <= 0 and self._since is None:
+            self._since = time.monotonic()
+
+    def over(self, missing: Collection[str]) -> bool:
+        """Whether these sites are waited for no longer."""
+        if self.seconds is None or self._since is None:
+            return False
+        return self._lost.issuperset(missing) or time.monotonic() - self._since >= self.seconds
+
+
+class Stop(FedshiftError):
+    """Wraps an error that ends the run, so that the checks of a reply let it pass."""
+
+    def __init__(self, reason: FedshiftError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
