@@ -191,7 +191,7 @@ def measure_remote(part: str, sites: int) -> dict[str, Any]:
 
     from fedshift.deployment.flare import engine
     from fedshift.federation.remote.remote_federation import RemoteFederation
-    from fedshift.federation.replies.declared import About
+    from fedshift.federation.reply_bounds import About
     from fedshift.federation.training import Training
     from fedshift.methods.screening import screening_of
 

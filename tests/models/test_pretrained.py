@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import os
+import subprocess
+import sys
 import urllib.error
 import zipfile
 from pathlib import Path
@@ -233,3 +235,17 @@ def test_mobilenet_keeps_its_classifier_for_its_own_classes(mobilenet_file: str)
         expected = torch.from_numpy(arrays["classifier.1.weight"]).float()
     assert torch.equal(network(1000, name="mobilenet_v2", pretrained=mobilenet_file).classifier.weight, expected)
     assert network(7, name="mobilenet_v2", pretrained=mobilenet_file).classifier.weight.shape == (7, 1280)
+
+
+@pytest.mark.slow
+def test_torchvision_comes_without_the_compiler() -> None:
+    """150 MB of every process of a deployment; the one function that needs the compiler finds it then."""
+    said = """
+import sys, torch
+from fedshift.models.pretrained import light_torchvision
+light_torchvision().models.get_model("resnet18", weights=None)
+assert not {"torch._dynamo", "sympy"} & sys.modules.keys()
+assert light_torchvision().ops.roi_align.__globals__["is_compile_supported"]("cpu") in (True, False)
+assert torch._dynamo.__file__
+"""
+    subprocess.run([sys.executable, "-c", said], check=True)
