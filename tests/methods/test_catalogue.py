@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from fedshift.methods import registry, robust
-from fedshift.methods.base import goes_with_server, robust_rules
 from fedshift.methods.catalogue import ENTRIES, ROBUST, RULES, SERVER
+from fedshift.methods.composition.options import goes_with_server, robust_rules
 
 
 @pytest.mark.parametrize("name", registry.names())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedshift.errors import UserError, nearest
+from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.config.sections import LeaveOneOut
 from fedshift.experiment.plan import Plan
 from fedshift.methods import registry
@@ -57,6 +58,8 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
         if method.robust is not None:
             for labelled, others in roles:
                 _check_rule(method, labelled, others, engine.quorum)
+        if method.averaging.judges:
+            _check_judged(method, experiment)
         refused = sorted(set(method.shares) & set(engine.refuse))
         if refused:
             raise UserError(
@@ -73,6 +76,20 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
                 warnings.append(f"{refusal}: the site is left out of such exchanges")
         warnings += method.check_samples(data.input_shape)
     return tuple(warnings)
+
+
+def _check_judged(method: Method, experiment: Experiment) -> None:
+    """Raises UserError where an average that looks at the sources' held-out parts after every round cannot."""
+    if getattr(experiment.protocol, "test_fraction", 1.0) == 0:
+        raise UserError(
+            f"methods: {method.display}: average: it chooses rounds by the sources' held-out parts, and "
+            "protocol.test_fraction is 0: raise it, or choose swa or ema"
+        )
+    if experiment.training.measure_every > 1:
+        raise UserError(
+            f"methods: {method.display}: average: it looks at every round, and training.measure_every is "
+            f"{experiment.training.measure_every}: leave that out, or choose swa or ema"
+        )
 
 
 def _check_rule(method: Method, sources: Sequence[str], others: Sequence[str], quorum: int | None) -> None:
