@@ -43,6 +43,19 @@ def test_a_wrong_average_is_refused_in_one_line(tmp_path: Path, cli: Cli, method
     assert words in cli("check", write(tmp_path / "e.yaml", averaging(tmp_path, **method))).error()
 
 
+@pytest.mark.parametrize(
+    ("method", "words"),
+    [
+        ({"local": ["mixstyle"]}, "local.mixstyle needs images"),
+        ({"local": ["jigsaw"]}, "local.jigsaw needs images"),
+        ({"local": ["mixtsyle"]}, "mixstyle"),
+        ({"name": "deepall", "local": ["triplets"]}, "no local training"),
+    ],
+)
+def test_a_plug_in_that_does_not_fit_is_refused_in_one_line(tmp_path: Path, cli: Cli, method: Any, words: str) -> None:
+    assert words in cli("check", write(tmp_path / "e.yaml", averaging(tmp_path, **method))).error()
+
+
 def test_swad_needs_held_out_parts_and_every_round(tmp_path: Path, cli: Cli) -> None:
     options = averaging(tmp_path, average="swad")
     options["protocol"]["test_fraction"] = 0
@@ -69,9 +82,19 @@ def test_what_a_run_hands_out_is_the_average_of_its_rounds(tmp_path: Path) -> No
     assert "average" in json.loads(result.read_text())["setting"]
 
 
-@pytest.mark.parametrize("average", ["swa", "ema", {"kind": "swad", "settled": 1, "patience": 2}], ids=str)
-def test_an_average_survives_a_kill_after_any_round(tmp_path: Path, average: Any) -> None:
-    options = averaging(tmp_path, 4, average=average)
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"average": "swa"},
+        {"average": {"kind": "swad", "settled": 1, "patience": 2}},
+        {"average": "ema", "local": ["triplets"]},
+    ],
+    ids=lambda method: "-".join(method),
+)
+def test_it_survives_a_kill_after_any_round(tmp_path: Path, method: Any) -> None:
+    """The average, and the heads at the sites with their momentum."""
+    options = averaging(tmp_path, 4, **method)
+    options["training"] |= {"reset_optimizer_each_round": False, "momentum": 0.9}
     fedshift.run(options, tmp_path / "whole")
     for done in (1, 2, 3):
         with pytest.raises(Stop):
@@ -79,7 +102,7 @@ def test_an_average_survives_a_kill_after_any_round(tmp_path: Path, average: Any
         assert list((tmp_path / "runs").rglob("checkpoint.safetensors")), done
     fedshift.run(options, tmp_path / "runs")
     assert outcome(tmp_path / "runs") == outcome(tmp_path / "whole")
-    plain = averaging(tmp_path, 4)
+    plain = options | {"methods": [{"name": "fedavg"}]}
     fedshift.run(plain, tmp_path / "plain")
     (own,) = (tmp_path / "whole").rglob("model.safetensors")
     (other,) = (tmp_path / "plain").rglob("model.safetensors")

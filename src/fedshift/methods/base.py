@@ -110,13 +110,12 @@ class Method(Composed, ABC):
     averages: the calls whose models it averages over sites, which robust aggregation can screen.
     needs_every_model: whether it does more with these models than average them, such as let them vote.
     has_server_step: whether the option ``server`` goes with it; by default if it averages.
+    takes_plug_ins: whether plug-ins of local training go with it: its sites train one network with `Site.minimise`.
     relative_cost: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
     """
 
     citation: ClassVar[str]
     scenario: ClassVar[str] = "unseen target"
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
-    pooled: ClassVar[bool] = False
     needs_target: ClassVar[bool] = False
     supervised_target: ClassVar[bool] = False
     uses_held_out: ClassVar[bool] = False
@@ -204,6 +203,11 @@ class Method(Composed, ABC):
     def personal(self, weights: Weights) -> Collection[str]:
         """Names of the common model's parameters that each site has of its own, which no server's optimiser moves."""
         return ()
+
+    @property
+    def cost(self) -> float:
+        """`relative_cost` with what its plug-ins add."""
+        return self.relative_cost + sum(plug_in.cost for plug_in in self.local)
 
     @property
     def shares(self) -> tuple[str, ...]:

@@ -41,6 +41,8 @@ class Wrapper(Method):
             raise ValueError(f"robust: write it beside {self.name}, not in the method behind it")
         if self.inner.server is not None:
             raise ValueError(f"server: write it beside {self.name}, not in the method behind it")
+        if self.inner.local:
+            raise ValueError(f"local: write it beside {self.name}, not in the method behind it")
         if self.inner.average is not None:
             raise ValueError(f"average: write it beside {self.name}, not in the method behind it")
         if (self.average is not None or self.average_rounds > 1) and self.inner.average_rounds > 1:
@@ -100,6 +102,11 @@ class Wrapper(Method):
     def has_server_step(self) -> bool | None:  # type: ignore[override]
         """Whether a server's optimiser goes with the inner method."""
         return self.inner.has_server_step
+
+    @property
+    def takes_plug_ins(self) -> bool:  # type: ignore[override]
+        """Whether plug-ins of local training go with the inner method."""
+        return self.inner.takes_plug_ins
 
     @property
     def tasks(self) -> tuple[Task, ...]:  # type: ignore[override]

@@ -8,7 +8,10 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
+from fedshift.federation.plug_in import PlugIn
+from fedshift.federation.site import Site
 from fedshift.methods.composition.averaging import AverageOption, Averaging, LastRounds
+from fedshift.methods.composition.local import LocalPlugIns
 from fedshift.methods.robust import RULES, Averages, RobustAggregation, unfit
 from fedshift.methods.server import ServerOptimizer
 from fedshift.methods.settings import PAPER, Settings, described, with_setting
@@ -22,9 +25,12 @@ class Composed(BaseModel, ABC):
 
     name: ClassVar[str]
     settings: ClassVar[Settings] = {}
+    memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
     averages: ClassVar[Averages] = {}
     needs_every_model: ClassVar[bool] = False
     has_server_step: ClassVar[bool | None] = None
+    pooled: ClassVar[bool] = False
+    takes_plug_ins: ClassVar[bool] = True
 
     label: str | None = Field(None, description="name in tables and folders; needed when a method appears twice")
     setting: str = Field(PAPER, description="named values of the options below; options given beside it win")
@@ -42,13 +48,17 @@ class Composed(BaseModel, ABC):
         None, description="a rule that bad sites cannot pull away, such as median: see fedshift fields robust"
     )
 
+    local: LocalPlugIns = Field(
+        (), description="plug-ins of the sites' training, such as [mixstyle]: see fedshift fields local"
+    )
+
     @model_validator(mode="before")
     @classmethod
     def _options_of_the_setting(cls, options: Any) -> Any:
         return with_setting(cls.settings, options) if isinstance(options, Mapping) else options
 
     @model_validator(mode="after")
-    def _rule_fits(self) -> Self:
+    def _parts_fit(self) -> Self:
         if self.robust is not None:
             reason = unfit(type(self.robust), self.averages, self.needs_every_model)
             if reason:
@@ -58,6 +68,13 @@ class Composed(BaseModel, ABC):
             raise ValueError(f"server: {self.name} averages no models of sites, so there is no step; leave it out")
         if self.average is not None and self.average_rounds > 1:
             raise ValueError("average: average_rounds is an average over rounds, too; choose one of the two")
+        if self.local and self.pooled:
+            raise ValueError(f"local: {self.name} has no local training, its samples lie in one place; leave it out")
+        if self.local and not self.takes_plug_ins:
+            raise ValueError(f"local: {self.name} trains several networks against each other; leave it out")
+        names = [plug_in.name for plug_in in self.local]
+        if len(set(names)) < len(names):
+            raise ValueError("local: a plug-in occurs twice")
         return self
 
     @property
@@ -66,9 +83,19 @@ class Composed(BaseModel, ABC):
         return self.average or LastRounds(rounds=self.average_rounds)
 
     @property
+    def kept_at_sites(self) -> tuple[str, ...]:
+        """What sites keep between exchanges, for the method and for its plug-ins."""
+        return (*self.memory_names, *(name for plug_in in self.local for name in plug_in.memory_names))
+
+    def plug_ins(self, site: Site) -> tuple[PlugIn, ...]:
+        """The plug-ins at work in one exchange. A target without labels has none."""
+        return tuple(plug_in.at(site) for plug_in in self.local) if site.role == "source" else ()
+
+    @property
     def composition(self) -> tuple[str, ...]:
         """What it is composed with, in short names."""
         return (
+            *(plug_in.name for plug_in in self.local),
             *((self.server.optimizer,) if self.server is not None else ()),
             *((self.robust.rule,) if self.robust is not None else ()),
             *((self.average.kind,) if self.average is not None else ()),
