@@ -180,8 +180,9 @@ def test_clipping_counts_the_head() -> None:
 @pytest.mark.parametrize("name", TAKING)
 def test_they_go_with_every_federated_method(name: str) -> None:
     """Another model, the same bytes, which a dry run foretells; and no hook is left behind."""
-    plain, where = run(method_of(name), rounds=1)
-    state, plugged = run(method_of(name, local=ALL), rounds=1)
+    found = domains(CNN, {"large": 9, "small": 5})
+    plain, where = run(method_of(name), found, rounds=1)
+    state, plugged = run(method_of(name, local=ALL), found, rounds=1)
     assert all(tensor.isfinite().all() for tensor in state.weights.values() if tensor.is_floating_point())
     assert state.weights != plain.weights
     (_, here), (_, there) = where.ledger.settle(), plugged.ledger.settle()
@@ -196,9 +197,10 @@ def test_they_go_with_every_federated_method(name: str) -> None:
 
 def test_a_dry_run_foretells_their_bytes() -> None:
     method = method_of("csac", local=ALL)
-    _, where = run(method)
+    found = domains(CNN, {"large": 9, "small": 5})
+    _, where = run(method, found)
     _, sent = where.ledger.settle()
-    foretold = bytes_of(method, where)
+    foretold = bytes_of(method, where, found=found)
     assert (foretold.up, foretold.down) == (sum(sent["up"].values()), sum(sent["down"].values()))
 
 
