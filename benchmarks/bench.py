@@ -1,12 +1,13 @@
 """``make bench``: ratios measured in one run, so that they hold on any machine. Absolute numbers are only a by-product.
 
-    python benchmarks/bench.py [--quick] [--only engine,workers,csac,elcfs,kd3a,mdfnet,vote,memory] [--device cpu]
-                               [--output FILE]
+    python benchmarks/bench.py [--quick] [--only engine,workers,csac,elcfs,pooled,kd3a,mdfnet,vote,memory]
+                               [--device cpu] [--output FILE]
 
 engine   FedAvg of fedshift against a bare PyTorch loop over the same batches, one thread
 workers  two workers, two threads, or two runs at once, against one worker of one thread
 csac     seconds of a local mini-batch of CSAC against FedAvg
 elcfs    the same of ELCFS, per image that goes forward and backward
+pooled   seconds of a mini-batch of each pooled method against DeepAll, and against its own arithmetic
 kd3a     seconds of an epoch of KD3A on Amazon Review against a bare loop
 mdfnet   seconds of 100 rounds of MDFNet on the cached features of 5,000 images, two workers
 vote     memory and seconds of KD3A's vote and focus over 10 sources, 100,000 samples and 345 classes
@@ -34,12 +35,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-PARTS = ("engine", "workers", "csac", "elcfs", "kd3a", "mdfnet", "vote", "memory")
+PARTS = ("engine", "workers", "csac", "elcfs", "pooled", "kd3a", "mdfnet", "vote", "memory")
 AIMS = {
     "engine": "at least 0.95 of the bare loop",
     "workers": "two workers at least 1.7 times one",
     "csac": "at most 1.35 (published: 1.14)",
     "elcfs": "at most 1.2 (published whole runs: 2.9 times FedAvg)",
+    "pooled": "at most 1.15 times its arithmetic",
     "kd3a": "an epoch of Amazon Review in at most 4 s (released code: 10 s on two cores)",
     "mdfnet": "100 rounds in under a minute on two cores",
     "vote": "under 1 GiB; Shapley values of 10 sources in one pass over the predictions",
@@ -85,7 +87,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter turns, no 1,000 sites")
     parser.add_argument("--only", default=",".join(PARTS), help="parts to measure, separated by commas")
-    parser.add_argument("--device", default="cpu", help="device of the parts engine, csac and elcfs")
+    parser.add_argument("--device", default="cpu", help="device of the parts engine, csac, elcfs and pooled")
     parser.add_argument("--output", type=Path, help="result file; without it results/bench.json for a complete run")
     options = parser.parse_args()
     options.only = [part.strip() for part in options.only.split(",")]
@@ -102,8 +104,11 @@ def _measure(part: str, quick: bool, device: str) -> list[Row]:
         return _memory(quick)
     if part == "vote":
         return [_memory_row(name, 10) for name in ("vote", "vote_leave_one_out", "vote_shapley")]
+    import bench_pooled
     import bench_training
 
+    if part == "pooled":
+        return bench_pooled.pooled(quick, device)
     if part == "workers":
         return bench_training.workers(quick)
     if part == "kd3a":
@@ -208,6 +213,14 @@ def _table(part: str, rows: list[Row]) -> Table:
                 f"{row['ratio_per_image_gone_through']:.2f}",
                 f"{row['ratio_of_processor_seconds']:.2f}",
             )
+    elif part == "pooled":
+        table.caption = "passes: by the equations, heads left out; operations: counted; in those of DeepAll"
+        headings = ("ms", "ratio", "of CPU time", "passes", "operations", "beside its arithmetic")
+        _columns(table, "mini-batch of", *headings)
+        for row in rows:
+            names = ("ratio", "ratio_of_processor_seconds", "passes", "operations", "beside_its_arithmetic")
+            milliseconds = f"{row['milliseconds_per_mini_batch']:.1f}"
+            table.add_row(f"{row['method']}, {row['case']}", milliseconds, *(f"{row[name]:.2f}" for name in names))
     elif part == "mdfnet":
         _columns(table, "features of an image", "matrix products", "images", "mini-batches", "seconds of 100 rounds")
         for row in rows:

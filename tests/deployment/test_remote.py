@@ -41,7 +41,13 @@ from fedshift.weights import Weights
 
 METHODS: dict[str, dict[str, Any]] = {
     "fedavg": {"local_epochs": 1},
-    "fedprox": {"local_epochs": 1, "robust": "median"},
+    "fedprox": {
+        "local_epochs": 1,
+        "label": "fedprox",
+        "robust": "median",
+        "local": ["label_gradient", "triplets"],
+        "average": {"kind": "swad", "settled": 1},
+    },
     "csac": {"acquisition_epochs": 1, "calibration_epochs": 1},
 }
 

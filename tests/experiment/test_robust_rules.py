@@ -25,14 +25,14 @@ def options(folder: Path, robust: Any, method: str = "fedavg", **engine: Any) ->
 
 
 def lines(runs: Path) -> list[dict[str, Any]]:
-    path = runs / "small" / "fedavg" / "a" / "seed-0" / "rounds.jsonl"
+    (path,) = runs.glob("small/fedavg+*/a/seed-0/rounds.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 @pytest.mark.parametrize(
     ("robust", "engine", "message"),
     [
-        ({"rule": "krum", "faulty": 2}, {}, r"fedavg: robust.faulty: 2 bad sites need .* 7 sites, there are 5"),
+        ({"rule": "krum", "faulty": 2}, {}, r"fedavg\+krum: robust.faulty: 2 bad sites need .* 7 sites, there are 5"),
         ({"rule": "krum", "keep": 5}, {}, r"robust.keep: 5 of 5 sites"),
         ({"rule": "krum"}, {"quorum": 4}, r"robust.faulty: .*, or raise engine.quorum, which is 4"),
         ({"rule": "trimmed_mean", "trim": 3}, {}, r"robust.trim: 3 .* 5 sites"),

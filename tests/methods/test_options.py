@@ -28,6 +28,7 @@ from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.federation.training import Training
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State
+from fedshift.methods.composition.options import Composed
 from fedshift.models.unet import UNet
 from fedshift.weights import Weights
 
@@ -101,13 +102,7 @@ def outcome(name: str, options: str, where: str) -> Any:
 
 
 def fields(name: str) -> set[str]:
-    return set(registry.method_class(name).model_fields) - {
-        "label",
-        "setting",
-        "average_rounds",
-        "robust",
-        "server",
-    }  # every method's, tried elsewhere
+    return set(registry.method_class(name).model_fields) - set(Composed.model_fields)  # every method's, tried elsewhere
 
 
 CASES = [

@@ -13,7 +13,8 @@ from tiny import NORMED, domains, normed_for, run, start_of
 
 from fedshift.functional.averaging import is_buffer, parameters_of
 from fedshift.methods import registry
-from fedshift.methods.base import State, goes_with_server
+from fedshift.methods.base import State
+from fedshift.methods.composition.options import goes_with_server
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.server import Adaptive, Momentum, after_round
 from fedshift.weights import Weights

@@ -33,6 +33,8 @@ def show_fields(section: str | None) -> None:
     from fedshift.data.transforms import Augmentation
     from fedshift.experiment.config.sections import ENGINES, PROTOCOLS
     from fedshift.federation.training import Training
+    from fedshift.methods.composition.averaging import AVERAGES
+    from fedshift.methods.composition.local import PLUG_INS
     from fedshift.methods.robust import RULES
     from fedshift.methods.server import OPTIMIZERS
 
@@ -41,6 +43,8 @@ def show_fields(section: str | None) -> None:
         "training": {"training": Training, "training.augmentation": Augmentation},
         "engine": {f"engine, name: {name}": kind for name, kind in ENGINES.items()},
         "server": {f"server of a method, optimizer: {name}": kind for name, kind in OPTIMIZERS.items()},
+        "average": {f"average of a method, kind: {name}": kind for name, kind in AVERAGES.items()},
+        "local": {f"local of a method, name: {name}": kind for name, kind in PLUG_INS.items()},
         "robust": {f"robust of a method, rule: {name}": kind for name, kind in RULES.items()},
     }
     elsewhere = {"methods": "methods", "data": "datasets", "model": "models"}

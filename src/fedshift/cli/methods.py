@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from fedshift.cli.console import escape, safe_console
 from fedshift.cli.fields import options_table, written
-from fedshift.methods.catalogue import ENTRIES, ROBUST, RULES, SERVER
+from fedshift.methods.advice import GROUPS
+from fedshift.methods.catalogue import ENTRIES, LOCAL, ROBUST, RULES, SERVER
 from fedshift.methods.settings import PAPER
 
 if TYPE_CHECKING:
@@ -20,15 +22,16 @@ def show_methods(name: str | None) -> None:
     """List all methods, or print one method's description and options."""
     console = safe_console()
     if name is None:
-        table = Table(box=None, pad_edge=False)
-        for column in ("name", "for", "settings", "leaves a site", "robust rules", "server", "source"):
-            table.add_column(column, overflow="fold")
-        for known, entry in ENTRIES.items():
-            settings, shares = ", ".join((PAPER, *entry.settings)), ", ".join(entry.shares)
-            rules = "all" if ROBUST.get(known) == RULES else ", ".join(ROBUST.get(known, ("none",)))
-            server = "yes" if known in SERVER else "no"
-            table.add_row(known, entry.scenario, settings, shares, rules, server, entry.citation)
-        console.print(table)
+        for title, members in GROUPS.items():
+            console.print(_group(title, members))
+            console.print()
+        console.print(
+            "`average` (swa, ema, swad) and `average_rounds` go with every method. `fedshift fields robust`, `server`, "
+            "`local` and `average` have the options; docs/composition.md says how they act together.",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
         return
     from fedshift.methods import registry  # imports torch, which the list above does not need
 
@@ -39,6 +42,26 @@ def show_methods(name: str | None) -> None:
     if method.settings:
         console.print()
         console.print(_settings_table(method))
+
+
+def _group(title: str, members: Mapping[str, str]) -> Table:
+    """The methods of a group: what they are for, what they compose with, what leaves a site."""
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
+    for column in ("name", "when it pays", "robust rules", "server", "local", "leaves a site", "settings", "source"):
+        table.add_column(column, overflow="fold", ratio=3 if column == "when it pays" else None)
+    for name, advice in members.items():
+        entry = ENTRIES[name]
+        table.add_row(
+            name,
+            advice,
+            "all" if ROBUST.get(name) == RULES else ", ".join(ROBUST.get(name, ("none",))),
+            "yes" if name in SERVER else "no",
+            "yes" if name in LOCAL else "no",
+            ", ".join(entry.shares),
+            ", ".join((PAPER, *entry.settings)),
+            entry.citation,
+        )
+    return table
 
 
 def _settings_table(method: type[Method]) -> Table:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fedshift.data.domain import DataSet
 from fedshift.errors import UserError, nearest
+from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.config.sections import LeaveOneOut
 from fedshift.experiment.plan import Plan
 from fedshift.methods import registry
 from fedshift.methods.base import Method
+from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.models import registry as models
+from fedshift.models.network import Network
 
 
 def check_fit(plan: Plan) -> tuple[str, ...]:
@@ -53,10 +57,15 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
             )
         for sources in sorted(numbers):
             network = models.build(experiment.model, data.input_shape, len(data.classes), 0)
-            method.check(method.adapt_network(network, sources))
+            network = method.adapt_network(network, sources)
+            method.check(network)
+            for plug_in in method.local:
+                _check_plug_in(method, plug_in, network, data)
         if method.robust is not None:
             for labelled, others in roles:
                 _check_rule(method, labelled, others, engine.quorum)
+        if method.averaging.judges:
+            _check_judged(method, experiment)
         refused = sorted(set(method.shares) & set(engine.refuse))
         if refused:
             raise UserError(
@@ -73,6 +82,32 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
                 warnings.append(f"{refusal}: the site is left out of such exchanges")
         warnings += method.check_samples(data.input_shape)
     return tuple(warnings)
+
+
+def _check_plug_in(method: Method, plug_in: LocalOption, network: Network, data: DataSet) -> None:
+    """Raises UserError where a plug-in of local training does not go with the network or the samples."""
+    try:
+        if data.task not in plug_in.tasks:
+            raise UserError(
+                f"{plug_in.name} is for {' and '.join(plug_in.tasks)}, the data for {data.task}; leave it out"
+            )
+        plug_in.check(network, data.input_shape)
+    except UserError as error:
+        raise UserError(f"methods: {method.display}: local.{error}") from None
+
+
+def _check_judged(method: Method, experiment: Experiment) -> None:
+    """Raises UserError where an average that looks at the sources' held-out parts after every round cannot."""
+    if getattr(experiment.protocol, "test_fraction", 1.0) == 0:
+        raise UserError(
+            f"methods: {method.display}: average: it chooses rounds by the sources' held-out parts, and "
+            "protocol.test_fraction is 0: raise it, or choose swa or ema"
+        )
+    if experiment.training.measure_every > 1:
+        raise UserError(
+            f"methods: {method.display}: average: it looks at every round, and training.measure_every is "
+            f"{experiment.training.measure_every}: leave that out, or choose swa or ema"
+        )
 
 
 def _check_rule(method: Method, sources: Sequence[str], others: Sequence[str], quorum: int | None) -> None:

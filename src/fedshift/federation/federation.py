@@ -15,6 +15,7 @@ from fedshift.errors import FedshiftError, KindRefused, ReplyRefused, TrainingDi
 from fedshift.federation.exchange import Answer, Missing, R, Replies, Request
 from fedshift.federation.ledger import Ledger
 from fedshift.federation.messages import KINDS, NUMBERS, Content, PerSite, Reply, reply_content
+from fedshift.federation.plug_in import PlugIn
 from fedshift.federation.replies.checks import ReplyCheck
 from fedshift.federation.reply_bounds import About, Bounds
 from fedshift.federation.site import Envelope, Site
@@ -27,7 +28,7 @@ class CallOwner(Protocol):
     """What an engine needs of a method: its calls, its network, what sites remember, how to import it elsewhere."""
 
     @property
-    def memory_names(self) -> tuple[str, ...]: ...
+    def kept_at_sites(self) -> tuple[str, ...]: ...
 
     @property
     def shares(self) -> tuple[str, ...]: ...
@@ -35,6 +36,8 @@ class CallOwner(Protocol):
     def adapt_network(self, network: Network, sources: int) -> Network: ...
 
     def call_owner(self, call: str) -> CallOwner: ...
+
+    def plug_ins(self, site: Site) -> Sequence[PlugIn]: ...
 
     def run_call(self, call: str, site: Site, content: Mapping[str, Any]) -> Reply: ...
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -15,6 +15,7 @@ from fedshift.data.site_data import SiteData, batches_per_epoch, epoch_batches
 from fedshift.data.transforms import normalised, to_pixels
 from fedshift.errors import FedshiftError, TrainingDiverged
 from fedshift.federation.messages import Content, Statistics
+from fedshift.federation.plug_in import PlugIn, plugged
 from fedshift.federation.randomness import derive_seed, generator
 from fedshift.federation.site_memory import SiteMemory
 from fedshift.federation.training import Training
@@ -82,6 +83,7 @@ class Site:
     unlabelled: SiteData | None = field(default=None, repr=False)
     held_out: SiteData | None = field(default=None, repr=False)
     scratch: dict[str, Any] = field(default_factory=dict, repr=False)
+    plug_ins: Sequence[PlugIn] = ()
     mini_batches: int = 0
     _orders: int = 0
     generator: torch.Generator = field(default_factory=torch.Generator, repr=False)
@@ -102,6 +104,11 @@ class Site:
     def samples(self) -> int:
         """N_k: the number of training samples at this site."""
         return self.data.samples
+
+    @property
+    def fixed_inputs(self) -> bool:
+        """Whether a training sample always looks the same, so that what is computed from it can be kept."""
+        return self.data.deterministic and not any(plug_in.changes_inputs for plug_in in self.plug_ins)
 
     @property
     def batches_per_epoch(self) -> int:
@@ -275,18 +282,21 @@ class Site:
         if remember is not None and optimizers is not None:
             raise FedshiftError("minimise remembers the optimiser that it makes, not those that are given")
         steppers = list(optimizers) if optimizers is not None else [self.optimizer(*modules, memory=remember)]
-        parameters = [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
         losses: list[Tensor] = []  # read once at the end: a look at each would make an accelerator wait
-        for batch in batches:
-            for optimizer in steppers:
-                optimizer.zero_grad(set_to_none=True)
-            loss = loss_of(batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            if self.training.clip_norm is not None:
-                nn.utils.clip_grad_norm_(parameters, self.training.clip_norm)
-            for optimizer in steppers:
-                optimizer.step()
-            losses.append(loss.detach())
+        with plugged(self.plug_ins, modules[0], loss_of) as (whole_loss, heads):
+            trained = [*modules, *(plug_in.head for plug_in in heads if plug_in.head is not None)]
+            stepped = [*steppers, *(plug_in.optimizer for plug_in in heads if plug_in.optimizer is not None)]
+            parameters = [value for module in trained for value in module.parameters() if value.requires_grad]
+            for batch in batches:
+                for optimizer in stepped:
+                    optimizer.zero_grad(set_to_none=True)
+                loss = whole_loss(batch)
+                loss.backward()  # type: ignore[no-untyped-call]
+                if self.training.clip_norm is not None:
+                    nn.utils.clip_grad_norm_(parameters, self.training.clip_norm)
+                for optimizer in stepped:
+                    optimizer.step()
+                losses.append(loss.detach())
         mean = float(torch.stack(losses).cpu().double().mean()) if losses else 0.0
         if not math.isfinite(mean):
             raise TrainingDiverged(

@@ -109,7 +109,7 @@ class SiteRunner:
             classes=setting.classes,
             domains=len(plan.parts),
             training=setting.training,
-            memory=SiteMemory((*setting.method.memory_names, *memory)),
+            memory=SiteMemory((*setting.method.kept_at_sites, *memory)),
             seed=setting.seed,
             device=device,
             network=network,
@@ -134,7 +134,10 @@ class SiteRunner:
         cuda = [self.site.device] if self.site.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda):  # dropout draws from torch's own generators, which `begin` seeds
             self.site.begin(envelope)
+            self.site.plug_ins = self.method.plug_ins(self.site)
             reply = self.method.run_call(call, self.site, content)
+            for plug_in in self.site.plug_ins:
+                plug_in.end()
         if not isinstance(reply, Reply):
             raise FedshiftError(f"call {call} returned {type(reply).__name__}, not a Reply")
         for name, kind, _ in pieces(reply_content(reply)):  # before anything leaves the site

@@ -222,6 +222,37 @@ def float64_chunks(first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tens
         yield left.double(), right.double()
 
 
+def dense_window(losses: Sequence[float], settled: int, patience: int, ratio: float) -> tuple[int | None, int | None]:
+    """The models that SWAD averages, by their validation losses so far (Cha et al., NeurIPS 2021).
+
+    The window begins at the first model whose loss is the least of ``settled`` in a row. It ends before the first
+    ``patience`` losses in a row that are all above the tolerance: ``ratio`` times the mean of the losses with which it
+    began.
+
+    Args:
+        losses: of the models, in order.
+        settled: N_s.
+        patience: N_e.
+        ratio: r, at least 1.
+
+    Returns:
+        The number of the first model, and that of the first one after the window; None where it is not known yet.
+
+    Example:
+        >>> dense_window([5, 2, 3, 4, 9, 9], settled=3, patience=2, ratio=1.5)
+        (1, 4)
+        >>> dense_window([5, 4, 3], settled=3, patience=2, ratio=1.5)
+        (None, None)
+    """
+    runs = range(len(losses) - settled + 1)
+    start = next((first for first in runs if losses[first] == min(losses[first : first + settled])), None)
+    if start is None:
+        return None, None
+    tolerance = ratio * sum(losses[start : start + settled]) / settled
+    ends = range(start + 1, len(losses) - patience + 1)
+    return start, next((end for end in ends if min(losses[end : end + patience]) > tolerance), None)
+
+
 def is_buffer(name: str) -> bool:
     """Whether a key names a BatchNorm buffer. A state dict has no other way to tell parameters from buffers.
 

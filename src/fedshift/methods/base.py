@@ -7,9 +7,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self, TypeVar
-
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from typing import Any, ClassVar, TypeVar
 
 from fedshift.data.domain import Task
 from fedshift.errors import FedshiftError
@@ -27,11 +25,10 @@ from fedshift.federation.messages import (
 )
 from fedshift.federation.reply_bounds import About, Bounds
 from fedshift.federation.site import Site
-from fedshift.functional.averaging import MeanAccumulator, weighted_average
+from fedshift.functional.averaging import MeanAccumulator
 from fedshift.import_paths import place_of
-from fedshift.methods.robust import RULES, Averages, RobustAggregation, unfit
-from fedshift.methods.server import ServerOptimizer
-from fedshift.methods.settings import PAPER, Settings, described, with_setting
+from fedshift.methods.composition.averaging import Kept
+from fedshift.methods.composition.options import Composed
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -42,9 +39,8 @@ class State:
 
     weights: the model that is evaluated and handed out. parts: what travels or stays beside it (a generator, a bank of
     statistics). numbers: anything small. report: what the round wants to say in ``rounds.jsonl``, not carried over; its
-    ``warnings``, a list of sentences, are also shown once and kept in the run's result. recent: the models of the last
-    rounds, the newest last, where their mean is handed out; server: what the server's optimiser remembers. The run
-    keeps these two.
+    ``warnings``, a list of sentences, are also shown once and kept in the run's result. averaged: what the average over
+    rounds remembers; server: what the server's optimiser remembers. The run keeps these two.
     """
 
     weights: Weights
@@ -52,17 +48,8 @@ class State:
     parts: Mapping[str, Content] = field(default_factory=dict)
     numbers: Mapping[str, Number] = field(default_factory=dict)
     report: Mapping[str, Any] = field(default_factory=dict)
-    recent: tuple[Weights, ...] = ()
+    averaged: Kept = field(default_factory=Kept)
     server: Mapping[str, Weights] = field(default_factory=dict)
-
-    def remembering(self, rounds: int) -> State:
-        """This state with its model among the ``recent`` ones, of which so many stay; for one round, none is kept."""
-        return replace(self, recent=(*self.recent, self.weights)[-rounds:] if rounds > 1 else ())
-
-    @property
-    def handed_out(self) -> Weights:
-        """The model that is measured and written down: the last round's, or the mean of the recent ones."""
-        return weighted_average(self.recent, [1.0] * len(self.recent)) if self.recent else self.weights
 
     def advance(self, weights: Weights, *, report: Mapping[str, Any] | None = None, **changes: Any) -> State:
         """The state after one more round."""
@@ -103,7 +90,7 @@ class RunPlan:
 U = TypeVar("U", bound=Update)
 
 
-class Method(BaseModel, ABC):
+class Method(Composed, ABC):
     """Base of all methods. A subclass names itself, declares its hyper-parameters as fields, and writes `round`,
     `mini_batches` and what its sites run.
 
@@ -123,55 +110,18 @@ class Method(BaseModel, ABC):
     averages: the calls whose models it averages over sites, which robust aggregation can screen.
     needs_every_model: whether it does more with these models than average them, such as let them vote.
     has_server_step: whether the option ``server`` goes with it; by default if it averages.
+    takes_plug_ins: whether plug-ins of local training go with it: its sites train one network with `Site.minimise`.
     relative_cost: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: ClassVar[str]
     citation: ClassVar[str]
     scenario: ClassVar[str] = "unseen target"
-    settings: ClassVar[Settings] = {}
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
-    pooled: ClassVar[bool] = False
     needs_target: ClassVar[bool] = False
     supervised_target: ClassVar[bool] = False
     uses_held_out: ClassVar[bool] = False
     tasks: ClassVar[tuple[Task, ...]] = ("classification",)
     one_target: ClassVar[bool] = False
-    averages: ClassVar[Averages] = {}
-    needs_every_model: ClassVar[bool] = False
-    has_server_step: ClassVar[bool | None] = None
     relative_cost: ClassVar[float] = 1.0
-
-    label: str | None = Field(None, description="name in tables and folders; needed when a method appears twice")
-    setting: str = Field(PAPER, description="named values of the options below; options given beside it win")
-
-    average_rounds: PositiveInt = Field(
-        1, description="the model that is measured and handed out is the mean of those of the last so many rounds"
-    )
-    server: ServerOptimizer = Field(
-        None, description="an optimiser of the server, such as momentum: see fedshift fields server"
-    )
-    robust: RobustAggregation = Field(
-        None, description="a rule that bad sites cannot pull away, such as median: see fedshift fields robust"
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _options_of_the_setting(cls, options: Any) -> Any:
-        return with_setting(cls.settings, options) if isinstance(options, Mapping) else options
-
-    @model_validator(mode="after")
-    def _rule_fits(self) -> Self:
-        if self.robust is not None:
-            reason = unfit(type(self.robust), self.averages, self.needs_every_model)
-            if reason:
-                others = " or ".join(robust_rules(self))
-                raise ValueError(f"robust: {self.name} {reason}; " + (f"choose {others}" if others else "leave it out"))
-        if self.server is not None and not goes_with_server(self):
-            raise ValueError(f"server: {self.name} averages no models of sites, so there is no step; leave it out")
-        return self
 
     @abstractmethod
     def round(self, federation: Federation, state: State) -> State:
@@ -255,9 +205,9 @@ class Method(BaseModel, ABC):
         return ()
 
     @property
-    def handed_out_rounds(self) -> int:
-        """How many of the last rounds' models are averaged into the one that is handed out."""
-        return self.average_rounds
+    def cost(self) -> float:
+        """`relative_cost` with what its plug-ins add."""
+        return self.relative_cost + sum(plug_in.cost for plug_in in self.local)
 
     @property
     def shares(self) -> tuple[str, ...]:
@@ -275,16 +225,6 @@ class Method(BaseModel, ABC):
         reply: Reply = getattr(self.call_owner(call), call)(site, **content)
         return reply
 
-    @property
-    def display(self) -> str:
-        """The name in tables and folders."""
-        return self.label or (self.name if self.setting == PAPER else f"{self.name}-{self.setting}")
-
-    @property
-    def described_setting(self) -> str:
-        """The setting and what differs from it, as records name it: ``paper with mixup 0``."""
-        return described(type(self), self.settings, self.model_dump(mode="json"))
-
     def recipe(self) -> dict[str, Any]:
         """Where this method can be imported and with which options, so that another process can make its equal."""
         return {"class": place_of(type(self)), "options": self.model_dump(mode="json")}
@@ -300,16 +240,6 @@ def calls_of(kind: type[Method]) -> Mapping[str, type[Reply]]:
             if reply is not None:
                 found[name] = reply
     return found
-
-
-def robust_rules(method: Method) -> tuple[str, ...]:
-    """The rules of robust aggregation that go with a method."""
-    return tuple(name for name, rule in RULES.items() if not unfit(rule, method.averages, method.needs_every_model))
-
-
-def goes_with_server(method: Method) -> bool:
-    """Whether a server's optimiser goes with a method."""
-    return bool(method.averages) if method.has_server_step is None else method.has_server_step
 
 
 def in_order(kinds: Collection[str]) -> tuple[str, ...]:

@@ -191,3 +191,8 @@ ROBUST: Mapping[str, tuple[str, ...]] = {
 
 SERVER = (*ROBUST, "fednova")
 """The methods that a server's optimiser goes with."""
+
+LOCAL = tuple(
+    name for name, entry in ENTRIES.items() if "raw_data" not in entry.shares and name not in ("fada", "fedadg")
+)
+"""The methods that plug-ins of local training go with."""

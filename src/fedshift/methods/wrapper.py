@@ -15,6 +15,7 @@ from fedshift.federation.messages import Reply
 from fedshift.federation.reply_bounds import About, Bounds
 from fedshift.federation.site import Site
 from fedshift.methods.base import Method, RunPlan, State, Traffic, calls_of, in_order
+from fedshift.methods.composition.averaging import Averaging
 from fedshift.methods.robust import Averages
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -40,11 +41,11 @@ class Wrapper(Method):
             raise ValueError(f"robust: write it beside {self.name}, not in the method behind it")
         if self.inner.server is not None:
             raise ValueError(f"server: write it beside {self.name}, not in the method behind it")
-        return self
-
-    @model_validator(mode="after")
-    def _averages_once(self) -> Self:
-        if self.average_rounds > 1 and self.inner.handed_out_rounds > 1:
+        if self.inner.local:
+            raise ValueError(f"local: write it beside {self.name}, not in the method behind it")
+        if self.inner.average is not None:
+            raise ValueError(f"average: write it beside {self.name}, not in the method behind it")
+        if (self.average is not None or self.average_rounds > 1) and self.inner.average_rounds > 1:
             raise ValueError(f"average_rounds is set here and for {self.inner.name}; set it once")
         return self
 
@@ -58,9 +59,9 @@ class Wrapper(Method):
         """What surrounds everything that the inner method runs at a site."""
 
     @property
-    def handed_out_rounds(self) -> int:
-        """As set for the wrapper or for the inner method."""
-        return max(self.average_rounds, self.inner.handed_out_rounds)
+    def averaging(self) -> Averaging:
+        """As set for the wrapper; ``average_rounds`` may be set for the inner method instead."""
+        return self.inner.averaging if self.inner.average_rounds > 1 else super().averaging
 
     @property
     def shares(self) -> tuple[str, ...]:
@@ -101,6 +102,11 @@ class Wrapper(Method):
     def has_server_step(self) -> bool | None:  # type: ignore[override]
         """Whether a server's optimiser goes with the inner method."""
         return self.inner.has_server_step
+
+    @property
+    def takes_plug_ins(self) -> bool:  # type: ignore[override]
+        """Whether plug-ins of local training go with the inner method."""
+        return self.inner.takes_plug_ins
 
     @property
     def tasks(self) -> tuple[Task, ...]:  # type: ignore[override]

@@ -48,8 +48,8 @@ def test_what_a_run_leaves(cli: Cli, tmp_path: Path) -> None:
     assert written["training"]["momentum"] == 0.5  # a default, written out
     assert written["training"]["batch_size"] == 8
     assert written["method"] == {"name": "fedavg", "label": None, "setting": "paper", "average_rounds": 1,
-                                 "server": None, "robust": None, "local_epochs": 1, "steps_per_round": None,
-                                 "weighting": "samples"}  # fmt: skip
+                                 "average": None, "server": None, "robust": None, "local": [],
+                                 "local_epochs": 1, "steps_per_round": None, "weighting": "samples"}  # fmt: skip
     assert (written["target"], written["seed"]) == ("a", 0)
     rounds = [RoundRecord.model_validate_json(line) for line in (part / "rounds.jsonl").read_text().splitlines()]
     assert [record.round for record in rounds] == [1, 2]

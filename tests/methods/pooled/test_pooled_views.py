@@ -16,13 +16,15 @@ from fedshift.federation.site import Envelope
 from fedshift.functional.jigsaw import shuffled_tiles, tile_permutations
 from fedshift.functional.mixing import mixed_styles
 from fedshift.methods import registry
+from fedshift.methods.composition.mean_teacher import MeanTeacher
+from fedshift.methods.composition.mixstyle import Mixer, beta
+from fedshift.methods.composition.puzzles import Puzzles, tile_mask
 from fedshift.methods.pooled.crossgrad import CrossGrad, with_classes
 from fedshift.methods.pooled.deepall import DeepAll
 from fedshift.methods.pooled.eisnet import EISNet, Parts
 from fedshift.methods.pooled.fact import FACT
-from fedshift.methods.pooled.jigen import JiGen, Puzzles, tile_mask
-from fedshift.methods.pooled.mean_teacher import MeanTeacher
-from fedshift.methods.pooled.mixstyle import Mixer, MixStyle, beta
+from fedshift.methods.pooled.jigen import JiGen
+from fedshift.methods.pooled.mixstyle import MixStyle
 
 
 @pytest.mark.parametrize(

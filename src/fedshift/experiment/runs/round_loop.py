@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -156,9 +156,13 @@ class _RunLoop:
         self.federation.settle()
         if state.round == 0 and self.federation.progress.exchange == 0:
             return state  # no exchange yet, so there is nothing to save
-        state = state.remembering(self.run.method.handed_out_rounds)
+        averaging, rounds = self.run.method.averaging, self.federation.rounds
+        state = replace(state, averaged=averaging.after(state.averaged, state.weights, state.round / max(1, rounds)))
         measured = last or state.round % self.planned.experiment.training.measure_every == 0
-        results = self.evaluator.measure(network, state.handed_out) if measured else {"target_accuracy": {}}
+        model = self._handed_out(state, last=last)
+        results = self.evaluator.measure(network, model) if measured else {"target_accuracy": {}}
+        if not last:
+            state = replace(state, averaged=averaging.judged(state.averaged, results.get("source_accuracy", {})))
         _, page = self.federation.ledger.settle()
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
@@ -179,6 +183,11 @@ class _RunLoop:
         self.context.reporter.round(self.run, record)
         self._save_checkpoint(state)
         return state
+
+    def _handed_out(self, state: State, *, last: bool) -> Weights:
+        """The model that is measured after a round, and written down after the last."""
+        mean = self.run.method.averaging.handed_out(state.averaged, last=last)
+        return state.weights if mean is None else mean
 
     def _report(self, state: State) -> dict[str, Any]:
         """The method's report of its round, and which sites were missing or refused. Warns of new entries."""
@@ -239,7 +248,7 @@ class _RunLoop:
     def _finish(self, state: State) -> RunResult:
         """Write the model and the result."""
         result = self._result(state)
-        self.folder.save_model(state.handed_out, model_metadata(self.planned))
+        self.folder.save_model(self._handed_out(state, last=True), model_metadata(self.planned))
         self.folder.finish(result)
         return result
 

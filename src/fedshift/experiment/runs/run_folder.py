@@ -25,6 +25,7 @@ from fedshift.federation.message_files import read_message, write_message
 from fedshift.federation.messages import Content
 from fedshift.files import write_bytes
 from fedshift.methods.base import State
+from fedshift.methods.composition.averaging import Kept
 from fedshift.weights import Weights
 
 FORMAT = 1
@@ -190,11 +191,14 @@ class RunFolder:
         content: dict[str, Content] = {"weights": state.weights}
         content |= {f"part:{name}": part for name, part in state.parts.items()}
         content |= {f"server:{name}": part for name, part in state.server.items()}
-        content |= {f"recent:{number:06}": weights for number, weights in enumerate(state.recent)}
+        averaged = state.averaged
+        content |= {f"recent:{number:06}": weights for number, weights in enumerate(averaged.recent)}
+        content |= {} if averaged.mean is None else {"mean": averaged.mean}
         whole = {
             "format": FORMAT,
             "round": state.round,
             "numbers": dict(state.numbers),
+            "averaged": {"count": averaged.count, "losses": list(averaged.losses)},
             "memory": memory,
             "identity": comparable(self.identity),
             **header,
@@ -220,14 +224,16 @@ class RunFolder:
             raise UserError(f"{file} is damaged: delete {self.path} and run again")
         parts = {name.removeprefix("part:"): part for name, part in content.items() if name.startswith("part:")}
         recent = [content[name] for name in sorted(content) if name.startswith("recent:")]
-        models = tuple(model for model in recent if isinstance(model, Weights))
+        models, mean = tuple(model for model in recent if isinstance(model, Weights)), content.get("mean")
+        known = header.get("averaged", {"count": 0, "losses": ()})
+        averaged = Kept(models, mean if isinstance(mean, Weights) else None, known["count"], tuple(known["losses"]))
         server = {
             name.removeprefix("server:"): moment
             for name, moment in content.items()
             if name.startswith("server:") and isinstance(moment, Weights)
         }
         numbers = header["numbers"]
-        return State(weights, header["round"], parts, numbers, recent=models, server=server), header
+        return State(weights, header["round"], parts, numbers, averaged=averaged, server=server), header
 
     def records(self, last_round: int) -> list[RoundRecord]:
         """Read the rounds up to ``last_round``, and remove later ones from the file, because they will be run again.

@@ -204,7 +204,7 @@ class RemoteFederation(Federation):
             if "error" in header:
                 return self._site_error(site, header)
             mini_batches, memory = checked_header(
-                header, max(0, request.envelope.mini_batches_left), self.method.memory_names
+                header, max(0, request.envelope.mini_batches_left), self.method.kept_at_sites
             )
             reply = checked_reply(kind, content)
             layout = self.checks.check(call, site, kind, content, request.content)

@@ -226,7 +226,7 @@ class _Aligner(nn.Module):
         self.stages = tuple(reference.alignment_stages if method.stages is None else method.stages)
         # In a tuple, so that the frozen network is not among this module's parameters.
         self._reference = (reference,)
-        self._cache = self._frozen_features() if site.data.deterministic else None
+        self._cache = self._frozen_features() if site.fixed_inputs else None
         shapes = [tuple(feature.shape[1:]) for feature in self._measure()]
         sizes = [shape[1:] if len(shape) == 3 else (1, 1) for shape in shapes] or [(1, 1)]
         size = sizes[-1] if method.projection_size == "last" else min(sizes, key=math.prod)

@@ -102,6 +102,7 @@ class FADA(Method):
     name: ClassVar[str] = "fada"
     citation: ClassVar[str] = "Peng et al., ICLR 2020"
     scenario: ClassVar[str] = "target without labels"
+    takes_plug_ins: ClassVar[bool] = False
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "disentangler")
     averages: ClassVar[Averages] = {"finish": Averaged()}
     needs_every_model: ClassVar[bool] = True

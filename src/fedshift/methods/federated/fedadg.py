@@ -131,6 +131,7 @@ class FedADG(Method):
 
     name: ClassVar[str] = "fedadg"
     citation: ClassVar[str] = "Zhang et al., arXiv 2021"
+    takes_plug_ins: ClassVar[bool] = False
     memory_names: ClassVar[tuple[str, ...]] = (
         "discriminator",
         "optimizer",

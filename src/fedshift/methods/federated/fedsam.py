@@ -12,7 +12,7 @@ At every site, instead of a step down ∇L(θ), a step down the gradient where t
 
 Where papers and code differ, and what was chosen
  1. ρ = 0.05 for SAM, ρ = 0.5 and η = 0.2 for ASAM (``setting: asam``). The paper tunes all three for each data set.
- 2. The paper averages the server's models over the last quarter of rounds (SWA): ``average_rounds`` does that here.
+ 2. The paper averages the server's models over the last quarter of rounds (SWA): ``average: swa`` does that here.
  3. BatchNorm sees each batch twice, at θ and at θ + ε; statistics move in both passes, as in the code.
 
 Should reproduce: no published table of this setting is known to us; as ρ goes to 0 it is FedAvg.

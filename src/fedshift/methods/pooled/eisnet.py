@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-import torch
 import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
@@ -34,9 +33,10 @@ from torch import Tensor, nn
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.jigsaw import MOST
-from fedshift.functional.metric_learning import hard_negative_triplet_loss
-from fedshift.methods.pooled.jigen import Puzzles, check_tiles, mean_over
-from fedshift.methods.pooled.mean_teacher import MeanTeacher
+from fedshift.methods.composition.plug_in import check_tiles
+from fedshift.methods.composition.puzzles import Puzzles
+from fedshift.methods.composition.triplets import KeyQueue
+from fedshift.methods.pooled.jigen import mean_over
 from fedshift.methods.pooled.training import PooledTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -83,14 +83,7 @@ class EISNet(PooledTraining):
             parts.enqueue(inputs, batch.targets)
             beta = self.metric_weight + (self.metric_weight_end - self.metric_weight) * self.progress(site)
             loss = self.jigsaw_weight * F.cross_entropy(parts.jigsaw(features), orders)
-            loss = loss + beta * hard_negative_triplet_loss(
-                F.normalize(parts.embed(features)),
-                batch.targets,
-                parts.keys,
-                parts.labels,
-                self.margin,
-                self.hard_negatives,
-            )
+            loss = loss + beta * parts.triplet_loss(features, batch.targets, self.margin, self.hard_negatives)
             classes = F.cross_entropy(model.classifier(features), batch.targets, reduction="none")
             return loss + mean_over(orders == 0, classes)
 
@@ -101,38 +94,15 @@ class EISNet(PooledTraining):
         return Update(site.weights_of(model), site.samples, loss)
 
 
-class Parts(nn.Module):
-    """What trains beside the model: both heads, the key encoder and the queue of keys.
+class Parts(KeyQueue):
+    """What trains beside the model: the head of the puzzles, and what the triplets need.
 
     Args:
         model: The network that is published.
         method: The options.
     """
 
-    keys: Tensor
-    labels: Tensor
-
     def __init__(self, model: Network, method: EISNet) -> None:
-        super().__init__()
-        width = model.embedding_size
-        self.jigsaw = nn.Linear(width, method.permutations + 1)
-        self.embed = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, method.embedding))
-        self.encoder = MeanTeacher(nn.Sequential(model.features, self.embed), method.momentum, warm_up=False)
-        self.capacity = method.queue
-        self.register_buffer("keys", torch.zeros(0, method.embedding))
-        self.register_buffer("labels", torch.zeros(0, dtype=torch.int64))
-
-    def follow(self, model: Network) -> None:
-        """One step of the key encoder."""
-        self.encoder.follow(nn.Sequential(model.features, self.embed))
-
-    def enqueue(self, inputs: Tensor, labels: Tensor) -> None:
-        """Add the keys of a batch; the oldest leave."""
-        new = F.normalize(self.encoder(inputs))
-        self.keys = torch.cat([self.keys, new])[-self.capacity :]
-        self.labels = torch.cat([self.labels, labels])[-self.capacity :]
-
-    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: object) -> None:
-        for name in ("keys", "labels"):  # as many as there were
-            setattr(self, name, torch.empty_like(state[f"{prefix}{name}"]))
-        super()._load_from_state_dict(state, prefix, *rest)
+        jigsaw = nn.Linear(model.embedding_size, method.permutations + 1)
+        super().__init__(model, method.embedding, method.queue, method.momentum)
+        self.jigsaw = jigsaw

@@ -26,7 +26,6 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar
 
-import torch
 import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
@@ -36,8 +35,8 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.distillation import softened_divergence
 from fedshift.functional.schedules import sigmoid_ramp
-from fedshift.functional.spectra import amplitude, interpolated
-from fedshift.methods.pooled.mean_teacher import MeanTeacher
+from fedshift.methods.composition.mean_teacher import MeanTeacher
+from fedshift.methods.composition.views import amplitude_mixed
 from fedshift.methods.pooled.training import PooledTraining
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
@@ -76,7 +75,7 @@ class FACT(PooledTraining):
             if stepped:  # since the batch before
                 teacher.follow(model)
             stepped = True
-            mixed = self.mixed(site, batch.inputs, draws)
+            mixed = amplitude_mixed(site, batch.inputs, self.strength, draws)
             epoch = int(teacher.steps) / site.batches_per_epoch
             return self.loss(model, teacher, batch, mixed, epoch)
 
@@ -85,13 +84,6 @@ class FACT(PooledTraining):
             teacher.follow(model)
         site.memory["parts"] = site.weights_of(teacher)
         return Update(site.weights_of(model), site.samples, loss)
-
-    def mixed(self, site: Site, inputs: Tensor, draws: torch.Generator) -> Tensor:
-        """x̂ of (3–5): the amplitude of another image of the batch, mixed in by λ."""
-        pixels = site.pixels(inputs)
-        order = torch.randperm(len(pixels), generator=draws).to(pixels.device)
-        rate = self.strength * torch.rand(len(pixels), 1, 1, 1, generator=draws).to(pixels)
-        return site.inputs_of(interpolated(pixels, amplitude(pixels[order]), rate, half=None).clamp(0, 1))
 
     def loss(self, model: Network, teacher: MeanTeacher, batch: Batch, mixed: Tensor, epoch: float) -> Tensor:
         """L of (6–9) at this epoch."""

@@ -70,7 +70,7 @@ class FeatureCritic(PooledTraining):
             loss = F.cross_entropy(model.classifier(features), labels)
             if warm:
                 return loss
-            return loss + self.step_with_critic(model, critic, features, loss, batches[test], site.learning_rate)
+            return self.step_with_critic(model, critic, features, loss, batches[test], site.learning_rate)
 
         loss = site.minimise_over(self.of_sources(site, steps), loss_of, model, critic, optimizers=optimizers)
         site.remember_optimizer(optimizers[0], "optimizer")
@@ -81,21 +81,26 @@ class FeatureCritic(PooledTraining):
     def step_with_critic(
         self, model: Network, critic: nn.Module, features: Tensor, loss: Tensor, test: Batch, rate: float
     ) -> Tensor:
-        """What is added to the cross-entropy: β h_ω for θ (2), and for ω minus the utility (3–6)."""
+        """Cross-entropy and β h_ω for θ (2), and for ω minus the utility (3–6)."""
         names, parameters = zip(*model.features.named_parameters(), strict=True)
         judged = self.critic_weight * critic(features)
-        plain = torch.autograd.grad(loss, parameters, retain_graph=True)
+        whole = (*parameters, *model.classifier.parameters())
+        plain = torch.autograd.grad(loss, whole, retain_graph=True)
         critical = torch.autograd.grad(judged, parameters, create_graph=True)
-        old = [p.detach() - rate * g.detach() for p, g in zip(parameters, plain, strict=True)]
+        old = [p.detach() - rate * g.detach() for p, g in zip(parameters, plain[: len(parameters)], strict=True)]
         new = [p - rate * g for p, g in zip(old, critical, strict=True)]
         with torch.no_grad():
             before = validation_loss(model, dict(zip(names, old, strict=True)), test)
         gain = utility(before, validation_loss(model, dict(zip(names, new, strict=True)), test))
         weights = list(critic.parameters())
         by_critic = torch.autograd.grad(-gain, weights, retain_graph=True)
-        by_features = torch.autograd.grad(judged, parameters, retain_graph=True)
-        # θ descends β h_ω, ω ascends the utility: each gradient is known and reaches its own parameters alone.
-        return with_gradient(judged, parameters, by_features) + with_gradient(-gain, weights, by_critic)
+        # θ descends the cross-entropy and β h_ω, ω ascends the utility: each gradient is known by now, and reaches its
+        # own parameters alone.
+        return (
+            with_gradient(loss, whole, plain)
+            + with_gradient(judged, parameters, critical)
+            + with_gradient(-gain, weights, by_critic)
+        )
 
 
 def validation_loss(model: Network, features: dict[str, Tensor], batch: Batch) -> Tensor:

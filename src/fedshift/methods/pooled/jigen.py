@@ -30,11 +30,11 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
-from fedshift.data.transforms import grey
-from fedshift.errors import UserError
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.jigsaw import GRID, MOST, shuffled_tiles, tile_permutations
+from fedshift.functional.jigsaw import MOST
+from fedshift.methods.composition.plug_in import check_tiles
+from fedshift.methods.composition.puzzles import Puzzles
 from fedshift.methods.pooled.training import PooledTraining
 from fedshift.weights import Weights
 
@@ -75,51 +75,6 @@ class JiGen(PooledTraining):
         return self.trained(site, site.batches(steps=steps), loss_of, model, head)
 
 
-class Puzzles:
-    """Shuffles the tiles of some images of a batch.
-
-    Args:
-        site: Whose images these are; its generator for "puzzles" draws.
-        permutations: P.
-        ordered: β.
-        greyscale: Probability that a tile loses its colour.
-    """
-
-    def __init__(self, site: Site, permutations: int, ordered: float, greyscale: float) -> None:
-        self.site, self.ordered, self.greyscale = site, ordered, greyscale
-        self.table = tile_permutations(permutations)
-        self.draws = site.generator_for("puzzles")
-
-    def of(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """The batch with some images shuffled, and each image's permutation, (n,); 0: in order."""
-        orders = torch.randint(1, len(self.table), (len(inputs),), generator=self.draws)
-        orders[torch.rand(len(inputs), generator=self.draws) < self.ordered] = 0
-        faded = torch.rand(len(inputs), GRID * GRID, generator=self.draws) < self.greyscale
-        pixels = self.site.pixels(inputs)
-        if pixels.shape[1] == 3 and self.greyscale:
-            pixels = torch.where(
-                tile_mask(faded & (orders > 0)[:, None], pixels), grey(pixels).expand_as(pixels), pixels
-            )
-        return self.site.inputs_of(shuffled_tiles(pixels, self.table[orders].to(pixels.device))), orders.to(
-            inputs.device
-        )
-
-
 def mean_over(chosen: Tensor, losses: Tensor) -> Tensor:
     """The mean of the chosen samples' losses; 0 if none is chosen. Both are (n,)."""
     return (losses * chosen).sum() / chosen.sum().clamp_min(1)
-
-
-def tile_mask(chosen: Tensor, images: Tensor) -> Tensor:
-    """Which pixels lie in the chosen tiles: (n, 9) → (n, 1, h, w)."""
-    height, width = images.shape[2:]
-    rows = ((torch.arange(height) - (height % GRID) // 2) // (height // GRID)).clamp(0, GRID - 1)
-    columns = ((torch.arange(width) - (width % GRID) // 2) // (width // GRID)).clamp(0, GRID - 1)
-    return chosen[:, rows[:, None] * GRID + columns][:, None].to(images.device)
-
-
-def check_tiles(method: str, input_shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Raise UserError if samples cannot be cut into tiles; return warnings."""
-    if len(input_shape) != 3 or min(input_shape[1:]) < 2 * GRID:
-        raise UserError(f"{method} needs images of at least {2 * GRID}×{2 * GRID} pixels, found {input_shape}")
-    return ()

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-import torch
 import torch.nn.functional as F
 from pydantic import Field, PositiveFloat
 from torch import Tensor
@@ -33,7 +32,7 @@ from fedshift.data.domain import Task
 from fedshift.errors import UserError, nearest
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.mixing import cross_domain_partners, mixed_styles
+from fedshift.methods.composition.mixstyle import Mixer
 from fedshift.methods.pooled.deepall import DeepAll
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -78,46 +77,3 @@ class MixStyle(DeepAll):
 
         loss = site.minimise(loss_of, model, steps=steps, remember="optimizer")
         return Update(site.weights_of(model), site.samples, loss)
-
-
-class Mixer:
-    """Mixes the styles of a network's stages in training mode.
-
-    Args:
-        probability: p.
-        alpha: α.
-        draws: Draws whether to mix, λ and the partners.
-        across: Whether a partner is of another domain; ``domains`` says which domain each sample is of.
-    """
-
-    def __init__(self, probability: float, alpha: float, draws: torch.Generator, across: bool) -> None:
-        self.probability, self.alpha, self.draws, self.across = probability, alpha, draws, across
-        self.domains: Tensor | None = None
-
-    def attach(self, model: Network, stages: tuple[str, ...] | None) -> None:
-        """Mix behind these stages of ``model``; None: behind all that have positions, except the last stage."""
-        names = list(model.stages)[:-1] if stages is None else stages
-        for name in names:
-            model.get_submodule(model.stages[name]).register_forward_hook(self._mixed)
-
-    def _mixed(self, module: torch.nn.Module, _: object, maps: Tensor) -> Tensor:
-        if not module.training or maps.dim() != 4 or maps[0, 0].numel() < 2:
-            return maps
-        if torch.rand((), generator=self.draws) >= self.probability:
-            return maps
-        if self.across and self.domains is not None:
-            order = cross_domain_partners(self.domains, self.draws)
-        else:
-            order = torch.randperm(len(maps), generator=self.draws).to(maps.device)
-        return mixed_styles(maps, maps[order], beta(self.alpha, len(maps), self.draws).to(maps))
-
-
-def beta(alpha: float, number: int, draws: torch.Generator) -> Tensor:
-    """``number`` draws of Beta(α, α), (n,): the share of one of two Gamma(α) draws."""
-    # Jöhnk: U^(1/α) and V^(1/α), accepted where their sum is at most one; in logarithms, since α is small.
-    found = torch.empty(0)
-    while len(found) < number:
-        logs = torch.rand(2, 4 * number, generator=draws, dtype=torch.float64).log() / alpha
-        total = torch.logaddexp(logs[0], logs[1])
-        found = torch.cat([found, (logs[0] - total).exp()[total <= 0]])
-    return found[:number]

@@ -1,0 +1,114 @@
+"""MixStyle at work: behind some stages of a network, the styles of samples are mixed (see `methods.pooled.mixstyle`).
+
+As a plug-in it mixes samples of one site, thus of one domain: partners are drawn at random. Mixing across domains would
+need the statistics of other sites.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field, PositiveFloat
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from fedshift.errors import UserError, nearest
+from fedshift.federation.plug_in import PlugIn
+from fedshift.federation.site import Site
+from fedshift.functional.mixing import cross_domain_partners, mixed_styles
+from fedshift.methods.composition.plug_in import LocalOption, check_images, maps_of
+from fedshift.models.network import Network
+
+
+class MixStyleOption(LocalOption):
+    """MixStyle (Zhou et al., ICLR 2021): the feature statistics of samples of a site's mini-batch are mixed."""
+
+    cost = 0.1
+
+    name: Literal["mixstyle"] = "mixstyle"
+    probability: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="p: of mixing in a forward pass")
+    alpha: PositiveFloat = Field(0.1, description="α of λ ~ Beta(α, α)")
+    stages: tuple[str, ...] | None = Field(
+        None, description="behind which stages; none = all with positions but the last"
+    )
+
+    def at(self, site: Site) -> PlugIn:
+        return _MixStyle(site, self)
+
+    def check(self, network: Network, input_shape: tuple[int, ...]) -> None:
+        check_images(self.name, input_shape, "vectors have no statistics over positions")
+        for stage in self.stages or ():
+            if stage not in network.stages:
+                raise UserError(f"{self.name}.stages: there is no stage '{stage}'; {nearest(stage, network.stages)}")
+        maps = maps_of(network, tuple(_chosen(network, self.stages)), input_shape)
+        if not any(len(shape) == 3 and shape[1] * shape[2] > 1 for shape in maps.values()):
+            raise UserError(f"{self.name}: no stage of the network gives maps with positions to mix; leave it out")
+
+
+class _MixStyle(PlugIn):
+    name = "mixstyle"
+
+    def __init__(self, site: Site, option: MixStyleOption) -> None:
+        super().__init__(site)
+        self._stages = option.stages
+        self._mixer = Mixer(option.probability, option.alpha, site.generator_for("mixstyle"), across=False)
+
+    @contextmanager
+    def attached(self, model: Network) -> Iterator[None]:
+        handles = self._mixer.attach(model, self._stages)
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+class Mixer:
+    """Mixes the styles of a network's stages in training mode.
+
+    Args:
+        probability: p.
+        alpha: α.
+        draws: Draws whether to mix, λ and the partners.
+        across: Whether a partner is of another domain; ``domains`` says which domain each sample is of.
+    """
+
+    def __init__(self, probability: float, alpha: float, draws: torch.Generator, across: bool) -> None:
+        self.probability, self.alpha, self.draws, self.across = probability, alpha, draws, across
+        self.domains: Tensor | None = None
+
+    def attach(self, model: Network, stages: tuple[str, ...] | None) -> list[RemovableHandle]:
+        """Mix behind these stages of ``model``; None: behind all that have positions, except the last stage."""
+        return [
+            model.get_submodule(model.stages[name]).register_forward_hook(self._mixed)
+            for name in _chosen(model, stages)
+        ]
+
+    def _mixed(self, module: torch.nn.Module, _: object, maps: Tensor) -> Tensor:
+        if not module.training or maps.dim() != 4 or maps[0, 0].numel() < 2:
+            return maps
+        if torch.rand((), generator=self.draws) >= self.probability:
+            return maps
+        if self.across and self.domains is not None:
+            order = cross_domain_partners(self.domains, self.draws)
+        else:
+            order = torch.randperm(len(maps), generator=self.draws).to(maps.device)
+        return mixed_styles(maps, maps[order], beta(self.alpha, len(maps), self.draws).to(maps))
+
+
+def _chosen(network: Network, stages: tuple[str, ...] | None) -> list[str]:
+    return list(network.stages)[:-1] if stages is None else list(stages)
+
+
+def beta(alpha: float, number: int, draws: torch.Generator) -> Tensor:
+    """``number`` draws of Beta(α, α), (n,): the share of one of two Gamma(α) draws."""
+    # Jöhnk: U^(1/α) and V^(1/α), accepted where their sum is at most one; in logarithms, since α is small.
+    found = torch.empty(0)
+    while len(found) < number:
+        logs = torch.rand(2, 4 * number, generator=draws, dtype=torch.float64).log() / alpha
+        total = torch.logaddexp(logs[0], logs[1])
+        found = torch.cat([found, (logs[0] - total).exp()[total <= 0]])
+    return found[:number]

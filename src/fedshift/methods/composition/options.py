@@ -1,0 +1,124 @@
+"""The options that every method has: its label and setting, and what it is composed with."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+from fedshift.federation.plug_in import PlugIn
+from fedshift.federation.site import Site
+from fedshift.methods.composition.averaging import AverageOption, Averaging, LastRounds
+from fedshift.methods.composition.local import LocalPlugIns
+from fedshift.methods.robust import RULES, Averages, RobustAggregation, unfit
+from fedshift.methods.server import ServerOptimizer
+from fedshift.methods.settings import PAPER, Settings, described, with_setting
+
+
+class Composed(BaseModel, ABC):
+    """Base of `Method` with what is the same for all: each option is carried out by the run or by the site, and no
+    method has code for it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: ClassVar[str]
+    settings: ClassVar[Settings] = {}
+    memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
+    averages: ClassVar[Averages] = {}
+    needs_every_model: ClassVar[bool] = False
+    has_server_step: ClassVar[bool | None] = None
+    pooled: ClassVar[bool] = False
+    takes_plug_ins: ClassVar[bool] = True
+
+    label: str | None = Field(None, description="name in tables and folders; needed when a method appears twice")
+    setting: str = Field(PAPER, description="named values of the options below; options given beside it win")
+
+    average_rounds: PositiveInt = Field(
+        1, description="the model that is measured and handed out is the mean of those of the last so many rounds"
+    )
+    average: AverageOption = Field(
+        None, description="another average over rounds: swa, ema or swad; see fedshift fields average"
+    )
+    server: ServerOptimizer = Field(
+        None, description="an optimiser of the server, such as momentum: see fedshift fields server"
+    )
+    robust: RobustAggregation = Field(
+        None, description="a rule that bad sites cannot pull away, such as median: see fedshift fields robust"
+    )
+
+    local: LocalPlugIns = Field(
+        (), description="plug-ins of the sites' training, such as [mixstyle]: see fedshift fields local"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _options_of_the_setting(cls, options: Any) -> Any:
+        return with_setting(cls.settings, options) if isinstance(options, Mapping) else options
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if self.robust is not None:
+            reason = unfit(type(self.robust), self.averages, self.needs_every_model)
+            if reason:
+                others = " or ".join(robust_rules(self))
+                raise ValueError(f"robust: {self.name} {reason}; " + (f"choose {others}" if others else "leave it out"))
+        if self.server is not None and not goes_with_server(self):
+            raise ValueError(f"server: {self.name} averages no models of sites, so there is no step; leave it out")
+        if self.average is not None and self.average_rounds > 1:
+            raise ValueError("average: average_rounds is an average over rounds, too; choose one of the two")
+        if self.local and self.pooled:
+            raise ValueError(f"local: {self.name} has no local training, its samples lie in one place; leave it out")
+        if self.local and not self.takes_plug_ins:
+            raise ValueError(f"local: {self.name} trains several networks against each other; leave it out")
+        names = [plug_in.name for plug_in in self.local]
+        if len(set(names)) < len(names):
+            raise ValueError("local: a plug-in occurs twice")
+        return self
+
+    @property
+    def averaging(self) -> Averaging:
+        """How the rounds' models become the one that is handed out."""
+        return self.average or LastRounds(rounds=self.average_rounds)
+
+    @property
+    def kept_at_sites(self) -> tuple[str, ...]:
+        """What sites keep between exchanges, for the method and for its plug-ins."""
+        return (*self.memory_names, *(name for plug_in in self.local for name in plug_in.memory_names))
+
+    def plug_ins(self, site: Site) -> tuple[PlugIn, ...]:
+        """The plug-ins at work in one exchange. A target without labels has none."""
+        return tuple(plug_in.at(site) for plug_in in self.local) if site.role == "source" else ()
+
+    @property
+    def composition(self) -> tuple[str, ...]:
+        """What it is composed with, in short names."""
+        return (
+            *(plug_in.name for plug_in in self.local),
+            *((self.server.optimizer,) if self.server is not None else ()),
+            *((self.robust.rule,) if self.robust is not None else ()),
+            *((self.average.kind,) if self.average is not None else ()),
+            *((f"mean{self.average_rounds}",) if self.average_rounds > 1 else ()),
+        )
+
+    @property
+    def display(self) -> str:
+        """The name in tables and folders: the label, or all that it is made of, as in ``csac-released+swa``."""
+        own = self.name if self.setting == PAPER else f"{self.name}-{self.setting}"
+        return self.label or "+".join((own, *self.composition))
+
+    @property
+    def described_setting(self) -> str:
+        """The setting and what differs from it, as records name it: ``paper with mixup 0``."""
+        return described(type(self), self.settings, self.model_dump(mode="json"))
+
+
+def robust_rules(method: Composed) -> tuple[str, ...]:
+    """The rules of robust aggregation that go with a method."""
+    return tuple(name for name, rule in RULES.items() if not unfit(rule, method.averages, method.needs_every_model))
+
+
+def goes_with_server(method: Composed) -> bool:
+    """Whether a server's optimiser goes with a method."""
+    return bool(method.averages) if method.has_server_step is None else method.has_server_step

@@ -1,0 +1,63 @@
+"""Base of the options of ``local``: what a plug-in of local training is called, needs and costs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from fedshift.data.domain import Task
+from fedshift.errors import UserError
+from fedshift.federation.plug_in import PlugIn
+from fedshift.federation.site import Site
+from fedshift.functional.jigsaw import GRID
+from fedshift.models.network import Network
+
+
+class LocalOption(BaseModel, ABC):
+    """Base of the options of ``local``.
+
+    tasks: what it goes with. memory_names: what it keeps at a site. cost: seconds of a mini-batch that it adds, in
+    those of plain cross-entropy.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
+    memory_names: ClassVar[tuple[str, ...]] = ()
+    cost: ClassVar[float]
+
+    name: str
+
+    @abstractmethod
+    def at(self, site: Site) -> PlugIn:
+        """The plug-in at a site, for one exchange."""
+
+    def check(self, network: Network, input_shape: tuple[int, ...]) -> None:
+        """Look at the options beside the network and the samples, before any training.
+
+        Raises:
+            UserError: they do not fit.
+        """
+
+
+def check_images(name: str, input_shape: tuple[int, ...], why: str) -> None:
+    """Raise UserError, with the reason why, if samples are not images."""
+    if len(input_shape) != 3:
+        raise UserError(f"{name} needs images: {why}; leave it out")
+
+
+def check_tiles(name: str, input_shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Raise UserError if samples cannot be cut into tiles; return warnings."""
+    if len(input_shape) != 3 or min(input_shape[1:]) < 2 * GRID:
+        raise UserError(f"{name} needs images of at least {2 * GRID}×{2 * GRID} pixels, found {input_shape}")
+    return ()
+
+
+def maps_of(network: Network, stages: tuple[str, ...], input_shape: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The shape of each stage's output for one sample; the network stays in evaluation mode."""
+    with torch.no_grad():
+        _, found = network.eval().with_stages(torch.zeros(1, *input_shape), stages)
+    return {name: tuple(output.shape[1:]) for name, output in found.items()}

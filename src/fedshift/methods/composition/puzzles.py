@@ -1,0 +1,99 @@
+"""Jigsaw puzzles at work: the tiles of images are shuffled, and a head names their order (see `methods.pooled.jigen`).
+
+As a plug-in the puzzles have a pass of their own, so the method's loss sees the images as they are.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, NonNegativeFloat
+from torch import Tensor, nn
+
+from fedshift.data.transforms import grey
+from fedshift.federation.plug_in import LossOf, PlugIn
+from fedshift.federation.site import Batch, Site
+from fedshift.functional.jigsaw import GRID, MOST, shuffled_tiles, tile_permutations
+from fedshift.methods.composition.plug_in import LocalOption, check_tiles
+from fedshift.models.network import Network
+
+
+class JigsawOption(LocalOption):
+    """JiGen's puzzles (Carlucci et al., CVPR 2019): ``L + α · CE(head(features), p)``. The head stays at its site."""
+
+    tasks = ("classification",)
+    memory_names = ("jigsaw", "jigsaw_optimizer")
+    cost = 1.1
+
+    name: Literal["jigsaw"] = "jigsaw"
+    weight: NonNegativeFloat = Field(0.7, description="α")
+    permutations: Annotated[int, Field(ge=1, le=MOST)] = Field(30, description="P")
+    ordered: Annotated[float, Field(ge=0, le=1)] = Field(0.9, description="β: probability that an image stays in order")
+    tile_greyscale: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.1, description="probability that a tile of a shuffled colour image loses its colour"
+    )
+
+    def at(self, site: Site) -> PlugIn:
+        return _Jigsaw(site, self)
+
+    def check(self, network: Network, input_shape: tuple[int, ...]) -> None:
+        check_tiles(self.name, input_shape)
+
+
+class _Jigsaw(PlugIn):
+    name = "jigsaw"
+
+    def __init__(self, site: Site, option: JigsawOption) -> None:
+        super().__init__(site)
+        self._option = option
+        self._puzzles = Puzzles(site, option.permutations, option.ordered, option.tile_greyscale)
+
+    def make_head(self, model: Network) -> nn.Module:
+        return nn.Linear(model.embedding_size, self._option.permutations + 1)
+
+    def loss(self, loss_of: LossOf, batch: Batch) -> Tensor:
+        assert self.model is not None
+        assert self.head is not None
+        inputs, orders = self._puzzles.of(batch.inputs)
+        puzzled = F.cross_entropy(self.head(self.model.features(inputs)), orders)
+        return loss_of(batch) + self._option.weight * puzzled
+
+
+class Puzzles:
+    """Shuffles the tiles of some images of a batch.
+
+    Args:
+        site: Whose images these are; its generator for "puzzles" draws.
+        permutations: P.
+        ordered: β.
+        greyscale: Probability that a tile loses its colour.
+    """
+
+    def __init__(self, site: Site, permutations: int, ordered: float, greyscale: float) -> None:
+        self.site, self.ordered, self.greyscale = site, ordered, greyscale
+        self.table = tile_permutations(permutations)
+        self.draws = site.generator_for("puzzles")
+
+    def of(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        """The batch with some images shuffled, and each image's permutation, (n,); 0: in order."""
+        orders = torch.randint(1, len(self.table), (len(inputs),), generator=self.draws)
+        orders[torch.rand(len(inputs), generator=self.draws) < self.ordered] = 0
+        faded = torch.rand(len(inputs), GRID * GRID, generator=self.draws) < self.greyscale
+        pixels = self.site.pixels(inputs)
+        if pixels.shape[1] == 3 and self.greyscale:
+            pixels = torch.where(
+                tile_mask(faded & (orders > 0)[:, None], pixels), grey(pixels).expand_as(pixels), pixels
+            )
+        return self.site.inputs_of(shuffled_tiles(pixels, self.table[orders].to(pixels.device))), orders.to(
+            inputs.device
+        )
+
+
+def tile_mask(chosen: Tensor, images: Tensor) -> Tensor:
+    """Which pixels lie in the chosen tiles: (n, 9) → (n, 1, h, w)."""
+    height, width = images.shape[2:]
+    rows = ((torch.arange(height) - (height % GRID) // 2) // (height // GRID)).clamp(0, GRID - 1)
+    columns = ((torch.arange(width) - (width % GRID) // 2) // (width // GRID)).clamp(0, GRID - 1)
+    return chosen[:, rows[:, None] * GRID + columns][:, None].to(images.device)

@@ -1,0 +1,116 @@
+"""Triplets over a queue of keys: the metric learning of EISNet (see `methods.pooled.eisnet`)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field, NonNegativeFloat, PositiveInt
+from torch import Tensor, nn
+
+from fedshift.federation.plug_in import LossOf, PlugIn
+from fedshift.federation.site import Batch, Site
+from fedshift.functional.metric_learning import hard_negative_triplet_loss
+from fedshift.methods.composition.mean_teacher import MeanTeacher
+from fedshift.methods.composition.plug_in import LocalOption
+from fedshift.models.network import Network
+
+
+class TripletsOption(LocalOption):
+    """EISNet's metric learning (Wang et al., ECCV 2020): triplets over a queue of keys, which a momentum copy makes.
+
+    Head, copy and queue stay at their site: the keys of its own samples are compared.
+    """
+
+    tasks = ("classification",)
+    memory_names = ("triplets", "triplets_optimizer")
+    cost = 1.5
+
+    name: Literal["triplets"] = "triplets"
+    weight: NonNegativeFloat = Field(0.5, description="β")
+    embedding: PositiveInt = Field(128, description="width of the embedding")
+    queue: PositiveInt = Field(1024, description="K: keys that are kept")
+    hard_negatives: PositiveInt = Field(256, description="k")
+    margin: NonNegativeFloat = Field(2.0, description="ξ")
+    momentum: Annotated[float, Field(ge=0, le=1)] = Field(0.999, description="m of the key encoder")
+
+    def at(self, site: Site) -> PlugIn:
+        return _Triplets(site, self)
+
+
+class _Triplets(PlugIn):
+    name = "triplets"
+    head: KeyQueue | None
+
+    def __init__(self, site: Site, option: TripletsOption) -> None:
+        super().__init__(site)
+        self._option = option
+        self._stepped = False
+
+    def make_head(self, model: Network) -> nn.Module:
+        option = self._option
+        return KeyQueue(model, option.embedding, option.queue, option.momentum)
+
+    def loss(self, loss_of: LossOf, batch: Batch) -> Tensor:
+        model, head, option = self.model, self.head, self._option
+        assert model is not None
+        assert head is not None
+        self._follow()
+        self._stepped = True
+        head.enqueue(batch.inputs, batch.targets)
+        features = model.features(batch.inputs)
+        apart = head.triplet_loss(features, batch.targets, option.margin, option.hard_negatives)
+        return loss_of(batch) + option.weight * apart
+
+    def end(self) -> None:
+        self._follow()
+        super().end()
+
+    def _follow(self) -> None:
+        """A step of the key encoder after every step of the model."""
+        if self._stepped and self.model is not None and self.head is not None:
+            self.head.follow(self.model)
+
+
+class KeyQueue(nn.Module):
+    """The embedding head, the key encoder and the queue of keys.
+
+    Args:
+        model: The network that trains.
+        width: Of the embedding.
+        capacity: K.
+        momentum: m of the key encoder.
+    """
+
+    keys: Tensor
+    labels: Tensor
+
+    def __init__(self, model: Network, width: int, capacity: int, momentum: float) -> None:
+        super().__init__()
+        features = model.embedding_size
+        self.embed = nn.Sequential(nn.Linear(features, features), nn.ReLU(), nn.Linear(features, width))
+        self.encoder = MeanTeacher(nn.Sequential(model.features, self.embed), momentum, warm_up=False)
+        self.capacity = capacity
+        self.register_buffer("keys", torch.zeros(0, width))
+        self.register_buffer("labels", torch.zeros(0, dtype=torch.int64))
+
+    def triplet_loss(self, features: Tensor, labels: Tensor, margin: float, hard_negatives: int) -> Tensor:
+        """EISNet (4) of the model's features over the keys."""
+        found = F.normalize(self.embed(features))
+        return hard_negative_triplet_loss(found, labels, self.keys, self.labels, margin, hard_negatives)
+
+    def follow(self, model: Network) -> None:
+        """One step of the key encoder."""
+        self.encoder.follow(nn.Sequential(model.features, self.embed))
+
+    def enqueue(self, inputs: Tensor, labels: Tensor) -> None:
+        """Add the keys of a batch; the oldest leave."""
+        new = F.normalize(self.encoder(inputs))
+        self.keys = torch.cat([self.keys, new])[-self.capacity :]
+        self.labels = torch.cat([self.labels, labels])[-self.capacity :]
+
+    def _load_from_state_dict(self, state: dict[str, Tensor], prefix: str, *rest: object) -> None:
+        for name in ("keys", "labels"):  # as many as there were
+            setattr(self, name, torch.empty_like(state[f"{prefix}{name}"]))
+        super()._load_from_state_dict(state, prefix, *rest)

@@ -1,0 +1,301 @@
+"""Plug-ins of local training: a step of each by another way, and that they go with every federated method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from every_method import method_of
+from pooling import assert_same, descend, trainable
+from pydantic import ValidationError
+from tiny import CNN, LINEAR, MLP, bytes_of, domains, federation, images, run, setting, start_of, step_on
+from torch import Tensor
+
+from fedshift.errors import FedshiftError, UserError
+from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.local.pool import WorkerPool
+from fedshift.federation.messages import Update
+from fedshift.federation.randomness import derive_seed, drawn_from
+from fedshift.federation.site import Batch, Envelope, Site
+from fedshift.federation.site_runner import SiteRunner
+from fedshift.functional.metric_learning import hard_negative_triplet_loss
+from fedshift.methods import registry
+from fedshift.methods.base import Method
+from fedshift.methods.composition.local import PLUG_INS
+from fedshift.methods.composition.puzzles import Puzzles
+from fedshift.methods.composition.triplets import KeyQueue
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.pooled.mixstyle import MixStyle
+from fedshift.models.network import Network
+from fedshift.weights import Weights
+
+CLASSES = [registry.method_class(name) for name in registry.names()]
+TAKING = [kind.name for kind in CLASSES if not kind.pooled and kind().takes_plug_ins]
+ALL = ["mixstyle", "amplitude_mix", {"name": "label_gradient", "share": 0.2}, "jigsaw", "triplets"]
+FIRST = Envelope(1, 1, 0.0, 100)
+ONE = [images("site", 8)]
+"""One site, whose only mini-batch has eight samples."""
+
+
+def site_of(method: Method, network: Mapping[str, object] = CNN, **options: Any) -> tuple[SiteRunner, Weights]:
+    """The site, and the common start."""
+    where = federation(method, ONE, network, **{"momentum": 0.0, **options})
+    assert isinstance(where, LocalFederation)
+    return where._runners["site"], start_of(method, ONE, network)
+
+
+def fitted(runner: SiteRunner, weights: Weights, envelope: Envelope = FIRST) -> Weights:
+    reply, _ = runner.run("fit", envelope, {"weights": weights})
+    assert isinstance(reply, Update)
+    return reply.weights
+
+
+def beginning(site: Site, weights: Weights) -> tuple[Network, Batch]:
+    """The model and the mini-batch of the exchange, for the same step by hand."""
+    site.begin(FIRST)
+    model, batch = site.model(weights), next(site.batches(steps=1))
+    site.begin(FIRST)
+    return model, batch
+
+
+def head_of(site: Site, name: str, make: Callable[[], Any]) -> Any:
+    """The head with which every site begins."""
+    with drawn_from(derive_seed(site.seed, "plug-in", name)):
+        return make()
+
+
+# A step of each -------------------------------------------------------------------------------------------------------
+
+
+def test_mixstyle_is_the_pooled_method_s_step() -> None:
+    runner, weights = site_of(FedAvg(local=[{"name": "mixstyle", "probability": 1.0}]))
+    found = fitted(runner, weights)
+    other, _ = site_of(FedAvg())
+    other.site.begin(FIRST)
+    assert found == MixStyle(probability=1.0).fit(other.site, weights, steps=1).weights
+    assert found != fitted(other, weights)
+
+
+def test_amplitude_mix_by_numpy() -> None:
+    method = FedAvg(local=[{"name": "amplitude_mix", "strength": 0.8, "share": 0.3}])
+    runner, weights = site_of(method)
+    model, batch = beginning(runner.site, weights)
+    draws = runner.site.generator_for("amplitude mix")
+    order, rate = torch.randperm(8, generator=draws), 0.8 * torch.rand(8, 1, 1, 1, generator=draws)
+    pixels = batch.inputs.numpy() * 0.25 + 0.5
+    spectrum = np.fft.fft2(pixels)
+    mixed = (1 - rate.numpy()) * np.abs(spectrum) + rate.numpy() * np.abs(spectrum[order.numpy()])
+    view = np.clip(np.fft.ifft2(mixed * np.exp(1j * np.angle(spectrum))).real, 0, 1)
+    other = torch.from_numpy((view - 0.5) / 0.25).float()
+    loss = 0.7 * F.cross_entropy(model(batch.inputs), batch.targets) + 0.3 * F.cross_entropy(
+        model(other), batch.targets
+    )
+    descend(loss, trainable(model))
+    assert_same(fitted(runner, weights), model)
+
+
+def test_label_gradient_by_hand() -> None:
+    """On a linear model the gradient by the inputs is Wᵀ(p − y)/n."""
+    method = FedAvg(local=[{"name": "label_gradient", "perturbation": 2.0, "clip": 0.01}])
+    runner, weights = site_of(method, {**LINEAR})
+    model, batch = beginning(runner.site, weights)
+    with torch.no_grad():
+        error = (model(batch.inputs).softmax(1) - F.one_hot(batch.targets, 3)) / 8
+        gradient = (error @ weights["classifier.weight"]).view_as(batch.inputs)
+        other = batch.inputs + 2 * gradient.clamp(-0.01, 0.01)
+        assert F.cross_entropy(model(other), batch.targets) > F.cross_entropy(model(batch.inputs), batch.targets)
+    loss = (F.cross_entropy(model(batch.inputs), batch.targets) + F.cross_entropy(model(other), batch.targets)) / 2
+    descend(loss, trainable(model))
+    assert_same(fitted(runner, weights), model)
+
+
+def test_jigsaw_by_hand() -> None:
+    runner, weights = site_of(FedAvg(local=[{"name": "jigsaw", "weight": 0.4, "permutations": 5, "ordered": 0.3}]))
+    model, batch = beginning(runner.site, weights)
+    head = head_of(runner.site, "jigsaw", lambda: torch.nn.Linear(model.embedding_size, 6))
+    inputs, orders = Puzzles(runner.site, 5, 0.3, 0.1).of(batch.inputs)
+    assert len(set(orders.tolist())) > 1
+    loss = F.cross_entropy(model(batch.inputs), batch.targets)
+    loss = loss + 0.4 * F.cross_entropy(head(model.features(inputs)), orders)
+    descend(loss, [*trainable(model), *head.parameters()])
+    assert_same(fitted(runner, weights), model)
+    assert_same(runner.site.memory.weights("jigsaw"), head)
+
+
+def test_triplets_by_hand() -> None:
+    option = {"name": "triplets", "weight": 0.7, "embedding": 4, "queue": 6, "hard_negatives": 2, "momentum": 0.9}
+    runner, weights = site_of(FedAvg(local=[option]))
+    model, batch = beginning(runner.site, weights)
+    queue = head_of(runner.site, "triplets", lambda: KeyQueue(model, 4, 6, 0.9))
+    before = {name: value.clone() for name, value in model.features.state_dict().items()}
+    with torch.no_grad():
+        keys = F.normalize(queue.embed(model.features(batch.inputs)))[-6:]
+    found = F.normalize(queue.embed(model.features(batch.inputs)))
+    apart = hard_negative_triplet_loss(found, batch.targets, keys, batch.targets[-6:], 2.0, 2)
+    loss = F.cross_entropy(model(batch.inputs), batch.targets) + 0.7 * apart
+    descend(loss, [*trainable(model), *queue.embed.parameters()])
+    assert_same(fitted(runner, weights), model)
+    memory = runner.site.memory.weights("triplets")
+    torch.testing.assert_close(memory["keys"], keys)
+    for name, value in model.features.state_dict().items():
+        torch.testing.assert_close(memory[f"encoder.network.0.{name}"], 0.9 * before[name] + 0.1 * value)
+
+
+# Composition ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_first_of_the_list_acts_first() -> None:
+    """Both views are puzzled, or only the site's images: other draws, another step."""
+    both, once = (
+        fitted(*site_of(FedAvg(local=order))) for order in (["amplitude_mix", "jigsaw"], ["jigsaw", "amplitude_mix"])
+    )
+    assert both != once
+
+
+def test_a_head_and_its_momentum_go_on_in_the_next_exchange() -> None:
+    method = FedAvg(local=[{"name": "jigsaw", "ordered": 0.0}])
+    runner, weights = site_of(method, momentum=0.9, reset_optimizer_each_round=False)
+    fitted(runner, weights)
+    head = runner.site.memory.weights("jigsaw")
+    assert set(runner.site.memory) == {"optimizer", "jigsaw", "jigsaw_optimizer"}
+    fitted(runner, weights, Envelope(2, 2, 0.1, 100))
+    assert runner.site.memory.weights("jigsaw") != head
+
+
+def test_clipping_counts_the_head() -> None:
+    """The norm of all gradients together is bounded, so a loud head leaves the model less."""
+    loud = FedAvg(local=[{"name": "jigsaw", "weight": 1000.0, "ordered": 0.0}])
+    runner, weights = site_of(loud, clip_norm=0.1)
+    after = fitted(runner, weights)
+    head = head_of(runner.site, "jigsaw", lambda: torch.nn.Linear(runner.site.network.embedding_size, 31)).state_dict()
+    moved = [(after[name] - weights[name]) / 0.05 for name in weights]
+    moved += [(value - head[name]) / 0.05 for name, value in runner.site.memory.weights("jigsaw").items()]
+    assert torch.cat([part.flatten() for part in moved]).norm().item() == pytest.approx(0.1, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", TAKING)
+def test_they_go_with_every_federated_method(name: str) -> None:
+    """Another model, the same bytes, which a dry run foretells; and no hook is left behind."""
+    found = domains(CNN, {"large": 9, "small": 5})
+    plain, where = run(method_of(name), found, rounds=1)
+    state, plugged = run(method_of(name, local=ALL), found, rounds=1)
+    assert all(tensor.isfinite().all() for tensor in state.weights.values() if tensor.is_floating_point())
+    assert state.weights != plain.weights
+    (_, here), (_, there) = where.ledger.settle(), plugged.ledger.settle()
+    assert here == there
+    assert isinstance(plugged, LocalFederation)
+    for runner in plugged._runners.values():
+        assert ("triplets" in runner.site.memory) == (runner.site.role == "source")
+        assert not any(module._forward_hooks for module in runner.site.network.modules())
+        if runner.site.role == "target":
+            assert runner.method.plug_ins(runner.site) == ()
+
+
+def test_a_dry_run_foretells_their_bytes() -> None:
+    method = method_of("csac", local=ALL)
+    found = domains(CNN, {"large": 9, "small": 5})
+    _, where = run(method, found)
+    _, sent = where.ledger.settle()
+    foretold = bytes_of(method, where, found=found)
+    assert (foretold.up, foretold.down) == (sum(sent["up"].values()), sum(sent["down"].values()))
+
+
+def test_csac_s_frozen_features_are_those_of_the_view() -> None:
+    """They can be kept for each sample only if its inputs never change."""
+    for local, fixed in (([], True), (["mixstyle", "jigsaw"], True), (["amplitude_mix"], False)):
+        runner, _ = site_of(method_of("csac", local=local))
+        runner.site.plug_ins = runner.method.plug_ins(runner.site)
+        assert runner.site.fixed_inputs is fixed
+
+
+def test_the_wrapper_s_plug_ins_work_in_the_inner_method() -> None:
+    inner = {"name": "fedavg"}
+    found = [run(method_of("styles", method=inner, local=local), rounds=1)[0].weights for local in ([], ["jigsaw"])]
+    assert found[0] != found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["csac", "fedavg"])
+def test_workers_give_the_same_bits(name: str, pool: WorkerPool) -> None:
+    method = method_of(name, local=ALL, server="adam")
+    here, _ = run(method)
+    where = federation(method, pool=pool)
+    state = method.start(where, start_of(method))
+    where.settle()
+    for _ in range(2):
+        state = step_on(method, where, state)
+    assert state.weights == here.weights
+
+
+# Refused --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"name": "deepall", "local": ["mixstyle"]}, "no local training"),
+        ({"name": "fada", "local": ["mixstyle"]}, "several networks"),
+        ({"name": "fedadg", "local": ["mixstyle"]}, "several networks"),
+        ({"name": "fedavg", "local": ["mixstyle", "mixstyle"]}, "twice"),
+        ({"name": "fedavg", "local": ["mixstile"]}, "did you mean 'mixstyle'"),
+        ({"name": "fedavg", "local": [{"name": "jigsaw", "alpha": 1}]}, "jigsaw has no option 'alpha'"),
+        ({"name": "fedavg", "local": 3}, "must be a list"),
+        ({"name": "styles", "method": {"name": "fedavg", "local": ["mixstyle"]}}, "write it beside styles"),
+        ({"name": "styles", "method": {"name": "fada"}, "local": ["mixstyle"]}, "several networks"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        registry.parse(options)
+
+
+@pytest.mark.parametrize(
+    ("option", "network", "words"),
+    [
+        ("mixstyle", MLP, "mixstyle needs images"),
+        ("amplitude_mix", MLP, "amplitude_mix needs images"),
+        ("jigsaw", MLP, "jigsaw needs images"),
+        ({"name": "mixstyle", "stages": ["conv3"]}, CNN, "there is no stage 'conv3'"),
+        ({"name": "mixstyle", "stages": ["hidden"]}, CNN, "no stage of the network"),
+    ],
+)
+def test_what_does_not_fit_the_network_or_the_samples(option: Any, network: dict[str, object], words: str) -> None:
+    (plug_in,) = FedAvg(local=[option]).local
+    whole = setting(FedAvg(), domains(network), network)
+    with pytest.raises(UserError, match=words):
+        plug_in.check(whole.build_network(), whole.input_shape)
+
+
+def test_those_that_fit_pass_the_check() -> None:
+    whole = setting(FedAvg(), domains(CNN), CNN)
+    for name in PLUG_INS:
+        (plug_in,) = FedAvg(local=[name]).local
+        plug_in.check(whole.build_network(), whole.input_shape)
+    vectors = setting(FedAvg(), domains(MLP), MLP)
+    for name in ("label_gradient", "triplets"):
+        (plug_in,) = FedAvg(local=[name]).local
+        plug_in.check(vectors.build_network(), vectors.input_shape)
+
+
+class Alien(FedAvg):
+    """Trains in a loop of its own."""
+
+    def fit(self, site: Site, weights: Weights) -> Update:
+        model = site.model(weights)
+        optimizer = site.optimizer(model)
+        for batch in site.batches():
+            optimizer.zero_grad()
+            loss: Tensor = F.cross_entropy(model(batch.inputs), batch.targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+        return Update(site.weights_of(model), site.samples, 0.0)
+
+
+def test_a_method_that_would_train_without_them_fails() -> None:
+    with pytest.raises(FedshiftError, match="trains without it"):
+        run(Alien(local=["jigsaw"]), rounds=1)
+    run(Alien(), rounds=1)
