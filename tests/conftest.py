@@ -19,12 +19,18 @@ settings.register_profile("quick", max_examples=25, deadline=None)
 settings.load_profile("quick")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Federations of processes first: they wait a lot, and at the end one worker would wait for them alone.
+LONGEST = ("test_network.py", "test_resume.py", "test_selftest.py", "test_network_apart.py")
+"""The files that take longest, in this order: one that waits is followed by one that computes."""
 
-    The longest file of all begins at once.
-    """
-    items.sort(key=lambda item: (item.path.name != "test_network.py", item.get_closest_marker("slow") is None))
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, then all that start processes: at the end one worker would wait for them alone."""
+
+    def place(item: pytest.Item) -> tuple[int, bool]:
+        first = LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
+        return first, item.get_closest_marker("slow") is None
+
+    items.sort(key=place)
 
 
 @pytest.hookimpl(wrapper=True)

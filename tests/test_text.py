@@ -22,8 +22,13 @@ def test_nothing_of_a_control_sequence_is_left() -> None:
     assert one_line("x" * 600) == "x" * 499 + "…"
 
 
+NESTED = st.recursive(
+    st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8
+)
+
+
 @settings(max_examples=100)
-@given(st.recursive(st.text() | st.integers(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)))
+@given(NESTED)
 def test_json_stays_the_same_value(value: object) -> None:
     assert json.loads(json_text(value)) == value
 

@@ -14,11 +14,15 @@ from safetensors.torch import load_file
 from tiny import domains
 
 from fedshift.deployment.coordinator import EXPERIMENT, coordinate
+from fedshift.deployment.site_server import SiteProgram
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.federation.exchange import Answer, Request
 from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.remote.transport import request_key
+from fedshift.federation.remote.wire import body_of, seal, unseal
 from fedshift.playground.in_process import Loopback
+from fedshift.weights import Weights
 
 ADAPT = {"kind": "adapt_to_one", "targets": ["east"], "seeds": [0], "test_fraction": 0.3}
 SITES = {"north": 41, "south": 17, "east": 26}
@@ -148,3 +152,45 @@ def result(folder: Path, method: str, target: str) -> dict[str, Any]:
 
 def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+SETTING: dict[str, Any] = {
+    "method": {"name": "fedavg", "options": {}},
+    "training": {},
+    "network": {"name": "linear"},
+    "preprocessing": {"kind": "features"},
+    "input_shape": [5],
+    "classes": 3,
+    "sources": 3,
+    "seed": 0,
+    "refuse": [],
+    "on_refusal": "stop",
+}
+
+
+def request(program: SiteProgram, **changes: Any) -> dict[str, Any]:
+    """What a site answers to a request for a call with something in it changed."""
+    header = {
+        "do": "step",
+        "protocol": 1,
+        "run": "r",
+        "step": "fit",
+        "envelope": {"exchange": 1, "round": 1, "progress": 0.0, "mini_batches_left": 5},
+        "memory": {},
+        "kept": {},
+        "checkpoint": 0,
+        "wire": "float32",
+        "setting": SETTING,
+        "part": {
+            "role": "source",
+            "number": 0,
+            "whole": False,
+            "fingerprint": program.holding.fingerprint,
+            "split": {"test_fraction": 0.3, "split": "auto", "seed": 0},
+        },
+        **changes,
+    }
+    start = Weights({"classifier.weight": torch.zeros(3, 5), "classifier.bias": torch.zeros(3)})
+    body = body_of({"weights": start})
+    answer, _, _ = unseal(program.handle(seal({"key": request_key(header, body.sha256), **header}, body), "someone"))
+    return answer

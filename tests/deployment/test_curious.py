@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from loopback import SETTING, request
 from test_hostile_coordinator import hello, program_of
-from test_remote import SETTING, request
 
 from fedshift.audit.crafted import LAYOUTS, Layout, craft, read_off, samples_read
 from fedshift.cli.site import agree_site

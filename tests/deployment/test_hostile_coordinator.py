@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,16 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from loopback import (
+    SETTING,
+    SITES,
+    request,
+    site_file,
+    write_data,
+)
 from safetensors.torch import save_file
-from test_remote import SETTING, request, site_file, write_data
 
+from fedshift.deployment.site_file import load_site
 from fedshift.deployment.site_server import SiteProgram, open_site
 from fedshift.evaluation.metrics import counts_by_class
 from fedshift.federation.remote.policy import AuditLog
@@ -159,3 +167,74 @@ def test_classes_kept_back_cannot_be_had_from_the_others(counts: list[int], show
     assert [pair is not None for pair in pairs] == shown
     assert json.loads(json.dumps(pairs)) == pairs
     assert pairs[0] in (None, [counts[0], counts[0]])
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> SiteProgram:
+    files = write_data(tmp_path / "data", SITES)
+    return SiteProgram(load_site(site_file(tmp_path, "north", files["north"])))
+
+
+def test_a_whole_request_is_answered(program: SiteProgram) -> None:
+    assert "error" not in request(program)
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"step": "round"}, "not a call"),
+        ({"step": "mini_batches"}, "not a call"),
+        ({"step": "_own"}, "not a call"),
+        ({"step": "__init__"}, "not a call"),
+        ({"step": 3}, "not a call"),
+        ({"do": "shell"}, "does not know"),
+        ({"protocol": 2}, "install the same fedshift"),
+        ({"run": "../../etc"}, "names a file"),
+        ({"memory": {"optimizer": "../../secret"}}, "names a file"),
+        ({"key": "../../x"}, "key"),
+        ({"setting": {"method": {"name": "os:system", "options": {}}}}, "has no method"),
+        ({"setting": {"method": {"name": "/tmp/x.py:Y", "options": {}}}}, "has no method"),
+        ({"setting": {"method": {"name": "deepall", "options": {}}}}, "needs the samples"),
+        ({"setting": {"method": {"name": "fedavg", "options": {"local_epochs": -1}}}}, "local_epochs"),
+        ({"setting": None}, "failed"),
+        ({"envelope": {"exchange": "one"}}, "envelope"),
+        ({"part": None}, "failed"),
+    ],
+)
+def test_a_strange_request_is_answered_with_an_error(changes: dict[str, Any], what: str, program: SiteProgram) -> None:
+    answer = request(program, **changes)
+    assert what in answer["message"], answer
+    assert "Traceback" not in answer["message"]
+
+
+@pytest.mark.parametrize("form", [str, lambda name: {"name": name}], ids=["name", "mapping"])
+def test_no_code_comes_in_with_a_wrapper(form: Any, program: SiteProgram, tmp_path: Path) -> None:
+    evil = tmp_path / "evil.py"
+    evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n", encoding="utf-8")
+    for name in (f"{evil}:Y", "os:system"):
+        options: dict[str, Any] = {"method": form(name)}
+        for _ in range(2):  # in one wrapper, and in two
+            answer = request(program, setting={"method": {"name": "styles", "options": options}})
+            assert f"has no method '{name}'" in answer["message"], answer
+            options = {"method": {"name": "styles", **options}}
+    assert not (tmp_path / "ran").exists()
+
+
+def test_requests_with_anything_in_them_never_crash_a_site(program: SiteProgram) -> None:
+    draws = random.Random(1)
+    strange = [None, -1, 0, 10**30, "", "x" * 500, [], {}, [[]], True, 1.5, "../..", {"a": None}]
+    names = ["do", "run", "step", "key", "envelope", "memory", "kept", "checkpoint", "wire", "setting", "part"]
+    for _ in range(300):
+        request(program, **{draws.choice(names): draws.choice(strange)})
+    later = {"exchange": 1, "round": 2, "progress": 0.0, "mini_batches_left": 5}
+    assert "error" not in request(program, envelope=later)
+    AuditLog.check(program.config.audit_log)
+
+
+def test_nothing_leaves_that_cannot_be_logged(program: SiteProgram, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    answer = request(program)
+    assert "nothing was sent" in answer["message"]

@@ -18,7 +18,6 @@ from loopback import (
     events,
     model,
     options_of,
-    result,
     same,
     site_file,
     write_data,
@@ -30,7 +29,6 @@ from tiny import normed_for
 from fedshift.deployment.site_cards import MOST_SAMPLES
 from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.messages import KINDS, Reply, Update
-from fedshift.federation.remote.reply_checks import checked_measures
 from fedshift.federation.remote.wire import Message, body_of, seal, unseal
 from fedshift.federation.replies.checks import checked_reply
 from fedshift.federation.replies.layouts import TensorCheck
@@ -247,47 +245,6 @@ def test_integers_that_no_float_holds_are_refused(number: int) -> None:
     assert checked_reply(Update, content) == Update(WHOLE, 3, 0.5)
 
 
-GOOD: dict[str, Any] = {"accuracy": 50.0, "samples": 4, "classes": [[1, 2], None, [1, 2]]}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"classes": []},
-        {"classes": [[1, 2]] * 4},
-        {"classes": [[1, 10**400]] * 3},
-        {"classes": [[3, 2], None, None]},
-        {"classes": ["ab", None, None]},
-        {"classes": [[1], None, None]},
-        {"classes": None},
-        {"classes": {}},
-        {"samples": 10**400},
-        {"samples": True},
-        {"samples": 0},
-        {"accuracy": 10**400},
-        {"accuracy": float("nan")},
-        {"accuracy": "50"},
-        {"accuracy": None},
-    ],
-)
-def test_measures_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
-    with pytest.raises(FedshiftError, match="measure"):
-        checked_measures({**GOOD, **changes}, 3)
-    assert checked_measures(GOOD, 3) == {**GOOD, "classes": [(1, 2), None, (1, 2)]}
-
-
-def test_measures_of_no_class_leave_the_run_whole(tmp_path: Path) -> None:
-    def empty(said: dict[str, Any], content: dict[str, Any]) -> None:
-        said["measures"]["classes"] = []
-
-    options = options_of({"name": "fedavg"}, protocol={"targets": ["sites"], "seeds": [0], "test_fraction": 0.3})
-    there, _ = deploy(tmp_path, options, unseen={}, transport=attacked(tmp_path, empty, do="measure"))
-    assert refused(tmp_path) == {HOSTILE}
-    last = json.loads((there / "fedavg/sites/seed-0/rounds.jsonl").read_text().splitlines()[-1])
-    assert set(last["target_accuracy"]) == {"south", "east"}
-    assert result(there, "fedavg", "sites")
-
-
 # Before training -----------------------------------------------------------------------------------------------------
 
 
@@ -369,3 +326,16 @@ def test_without_an_attack_the_bits_are_the_same(tmp_path: Path) -> None:
     there, _ = deploy(tmp_path / "a", options, transport=attacked(tmp_path / "a", lambda said, found: None))
     again, _ = deploy(tmp_path / "b", options)
     assert same(model(there, "copa", "west"), model(again, "copa", "west"))
+
+
+@pytest.mark.parametrize(("asked", "agreed"), [(2, True), (3, True), (4, False), (5, False)])
+def test_two_that_answer_alike_decide_for_later_if_they_are_most_of_those_asked(asked: int, agreed: bool) -> None:
+    check = TensorCheck(LIKE)
+    layout = check.check("step", Part, {"classifier": HEAD}, {})
+    assert layout is not None
+    assert not check.odd_ones("step", {"a": layout, "b": layout}, asked)
+    if agreed:
+        with pytest.raises(FedshiftError):
+            check.check("step", Part, {"classifier": WHOLE}, {})
+    else:
+        assert check.check("step", Part, {"classifier": WHOLE}, {}) is not None

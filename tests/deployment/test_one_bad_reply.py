@@ -12,15 +12,29 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import ADAPT, SITES, Loopback, deploy, events, model, options_of, site_file
+from loopback import (
+    ADAPT,
+    SITES,
+    Loopback,
+    Without,
+    deploy,
+    events,
+    model,
+    options_of,
+    same,
+    simulate,
+    site_file,
+    write_data,
+)
 from test_hostile_site import HOSTILE, Spoil, attacked, puts, refused, says
 from test_refusals import EVERYTHING
 from test_refusals import images as write_images
+from test_remote import Killed
 
-from fedshift.errors import FedshiftError
+from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.federation.messages import Features, Spectra, Styles
 from fedshift.federation.remote.transport import Lost
-from fedshift.federation.remote.wire import Message, body_of, seal
+from fedshift.federation.remote.wire import Message, body_of, seal, unseal
 from fedshift.weights import NamedTensors, Weights
 
 CNN = {"name": "mnist_cnn", "channels": [3, 4], "hidden": 6}
@@ -163,3 +177,127 @@ def test_a_refusal_when_the_run_is_resumed_does_not_end_it(tmp_path: Path) -> No
     assert refused(tmp_path) == {HOSTILE}
     with pytest.raises(FedshiftError, match=f"site '{HOSTILE}' cannot take part"):
         deploy(tmp_path, options, transport=Loopback(places, refuses))
+
+
+@pytest.mark.parametrize("how", ["late", "error", "diverged", "garbage", "nan", "shape", "other", "fields"])
+def test_a_reply_that_cannot_be_used_is_recorded_and_the_quorum_goes_on(how: str, tmp_path: Path) -> None:
+    def spoil(site: str, header: dict[str, Any], answer: Any) -> Any:
+        if not (site == "south" and header["do"] == "step" and header["envelope"]["round"] == 2):
+            return answer
+        if how == "late":
+            return Lost("no reply within 5 s")
+        if how == "error":
+            return seal({"error": "FedshiftError", "message": "its disk is full"}, body_of({}))
+        if how == "diverged":
+            return seal({"error": "TrainingDiverged", "message": "site 'south' in round 2: no number"}, body_of({}))
+        if how == "garbage":
+            return Message(answer.header, answer.body[:-7], answer.digest)
+        said, content, _ = unseal(answer)
+        found = content["weights"]
+        assert isinstance(found, Weights)
+        name, tensor = next(iter(found.items()))
+        if how == "nan":
+            content["weights"] = found.merge({name: tensor * float("nan")})
+        elif how == "shape":
+            content["weights"] = found.merge({name: tensor[:-1]})
+        elif how == "other":
+            said["answers"] = "0" * 64
+        else:
+            content["more"] = 1
+        return seal(said, body_of(content))
+
+    files = write_data(tmp_path / "data", SITES)
+    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
+    options = options_of({"name": "fedavg"})
+    there, _ = deploy(tmp_path, options, transport=Loopback(places, spoil), engine={"quorum": 2})
+    found = [event for event in events(tmp_path) if event.get("is") in ("lost", "refused")]
+    assert {(event["site"], event["round"]) for event in found} == {("south", 2)}
+    assert ("refused" in {event["is"] for event in found}) == (how not in ("late", "error", "diverged"))
+    lines = [json.loads(line) for line in (there / "fedavg/west/seed-0/rounds.jsonl").read_text().splitlines()]
+    assert [set(line["aggregation_weights"]) for line in lines] == [set(SITES), {"north", "east"}, set(SITES)]
+    assert [list(line["extra"].get("missing", {})) for line in lines] == [[], ["south"], []]
+
+
+@pytest.mark.parametrize("quorum", [None, 3])
+def test_training_that_went_wrong_at_a_site_ends_the_run_without_enough_others(
+    quorum: int | None, tmp_path: Path
+) -> None:
+    def spoil(site: str, header: dict[str, Any], answer: Any) -> Any:
+        if site != "south" or header["do"] != "step":
+            return answer
+        return seal({"error": "TrainingDiverged", "message": "site 'south' in round 1: no number"}, body_of({}))
+
+    files = write_data(tmp_path / "data", SITES)
+    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
+    transport = Loopback(places, spoil)
+    with pytest.raises(TrainingDiverged, match="site 'south' in round 1: no number"):
+        deploy(tmp_path, options_of({"name": "fedavg"}), transport=transport, engine={"quorum": quorum})
+
+
+def test_a_lost_site_without_a_quorum_ends_the_run_with_a_clear_message(tmp_path: Path) -> None:
+    def lose(site: str, header: dict[str, Any], answer: Any) -> Any:
+        return Lost("no reply within 5 s") if site == "south" and header["do"] == "step" else answer
+
+    files = write_data(tmp_path / "data", SITES)
+    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
+    with pytest.raises(FedshiftError, match=r"'south' is lost .*deploy resume.*engine\.quorum"):
+        deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(places, lose))
+    there, _ = deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(places))  # it is back
+    assert same(
+        model(there, "fedavg", "west"), model(simulate(tmp_path, options_of({"name": "fedavg"})), "fedavg", "west")
+    )
+
+
+def test_a_site_that_misses_a_round_leaves_the_documented_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose(site: str, header: dict[str, Any], answer: Any) -> Any:
+        late = site == "south" and header["do"] == "step" and header["envelope"]["round"] == 2
+        return Lost("no reply within 5 s") if late else answer
+
+    options = options_of({"name": "fedavg"})
+    files = write_data(tmp_path / "data", SITES)
+    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
+    there, _ = deploy(tmp_path, options, transport=Loopback(places, lose), engine={"quorum": 2})
+    monkeypatch.setattr(Without, "absent", {("south", 2)})
+    monkeypatch.setattr("fedshift.experiment.runs.one_run.LocalFederation", Without)
+    here = simulate(tmp_path, options)
+    assert same(model(here, "fedavg", "west"), model(there, "fedavg", "west"))
+
+
+def test_a_second_reply_is_refused(tmp_path: Path) -> None:
+    files = write_data(tmp_path / "data", SITES)
+    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
+    doubled = Loopback(places, lambda site, header, answer: [answer, answer] if site == "north" else answer)
+    options = options_of({"name": "fedavg"})
+    there, _ = deploy(tmp_path, options, transport=doubled)
+    assert same(model(simulate(tmp_path, options), "fedavg", "west"), model(there, "fedavg", "west"))
+    assert any("second reply" in event.get("reason", "") for event in events(tmp_path))
+
+
+def test_a_site_that_is_lost_before_the_run_goes_on_stands_in_by_its_card(tmp_path: Path) -> None:
+    files = write_data(tmp_path / "data", SITES)
+    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
+    options = options_of({"name": "fedavg"})
+
+    def die(site: str, header: dict[str, Any], answer: Any) -> Any:
+        if header["do"] == "step" and header["envelope"]["round"] == 2:
+            raise Killed
+        return answer
+
+    with pytest.raises(Killed):
+        deploy(tmp_path, options, transport=Loopback(places, die))
+    away = Loopback(places, lambda site, header, answer: Lost("away") if site == "east" else answer)
+    there, _ = deploy(tmp_path, options, transport=away, engine={"quorum": 2})
+    assert (there / "fedavg/west/seed-0/result.json").exists()
+    with pytest.raises(UserError, match="site 'east' cannot take part: away"):
+        deploy(tmp_path / "new", options, transport=away, engine={"quorum": 2})
+
+
+def test_replies_in_any_order_give_the_same_bits(tmp_path: Path) -> None:
+    files = write_data(tmp_path / "data", SITES)
+    backwards = Loopback({site: site_file(tmp_path, site, files[site]) for site in SITES})
+    backwards.backwards = True
+    options = options_of({"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1})
+    there, _ = deploy(tmp_path, options, transport=backwards)
+    assert same(model(simulate(tmp_path, options), "csac", "west"), model(there, "csac", "west"))

@@ -7,10 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from loopback import (
+    SETTING,
+    SITES,
+    Loopback,
+    deploy,
+    options_of,
+    request,
+    site_file,
+    write_data,
+)
 from test_hostile_coordinator import ENVELOPE, program_of
-from test_remote import SETTING, request
 
-from fedshift.errors import KindRefused, Refused
+from fedshift.errors import FedshiftError, KindRefused, Refused, UserError
 from fedshift.federation.messages import Features, Update
 from fedshift.federation.remote import policy as policies
 from fedshift.federation.remote.policy import AuditLog, Policy
@@ -144,3 +153,56 @@ def test_which_methods_may_run() -> None:
     with pytest.raises(KindRefused):
         few.check_method("north", "csac", ("weights", "styles"))
     Policy().check_method("north", "anything", ("weights",))
+
+
+@pytest.mark.parametrize(
+    ("policy", "method", "rule"),
+    [
+        ({"methods": ["csac"]}, {"name": "fedavg"}, "policy.methods: csac"),
+        ({"methods": ["styles"]}, {"name": "styles", "method": "fedavg"}, "policy.methods: styles"),
+        ({"send": ["numbers", "accuracy"]}, {"name": "fedavg"}, "policy.send"),
+        ({"send": ["weights", "numbers"]}, {"name": "fedavg"}, "policy.send"),
+        ({"smallest_group": 20}, {"name": "fedavg"}, "policy.smallest_group: 20"),
+        ({"rounds_per_day": 2}, {"name": "fedavg"}, "policy.rounds_per_day: 2"),
+    ],
+)
+def test_a_refusal_names_the_rule_and_ends_the_run(
+    policy: dict[str, Any], method: dict[str, Any], rule: str, tmp_path: Path
+) -> None:
+    files = write_data(tmp_path / "data", SITES)
+    every = {"send": ["weights", "numbers", "accuracy", "styles"]}
+    places = {site: site_file(tmp_path, site, files[site], **every) for site in SITES}
+    places["south"] = site_file(tmp_path, "south", files["south"], **{**every, **policy})
+    with pytest.raises(UserError, match=rf"site 'south' .*\(rule {rule}"):
+        deploy(tmp_path, options_of(method), transport=Loopback(places))
+    log = [json.loads(line) for line in (tmp_path / "south/memory/audit.jsonl").read_text().splitlines()]
+    assert rule in log[-1]["refused"]
+    if "rounds_per_day" not in rule and policy.get("send") != ["weights", "numbers"]:
+        assert not any(line["do"] == "step" for line in log), "before any training"
+
+
+def test_the_audit_log_is_a_chain(tmp_path: Path) -> None:
+    deploy(tmp_path, options_of({"name": "fedavg"}))
+    log = tmp_path / "north/memory/audit.jsonl"
+    lines, last = AuditLog.check(log)
+    assert [line["do"] for line in lines] == ["hello", *["step", "measure"] * 3, "end"]
+    step = lines[1]
+    assert step["method"] == "fedavg"
+    assert step["step"] == "fit"
+    assert step["sent"]["weights"]["kind"] == "weights"
+    assert step["sent"]["weights"]["shapes"]["classifier.bias"] == [3]
+    assert step["sent"]["samples"] == {"kind": "numbers"}
+    assert step["sent_bytes"] > step["sent"]["weights"]["bytes"]
+    assert len(step["received_digest"]) == len(step["sent_digest"]) == len(last) == 64
+
+    text = log.read_text()
+    for spoiled in (
+        text.replace('"step": "fit"', '"step": "fat"', 1),
+        "\n".join([*text.splitlines()[:2], *text.splitlines()[3:]]) + "\n",
+        text.replace("\n", "\n\n", 1),
+    ):
+        log.write_text(spoiled)
+        with pytest.raises(FedshiftError, match=r"audit.jsonl, line \d+: the log was changed here"):
+            AuditLog.check(log)
+    log.write_text(text + '{"half a li')  # the machine stopped while it was written
+    assert AuditLog.check(log) == (lines, last)

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from loopback import (
+    deploy,
+    options_of,
+    request,
+    result,
+)
 from test_hostile_coordinator import program_of
-from test_remote import request
+from test_hostile_site import HOSTILE, attacked, refused
 
 from fedshift.deployment.coordinator import _recall
 from fedshift.deployment.handshake import clock_difference
-from fedshift.errors import UserError
+from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.messages import Content
 from fedshift.federation.remote.policy import described, whole_number
+from fedshift.federation.remote.reply_checks import checked_measures
 from fedshift.weights import Weights
 
 
@@ -77,3 +86,53 @@ def test_numbers_and_descriptions() -> None:
         "m/a": {"kind": "weights", "bytes": 24, "shapes": {"w": [2, 3]}},
         "n": {"kind": "numbers"},
     }
+
+
+GOOD: dict[str, Any] = {"accuracy": 50.0, "samples": 4, "classes": [[1, 2], None, [1, 2]]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"classes": []},
+        {"classes": [[1, 2]] * 4},
+        {"classes": [[1, 10**400]] * 3},
+        {"classes": [[3, 2], None, None]},
+        {"classes": ["ab", None, None]},
+        {"classes": [[1], None, None]},
+        {"classes": None},
+        {"classes": {}},
+        {"samples": 10**400},
+        {"samples": True},
+        {"samples": 0},
+        {"accuracy": 10**400},
+        {"accuracy": float("nan")},
+        {"accuracy": "50"},
+        {"accuracy": None},
+    ],
+)
+def test_measures_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(FedshiftError, match="measure"):
+        checked_measures({**GOOD, **changes}, 3)
+    assert checked_measures(GOOD, 3) == {**GOOD, "classes": [(1, 2), None, (1, 2)]}
+
+
+def test_measures_of_no_class_leave_the_run_whole(tmp_path: Path) -> None:
+    def empty(said: dict[str, Any], content: dict[str, Any]) -> None:
+        said["measures"]["classes"] = []
+
+    options = options_of({"name": "fedavg"}, protocol={"targets": ["sites"], "seeds": [0], "test_fraction": 0.3})
+    there, _ = deploy(tmp_path, options, unseen={}, transport=attacked(tmp_path, empty, do="measure"))
+    assert refused(tmp_path) == {HOSTILE}
+    last = json.loads((there / "fedavg/sites/seed-0/rounds.jsonl").read_text().splitlines()[-1])
+    assert set(last["target_accuracy"]) == {"south", "east"}
+    assert result(there, "fedavg", "sites")
+
+
+@pytest.mark.parametrize("accuracy", [-0.5, 100.5])
+def test_an_accuracy_lies_between_0_and_100(accuracy: float) -> None:
+    good = {"accuracy": 100.0, "samples": 4, "classes": [[2, 2], [2, 2]]}
+    for possible in (0, 100):
+        assert checked_measures({**good, "accuracy": possible}, 2)["accuracy"] == possible
+    with pytest.raises(FedshiftError, match="accuracy"):
+        checked_measures({**good, "accuracy": accuracy}, 2)

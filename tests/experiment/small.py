@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -85,8 +86,6 @@ def start(*arguments: str, **options: Any) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         env=environment,
-        # Tests that were started in the background of a shell ignore Ctrl-C, and so would what they start.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         **options,
     )
 
@@ -163,10 +162,40 @@ def run_slowly(options: dict[str, Any], runs: str, mark: str, seconds: float) ->
 
 def process(options: dict[str, Any], runs: Path, mark: str = "none", seconds: float = 0.02) -> Any:
     """`run_slowly` in a process that was forked from one with torch already imported."""
+    return forked(run_slowly, options, str(runs), mark, seconds)
+
+
+def run_command(words: tuple[str, ...], said: str, pause: float, environment: dict[str, str]) -> None:
+    """``fedshift …`` as a process of its own; what it prints goes to the file ``said``."""
+    from fedshift.cli import main
+    from fedshift.cli.lines import Lines
+
+    os.setsid()
+    # Tests that were started in the background of a shell ignore Ctrl-C, and so would what they start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with open(said, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.environ.update({"COLUMNS": "300", **environment})
+    tempfile.tempdir = None  # it may have been looked up before
+    sys.argv = ["fedshift", *words]
+    if pause:
+        Lines.round = lambda self, run, record: time.sleep(pause * (record.round > 2))  # type: ignore[method-assign]
+    main()
+
+
+def command(*words: object, said: Path, pause: float = 0.0, **environment: str) -> Any:
+    """`run_command` in a process that was forked as `process` is; it pauses after the third round of its first run."""
+    return forked(run_command, tuple(map(str, words)), str(said), pause, environment)
+
+
+def forked(main: Callable[..., None], *arguments: Any) -> Any:
+    """``main`` in a process of its own."""
     context = multiprocessing.get_context("forkserver")
     # torch's optimisers import torch._dynamo, which takes longer than everything that these processes do.
-    context.set_forkserver_preload(["torch._dynamo", "fedshift.api", "fedshift.methods.federated.csac"])
-    made = context.Process(target=run_slowly, args=(options, str(runs), mark, seconds))
+    preload = ["torch._dynamo", "fedshift.api", "fedshift.cli.run", "fedshift.methods.federated.csac"]
+    context.set_forkserver_preload(preload)
+    made = context.Process(target=main, args=arguments)
     made.start()
     return made
 

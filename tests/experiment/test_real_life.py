@@ -14,6 +14,7 @@ from small import experiment, features, save, sites, write
 
 import fedshift
 from fedshift.errors import TrainingDiverged
+from fedshift.federation.local.pool import WorkerPool
 
 CSAC = {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}
 ALL = ["deepall", "fedavg", {"name": "fedprox"}, CSAC]
@@ -131,9 +132,19 @@ def test_training_that_diverges(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [{}, {"workers": 2}, {"parallel_runs": 2}])
 def test_a_run_that_diverges_does_not_keep_the_others_from_being_run(
-    cli: Cli, tmp_path: Path, engine: dict[str, Any]
+    cli: Cli, tmp_path: Path, engine: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other method's runs are those of an experiment without it; the table is printed, and the error ends it."""
+    """The other method's runs are those of an experiment without it; the table is printed, and the error ends it.
+
+    Workers are closed in the middle of a mini-batch, and others work on.
+    """
+    pools: list[WorkerPool] = []
+    if "workers" in engine:
+        shared = request.getfixturevalue("two_workers")
+        monkeypatch.setattr(shared, "close", shared.forget)
+        pools = [shared, WorkerPool(2, threads=1)]
+        closed = pools[-1].connections
+        monkeypatch.setattr("fedshift.experiment.runs.context.WorkerPool", lambda workers, threads: pools.pop())
     where = sites(tmp_path)
     methods = [{"name": "fedprox", "proximal_weight": 1e30}, {"name": "fedavg"}]
     one = {"targets": ["a"], "seeds": [0]}
@@ -147,6 +158,9 @@ def test_a_run_that_diverges_does_not_keep_the_others_from_being_run(
     assert "site 'b'" in lines[-1] or "site 'c'" in lines[-1]
     assert "round " in lines[-1]
     assert "0.05" in lines[-1], "the learning rate"
+    if "workers" in engine:
+        assert not pools
+        assert all(connection.closed for connection in closed)
     alone = fedshift.run(experiment(where, protocol=one, methods=["fedavg"]), tmp_path / "alone")
     if "parallel_runs" not in engine:  # what another process is at work on shows in the end alone
         assert sum(": diverged" in line for line in lines) == len(alone.runs)

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from small import command, wait_for
 
 import fedshift
 from fedshift.errors import FedshiftError, UserError
@@ -107,21 +103,10 @@ def test_samples_do_not_stay_behind(tmp_path: Path) -> None:
     )
     # A socket's path must be short, and pytest's folders are long.
     with tempfile.TemporaryDirectory(dir="/tmp") as temporary:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "fedshift", "run", str(tmp_path / "e.yaml"), "--runs", str(tmp_path / "runs")],
-            env={**os.environ, "TMPDIR": temporary},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-        _wait(lambda: bool(list(tmp_path.glob("runs/**/rounds.jsonl"))), 90)
+        words = ("run", tmp_path / "e.yaml", "--runs", tmp_path / "runs")
+        running = command(*words, said=tmp_path / "said", TMPDIR=temporary)
+        wait_for(lambda: list(tmp_path.glob("runs/**/rounds.jsonl")), 120)
         assert list(Path(temporary).glob("fedshift-pool-*/*/inputs.npy"))
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
-        _wait(lambda: not list(Path(temporary).glob("fedshift-pool-*")), 30)
-
-
-def _wait(until: object, seconds: float) -> None:
-    end = time.monotonic() + seconds
-    while not until():  # type: ignore[operator]
-        assert time.monotonic() < end, "timed out"
-        time.sleep(0.1)
+        running.terminate()
+        running.join(60)
+        assert not list(Path(temporary).glob("fedshift-pool-*")), (tmp_path / "said").read_text()

@@ -43,8 +43,8 @@ class Loopback:
                 yield site, one
 
 
-def rehearse(played: Played, name: str, change: Change) -> list[dict[str, Any]]:
-    """Run the federation's experiment in this process, with an attacker between sites and coordinator.
+def rehearse(played: Played, name: str, change: Change, method: str = "fedavg") -> list[dict[str, Any]]:
+    """Run an experiment of the federation in this process, with an attacker between sites and coordinator.
 
     One site is enough for the run to go on. Raises what the coordinator would raise.
 
@@ -54,7 +54,7 @@ def rehearse(played: Played, name: str, change: Change) -> list[dict[str, Any]]:
     folder = played.folder / "in process" / name
     place = folder / "deployment"
     place.mkdir(parents=True)
-    options = played.experiment(name, {"name": "fedavg"})
+    options = played.experiment(name, {"name": method})
     options["engine"]["quorum"] = 1
     (place / EXPERIMENT).write_text(json.dumps(parse(options).dump()), encoding="utf-8")
     coordinate(

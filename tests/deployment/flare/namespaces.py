@@ -16,6 +16,14 @@ COORDINATOR = "10.97.0.1"
 PORT = 8002
 SITES = {"north": 41, "east": 26}
 """Two are enough to see whether one dials the other."""
+START = """
+import sys
+from pathlib import Path
+from fedshift.deployment.flare import roles
+role, kit, *file = sys.argv[1:]
+roles.start(roles.load_kit(Path(kit), role), *map(Path, file))
+"""
+"""Starts a role's service, in a third of the time of `fedshift site start`, which looks at the data first."""
 
 
 def why_not() -> str:
@@ -64,9 +72,8 @@ class Namespaces(Network):
     def start(self, *names: str) -> None:
         for name in names or ("coordinator", *self.names):
             site = self.made.sites.get(name)
-            words = ["site", "start", str(site / "SITE.yaml")] if site else ["coordinator", "start"]
-            kit = [] if site else ["--kit", str(self.coordinator)]
-            command = ["ip", "netns", "exec", self.space(name), sys.executable, "-m", "fedshift", *words, *kit]
+            words = ["site", str(site), str(site / "SITE.yaml")] if site else ["coordinator", str(self.coordinator)]
+            command = ["ip", "netns", "exec", self.space(name), sys.executable, "-c", START, *words]
             subprocess.run(command, check=True, timeout=PATIENCE, capture_output=True)
 
     def sockets(self, name: str) -> list[tuple[str, str, bool]]:

@@ -22,7 +22,6 @@ from fedshift.experiment.config.experiment import parse
 
 PATIENCE = 240.0
 """Seconds that anything may take here: test machines are busy."""
-THREE = [{"name": "fedavg"}, {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}, {"name": "kd3a"}]
 
 
 class Network:

@@ -1,0 +1,184 @@
+"""The jobs of a deployment: when one begins, when one is given up, who is lost meanwhile."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
+
+from test_kits import provisioned
+
+from fedshift.deployment.flare.deployment_folder import Deployment
+from fedshift.deployment.flare.jobs import Attendance, RunningDeployment
+from fedshift.deployment.flare.kits import load_kit
+from fedshift.deployment.flare.provision import Provisioned
+from fedshift.deployment.flare.service import Service
+
+
+@pytest.fixture(scope="module")
+def kits(tmp_path_factory: pytest.TempPathFactory) -> Provisioned:
+    return provisioned(tmp_path_factory.mktemp("kits"))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "sfm_endpoint - INFO - Connection CN00012 is evicted for CN00013 from endpoint north for exceeding limit 1",
+        "ClientManager - INFO - Failed to re-activate the client:north: already registered with another token.",
+    ],
+)
+def test_two_machines_with_one_kit_are_told_apart_from_a_line_that_broke_once(
+    line: str, kits: Provisioned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("fedshift.deployment.flare.jobs.time.monotonic", lambda: now)
+    attendance = Attendance()
+    for _ in range(2):
+        attendance.read_line(line)
+    assert attendance.kit_used_twice() == ""
+    now += 9
+    attendance.read_line(line)
+    assert "'north'" in attendance.kit_used_twice()
+    now += 60
+    assert attendance.kit_used_twice() == ""
+
+
+def test_a_service_notes_which_sites_registered(kits: Provisioned, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = Service(load_kit(kits.coordinator))
+    service.child = SimpleNamespace(pid=1, stdout=["INFO - Client: New client north@10.0.0.7 joined. Sent token: 1\n"])  # type: ignore[assignment]
+    monkeypatch.setattr("fedshift.deployment.flare.jobs.time.monotonic", lambda: 7.0)
+    service._read_output(service.child)  # type: ignore[arg-type]
+    assert service._attendance.joined == {"north": 7.0}
+
+
+class Server:
+    """Stands for FLARE's, whose jobs all die; ``rounds`` of them finish a round before."""
+
+    def __init__(self, deployment: Deployment, rounds: int) -> None:
+        self.deployment, self.rounds, self.jobs = deployment, rounds, 0
+
+    def get_system_info(self) -> Any:
+        return SimpleNamespace(client_info=[SimpleNamespace(name=site) for site in self.deployment.sites])
+
+    def submit_job(self, folder: str) -> str:
+        self.jobs += 1
+        if self.jobs <= self.rounds:
+            self.deployment.record({"what": "round", "round": self.jobs})
+        return f"job-{self.jobs}"
+
+    def get_job_meta(self, job: str) -> dict[str, str]:
+        return {"status": "FINISHED:EXECUTION_EXCEPTION"}
+
+
+@pytest.mark.parametrize("rounds", [0, 2])
+def test_jobs_that_die_again_and_again_are_given_up(
+    rounds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks = itertools.count(1000.0, 2.0)
+    monkeypatch.setattr("fedshift.deployment.flare.jobs.time.monotonic", lambda: next(ticks))
+    made = provisioned(tmp_path)
+    deployment = Deployment(made.coordinator, "study")
+    deployment.want("run")
+    (deployment.folder / "experiment.json").write_text(json.dumps({"engine": {"tries": 3}}))
+    server = Server(deployment, rounds)
+    job = RunningDeployment(Attendance(), deployment)
+    looks = 0
+    while not job.look(server):
+        looks += 1
+        assert looks < 50
+    assert server.jobs == 3 + rounds
+    assert deployment.state["state"] == "failed"
+    assert re.search(r"3 jobs .*fedshift deploy resume", deployment.state["message"])
+
+
+@pytest.mark.parametrize(
+    ("quorum", "revoked", "begins"), [(1, {"north"}, True), (1, set(), False), (None, {"north"}, False)]
+)
+def test_a_quorum_does_not_wait_for_a_revoked_site(
+    quorum: int | None, revoked: set[str], begins: bool, kits: Provisioned
+) -> None:
+    deployment = Deployment(kits.coordinator, f"study-{quorum}-{len(revoked)}")
+    deployment.want("run")
+    (deployment.folder / "experiment.json").write_text(json.dumps({"engine": {"quorum": quorum}}))
+    server = Server(deployment, 1)
+    server.get_system_info = lambda: SimpleNamespace(client_info=[SimpleNamespace(name="south")])  # type: ignore[method-assign]
+    RunningDeployment(Attendance(), deployment, lambda: frozenset(revoked)).look(server)
+    assert server.jobs == int(begins)
+    if not begins:
+        assert ("north (revoked)" in deployment.state["message"]) == bool(revoked)
+
+
+def test_a_reply_that_comes_while_the_coordinator_looks_who_is_lost_counts(
+    kits: Provisioned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLARE ends a task with OK once its reply has come; that is no reason to count the site as lost."""
+    from nvflare.apis.controller_spec import TaskCompletionStatus
+    from nvflare.apis.signal import Signal
+
+    from fedshift.deployment.flare import engine
+    from fedshift.federation.remote.transport import Sign
+    from fedshift.federation.remote.wire import Message
+
+    message = Message("{}", b"reply", "")
+
+    class Controller:
+        def send(self, task: Any, context: Any, targets: list[str]) -> None:
+            self.task = task
+
+        def cancel_task(self, task: Any) -> None:
+            pass
+
+    controller = Controller()
+
+    def reply_comes() -> None:
+        if controller.task.completion_status is None:
+            answered = SimpleNamespace(client=SimpleNamespace(name="north"), result=engine.shareable_of(message))
+            controller.task.result_received_cb(answered, None)
+            controller.task.completion_status = TaskCompletionStatus.OK
+
+    monkeypatch.setattr(engine, "_LOOK_AGAIN", 0.01)
+    kit = load_kit(kits.coordinator)
+    transport = engine.FlareTransport(controller, None, Signal(), lambda: reply_comes(), kit)
+    arrived = transport.exchange(iter([("north", message)]), 60.0, {})
+    assert [one for one in arrived if not isinstance(one[1], Sign)] == [("north", message)]
+
+
+def test_a_revoked_site_is_lost_at_once(kits: Provisioned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after the deadline, which may be an hour."""
+    from nvflare.apis.signal import Signal
+
+    from fedshift.deployment.flare import engine
+    from fedshift.federation.remote.transport import Lost, Sign
+    from fedshift.federation.remote.wire import Message
+
+    controller = SimpleNamespace(send=lambda *_, **__: None, cancel_task=lambda _: None)
+    monkeypatch.setattr(engine, "_LOOK_AGAIN", 0.01)
+    monkeypatch.setattr(engine, "revoked_sites", lambda kit: {"north"} if kit.folder == kits.coordinator else set())
+    transport = engine.FlareTransport(controller, None, Signal(), lambda: None, load_kit(kits.coordinator))
+    arrived = transport.exchange(iter([("north", Message("{}", b"", ""))]), 3600.0, {})
+    ((site, lost),) = (one for one in arrived if not isinstance(one[1], Sign))
+    assert (site, lost) == ("north", Lost("its kit was revoked"))
+
+
+def test_what_flare_writes_of_a_message_is_plain_values() -> None:
+    """One mapping, written by the decomposer of mappings; no other of FLARE's decomposers has a say."""
+    from nvflare.fuel.utils import fobs
+    from nvflare.private.fed.utils.fed_utils import fobs_initialize
+
+    from fedshift.deployment.flare.engine import message_from, shareable_of
+    from fedshift.federation.remote.wire import Message
+
+    fobs_initialize()  # as each of its processes does
+    message = Message('{"do": "hello"}', bytes(range(256)) * 9000, "0" * 64)
+    written = fobs.dumps(shareable_of(message))
+    kinds = re.findall(rb"__fobs_(?:type|dc)__..?(nvflare[\w.]*)", written)
+    assert kinds == [b"nvflare.apis.shareable.Shareable", b"nvflare.fuel.utils.fobs.decomposer.DictDecomposer"]
+    assert (written.count(b"__fobs_type__"), written.count(b"__fobs_dc__")) == (1, 1)
+    assert message_from(fobs.loads(written)) == message
