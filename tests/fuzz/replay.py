@@ -21,7 +21,8 @@ from tiny import CNN, domains, normed_for, plans, setting, start_of, step_on
 from fedshift.errors import FedshiftError
 from fedshift.federation.exchange import Request
 from fedshift.federation.messages import Content, leaves, reply_content
-from fedshift.federation.remote.remote_federation import RemoteFederation, _Taken
+from fedshift.federation.remote.incoming import Taken
+from fedshift.federation.remote.remote_federation import RemoteFederation
 from fedshift.federation.remote.transport import Lost
 from fedshift.federation.remote.wire import Body, Message, body_of, seal, unseal
 from fedshift.federation.replies.checks import reply_type
@@ -303,8 +304,8 @@ class Attack:
         site, said = slot.request.site, {"answers": slot.key, **slot.reply.header}
         message = self._change(said, dict(slot.reply.content), slot.reply.body, self._draws)
         outcome = self._timed(slot, message)
-        self.taken += isinstance(outcome, _Taken)
-        if isinstance(outcome, _Taken) or self._draws.random() < _USED_ANYWAY:
+        self.taken += isinstance(outcome, Taken)
+        if isinstance(outcome, Taken) or self._draws.random() < _USED_ANYWAY:
             queue, place = self._queues.setdefault(site, {}), (slot.call, slot.number)
             if place in queue:
                 self.flush(site)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -22,17 +24,15 @@ def products_about(distances: Tensor) -> Tensor:
     return (norms[:, None] + norms - distances[:-1, :-1]) / 2
 
 
-def matching_weights(gram: Tensor, kappa: float, steps: int = 500, rate: float = 0.5) -> Tensor:
+def matching_weights(gram: Tensor, kappa: float) -> Tensor:
     """Γ on the simplex that minimises ``⟨Γ·g, ḡ⟩ + κ‖ḡ‖·‖Γ·g‖``, ḡ the mean of the sites' updates.
 
-    By exponentiated gradient descent from equal weights; the best weights on the way are kept. Source: FedOMG (Nguyen
-    et al., ICLR 2025, theorem 2), after CAGrad (Liu et al., NeurIPS 2021).
+    The function is convex. Sequential quadratic programming finds its minimum, also where one update is much longer than
+    the others. Source: FedOMG (Nguyen et al., ICLR 2025, theorem 2), after CAGrad (Liu et al., NeurIPS 2021).
 
     Args:
         gram: ⟨g_i, g_j⟩ of all pairs of updates, (K, K).
         kappa: κ.
-        steps: of the descent.
-        rate: of the descent, for a Gram matrix of mean diagonal 1.
 
     Returns:
         (K,) float64, with sum 1.
@@ -44,26 +44,36 @@ def matching_weights(gram: Tensor, kappa: float, steps: int = 500, rate: float =
         >>> matching_weights(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), kappa=0.5)
         tensor([0.5000, 0.5000], dtype=torch.float64)
     """
+    from scipy.optimize import minimize  # slow to import, and only this function needs it
+
     if gram.dim() != 2 or gram.shape[0] != gram.shape[1] or not bool(gram.isfinite().all()):
         raise UserError(f"a direction is matched by a finite Gram matrix (K, K), found one of {tuple(gram.shape)}")
-    products = gram.double()
+    sites = len(gram)
+    equal = np.full(sites, 1 / sites)
+    products = gram.double().numpy(force=True)
     scale = products.diagonal().mean()
-    weights = torch.full((len(gram),), 1 / len(gram), dtype=torch.float64)
     if not scale > 0:
-        return weights
+        return torch.from_numpy(equal)
     products = products / scale
     towards_mean = products.mean(1)
-    strength = kappa * towards_mean.mean().clamp_min(0).sqrt()
-    best, lowest = weights, float("inf")
-    for _ in range(steps):
-        length = (weights @ products @ weights).clamp_min(1e-12).sqrt()
-        value = float(weights @ towards_mean + strength * length)
-        if value < lowest:
-            best, lowest = weights, value
-        slope = towards_mean + strength * (products @ weights) / length
-        weights = weights * (-rate * (slope - slope.min())).exp()
-        weights = weights / weights.sum()
-    return best
+    strength = kappa * np.sqrt(max(towards_mean.mean(), 0.0))
+
+    def value_and_slope(weights: npt.NDArray[np.float64]) -> tuple[float, npt.NDArray[np.float64]]:
+        mixed = products @ weights
+        length = np.sqrt(max(weights @ mixed, 1e-12))
+        return float(weights @ towards_mean + strength * length), towards_mean + strength * mixed / length
+
+    found = minimize(
+        value_and_slope,
+        equal,
+        jac=True,
+        method="SLSQP",
+        bounds=[(0, 1)] * sites,
+        constraints={"type": "eq", "fun": lambda weights: weights.sum() - 1, "jac": np.ones_like},
+        options={"ftol": 1e-12, "maxiter": 200},
+    ).x.clip(0)
+    found = found / found.sum()
+    return torch.from_numpy(min(found, equal, key=lambda weights: value_and_slope(weights)[0]))
 
 
 def matching_shares(gram: Tensor, kappa: float) -> Tensor:
