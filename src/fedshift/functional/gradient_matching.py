@@ -27,8 +27,8 @@ def products_about(distances: Tensor) -> Tensor:
 def matching_weights(gram: Tensor, kappa: float) -> Tensor:
     """Γ on the simplex that minimises ``⟨Γ·g, ḡ⟩ + κ‖ḡ‖·‖Γ·g‖``, ḡ the mean of the sites' updates.
 
-    The function is convex. Sequential quadratic programming finds its minimum, also where one update is much longer than
-    the others. Source: FedOMG (Nguyen et al., ICLR 2025, theorem 2), after CAGrad (Liu et al., NeurIPS 2021).
+    The function is convex. Sequential quadratic programming finds its minimum, also where one update is much longer
+    than the others. Source: FedOMG (Nguyen et al., ICLR 2025, theorem 2), after CAGrad (Liu et al., NeurIPS 2021).
 
     Args:
         gram: ⟨g_i, g_j⟩ of all pairs of updates, (K, K).
