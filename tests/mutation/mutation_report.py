@@ -29,8 +29,8 @@ def markdown(
         "",
         "Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
         "",
-        f"{len(tried)} of {len(mutations)} results are of this commit's text: the function that has the mistake is as it"
-        " was when the mistake was tried, and the test that noticed is there. Only these are counted.",
+        f"{len(tried)} of {len(mutations)} results are of this commit's text: the function that has the mistake is as"
+        " it was when the mistake was tried, and the test that noticed is there. Only these are counted.",
         "",
         "| room | mistakes | of this text | killed | by time-out | survived | other | kill rate | processor seconds |",
         "|---|---|---|---|---|---|---|---|---|",

@@ -1,6 +1,6 @@
 """Break the code on purpose, one mistake at a time, and see whether a test notices.
 
-    python tests/mutation/run.py                     all mutations that have no result of the present text
+    python tests/mutation/run.py                     all that no test noticed, or not in the present text
     python tests/mutation/run.py --only csac --again
 
 Every mutation is tried in a fork of this process, which has imported torch and pytest and nothing of the package. The
@@ -78,10 +78,12 @@ def main() -> int:
     chosen = [mutation for mutation in mutations if any(part in mutation.name for part in options.only)]
     kept, known = _kept(), named_tests()
     waiting = [
-        mutation for mutation in chosen if options.again or not mutation.is_current(kept.get(mutation.name), known)
+        mutation
+        for mutation in ([] if options.report else chosen)
+        if options.again
+        or not mutation.is_current(kept.get(mutation.name), known)
+        or kept[mutation.name]["status"] not in KILLED
     ]
-    if options.report:
-        waiting = []
     print(f"{len(mutations)} mutations, {len(chosen)} chosen, {len(waiting)} to run, {options.jobs} at a time")
     if waiting:
         _preload()
@@ -94,9 +96,7 @@ def main() -> int:
         print(f"{done:4}/{len(waiting)} {result['status']:9}{outcome.seconds:6.1f} s  {mutation.name}", flush=True)
         _write(mutations, kept)
 
-    _fork_each(
-        {m: _tests_of(m, kept.get(m.name, {}).get("by")) for m in waiting}, note, options.jobs, options.timeout
-    )
+    _fork_each({m: _tests_of(m, kept.get(m.name, {}).get("by")) for m in waiting}, note, options.jobs, options.timeout)
     if not options.report:
         _confirm([kept[m.name] for m in chosen if m.name in kept], options.timeout)
     gc.unfreeze()
