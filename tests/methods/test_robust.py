@@ -272,11 +272,11 @@ def test_nobody_is_trusted_but_the_trusted() -> None:
             reply, weights=Weights({name: 2 * begun[name] - tensor for name, tensor in reply.weights.items()})
         )
 
-    method = method_of("fedavg", "trust")
+    method = method_of("fedavg", robust={"rule": "trust", "trusted": "c"})
     sent, begun = replies(method)
-    state, where = attacked(method, dict.fromkeys("bcde", backwards))
-    assert where.screening.report["fit"]["trust"] == {"a": 1, "b": 0, "c": 0, "d": 0, "e": 0}  # type: ignore[union-attr]
-    assert_close(state.weights, sent["a"].weights)
+    state, where = attacked(method, dict.fromkeys("abde", backwards))
+    assert where.screening.report["fit"]["trust"] == {"a": 0, "b": 0, "c": 1, "d": 0, "e": 0}  # type: ignore[union-attr]
+    assert_close(state.weights, sent["c"].weights)
 
 
 def test_a_model_that_was_not_sent_is_the_common_start() -> None:

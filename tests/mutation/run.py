@@ -109,7 +109,7 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Break the code on purpose and see whether a test notices.")
     parser.add_argument("--jobs", type=int, default=1, help="mutations at a time")
-    parser.add_argument("--timeout", type=int, default=120, help="processor seconds for one mutation's tests")
+    parser.add_argument("--timeout", type=int, default=60, help="processor seconds for one mutation's tests")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names; the default is all")
     parser.add_argument("--again", action="store_true", help="also those that have a result")
     parser.add_argument("--report", action="store_true", help="write the report anew and run nothing")

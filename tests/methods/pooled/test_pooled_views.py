@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from pooled_step import assert_same, descend, mixed_batch, pool, step, trainable
 from tiny import CNN, MLP
 
 from fedshift.errors import UserError
-from fedshift.federation.site import Envelope
+from fedshift.federation.site import Envelope, Site
 from fedshift.functional.jigsaw import shuffled_tiles, tile_permutations
 from fedshift.functional.mixing import mixed_styles
 from fedshift.methods import registry
@@ -80,6 +81,13 @@ def test_it_mixes_in_training_alone_and_as_often_as_asked() -> None:
     model.train()
     changed = sum(not torch.equal(model(inputs), plain) for _ in range(200))
     assert 70 < changed < 130
+
+
+def test_all_stages_mix_but_the_last() -> None:
+    _, _, model = pool(MixStyle())
+    Mixer(1.0, 0.1, torch.Generator(), across=False).attach(model, None)
+    mixing = [name for name, place in model.stages.items() if model.get_submodule(place)._forward_hooks]
+    assert mixing == list(model.stages)[:-1]
 
 
 def test_the_weights_are_of_a_beta_distribution() -> None:
@@ -206,6 +214,27 @@ def test_tiles_lose_their_colour_one_by_one() -> None:
     chosen[0, 5] = True
     mask = tile_mask(chosen, torch.zeros(1, 3, 6, 6))
     assert mask[0, 0].nonzero().tolist() == [[2, 4], [2, 5], [3, 4], [3, 5]]
+
+
+class Colours:
+    """Stands for a site whose inputs are pixels of three colours."""
+
+    def pixels(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs
+
+    inputs_of = pixels
+
+    def generator_for(self, purpose: str) -> torch.Generator:
+        return torch.Generator().manual_seed(0)
+
+
+def test_shuffled_images_lose_colour_and_images_in_order_do_not() -> None:
+    inputs = torch.rand(20, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+    found, orders = Puzzles(cast(Site, Colours()), 5, ordered=0.5, greyscale=1.0).of(inputs)
+    whole = orders == 0
+    assert 0 < int(whole.sum()) < 20
+    assert found[whole].equal(inputs[whole])
+    assert found[~whole].std(dim=1).max() < 1e-6
 
 
 def test_a_step_of_eisnet_by_hand() -> None:
