@@ -25,7 +25,7 @@ class Mutation:
     """One mistake: in ``module``, ``old`` (which occurs once) becomes ``new``, and one of ``tests`` should fail.
 
     ``tests`` are names of test files without their folder, ``test_`` and ``.py``, so that a file can move: ``copa``, or
-    ``kd3a*`` for all that begin so. ``contract::test_it_trains`` is a single test.
+    ``kd3a*`` for all that begin so. ``contract*::test_it_trains`` is a single test.
     """
 
     name: str
@@ -65,8 +65,10 @@ class Mutation:
         for target in self.tests:
             name, separator, test = target.partition("::")
             files = fnmatch.filter(_test_files(), f"*/test_{name}.py")
+            if test:
+                files = [file for file in files if f"def {test.partition('[')[0]}(" in _text(file)]
             if not files:
-                raise ValueError(f"{self.name}: there is no tests/**/test_{name}.py")
+                raise ValueError(f"{self.name}: there is no {target}")
             found |= dict.fromkeys(f"{file}{separator}{test}" for file in files)
         return list(found)
 
@@ -100,17 +102,18 @@ def _test_files() -> list[str]:
 
 
 @functools.cache
+def _text(file: str) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
+
+
+@functools.cache
 def _functions(text: str) -> list[ast.FunctionDef]:
     return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
 
 
 def named_tests() -> set[str]:
     """The names of all test functions of the repository."""
-    return {
-        name
-        for file in _test_files()
-        for name in re.findall(r"^ *def (test_\w+)", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
-    }
+    return {name for file in _test_files() for name in re.findall(r"^ *def (test_\w+)", _text(file), re.MULTILINE)}
 
 
 def read_list(path: Path) -> list[Mutation]:

