@@ -20,7 +20,8 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import PerSite, Reply
 from fedshift.functional.averaging import is_buffer, weighted_average
 from fedshift.methods import registry
-from fedshift.methods.base import Method, State, robust_rules
+from fedshift.methods.base import Method, State
+from fedshift.methods.composition.options import robust_rules
 from fedshift.methods.robust import Averaged, Krum, Median, TrimmedMean
 from fedshift.methods.screening import Screening, screening_of
 from fedshift.weights import Weights

@@ -149,7 +149,16 @@ def test_a_model_is_not_further_from_the_one_that_was_sent_than_training_leads()
                 checks().check("fit", "small", Update, content, {"weights": weights})
 
 
-@pytest.mark.parametrize(("name", "value"), [("running_var", -1e-3), ("running_var", 3e38), ("running_mean", 1e16)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("running_var", -1e-3),
+        ("running_var", 3e38),
+        ("running_mean", 1e16),
+        ("num_batches_tracked", -1),
+        ("num_batches_tracked", 2**40),
+    ],
+)
 def test_running_statistics_are_possible(name: str, value: float) -> None:
     network = {**MLP, "batch_norm": True}
     method, found = FedAvg(), [vectors("small", 9)]
