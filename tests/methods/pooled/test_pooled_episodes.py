@@ -268,7 +268,7 @@ def test_an_episode_by_hand() -> None:
 def test_the_first_stage_learns_phi_and_the_second_uses_it() -> None:
     """With momentum, which the second stage begins anew: its parameters are others."""
     method = metareg.MetaReg(meta_share=0.5, regulariser_rate=50.0)
-    site, weights, model = pool(method, momentum=0.9)
+    site, weights, model = pool(method, momentum=0.9, reset_optimizer_each_round=False)
     update = step(method, site, weights, mini_batches=3, steps=6)
     parts = method.parts(site, lambda: metareg.Parts(model, 3))
     assert (parts.penalties[0] >= 0).all()
