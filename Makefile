@@ -28,7 +28,7 @@ test-processors: $(READY)  ## the same under other instruction sets and numbers 
 check-results: $(READY)  ## what is committed of the benchmarks' results is whole
 	$(BIN)/python -m pytest benchmarks/test_results.py
 
-mutation: $(READY)  ## break the code on purpose and see whether tests notice: tests/mutation/report.md (hours on two cores)
+mutation: $(READY)  ## break the code on purpose and see whether tests notice: tests/mutation/report.md (minutes)
 	$(BIN)/python tests/mutation/run.py --jobs $(MUTATION_JOBS)
 
 lint: $(READY)

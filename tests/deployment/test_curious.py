@@ -198,7 +198,7 @@ def test_networks_that_the_site_file_lists(tmp_path: Path) -> None:
 
 def test_other_splits_are_refused_until_the_site_agrees(tmp_path: Path) -> None:
     program = program_of(tmp_path)
-    many = request(program, do="hello", **hello(seeds=list(range(100))))
+    many = request(program, do="hello", **hello(seeds=list(range(6))))
     assert "policy.splits: 5" in many["message"]
     assert program.terms.agreed()["splits"] == []
     program = program_of(tmp_path / "fresh")
@@ -214,6 +214,7 @@ def test_other_splits_are_refused_until_the_site_agrees(tmp_path: Path) -> None:
         assert "error" not in request(program, do="measure", round=1, part=chosen)
     agree_site(program.config.path, yes=True)
     assert "error" not in request(program, do="hello", **hello(seeds=[0, 2]))
+    assert "error" not in request(program_of(tmp_path / "five"), do="hello", **hello(seeds=list(range(5))))
     free = program_of(tmp_path / "free", splits="all")
     assert "error" not in request(free, do="hello", **hello(seeds=list(range(20))))
 

@@ -85,6 +85,11 @@ def test_a_strange_envelope_leaves_the_log_whole(strange: Any, tmp_path: Path) -
     assert len(lines) == 5
 
 
+@pytest.mark.parametrize("progress", [-0.1, 1.1, True, "1", None])
+def test_progress_is_a_share(progress: Any, tmp_path: Path) -> None:
+    assert "envelope" in request(program_of(tmp_path), envelope={**ENVELOPE, "progress": progress})["message"]
+
+
 def test_files_that_a_request_names_are_not_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program = program_of(tmp_path, send=["weights", "numbers", "accuracy", "styles"])
     monkeypatch.setenv("FEDSHIFT_WEIGHTS", str(tmp_path / "weights"))

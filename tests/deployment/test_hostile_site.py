@@ -287,6 +287,10 @@ def table(categories: list[str], **changes: Any) -> dict[str, Any]:
             r"card\.given",
         ),
         ({"given": {"kind": "moments", "count": 41, "total": [1.0] * 4, "squares": [1.0] * 4}}, "one sum for each"),
+        (
+            {"given": {"kind": "moments", "count": 206, "total": [1.0] * 5, "squares": [1.0] * 5}},
+            "more values than there are in 41 samples",
+        ),
         ({"given": table(["x\n" * 20_000]), "preprocessing": {"kind": "table"}}, r"card\.given"),
         ({"given": table([str(n) for n in range(100_001)]), "preprocessing": {"kind": "table"}}, "100000 categories"),
         ({"given": table(["f"], count=[42]), "preprocessing": {"kind": "table"}}, "more values than there are samples"),

@@ -272,7 +272,10 @@ def test_a_second_reply_is_refused(tmp_path: Path) -> None:
     options = options_of({"name": "fedavg"})
     there, _ = deploy(tmp_path, options, transport=doubled)
     assert same(model(simulate(tmp_path, options), "fedavg", "west"), model(there, "fedavg", "west"))
-    assert any("second reply" in event.get("reason", "") for event in events(tmp_path))
+    assert {event["what"] for event in events(tmp_path) if "second reply" in event.get("reason", "")} == {
+        "fit",
+        "measure",
+    }
 
 
 def test_a_site_that_is_lost_before_the_run_goes_on_stands_in_by_its_card(tmp_path: Path) -> None:

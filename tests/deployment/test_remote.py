@@ -207,6 +207,22 @@ def test_a_request_that_comes_again_is_not_trained_again(tmp_path: Path) -> None
     assert steps == [(1, False), (2, False), (2, True), (3, False)]
 
 
+def test_sites_are_told_up_to_where_a_checkpoint_reaches(tmp_path: Path) -> None:
+    """They keep their answers since then, and no older ones."""
+    files = write_data(tmp_path / "data", SITES)
+    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
+    told: list[int] = []
+
+    def listening(site: str, header: dict[str, Any], answer: Any) -> Any:
+        if site == "north" and header["do"] == "step":
+            told.append(header["checkpoint"])
+        return answer
+
+    deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(places, listening))
+    assert len(told) > 1
+    assert told == list(range(len(told)))
+
+
 @pytest.mark.parametrize(("wire", "share"), [("bf16", 0.5), ("int8", 0.3)])
 def test_narrow_weights_take_fewer_bytes_and_learn_as_well(wire: str, share: float, tmp_path: Path) -> None:
     options = options_of({"name": "fedavg"}, training={"rounds": 8, "batch_size": 8, "lr": 0.1})

@@ -78,6 +78,15 @@ def test_selected_round_carries_what_was_measured() -> None:
     assert last == SelectedRound(round=7, accuracy=50.0, source_accuracy=65.0, sites=sites, per_class=[None, 5])
 
 
+def test_what_a_chosen_round_says_is_of_that_round() -> None:
+    chosen = selected_rounds([record(1, 80, 60), record(2, 50, 70)])
+    oracle, last = chosen["oracle"], chosen["last"]
+    assert oracle is not None
+    assert last is not None
+    assert (oracle.accuracy, oracle.source_accuracy) == (80.0, 60.0)
+    assert (last.accuracy, last.source_accuracy) == (50.0, 70.0)
+
+
 def test_rule_by_name() -> None:
     assert selection_rule("oracle") == Oracle()
     with pytest.raises(UserError, match="oracle"):

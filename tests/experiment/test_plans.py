@@ -54,6 +54,15 @@ def test_bytes_that_a_pool_moves() -> None:
     assert pooled_bytes(named("kd3a"), data(), SPLIT) == {}
 
 
+def test_masks_of_sources_move_with_their_images() -> None:
+    """An image has 4 · 4 numbers of 4 bytes, its 2 masks have 4 · 4 of one byte; the target's masks stay."""
+    images, masks = np.zeros((9, 1, 4, 4), np.float32), np.zeros((9, 2, 4, 4), np.uint8)
+    found = {name: Domain(name, images, np.zeros(9, np.int64), masks=masks) for name in ("a", "b", "t")}
+    whole = DataSet("x", found, ("cup", "disc"), Preprocessing(kind="features"), Manifest(*[""] * 5))
+    assert pooled_bytes(named("deepall"), whole, SPLIT) == {"a": 6 * (64 + 32), "b": 2 * (64 + 32)}
+    assert pooled_bytes(named("mdan"), whole, SPLIT)["t"] == 3 * 64
+
+
 def test_numbers_of_domains_are_their_places() -> None:
     plans = site_plans(named("kd3a"), data(), SPLIT)
     assert [(plan.name, plan.role, plan.parts[0][2]) for plan in plans] == [
@@ -73,6 +82,8 @@ def test_rounds_until_all_have_used_their_budget() -> None:
     # Acquisition takes 6 and 2 first: 12 leaves 6, which are 2 rounds of 3.
     assert rounds_needed(csac, training, split, {"a": 12, "b": 4}) == 2
     assert rounds_needed(csac, training, split, {"a": 6, "b": 2}) == 0
+    # A pool trains on ceil(9 / 4) = 3 in a round, so it needs 3 rounds and not 4.
+    assert rounds_needed(named("deepall"), training, split, {"a": 6, "b": 3}) == 3
 
 
 def test_one_site_in_place_of_all_has_the_work_of_all() -> None:

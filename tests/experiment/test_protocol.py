@@ -22,6 +22,7 @@ from fedshift.experiment.plan import POOL, Plan, budgets, rounds_needed, site_bu
 from fedshift.experiment.protocol import Split, split_of
 from fedshift.federation.site_runner import SitePlan
 from fedshift.federation.training import Training
+from fedshift.methods.base import RunPlan, Traffic
 from fedshift.methods.federated.csac import CSAC
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.pooled.deepall import DeepAll
@@ -232,6 +233,23 @@ def test_check_foretells_the_run(tmp_path: Path, training: dict[str, Any], model
         assert sum(sum(run.bytes_up.values()) for run in runs) == method.bytes_up, method.label
         assert sum(sum(run.bytes_down.values()) for run in runs) == method.bytes_down, method.label
         assert set(method.shares) >= set(runs[0].bytes_up)
+
+
+def test_a_method_that_foretells_its_bytes_is_told_of_whole_sites(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[RunPlan] = []
+
+    def traffic(self: FedAvg, plan: RunPlan) -> Traffic:
+        told.append(plan)
+        return plan.dry
+
+    monkeypatch.setattr(FedAvg, "traffic", traffic)
+    where = save(tmp_path, a=features(1, 30), b=features(2, 50), c=features(3, 90))
+    found = fedshift.check(experiment(where, methods=["fedavg"], protocol={"targets": ["a"], "seeds": [0]}))
+    assert told[0].samples == {domain.name: domain.train for domain in found.domains if domain.name != "a"}
+    assert told[0].dry_samples == {"b": 2, "c": 2}
+    assert told[0].rounds == found.methods[0].rounds
 
 
 OWN = """from fedshift.methods import FedAvg, Federation, Site, State, Update, UserError, Weights

@@ -145,6 +145,19 @@ def test_triplets_by_hand() -> None:
         torch.testing.assert_close(memory[f"encoder.network.0.{name}"], 0.9 * before[name] + 0.1 * value)
 
 
+def test_the_encoder_of_keys_follows_the_site_s_own_steps_alone() -> None:
+    """Not the common model that comes with the next exchange: it has followed its own last step already."""
+    option = {"name": "triplets", "embedding": 4, "momentum": 0.5}
+    runner, weights = site_of(FedAvg(local=[option]))
+    first = fitted(runner, weights)
+    second = fitted(runner, weights, Envelope(2, 2, 0.1, 100))
+    found = runner.site.memory.weights("triplets")
+    for name in (name for name in weights if name.startswith("features.")):
+        expected = (weights[name] + first[name]) / 4 + second[name] / 2
+        kept = found[name.replace("features.", "encoder.network.0.", 1)]
+        torch.testing.assert_close(kept, expected, atol=1e-6, rtol=1e-5)
+
+
 # Composition ----------------------------------------------------------------------------------------------------------
 
 

@@ -22,7 +22,7 @@ from fedshift.functional.averaging import is_buffer, weighted_average
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State
 from fedshift.methods.composition.options import robust_rules
-from fedshift.methods.robust import Averaged, Krum, Median
+from fedshift.methods.robust import Averaged, Krum, Median, TrimmedMean
 from fedshift.methods.screening import Screening, screening_of
 from fedshift.weights import Weights
 
@@ -196,9 +196,18 @@ def test_krum_looks_at_parameters_and_statistics_apart() -> None:
         return changed
 
     method = method_of("fedavg", "krum", robust={"rule": "krum", "faulty": 1, "keep": 4})
-    for bad, left_out in (({"b": odd_statistics}, "b"), ({site: spread(site) for site in SITES}, "c")):
+    for bad, left_out in (({"e": odd_statistics}, "e"), ({site: spread(site) for site in SITES}, "c")):
         _, where = attacked(method, bad)
         assert where.screening.report["fit"]["left_out"] == [left_out]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("trim", "mean"), [(0, 22.6), (1, 13 / 3), (2, 2.0)])
+def test_as_many_are_trimmed_as_asked(trim: int, mean: float) -> None:
+    models = [Weights({"w": torch.tensor([value])}) for value in (0.0, 1.0, 10.0, 2.0, 100.0)]
+    verdict = TrimmedMean(trim=trim).judge("abcde", models, models[0])
+    one = verdict.replaced("a", models[0])
+    assert one is not None
+    assert one["w"].item() == pytest.approx(mean)
 
 
 def test_equal_scores_are_decided_by_name() -> None:
@@ -264,11 +273,11 @@ def test_nobody_is_trusted_but_the_trusted() -> None:
             reply, weights=Weights({name: 2 * begun[name] - tensor for name, tensor in reply.weights.items()})
         )
 
-    method = method_of("fedavg", "trust")
+    method = method_of("fedavg", robust={"rule": "trust", "trusted": "c"})
     sent, begun = replies(method)
-    state, where = attacked(method, dict.fromkeys("bcde", backwards))
-    assert where.screening.report["fit"]["trust"] == {"a": 1, "b": 0, "c": 0, "d": 0, "e": 0}  # type: ignore[union-attr]
-    assert_close(state.weights, sent["a"].weights)
+    state, where = attacked(method, dict.fromkeys("abde", backwards))
+    assert where.screening.report["fit"]["trust"] == {"a": 0, "b": 0, "c": 1, "d": 0, "e": 0}  # type: ignore[union-attr]
+    assert_close(state.weights, sent["c"].weights)
 
 
 def test_a_model_that_was_not_sent_is_the_common_start() -> None:

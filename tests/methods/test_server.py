@@ -113,6 +113,14 @@ def test_what_each_site_has_of_its_own_is_the_method_s(name: str, options: dict[
     assert all(torch.allclose(slow.weights[key], start[key], atol=1e-9, rtol=0) for key in common)
 
 
+def test_a_wrapper_s_sites_have_of_their_own_what_the_inner_method_s_have() -> None:
+    inner = method_of("fedbn")
+    start = start_of(inner, domains(NORMED), NORMED)
+    own = inner.personal(start)
+    assert own
+    assert method_of("styles", method=inner).personal(start) == own
+
+
 def test_it_goes_with_a_robust_rule_and_a_wrapper() -> None:
     clipped = {"rule": "norm_clipping", "bound": 1e-6}
     served = run(method_of("styles", robust=clipped, server={"optimizer": "momentum", "rate": 1e6}), rounds=1)[0]

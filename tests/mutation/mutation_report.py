@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from mutations import Mutation
@@ -11,8 +11,17 @@ KILLED = ("killed", "timeout")
 """What counts as noticed. A test that never ends is noticed, too; the report counts it apart."""
 
 
-def markdown(mutations: list[Mutation], results: Mapping[str, Mapping[str, Any]], versions: Mapping[str, str]) -> str:
-    """Kill rate as a whole and by area, and every mutation that no test noticed."""
+def markdown(
+    mutations: list[Mutation],
+    results: Mapping[str, Mapping[str, Any]],
+    current: Collection[str],
+    versions: Mapping[str, str],
+) -> str:
+    """Kill rate as a whole and by room, what no test noticed, and what was tried on another text than the present.
+
+    ``current`` are the names of those whose result is of the present text. Only these count.
+    """
+    tried = {name: results[name] for name in results if name in current}
     lines = [
         "# Deliberate mistakes, and whether a test noticed",
         "",
@@ -20,19 +29,31 @@ def markdown(mutations: list[Mutation], results: Mapping[str, Mapping[str, Any]]
         "",
         "Versions: " + ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
         "",
-        "| area | mutations | run | killed | by time-out | survived | other | kill rate | seconds |",
+        f"{len(tried)} of {len(mutations)} results are of this commit's text: the function that has the mistake is as"
+        " it was when the mistake was tried, and the test that noticed is there. Only these are counted.",
+        "",
+        "| room | mistakes | of this text | killed | by time-out | survived | other | kill rate | processor seconds |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    areas = sorted({mutation.area for mutation in mutations})
-    for area in areas:
-        lines.append(_row(area, [m for m in mutations if m.area == area], results))
-    lines.append(_row("**all**", mutations, results))
-    bad = [m for m in mutations if m.name in results and results[m.name]["status"] not in KILLED]
+    for room in sorted({_room(mutation) for mutation in mutations}):
+        lines.append(_row(room, [m for m in mutations if _room(m) == room], tried))
+    lines.append(_row("**all**", mutations, tried))
+    bad = [m for m in mutations if m.name in tried and tried[m.name]["status"] not in KILLED]
     lines += ["", "## Not noticed", ""]
-    lines += [f"- `{m.name}` ({results[m.name]['status']}): `{_short(m.old)}` → `{_short(m.new)}`" for m in bad]
+    lines += [f"- `{m.name}` ({tried[m.name]['status']}): `{_short(m.old)}` → `{_short(m.new)}`" for m in bad]
     if not bad:
         lines.append("None.")
+    other = [mutation.name for mutation in mutations if mutation.name not in tried]
+    if other:
+        lines += ["", "## Not tried on this text", ""]
+        lines += [f"- `{name}`" + (" (of an older text)" if name in results else "") for name in other]
     return "\n".join(lines) + "\n"
+
+
+def _room(mutation: Mutation) -> str:
+    """The folder of the mistake: of methods one more level."""
+    parts = mutation.module.split(".")[1:-1]
+    return "/".join(parts[:2] if parts[:1] == ["methods"] else parts[:1]) or "fedshift"
 
 
 def _row(name: str, mutations: list[Mutation], results: Mapping[str, Mapping[str, Any]]) -> str:

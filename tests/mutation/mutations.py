@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import fnmatch
+import functools
 import hashlib
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,11 +16,17 @@ import yaml
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+SOURCE = ROOT / "src"
+TESTS = ROOT / "tests"
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """One mistake: in ``module``, ``old`` (which occurs once) becomes ``new``, and one of ``tests`` should fail."""
+    """One mistake: in ``module``, ``old`` (which occurs once) becomes ``new``, and one of ``tests`` should fail.
+
+    ``tests`` are names of test files without their folder, ``test_`` and ``.py``, so that a file can move: ``copa``, or
+    ``kd3a*`` for all that begin so. ``contract*::test_it_trains`` is a single test.
+    """
 
     name: str
     area: str
@@ -24,7 +35,7 @@ class Mutation:
     new: str
     tests: tuple[str, ...]
 
-    def file(self, source: Path) -> Path:
+    def file(self, source: Path = SOURCE) -> Path:
         """The module's file below ``source``, which holds the package."""
         return source.joinpath(*self.module.split(".")).with_suffix(".py")
 
@@ -38,12 +49,71 @@ class Mutation:
             raise ValueError(f"{self.name}: the original occurs {found} times in {self.module}, not once:\n{self.old}")
         return text.replace(self.old, self.new)
 
-    def digest(self, source: Path, tests: Path) -> str:
-        """Changes with the mutation, with the module, and with the files of its tests."""
-        digest = hashlib.sha256(repr(self).encode())
-        for path in (self.file(source), *(tests / target.split("::")[0] for target in self.tests)):
-            digest.update(path.read_bytes() if path.is_file() else b"")
-        return digest.hexdigest()
+    def digest(self) -> str:
+        """Changes with the mistake and with the function that it is in, and with nothing else."""
+        text = self.file().read_text(encoding="utf-8")
+        self.applied(text)
+        place = _function_around(text, text.index(self.old), text.index(self.old) + len(self.old))
+        return hashlib.sha256(f"{self.old}\x1f{self.new}\x1f{place}".encode()).hexdigest()[:16]
+
+    def targets(self) -> list[str]:
+        """What pytest is to run.
+
+        Raises ValueError when a name in ``tests`` is that of no test file.
+        """
+        found: dict[str, None] = {}
+        for target in self.tests:
+            name, separator, test = target.partition("::")
+            files = fnmatch.filter(_test_files(), f"*/test_{name}.py")
+            if test:
+                files = [file for file in files if f"def {test.partition('[')[0]}(" in _text(file)]
+            if not files:
+                raise ValueError(f"{self.name}: there is no {target}")
+            found |= dict.fromkeys(f"{file}{separator}{test}" for file in files)
+        return list(found)
+
+    def is_current(self, result: Mapping[str, Any] | None, known_tests: set[str]) -> bool:
+        """Whether ``result`` is of the present text, and the test that noticed is still there."""
+        if result is None or result.get("digest") != self.digest():
+            return False
+        by = result.get("by")
+        return by is None or by.split("::")[-1].split("[")[0] in known_tests
+
+
+def _function_around(text: str, begin: int, end: int) -> str:
+    """The smallest function that holds the characters from ``begin`` to ``end``; outside of functions, all of it."""
+    first, last = text.count("\n", 0, begin) + 1, text.count("\n", 0, end) + 1
+    if text[end - 1] == "\n":
+        last -= 1
+    around = [
+        node
+        for node in _functions(text)
+        if node.end_lineno is not None and node.lineno <= first and last <= node.end_lineno
+    ]
+    if not around:
+        return text
+    node = max(around, key=lambda node: node.lineno)
+    return "\n".join(text.splitlines()[node.lineno - 1 : node.end_lineno])
+
+
+@functools.cache
+def _test_files() -> list[str]:
+    return sorted(str(file.relative_to(ROOT)) for file in TESTS.rglob("test_*.py"))
+
+
+@functools.cache
+def _text(file: str) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
+
+
+@functools.cache
+def _functions(text: str) -> list[ast.FunctionDef]:
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+
+
+def named_tests() -> set[str]:
+    """The names of all test functions of the repository."""
+    return {name for file in _test_files() for name in re.findall(r"^ *def (test_\w+)", _text(file), re.MULTILINE)}
 
 
 def read_list(path: Path) -> list[Mutation]:

@@ -1,73 +1,107 @@
 """Break the code on purpose, one mistake at a time, and see whether a test notices.
 
-    python tests/mutation/run.py --jobs 8            all mutations that have no result yet
+    python tests/mutation/run.py                     all that no test noticed, or not in the present text
     python tests/mutation/run.py --only csac --again
 
-Every mutation runs in a copy of ``src`` of its own; the checkout is never edited. Results are kept in ``report.json``
-after each mutation, so a run that was cut off goes on. A result counts for as long as the mutation, the module and the
-files of its tests stay as they are. A kill counts only if the test that noticed passes without the mistake.
+Every mutation is tried in a fork of this process, which has imported torch and pytest and nothing of the package. The
+fork imports the package from the checkout, and the mutated module from memory: no file is changed. Results are kept in
+``report.json`` after each mutation, so a run that was cut off goes on. A kill counts only if the test that noticed
+passes without the mistake.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import importlib
 import importlib.metadata
 import importlib.util
 import json
-import multiprocessing
 import os
 import platform
 import re
-import shutil
+import resource
 import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
+from types import CodeType, ModuleType
 from typing import Any
 
+os.environ["OMP_NUM_THREADS"] = "1"  # read where torch is imported
+
+import hypothesis
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from mutation_report import KILLED, markdown
-from mutations import HERE, ROOT, Mutation, all_mutations
+from mutations import HERE, ROOT, Mutation, all_mutations, named_tests
 
 SOURCE = ROOT / "src"
 KEPT = HERE / "report.json"
-_PROCESSES = multiprocessing.get_context("forkserver")
-"""Each run of tests is a fork of a process that has imported what takes seconds, but nothing of the package."""
-_PROCESSES.set_forkserver_preload(["pytest", "numpy", "pydantic", "torch", "torchvision"])
+_PRELOADED = (
+    "cryptography.x509", "hypothesis.extra.numpy", "PIL.Image", "rich.console",
+    "rich.progress", "rich.table", "safetensors.torch", "scipy.optimize", "scipy.spatial", "scipy.special",
+    "sklearn.cluster", "sklearn.datasets", "sklearn.linear_model", "sklearn.metrics", "torch.func", "torchvision",
+    "typer.testing", "yaml",
+)  # fmt: skip
+"""What takes seconds to import: once, instead of once a mutation."""
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?::.+?)(?: - .*)?$", re.MULTILINE)
+_NOT_A_RESULT = 99
+"""Status of a fork that went wrong outside of pytest, which has statuses of its own from 0 to 5."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one fork: its exit status, none where its time ran out, its output and its processor seconds."""
+
+    status: int | None
+    output: str
+    seconds: float
+
+    @property
+    def failed(self) -> list[str]:
+        """The tests that failed."""
+        return _FAILED.findall(self.output)
 
 
 def main() -> int:
     """Run what is asked for; 0 when no mutation survived."""
     options = _options()
-    os.environ["OMP_NUM_THREADS"] = "1"  # read where torch is imported
     mutations = all_mutations()
     chosen = [mutation for mutation in mutations if any(part in mutation.name for part in options.only)]
-    kept = _kept()
+    kept, known = _kept(), named_tests()
     waiting = [
         mutation
-        for mutation in chosen
-        if options.again or kept.get(mutation.name, {}).get("digest") != mutation.digest(SOURCE, ROOT)
+        for mutation in ([] if options.report else chosen)
+        if options.again
+        or not mutation.is_current(kept.get(mutation.name), known)
+        or kept[mutation.name]["status"] not in KILLED
     ]
     print(f"{len(mutations)} mutations, {len(chosen)} chosen, {len(waiting)} to run, {options.jobs} at a time")
-    _check_copy_is_used()
-    with ThreadPoolExecutor(options.jobs) as pool:
-        running = {pool.submit(_tried, mutation, options.timeout): mutation for mutation in waiting}
-        for number, future in enumerate(as_completed(running), 1):
-            name, result = running[future].name, future.result()
-            kept[name] = result
-            print(f"{number:4}/{len(waiting)} {result['status']:9} {result['seconds']:6.1f} s  {name}", flush=True)
-            _write(mutations, kept)
-    _confirm(chosen, kept, options)
+    if waiting:
+        _preload()
+    done = 0
+
+    def note(mutation: Mutation, outcome: Outcome) -> None:
+        nonlocal done
+        done += 1
+        kept[mutation.name] = result = _result(mutation, outcome)
+        print(f"{done:4}/{len(waiting)} {result['status']:9}{outcome.seconds:6.1f} s  {mutation.name}", flush=True)
+        _write(mutations, kept)
+
+    _fork_each({m: _tests_of(m, kept.get(m.name, {}).get("by")) for m in waiting}, note, options.jobs, options.timeout)
+    if not options.report:
+        _confirm([kept[m.name] for m in chosen if m.name in kept], options.timeout)
+    gc.unfreeze()
     _write(mutations, kept)
-    bad = [name for name in (m.name for m in chosen) if kept[name]["status"] not in KILLED]
+    bad = [m.name for m in chosen if m.name in kept and kept[m.name]["status"] not in KILLED]
     print("\n".join(f"not killed: {name}" for name in bad) or "all killed")
     return 1 if bad else 0
 
@@ -75,9 +109,10 @@ def main() -> int:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Break the code on purpose and see whether a test notices.")
     parser.add_argument("--jobs", type=int, default=1, help="mutations at a time")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for one mutation's tests")
+    parser.add_argument("--timeout", type=int, default=60, help="processor seconds for one mutation's tests")
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names; the default is all")
     parser.add_argument("--again", action="store_true", help="also those that have a result")
+    parser.add_argument("--report", action="store_true", help="write the report anew and run nothing")
     return parser.parse_args()
 
 
@@ -89,104 +124,149 @@ def _kept() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _copy(folder: Path) -> Path:
-    """A copy of the package's source in ``folder``, without compiled files: they could be of another text."""
-    shutil.copytree(SOURCE, folder / "src", ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
-    return folder / "src"
+# Forks ----------------------------------------------------------------------------------------------------------------
 
 
-def _environment(source: Path) -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(source), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+def _preload() -> None:
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    assert not any(name.partition(".")[0] == "fedshift" for name in sys.modules)
+    # No database, the same examples every time, and the first failing one is enough.
+    hypothesis.settings.register_profile(
+        "mutation", database=None, derandomize=True, phases=(hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    )
+    hypothesis.settings.load_profile("mutation")
+    sys.dont_write_bytecode = False  # what one fork compiles, the next one reads
+    gc.collect()
+    gc.freeze()  # a fork that collects would copy every page
 
 
-def _check_copy_is_used() -> None:
-    """Raises RuntimeError when Python would import another copy than the one it is given."""
-    with tempfile.TemporaryDirectory() as folder:
-        child = _PROCESSES.Process(target=_find_copy, args=(_copy(Path(folder)),))
-        child.start()
-        child.join()
-    if child.exitcode != 0:
-        raise RuntimeError("the mutated copy is not what Python imports")
+def _fork_each(
+    work: dict[Mutation, list[list[str]]], note: Callable[[Mutation, Outcome], None], jobs: int, timeout: int
+) -> None:
+    """Run the tests of each mutation, ``jobs`` at a time, and tell ``note`` what became of it."""
+    waiting, running = list(work.items()), dict[int, tuple[Mutation, Path]]()
+    with tempfile.TemporaryDirectory(prefix="fedshift-mutation-") as folder:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                mutation, tests = waiting.pop(0)
+                output = Path(folder) / f"{len(waiting)}"
+                running[_forked(mutation, tests, output, timeout)] = mutation, output
+            process, status, usage = os.wait4(-1, 0)
+            mutation, output = running.pop(process)
+            code = None if os.WIFSIGNALED(status) and os.WTERMSIG(status) in _OUT_OF_TIME else _exit_code(status)
+            text = output.read_text(encoding="utf-8", errors="replace")
+            note(mutation, Outcome(code, text, round(usage.ru_utime + usage.ru_stime, 2)))
 
 
-def _find_copy(source: Path) -> None:
-    _use(source)
-    found = importlib.util.find_spec("fedshift")
-    sys.exit(0 if found and Path(str(found.origin)).resolve().is_relative_to(source.resolve()) else 1)
+_OUT_OF_TIME = (signal.SIGXCPU, signal.SIGKILL, signal.SIGALRM)
 
 
-def _use(source: Path) -> None:
-    """Let this process, and those that its tests start, import the package in ``source``."""
-    os.environ.update(_environment(source))
-    sys.dont_write_bytecode = True
-    sys.path.insert(0, str(source))
+def _exit_code(status: int) -> int:
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else _NOT_A_RESULT
 
 
-def _run_tests(source: Path, arguments: list[str], output: str) -> None:
-    """In a process of its own: pytest, with what it prints in the file ``output``; its status is the process's."""
-    os.setsid()
-    handle = os.open(output, os.O_WRONLY | os.O_APPEND)
-    os.dup2(handle, 1)
-    os.dup2(handle, 2)
-    _use(source)
+def _forked(mutation: Mutation | None, tests: list[list[str]], output: Path, timeout: int) -> int:
+    """Start a process that runs the lists of tests in ``tests`` one after another, until one of a list fails."""
+    handle = os.open(output, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    sys.stdout.flush()
+    process = os.fork()
+    if process:
+        os.close(handle)
+        return process
+    code = _NOT_A_RESULT
+    try:
+        os.dup2(handle, 1)
+        os.dup2(handle, 2)
+        resource.setrlimit(resource.RLIMIT_CPU, (timeout, timeout + 5))
+        signal.alarm(20 * timeout)  # for a test that waits and does nothing
+        code = _run_tests(mutation, tests)
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+    raise AssertionError("a fork ends above")
+
+
+def _run_tests(mutation: Mutation | None, tests: list[list[str]]) -> int:
+    """The status of the last run of pytest."""
     os.chdir(ROOT)
-    sys.exit(int(pytest.main(arguments)))
-
-
-def _pytest(source: Path, targets: Iterable[str], timeout: float, *more: str) -> tuple[int | None, str]:
-    """Exit status (none where time ran out) and output of pytest on the package in ``source``."""
+    sys.path.insert(0, str(SOURCE))
+    if mutation is not None:
+        sys.meta_path.insert(0, _WithMistake(mutation))
     arguments = ["-q", "--tb=line", "-rfE", "-p", "no:cacheprovider", "-m", "not slow"]
     if importlib.util.find_spec("xdist") is not None:
         arguments += ["-n", "0"]
-    with tempfile.NamedTemporaryFile() as output:
-        child = _PROCESSES.Process(target=_run_tests, args=(source, [*arguments, *more, *targets], output.name))
-        child.start()
-        child.join(timeout)
-        if child.is_alive():
-            assert child.pid is not None
-            os.killpg(child.pid, signal.SIGKILL)
-            child.join()
-            return None, ""
-        return child.exitcode, Path(output.name).read_text(encoding="utf-8", errors="replace")
+    code = _NOT_A_RESULT
+    for targets in tests:
+        code = int(pytest.main([*arguments, *(["-x"] if mutation else []), *targets]))
+        if code == 1:
+            break
+    package = sys.modules.get("fedshift")
+    if package is None or not Path(str(package.__file__)).is_relative_to(SOURCE):
+        return _NOT_A_RESULT
+    return code
 
 
-def _tried(mutation: Mutation, timeout: float) -> dict[str, Any]:
-    """What became of one mutation."""
-    begun = time.monotonic()
-    digest = mutation.digest(SOURCE, ROOT)
-    with tempfile.TemporaryDirectory(prefix="fedshift-mutation-") as folder:
-        source = _copy(Path(folder))
-        file = mutation.file(source)
-        file.write_text(mutation.applied(file.read_text(encoding="utf-8")), encoding="utf-8")
-        code, output = _pytest(source, mutation.tests, timeout, "-x")
-    noticed = _FAILED.findall(output)
-    result: dict[str, Any] = {"digest": digest, "area": mutation.area, "seconds": round(time.monotonic() - begun, 1)}
-    if code is None:
+class _WithMistake(MetaPathFinder):
+    """Finds the mutated module, and no other."""
+
+    def __init__(self, mutation: Mutation) -> None:
+        self._mutation = mutation
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self._mutation.module:
+            return None
+        file = self._mutation.file(SOURCE)
+        return importlib.util.spec_from_file_location(fullname, file, loader=_Loader(self._mutation, file))
+
+
+class _Loader(SourceFileLoader):
+    def __init__(self, mutation: Mutation, file: Path) -> None:
+        super().__init__(mutation.module, str(file))
+        self._mutation = mutation
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The module's code with the mistake in it; no compiled file is read or written."""
+        return compile(self._mutation.applied(Path(self.path).read_text(encoding="utf-8")), self.path, "exec")
+
+
+# Results --------------------------------------------------------------------------------------------------------------
+
+
+def _tests_of(mutation: Mutation, noticed_before: str | None) -> list[list[str]]:
+    """First the test that noticed the last time, if it is still where it was; then all that should notice."""
+    there = noticed_before is not None and (ROOT / noticed_before.split("::")[0]).is_file()
+    return [*([[str(noticed_before)]] if there else []), mutation.targets()]
+
+
+def _result(mutation: Mutation, outcome: Outcome) -> dict[str, Any]:
+    result: dict[str, Any] = {"digest": mutation.digest(), "seconds": outcome.seconds}
+    if outcome.status is None:
         return {**result, "status": "timeout"}
-    if code == 0:
+    if outcome.status == 0:
         return {**result, "status": "survived"}
-    if code == 1 and noticed:
-        return {**result, "status": "killed", "by": noticed[0]}
-    return {**result, "status": "invalid", "output": output[-2000:]}  # nothing collected, or the module does not load
+    if outcome.status == 1 and outcome.failed:
+        return {**result, "status": "killed", "by": outcome.failed[0]}
+    return {**result, "status": "invalid", "output": outcome.output[-2000:]}  # nothing ran, or the module does not load
 
 
-def _confirm(chosen: list[Mutation], kept: dict[str, dict[str, Any]], options: argparse.Namespace) -> None:
+def _confirm(results: Iterable[dict[str, Any]], timeout: int) -> None:
     """Run the tests that noticed on the source as it is: a test that fails there has killed nothing."""
-    killers = {kept[m.name]["by"]: None for m in chosen if "by" in kept[m.name] and not kept[m.name].get("confirmed")}
-    files: dict[str, list[str]] = {}
-    for target in killers:
-        files.setdefault(target.split("::")[0], []).append(target)
-    with tempfile.TemporaryDirectory(prefix="fedshift-mutation-") as folder, ThreadPoolExecutor(options.jobs) as pool:
-        source = _copy(Path(folder))
-        limit = 4 * options.timeout
-        outcomes = list(pool.map(lambda targets: _pytest(source, targets, limit), files.values()))
-    for targets, (code, output) in zip(files.values(), outcomes, strict=True):
-        failing = set(_FAILED.findall(output))
-        for mutation in chosen:
-            result = kept[mutation.name]
-            if result.get("by") in targets and not result.get("confirmed"):
-                sound = code in (0, 1) and result["by"] not in failing
-                result |= {"confirmed": True} if sound else {"status": "unsound"}
+    unsure = [result for result in results if result["status"] == "killed" and not result.get("confirmed")]
+    if not unsure:
+        return
+    _preload()
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "output"
+        tests = sorted({result["by"] for result in unsure})
+        _, status = os.waitpid(_forked(None, [tests], output, len(tests) * timeout), 0)
+        failed = set(_FAILED.findall(output.read_text(encoding="utf-8", errors="replace")))
+    if _exit_code(status) not in (0, 1):
+        raise RuntimeError("the tests that noticed could not be run without the mistakes")
+    for result in unsure:
+        result |= {"status": "unsound"} if result["by"] in failed else {"confirmed": True}
 
 
 def _versions() -> dict[str, str]:
@@ -198,12 +278,13 @@ def _versions() -> dict[str, str]:
 def _write(mutations: list[Mutation], kept: dict[str, dict[str, Any]]) -> None:
     """Keep the results, and render the report. Results of mutations that are no longer listed go."""
     listed = {mutation.name: kept[mutation.name] for mutation in mutations if mutation.name in kept}
-    versions = _versions()
-    text = json.dumps({"versions": versions, "mutations": listed}, indent=1, ensure_ascii=False)
+    versions, known = _versions(), named_tests()
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(result)}" for name, result in listed.items())
     draft = KEPT.with_suffix(".part")
-    draft.write_text(text + "\n", encoding="utf-8")
+    draft.write_text(f'{{"versions": {json.dumps(versions)}, "mutations": {{\n{lines}\n}}}}\n', encoding="utf-8")
     draft.replace(KEPT)
-    (HERE / "report.md").write_text(markdown(mutations, listed, versions), encoding="utf-8")
+    current = {m.name for m in mutations if m.is_current(listed.get(m.name), known)}
+    (HERE / "report.md").write_text(markdown(mutations, listed, current, versions), encoding="utf-8")
 
 
 if __name__ == "__main__":

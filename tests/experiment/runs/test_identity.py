@@ -35,6 +35,7 @@ def changed(section: str, **fields: Any) -> dict[str, Any]:
         ("model", {"dropout": 0.0}),
         ("data", {"root": "/elsewhere"}),
         ("engine", {"workers": 1}),
+        ("versions", {"torch": "2"}),
     ],
 )
 def test_a_field_that_was_not_known_then_holds_its_default(section: str, fields: dict[str, Any]) -> None:

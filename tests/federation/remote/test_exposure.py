@@ -245,6 +245,13 @@ def test_the_running_mean_of_a_few_samples() -> None:
     assert score(domain, {"name": "mlp", "hidden": [64], "batch_norm": True}, change) > LIMIT
 
 
+def test_samples_of_zeros_count_by_the_bias() -> None:
+    """One row of 40 has an entry, and a small one: it is not the only one that moves the layer."""
+    inputs = np.zeros((40, 5), np.float32)
+    inputs[0, 0] = 0.1
+    assert score(Domain("north", inputs, np.arange(40) % 3), {"name": "linear"}, lambda network: None) < 0.07
+
+
 # The watch itself -----------------------------------------------------------------------------------------------------
 
 

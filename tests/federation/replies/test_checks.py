@@ -22,6 +22,7 @@ from fedshift.methods import registry
 from fedshift.methods.federated.elcfs import ELCFS
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fednova import FedNova, Normalised
+from fedshift.methods.federated.scaffold import Controlled, Scaffold, zeros
 from fedshift.weights import Weights
 
 WRONG = "small"
@@ -87,6 +88,7 @@ def test_what_is_declared_is_let_through() -> None:
         {"shares": {"large": float("nan")}},
         {"number": 5},
         {"number": True},
+        {"shares": {"large": True}},
     ],
 )
 def test_what_is_not_declared_is_refused(change: dict[str, Any]) -> None:
@@ -100,6 +102,27 @@ def test_losses_are_finite(value: float) -> None:
     assert checked_reply(Update, good)
     with pytest.raises(FedshiftError, match="'loss'"):
         checked_reply(Update, {**good, "loss": value})
+
+
+def test_a_field_that_no_call_returns_is_refused() -> None:
+    with pytest.raises(FedshiftError, match="fields"):
+        checked_reply(Update, {"weights": Weights({}), "samples": 3, "loss": 0.5, "more": 1.0})
+
+
+def test_tensors_that_nobody_declares_are_of_a_type_that_travels() -> None:
+    assert checks().check("fit", "large", Told, told(), {}) is None
+    with pytest.raises(FedshiftError, match="complex64"):
+        checks().check("fit", "large", Told, told(**features(2, 3, dtype=torch.complex64)), {})
+
+
+def test_what_a_method_declares_need_not_be_near_to_what_was_sent() -> None:
+    """SCAFFOLD's control variates are gradients: from zero to 90 in one round is far for a model."""
+    method, found = Scaffold(), domains(MLP)
+    weights = start_of(method, found, MLP)
+    sent = {"weights": weights, "control": zeros(weights)}
+    control = Weights({name: value + 90 for name, value in sent["control"].items()})
+    content = {"weights": weights, "samples": 5, "loss": 0.5, "control": control}
+    assert checks(method).check("train", "small", Controlled, content, sent) is None
 
 
 @pytest.mark.parametrize("samples", [0, 6, -1])
@@ -126,7 +149,16 @@ def test_a_model_is_not_further_from_the_one_that_was_sent_than_training_leads()
                 checks().check("fit", "small", Update, content, {"weights": weights})
 
 
-@pytest.mark.parametrize(("name", "value"), [("running_var", -1e-3), ("running_var", 3e38), ("running_mean", 1e16)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("running_var", -1e-3),
+        ("running_var", 3e38),
+        ("running_mean", 1e16),
+        ("num_batches_tracked", -1),
+        ("num_batches_tracked", 2**40),
+    ],
+)
 def test_running_statistics_are_possible(name: str, value: float) -> None:
     network = {**MLP, "batch_norm": True}
     method, found = FedAvg(), [vectors("small", 9)]

@@ -27,6 +27,7 @@ from fedshift.federation.local.pool import WorkerPool
 from fedshift.federation.setting_json import setting_from, setting_recipe
 from fedshift.federation.site import Site
 from fedshift.federation.site_runner import Setting
+from fedshift.methods import registry
 from fedshift.methods.base import Method
 from fedshift.methods.composition.options import Composed
 from fedshift.methods.federated.alone import Alone
@@ -121,6 +122,13 @@ def test_nothing_of_the_inner_method_is_forgotten() -> None:
     hooks = {name for kind in both for name in (*vars(kind), *kind.__annotations__) if not name.startswith("_")}
     hooks -= {name for name in hooks if name.startswith("model_")}
     assert hooks - own <= set(vars(Wrapper))
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedadg", "fedomg", "kd3a", "mdfnet"])
+def test_it_says_of_itself_what_the_inner_method_says(name: str) -> None:
+    inner = registry.parse({"name": name})
+    for said in ("needs_target", "one_target", "uses_held_out", "needs_every_model", "averages", "has_server_step"):
+        assert getattr(StyleTransfer(method=inner), said) == getattr(inner, said), said
 
 
 def test_warnings_of_the_inner_method_are_handed_on() -> None:

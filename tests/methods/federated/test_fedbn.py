@@ -107,6 +107,8 @@ def test_a_new_site_s_batches_are_normalised_by_themselves(name: str) -> None:
 def test_a_single_vector_has_no_statistics_of_its_own() -> None:
     network = setting(FedBN(), domains(NORMED), NORMED).build_network()
     answering = with_batch_statistics(network).eval()
+    layers = [module for module in network.modules() if isinstance(module, torch.nn.modules.batchnorm._BatchNorm)]
+    assert all(layer.track_running_stats for layer in layers), "the network itself stays as it was"
     inputs = torch.randn(1, 5)
     with torch.no_grad():
         torch.testing.assert_close(answering(inputs), network.eval()(inputs))

@@ -15,7 +15,7 @@ from fedshift.functional.averaging import weighted_average
 from fedshift.functional.source_weights import adjusted_shares
 from fedshift.methods.base import State
 from fedshift.methods.federated.fedavg import FedAvg
-from fedshift.methods.federated.feddg_ga import GeneralizationAdjustment
+from fedshift.methods.federated.feddg_ga import GeneralizationAdjustment, loss_of
 from fedshift.weights import Weights
 
 SITES = ("large", "small", "one")
@@ -67,6 +67,26 @@ def test_weights_follow_the_gaps_by_a_step_that_shrinks(setting: str, part: int)
         assert list(state.report["aggregation_weights"].values()) == pytest.approx(shares)
         assert [state.numbers[site] for site in SITES] == pytest.approx(shares)
     assert len(set(shares)) == 3
+
+
+def test_a_gap_is_positive_where_the_common_model_is_worse() -> None:
+    method, found = GeneralizationAdjustment(), domains(NORMED)
+    where = federation(method, found, NORMED)
+    first = step_on(method, where, method.start(where, start_of(method, found, NORMED)))
+    own = {site: cast(float, site_of(where, site).memory["own_loss"]) for site in SITES}
+    gaps = {site: loss_of(site_of(where, site), first.weights) - own[site] for site in SITES}
+    assert max(map(abs, gaps.values())) > 0.01
+    assert step_on(method, where, first).report["gaps"] == pytest.approx(gaps)
+
+
+def test_losses_are_means_over_samples_and_not_over_batches() -> None:
+    method, found = GeneralizationAdjustment(), domains(MLP, {"a": 300})
+    site, start = site_of(federation(method, found, MLP), "a"), start_of(method, found, MLP)
+    batches = list(site.all_batches())
+    assert len(batches) == 2
+    said = site.model(start)(torch.cat([batch.inputs for batch in batches]))
+    expected = F.cross_entropy(said, torch.cat([batch.targets for batch in batches]))
+    assert loss_of(site, start) == pytest.approx(expected.item(), rel=1e-5)
 
 
 def test_the_mean_is_weighted_so() -> None:

@@ -39,12 +39,13 @@ def test_in_the_first_round_the_contrast_is_a_constant() -> None:
         assert step[1].report["losses"][site] == pytest.approx(loss + 2 * math.log(2), abs=1e-5)
 
 
-def test_the_loss_by_hand() -> None:
+@pytest.mark.parametrize("network", [CNN, NORMED], ids=["images", "normed"])
+def test_the_loss_by_hand(network: dict[str, object]) -> None:
     """Against the common model that came and the model that this site itself trained in the round before."""
-    method, found = Moon(contrastive_weight=0.7, temperature=0.3), domains(CNN)
-    state, where = run(method, found, rounds=1)
+    method, found = Moon(contrastive_weight=0.7, temperature=0.3), domains(network)
+    state, where = run(method, found, network, rounds=1)
     site = site_of(where, "large")
-    last, model = kept(where, "large", "previous"), site.model(start_of(method, found))
+    last, model = kept(where, "large", "previous"), site.model(start_of(method, found, network))
     batch = next(site.all_batches())
     common, previous = (site.model(one).eval().features(batch.inputs) for one in (state.weights, last))
     features = model.features(batch.inputs)

@@ -190,7 +190,7 @@ def test_a_step_of_epi_fcr_by_hand(network: dict[str, object]) -> None:
 @BOTH
 def test_a_step_of_masf_by_hand(network: dict[str, object]) -> None:
     """A second network takes the inner step; its gradient of the meta losses is added to the task's."""
-    method = MASF(inner_rate=0.3, inner_clip=0.5, global_weight=0.8, local_weight=0.1, margin=2.0, embedding=4)
+    method = MASF(inner_rate=2.0, inner_clip=0.05, global_weight=20.0, local_weight=0.1, margin=2.0, embedding=4)
     site, weights, model = pool(method, network)
     metric = method.parts(site, lambda: metric_network(model.embedding_size, 4))
     batches = domain_batches(site)
@@ -202,7 +202,7 @@ def test_a_step_of_masf_by_hand(network: dict[str, object]) -> None:
     ahead = site.model(weights)
     with torch.no_grad():
         for parameter, gradient in zip(ahead.parameters(), gradients, strict=True):
-            parameter -= 0.3 * gradient * min(1.0, 0.5 / float(gradient.norm()))
+            parameter -= 2.0 * gradient * min(1.0, 0.05 / float(gradient.norm()))
     features = [ahead.features(batch.inputs) for batch in batches]
     confusions = []
     for feature, batch in zip(features, batches, strict=True):
@@ -224,7 +224,7 @@ def test_a_step_of_masf_by_hand(network: dict[str, object]) -> None:
             others = [(points[a] - points[n]).square().sum() for n in range(len(points)) if every[n] != every[a]]
             farther = [distance for distance in others if distance > own]
             triplets.append((own - (min(farther) if farther else max(others)) + 2.0).clamp_min(0))
-    meta = 0.8 * sum(divergences) / 2 + 0.1 * torch.stack(triplets).mean()
+    meta = 20.0 * sum(divergences) / 2 + 0.1 * torch.stack(triplets).mean()
     by_meta = torch.autograd.grad(meta, [*trainable(ahead), *trainable(metric)], allow_unused=True)
     with torch.no_grad():
         for parameter, one, other in zip(trainable(model), by_task, by_meta, strict=False):
@@ -252,9 +252,23 @@ def test_phi_learns_through_the_inner_steps() -> None:
     assert all(parameter.grad is None for parameter in task.parameters())
 
 
+def test_an_episode_by_hand() -> None:
+    """Two steps on one domain with the penalty, then the loss on the other one."""
+    draws = torch.Generator().manual_seed(0)
+    task, phi = torch.nn.Linear(4, 3), torch.rand(3, 4, generator=draws)
+    near, far = ((torch.randn(6, 4, generator=draws), torch.randint(3, (6,), generator=draws)) for _ in "ab")
+    ahead = torch.nn.Linear(4, 3)
+    ahead.load_state_dict(task.state_dict())
+    for _ in range(2):
+        descend(F.cross_entropy(ahead(near[0]), near[1]) + (phi * ahead.weight.abs()).sum(), trainable(ahead), lr=0.2)
+    found = metareg.episode_loss(task, [phi], near, far, 0.2, 2)
+    torch.testing.assert_close(found, F.cross_entropy(ahead(far[0]), far[1]))
+
+
 def test_the_first_stage_learns_phi_and_the_second_uses_it() -> None:
+    """With momentum, which the second stage begins anew: its parameters are others."""
     method = metareg.MetaReg(meta_share=0.5, regulariser_rate=50.0)
-    site, weights, model = pool(method)
+    site, weights, model = pool(method, momentum=0.9, reset_optimizer_each_round=False)
     update = step(method, site, weights, mini_batches=3, steps=6)
     parts = method.parts(site, lambda: metareg.Parts(model, 3))
     assert (parts.penalties[0] >= 0).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import cast
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from pooled_step import assert_same, descend, mixed_batch, pool, step, trainable
 from tiny import CNN, MLP
 
 from fedshift.errors import UserError
-from fedshift.federation.site import Envelope
+from fedshift.federation.site import Envelope, Site
 from fedshift.functional.jigsaw import shuffled_tiles, tile_permutations
 from fedshift.functional.mixing import mixed_styles
 from fedshift.methods import registry
@@ -62,7 +63,9 @@ def test_a_stage_answers_with_mixed_styles() -> None:
     site, _, model = pool(MixStyle())
     inputs = torch.randn(6, *site.data.input_shape, generator=torch.Generator().manual_seed(0))
     _, stages = model.with_stages(inputs, ["conv1"])
-    Mixer(1.0, 0.1, torch.Generator().manual_seed(5), across=False).attach(model, ("conv1",))
+    mixer = Mixer(1.0, 0.1, torch.Generator().manual_seed(5), across=False)
+    mixer.domains = torch.arange(6) % 2  # are known, and partners of any domain are asked for
+    mixer.attach(model, ("conv1",))
     _, mixed = model.with_stages(inputs, ["conv1"])
     draws = torch.Generator().manual_seed(5)
     torch.rand((), generator=draws)
@@ -80,6 +83,13 @@ def test_it_mixes_in_training_alone_and_as_often_as_asked() -> None:
     model.train()
     changed = sum(not torch.equal(model(inputs), plain) for _ in range(200))
     assert 70 < changed < 130
+
+
+def test_all_stages_mix_but_the_last() -> None:
+    _, _, model = pool(MixStyle())
+    Mixer(1.0, 0.1, torch.Generator(), across=False).attach(model, None)
+    mixing = [name for name, place in model.stages.items() if model.get_submodule(place)._forward_hooks]
+    assert mixing == list(model.stages)[:-1]
 
 
 def test_the_weights_are_of_a_beta_distribution() -> None:
@@ -121,13 +131,21 @@ def test_a_step_of_crossgrad_by_hand(network: dict[str, object]) -> None:
 
 
 def test_two_steps_of_fact_by_hand() -> None:
-    """The spectra with numpy, the divergences written out, and the teacher between the steps."""
+    """The spectra with numpy, the divergences written out, and the teacher between the steps.
+
+    The teacher begins far from the model: near to it, both directions of a divergence would be alike.
+    """
     method = FACT(consistency_weight=3.0, temperature=2.0, momentum=0.2, ramp_epochs=0.0)
     site, weights, model = pool(method)
     batches = list(itertools.islice(site.batches(steps=2), 2))
     site.mini_batches = site._orders = 0
     draws = site.generator_for("amplitude mix")
-    teacher = MeanTeacher(model, 0.2, warm_up=True).network
+    whole = MeanTeacher(model, 0.2, warm_up=True)
+    teacher = whole.network
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    site.memory["parts"] = site.weights_of(whole)
     losses = []
     for number, batch in enumerate(batches):
         pixels = site.pixels(batch.inputs)
@@ -158,6 +176,35 @@ def test_two_steps_of_fact_by_hand() -> None:
     assert int(kept["steps"]) == 2
     for name, tensor in teacher.state_dict().items():
         torch.testing.assert_close(kept[f"network.{name}"], tensor, atol=1e-5, rtol=1e-4)
+
+
+def test_the_consistency_of_fact_grows_over_five_epochs() -> None:
+    """exp(−5 (1 − epoch/5)²) of the whole."""
+    site, _, model = pool(FACT())
+    teacher, batch = MeanTeacher(model, 0.9, warm_up=True), mixed_batch(site)
+    with torch.no_grad():
+        for parameter in teacher.network.parameters():
+            parameter += torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0))
+    loss = [
+        FACT(consistency_weight=weight, temperature=1.0).loss(model, teacher, batch, batch.inputs, epoch).item()
+        for weight, epoch in ((0.0, 5.0), (2.0, 2.5), (2.0, 5.0), (2.0, 9.0))
+    ]
+    assert loss[2] == loss[3] > loss[0] + 0.1
+    assert loss[1] - loss[0] == pytest.approx(np.exp(-1.25) * (loss[2] - loss[0]), rel=1e-3)
+
+
+def test_a_teacher_answers_as_in_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[bool] = []
+    answer = MeanTeacher.forward
+
+    def noted(self: MeanTeacher, inputs: torch.Tensor) -> torch.Tensor:
+        said.append(self.network.training)
+        return answer(self, inputs)
+
+    monkeypatch.setattr(MeanTeacher, "forward", noted)
+    site, weights, _ = pool(FACT())
+    step(FACT(), site, weights)
+    assert said == [True, True]
 
 
 def test_a_teacher_forgets_its_start_and_copies_buffers() -> None:
@@ -208,6 +255,27 @@ def test_tiles_lose_their_colour_one_by_one() -> None:
     assert mask[0, 0].nonzero().tolist() == [[2, 4], [2, 5], [3, 4], [3, 5]]
 
 
+class Colours:
+    """Stands for a site whose inputs are pixels of three colours."""
+
+    def pixels(self, inputs: torch.Tensor) -> torch.Tensor:
+        return inputs
+
+    inputs_of = pixels
+
+    def generator_for(self, purpose: str) -> torch.Generator:
+        return torch.Generator().manual_seed(0)
+
+
+def test_shuffled_images_lose_colour_and_images_in_order_do_not() -> None:
+    inputs = torch.rand(20, 3, 6, 6, generator=torch.Generator().manual_seed(1))
+    found, orders = Puzzles(cast(Site, Colours()), 5, ordered=0.5, greyscale=1.0).of(inputs)
+    whole = orders == 0
+    assert 0 < int(whole.sum()) < 20
+    assert found[whole].equal(inputs[whole])
+    assert found[~whole].std(dim=1).max() < 1e-6
+
+
 def test_a_step_of_eisnet_by_hand() -> None:
     method = EISNet(
         jigsaw_weight=0.5, metric_weight=0.4, metric_weight_end=0.8, permutations=3, ordered=0.6, margin=1.0
@@ -240,6 +308,20 @@ def test_a_step_of_eisnet_by_hand() -> None:
     kept = site.memory.weights("parts")
     torch.testing.assert_close(kept["keys"], keys, atol=1e-5, rtol=1e-4)
     assert torch.equal(kept["labels"], batch.targets)
+
+
+def test_the_encoder_of_keys_follows_once_a_step_over_rounds() -> None:
+    """Halfway each time: e₁ = (θ₀ + θ₁)/2 after the first step, e₂ = (e₁ + θ₂)/2 after the second."""
+    method = EISNet(momentum=0.5)
+    site, weights, _ = pool(method)
+    first = step(method, site, weights).weights
+    site.begin(Envelope(2, 2, 0.1, 300))
+    second = step(method, site, first).weights
+    kept = site.memory.weights("parts")
+    for name in (name for name in weights if name.startswith("features.")):
+        expected = (weights[name] + first[name]) / 4 + second[name] / 2
+        found = kept[name.replace("features.", "encoder.network.0.", 1)]
+        torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5)
 
 
 def test_the_queue_keeps_the_newest_keys_and_survives_a_round() -> None:
