@@ -22,7 +22,7 @@ from fedshift.functional.averaging import is_buffer, weighted_average
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State
 from fedshift.methods.composition.options import robust_rules
-from fedshift.methods.robust import Averaged, Krum, Median, TrimmedMean
+from fedshift.methods.robust import Averaged, Krum, Median
 from fedshift.methods.screening import Screening, screening_of
 from fedshift.weights import Weights
 
@@ -199,15 +199,6 @@ def test_krum_looks_at_parameters_and_statistics_apart() -> None:
     for bad, left_out in (({"e": odd_statistics}, "e"), ({site: spread(site) for site in SITES}, "c")):
         _, where = attacked(method, bad)
         assert where.screening.report["fit"]["left_out"] == [left_out]  # type: ignore[union-attr]
-
-
-@pytest.mark.parametrize(("trim", "mean"), [(0, 22.6), (1, 13 / 3), (2, 2.0)])
-def test_as_many_are_trimmed_as_asked(trim: int, mean: float) -> None:
-    models = [Weights({"w": torch.tensor([value])}) for value in (0.0, 1.0, 10.0, 2.0, 100.0)]
-    verdict = TrimmedMean(trim=trim).judge("abcde", models, models[0])
-    one = verdict.replaced("a", models[0])
-    assert one is not None
-    assert one["w"].item() == pytest.approx(mean)
 
 
 def test_equal_scores_are_decided_by_name() -> None:

@@ -1,4 +1,4 @@
-"""What a rule is shown of an exchange, and what the method reads afterwards."""
+"""What a rule is shown of an exchange, what it makes of it, and what the method reads afterwards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from fedshift.errors import FedshiftError
 from fedshift.methods.federated.scaffold import Controlled, Scaffold
-from fedshift.methods.robust import Rule, Verdict
+from fedshift.methods.robust import Rule, TrimmedMean, Verdict
 from fedshift.methods.screening import Screening
 from fedshift.weights import Weights
 
@@ -70,3 +70,12 @@ def test_a_model_of_another_shape_reaches_no_rule(screening: Screening) -> None:
     with pytest.raises(FedshiftError, match="'a'"):
         screened(screening, a=Controlled(model(2.0, 2.0), 5, 0.1, model(0.5)))
     assert not SEEN
+
+
+@pytest.mark.parametrize(("trim", "mean"), [(0, 22.6), (1, 13 / 3), (2, 2.0)])
+def test_as_many_are_trimmed_as_asked(trim: int, mean: float) -> None:
+    models = [Weights({"w": torch.tensor([value])}) for value in (0.0, 1.0, 10.0, 2.0, 100.0)]
+    verdict = TrimmedMean(trim=trim).judge("abcde", models, models[0])
+    one = verdict.replaced("a", models[0])
+    assert one is not None
+    assert one["w"].item() == pytest.approx(mean)
