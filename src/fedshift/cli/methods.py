@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from rich.table import Table
+from rich.text import Text
 
 from fedshift.cli.console import escape, safe_console
 from fedshift.cli.fields import options_table, written
@@ -45,22 +46,22 @@ def show_methods(name: str | None) -> None:
 
 
 def _group(title: str, members: Mapping[str, str]) -> Table:
-    """The methods of a group: what they are for, what they compose with, what leaves a site."""
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
-    for column in ("name", "when it pays", "robust rules", "server", "local", "leaves a site", "settings", "source"):
-        table.add_column(column, overflow="fold", ratio=3 if column == "when it pays" else None)
+    """The methods of a group: when each pays, and below that what leaves a site and what it composes with."""
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold", show_header=False)
+    table.add_column("name", no_wrap=True)
+    table.add_column("what", overflow="fold")
     for name, advice in members.items():
-        entry = ENTRIES[name]
-        table.add_row(
-            name,
-            advice,
-            "all" if ROBUST.get(name) == RULES else ", ".join(ROBUST.get(name, ("none",))),
-            "yes" if name in SERVER else "no",
-            "yes" if name in LOCAL else "no",
-            ", ".join(entry.shares),
-            ", ".join((PAPER, *entry.settings)),
+        entry, rules = ENTRIES[name], ROBUST.get(name, ())
+        options = [f"robust ({'all rules' if rules == RULES else ', '.join(rules)})"] if rules else []
+        options += ["server"] if name in SERVER else []
+        options += ["local"] if name in LOCAL else []
+        facts = [
             entry.citation,
-        )
+            "leaves a site: " + ", ".join(entry.shares),
+            "goes with: " + (", ".join(options) or "none of robust, server, local"),
+            "settings: " + ", ".join((PAPER, *entry.settings)),
+        ]
+        table.add_row(name, Text(advice).append("\n" + "; ".join(facts), style="dim"))
     return table
 
 
