@@ -44,7 +44,7 @@ sbom: $(READY)  ## what is installed, as CycloneDX JSON: sbom.json
 	$(BIN)/cyclonedx-py environment $(BIN)/python --pyproject pyproject.toml --output-reproducible --output-format JSON --validate --output-file sbom.json
 
 lock:  ## pin every package of every platform by its hashes: requirements.lock; needs uv
-	uv pip compile --quiet --generate-hashes --universal --python-version 3.11 --all-extras --no-header --no-annotate --no-emit-index-url --constraints constraints.txt --output-file requirements.lock pyproject.toml
+	uv pip compile --quiet --generate-hashes --universal --python-version 3.11 --all-extras --no-header --no-annotate --constraints constraints.txt --output-file requirements.lock pyproject.toml
 
 bench: $(READY)  ## ratios measured in one run, written to benchmarks/results/bench.json
 	$(BIN)/python benchmarks/bench.py

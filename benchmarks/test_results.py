@@ -10,10 +10,10 @@ import pytest
 import yaml
 
 import summarise
-from fedshift.evaluation.packed import LOADER
 from fedshift.evaluation.stored import SETTINGS, is_finished, run_folders, stored
 from fedshift.experiment.config.experiment import override_field, parse
 from fedshift.experiment.runs.identity import comparable
+from fedshift.files import plain_yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -50,6 +50,6 @@ def test_committed_results_are_whole_and_still_understood() -> None:
     for folder in folders:
         file = stored(folder / SETTINGS)
         assert file is not None
-        settings = yaml.load(file.data, Loader=LOADER)
+        settings = plain_yaml(file.data)
         assert set(settings) <= set(comparable(settings)) | {"engine", "device", "versions"}
         assert comparable(comparable(settings)) == comparable(settings)

@@ -1,10 +1,11 @@
-"""Atomic writing of files: a file is complete or absent."""
+"""Atomic writing of files: a file is complete or absent; and reading of YAML."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 from fedshift.errors import UserError
 
@@ -67,3 +68,22 @@ def make_private(folder: Path) -> None:
     for path in (folder, *folder.rglob("*")):
         if not path.is_symlink():
             os.chmod(path, 0o700 if path.is_dir() else 0o600)
+
+
+def plain_yaml(text: str | bytes) -> Any:
+    """Read YAML of plain values; it can make no other objects. The parser is the fast one where that is installed.
+
+    Raises:
+        yaml.YAMLError: the text is malformed.
+
+    Example:
+        >>> plain_yaml("{rounds: 5, seeds: [0, 1]}")
+        {'rounds': 5, 'seeds': [0, 1]}
+    """
+    import yaml  # what only writes files need not import it
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)(text)
+    try:
+        return loader.get_single_data()
+    finally:
+        loader.dispose()

@@ -24,6 +24,7 @@ import yaml
 from fedshift.errors import UserError
 from fedshift.evaluation.cells import cell_of, leaves, nested, value_of
 from fedshift.evaluation.records import RunResult
+from fedshift.files import plain_yaml
 from fedshift.text import csv_cell, from_csv_cell
 
 SETTINGS, RUNS, ROUNDS = "experiment.yaml", "runs.csv", "rounds.jsonl.xz"
@@ -35,7 +36,6 @@ _MEMORY = 1 << 28
 _KEY = ("method", "target", "seed")
 _SHAREABLE = ("labelled", "unlabelled", "metric", "headline", "classes", "options", "data")
 """Fields that may move to `experiment.yaml`. All others are columns, even if every run has the same value."""
-LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
 
 Cells = dict[str, str]
@@ -285,7 +285,7 @@ def _run(
 def _settings(data: bytes, file: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any], str]:
     """Fields of all runs, fields of each method's runs, the planned order, and the digest of the columns."""
     try:
-        found = yaml.load(data, Loader=LOADER)  # LOADER is a safe loader # nosec B506
+        found = plain_yaml(data)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1

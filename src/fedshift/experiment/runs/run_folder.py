@@ -16,14 +16,13 @@ import yaml
 from pydantic import ValidationError
 
 from fedshift.errors import UserError
-from fedshift.evaluation.packed import LOADER
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.stored import ORDER, RESULT, ROUNDS, SETTINGS, pack_of, stored
 from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.runs.identity import comparable, first_difference
 from fedshift.federation.message_files import read_message, write_message
 from fedshift.federation.messages import Content
-from fedshift.files import write_bytes
+from fedshift.files import plain_yaml, write_bytes
 from fedshift.methods.base import State
 from fedshift.methods.composition.averaging import Kept
 from fedshift.weights import Weights
@@ -114,7 +113,7 @@ class RunFolder:
         if file is None:
             return None
         try:
-            return comparable(yaml.load(file.data, Loader=LOADER))  # a safe loader # nosec B506
+            return comparable(plain_yaml(file.data))
         except (yaml.YAMLError, ValueError, TypeError):
             raise UserError(f"{file.place()} is damaged: delete {self.path} and run again") from None
 
