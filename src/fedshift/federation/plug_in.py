@@ -26,8 +26,9 @@ class PlugIn:
     A head is a module that trains beside the model. It stays at its site, in the entry ``name`` of the site's memory,
     and has an optimiser of its own. All sites begin with the same head.
 
-    name: of its entry in the site's memory. changes_inputs: whether the method's loss sees other inputs than the
-    site's samples.
+    Attributes:
+        name: of its entry in the site's memory.
+        changes_inputs: whether the method's loss sees other inputs than the site's samples.
     """
 
     name: ClassVar[str]

@@ -37,10 +37,14 @@ from fedshift.weights import Weights
 class State:
     """Where a run stands after a round: plain data, so it can be saved and the run goes on from the file.
 
-    weights: the model that is evaluated and handed out. parts: what travels or stays beside it (a generator, a bank of
-    statistics). numbers: anything small. report: what the round wants to say in ``rounds.jsonl``, not carried over; its
-    ``warnings``, a list of sentences, are also shown once and kept in the run's result. averaged: what the average over
-    rounds remembers; server: what the server's optimiser remembers. The run keeps these two.
+    Attributes:
+        weights: the model that is evaluated and handed out.
+        parts: what travels or stays beside it (a generator, a bank of statistics).
+        numbers: anything small.
+        report: what the round wants to say in ``rounds.jsonl``, not carried over; its ``warnings``, a list of
+            sentences, are also shown once and kept in the run's result.
+        averaged: what the average over rounds remembers; the run keeps it.
+        server: what the server's optimiser remembers; the run keeps it.
     """
 
     weights: Weights
@@ -71,10 +75,15 @@ class Traffic:
 class RunPlan:
     """What the bytes of a run depend on.
 
-    dry: bytes of a dry run of as many rounds, in which sites have few samples and no mini-batches. dry_samples: those
-    samples by source. network: what sites train. input_shape: of a sample. samples: training samples by source.
-    targets: sites without labels that take part. trained: samples in the mini-batches of the whole run, all sites
-    together.
+    Attributes:
+        dry: bytes of a dry run of as many rounds, in which sites have few samples and no mini-batches.
+        dry_samples: those samples by source.
+        network: what sites train.
+        input_shape: of a sample.
+        samples: training samples by source.
+        targets: sites without labels that take part.
+        rounds: of the run.
+        trained: samples in the mini-batches of the whole run, all sites together.
     """
 
     dry: Traffic
@@ -95,23 +104,25 @@ class Method(Composed, ABC):
     `mini_batches` and what its sites run.
 
     Every site runs functions ``(self, site, **content) -> Reply`` of the class; `round` asks for them by
-    ``federation.ask(self.fit, …)``. Class attributes, of which most methods need the first two:
+    ``federation.ask(self.fit, …)``. Most methods need the first two of these class attributes:
 
-    name: in experiment files.
-    citation: where it was published.
-    scenario: what sites there are, for lists.
-    settings: named values of the options beside the paper's.
-    memory_names: what a site keeps between exchanges.
-    tasks: what it can learn.
-    needs_target: whether a target without labels takes part. one_target: whether it adapts to exactly one.
-    pooled: whether all data lie in one place.
-    supervised_target: whether it trains on the target's labels alone, an upper bound.
-    uses_held_out: whether sites choose by their held-out parts.
-    averages: the calls whose models it averages over sites, which robust aggregation can screen.
-    needs_every_model: whether it does more with these models than average them, such as let them vote.
-    has_server_step: whether the option ``server`` goes with it; by default if it averages.
-    takes_plug_ins: whether plug-ins of local training go with it: its sites train one network with `Site.minimise`.
-    relative_cost: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
+    Attributes:
+        name: in experiment files.
+        citation: where it was published.
+        scenario: what sites there are, for lists.
+        settings: named values of the options beside the paper's.
+        memory_names: what a site keeps between exchanges.
+        tasks: what it can learn.
+        needs_target: whether a target without labels takes part.
+        one_target: whether it adapts to exactly one.
+        pooled: whether all data lie in one place.
+        supervised_target: whether it trains on the target's labels alone, an upper bound.
+        uses_held_out: whether sites choose by their held-out parts.
+        averages: the calls whose models it averages over sites, which robust aggregation can screen.
+        needs_every_model: whether it does more with these models than average them, such as let them vote.
+        has_server_step: whether the option ``server`` goes with it; by default if it averages.
+        takes_plug_ins: whether plug-ins of local training go with it: its sites train one network with `Site.minimise`.
+        relative_cost: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
     """
 
     citation: ClassVar[str]

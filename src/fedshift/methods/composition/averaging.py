@@ -29,8 +29,11 @@ from fedshift.weights import Weights
 class Kept:
     """What an average remembers: plain data, since it goes into the checkpoint.
 
-    recent: models of the last rounds, the newest last. mean: of ``count`` models of earlier rounds. losses: of the
-    rounds' models on the sources' held-out parts.
+    Attributes:
+        recent: models of the last rounds, the newest last.
+        mean: of models of earlier rounds.
+        count: of those models.
+        losses: of the rounds' models on the sources' held-out parts.
     """
 
     recent: tuple[Weights, ...] = ()
@@ -39,7 +42,7 @@ class Kept:
     losses: tuple[float, ...] = ()
 
     def with_mean(self, *models: Weights, share: float | None = None) -> Kept:
-        """The same with further models in the mean. share: of the mean so far; None: models weigh the same."""
+        """The same with further models in the mean; ``share`` is the mean's so far, None gives each model the same."""
         mean, count = self.mean, self.count
         for model in models:
             old = count / (count + 1) if share is None else share
@@ -49,7 +52,7 @@ class Kept:
 
 
 class Averaging(BaseModel, ABC):
-    """Base of the averages. judges: whether one looks at the sources' held-out parts."""
+    """Base of the averages; ``judges`` says whether one looks at the sources' held-out parts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -57,7 +60,7 @@ class Averaging(BaseModel, ABC):
 
     @abstractmethod
     def after(self, kept: Kept, model: Weights, done: float) -> Kept:
-        """What is remembered after a round that made ``model``. done: the share of the run's rounds that are over."""
+        """What is remembered after a round that made ``model``; ``done`` is the share of the rounds that are over."""
 
     def judged(self, kept: Kept, accuracies: Mapping[str, float]) -> Kept:
         """What is remembered once the round's model was measured at the sources, in percent. Not after the last one."""

@@ -19,8 +19,10 @@ from fedshift.models.network import Network
 class LocalOption(BaseModel, ABC):
     """Base of the options of ``local``.
 
-    tasks: what it goes with. memory_names: what it keeps at a site. cost: seconds of a mini-batch that it adds, in
-    those of plain cross-entropy.
+    Attributes:
+        tasks: what it goes with.
+        memory_names: what it keeps at a site.
+        cost: seconds of a mini-batch that it adds, in those of plain cross-entropy.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
