@@ -37,8 +37,9 @@ Cli = Callable[..., Said]
 
 @pytest.fixture
 def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Call ``fedshift ARGUMENTS`` in this process."""
+    """Call ``fedshift ARGUMENTS`` in this process. Its pages have empty figures, since to draw them takes longest."""
     monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr("fedshift.report.plots.svg", lambda figure, description: "<svg></svg>")
 
     def call(*arguments: object) -> Said:
         from fedshift.cli import main

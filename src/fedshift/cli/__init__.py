@@ -23,12 +23,12 @@ def main() -> None:
 def _run() -> int:
     import typer
 
-    from fedshift.cli.app import app
+    from fedshift.cli.app import command
     from fedshift.errors import FedshiftError
     from fedshift.text import printable
 
     try:
-        return int(app(standalone_mode=False) or 0)
+        return int(command()(standalone_mode=False) or 0)
     except FedshiftError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import typer.main
 
 from fedshift.cli.federation import KitFolder, Overrides, Runs, coordinator, project, site
 from fedshift.cli.results import results
@@ -222,3 +225,9 @@ def common(
     ] = False,
 ) -> None:
     """Train one model across sites whose data cannot be pooled and do not look alike."""
+
+
+@functools.cache
+def command() -> Callable[..., Any]:
+    """All commands as one function. Typer reads their options from the signatures, once in a process."""
+    return typer.main.get_command(app)
