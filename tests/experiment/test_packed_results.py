@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -23,18 +24,28 @@ from fedshift.report.table_formats import as_json
 METHODS = [{"name": "fedavg"}, {"name": "csac"}]
 
 
-@pytest.fixture
-def ran(tmp_path: Path) -> tuple[dict[str, Any], Path]:
-    """A small experiment of two methods at two targets, finished and packed, and its folder; `whole` is not packed."""
+@pytest.fixture(scope="module")
+def once(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """A small experiment of two methods at two targets, finished, and the folder above it."""
+    here = tmp_path_factory.mktemp("once")
     options = experiment(
-        sites(tmp_path), methods=METHODS, protocol={"targets": ["a", "b"], "seeds": [0], "test_fraction": 0.3}
+        sites(here), methods=METHODS, protocol={"targets": ["a", "b"], "seeds": [0], "test_fraction": 0.3}
     )
-    folder = fedshift.run(options, tmp_path / "runs").folder
-    shutil.copytree(folder, tmp_path / "whole" / "small")
+    fedshift.run(options, here / "runs")
+    return options, here / "runs"
+
+
+@pytest.fixture
+def ran(once: tuple[dict[str, Any], Path], tmp_path: Path) -> tuple[dict[str, Any], Path]:
+    """The experiment, packed, and its folder; `whole` is not packed."""
+    options, runs = once
+    for name in ("runs", "whole"):
+        shutil.copytree(runs, tmp_path / name)
+    folder = tmp_path / "runs" / "small"
     for model in folder.rglob("model.safetensors"):
         model.unlink()
     assert packing.pack(folder).moved == 4
-    return options, folder
+    return copy.deepcopy(options), folder
 
 
 def names(folder: Path) -> set[str]:
