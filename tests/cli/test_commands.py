@@ -106,7 +106,11 @@ def test_a_dumped_experiment_is_the_experiment(finished: tuple[Path, dict[str, A
 
 def test_overrides(cli: Cli, tmp_path: Path) -> None:
     file = write(
-        tmp_path / "e.yaml", experiment(sites(tmp_path), methods=["fedavg", {"name": "csac", "label": "ours"}])
+        tmp_path / "e.yaml",
+        experiment(
+            sites(tmp_path),
+            methods=["fedavg", {"name": "csac", "label": "ours", "acquisition_epochs": 2, "calibration_epochs": 1}],
+        ),
     )
     resolved = fedshift.load(
         file,

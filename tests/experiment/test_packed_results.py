@@ -21,7 +21,7 @@ from fedshift.report.page import page
 from fedshift.report.table import table_of
 from fedshift.report.table_formats import as_json
 
-METHODS = [{"name": "fedavg"}, {"name": "csac"}]
+METHODS = [{"name": "fedavg"}, {"name": "csac", "acquisition_epochs": 2, "calibration_epochs": 2}]
 
 
 @pytest.fixture(scope="module")

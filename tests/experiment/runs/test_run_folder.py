@@ -171,7 +171,7 @@ def _of_another_seed(path: Path) -> None:
 )
 def test_an_unfit_checkpoint(cli: Cli, tmp_path: Path, spoil: Any, words: list[str]) -> None:
     runs = tmp_path / "runs"
-    options = experiment(sites(tmp_path), methods=[{"name": "csac", "acquisition_epochs": 1}])
+    options = experiment(sites(tmp_path), methods=[{"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}])
     write(tmp_path / "options.json", options)
     begun(options, runs)
     path = runs / "small" / "csac" / "a" / "seed-0" / "checkpoint.safetensors"
@@ -187,7 +187,7 @@ def test_an_unfit_checkpoint(cli: Cli, tmp_path: Path, spoil: Any, words: list[s
 @pytest.mark.parametrize("damage", ["missing", "cut", "foreign", "of another entry"])
 def test_damaged_site_memory(cli: Cli, tmp_path: Path, damage: str) -> None:
     runs = tmp_path / "runs"
-    options = experiment(sites(tmp_path), methods=[{"name": "csac", "acquisition_epochs": 1}])
+    options = experiment(sites(tmp_path), methods=[{"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}])
     begun(options, runs, rounds=2)
     folder = runs / "small" / "csac" / "a" / "seed-0"
     path = next((folder / "memory" / "b").glob("local_model-*"))
@@ -261,7 +261,10 @@ def save_here(folder: Path) -> dict[str, str]:
     return {name: str(folder / f"{name}.npz") for name in "abc"}
 
 
-@pytest.mark.parametrize("method", [{"name": "fedavg"}, {"name": "csac", "acquisition_epochs": 1}, {"name": "deepall"}])
+@pytest.mark.parametrize(
+    "method",
+    [{"name": "fedavg"}, {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}, {"name": "deepall"}],
+)
 def test_a_disk_that_fills_at_any_moment(
     cli: Cli, tmp_path: Path, method: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
