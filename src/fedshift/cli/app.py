@@ -94,9 +94,9 @@ def models(name: Annotated[str | None, typer.Argument(help="A network.", metavar
 
 @app.command()
 def fields(
-    section: Annotated[str | None, typer.Argument(help="protocol, training or engine.", metavar="[SECTION]")] = None,
+    section: Annotated[str | None, typer.Argument(help="protocol, training, engine or evaluation.", metavar="[SECTION]")] = None,
 ) -> None:
-    """List the fields of an experiment's sections protocol, training and engine."""
+    """List the fields of an experiment's sections protocol, training, engine and evaluation."""
     from fedshift.cli.fields import show_fields
 
     show_fields(section)
