@@ -29,7 +29,7 @@ def options_table(kind: type[BaseModel], title: str = "options", without: Collec
 
 
 def show_fields(section: str | None) -> None:
-    """Print the fields of the sections protocol, training, engine and evaluation of an experiment, and of options of a method."""
+    """Print the fields of an experiment's sections of one kind, and of options of a method."""
     from fedshift.data.transforms import Augmentation
     from fedshift.experiment.config.sections import ENGINES, PROTOCOLS, Evaluation
     from fedshift.federation.training import Training

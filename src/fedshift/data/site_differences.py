@@ -26,7 +26,7 @@ def site_differences(data: DataSet) -> tuple[str, ...]:
 
 
 def _shared(data: DataSet) -> Iterator[str]:
-    """The pairs of sites that share samples: any image, or half of the rows of a table, which may be alike by chance."""
+    """The pairs of sites that share samples: any image, or half of the rows, which may be alike by chance."""
     domains = {name: domain for name, domain in data.domains.items() if not isinstance(domain.inputs, SparseRows)}
     small = sum(np.asarray(domain.inputs).nbytes for domain in domains.values()) <= _MOST_BYTES
     rows = {name: _fingerprints(domain) for name, domain in domains.items()} if small else {}
@@ -62,7 +62,9 @@ def _scales(data: DataSet) -> Iterator[str]:
     if len(columns) < 2:
         return
     first = next(iter(columns.values()))
-    found = [text for column in first if (text := _differs(column, {site: own[column] for site, own in columns.items()}))]
+    found = [
+        text for column in first if (text := _differs(column, {site: own[column] for site, own in columns.items()}))
+    ]
     if found:
         more = f"; and {len(found) - _MOST_NAMED} more columns" if len(found) > _MOST_NAMED else ""
         yield f"columns differ in scale between sites, as in other units: {'; '.join(found[:_MOST_NAMED])}{more}"

@@ -143,7 +143,7 @@ def weighted(outcomes: Outcomes, metrics: Sequence[SiteMetric], weights: Numbers
             found["accuracy"] = weights @ outcomes.right / total
         if "balanced_accuracy" in metrics:
             recalls = weights @ (true * outcomes.right[:, None]) / support
-            found["balanced_accuracy"] = np.nanmean(recalls[:, np.unique(labels)], axis=1)
+            found["balanced_accuracy"] = _mean(recalls[:, np.unique(labels)].T)
         if outcomes.positive is not None:
             found["sensitivity"] = weights @ (outcomes.positive & (labels == 1)) / support[:, 1]
             found["specificity"] = weights @ (~outcomes.positive & (labels == 0)) / support[:, 0]
@@ -151,9 +151,15 @@ def weighted(outcomes: Outcomes, metrics: Sequence[SiteMetric], weights: Numbers
             found["brier"] = weights @ _squares(outcomes, true) / total
         if "auroc" in metrics or "auprc" in metrics:
             ranked = [_ranked(outcomes, number, weights) for number in ([1] if classes == 2 else np.unique(labels))]
-            areas, precisions = (np.nanmean(parts, axis=0) for parts in zip(*ranked, strict=True))
-            found["auroc"], found["auprc"] = areas, precisions
+            found["auroc"], found["auprc"] = (_mean(np.stack(parts)) for parts in zip(*ranked, strict=True))
     return {metric: 100.0 * found[metric] for metric in metrics if metric in found}
+
+
+def _mean(by_class: Numbers) -> Numbers:
+    """The mean over the classes (rows) that have a number; called where 0/0 is allowed."""
+    known = np.isfinite(by_class)
+    means: Numbers = np.where(known, by_class, 0.0).sum(axis=0) / known.sum(axis=0)
+    return means
 
 
 def _squares(outcomes: Outcomes, true: Numbers) -> Numbers:

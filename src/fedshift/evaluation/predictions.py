@@ -70,7 +70,7 @@ def as_parquet(sites: Sequence[SitePredictions], classes: Sequence[str], about: 
         "site": pa.array([name for site, n in zip(sites, repeats, strict=True) for name in [site.site] * n]),
         "part": pa.array([name for site, n in zip(sites, repeats, strict=True) for name in [site.part] * n]),
         "row": joined([site.rows for site in sites]),
-        "id": pa.array([name for site in sites for name in site.ids or [None] * len(site.rows)], pa.string()),
+        "id": pa.array([name for site in sites for name in _names(site)], pa.string()),
         "label": names(joined([one.labels for one in scored])),
         "predicted": names(joined([one.predicted for one in scored])),
     }
@@ -80,3 +80,7 @@ def as_parquet(sites: Sequence[SitePredictions], classes: Sequence[str], about: 
     file = io.BytesIO()
     pq.write_table(table, file, compression="zstd")
     return file.getvalue()
+
+
+def _names(site: SitePredictions) -> Sequence[str | None]:
+    return [None] * len(site.rows) if site.ids is None else site.ids

@@ -99,7 +99,9 @@ class SiteMetrics(_Record):
     """
 
     site: str
-    part: Literal["target", "held_out"] = Field(description="the target's measured samples, or a source's held-out ones")
+    part: Literal["target", "held_out"] = Field(
+        description="the target's measured samples, or a source's held-out ones"
+    )
     samples: Count
     support: list[Count | None] = Field(description="samples of each class; None where a site does not say")
     values: dict[SiteMetric, Percent] = Field(description="metric → value; without those that cannot be measured here")
@@ -107,7 +109,8 @@ class SiteMetrics(_Record):
         default_factory=dict, description="metric → 95 % interval over samples (bootstrap), at targets"
     )
     threshold: Annotated[float, Field(ge=0, le=1)] | None = Field(
-        default=None, description="score from which a sample is positive: at a source its choice, at a target the one used"
+        default=None,
+        description="score from which a sample is positive: at a source its choice, at a target the one used",
     )
     reliability: list[tuple[Percent, Percent, Count]] = Field(
         default_factory=list, description="mean score, share that is right, and samples of each bin of scores"

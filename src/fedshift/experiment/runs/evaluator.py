@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -105,10 +105,8 @@ class Evaluator:
         _load(network, weights)
         if isinstance(self._model, SegmentationOptions):
             return Final(self._measure_masks(network, self._model))
-        targets = {name: scored(network, view) for name, view in self._targets.items()}
-        sources = {name: scored(self._at(network, name), view) for name, view in self._sources.items()}
-        kept = [self._kept("target", name, found) for name, found in targets.items()]
-        kept += [self._kept("held_out", name, found) for name, found in sources.items()]
+        kept = [self._kept("target", name, network, view) for name, view in self._targets.items()]
+        kept += [self._kept("held_out", name, self._at(network, name), view) for name, view in self._sources.items()]
         held_out = [site_metrics(one.site, "held_out", one.scored) for one in kept if one.part == "held_out"]
         measured = [
             site_metrics(
@@ -122,20 +120,20 @@ class Evaluator:
             if one.part == "target"
         ]
         record = self._record(
-            {name: found.predicted for name, found in targets.items()},
-            {name: found.predicted for name, found in sources.items()},
+            {one.site: one.scored.predicted for one in kept if one.part == "target"},
+            {one.site: one.scored.predicted for one in kept if one.part == "held_out"},
         )
         return Final(record, (*measured, *held_out), tuple(kept))
 
     def _at(self, network: Network, source: str) -> Network:
         return network.at(self._trained_at.index(source))
 
-    def _kept(self, part: Part, name: str, found: Scored) -> SitePredictions:
+    def _kept(self, part: Part, name: str, network: Network, view: SiteData) -> SitePredictions:
         domain, rows = self._domains[name], np.asarray(self._rows[part][name], dtype=np.int64)
         ids: Sequence[str] | None = getattr(domain, "ids", None)
         groups = None if domain.groups is None else domain.groups[rows]
         names = None if ids is None else [ids[row] for row in rows]
-        return SitePredictions(name, part, rows, names, replace(found, groups=groups))
+        return SitePredictions(name, part, rows, names, scored(network, view, groups))
 
     def _record(
         self, targets: Mapping[str, NDArray[np.int64]], sources: Mapping[str, NDArray[np.int64]]
@@ -182,11 +180,14 @@ def _load(network: Network, weights: Weights) -> None:
 
 
 @torch.no_grad()
-def scored(network: Network, view: SiteData) -> Scored:
-    """Label, predicted class and probability of each class, of every sample of ``view`` in order."""
+def scored(network: Network, view: SiteData, groups: NDArray[np.int64] | None) -> Scored:
+    """Label, predicted class and probability of each class, of every sample of ``view`` in order.
+
+    ``groups`` says which of the samples belong together; None if all are apart.
+    """
     outputs = torch.cat([network(inputs) for inputs, _, _ in view.all_batches(_BATCH)]).cpu()
     scores = outputs.double().softmax(dim=1).float()
-    return Scored(view.labels.cpu().numpy(), outputs.argmax(dim=1).numpy(), scores.numpy())
+    return Scored(view.labels.cpu().numpy(), outputs.argmax(dim=1).numpy(), scores.numpy(), groups)
 
 
 @torch.no_grad()

@@ -283,7 +283,7 @@ class RunFolder:
 
 
 def write_order(plan: Plan, folder: Path) -> None:
-    """Write the order of methods, targets and seeds, and the headline, for tables, unless the packed files have the same."""
+    """Write the order of methods, targets and seeds, and the headline, unless the packed files have the same."""
     experiment = plan.experiment
     order: dict[str, Any] = {
         "methods": [method.display for method in experiment.methods],
