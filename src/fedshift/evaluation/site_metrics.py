@@ -77,7 +77,9 @@ def site_metrics(
     classes = scores.shape[1]
     counts = np.bincount(labels, minlength=classes).tolist()
     hidden = withheld(counts, smallest_group)
-    if part == "held_out" and classes == 2 and not hidden:
+    if classes != 2 or (part == "held_out" and hidden):
+        threshold = None
+    elif part == "held_out":
         threshold = best_threshold(labels, scores[:, 1])
     values: dict[SiteMetric, float] = {"accuracy": accuracy(scored.predicted, labels)}
     curve: list[tuple[float, float, int]] = []
