@@ -29,7 +29,7 @@ def site(name: str, accuracy: float, auroc: float | None, support: tuple[int, in
             "samples": sum(support),
             "support": list(support),
             "values": values,
-            "intervals": {metric: (value - 8, value + 4) for metric, value in values.items()},
+            "intervals": {metric: (value - 8, min(value + 4, 100.0)) for metric, value in values.items()},
             "reliability": [(20.0, 10.0, 30), (80.0, 100.0, 10)],
         }
     )
