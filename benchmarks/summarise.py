@@ -23,10 +23,10 @@ from fedshift.evaluation.significance import compare
 from fedshift.evaluation.stored import ROUNDS
 from fedshift.evaluation.summary import AVERAGE, Value, rows
 from fedshift.report import differences
+from fedshift.report.averages import mean_weights
 from fedshift.report.collect import Collected, collect, read_rounds
 from fedshift.report.table import headline, table_of
 from fedshift.report.table_formats import markdown
-from fedshift.report.weights import mean_weights
 
 HERE = Path(__file__).parent
 PUBLISHED = {

@@ -38,13 +38,16 @@ class Results:
         """One result per (method, target, seed)."""
         return self.collected.results
 
-    def rows(self, select: Selection = "last") -> list[dict[str, Any]]:
-        """Rows ``{method, target, select, n, mean, standard_error, seeds}`` in percent, with a row for each average."""
-        return [row.model_dump() for row in table_of(self.collected, select).rows]
+    def rows(self, select: Selection = "last", metric: str = "") -> list[dict[str, Any]]:
+        """Rows ``{method, target, select, n, mean, standard_error, seeds}`` in percent, with a row for each average.
 
-    def markdown(self, select: Selection = "last") -> str:
+        ``metric`` is what they report, such as auroc; by default the experiment's headline.
+        """
+        return [row.plain() for row in table_of(self.collected, select, metric).rows]
+
+    def markdown(self, select: Selection = "last", metric: str = "") -> str:
         """The table in Markdown."""
-        return markdown(table_of(self.collected, select))
+        return markdown(table_of(self.collected, select, metric))
 
     def __str__(self) -> str:
         return self.markdown()

@@ -55,6 +55,7 @@ def test_same_bits_as_the_local_engine_with_the_unseen_set_at_the_coordinator(na
     assert same(model(here, name, "west"), model(there, name, "west"))
     ours, theirs = result(here, name, "west"), result(there, name, "west")
     assert ours["selected"] == theirs["selected"]
+    assert ours["sites"] == theirs["sites"]
     for direction in ("bytes_up", "bytes_down"):
         assert theirs[direction].pop("accuracy") > 0
         assert theirs[direction] == ours[direction]
@@ -74,7 +75,9 @@ def test_a_site_can_be_the_unseen_one(tmp_path: Path) -> None:
     there, transport = deploy(tmp_path, options, unseen={})
     here = simulate(tmp_path, options, unseen={})
     assert same(model(here, "fedavg", "east"), model(there, "fedavg", "east"))
-    assert result(here, "fedavg", "east")["selected"] == result(there, "fedavg", "east")["selected"]
+    ours, theirs = result(here, "fedavg", "east"), result(there, "fedavg", "east")
+    assert ours["selected"] == theirs["selected"]
+    assert ours["sites"] == theirs["sites"] != []
     assert ("east", "fit") not in transport.asked
 
 

@@ -114,7 +114,79 @@ GOOD: dict[str, Any] = {"accuracy": 50.0, "samples": 4, "classes": [[1, 2], None
 def test_measures_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(FedshiftError, match="measure"):
         checked_measures({**GOOD, **changes}, 3)
-    assert checked_measures(GOOD, 3) == {**GOOD, "classes": [(1, 2), None, (1, 2)]}
+    assert checked_measures(GOOD, 3) == {**GOOD, "classes": [(1, 2), None, (1, 2)], "metrics": None}
+
+
+METRICS: dict[str, Any] = {
+    "site": "x",
+    "part": "target",
+    "samples": 4,
+    "support": [2, None, 2],
+    "values": {"accuracy": 50.0, "brier": 20.0},
+    "intervals": {"accuracy": [30.0, 70.0]},
+    "threshold": None,
+    "reliability": [[55.0, 50.0, 2]],
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"samples": 5},
+        {"support": [2, 2]},
+        {"support": [4, 1, 1]},
+        {"support": [10**400, 0, 0]},
+        {"values": {"auroc": 100.1}},
+        {"values": {"auroc": float("nan")}},
+        {"values": {"secret": 1.0}},
+        {"intervals": {"accuracy": [70.0, 30.0]}},
+        {"intervals": {"accuracy": [30.0]}},
+        {"reliability": [[55.0, 50.0, 5]]},
+        {"reliability": [[55.0, 50.0, 0]] * 11},
+        {"threshold": 1.5},
+        {"more": 1},
+    ],
+)
+def test_metrics_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(FedshiftError, match="metrics"):
+        checked_measures({**GOOD, "metrics": {**METRICS, **changes}}, 3)
+    found = checked_measures({**GOOD, "metrics": METRICS}, 3)["metrics"]
+    assert (found.values, found.support) == ({"accuracy": 50.0, "brier": 20.0}, [2, None, 2])
+
+
+WHOLE = {"part": "target", "resamples": 50, "threshold": 0.5}
+
+
+def whole(tmp_path: Path, asked: Any = WHOLE, **policy: object) -> dict[str, Any]:
+    """What site ``north`` answers where all metrics are asked for."""
+    return request(program_of(tmp_path, **policy), do="measure", round=1, whole=asked)
+
+
+def test_a_site_reports_all_metrics_when_it_is_asked(tmp_path: Path) -> None:
+    """A model of zeros says class 0 with a probability of a third: its Brier score is ½(4/9 + 1/9 + 1/9)."""
+    measures = whole(tmp_path, smallest_group=1)["measures"]
+    metrics = checked_measures(measures, 3)["metrics"]
+    assert metrics.values["brier"] == pytest.approx(100 / 3, abs=1e-4)
+    assert metrics.values["auroc"] == pytest.approx(50.0)
+    assert metrics.values["accuracy"] == measures["accuracy"]
+    assert sum(metrics.support) == metrics.samples == measures["samples"]
+    assert "accuracy" in metrics.intervals
+
+
+def test_metrics_of_few_samples_are_not_told(tmp_path: Path) -> None:
+    """12 held out, 4 of each class: with groups of 5 nothing that looks at classes is told."""
+    metrics = whole(tmp_path, smallest_group=5)["measures"]["metrics"]
+    assert metrics["support"] == [None, None, None]
+    assert set(metrics["values"]) == {"accuracy", "brier", "calibration_error"}
+    assert set(metrics["intervals"]) == {"accuracy", "brier"}
+
+
+def test_metrics_keep_to_the_policy(tmp_path: Path) -> None:
+    silent = whole(tmp_path, smallest_group=1, send=["weights", "numbers", "accuracy"])
+    assert silent["measures"]["metrics"] is None
+    assert silent["measures"]["accuracy"] >= 0
+    for number, asked in enumerate(({**WHOLE, "threshold": 2.0}, {"part": "all"}, [1])):
+        assert "metrics" in str(whole(tmp_path / str(number), asked)["message"])
 
 
 def test_measures_of_no_class_leave_the_run_whole(tmp_path: Path) -> None:

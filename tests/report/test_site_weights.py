@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from fedshift.evaluation.records import RoundRecord
+from fedshift.report.averages import mean_weights, moving, weights_over_rounds
 from fedshift.report.collect import collect
 from fedshift.report.page import page
 from fedshift.report.plots import site_weights
-from fedshift.report.weights import mean_weights, moving, weights_over_rounds
 
 
 def run(*weights: Mapping[str, Any]) -> list[RoundRecord]:

@@ -61,11 +61,22 @@ def table(
     folder: Annotated[Path, typer.Argument(help="An experiment's folder, or one that holds it.", metavar="DIR")],
     format: Annotated[str, typer.Option("--format", help="terminal, markdown, latex or json.")] = "terminal",
     select: Annotated[str, typer.Option("--select", help="last, source or oracle.")] = "last",
+    metric: Annotated[
+        str,
+        typer.Option(
+            "--metric",
+            help="accuracy, balanced_accuracy, auroc, auprc, sensitivity, specificity, brier or calibration_error; "
+            "for masks dice or hausdorff. [the experiment's headline]",
+        ),
+    ] = "",
 ) -> None:
-    """Print the table of an experiment's finished runs."""
+    """Print the table of an experiment's finished runs.
+
+    Example: fedshift table runs/study --metric auroc --format json
+    """
     from fedshift.cli.table import print_table
 
-    print_table(folder, format, select)
+    print_table(folder, format, select, metric)
 
 
 @app.command()
@@ -94,9 +105,11 @@ def models(name: Annotated[str | None, typer.Argument(help="A network.", metavar
 
 @app.command()
 def fields(
-    section: Annotated[str | None, typer.Argument(help="protocol, training or engine.", metavar="[SECTION]")] = None,
+    section: Annotated[
+        str | None, typer.Argument(help="protocol, training, engine or evaluation.", metavar="[SECTION]")
+    ] = None,
 ) -> None:
-    """List the fields of an experiment's sections protocol, training and engine."""
+    """List the fields of an experiment's sections protocol, training, engine and evaluation."""
     from fedshift.cli.fields import show_fields
 
     show_fields(section)

@@ -29,9 +29,9 @@ def options_table(kind: type[BaseModel], title: str = "options", without: Collec
 
 
 def show_fields(section: str | None) -> None:
-    """Print the fields of the sections protocol, training and engine of an experiment, and of options of a method."""
+    """Print the fields of an experiment's sections of one kind, and of options of a method."""
     from fedshift.data.transforms import Augmentation
-    from fedshift.experiment.config.sections import ENGINES, PROTOCOLS
+    from fedshift.experiment.config.sections import ENGINES, PROTOCOLS, Evaluation
     from fedshift.federation.training import Training
     from fedshift.methods.composition.averaging import AVERAGES
     from fedshift.methods.composition.local import PLUG_INS
@@ -42,6 +42,7 @@ def show_fields(section: str | None) -> None:
         "protocol": {f"protocol, kind: {name}": kind for name, kind in PROTOCOLS.items()},
         "training": {"training": Training, "training.augmentation": Augmentation},
         "engine": {f"engine, name: {name}": kind for name, kind in ENGINES.items()},
+        "evaluation": {"evaluation": Evaluation},
         "server": {f"server of a method, optimizer: {name}": kind for name, kind in OPTIMIZERS.items()},
         "average": {f"average of a method, kind: {name}": kind for name, kind in AVERAGES.items()},
         "local": {f"local of a method, name: {name}": kind for name, kind in PLUG_INS.items()},

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 PASSPHRASE = "FEDSHIFT_PASSPHRASE"
 """The environment variable of the passphrase of the authority's key."""
 _PLAIN: dict[str, Any] = {"highlight": False, "markup": False, "soft_wrap": True}
-_SENT = ("weights", "numbers", "accuracy", "statistics", "styles", "spectra", "features")
+_SENT = ("weights", "numbers", "accuracy", "metrics", "statistics", "styles", "spectra", "features")
 _FILE = """\
 name: {name}
 contact: {contact}

@@ -19,7 +19,7 @@ from fedshift.encryption import KEY_FILE, present_key
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.environment import resolve_device, versions
 from fedshift.federation.federation import known_kinds
-from fedshift.federation.remote.policy import ACCURACY, AuditLog
+from fedshift.federation.remote.policy import ACCURACY, METRICS, AuditLog
 from fedshift.methods import registry as methods
 
 
@@ -61,7 +61,7 @@ def check_site(path: Path) -> None:
 def _say_policy(config: SiteConfig, say: object) -> None:
     assert callable(say)
     policy = config.file.policy
-    every = (*known_kinds(), ACCURACY)
+    every = (*known_kinds(), ACCURACY, METRICS)
     say(f"may leave: {', '.join(policy.send)}; of at least {policy.smallest_group} samples")
     say(f"never leaves: {', '.join(kind for kind in every if kind not in policy.send)}")
     allowed = []

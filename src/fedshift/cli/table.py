@@ -16,15 +16,15 @@ from fedshift.report.table_formats import as_json, latex, markdown, terminal
 _TEXT = {"markdown": markdown, "latex": latex, "json": as_json}
 
 
-def print_table(folder: Path, format: str, select: str) -> None:
+def print_table(folder: Path, format: str, select: str, metric: str = "") -> None:
     """Print the table of the finished runs below ``folder``.
 
     Raises:
-        UserError: the format or the selection rule does not exist, or there is no finished run.
+        UserError: the format, the selection rule or the metric does not exist, or there is no finished run.
     """
     if format != "terminal" and format not in _TEXT:
         raise UserError(f"--format: there is no format '{format}'; {nearest(format, ['terminal', *_TEXT])}")
-    found = table_of(collect(folder), selection_rule(select).name)
+    found = table_of(collect(folder), selection_rule(select).name, metric)
     if format in _TEXT:
         typer.echo(_TEXT[format](found))
         return

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from fedshift.deployment.deployed_plan import DeployedPlan
 from fedshift.deployment.event_log import Watch
 from fedshift.deployment.handshake import agree, split_rule
 from fedshift.errors import FedshiftError, UserError
+from fedshift.evaluation.records import SiteMetrics
+from fedshift.evaluation.site_metrics import common_threshold
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment, method_name, parse
 from fedshift.experiment.config.sections import AdaptToOne, FlareEngine, LeaveOneOut, SourceTarget
@@ -27,7 +29,7 @@ from fedshift.experiment.environment import resolve_device, threads_set
 from fedshift.experiment.plan import PlannedRun, Run, site_budget
 from fedshift.experiment.protocol import Split
 from fedshift.experiment.runs.context import Context
-from fedshift.experiment.runs.evaluator import Evaluator
+from fedshift.experiment.runs.evaluator import Evaluator, Final, Part
 from fedshift.experiment.runs.round_loop import train_and_evaluate
 from fedshift.experiment.runs.run_folder import RunFolder, run_folder, write_order
 from fedshift.federation.remote.remote_federation import RemoteFederation
@@ -183,24 +185,47 @@ class _AtSites:
         self, plan: DeployedPlan, planned: PlannedRun, federation: RemoteFederation, device: torch.device
     ) -> None:
         data, split, own = planned.data, planned.split, planned.run.target in plan.own
-        self._here = Evaluator(data, Split({}, {}, split.measured), device, plan.experiment.model) if own else None
+        self._resamples = plan.experiment.evaluation.resamples
+        here = Split({}, {}, split.measured)
+        self._here = Evaluator(data, here, device, plan.experiment.model, self._resamples) if own else None
         self._targets = [] if own else list(split.measured)
         self._sources = [site for site, rows in split.held_out.items() if len(rows)]
         self._federation, self._classes = federation, len(data.classes)
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
         """As `Evaluator.measure`; raises FedshiftError when the target's own site does not answer."""
-        asked = list(dict.fromkeys([*self._sources, *self._targets]))
-        found = self._federation.measure(weights, asked, self._targets) if asked else {}
-        missing = [site for site in self._targets if site not in found]
-        if missing and len(missing) == len(self._targets):
+        found = self._ask(weights, list(dict.fromkeys([*self._sources, *self._targets])))
+        record = self._record(found)
+        return record if self._here is None else {**self._here.measure(network, weights), **record}
+
+    def final(self, network: Network, weights: Weights) -> Final:
+        """As `Evaluator.final`. The sources are asked before the target, since they choose its threshold."""
+        sources = [site for site in self._sources if site not in self._targets]
+        found = self._ask(weights, sources, part="held_out")
+        threshold = common_threshold(_metrics(found, sources, "held_out"))
+        found |= self._ask(weights, self._targets, part="target", resamples=self._resamples, threshold=threshold)
+        record, held_out = self._record(found), _metrics(found, sources, "held_out")
+        if self._here is not None:
+            here = self._here.final(network, weights, threshold)
+            return Final({**here.record, **record}, (*here.sites, *held_out), here.predictions)
+        return Final(record, (*_metrics(found, self._targets, "target"), *held_out))
+
+    def _ask(self, weights: Weights, sites: Sequence[str], **whole: Any) -> dict[str, Any]:
+        """What sites report of a model. Raises FedshiftError if no target that is asked answers."""
+        targets = [site for site in self._targets if site in sites]
+        found = self._federation.measure(weights, sites, targets, **whole) if sites else {}
+        if targets and not any(site in found for site in targets):
             raise FedshiftError(
-                f"round {self._federation.round}: target '{missing[0]}' did not measure the model; when it is back, go "
+                f"round {self._federation.round}: target '{targets[0]}' did not measure the model; when it is back, go "
                 "on with fedshift deploy resume"
             )
+        return found
+
+    def _record(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields of a `RoundRecord` that sites report."""
         sources = {site: found[site]["accuracy"] for site in self._sources if site in found}
         if self._here is not None:
-            return {**self._here.measure(network, weights), "source_accuracy": sources}
+            return {"source_accuracy": sources}
         targets = [found[site] for site in self._targets if site in found]
         pairs = [[target["classes"][number] for target in targets] for number in range(self._classes)]
         return {
@@ -208,6 +233,12 @@ class _AtSites:
             "source_accuracy": sources,
             "per_class": [_recall(pair) for pair in pairs],
         }
+
+
+def _metrics(found: Mapping[str, Any], sites: Sequence[str], part: Part) -> list[SiteMetrics]:
+    """What sites said of the last round, under the names and parts that they have here."""
+    said = {site: found[site]["metrics"] for site in sites if site in found}
+    return [one.model_copy(update={"site": site, "part": part}) for site, one in said.items() if one is not None]
 
 
 def _recall(pairs: Sequence[tuple[int, int] | None]) -> float | None:

@@ -59,6 +59,11 @@ class DeployedPlan(Plan):
         own = data_fingerprint(self.agreed.own) if self.agreed.own else ""
         return "+".join([*(self.agreed.fingerprints[site] for site in self.agreed.sites), *([own] if own else [])])
 
+    @cached_property
+    def site_differences(self) -> tuple[str, ...]:
+        """None, since the samples are not here."""
+        return ()
+
     def _split(self, target: str, seed: int) -> Split:
         """How many rows each site has for what, and which rows of the coordinator's own set are measured."""
         protocol, agreed = self.experiment.protocol, self.agreed

@@ -28,6 +28,7 @@ from fedshift.data.splits import part_rows
 from fedshift.deployment.agreed_terms import AgreedTerms
 from fedshift.deployment.site_cards import card_of
 from fedshift.deployment.site_file import SiteConfig, file_stamp, load_site, read_holding
+from fedshift.deployment.site_measures import measured
 from fedshift.deployment.site_requests import (
     RESIDUALS,
     audit_entry,
@@ -41,10 +42,8 @@ from fedshift.deployment.site_requests import (
     plain_name,
 )
 from fedshift.errors import FedshiftError, Refused, UserError
-from fedshift.evaluation.metrics import accuracy, counts_by_class
 from fedshift.experiment.config.error_messages import describe
 from fedshift.experiment.environment import resolve_device
-from fedshift.experiment.runs.evaluator import predictions
 from fedshift.federation.messages import promised_kinds, reply_content
 from fedshift.federation.remote.exposure import ExposureWatch
 from fedshift.federation.remote.policy import ACCURACY, AuditLog, described, whole_number
@@ -334,10 +333,9 @@ class SiteProgram:
         _, network, view = self._measurer
         network.load_state_dict(dict(weights))
         network.eval()
-        found, labels = predictions(network, view), view.labels.cpu().numpy()
-        pairs = counts_by_class(found, labels, len(self.holding.data.classes), self.policy.smallest_group)
-        entry["sent"] = {"measures": {"kind": ACCURACY}}
-        measures = {"accuracy": accuracy(found, labels), "samples": len(labels), "classes": pairs}
+        groups, classes = self.holding.domain.groups, len(self.holding.data.classes)
+        groups = None if groups is None else groups[held_out]
+        measures, entry["sent"] = measured(network, view, classes, self.policy, groups, header.get("whole"))
         return seal({"answers": header["key"], "measures": measures}, body_of({}))
 
     def _end(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -105,9 +106,7 @@ def counts_by_class(
 ) -> list[list[int] | None]:
     """Count correct predictions and samples of each class; withhold classes that would reveal single samples.
 
-    Classes with fewer samples than ``smallest_group`` are withheld. A withheld class could be computed from the total
-    and the others. So further classes are withheld, the smallest first, until at least two are, with at least
-    ``smallest_group`` samples together.
+    Which ones, `withheld` says.
 
     Args:
         predictions: class numbers, shape (n,).
@@ -127,10 +126,24 @@ def counts_by_class(
         [int(np.count_nonzero((labels == number) & (predictions == number))), int(np.count_nonzero(labels == number))]
         for number in range(classes)
     ]
-    order = sorted((of, number) for number, (_, of) in enumerate(pairs) if of > 0)
+    hidden = withheld([of for _, of in pairs], smallest_group)
+    return [None if number in hidden else pair for number, pair in enumerate(pairs)]
+
+
+def withheld(counts: Sequence[int], smallest_group: int) -> list[int]:
+    """Which of some counts may not be told, because one of them would reveal fewer than ``smallest_group`` samples.
+
+    Counts of 0 may be told. A single withheld count could be computed from the total and the others, so further counts
+    are withheld, the smallest first, until at least two are, with at least ``smallest_group`` samples together.
+
+    Example:
+        >>> withheld([10, 8, 1, 0], smallest_group=5)
+        [2, 1]
+    """
+    order = sorted((of, number) for number, of in enumerate(counts) if of > 0)
     hidden = [number for of, number in order if of < smallest_group]
     for _, number in order[len(hidden) :]:
-        if not hidden or (len(hidden) > 1 and sum(pairs[other][1] for other in hidden) >= smallest_group):
+        if not hidden or (len(hidden) > 1 and sum(counts[other] for other in hidden) >= smallest_group):
             break
         hidden.append(number)
-    return [None if number in hidden else pair for number, pair in enumerate(pairs)]
+    return hidden

@@ -12,6 +12,10 @@ from fedshift.evaluation.metrics import harmonic_mean
 Selection = Literal["last", "source", "oracle"]
 Metric = Literal["accuracy", "dice"]
 """What the fields called accuracy hold, in percent: accuracy, or for segmentation the Dice coefficient."""
+SiteMetric = Literal[
+    "accuracy", "balanced_accuracy", "auroc", "auprc", "sensitivity", "specificity", "brier", "calibration_error"
+]
+"""What is computed once, from the scores of the last round's model (see `site_metrics`)."""
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -88,6 +92,38 @@ class SelectedRound(_Record):
     hausdorff: Pixels | None = Field(default=None, description="for segmentation: mean over the measured targets")
 
 
+class SiteMetrics(_Record):
+    """What was measured at one site with the model of the last round. All metrics are in percent.
+
+    A deployed site leaves out what would show fewer samples than its smallest group.
+    """
+
+    site: str
+    part: Literal["target", "held_out"] = Field(
+        description="the target's measured samples, or a source's held-out ones"
+    )
+    samples: Count
+    support: list[Count | None] = Field(description="samples of each class; None where a site does not say")
+    values: dict[SiteMetric, Percent] = Field(description="metric → value; without those that cannot be measured here")
+    intervals: dict[SiteMetric, tuple[Percent, Percent]] = Field(
+        default_factory=dict, description="metric → 95 % interval over samples (bootstrap), at targets"
+    )
+    threshold: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        default=None,
+        description="score from which a sample is positive: at a source its choice, at a target the one used",
+    )
+    reliability: list[tuple[Percent, Percent, Count]] = Field(
+        default_factory=list, description="mean score, share that is right, and samples of each bin of scores"
+    )
+
+    @property
+    def majority(self) -> float | None:
+        """Share of the most frequent class in percent; None where a site does not say it."""
+        known = [count for count in self.support if count is not None]
+        largest = max(known, default=0)
+        return 100.0 * largest / self.samples if largest >= self.samples - sum(known) else None
+
+
 class RunResult(_Record):
     """The content of `result.json`: one finished run, that is one (method, target, seed)."""
 
@@ -102,6 +138,9 @@ class RunResult(_Record):
     metric: Metric = Field(default="accuracy", description="what the fields called accuracy hold, in percent")
     headline: Literal["last"] = Field(default="last", description="the selection rule of the reported number")
     selected: dict[Selection, SelectedRound | None] = Field(description="the round per rule; None if unavailable")
+    sites: list[SiteMetrics] = Field(
+        default_factory=list, description="further metrics of the last round by site; empty in old records"
+    )
     classes: list[str]
     rounds: Count
     seconds: Seconds = Field(description="wall-clock seconds of the whole run")
@@ -145,3 +184,14 @@ class RunResult(_Record):
         """Hausdorff distance in the selected round, in pixels; None if not measured."""
         chosen = self.selected.get(select)
         return None if chosen is None else chosen.hausdorff
+
+    @property
+    def targets(self) -> list[SiteMetrics]:
+        """What was measured at the target(s) in the last round; empty in old records."""
+        return [site for site in self.sites if site.part == "target"]
+
+    def site_metric(self, metric: SiteMetric, select: Selection = "last") -> float | None:
+        """Mean over the target(s) in percent; None unless each has it. Only the last round is measured so."""
+        values = [site.values.get(metric) for site in self.targets] if select == "last" else []
+        known = [value for value in values if value is not None]
+        return fmean(known) if known and len(known) == len(values) else None

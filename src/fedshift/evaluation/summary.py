@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean, stdev
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from fedshift.evaluation.records import RunResult, Selection
+from fedshift.evaluation.records import RunResult, Selection, SiteMetric, SiteMetrics
 
 AVERAGE = "average"
 
@@ -22,7 +23,8 @@ class Row(BaseModel):
 
     ``seeds`` holds the value of every seed, in the order of the seeds' numbers: the accuracy, or what else the table
     reports, such as a Dice coefficient in percent or a Hausdorff distance in pixels. ``n``, ``mean`` and
-    ``standard_error`` follow from it.
+    ``standard_error`` follow from it. ``interval`` is over the target's samples, the mean of its bounds over seeds, and
+    ``majority`` the share of the target's most frequent class; None where records do not say.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -34,6 +36,16 @@ class Row(BaseModel):
     mean: float
     standard_error: float | None
     seeds: list[float]
+    interval: tuple[float, float] | None = None
+    majority: float | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """The fields for a file; without ``interval`` and ``majority`` where they are not known."""
+        return {
+            name: value
+            for name, value in self.model_dump().items()
+            if value is not None or name not in ("interval", "majority")
+        }
 
 
 def mean_and_standard_error(values: Sequence[float]) -> tuple[float, float | None]:
@@ -103,15 +115,45 @@ def rows(
     for method, by_target in table.items():
         for target in order:
             if target in by_target:
-                found.append(_row(method, target, select, by_target[target]))
+                found.append(row_of(method, target, select, _in_order(by_target[target])))
         complete = set[int].intersection(*map(set, by_target.values())) if by_target else set()
         if complete:
             means = {seed: fmean(by_seed[seed] for by_seed in by_target.values()) for seed in complete}
-            found.append(_row(method, AVERAGE, select, means))
+            found.append(row_of(method, AVERAGE, select, _in_order(means)))
     return found
 
 
-def _row(method: str, target: str, select: Selection, by_seed: dict[int, float]) -> Row:
-    seeds = [by_seed[seed] for seed in sorted(by_seed)]
+def _in_order(by_seed: Mapping[int, float]) -> list[float]:
+    return [by_seed[seed] for seed in sorted(by_seed)]
+
+
+def with_samples(found: Iterable[Row], results: Iterable[RunResult], metric: SiteMetric) -> list[Row]:
+    """The rows with their intervals over samples and the majority classes of their targets, where results have them."""
+    by_place: dict[tuple[str, str], list[SiteMetrics]] = {}
+    for result in results:
+        if len(result.targets) == 1:
+            by_place.setdefault((result.method, result.target), []).append(result.targets[0])
+    out = []
+    for row in found:
+        sites = by_place.get((row.method, row.target), []) if row.select == "last" else []
+        limits = [site.intervals[metric] for site in sites if metric in site.intervals]
+        shares = [site.majority for site in sites if site.majority is not None]
+        more: dict[str, Any] = {}
+        if limits:
+            more["interval"] = fmean(low for low, _ in limits), fmean(high for _, high in limits)
+        if shares:
+            more["majority"] = fmean(shares)
+        out.append(row.model_copy(update=more))
+    return out
+
+
+def row_of(method: str, target: str, select: Selection, seeds: Sequence[float]) -> Row:
+    """A row with the mean and standard error of the seeds' values.
+
+    Raises:
+        ValueError: there is no value.
+    """
     mean, error = mean_and_standard_error(seeds)
-    return Row(method=method, target=target, select=select, n=len(seeds), mean=mean, standard_error=error, seeds=seeds)
+    return Row(
+        method=method, target=target, select=select, n=len(seeds), mean=mean, standard_error=error, seeds=list(seeds)
+    )

@@ -121,7 +121,7 @@ def check(experiment: Experiment) -> Check:
         device=device,
         threads=threads,
         methods=tuple(_method(method, needs[method.display]) for method in experiment.methods),
-        warnings=(*data.warnings, *warnings),
+        warnings=(*data.warnings, *plan.site_differences, *warnings),
         encoding_shares=experiment.data.shares,
     )
 

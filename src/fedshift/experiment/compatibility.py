@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fedshift.data.domain import DataSet
 from fedshift.errors import UserError, nearest
+from fedshift.evaluation.predictions import MISSING, can_be_kept
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.config.sections import LeaveOneOut
 from fedshift.experiment.plan import Plan
@@ -38,6 +39,9 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
                 "encoding: take the kind out or choose another data set"
             )
     models.check_task(experiment.model, data.task, data.name)
+    _check_headline(experiment, data)
+    if experiment.evaluation.predictions and data.task == "classification" and not can_be_kept():
+        warnings.append(MISSING)
     numbers = {len(sources) for sources, _ in roles}
     unseen = isinstance(experiment.protocol, LeaveOneOut)
     most = max(len(sources) + (0 if unseen else len(others)) for sources, others in roles)
@@ -82,6 +86,21 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
                 warnings.append(f"{refusal}: the site is left out of such exchanges")
         warnings += method.check_samples(data.input_shape)
     return tuple(warnings)
+
+
+def _check_headline(experiment: Experiment, data: DataSet) -> None:
+    """Raises UserError where the headline cannot be measured on these data."""
+    headline = experiment.evaluation.headline
+    if headline != "accuracy" and data.task == "segmentation":
+        raise UserError(
+            f"evaluation.headline: {headline} is a measure of classification, but data set {data.name} is for "
+            "segmentation, which is compared by the Dice coefficient: leave it out"
+        )
+    if headline in ("sensitivity", "specificity") and len(data.classes) != 2:
+        raise UserError(
+            f"evaluation.headline: {headline} needs two classes, but data set {data.name} has {len(data.classes)}: "
+            "choose balanced_accuracy or auroc"
+        )
 
 
 def _check_plug_in(method: Method, plug_in: LocalOption, network: Network, data: DataSet) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from fedshift.data.domain import DataSet, Rows, SparseRows
 from fedshift.data.site_data import batches_per_epoch
+from fedshift.data.site_differences import site_differences
 from fedshift.experiment.config.experiment import Experiment, method_record
 from fedshift.experiment.config.sections import EXTENT, FlareEngine, LeaveOneOut
 from fedshift.experiment.environment import data_fingerprint, versions
@@ -76,6 +77,11 @@ class Plan:
     def fingerprint(self) -> str:
         """A checksum of the data."""
         return data_fingerprint(self.data)
+
+    @cached_property
+    def site_differences(self) -> tuple[str, ...]:
+        """Warnings about what only shows when sites are compared."""
+        return site_differences(self.data)
 
     def roles(self, target: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The sources and the targets of the runs with this target."""

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, stdev
 
-from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.evaluation.records import RoundRecord, RunResult, SiteMetric
+from fedshift.report.plots import Curve
+
+_MOVES = 0.02
+"""Weights that change by no more than this are treated as constant and are not plotted."""
+BINS = 10
+"""Bins of scores in a reliability curve, as records have them."""
 
 
 def mean_over_targets(
@@ -55,3 +61,72 @@ def mean_per_class(runs: Sequence[RunResult]) -> dict[int, float]:
             if accuracy is not None:
                 values[index].append(accuracy)
     return {index: fmean(accuracies) for index, accuracies in values.items()}
+
+
+def mean_site_metrics(runs: Sequence[RunResult]) -> dict[SiteMetric, float]:
+    """Metric → mean over the runs that have it, each at its target(s) in the last round."""
+    values: dict[SiteMetric, list[float]] = defaultdict(list)
+    for run in runs:
+        for metric in dict.fromkeys(metric for site in run.targets for metric in site.values):
+            value = run.site_metric(metric)
+            if value is not None:
+                values[metric].append(value)
+    return {metric: fmean(found) for metric, found in values.items()}
+
+
+def pooled_reliability(runs: Sequence[RunResult]) -> list[tuple[float, float, int]]:
+    """Mean score, share that came true and samples of each bin of scores, over all samples of the runs' targets."""
+    bins: dict[int, list[tuple[float, float, int]]] = defaultdict(list)
+    for run in runs:
+        for site in run.targets:
+            for point in site.reliability:
+                bins[min(int(point[0] * BINS / 100), BINS - 1)].append(point)
+    pooled = []
+    for number in sorted(bins):
+        counts = [count for *_, count in bins[number]]
+        scores, shares = (fmean((point[of] for point in bins[number]), counts) for of in (0, 1))
+        pooled.append((scores, shares, sum(counts)))
+    return pooled
+
+
+def weights_over_rounds(runs: Sequence[Sequence[RoundRecord]]) -> dict[str, Curve]:
+    """Curves of the sites' weights at one target.
+
+    Args:
+        runs: the rounds of each seed.
+
+    Returns:
+        Site → (rounds, mean over seeds, standard deviation over seeds), for the rounds that all seeds report. Empty if
+        the method does not report one number per site.
+    """
+    series = [_numbers(rounds) for rounds in runs]
+    if not series or not all(series):
+        return {}
+    common = sorted(set[int].intersection(*(set(weights) for weights in series)))
+    sites = dict.fromkeys(site for weights in series for number in common for site in weights[number])
+    curves: dict[str, Curve] = {}
+    for site in sites:
+        values = [[weights[number].get(site, 0.0) for weights in series] for number in common]
+        spread = [stdev(seeds) for seeds in values] if len(series) > 1 else None
+        curves[site] = (common, [fmean(seeds) for seeds in values], spread)
+    return curves
+
+
+def moving(curves: Iterable[Curve]) -> bool:
+    """Whether any weight changes by more than 0.02 during training."""
+    return any(max(mean) - min(mean) > _MOVES for _, mean, _ in curves if len(mean))
+
+
+def mean_weights(runs: Sequence[Sequence[RoundRecord]], site: str, number: int) -> float | None:
+    """The mean weight of ``site`` in round ``number`` over the ``runs`` that report it; None if none does."""
+    found = [weights[number][site] for weights in map(_numbers, runs) if site in weights.get(number, {})]
+    return fmean(found) if found else None
+
+
+def _numbers(rounds: Sequence[RoundRecord]) -> dict[int, dict[str, float]]:
+    out: dict[int, dict[str, float]] = defaultdict(dict)
+    for record in rounds:
+        for site, weight in record.aggregation_weights.items():
+            if isinstance(weight, int | float):
+                out[record.round][site] = float(weight)
+    return out

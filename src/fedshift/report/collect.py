@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.packed import RUNS
-from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.evaluation.records import RoundRecord, RunResult, SiteMetric
 from fedshift.evaluation.stored import ORDER, RESULT, is_finished, packed_run, run_folders, stored
 
 _MOST_NAMES = 12
@@ -27,11 +27,12 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 class Order(BaseModel):
-    """The planned methods, targets and seeds, in the order of the experiment file."""
+    """The planned methods, targets and seeds, in the order of the experiment file, and its headline."""
 
     methods: list[str] = []
     targets: list[str] = []
     seeds: list[int] = []
+    headline: SiteMetric = "accuracy"
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,12 @@ def collect(folder: str | os.PathLike[str]) -> Collected:
     return Collected(
         name=experiments[0].name,
         runs=tuple(runs),
-        order=Order(methods=methods, targets=targets, seeds=sorted({run.result.seed for run in runs})),
+        order=Order(
+            methods=methods,
+            targets=targets,
+            seeds=sorted({run.result.seed for run in runs}),
+            headline=order.headline,
+        ),
         unfinished=planned - len(runs),
         planned=planned,
     )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.significance import Comparison, TTest, compare, holm
+from fedshift.evaluation.summary import Value
 from fedshift.report.measures import Measure
 from fedshift.report.table import MISSING
 from fedshift.text import printable
@@ -33,7 +34,10 @@ class Difference:
 
 
 def differences(
-    results: Iterable[RunResult], pairs: Iterable[tuple[str, str]], select: Selection = "last"
+    results: Iterable[RunResult],
+    pairs: Iterable[tuple[str, str]],
+    select: Selection = "last",
+    value: Value = RunResult.score,
 ) -> list[Difference]:
     """Compare pairs of methods.
 
@@ -41,6 +45,7 @@ def differences(
         results: finished runs.
         pairs: (first, second) names of methods, for the difference first − second.
         select: the selection rule whose round is taken.
+        value: what is compared.
 
     Returns:
         A difference for each pair that shares a target and a seed, in the order of ``pairs``.
@@ -51,7 +56,7 @@ def differences(
     found = [
         (f"{first} − {second}", comparison)
         for first, second in pairs
-        if (comparison := compare(by_method.get(first, ()), by_method.get(second, ()), select)) is not None
+        if (comparison := compare(by_method.get(first, ()), by_method.get(second, ()), select, value)) is not None
     ]
     corrected = holm([None if one.average is None else one.average.p for _, one in found])
     return [Difference(name, one, p, frozenset(_marked(one))) for (name, one), p in zip(found, corrected, strict=True)]

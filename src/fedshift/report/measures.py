@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-from fedshift.evaluation.records import Metric, RunResult
+from fedshift.errors import UserError, nearest
+from fedshift.evaluation.records import Metric, RunResult, Selection, SiteMetric
 from fedshift.evaluation.summary import Value
 
 
@@ -21,6 +24,7 @@ class Measure:
         less_is_better: whether the smallest value is the best.
         notes: the notes below the table.
         meaning: an explanation for readers who do not know the metric.
+        metric: the name by which records of the last round have it by site; "" if they do not.
     """
 
     name: str
@@ -31,6 +35,7 @@ class Measure:
     less_is_better: bool = False
     notes: tuple[str, ...] = ()
     meaning: str = ""
+    metric: SiteMetric | Literal[""] = ""
 
 
 ACCURACY = Measure(
@@ -39,6 +44,7 @@ ACCURACY = Measure(
     "Accuracy in percent",
     meaning="Each column is a target; the number is the share of its samples that the model of the last round got "
     "right. The last column is the unweighted mean over targets.",
+    metric="accuracy",
 )
 DICE = Measure(
     "Dice coefficient",
@@ -55,3 +61,80 @@ HAUSDORFF = Measure(
     less_is_better=True,
 )
 METRICS: dict[Metric, Measure] = {"accuracy": ACCURACY, "dice": DICE}
+
+
+def _at_the_end(metric: SiteMetric, name: str, meaning: str, *, less_is_better: bool = False) -> Measure:
+    """A measure of the last round's scores."""
+
+    def value(result: RunResult, select: Selection) -> float | None:
+        return result.site_metric(metric, select)
+
+    what = f"{name} in percent" + (" (less is better)" if less_is_better else "")
+    return Measure(name, value, what, less_is_better=less_is_better, meaning=meaning, metric=metric)
+
+
+_OF_SCORES = (
+    _at_the_end(
+        "balanced_accuracy",
+        "Balanced accuracy",
+        "It is the mean over classes of the share that is recognised: 50 for "
+        "guessing between two classes, however rare one of them is.",
+    ),
+    _at_the_end(
+        "auroc",
+        "AUROC",
+        "It is how often a sample of the class has a higher score than one of another class: 50 for "
+        "guessing. With more than two classes it is the mean over the classes at the target.",
+    ),
+    _at_the_end(
+        "auprc",
+        "AUPRC",
+        "It is the mean precision over all thresholds: for guessing, the share of the class. With more "
+        "than two classes it is the mean over the classes at the target.",
+    ),
+    _at_the_end(
+        "sensitivity",
+        "Sensitivity",
+        "It is the share of the positive class that is recognised, at the threshold that "
+        "the sources' held-out samples choose.",
+    ),
+    _at_the_end(
+        "specificity",
+        "Specificity",
+        "It is the share of the negative class that is recognised, at the threshold that "
+        "the sources' held-out samples choose.",
+    ),
+    _at_the_end(
+        "brier",
+        "Brier score",
+        "It is the mean squared distance between score and outcome, in percent: 0 is perfect, "
+        "25 is to say 50 % of everything.",
+        less_is_better=True,
+    ),
+    _at_the_end(
+        "calibration_error",
+        "Expected calibration error",
+        "It is how far scores are from the shares that come true, mean over ten bins of scores.",
+        less_is_better=True,
+    ),
+)
+MEASURES: dict[str, Measure] = {
+    "accuracy": ACCURACY,
+    "dice": DICE,
+    "hausdorff": HAUSDORFF,
+    **{measure.metric: measure for measure in _OF_SCORES},
+}
+"""By the name that `--metric` and `evaluation.headline` take."""
+
+
+def measure_of(name: str, results: Sequence[RunResult]) -> Measure:
+    """The measure called ``name``.
+
+    Raises:
+        UserError: these results cannot have it.
+    """
+    masks = any(result.metric == "dice" for result in results)
+    known = [known for known in MEASURES if (known in ("dice", "hausdorff")) == masks]
+    if name not in known:
+        raise UserError(f"--metric: these results have no '{name}'; {nearest(name, known)}")
+    return MEASURES[name]

@@ -7,17 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from fedshift.evaluation.cautions import cautions
 from fedshift.evaluation.records import RoundRecord, RunResult, Selection
 from fedshift.evaluation.selection import RULES
 from fedshift.evaluation.stored import ROUNDS
 from fedshift.files import write_bytes
 from fedshift.report import differences, plots
-from fedshift.report.averages import mean_by_kind, mean_over_targets, mean_per_class
+from fedshift.report.averages import mean_by_kind, mean_over_targets, mean_per_class, moving, weights_over_rounds
 from fedshift.report.collect import Collected, FinishedRun, read_rounds
 from fedshift.report.html import details, escape, grid, paragraph, section
+from fedshift.report.metrics_section import metrics_section
 from fedshift.report.style import STYLE
 from fedshift.report.table import MISSING, Table, table_of
-from fedshift.report.weights import moving, weights_over_rounds
+from fedshift.report.table import headline as usual_measure
 
 PAGE = "report.html"
 _MOST_CLASSES = 20
@@ -52,7 +54,8 @@ def page(collected: Collected) -> str:
     sections = [
         _header(collected),
         section("result", "Result", _main_result(headline), _how_to_read(headline)),
-        section("curves", f"{headline.measure.name} over training", _curves(collected.runs, records, headline)),
+        *metrics_section(results, headline.methods),
+        section("curves", f"{_usual(results)} over training", _curves(collected.runs, records, headline)),
         section("others", "Other selection rules", *(_other(collected, rule) for rule in ("source", "oracle"))),
         section("differences", "Differences between methods", _differences(results, headline)),
         *_weights(collected.runs, records, headline.methods),
@@ -146,6 +149,11 @@ def _other(collected: Collected, rule: Selection) -> str:
     return f"<h3>{escape(rule)}</h3>" + _table(table_of(collected, rule))
 
 
+def _usual(results: Sequence[RunResult]) -> str:
+    """The name of what is measured after every round."""
+    return usual_measure(results).name
+
+
 def _curves(runs: Sequence[FinishedRun], records: Mapping[Path, list[RoundRecord]], headline: Table) -> str:
     curves: dict[str, dict[str, plots.Curve]] = {"round": {}, "local mini-batches per site": {}}
     for method in headline.methods:
@@ -158,7 +166,7 @@ def _curves(runs: Sequence[FinishedRun], records: Mapping[Path, list[RoundRecord
             curves["local mini-batches per site"][method] = (batches, mean, band)
     if not curves["round"]:
         return paragraph("There is no rounds.jsonl with the results, so there is nothing to draw.", "note")
-    quantity = headline.measure.name
+    quantity = _usual([run.result for run in runs])
     figure = plots.svg(
         plots.accuracy_over_rounds(curves, quantity), f"{quantity} over rounds and over local mini-batches"
     )
@@ -197,7 +205,8 @@ def _differences(results: Sequence[RunResult], headline: Table) -> str:
     pairs = [(first, second) for index, first in enumerate(methods) for second in methods[:index]]
     if not pairs:
         return paragraph("One method: nothing to compare.", "note")
-    found = [differences.line(one, targets) for one in differences.differences(results, pairs)]
+    value = headline.measure.value
+    found = [differences.line(one, targets) for one in differences.differences(results, pairs, value=value)]
     head = differences.head(targets, headline.measure)
     body = ([escape(cell) for cell in cells] for cells in found)
     return grid([escape(name) for name in head], body) + paragraph(
@@ -244,7 +253,9 @@ def _per_class(results: Sequence[RunResult], headline: Table) -> str:
     lines = []
     for method in headline.methods:
         cells = [cell for cell in list(headline.cells[method].values())[:-1] if cell is not None]
-        worst = min(cells, key=lambda cell: cell.row.mean).row.target
+        if not cells:
+            continue
+        worst = (max if headline.measure.less_is_better else min)(cells, key=lambda cell: cell.row.mean).row.target
         runs = [result for result in results if result.method == method and result.target == worst]
         lines.append((method, worst, mean_per_class(runs)))
     classes = results[0].classes
@@ -276,12 +287,13 @@ def _tinted(accuracy: float | None) -> str:
 
 def _warnings(results: Sequence[RunResult]) -> str:
     where: dict[str, list[str]] = defaultdict(list)
+    found = "".join(f"<li>{escape(text)}</li>" for text in cautions(results))
     for result in results:
         for warning in dict.fromkeys(result.warnings):
             where[warning].append(f"{result.method} / {result.target} / seed {result.seed}")
-    if not where:
+    if not where and not found:
         return paragraph("None.")
-    items = []
+    items = [found]
     for warning, places in where.items():
         more = f" and {len(places) - 3} more" if len(places) > 3 else ""
         items.append(f'<li>{escape(warning)} <span class="note">({escape("; ".join(places[:3]) + more)})</span></li>')

@@ -102,6 +102,24 @@ def accuracy_per_target(table: Table) -> Figure:
     return figure
 
 
+def reliability(curves: Mapping[str, Sequence[tuple[float, float, int]]]) -> Figure:
+    """How often scores come true: a line per method, and a thin one for scores that do so exactly.
+
+    Args:
+        curves: method → (mean score, share that came true, samples) of each bin, in percent.
+    """
+    figure, [axes] = _figure(4.8, 4.2)
+    axes.plot([0, 100], [0, 100], color=GRID, linewidth=1)
+    for index, (method, points) in enumerate(curves.items()):
+        color, line, marker = _style(index)
+        scores, shares = [score for score, _, _ in points], [share for _, share, _ in points]
+        axes.plot(scores, shares, color=color, linestyle=line, marker=marker, markersize=4, label=method)
+    axes.set_xlabel("score, %")
+    axes.set_ylabel("came true, %")
+    _legend(figure, axes)
+    return figure
+
+
 def bytes_by_kind(sizes: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figure:
     """Megabytes per run by kind of content, with a bar for each method and direction.
 

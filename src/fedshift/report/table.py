@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from statistics import fmean
 
 from fedshift.errors import UserError
+from fedshift.evaluation.cautions import majorities, warnings_of
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.selection import RULES
-from fedshift.evaluation.summary import AVERAGE, Row, rows
+from fedshift.evaluation.summary import AVERAGE, Row, row_of, rows, with_samples
 from fedshift.report import pairs
 from fedshift.report.collect import Collected
-from fedshift.report.measures import ACCURACY, HAUSDORFF, METRICS, Measure
+from fedshift.report.measures import ACCURACY, HAUSDORFF, MEASURES, METRICS, Measure, measure_of
 
 MISSING = "–"
+WORST, GAP = "worst site", "gap between sites"
 _MOST_EXCEPTIONS = 6
 
 
@@ -38,6 +42,19 @@ class Cell:
     @property
     def error(self) -> str | None:
         return None if self.row.standard_error is None else f"{self.row.standard_error:.2f}"
+
+
+class IntervalCell(Cell):
+    """An entry that shows the interval over samples."""
+
+    @property
+    def mean(self) -> str:
+        low, high = self.row.interval or (0.0, 0.0)
+        return f"{low:.2f} to {high:.2f}"
+
+    @property
+    def error(self) -> None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -90,7 +107,9 @@ def table(
     results = list(results)
     measure = measure or headline(results)
     found = rows(results, select, methods, targets, measure.value)
-    if not found:
+    if measure.metric:
+        found = with_samples(found, results, measure.metric)
+    if not found and not (measure.metric and select == "last"):
         raise UserError(
             f"no result has a round selected by '{select}': the sources keep no held-out part; "
             "set protocol.test_fraction above 0, or use 'last'"
@@ -129,26 +148,114 @@ def headline(results: Sequence[RunResult]) -> Measure:
     return (pairs.HARMONIC_MEANS if all(result.labelled for result in results) else METRICS)[results[0].metric]
 
 
-def table_of(collected: Collected, select: Selection = "last") -> Table:
-    """The table of all collected runs.
+def table_of(collected: Collected, select: Selection = "last", metric: str = "") -> Table:
+    """The table of all collected runs, with further tables below it.
+
+    Args:
+        collected: the runs.
+        select: the selection rule whose round is taken.
+        metric: what the table reports, such as auroc; "": the experiment's headline.
 
     Raises:
-        UserError: as in `table` and `headline`.
+        UserError: there is no such metric, or as in `table` and `headline`.
     """
     order, results = collected.order, collected.results
-    whole = table(results, select, methods=order.methods, targets=order.targets, progress=collected.progress)
+    measure = _measure(collected, select, metric)
+    arrange = partial(table, select=select, targets=order.targets)
+    whole = arrange(results, methods=order.methods, progress=collected.progress, measure=measure)
     whole = replace(whole, notes=(*whole.notes, *settings_note(results, order.methods)))
     both = whole.measure in pairs.HARMONIC_MEANS.values()
     more = []
     for measure, chosen in pairs.beside(results) if both else [(HAUSDORFF, results)]:
-        if any(measure.value(result, select) is not None for result in chosen):
+        if measure is not whole.measure and any(measure.value(result, select) is not None for result in chosen):
             methods = [name for name in order.methods if any(result.method == name for result in chosen)]
-            more.append(table(chosen, select, methods=methods, targets=order.targets, measure=measure))
+            more.append(arrange(chosen, methods=methods, measure=measure))
+    if select == "last" and any(result.sites for result in results):
+        whole = replace(whole, notes=(*whole.notes, *_site_notes(results, whole.measure)))
+        more += [] if both else [*_intervals(whole), *_worst(whole, results)]
     whole = replace(whole, more=tuple(more))
     if not both:
         return whole
     found = tuple(pairs.rows_of(results, whole.rows, select))
     return replace(whole, rows=found, notes=(*whole.notes, *pairs.notes(found, results[0].metric)))
+
+
+def _measure(collected: Collected, select: Selection, metric: str) -> Measure:
+    """The measure that was asked for, else the experiment's headline as far as it was measured in these rounds."""
+    if metric:
+        found = measure_of(metric, collected.results)
+        if select != "last" and found.metric not in ("", "accuracy"):
+            raise UserError(f"--metric: {metric} is measured in the last round only: leave out --select")
+        return found
+    named, usual = collected.order.headline, headline(collected.results)
+    return MEASURES[named] if named != "accuracy" and select == "last" and usual is not METRICS["dice"] else usual
+
+
+def _site_notes(results: Sequence[RunResult], measure: Measure) -> Iterator[str]:
+    """The majority class of every target, and warnings."""
+    shares = majorities(results)
+    if shares and measure.metric == "accuracy":
+        listing = ", ".join(f"{target} {share:.2f}" for target, share in shares.items())
+        yield f"Always saying a target's most frequent class would be right for: {listing}."
+    yield from (f"Warning: {text}." for text in warnings_of(results))
+
+
+def _intervals(whole: Table) -> Iterator[Table]:
+    """The intervals over samples of the entries of ``whole``."""
+    columns = whole.columns[:-1]
+    cells: dict[str, dict[str, Cell | None]] = {
+        method: {
+            column: IntervalCell(cell.row, False, False) if (cell := line[column]) and cell.row.interval else None
+            for column in columns
+        }
+        for method, line in whole.cells.items()
+    }
+    if any(cell for line in cells.values() for cell in line.values()):
+        note = (
+            "Bootstrap over the target's samples (over groups where the data have them), bounds averaged over "
+            f"{whole.measure.repeat}s: how far its few samples leave the number open."
+        )
+        title = f"{whole.measure.name}: 95 % intervals over samples"
+        measure = replace(whole.measure, title=title, what="", notes=(note,))
+        yield Table(whole.select, measure, whole.methods, columns, cells, (), measure.notes)
+
+
+def _worst(whole: Table, results: Sequence[RunResult]) -> Iterator[Table]:
+    """The worst site of each method, and the gap between its best and its worst site."""
+    measure, targets = whole.measure, whole.columns[:-1]
+    if len(targets) < 2:
+        return
+    worst, best = (max, min) if measure.less_is_better else (min, max)
+    found, names = [], []
+    for method in whole.methods:
+        by_seed: dict[int, dict[str, float]] = {}
+        for result in results:
+            value = measure.value(result, whole.select) if result.method == method else None
+            if value is not None:
+                by_seed.setdefault(result.seed, {})[result.target] = value
+        complete = [by_seed[seed] for seed in sorted(by_seed) if len(by_seed[seed]) == len(targets)]
+        if complete:
+            means = {target: fmean(one[target] for one in complete) for target in targets}
+            names.append(f"{method} {worst(means, key=means.__getitem__)}")
+            found.append(row_of(method, WORST, whole.select, [worst(one.values()) for one in complete]))
+            gaps = [abs(best(one.values()) - worst(one.values())) for one in complete]
+            found.append(row_of(method, GAP, whole.select, gaps))
+    if found:
+        top = _best([row for row in found if row.target == WORST], set(), best)
+        top |= _best([row for row in found if row.target == GAP], set(), min)
+        by_place = {(row.method, row.target): row for row in found}
+        cells: dict[str, dict[str, Cell | None]] = {
+            method: {
+                column: Cell(row, (method, column) in top, False) if (row := by_place.get((method, column))) else None
+                for column in (WORST, GAP)
+            }
+            for method in whole.methods
+        }
+        note = (
+            f"Worst and gap of each {measure.repeat}, then their mean. The worst site on average: {', '.join(names)}."
+        )
+        shown = replace(measure, title=f"{measure.name}: worst site, gap between sites", what="", notes=(note,))
+        yield Table(whole.select, shown, whole.methods, (WORST, GAP), cells, (), shown.notes)
 
 
 def settings_note(results: Iterable[RunResult], methods: Sequence[str]) -> Iterator[str]:
@@ -196,6 +303,12 @@ def _notes(
 ) -> Iterable[str]:
     yield f"Selection: {RULES[select].description}."
     present = [cell for line in cells.values() for cell in line.values() if cell is not None]
+    if not present:
+        yield (
+            f"None of these runs has {measure.name}: they were made before it was measured, or cannot have it (one "
+            "class at a target, no threshold). To have it, run the experiment again under another name."
+        )
+        return
     most = max(cell.row.n for cell in present)
     if most == 1:
         yield f"{measure.what}, n = 1 {measure.repeat}, so there is no standard error."

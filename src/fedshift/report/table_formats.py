@@ -175,7 +175,7 @@ def escape_latex(text: str) -> str:
 
 def as_json(table: Table) -> str:
     """The rows as a JSON list, with the fields of `Row`, or of `PairRow` where both sides are measured."""
-    return json_text([row.model_dump() for row in table.rows], indent=2) + "\n"
+    return json_text([row.plain() for row in table.rows], indent=2) + "\n"
 
 
 FORMATS: dict[str, Callable[[Table], str]] = {"markdown": markdown, "latex": latex, "json": as_json}

@@ -39,7 +39,7 @@ def test_what_a_run_leaves(cli: Cli, tmp_path: Path) -> None:
     assert cli("run", file, "--runs", tmp_path / "runs").code == 0
     part = tmp_path / "runs" / PART
     whole = {path.name for path in part.iterdir() if not path.name.startswith(".")}
-    assert whole == {"experiment.yaml", "rounds.jsonl", "result.json", "model.safetensors"}
+    assert whole == {"experiment.yaml", "rounds.jsonl", "result.json", "model.safetensors", "predictions.parquet"}
     assert json.loads((tmp_path / "runs" / "small" / "order.json").read_text()) == {
         "methods": ["fedavg"], "targets": ["a"], "seeds": [0],
     }  # fmt: skip

@@ -40,7 +40,7 @@ data: {{name: arrays, sites: {{{site}: data.npz}}}}   # as under data: of an exp
 # classes: [benign, malignant]   # all classes of the federation, in order, where this site may lack some
 device: auto
 policy:
-  send: [weights, numbers, accuracy]   # also: statistics, spectra, features
+  send: [weights, numbers, accuracy, metrics]   # also: statistics, spectra, features
   smallest_group: 10
   methods: all   # or a list, such as [fedavg, csac]
   models: first   # networks: the first one asked for; or a list, such as [{{name: mlp, hidden: [64, 32]}}]; or all

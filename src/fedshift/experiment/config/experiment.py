@@ -26,6 +26,7 @@ from fedshift.experiment.config.sections import (
     PROTOCOLS,
     Engine,
     EngineSection,
+    Evaluation,
     FlareEngine,
     LeaveOneOut,
     LocalEngine,
@@ -51,6 +52,7 @@ class Experiment(Section):
     training: Training = Field(default_factory=Training)
     methods: tuple[SerializeAsAny[Method], ...]
     engine: Engine = Field(default_factory=LocalEngine, discriminator="name")
+    evaluation: Evaluation = Field(default_factory=Evaluation)
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps …")
 
     def dump(self) -> dict[str, Any]:
@@ -60,7 +62,7 @@ class Experiment(Section):
         return out
 
 
-_SECTIONS: dict[str, type[BaseModel]] = {"training": Training}
+_SECTIONS: dict[str, type[BaseModel]] = {"training": Training, "evaluation": Evaluation}
 
 
 def method_name(method: Method) -> str:

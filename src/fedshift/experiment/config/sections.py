@@ -18,6 +18,7 @@ from pydantic import (
 )
 
 from fedshift.errors import nearest
+from fedshift.evaluation.records import SiteMetric
 from fedshift.federation.federation import OnRefusal, known_kinds
 
 
@@ -161,6 +162,18 @@ PROTOCOLS: dict[str, type[Protocol]] = {  # by `kind`
 }
 EXTENT = ("targets", "seeds", "pairs", "splits")
 """Fields that say which runs an experiment has. They are not settings of a single run."""
+
+
+class Evaluation(Section):
+    """What is measured with the model of a run's last round, and what is kept of it."""
+
+    headline: SiteMetric = Field("accuracy", description="the measure of the first table and of the page")
+    predictions: bool = Field(
+        True, description="keep the scores of every measured sample in each run's predictions.parquet (needs pyarrow)"
+    )
+    resamples: Annotated[int, Field(ge=0, le=100_000)] = Field(
+        1000, description="bootstrap samples of the intervals over samples; large sites use fewer; 0: no intervals"
+    )
 
 
 def _known_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:

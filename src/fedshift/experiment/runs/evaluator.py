@@ -2,32 +2,63 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from numpy.typing import NDArray
 
 from fedshift.data.domain import DataSet, Rows
 from fedshift.data.site_data import SiteData
 from fedshift.evaluation import segmentation
 from fedshift.evaluation.metrics import accuracy, per_class_accuracy
+from fedshift.evaluation.predictions import SitePredictions
+from fedshift.evaluation.records import SiteMetrics
+from fedshift.evaluation.site_metrics import Scored, common_threshold, site_metrics
 from fedshift.experiment.protocol import Split
 from fedshift.models.network import Network
 from fedshift.models.options import NetworkOptions
 from fedshift.models.unet import SegmentationOptions
 from fedshift.weights import Weights
 
+Part = Literal["target", "held_out"]
+
 _BATCH = 500
 _MASKS = 16
 """Images in a batch for segmentation, where every pixel has a score."""
 
 
-class Evaluator:
-    """Evaluates models on the target and on the held-out rows of the sources."""
+@dataclass(frozen=True)
+class Final:
+    """What is measured once, with a run's last model.
 
-    def __init__(self, data: DataSet, split: Split, device: torch.device, model: NetworkOptions) -> None:
+    Attributes:
+        record: the fields of a `RoundRecord`.
+        sites: further metrics at each target, then at each source; none for segmentation.
+        predictions: what they were computed from.
+    """
+
+    record: dict[str, Any]
+    sites: tuple[SiteMetrics, ...] = ()
+    predictions: tuple[SitePredictions, ...] = ()
+
+
+class Evaluator:
+    """Evaluates models on the target and on the held-out rows of the sources.
+
+    Args:
+        data: the domains, with true labels.
+        split: their rows.
+        device: where the network is.
+        model: the network's options.
+        resamples: bootstrap samples of the intervals in `final`.
+    """
+
+    def __init__(
+        self, data: DataSet, split: Split, device: torch.device, model: NetworkOptions, resamples: int = 0
+    ) -> None:
         def views(rows: Mapping[str, Rows]) -> dict[str, SiteData]:
             return {
                 name: SiteData([(data.domains[name], chosen, 0)], data.preprocessing, None, device)
@@ -36,9 +67,12 @@ class Evaluator:
             }
 
         self._targets, self._sources = views(split.measured), views(split.held_out)
+        self._rows: dict[Part, Mapping[str, Rows]] = {"target": split.measured, "held_out": split.held_out}
+        self._domains = data.domains
         self._trained_at = sorted(split.train)
         self._classes = len(data.classes)
         self._model = model
+        self._resamples = resamples
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
         """Accuracy in percent: at each target, on each source's held-out rows, and of each class over the targets.
@@ -52,23 +86,68 @@ class Evaluator:
         Returns:
             The fields of a `RoundRecord`.
         """
-        network.load_state_dict(dict(weights))
-        network.eval()
+        _load(network, weights)
         if isinstance(self._model, SegmentationOptions):
             return self._measure_masks(network, self._model)
+        return self._record(
+            {name: predictions(network, view) for name, view in self._targets.items()},
+            {name: predictions(self._at(network, name), view) for name, view in self._sources.items()},
+        )
+
+    def final(self, network: Network, weights: Weights, threshold: float | None = None) -> Final:
+        """As `measure`, with further metrics of each site and the predictions for its samples.
+
+        Args:
+            network: the network that ``weights`` belong to. It is changed.
+            weights: the model.
+            threshold: score from which a sample of a target is positive, if no source here chooses one.
+        """
+        _load(network, weights)
+        if isinstance(self._model, SegmentationOptions):
+            return Final(self._measure_masks(network, self._model))
+        kept = [self._kept("target", name, network, view) for name, view in self._targets.items()]
+        kept += [self._kept("held_out", name, self._at(network, name), view) for name, view in self._sources.items()]
+        held_out = [site_metrics(one.site, "held_out", one.scored) for one in kept if one.part == "held_out"]
+        measured = [
+            site_metrics(
+                one.site,
+                "target",
+                one.scored,
+                threshold=common_threshold(held_out) if held_out else threshold,
+                resamples=self._resamples,
+            )
+            for one in kept
+            if one.part == "target"
+        ]
+        record = self._record(
+            {one.site: one.scored.predicted for one in kept if one.part == "target"},
+            {one.site: one.scored.predicted for one in kept if one.part == "held_out"},
+        )
+        return Final(record, (*measured, *held_out), tuple(kept))
+
+    def _at(self, network: Network, source: str) -> Network:
+        return network.at(self._trained_at.index(source))
+
+    def _kept(self, part: Part, name: str, network: Network, view: SiteData) -> SitePredictions:
+        domain, rows = self._domains[name], np.asarray(self._rows[part][name], dtype=np.int64)
+        ids: Sequence[str] | None = getattr(domain, "ids", None)
+        groups = None if domain.groups is None else domain.groups[rows]
+        names = None if ids is None else [ids[row] for row in rows]
+        return SitePredictions(name, part, rows, names, scored(network, view, groups))
+
+    def _record(
+        self, targets: Mapping[str, NDArray[np.int64]], sources: Mapping[str, NDArray[np.int64]]
+    ) -> dict[str, Any]:
+        """The fields of a `RoundRecord`, from the predicted class of every sample."""
         labels = {name: view.labels.cpu().numpy() for name, view in self._targets.items()}
-        predicted = {name: predictions(network, view) for name, view in self._targets.items()}
         return {
-            "target_accuracy": {name: accuracy(predicted[name], labels[name]) for name in labels},
+            "target_accuracy": {name: accuracy(targets[name], labels[name]) for name in labels},
             "source_accuracy": {
-                name: accuracy(
-                    predictions(network.at(self._trained_at.index(name)), view),
-                    view.labels.cpu().numpy(),
-                )
-                for name, view in self._sources.items()
+                name: accuracy(predicted, self._sources[name].labels.cpu().numpy())
+                for name, predicted in sources.items()
             },
             "per_class": per_class_accuracy(
-                np.concatenate(list(predicted.values())), np.concatenate(list(labels.values())), self._classes
+                np.concatenate(list(targets.values())), np.concatenate(list(labels.values())), self._classes
             ),
         }
 
@@ -95,8 +174,24 @@ class Evaluator:
         }
 
 
+def _load(network: Network, weights: Weights) -> None:
+    network.load_state_dict(dict(weights))
+    network.eval()
+
+
 @torch.no_grad()
-def predictions(network: Network, view: SiteData) -> np.ndarray[Any, np.dtype[np.int64]]:
+def scored(network: Network, view: SiteData, groups: NDArray[np.int64] | None) -> Scored:
+    """Label, predicted class and probability of each class, of every sample of ``view`` in order.
+
+    ``groups`` says which of the samples belong together; None if all are apart.
+    """
+    outputs = torch.cat([network(inputs) for inputs, _, _ in view.all_batches(_BATCH)]).cpu()
+    scores = outputs.double().softmax(dim=1).float()
+    return Scored(view.labels.cpu().numpy(), outputs.argmax(dim=1).numpy(), scores.numpy(), groups)
+
+
+@torch.no_grad()
+def predictions(network: Network, view: SiteData) -> NDArray[np.int64]:
     """The class number of every sample of ``view``, in order (n,)."""
     scores = [network(inputs).argmax(dim=1) for inputs, _, _ in view.all_batches(_BATCH)]
     return torch.cat(scores).cpu().numpy()
@@ -105,7 +200,7 @@ def predictions(network: Network, view: SiteData) -> np.ndarray[Any, np.dtype[np
 @torch.no_grad()
 def predicted_masks(
     network: Network, view: SiteData, model: SegmentationOptions
-) -> Iterator[tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]]:
+) -> Iterator[tuple[NDArray[np.bool_], NDArray[np.bool_]]]:
     """Predicted and true masks of every sample of ``view`` in batches, (b, structures, h, w) each."""
     for inputs, masks, _ in view.all_batches(_MASKS):
         yield model.masks(network(inputs)), masks.cpu().numpy() > 0

@@ -45,9 +45,7 @@ def run_experiment(
     engine, folder, reporter = experiment.engine, runs / experiment.name, reporter or Reporter()
     device, threads = resolve_device(experiment.device), engine.thread_count()
     plan = Plan(experiment, taking_part(experiment.protocol, built(experiment, watcher=reporter)))
-    for warning in plan.data.warnings:
-        reporter.warn(warning)
-    for warning in check_fit(plan):
+    for warning in (*plan.data.warnings, *plan.site_differences, *check_fit(plan)):
         reporter.warn(warning)
     folders = [run_folder(planned, folder) for planned in plan.runs]
     for warning in plan.warnings():

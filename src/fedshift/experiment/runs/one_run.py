@@ -24,7 +24,8 @@ def carry_out(context: Context, workers: Workers, planned: PlannedRun, folder: R
     sites, setting = planned.sites(shown), planned.setting(context.device)
     network = setting.build_network().to(context.device)
     folder.claim()
-    evaluator = Evaluator(planned.data, planned.split, torch.device(context.device), planned.experiment.model)
+    experiment, device = planned.experiment, torch.device(context.device)
+    evaluator = Evaluator(planned.data, planned.split, device, experiment.model, experiment.evaluation.resamples)
     options: dict[str, Any] = {
         "budget": site_budget(planned.budget, sites),
         "rounds": max(1, planned.rounds),

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
+from fedshift.evaluation.predictions import as_parquet, can_be_kept
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.selection import selected_rounds
 from fedshift.experiment.config.experiment import method_record
@@ -17,6 +18,7 @@ from fedshift.experiment.config.sections import LeaveOneOut, SourceTarget
 from fedshift.experiment.environment import versions
 from fedshift.experiment.plan import PlannedRun, Run
 from fedshift.experiment.runs.context import Context
+from fedshift.experiment.runs.evaluator import Final
 from fedshift.experiment.runs.run_folder import RunFolder
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import RawData
@@ -32,6 +34,10 @@ class Measuring(Protocol):
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
         """The fields ``target_accuracy``, ``source_accuracy`` and ``per_class`` of a `RoundRecord`."""
+        ...
+
+    def final(self, network: Network, weights: Weights) -> Final:
+        """The same fields, and what is measured only once, after the last round."""
         ...
 
 
@@ -84,6 +90,7 @@ class _RunLoop:
     records: list[RoundRecord] = field(default_factory=list)
     seconds: float = 0.0
     screening: Screening | None = None
+    final: Final | None = None
     clock: float = field(default_factory=time.perf_counter)
 
     @property
@@ -115,7 +122,7 @@ class _RunLoop:
             state = play_round(method, federation, state)
             federation.settle()
             state = self._close_round(evaluated, state, last=self._is_done(state))
-        return self._finish(state)
+        return self._finish(evaluated, state)
 
     def _is_done(self, state: State) -> bool:
         return self.federation.exhausted() or state.round >= self.federation.rounds
@@ -158,9 +165,14 @@ class _RunLoop:
             return state  # no exchange yet, so there is nothing to save
         averaging, rounds = self.run.method.averaging, self.federation.rounds
         state = replace(state, averaged=averaging.after(state.averaged, state.weights, state.round / max(1, rounds)))
-        measured = last or state.round % self.planned.experiment.training.measure_every == 0
+        measured = state.round % self.planned.experiment.training.measure_every == 0
         model = self._handed_out(state, last=last)
-        results = self.evaluator.measure(network, model) if measured else {"target_accuracy": {}}
+        results: dict[str, Any] = {"target_accuracy": {}}
+        if last:
+            self.final = self.evaluator.final(network, model)
+            results = self.final.record
+        elif measured:
+            results = self.evaluator.measure(network, model)
         if not last:
             state = replace(state, averaged=averaging.judged(state.averaged, results.get("source_accuracy", {})))
         _, page = self.federation.ledger.settle()
@@ -245,14 +257,19 @@ class _RunLoop:
         """Mini-batches so far per source: the mean over the sources, also if their samples are pooled."""
         return round(sum(self.federation.progress.used.values()) / len(self.planned.split.train))
 
-    def _finish(self, state: State) -> RunResult:
-        """Write the model and the result."""
-        result = self._result(state)
-        self.folder.save_model(self._handed_out(state, last=True), model_metadata(self.planned))
+    def _finish(self, network: Network, state: State) -> RunResult:
+        """Write the model, the predictions and the result."""
+        model = self._handed_out(state, last=True)
+        final = self.final or self.evaluator.final(network, model)  # killed between the last round and its result
+        result = self._result(state, final)
+        metadata = model_metadata(self.planned)
+        self.folder.save_model(model, metadata)
+        if final.predictions and self.planned.experiment.evaluation.predictions and can_be_kept():
+            self.folder.save_predictions(as_parquet(final.predictions, result.classes, metadata))
         self.folder.finish(result)
         return result
 
-    def _result(self, state: State) -> RunResult:
+    def _result(self, state: State, final: Final) -> RunResult:
         context, planned, run, data = self.context, self.planned, self.run, self.planned.data
         labelled, unlabelled = planned.plan.roles(run.target)
         both = isinstance(planned.experiment.protocol, SourceTarget)
@@ -264,6 +281,7 @@ class _RunLoop:
             seed=run.seed,
             metric="accuracy" if data.task == "classification" else "dice",
             selected=selected_rounds(self.records),
+            sites=list(final.sites),
             classes=list(data.classes),
             rounds=state.round,
             seconds=self.seconds,
@@ -275,6 +293,7 @@ class _RunLoop:
             device=context.device,
             warnings=[
                 *data.warnings,
+                *planned.plan.site_differences,
                 *(f"continued without it: {reason}" for reason in self._refusals()),
                 *self._method_warnings(),
             ],

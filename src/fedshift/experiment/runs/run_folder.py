@@ -16,6 +16,7 @@ import yaml
 from pydantic import ValidationError
 
 from fedshift.errors import UserError
+from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.stored import ORDER, RESULT, ROUNDS, SETTINGS, pack_of, stored
 from fedshift.experiment.plan import Plan, PlannedRun
@@ -161,6 +162,10 @@ class RunFolder:
         )
         write_bytes(self.path / MODEL, data)
 
+    def save_predictions(self, data: bytes) -> None:
+        """Write the predictions per sample, which only the user may read."""
+        write_bytes(self.path / PREDICTIONS, data, private=True)
+
     # Rounds and checkpoints -------------------------------------------------------------------------------------------
 
     @property
@@ -278,13 +283,15 @@ class RunFolder:
 
 
 def write_order(plan: Plan, folder: Path) -> None:
-    """Write the order of methods, targets and seeds, for tables, unless the packed files have the same."""
+    """Write the order of methods, targets and seeds, and the headline, unless the packed files have the same."""
     experiment = plan.experiment
-    order = {
+    order: dict[str, Any] = {
         "methods": [method.display for method in experiment.methods],
         "targets": list(plan.targets),
         "seeds": list(experiment.protocol.seeds),
     }
+    if experiment.evaluation.headline != "accuracy":
+        order["headline"] = experiment.evaluation.headline
     pack = pack_of(folder)
     if pack is None or pack.order != order:
         write_bytes(folder / ORDER, (json.dumps(order, indent=2) + "\n").encode())

@@ -23,10 +23,12 @@ from fedshift.weights import NamedTensors
 
 ACCURACY = "accuracy"
 """The kind of a site's report after it measured a model on its held-out samples."""
+METRICS = "metrics"
+"""The kind of what a site adds to that report at the end of a run: AUROC, calibration and so on."""
 _DAY = 24 * 3600
 _FEW, _MOST_EXPOSED = 16, 0.8
 """How fast the limit of exposure falls with the number of samples, and the most that it is at any site."""
-_AGGREGATES = ("statistics", "weights", NUMBERS, ACCURACY)
+_AGGREGATES = ("statistics", "weights", NUMBERS, ACCURACY, METRICS)
 """Kinds that summarise many samples: at least `Policy.smallest_group` of them."""
 
 
@@ -36,9 +38,10 @@ class Policy(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     send: tuple[str, ...] = Field(
-        ("weights", NUMBERS, ACCURACY),
+        ("weights", NUMBERS, ACCURACY, METRICS),
         description="kinds that may leave: weights, numbers (counts, losses), accuracy (of a model on held-out "
-        "samples), statistics (means, sums that encode a table), styles, spectra, features",
+        "samples), metrics (of a run's last model: AUROC, calibration …), statistics (means, sums that encode a "
+        "table), styles, spectra, features",
     )
     smallest_group: PositiveInt = Field(
         10, description="fewest samples that an exchange looks at before a model, statistic, count or accuracy leaves"
@@ -74,7 +77,7 @@ class Policy(BaseModel):
     @field_validator("send")
     @classmethod
     def _kinds(cls, send: tuple[str, ...]) -> tuple[str, ...]:
-        known = (*known_kinds(), ACCURACY)
+        known = (*known_kinds(), ACCURACY, METRICS)
         for kind in send:
             if kind not in known:
                 raise ValueError(f"unknown kind '{kind}'; {nearest(kind, known)}")

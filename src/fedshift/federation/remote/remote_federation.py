@@ -20,7 +20,7 @@ from fedshift.federation.federation import CallOwner, Federation
 from fedshift.federation.messages import Content, Reply
 from fedshift.federation.remote.incoming import Grace, Spool, Stop, Taken
 from fedshift.federation.remote.outbox import HERE, Outbox
-from fedshift.federation.remote.reply_checks import checked_header, checked_measures, measured_bytes
+from fedshift.federation.remote.reply_checks import checked_header, checked_measures, measured_bytes, report_bytes
 from fedshift.federation.remote.transport import PROTOCOL, Lost, Sign, Transport, opened, request_key
 from fedshift.federation.remote.wire import Message, Residuals, Wire, body_of, seal
 from fedshift.federation.replies.checks import checked_reply, reply_type
@@ -271,23 +271,24 @@ class RemoteFederation(Federation):
 
     # Measuring --------------------------------------------------------------------------------------------------------
 
-    def measure(self, weights: Weights, sites: Sequence[str], needed: Collection[str] = ()) -> dict[str, Any]:
+    def measure(self, weights: Weights, sites: Sequence[str], needed: Collection[str], **whole: Any) -> dict[str, Any]:
         """Have sites measure a model on their own held-out samples; its bytes are counted as kind ``accuracy``.
 
         Args:
             weights: the model.
             sites: names of the sites.
             needed: those that are waited for until the deadline, also where there is a grace.
+            whole: asks for all metrics (the fields of `site_measures.Whole`); without them, for the accuracy.
 
         Returns:
-            Accuracy, samples and counts per class, by site; lost sites are left out.
+            What `checked_measures` returns, by site; lost sites are left out.
         """
         body = body_of({"weights": weights}, self.wire)
         size = sum(value.nbytes for value in body.content.values() if isinstance(value, NamedTensors))
         outgoing: list[tuple[str, Message]] = []
         keys: dict[str, str] = {}
         for site in sites:
-            header = {"do": "measure", "round": self.round, **self._common(site)}
+            header = {"do": "measure", "round": self.round, "whole": whole or None, **self._common(site)}
             keys[site] = header["key"] = request_key(header, body.sha256)
             outgoing.append((site, seal(header, body)))
             self.ledger.record(0, "measure", site, "down", {"measured": measured_bytes(size)})
@@ -322,8 +323,7 @@ class RemoteFederation(Federation):
             except FedshiftError as error:
                 self._record("measure", site, "refused", str(error))
                 continue
-            report = measured_bytes(8 * (2 + 2 * len(found[site]["classes"])))
-            self.ledger.record(0, "measure", site, "up", {"measures": report})
+            self.ledger.record(0, "measure", site, "up", {"measures": report_bytes(found[site])})
         for site, lost in missing.items():
             self._record("measure", site, "lost", lost.reason)
             self._lost.add(site)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 
 from fedshift.errors import FedshiftError
+from fedshift.evaluation.records import SiteMetrics
+from fedshift.evaluation.site_metrics import BINS
 from fedshift.federation.messages import Statistics
 from fedshift.federation.remote.policy import ACCURACY
 from fedshift.federation.replies.checks import fits
@@ -53,6 +57,17 @@ def measured_bytes(size: int) -> Measured:
     return Measured({"bytes": torch.empty(size, dtype=torch.uint8, device="meta")})
 
 
+def report_bytes(report: Mapping[str, Any]) -> Measured:
+    """The numbers in a site's report of a measurement, for the ledger."""
+    numbers = 2 + 2 * len(report["classes"])
+    metrics = report["metrics"]
+    if metrics is not None:
+        numbers += (
+            len(metrics.support) + len(metrics.values) + 2 * len(metrics.intervals) + 3 * len(metrics.reliability)
+        )
+    return measured_bytes(8 * numbers)
+
+
 def checked_measures(value: Any, classes: int) -> dict[str, Any]:
     """Check a site's report of a measurement.
 
@@ -61,7 +76,8 @@ def checked_measures(value: Any, classes: int) -> dict[str, Any]:
         classes: how many classes the experiment has.
 
     Returns:
-        ``{accuracy, samples, classes}``; ``classes`` holds (right, of) per class, or None where it is kept back.
+        ``{accuracy, samples, classes, metrics}``; ``classes`` holds (right, of) per class, or None where it is kept
+        back; ``metrics`` is a `SiteMetrics`, or None where the site does not send it.
 
     Raises:
         FedshiftError: it is something else, or its numbers are impossible.
@@ -78,4 +94,23 @@ def checked_measures(value: Any, classes: int) -> dict[str, Any]:
         raise FedshiftError("its measurement is not an accuracy")
     if len(pairs) != classes:
         raise FedshiftError(f"it measured {len(pairs)} classes, the experiment has {classes}")
-    return {"accuracy": float(said), "samples": samples, "classes": pairs}
+    metrics = _checked_metrics(value.get("metrics"), samples, classes)
+    return {"accuracy": float(said), "samples": samples, "classes": pairs, "metrics": metrics}
+
+
+def _checked_metrics(value: Any, samples: int, classes: int) -> SiteMetrics | None:
+    if value is None:
+        return None
+    try:
+        found = SiteMetrics.model_validate_json(json.dumps(value))
+    except (ValidationError, ValueError, TypeError, RecursionError):
+        raise FedshiftError("its metrics cannot be read or are impossible") from None
+    counts = [count for count in found.support if count is not None]
+    of_bins = [count for *_, count in found.reliability]
+    if len(found.support) != classes or len(of_bins) > BINS:
+        raise FedshiftError("its metrics are of another number of classes or bins than they were asked for")
+    if found.samples != samples or sum(counts) > samples or sum(of_bins) > samples:
+        raise FedshiftError("its metrics are of another number of samples than it measured")
+    if any(low > high for low, high in found.intervals.values()):
+        raise FedshiftError("its metrics have an interval that is none")
+    return found

@@ -1,0 +1,81 @@
+"""What a site reports of a model that it measured on its own samples: numbers that no few samples show in."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedshift.data.site_data import SiteData
+from fedshift.errors import FedshiftError
+from fedshift.evaluation.metrics import accuracy, counts_by_class
+from fedshift.evaluation.site_metrics import site_metrics
+from fedshift.experiment.runs.evaluator import predictions, scored
+from fedshift.federation.remote.policy import ACCURACY, METRICS, Policy
+from fedshift.models.network import Network
+
+
+class Whole(BaseModel):
+    """How a coordinator asks for all metrics, at the end of a run.
+
+    Attributes:
+        part: what the site is in the run: the target, or a source, of which the held-out samples are measured.
+        resamples: bootstrap samples of the intervals.
+        threshold: the score from which a sample of a target is positive; None if no source chose one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    part: Literal["target", "held_out"]
+    resamples: Annotated[int, Field(ge=0, le=100_000)] = 0
+    threshold: Annotated[float, Field(ge=0, le=1)] | None = None
+
+
+def measured(
+    network: Network,
+    view: SiteData,
+    classes: int,
+    policy: Policy,
+    groups: NDArray[np.int64] | None,
+    asked: Any,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a site reports, and what its audit log says of it.
+
+    Args:
+        network: the model.
+        view: the measured samples.
+        classes: how many classes there are.
+        policy: the site's policy, which may hold back classes of few samples, and all metrics but the accuracy.
+        groups: which of the samples belong together; None if all are apart.
+        asked: the coordinator's request for all metrics, as it came; None after rounds before the last.
+
+    Raises:
+        FedshiftError: the request cannot be read.
+    """
+    sent = {"measures": {"kind": ACCURACY}}
+    labels = view.labels.cpu().numpy()
+    metrics = None
+    if asked is None or METRICS not in policy.send:
+        found = predictions(network, view)
+    else:
+        try:
+            whole = Whole.model_validate(asked)
+        except ValidationError:
+            raise FedshiftError("a request for metrics cannot be read") from None
+        scores = scored(network, view, groups)
+        found = scores.predicted
+        limits = whole.resamples if whole.part == "target" else 0
+        metrics = site_metrics(
+            "",
+            whole.part,
+            scores,
+            threshold=whole.threshold,
+            resamples=limits,
+            smallest_group=policy.smallest_group,
+        ).model_dump(mode="json")
+        sent["metrics"] = {"kind": METRICS}
+    pairs = counts_by_class(found, labels, classes, policy.smallest_group)
+    measures = {"accuracy": accuracy(found, labels), "samples": len(labels), "classes": pairs, "metrics": metrics}
+    return measures, sent

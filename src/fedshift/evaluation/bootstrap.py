@@ -1,0 +1,190 @@
+"""How far a metric depends on which samples a site happens to have: intervals by the bootstrap.
+
+A resample draws as many samples as there are, with replacement; so it is a weight for every sample. Metrics of weighted
+samples are sums of weights, which numpy adds up for many resamples at once. A thousand calls of scikit-learn would take
+longer than a small run trains. With equal weights the results are scikit-learn's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedshift.evaluation.records import SiteMetric
+
+Numbers = NDArray[np.float64]
+_LIMITS = (2.5, 97.5)
+_MOST, _FEWEST = 8_000_000, 200
+"""Scores that are added up for one site, and the fewest resamples: large sites have fewer, since they vary less."""
+_AT_ONCE = 1 << 20
+"""Weights in memory at a time."""
+
+
+@dataclass(frozen=True)
+class Outcomes:
+    """What the metrics of a site's samples are sums of.
+
+    Attributes:
+        labels: class numbers (n,).
+        right: whether the prediction is right (n,).
+        scores: probabilities (n, classes).
+        positive: whether the score reaches the threshold (n,); None without one.
+        confidence: the score that calibration looks at (n,): of the positive class, else of the predicted one.
+        outcome: what it should foretell (n,): whether the sample is positive, else whether the prediction is right.
+    """
+
+    labels: NDArray[np.int64]
+    right: NDArray[np.bool_]
+    scores: NDArray[np.float32]
+    positive: NDArray[np.bool_] | None
+    confidence: Numbers
+    outcome: NDArray[np.bool_]
+
+    @classmethod
+    def of(
+        cls,
+        labels: NDArray[np.int64],
+        predicted: NDArray[np.int64],
+        scores: NDArray[np.float32],
+        threshold: float | None,
+    ) -> Outcomes:
+        """The outcomes of samples. ``threshold`` is the score of the positive class from which one is positive."""
+        right = predicted == labels
+        binary = scores.shape[1] == 2
+        confidence = (scores[:, 1] if binary else scores[np.arange(len(labels)), predicted]).astype(np.float64)
+        return cls(
+            labels,
+            right,
+            scores,
+            None if threshold is None else scores[:, 1] >= np.asarray(threshold, dtype=scores.dtype),
+            np.clip(confidence, 0.0, 1.0),
+            labels == 1 if binary else right,
+        )
+
+
+def intervals(
+    outcomes: Outcomes,
+    metrics: Sequence[SiteMetric],
+    groups: NDArray[np.int64] | None,
+    resamples: int,
+) -> dict[SiteMetric, tuple[float, float]]:
+    """95 % intervals by the percentiles of bootstrap resamples. The same samples are drawn at every call.
+
+    The expected calibration error has none: resamples are always worse calibrated than the samples that they are drawn
+    from, so the percentiles say nothing of it.
+
+    Args:
+        outcomes: the samples.
+        metrics: what to compute.
+        groups: (n,) or None. Samples of one group are drawn together.
+        resamples: how many; fewer if the site is large.
+
+    Returns:
+        Metric → (low, high) in percent.
+    """
+    n, classes = outcomes.scores.shape
+    number = min(resamples, max(_FEWEST, _MOST // (n * classes)))
+    drawn = [weighted(outcomes, metrics, weights) for weights in _draws(n, groups, number)]
+    found: dict[SiteMetric, tuple[float, float]] = {}
+    for metric in drawn[0]:
+        values = np.concatenate([part[metric] for part in drawn])
+        values = values[np.isfinite(values)]  # a resample may lack a class
+        if len(values):
+            low, high = np.clip(np.percentile(values, _LIMITS), 0.0, 100.0)
+            found[metric] = float(low), float(high)
+    return found
+
+
+def _draws(n: int, groups: NDArray[np.int64] | None, resamples: int) -> Iterator[Numbers]:
+    """How often each resample drew each sample, (b, n) at a time."""
+    draws = np.random.default_rng(0)
+    units, of = (n, None) if groups is None else _units(groups)
+    while resamples > 0:
+        size = min(resamples, max(1, _AT_ONCE // n))
+        chosen = draws.integers(0, units, size=(size, units)) + units * np.arange(size)[:, None]
+        counts = np.bincount(chosen.ravel(), minlength=size * units).reshape(size, units).astype(np.float64)
+        yield counts if of is None else counts[:, of]
+        resamples -= size
+
+
+def _units(groups: NDArray[np.int64]) -> tuple[int, NDArray[np.intp]]:
+    names, of = np.unique(groups, return_inverse=True)
+    return len(names), of
+
+
+def weighted(outcomes: Outcomes, metrics: Sequence[SiteMetric], weights: Numbers) -> dict[SiteMetric, Numbers]:
+    """The metrics of weighted samples, in percent.
+
+    Args:
+        outcomes: the samples.
+        metrics: what to compute.
+        weights: a weight per sample, (b, n).
+
+    Returns:
+        Metric → (b,); not a number where the weights leave out a class that it needs.
+
+    Example:
+        >>> labels, scores = np.array([0, 1, 1]), np.array([[0.9, 0.1], [0.8, 0.2], [0.3, 0.7]])
+        >>> outcomes = Outcomes.of(labels, scores.argmax(1), scores, None)
+        >>> weighted(outcomes, ["accuracy"], np.array([[1.0, 1.0, 1.0], [2.0, 1.0, 0.0]]))["accuracy"].round(2)
+        array([66.67, 66.67])
+    """
+    labels, classes = outcomes.labels, outcomes.scores.shape[1]
+    total = weights.sum(axis=1)
+    true = np.eye(classes)[labels]
+    support = weights @ true
+    found: dict[SiteMetric, Numbers] = {}
+    with np.errstate(invalid="ignore", divide="ignore"):
+        if "accuracy" in metrics:
+            found["accuracy"] = weights @ outcomes.right / total
+        if "balanced_accuracy" in metrics:
+            recalls = weights @ (true * outcomes.right[:, None]) / support
+            found["balanced_accuracy"] = _mean(recalls[:, np.unique(labels)].T)
+        if outcomes.positive is not None:
+            found["sensitivity"] = weights @ (outcomes.positive & (labels == 1)) / support[:, 1]
+            found["specificity"] = weights @ (~outcomes.positive & (labels == 0)) / support[:, 0]
+        if "brier" in metrics:
+            found["brier"] = weights @ _squares(outcomes, true) / total
+        if "auroc" in metrics or "auprc" in metrics:
+            ranked = [_ranked(outcomes, number, weights) for number in ([1] if classes == 2 else np.unique(labels))]
+            found["auroc"], found["auprc"] = (_mean(np.stack(parts)) for parts in zip(*ranked, strict=True))
+    return {metric: 100.0 * found[metric] for metric in metrics if metric in found}
+
+
+def _mean(by_class: Numbers) -> Numbers:
+    """The mean over the classes (rows) that have a number; called where 0/0 is allowed."""
+    known = np.isfinite(by_class)
+    means: Numbers = np.where(known, by_class, 0.0).sum(axis=0) / known.sum(axis=0)
+    return means
+
+
+def _squares(outcomes: Outcomes, true: Numbers) -> Numbers:
+    if outcomes.scores.shape[1] == 2:
+        squares: Numbers = (outcomes.confidence - outcomes.outcome) ** 2
+        return squares
+    halves: Numbers = ((outcomes.scores - true) ** 2).sum(axis=1) / 2
+    return halves
+
+
+def _ranked(outcomes: Outcomes, number: int, weights: Numbers) -> tuple[Numbers, Numbers]:
+    """Area under the ROC curve, and average precision, of one class against the others, (b,) each."""
+    scores = outcomes.scores[:, number]
+    order = np.argsort(-scores, kind="stable")
+    first = np.flatnonzero(np.diff(scores[order], prepend=np.inf))  # equal scores are one point of the curves
+    is_class = (outcomes.labels == number)[order]
+    drawn = weights[:, order]
+    hits = _added_up(drawn * is_class, first)
+    misses = _added_up(drawn * ~is_class, first)
+    true, false = hits.cumsum(axis=1), misses.cumsum(axis=1)
+    positives, negatives = true[:, -1], false[:, -1]
+    area = ((negatives[:, None] - false + misses / 2) * hits).sum(axis=1) / (positives * negatives)
+    precision = np.divide(true, true + false, out=np.zeros_like(true), where=true + false > 0)
+    return area, (precision * hits).sum(axis=1) / positives
+
+
+def _added_up(values: Numbers, first: NDArray[np.intp]) -> Any:
+    return values if len(first) == values.shape[1] else np.add.reduceat(values, first, axis=1)

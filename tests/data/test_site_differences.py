@@ -1,0 +1,68 @@
+"""What only shows when sites are compared: samples that two hold, columns in other units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
+from fedshift.data.site_differences import site_differences
+
+
+def data(kind: Any = "features", table: dict[str, object] | None = None, **inputs: np.ndarray[Any, Any]) -> DataSet:
+    domains = {name: Domain(name, values, np.zeros(len(values), dtype=np.int64)) for name, values in inputs.items()}
+    return DataSet("x", domains, ("n", "y"), Preprocessing(kind=kind, table=table), Manifest(*[""] * 5))
+
+
+def rows(seed: int, n: int = 40) -> np.ndarray[Any, np.dtype[np.float32]]:
+    return np.random.default_rng(seed).normal(5, 1, (n, 3)).astype(np.float32)
+
+
+def images(seed: int, n: int = 4) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.random.default_rng(seed).integers(0, 255, (n, 1, 6, 6), dtype=np.uint8)
+
+
+def test_sites_that_differ_as_samples_do_are_left_alone() -> None:
+    assert site_differences(data(a=rows(0), b=rows(1))) == ()
+    assert site_differences(data("image", a=images(0), b=images(1))) == ()
+
+
+def test_the_same_file_twice() -> None:
+    (said,) = site_differences(data(a=rows(0), b=rows(1), c=rows(0)))
+    assert "'a' and 'c'" in said
+
+
+def test_one_image_at_two_sites_but_not_one_row() -> None:
+    both = images(1)
+    both[2] = images(0)[3]
+    (said,) = site_differences(data("image", a=images(0), b=both))
+    assert "share 1 " in said
+    shared = rows(1)
+    shared[2] = rows(0)[3]
+    assert site_differences(data(a=rows(0), b=shared)) == ()
+    shared[:25] = rows(0)[:25]
+    assert "share 25 " in site_differences(data(a=rows(0), b=shared))[0]
+
+
+@pytest.mark.parametrize(("factor", "shift"), [(18.0, 0.0), (1.0, 12.0), (0.05, 4.75)])
+def test_other_units(factor: float, shift: float) -> None:
+    other = rows(1)
+    other[:, 1] = other[:, 1] * factor + shift
+    (said,) = site_differences(data(a=rows(0), b=other))
+    assert "column 1 is" in said
+    assert "column 0" not in said
+    assert site_differences(data(a=rows(0)[:20], b=other[:20])) == ()  # too few to tell
+
+
+def test_a_table_names_the_column_as_it_is_in_the_file() -> None:
+    """Encoded as (value − 100) / 50, 0 where missing: 250 ± 50 at one site and 6.5 ± 1.3 at the other."""
+    draws = np.random.default_rng(0)
+    here = ((draws.normal(250, 50, (60, 1)) - 100) / 50).astype(np.float32)
+    there = ((draws.normal(6.5, 1.3, (60, 1)) - 100) / 50).astype(np.float32)
+    here[:20] = 0.0
+    column = {"name": "cholesterol", "mean": 100.0, "std": 50.0, "can_be_missing": True}
+    (said,) = site_differences(data("table", {"numeric": [column], "categorical": []}, a=here, b=there))
+    assert "cholesterol is 2" in said
+    assert " at a and 6." in said
