@@ -49,7 +49,9 @@ def test_table_as_json(cli: Cli, finished: tuple[Path, dict[str, Any]], select: 
             (method, target) for method in ("deepall", "fedavg", "uniform", "csac") for target in ("a", "b", "average")
         ]
         for row in rows:
-            assert list(row) == ["method", "target", "select", "n", "mean", "standard_error", "seeds"]
+            measured_so = select == "last" and row["target"] != "average"
+            more = ["interval", "majority"] if measured_so else []
+            assert list(row) == ["method", "target", "select", "n", "mean", "standard_error", "seeds", *more]
             assert (row["select"], row["n"], len(row["seeds"])) == (select, 2, 2)
             assert row["mean"] == pytest.approx(fmean(row["seeds"]))
             assert row["standard_error"] == pytest.approx(stdev(row["seeds"]) / 2**0.5)

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedshift.data.checks import agreed_classes
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.data.site_differences import site_differences
+from fedshift.errors import UserError
 
 
 def data(kind: Any = "features", table: dict[str, object] | None = None, **inputs: np.ndarray[Any, Any]) -> DataSet:
@@ -66,3 +68,35 @@ def test_a_table_names_the_column_as_it_is_in_the_file() -> None:
     (said,) = site_differences(data("table", {"numeric": [column], "categorical": []}, a=here, b=there))
     assert "cholesterol is 2" in said
     assert " at a and 6." in said
+
+
+def days(count: int, start: int = 0) -> list[str]:
+    return [str(number) for number in range(start, start + count)]
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"a": ["36.6", *days(12)], "b": ["37.1", *days(12)]},  # a temperature
+        {"a": days(40), "b": days(45)},  # a length of stay
+    ],
+)
+def test_a_quantity_is_asked_about(found: dict[str, list[str]]) -> None:
+    with pytest.raises(UserError, match="quantity"):
+        agreed_classes(found, what="labels in column 'stay'", allow_missing=False)
+
+
+@pytest.mark.parametrize(
+    ("found", "allow"),
+    [
+        ({"a": days(65), "b": days(65)}, False),  # codes of 65 classes
+        ({"a": days(65), "b": days(60)}, True),
+        ({"a": ["0.5", "1.0"], "b": ["0.5", "1.0"]}, False),
+        ({"a": ["1.0", "2.0"], "b": ["1.0"]}, False),
+        ({"a": ["ill", *days(40)], "b": ["ill"]}, False),
+    ],
+)
+def test_numbers_may_name_classes(found: dict[str, list[str]], allow: bool) -> None:
+    assert len(agreed_classes(found, what="labels", allow_missing=allow)) == len(
+        {n for one in found.values() for n in one}
+    )

@@ -42,8 +42,8 @@ def ran(once: tuple[dict[str, Any], Path], tmp_path: Path) -> tuple[dict[str, An
     for name in ("runs", "whole"):
         shutil.copytree(runs, tmp_path / name)
     folder = tmp_path / "runs" / "small"
-    for model in folder.rglob("model.safetensors"):
-        model.unlink()
+    for stays in (*folder.rglob("model.safetensors"), *folder.rglob("predictions.parquet")):
+        stays.unlink()
     assert packing.pack(folder).moved == 4
     return copy.deepcopy(options), folder
 
@@ -72,7 +72,7 @@ def test_there_and_back(ran: tuple[dict[str, Any], Path], tmp_path: Path) -> Non
     _, folder = ran
     assert packing.unpack(folder).moved == 4
     whole = tmp_path / "whole" / "small"
-    ignored = {path for path in names(whole) if path.endswith((".safetensors", ".lock", "report.html"))}
+    ignored = {path for path in names(whole) if path.endswith((".safetensors", ".parquet", ".lock", "report.html"))}
     assert names(folder) == names(whole) - ignored
     for path in folder.rglob("*"):
         if path.is_file():

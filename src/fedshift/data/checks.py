@@ -14,6 +14,8 @@ from fedshift.errors import UserError
 
 TINY_SITE = 10
 _ROWS_AT_ONCE = 4096
+_MOST_BROKEN, _MOST_WHOLE = 10, 30
+"""Classes whose names may be numbers with decimals, and whole numbers that differ between sites."""
 
 
 def checked(dataset: DataSet) -> DataSet:
@@ -169,8 +171,10 @@ def agreed_classes(found: Mapping[str, Collection[str]], *, what: str, allow_mis
         Names in natural order (2 before 10).
 
     Raises:
-        UserError: two sites each have a class that the other lacks; lists the classes of both.
+        UserError: two sites each have a class that the other lacks; lists the classes of both. Or the names are numbers
+            that look like a quantity.
     """
+    _check_no_quantity(found, what, allow_missing)
     if not allow_missing:
         for (one, first), (other, second) in combinations(found.items(), 2):
             if not set(first) <= set(second) and not set(second) <= set(first):
@@ -179,6 +183,23 @@ def agreed_classes(found: Mapping[str, Collection[str]], *, what: str, allow_mis
                     "Make the names equal, or set data.missing_classes=allow if each truly lacks a class of the other"
                 )
     return natural_order({name for names in found.values() for name in names})
+
+
+def _check_no_quantity(found: Mapping[str, Collection[str]], what: str, allow_missing: bool) -> None:
+    """Raise UserError where the label looks like a quantity: many numbers with decimals, or many whole ones."""
+    names = {name for names in found.values() for name in names}
+    try:
+        numbers = {name: float(name) for name in names}
+    except ValueError:
+        return
+    broken = [name for name, number in numbers.items() if not number.is_integer()]
+    differ = not allow_missing and len({frozenset(names) for names in found.values()}) > 1
+    if (broken and len(names) > _MOST_BROKEN) or (differ and len(names) > _MOST_WHOLE):
+        example = min(broken or names, key=len)
+        raise UserError(
+            f"{what} are {len(names)} different numbers, such as {example}: are they a quantity? fedshift tells "
+            "classes apart and predicts no quantities; make classes of them, such as low and high"
+        )
 
 
 def _listing(names: Collection[str]) -> str:

@@ -18,7 +18,7 @@ from fedshift.evaluation.records import SiteMetric
 
 Numbers = NDArray[np.float64]
 _LIMITS = (2.5, 97.5)
-_MOST, _FEWEST = 8_000_000, 200
+_MOST, _FEWEST = 3_000_000, 200
 """Scores that are added up for one site, and the fewest resamples: large sites have fewer, since they vary less."""
 _AT_ONCE = 1 << 20
 """Weights in memory at a time."""

@@ -142,10 +142,11 @@ def _discrimination(
     with config_context(assume_finite=True, skip_parameter_validation=True):
         found["balanced_accuracy"] = recall_score(labels, predicted, labels=present, average="macro", zero_division=0)
         if len(present) > 1:
-            one_by_one = [1] if scores.shape[1] == 2 else present
-            for metric, compute in (("auroc", roc_auc_score), ("auprc", average_precision_score)):
-                single = [compute(labels == number, scores[:, number]) for number in one_by_one]
-                found[metric] = float(np.mean(single))  # type: ignore[index]
+            binary = scores.shape[1] == 2
+            true = labels if binary else (labels[:, None] == present).astype(np.int64)
+            chosen = scores[:, 1] if binary else scores[:, present]
+            found["auroc"] = roc_auc_score(true, chosen, average="macro")
+            found["auprc"] = average_precision_score(true, chosen, average="macro")
         if threshold is not None:
             positive = scores[:, 1] >= np.asarray(threshold, dtype=scores.dtype)
             for metric, number in (("sensitivity", 1), ("specificity", 0)):

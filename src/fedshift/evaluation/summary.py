@@ -43,7 +43,7 @@ class Row(BaseModel):
         """The fields for a file; without ``interval`` and ``majority`` where they are not known."""
         return {
             name: value
-            for name, value in self.model_dump().items()
+            for name, value in self.model_dump(mode="json").items()
             if value is not None or name not in ("interval", "majority")
         }
 
