@@ -139,7 +139,7 @@ def test_the_same_run_twice(ran: tuple[dict[str, Any], Path], tmp_path: Path, cl
     shutil.copytree(tmp_path / "whole" / "small" / "fedavg" / "a" / "seed-0", twin)
     collect(folder)
     assert packing.pack(folder).moved == 1
-    assert names(twin) == {"model.safetensors"}
+    assert names(twin) == {"model.safetensors", "predictions.parquet"}
     shutil.copytree(tmp_path / "whole" / "small" / "fedavg" / "a" / "seed-0", twin, dirs_exist_ok=True)
     result = json.loads((twin / "result.json").read_text())
     (twin / "result.json").write_text(json.dumps({**result, "seconds": 1.25}))

@@ -63,7 +63,7 @@ def test_the_headline_of_the_experiment_is_the_tables(finished: fedshift.Results
     rows = {row["target"]: row for row in finished.rows()}
     for result in finished.runs:
         assert rows[result.target]["mean"] == result.targets[0].values["auroc"]
-        assert rows[result.target]["interval"] == result.targets[0].intervals["auroc"]
+        assert rows[result.target]["interval"] == list(result.targets[0].intervals["auroc"])
         assert rows[result.target]["majority"] == pytest.approx(100 * 2 / 3, abs=1)
     accuracy = {row["target"]: row["mean"] for row in finished.rows(metric="accuracy")}
     assert accuracy["a"] == finished.runs[0].accuracy()
