@@ -95,12 +95,12 @@ def test_runs_go_on_where_packed_results_end(ran: tuple[dict[str, Any], Path], t
     assert {path.parent.name for path in folder.glob("*/*/seed-0")} == {"c"}
     assert collect(folder).progress is None
 
-    models = {path for path in names(folder) if path.endswith(".safetensors")}
+    stay = {path for path in names(folder) if path.endswith((".safetensors", ".parquet"))}
     told = cli("results", "pack", tmp_path / "runs")
     assert told.code == 0
     assert "2 runs packed" in told.out
-    assert {path for path in names(folder) if (folder / path).is_file()} == {*PACKED, "report.html", *models}
-    assert len(models) == 2, "models stay where they are"
+    assert {path for path in names(folder) if (folder / path).is_file()} == {*PACKED, "report.html", *stay}
+    assert len(stay) == 4, "models and predictions stay where they are"
     fedshift.run(options, tmp_path / "once")
     packing.unpack(folder)
     found, once = outcome(tmp_path / "runs"), outcome(tmp_path / "once")
