@@ -168,9 +168,11 @@ def spread(experiment: Experiment, folder: Path) -> tuple[Experiment, dict[str, 
     targets = targets_of(experiment.protocol, data)
     own = targets if isinstance(experiment.protocol, LeaveOneOut) and len(targets) == 1 else ()
     files = getattr(experiment.data, "sites", None)  # of arrays and tables: each site uses its own file unchanged
+    if not isinstance(files, Mapping) or not all(isinstance(file, Path) for file in files.values()):
+        files = None
 
     def described(names: Sequence[str]) -> dict[str, object]:
-        if isinstance(files, Mapping):
+        if files is not None:
             whole = experiment.data.model_dump(mode="json", exclude={"statistics_from"})
             whole["sites"] = {name: str(Path(files[name]).resolve()) for name in names}
             return whole
@@ -179,7 +181,7 @@ def spread(experiment: Experiment, folder: Path) -> tuple[Experiment, dict[str, 
     sites: dict[str, dict[str, object]] = {}
     threads = experiment.engine.threads or 1
     for name, domain in data.domains.items():
-        if not isinstance(files, Mapping):
+        if files is None:
             _write(folder / "data" / f"{name}.npz", domain)
         if name not in own:
             sites[name] = {

@@ -82,6 +82,8 @@ def _check_domain(where: str, domain: Domain, classes: int) -> None:
         raise UserError(f"{where}: {samples} samples but {len(domain.labels)} labels")
     if domain.groups is not None and len(domain.groups) != samples:
         raise UserError(f"{where}: {samples} samples but {len(domain.groups)} groups")
+    if domain.ids is not None and len(domain.ids) != samples:
+        raise UserError(f"{where}: {samples} samples but {len(domain.ids)} ids")
     if domain.masks is not None:
         expected = (samples, classes, *domain.inputs.shape[2:])
         if domain.masks.shape != expected or domain.masks.dtype != np.uint8 or domain.masks.max() > 1:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +72,8 @@ class Domain:
         test_rows: test rows of that split.
         masks: for segmentation, uint8 (n, structures, height, width) of 0 and 1, one mask per entry of ``classes``,
             which then names structures. Masks may overlap.
+        ids: names of the samples in the order of the rows (n), such as patients' numbers, if the data have any. They
+            are for people who read predictions; no method sees them, and they need not differ.
     """
 
     name: str
@@ -80,6 +83,7 @@ class Domain:
     train_rows: Rows | None = None
     test_rows: Rows | None = None
     masks: npt.NDArray[np.uint8] | None = None
+    ids: tuple[str, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -161,6 +165,11 @@ class DataSource(BaseModel):
     name: str
 
     @classmethod
+    def paths(cls) -> tuple[str, ...]:
+        """The fields that hold paths. Relative ones start from the folder of the experiment file."""
+        return tuple(name for name, field in cls.model_fields.items() if _holds_path(field.annotation))
+
+    @classmethod
     def manifest(cls) -> Manifest:
         """What the data set is and where it comes from."""
         raise UserError(f"data set {cls.__name__} has no manifest")
@@ -206,3 +215,7 @@ class DataSource(BaseModel):
     def without(self, unseen: str) -> DataSource:
         """This source, with a preprocessing that uses no statistics of ``unseen``. By default it uses none at all."""
         return self
+
+
+def _holds_path(annotation: Any) -> bool:
+    return annotation is Path or any(_holds_path(part) for part in get_args(annotation))

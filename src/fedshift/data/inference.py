@@ -11,9 +11,11 @@ from fedshift.data.builders.arrays import readable_inputs
 from fedshift.data.domain import Preprocessing
 from fedshift.data.images import ImageFile, decode, is_image, on_disk
 from fedshift.data.locate import load_npz
+from fedshift.data.table_files import PARQUET
 from fedshift.data.tables import encode_rows
 from fedshift.errors import UserError
 
+_TABLES = (".csv", ".tsv", ".txt", ".data", *PARQUET)
 Stored = npt.NDArray[np.uint8] | npt.NDArray[np.float32]
 
 
@@ -22,7 +24,7 @@ def load_for_prediction(path: Path, preprocessing: Preprocessing) -> tuple[list[
 
     Args:
         path: an image, a folder of images (searched recursively), an ``.npz`` with ``x`` as in data set `arrays`, or a
-            ``.csv`` for a model of tables.
+            table (CSV or Parquet) for a model of tables.
         preprocessing: the preprocessing saved with the model.
 
     Returns:
@@ -34,9 +36,8 @@ def load_for_prediction(path: Path, preprocessing: Preprocessing) -> tuple[list[
     if not path.exists():
         raise UserError(f"{path} does not exist: give an image, a folder of images, an .npz or a .csv file")
     suffix = path.suffix.lower()
-    if path.is_file() and suffix in (".csv", ".tsv", ".txt"):
-        features = encode_rows(preprocessing, path)
-        return [f"row {row}" for row in range(1, len(features) + 1)], features
+    if path.is_file() and suffix in _TABLES:
+        return encode_rows(preprocessing, path)
     if path.is_file() and suffix == ".npz":
         return _arrays(path, preprocessing)
     if path.is_file() and not is_image(path.name):

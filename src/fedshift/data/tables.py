@@ -1,4 +1,4 @@
-"""Tables of numbers and categories: reading CSV files, one encoding for all sites, rows as features.
+"""Tables of numbers and categories: one encoding for all sites, rows as features.
 
 Sites agree on the encoding without pooling rows. Each site sends a `TableStatistics`. For a numeric column this is the
 count, sum and sum of squares of its values, and whether any value is missing. For a categorical column it is the set of
@@ -6,17 +6,15 @@ its values. Counts and sums are added; sets are united.
 
 The encoded columns, in order:
 
-* each numeric column as (value - mean) / std, and 0 for a missing value;
+* each numeric column as (value - mean) / std. A missing value is 0, unless the encoding says what it is read as;
 * for each numeric column that can be missing, a 0/1 column that says so;
-* for each categorical column, one 0/1 column per category, all zero for a missing or unknown value.
+* for each categorical column, one 0/1 column per category. All are zero for an unknown value, and for a missing one
+  unless the encoding says what it is read as.
 """
 
 from __future__ import annotations
 
-import csv
-import io
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,95 +25,17 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from fedshift.data.checks import natural_order
 from fedshift.data.domain import Preprocessing
-from fedshift.errors import UserError, nearest
-
-MISSING = frozenset({"", "?", "na", "n/a", "nan", "null"})
-_WHOLE = re.compile(r"(-?\d+)\.0+")
-
-
-@dataclass(frozen=True)
-class Columns:
-    """A CSV file as text.
-
-    Attributes:
-        path: the file, for messages.
-        cells: column name → its cells.
-        lines: line number of each row, for messages.
-    """
-
-    path: str
-    cells: Mapping[str, Sequence[str]]
-    lines: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.lines)
-
-    def column(self, name: str) -> Sequence[str]:
-        """The cells of one column.
-
-        Raises:
-            UserError: there is no such column; names the nearest one.
-        """
-        if name not in self.cells:
-            raise UserError(
-                f"{self.path} has no column '{name}'; {nearest(name, self.cells)}",
-                public=f"{self.path} lacks a column that it should have",
-            )
-        return self.cells[name]
-
-
-def read_csv(path: Path) -> Columns:
-    """Read a CSV file with a header. The separator is a comma, semicolon or tab: the most frequent one in the header.
-
-    Raises:
-        UserError: the file is missing, empty or unreadable, repeats a column, or has a row with another number of cells
-            than the header.
-    """
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError as error:
-        raise UserError(f"data file {path} does not exist: correct the path") from error
-    except IsADirectoryError as error:
-        raise UserError(f"data file {path} is a folder: name the CSV file in it") from error
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data file {path} cannot be read as text (UTF-8): save it as a CSV file") from error
-    first = text.partition("\n")[0]
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=max(",;\t", key=first.count), skipinitialspace=True)
-    try:
-        header = [name.strip() for name in next(reader, [])]
-        twice = {name for name in header if header.count(name) > 1}
-        if twice:
-            raise UserError(
-                f"{path}: column '{sorted(twice)[0]}' appears more than once in the first line",
-                public=f"{path}: a column appears more than once in the first line",
-            )
-        rows: list[list[str]] = []
-        lines: list[int] = []
-        for row in reader:
-            if not any(cell.strip() for cell in row):
-                continue
-            if len(row) != len(header):
-                raise UserError(
-                    f"{path}, line {reader.line_num}: {len(row)} cells, but the first line has {len(header)} columns"
-                )
-            rows.append([cell.strip() for cell in row])
-            lines.append(reader.line_num)
-    except csv.Error as error:
-        raise UserError(f"{path}, line {reader.line_num}: not a CSV file ({error})") from error
-    if not rows:
-        raise UserError(f"data file {path} is empty: it needs a line of column names and at least one row")
-    return Columns(str(path), {name: [row[place] for row in rows] for place, name in enumerate(header)}, lines)
-
-
-def canonical(cell: str) -> str:
-    """A category or label in the form that sites compare: '1.0' becomes '1'."""
-    whole = _WHOLE.fullmatch(cell)
-    return whole.group(1) if whole else cell
-
-
-def is_missing(cell: str) -> bool:
-    """Whether a cell holds no value: empty, ?, NA, N/A, NaN or null, in any case."""
-    return cell.strip().lower() in MISSING
+from fedshift.data.table_files import (
+    PARQUET,
+    PLAIN,
+    Columns,
+    TableFormat,
+    canonical,
+    has_decimal_comma,
+    is_missing,
+    read_table,
+)
+from fedshift.errors import UserError
 
 
 class NumericColumn(BaseModel):
@@ -127,6 +47,7 @@ class NumericColumn(BaseModel):
         std: standard deviation over the sites.
         can_be_missing: whether there is a 0/1 column for missing values.
         missing_values: numbers that mean "missing".
+        fill: the number that a missing value is read as; None: the mean.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -136,24 +57,72 @@ class NumericColumn(BaseModel):
     std: FiniteFloat = Field(gt=0)
     can_be_missing: bool
     missing_values: tuple[float, ...] = ()
+    fill: FiniteFloat | None = None
 
 
 class CategoricalColumn(BaseModel):
-    """A categorical column, with its known categories in the order of the encoded columns."""
+    """A categorical column.
+
+    Attributes:
+        name: its name in the files.
+        categories: the known ones, in the order of the encoded columns.
+        fill: the category that a missing value is read as; None: none of them.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     categories: tuple[str, ...]
+    fill: str | None = None
 
 
 class TableEncoding(BaseModel):
-    """How rows become features. It is the same at every site."""
+    """How rows become features. It is the same at every site.
+
+    Attributes:
+        numeric: the numeric columns.
+        categorical: the categorical columns.
+        form: how the files are written that the model was trained on; None: with a header and decimal points.
+        id: the column that names each row; None: there is none.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     numeric: tuple[NumericColumn, ...]
     categorical: tuple[CategoricalColumn, ...]
+    form: TableFormat | None = None
+    id: str | None = None
+
+    @property
+    def is_agreed(self) -> bool:
+        """Whether it holds nothing but what follows from the statistics of sites."""
+        chosen = [column.fill is not None or bool(column.missing_values) for column in self.numeric]
+        chosen += [column.fill is not None for column in self.categorical]
+        return not any(chosen) and self.form is None and self.id is None
+
+    def with_choices(
+        self,
+        codes: Mapping[str, Sequence[float]],
+        fills: Mapping[str, float | str],
+        form: TableFormat | None,
+        id: str | None,
+    ) -> TableEncoding:
+        """This encoding with what a user chose beside it.
+
+        Args:
+            codes: numeric column → numbers that mean "missing".
+            fills: column → what a missing value is read as.
+            form: how files are written.
+            id: the column that names each row.
+        """
+        numeric = tuple(
+            column.model_copy(
+                update={"missing_values": tuple(codes.get(column.name, ())), "fill": fills.get(column.name)}
+            )
+            for column in self.numeric
+        )
+        categorical = tuple(column.model_copy(update={"fill": fills.get(column.name)}) for column in self.categorical)
+        return TableEncoding(numeric=numeric, categorical=categorical, form=form, id=id)
 
     @property
     def width(self) -> int:
@@ -163,7 +132,7 @@ class TableEncoding(BaseModel):
 
     def preprocessing(self) -> Preprocessing:
         """The encoding in the form that is saved with a model."""
-        return Preprocessing(kind="table", table=self.model_dump(mode="json"))
+        return Preprocessing(kind="table", table=self.model_dump(mode="json", exclude_none=True))
 
 
 def numbers(table: Columns, name: str, missing_values: Sequence[float] = ()) -> npt.NDArray[np.float64]:
@@ -190,9 +159,12 @@ def numbers(table: Columns, name: str, missing_values: Sequence[float] = ()) -> 
         except ValueError:
             out[row] = math.inf
         if not math.isfinite(out[row]):
-            where = f"{table.path}, line {table.lines[row]}, column '{name}'"
+            where = f"{table.place(row)}, column '{name}'"
+            advice = "leave it empty if missing, or list the column under categorical"
+            if has_decimal_comma(cell):
+                advice = "for decimal commas, set data.decimal: ','"
             raise UserError(
-                f"{where}: '{cell}' is not a number (leave it empty if missing, or list the column under categorical)",
+                f"{where}: '{cell}' is not a number ({advice})",
                 public=f"{where}: the cell is not a number",
             )
         if out[row] in missing_values:
@@ -319,24 +291,28 @@ def encode(table: Columns, encoding: TableEncoding) -> npt.NDArray[np.float32]:
         values = numbers(table, numeric.name, numeric.missing_values)
         gone = np.isnan(values)
         # Not the mean of this file: a patient's encoding must not depend on who else is in it.
-        scaled.append((np.where(gone, numeric.mean, values) - numeric.mean) / numeric.std)
+        fill = numeric.mean if numeric.fill is None else numeric.fill
+        scaled.append((np.where(gone, fill, values) - numeric.mean) / numeric.std)
         if numeric.can_be_missing:
             absent.append(gone.astype(np.float64))
     for categorical in encoding.categorical:
-        cells = np.array([canonical(cell) for cell in table.column(categorical.name)], dtype=object)
+        named = table.column(categorical.name)
+        if categorical.fill is not None:
+            named = [categorical.fill if is_missing(cell) else cell for cell in named]
+        cells = np.array([canonical(cell) for cell in named], dtype=object)
         flags += [(cells == category).astype(np.float64) for category in categorical.categories]
     return np.stack([*scaled, *absent, *flags], axis=1).astype(np.float32)
 
 
-def encode_rows(preprocessing: Preprocessing, path: Path) -> npt.NDArray[np.float32]:
-    """Features of a CSV file for prediction. The file needs no label column.
+def encode_rows(preprocessing: Preprocessing, path: Path) -> tuple[list[str], npt.NDArray[np.float32]]:
+    """Names and features of the rows of a CSV or Parquet file for prediction. The file needs no label column.
 
     Args:
         preprocessing: the preprocessing saved with the model.
         path: the file.
 
     Returns:
-        float32 (n, width).
+        The rows' names, from the column that names them if the file has it, and float32 (n, width).
 
     Raises:
         UserError: the model was not trained on tables, the file lacks a column, or a numeric cell is not a number.
@@ -347,4 +323,25 @@ def encode_rows(preprocessing: Preprocessing, path: Path) -> npt.NDArray[np.floa
         encoding = TableEncoding.model_validate(preprocessing.table)
     except ValidationError as error:
         raise UserError("the table encoding in the model file is damaged: use a run's model.safetensors") from error
-    return encode(read_csv(path), encoding)
+    table = read_table(path, _form_of(path, encoding))
+    names = [f"row {row}" for row in range(1, len(table) + 1)]
+    if encoding.id is not None and encoding.id in table.cells:
+        names = list(table.column(encoding.id))
+    return names, encode(table, encoding)
+
+
+def _form_of(path: Path, encoding: TableEncoding) -> TableFormat:
+    """How a file to predict is written: as the training files were, or with a line of column names where they had none.
+
+    New rows often lack the label, so the names of all columns in the training files may not fit them.
+    """
+    form = encoding.form or PLAIN
+    if form.header == "first_line" or path.suffix.lower() in PARQUET:
+        return form
+    named = form.model_copy(update={"header": "first_line", "columns": ()})
+    try:
+        columns = read_table(path, named).cells
+    except UserError:  # a repeated cell in a first line of values, for example
+        return form
+    wanted = {column.name for column in encoding.numeric} | {column.name for column in encoding.categorical}
+    return named if wanted <= set(columns) else form

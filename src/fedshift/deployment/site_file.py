@@ -142,12 +142,12 @@ def file_stamp(options: Mapping[str, Any], folder: Path) -> str:
     """A digest that changes when a data file does.
 
     Args:
-        options: the ``data`` section of SITE.yaml; names, sizes and times of the files below ``root`` and ``sites``
-            count.
+        options: the ``data`` section of SITE.yaml; names, sizes and times of the files below ``root``, ``sites`` and
+            ``file`` count.
         folder: the folder that relative paths start from.
     """
     digest = hashlib.sha256()
-    for path in _files_of([options.get("root"), options.get("sites")], folder):
+    for path in _files_of([options.get(name) for name in ("root", "sites", "file")], folder):
         with contextlib.suppress(OSError):
             found = path.stat()
             digest.update(f"{path}|{found.st_size}|{found.st_mtime_ns}|{stat.S_IFMT(found.st_mode)}\n".encode())

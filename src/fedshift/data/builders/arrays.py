@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -11,17 +12,17 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from fedshift.data.agreement import MOMENTS
-from fedshift.data.checks import check_finite, checked
+from fedshift.data.checks import check_finite, checked, natural_order
 from fedshift.data.domain import DataSet, DataSource, Domain, Inputs, Manifest, Preprocessing, SparseRows
 from fedshift.data.images import as_channels_first
+from fedshift.data.in_memory import Array, InMemory, SiteSamples
 from fedshift.data.locate import load_npz
 from fedshift.data.tables import moments
 from fedshift.errors import UserError, nearest
 
-Array = npt.NDArray[np.generic]
 _LAYOUT = (
     "one .npz per site: x uint8 images (n, c, h, w), (n, h, w) or (n, h, w, c), or float features (n, d); y integers "
-    "(n,); optional groups integers (n,), the same number for samples that must not be split apart"
+    "or names (n,); optional groups integers (n,), the same number for samples that must not be split apart"
 )
 _LARGE = 10.0
 """A column with a larger root mean square gives a warning."""
@@ -31,7 +32,9 @@ class Arrays(DataSource):
     """One ``.npz`` file per site."""
 
     name: Literal["arrays"] = "arrays"
-    sites: dict[str, Path] = Field(min_length=1, description="site name: its .npz file")
+    sites: dict[str, SiteSamples] = Field(
+        min_length=1, description="site name: its .npz file; in Python also (inputs, labels) or a data set"
+    )
     classes: tuple[str, ...] | None = Field(None, description="names of the classes, in the order of their numbers")
     standardise: bool = Field(
         False, description="scale every channel or column by mean and deviation, computed from sums of all sites"
@@ -78,8 +81,7 @@ class Arrays(DataSource):
     def gives(self) -> dict[str, Any] | None:
         if not self.standardise:
             return None
-        (inputs,) = (_read(site, path).inputs for site, path in self.sites.items())
-        assert not isinstance(inputs, SparseRows)
+        (inputs,) = (readable_inputs(str(held), _arrays(site, held)["x"]) for site, held in self.sites.items())
         count, total, squares = _sums(inputs)
         return {"kind": MOMENTS, "count": count, "total": total.tolist(), "squares": squares.tolist()}
 
@@ -89,8 +91,10 @@ class Arrays(DataSource):
         Raises:
             UserError: a file cannot be used; names it.
         """
-        domains = {site: _read(site, path) for site, path in self.sites.items()}
-        classes = self.classes or _numbered(domains)
+        read = {site: _arrays(site, held) for site, held in self.sites.items()}
+        named = self.classes or _named({site: arrays["y"] for site, arrays in read.items()})
+        domains = {site: _domain(site, self.sites[site], arrays, named) for site, arrays in read.items()}
+        classes = named or _numbered(domains)
         first = next(iter(domains.values()))
         shape = first.inputs.shape[1:]
         if len(shape) == 3:
@@ -129,7 +133,7 @@ def _unscaled(dataset: DataSet) -> tuple[str, ...]:
     )
 
 
-def sites_for_statistics(chosen: tuple[str, ...] | None, sites: dict[str, Domain] | dict[str, Path]) -> tuple[str, ...]:
+def sites_for_statistics(chosen: tuple[str, ...] | None, sites: Mapping[str, object]) -> tuple[str, ...]:
     """The sites whose statistics are used.
 
     Args:
@@ -149,15 +153,56 @@ def sites_for_statistics(chosen: tuple[str, ...] | None, sites: dict[str, Domain
     return chosen
 
 
-def _read(site: str, path: Path) -> Domain:
-    arrays = load_npz(path, ["x", "y"], ["groups"])
-    where = f"data file {path} (site '{site}')"
+def _arrays(site: str, held: Path | InMemory) -> dict[str, Array]:
+    """Arrays ``x``, ``y`` and perhaps ``groups`` of a site."""
+    if isinstance(held, Path):
+        return load_npz(held, ["x", "y"], ["groups"])
+    where = f"data of site '{site}'"
+    inputs, labels = held.arrays(where)
+    return {"x": _as_stored(where, inputs), "y": labels}
+
+
+def _as_stored(where: str, x: Array) -> Array:
+    """Inputs of other libraries as files hold them: images of values in [0, 1] as bytes, other numbers as floats."""
+    if x.ndim not in (3, 4):
+        return x if x.dtype.kind not in "biu" else x.astype(np.float32)
+    if x.dtype.kind == "f":
+        pixels = x.astype(np.float32)
+        if not (pixels >= 0).all() or not (pixels <= 1).all():
+            raise UserError(
+                f"{where}: images of floats must have values from 0 to 1: leave out any normalisation, and give "
+                "data.mean and data.std"
+            )
+        return np.rint(pixels * 255).astype(np.uint8)
+    return x.astype(np.uint8) if x.dtype.kind == "b" else x
+
+
+def _domain(site: str, held: Path | InMemory, arrays: Mapping[str, Array], named: tuple[str, ...] | None) -> Domain:
+    where = f"data file {held} (site '{site}')" if isinstance(held, Path) else f"data of site '{site}'"
     inputs = readable_inputs(where, arrays["x"])
-    labels = _integers(where, "y", arrays["y"], len(inputs))
+    y = arrays["y"]
+    if _is_text(y) and not isinstance(held, Path):
+        number_of = {name: number for number, name in enumerate(named or ())}
+        unknown = next((name for name in y.tolist() if str(name) not in number_of), None)
+        if unknown is not None:
+            raise UserError(f"{where}: label '{unknown}' is none of data.classes; {nearest(str(unknown), number_of)}")
+        y = np.array([number_of[str(name)] for name in y.tolist()], dtype=np.int64)
+    labels = _integers(where, "y", y, len(inputs))
     if len(labels) and labels.min() < 0:
         raise UserError(f"{where}: label {labels.min()} is out of range: labels must be 0 or more")
     groups = _integers(where, "groups", arrays["groups"], len(inputs)) if "groups" in arrays else None
     return Domain(site, inputs, labels, groups)
+
+
+def _is_text(y: Array) -> bool:
+    return y.dtype.kind == "U" and y.ndim == 1
+
+
+def _named(labels: Mapping[str, Array]) -> tuple[str, ...] | None:
+    """The classes of labels that are text; None unless all sites have such labels."""
+    if not all(map(_is_text, labels.values())):
+        return None
+    return natural_order({str(label) for y in labels.values() for label in y.tolist()})
 
 
 def readable_inputs(where: str, x: Array) -> npt.NDArray[np.uint8] | npt.NDArray[np.float32]:

@@ -22,7 +22,8 @@ import numpy as np
 from fedshift.data.checks import checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest
 from fedshift.data.locate import require
-from fedshift.data.tables import CategoricalColumn, Columns, NumericColumn, TableEncoding, encode, numbers, read_csv
+from fedshift.data.table_files import Columns, parted, read_table
+from fedshift.data.tables import CategoricalColumn, NumericColumn, TableEncoding, encode, numbers
 from fedshift.errors import UserError
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
@@ -106,14 +107,11 @@ class HeartDisease(DataSource):
 
 
 def _from_csv(path: Path) -> Mapping[str, Columns]:
-    table = read_csv(path)
-    hospital = table.column("hospital")
-    out = {}
-    for name in HOSPITALS:
-        rows = [row for row, cell in enumerate(hospital) if cell == name]
-        cells = {column: [table.column(column)[row] for row in rows] for column in COLUMNS}
-        out[name] = Columns(table.path, cells, [table.lines[row] for row in rows])
-    return out
+    found = dict(parted(read_table(path), "hospital"))
+    lacking = [name for name in HOSPITALS if name not in found]
+    if lacking:
+        raise UserError(f"data file {path} has no patient of '{lacking[0]}': get it again. {_HOW}")
+    return {name: found[name] for name in HOSPITALS}
 
 
 def _from_data(folder: Path, name: str) -> Columns:

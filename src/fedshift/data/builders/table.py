@@ -1,38 +1,72 @@
-"""Your own tables: one CSV file per site, with one encoding that sites agree on without pooling rows."""
+"""Your own tables: one file per site or one for all, with one encoding that sites agree on without pooling rows."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from fedshift.data.agreement import table_given
 from fedshift.data.builders.arrays import sites_for_statistics
+from fedshift.data.builders.table_labels import CLASSES, Condition, as_written, classes_of
 from fedshift.data.checks import agreed_classes, checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
-from fedshift.data.tables import (
+from fedshift.data.in_memory import InMemory, SiteSamples
+from fedshift.data.table_files import (
+    PLAIN,
     Columns,
-    TableEncoding,
-    agreed_encoding,
+    TableFormat,
     canonical,
-    encode,
-    is_missing,
-    read_csv,
-    site_statistics,
+    from_columns,
+    parted,
+    read_table,
 )
-from fedshift.errors import UserError
+from fedshift.data.tables import TableEncoding, agreed_encoding, encode, site_statistics
+from fedshift.errors import UserError, nearest
+
+
+def _as_numbers(mapping: object) -> object:
+    """A mapping to lists of numbers, where a single number is a list of one."""
+    if not isinstance(mapping, Mapping):
+        return mapping
+    return {key: (value,) if isinstance(value, int | float) else value for key, value in mapping.items()}
 
 
 class Table(DataSource):
-    """One CSV file per site, with a label column, numeric columns and categorical columns."""
+    """CSV or Parquet files with a label column, numeric columns and categorical columns."""
 
     name: Literal["table"] = "table"
-    sites: dict[str, Path] = Field(min_length=1, description="site name: its CSV file")
-    label: str = Field(description="the column that holds the class")
+    sites: dict[str, SiteSamples] | None = Field(None, min_length=1, description="site name: its CSV or Parquet file")
+    file: Path | None = Field(None, description="one CSV or Parquet file of all sites, instead of sites")
+    site_column: str | None = Field(None, description="with file: the column that holds the name of each row's site")
+    label: str | None = Field(None, description="the column that holds the class")
+    positive: str | None = Field(
+        None,
+        description="instead of label: a condition on a column, such as num > 0, that makes the classes negative and "
+        "positive (>, >=, <, <=, = or !=)",
+    )
+    labels: Annotated[dict[str, str], BeforeValidator(as_written)] | None = Field(
+        None, description="with label: value in the file: its class, such as {0: healthy, 1: ill, 2: ill}"
+    )
     numeric: tuple[str, ...] = Field((), description="columns of numbers, standardised over the sites")
     categorical: tuple[str, ...] = Field((), description="columns of categories, one 0/1 column per category")
+    id: str | None = Field(None, description="the column that names each row; predictions give it back")
+    missing_values: Annotated[dict[str, tuple[float, ...]], BeforeValidator(_as_numbers)] = Field(
+        default_factory=dict, description="numeric column: numbers that mean missing, such as {cholesterol: 0}"
+    )
+    impute: Literal["mean", "drop"] | dict[str, float | str] = Field(
+        "mean",
+        description="mean: a missing number is read as the mean of the sites that give statistics; {column: value}: as "
+        "this number or category; drop: rows with a missing cell in a listed column are left out",
+    )
+    header: Literal["first_line", "none"] = Field(
+        "first_line", description="whether the first line of CSV files has the names of columns"
+    )
+    columns: tuple[str, ...] = Field((), description="header none: the names of all columns in order; unset: 1, 2, …")
+    decimal: Literal[".", ","] = Field(".", description="decimal sign of numbers in CSV files")
     missing_classes: Literal["check", "allow"] = Field(
         "check", description="check: refuse when two sites each have a label that the other lacks; allow: warn only"
     )
@@ -41,14 +75,58 @@ class Table(DataSource):
     )
 
     @model_validator(mode="after")
+    def _one_form(self) -> Self:
+        if (self.sites is None) == (self.file is None):
+            raise ValueError("give either sites, a file for each, or file, one for all")
+        if (self.file is None) != (self.site_column is None):
+            raise ValueError("file and site_column go together: the file of all sites, and its column of their names")
+        if (self.label is None) == (self.positive is None):
+            raise ValueError("give either label, the column of the class, or positive, such as num > 0")
+        if self.labels is not None and self.label is None:
+            raise ValueError("labels needs label, the column whose values it maps to classes")
+        if self.columns and self.header != "none":
+            raise ValueError("columns is for files without a line of names: set header: none, too")
+        return self
+
+    @model_validator(mode="after")
     def _columns_once(self) -> Self:
-        columns = [self.label, *self.numeric, *self.categorical]
+        columns = [self.label_column, *self.numeric, *self.categorical]
         twice = next((name for name in columns if columns.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"column '{twice}' is listed more than once among label, numeric and categorical")
         if len(columns) == 1:
             raise ValueError("name at least one column under numeric or categorical")
+        for name in self.missing_values:
+            if name not in self.numeric:
+                raise ValueError(f"missing_values: '{name}' is not listed under numeric")
+        for name, value in self._fills.items():
+            if name not in columns[1:]:
+                raise ValueError(f"impute: '{name}' is not listed under numeric or categorical")
+            if name in self.numeric and not isinstance(value, float):
+                raise ValueError(f"impute: '{name}' is numeric, and '{value}' is not a number")
         return self
+
+    @property
+    def label_column(self) -> str:
+        """The column that holds the class."""
+        condition = self._condition
+        return str(self.label) if condition is None else condition.column
+
+    @property
+    def _condition(self) -> Condition | None:
+        return None if self.positive is None else Condition.parse(self.positive)
+
+    @property
+    def _fills(self) -> Mapping[str, float | str]:
+        if isinstance(self.impute, str):
+            return {}
+        return {
+            name: canonical(str(value)) if name in self.categorical else value for name, value in self.impute.items()
+        }
+
+    @property
+    def _form(self) -> TableFormat:
+        return TableFormat(header=self.header, columns=self.columns, decimal=self.decimal)
 
     @classmethod
     def manifest(cls) -> Manifest:
@@ -56,11 +134,13 @@ class Table(DataSource):
             title="Your own tables",
             source="yours",
             licence="yours",
-            how_to_get="save one CSV file per site, with the same column names, and give data.sites",
-            layout="one CSV file per site (comma, semicolon or tab; first line: column names)",
+            how_to_get="save one CSV or Parquet file per site, with the same column names, and give data.sites; or one "
+            "file with a column of the sites' names, and give data.file and data.site_column",
+            layout="CSV (comma, semicolon or tab; first line: column names, unless header is none) or Parquet",
             notes="Each site gives counts, sums and sums of squares of its numeric columns and the sets of its "
-            "categories and labels, never rows. Missing cells (empty, ?, NA, NaN): the mean, and a 0/1 column for "
-            "each number that is missing anywhere; categories: all zeros. A site that is unseen gives no statistics.",
+            "categories and labels, never rows. Missing cells (empty, ?, NA, NaN): the mean unless impute says other, "
+            "and a 0/1 column for each number that is missing anywhere; categories: all zeros. A site that is unseen "
+            "gives no statistics.",
         )
 
     @property
@@ -68,7 +148,7 @@ class Table(DataSource):
         return ("statistics",)
 
     def without(self, unseen: str) -> DataSource:
-        chosen = self.statistics_from or tuple(self.sites)
+        chosen = self.statistics_from or (tuple(self.sites) if self.sites is not None else tuple(self._tables()))
         return self.model_copy(update={"statistics_from": tuple(site for site in chosen if site != unseen)})
 
     def build(self) -> DataSet:
@@ -77,31 +157,41 @@ class Table(DataSource):
         Raises:
             UserError: a file cannot be used; names file, line and column.
         """
-        tables = {site: read_csv(path) for site, path in self.sites.items()}
+        tables = self._tables()
         labels = {site: self._labels(table) for site, table in tables.items()}
         allow = self.missing_classes == "allow"
         classes = agreed_classes(
             {site: set(found) for site, found in labels.items()},
-            what=f"labels in column '{self.label}'",
-            allow_missing=allow,
+            what=f"labels in column '{self.label_column}'",
+            allow_missing=allow or self.positive is not None,
         )
-        for table in tables.values():  # all files, also those that give no statistics
-            for column in (*self.numeric, *self.categorical):
-                table.column(column)
-        chosen = sites_for_statistics(self.statistics_from, self.sites)
+        if self.positive is not None:
+            classes = CLASSES
+        chosen = sites_for_statistics(self.statistics_from, tables)
         statistics = [site_statistics(tables[site], self.numeric, self.categorical) for site in chosen]
         encoding = agreed_encoding(statistics, self.numeric, self.categorical)
+        self._check_fills(encoding)
+        form = None if self._form == PLAIN else self._form
+        encoding = encoding.with_choices(self.missing_values, self._fills, form, self.id)
         number_of = {name: number for number, name in enumerate(classes)}
         domains = {
             site: Domain(
-                site, encode(table, encoding), np.array([number_of[name] for name in labels[site]], dtype=np.int64)
+                site,
+                encode(table, encoding),
+                np.array([number_of[name] for name in labels[site]], dtype=np.int64),
+                ids=self._ids(table),
             )
             for site, table in tables.items()
         }
         return checked(DataSet(self.name, domains, classes, encoding.preprocessing(), self.manifest()))
 
     def gives(self) -> dict[str, Any] | None:
-        (table,) = (read_csv(path) for path in self.sites.values())
+        if self.missing_values or self._fills:
+            raise UserError(
+                "data: sites of a deployment cannot agree on missing_values or impute: leave such cells empty in the "
+                "file, or write the values there"
+            )
+        (table,) = self._tables().values()
         return table_given(site_statistics(table, self.numeric, self.categorical), self.numeric, self.categorical)
 
     def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
@@ -134,16 +224,15 @@ class Table(DataSource):
                     f"the encoding of the table has other {what} columns than data.{what} lists: all sites must list "
                     "the same names in the same order"
                 )
-        # No agreed encoding has missing_values; they would single out the rows with one value.
-        if preprocessing.kind != "table" or any(column.missing_values for column in encoding.numeric):
+        # No agreed encoding has missing_values, for example; they would single out the rows with one value.
+        if preprocessing.kind != "table" or not encoding.is_agreed:
             raise UserError("the encoding of the table is not one that sites can agree on")
         return encoding
 
     def _encoded(self, encoding: TableEncoding, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
         domains: dict[str, Domain] = {}
-        for site, path in self.sites.items():
-            table = read_csv(path)
-            labels = self._labels(table)
+        for site, table in self._tables().items():
+            labels, path = self._labels(table), table.path
             unknown = sorted(set(labels) - set(classes))
             if unknown:
                 raise UserError(
@@ -156,16 +245,46 @@ class Table(DataSource):
             # `checked` would name row and column: with chosen means, that reveals a cell.
             if not np.isfinite(features).all():
                 raise UserError(f"{path}: the encoding makes numbers that are too large")
-            domains[site] = Domain(site, features, numbers)
+            domains[site] = Domain(site, features, numbers, ids=self._ids(table))
         return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
 
-    def _labels(self, table: Columns) -> list[str]:
-        cells = table.column(self.label)
-        for row, cell in enumerate(cells):
-            if is_missing(cell):
-                where = f"{table.path}, line {table.lines[row]}"
+    def _tables(self) -> dict[str, Columns]:
+        """The table of each site, with its cells as this section describes them.
+
+        Raises:
+            UserError: a file cannot be read or lacks a column.
+        """
+        if self.file is not None:
+            tables = dict(parted(read_table(self.file, self._form), str(self.site_column)))
+        else:
+            tables = {site: self._table(site, held) for site, held in (self.sites or {}).items()}
+        for site, table in tables.items():
+            for column in (self.label_column, *self.numeric, *self.categorical, *([self.id] if self.id else [])):
+                table.column(column)
+            table = table.without_codes(self.missing_values)
+            if self.impute == "drop":
+                table = table.complete((*self.numeric, *self.categorical))
+                if len(table) == 0:
+                    raise UserError(f"{table.path}: impute: drop leaves no row of site '{site}': choose another way")
+            tables[site] = table
+        return tables
+
+    def _table(self, site: str, held: Path | InMemory) -> Columns:
+        if isinstance(held, Path):
+            return read_table(held, self._form)
+        return from_columns(f"the table of site '{site}'", held.columns(self.label_column))
+
+    def _ids(self, table: Columns) -> tuple[str, ...] | None:
+        return None if self.id is None else tuple(table.column(self.id))
+
+    def _check_fills(self, encoding: TableEncoding) -> None:
+        for column in encoding.categorical:
+            value = self._fills.get(column.name)
+            if value is not None and value not in column.categories:
                 raise UserError(
-                    f"{where}, column '{self.label}': the label is missing: fill or drop the row",
-                    public=f"{where}: the label is missing: fill or drop the row",
+                    f"data.impute: '{value}' is no category of column '{column.name}'; "
+                    f"{nearest(str(value), column.categories)}"
                 )
-        return [canonical(cell) for cell in cells]
+
+    def _labels(self, table: Columns) -> list[str]:
+        return classes_of(table, self.label_column, self._condition, self.labels)

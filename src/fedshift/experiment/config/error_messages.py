@@ -54,5 +54,5 @@ def _all_fields(model: type[BaseModel]) -> set[str]:
 
 
 def _short(value: Any) -> str:
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) <= 60 else f"{text[:57]}…"

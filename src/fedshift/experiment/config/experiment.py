@@ -19,6 +19,7 @@ from pydantic import (
 
 from fedshift.data import registry as data_registry
 from fedshift.data.domain import DataSource
+from fedshift.data.in_memory import described
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.error_messages import describe, suggest_field
 from fedshift.experiment.config.sections import (
@@ -198,17 +199,27 @@ def data_source(value: Any, folder: Path) -> DataSource:
     """
     if isinstance(value, DataSource):
         return value
-    fields = _named(value, "data")
-    for name in ("root", "sites"):
-        if name in fields:
-            fields[name] = _below(fields[name], folder)
+    if isinstance(value, Mapping) and "name" not in value and value and not any(map(_is_plain, value.values())):
+        value = described(value)
+    fields = _with_paths(_named(value, "data"), folder)
     if isinstance(fields.get("unseen"), Mapping):  # the coordinator's own data, besides those at sites
-        own = dict(fields["unseen"])
-        fields["unseen"] = own | {name: _below(own[name], folder) for name in ("root", "sites") if name in own}
+        fields["unseen"] = _with_paths(dict(fields["unseen"]), folder)
     try:
         return data_registry.parse(fields)
     except ValidationError as error:
         raise UserError(describe(error, "data", data_registry.source_class(str(fields.get("name"))))) from None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value can stand in an experiment file."""
+    return value is None or isinstance(value, str | int | float | Path | Mapping)
+
+
+def _with_paths(fields: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The fields of a data source, with its paths below ``folder``."""
+    name = fields.get("name")
+    paths = data_registry.source_class(name).paths() if isinstance(name, str) else ()
+    return fields | {path: _below(fields[path], folder) for path in paths if path in fields}
 
 
 def _below(value: Any, folder: Path) -> Any:

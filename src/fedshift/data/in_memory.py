@@ -1,0 +1,190 @@
+"""A site's samples as objects of this process: arrays, tensors, data frames and data sets of other libraries.
+
+They are recognised by what they can do, so none of these libraries is imported here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import PlainSerializer, PlainValidator
+
+from fedshift.errors import UserError, nearest
+
+Array = npt.NDArray[np.generic]
+INPUTS = ("image", "img", "x", "features")
+LABELS = ("label", "labels", "y", "target")
+"""Names that the columns of inputs and of labels usually have in data sets of Hugging Face."""
+
+
+class InMemory:
+    """One site's samples. Two are equal only if they are the same object."""
+
+    def __init__(self, samples: Any, labels: Any = None) -> None:
+        """``labels`` is None where ``samples`` hold them: a data frame with a label column, or a data set."""
+        self.samples = samples
+        self.labels = labels
+
+    def __str__(self) -> str:
+        return f"{type(self.samples).__name__} in memory"
+
+    @property
+    def is_frame(self) -> bool:
+        """Whether the samples are a data frame."""
+        return hasattr(self.samples, "columns") and hasattr(self.samples, "dtypes")
+
+    @property
+    def is_named(self) -> bool:
+        """Whether the samples are a data set of Hugging Face, which has named columns."""
+        return hasattr(self.samples, "column_names") and hasattr(self.samples, "features")
+
+    def columns(self, label: str) -> dict[str, Sequence[Any]]:
+        """The columns of a data frame or of a Hugging Face data set, and the labels under the name ``label``.
+
+        Raises:
+            UserError: the samples have no columns.
+        """
+        if not (self.is_frame or self.is_named):
+            raise UserError(
+                f"data.sites: data set table was given a {type(self.samples).__name__}: give a data frame, or write "
+                "name: arrays"
+            )
+        names = self.samples.columns if self.is_frame else self.samples.column_names
+        found: dict[str, Sequence[Any]] = {str(name): _listed(self.samples[name]) for name in names}
+        return found if self.labels is None else {**found, label: _listed(self.labels)}
+
+    def arrays(self, where: str) -> tuple[Array, Array]:
+        """Inputs and labels as arrays, with a row for each sample.
+
+        Args:
+            where: the site, for messages.
+
+        Raises:
+            UserError: samples differ in shape, have no labels, or cannot be read.
+        """
+        if self.labels is not None:
+            return _array(f"{where}: inputs", self.samples), _array(f"{where}: labels", self.labels)
+        if self.is_named:
+            return self._named_arrays(where)
+        if self.is_frame:
+            raise UserError(f"{where}: a data frame without labels is a table: write name: table and label: COLUMN")
+        try:
+            pairs = [self.samples[row] for row in range(len(self.samples))]
+        except Exception as error:  # the user's own code
+            said = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise UserError(f"{where}: the data set cannot be read ({said}): mend its __getitem__") from error
+        if not all(isinstance(pair, Sequence) and len(pair) >= 2 for pair in pairs):
+            raise UserError(f"{where}: each sample of a data set must be a pair of an input and a label")
+        inputs, labels = ([pair[place] for pair in pairs] for place in (0, 1))
+        return _array(f"{where}: inputs", inputs), _array(f"{where}: labels", labels)
+
+    def _named_arrays(self, where: str) -> tuple[Array, Array]:
+        found = []
+        for usual, what in ((INPUTS, "inputs"), (LABELS, "labels")):
+            names = [name for name in usual if name in self.samples.column_names]
+            if not names:
+                raise UserError(
+                    f"{where}: the data set has no column of {what}; rename one to '{usual[0]}'; "
+                    f"{nearest(usual[0], self.samples.column_names)}"
+                )
+            values = _listed(self.samples[names[0]])
+            classes = getattr(self.samples.features[names[0]], "names", None)
+            found.append(_array(f"{where}: {what}", [classes[value] for value in values] if classes else values))
+        return found[0], found[1]
+
+
+def samples_in(value: Any) -> Path | InMemory:
+    """What a site's entry under ``data.sites`` stands for.
+
+    Raises:
+        ValueError: it is neither a path nor samples.
+    """
+    if isinstance(value, Path | InMemory):
+        return value
+    if isinstance(value, str):
+        return Path(value)
+    if isinstance(value, tuple | list):
+        if len(value) != 2 or any(isinstance(part, str) for part in value):
+            raise ValueError("give one file for each site; in Python, also a pair of inputs and labels")
+        return InMemory(*value)
+    held = InMemory(value)
+    is_set = hasattr(value, "__getitem__") and hasattr(value, "__len__") and not hasattr(value, "dtype")
+    if held.is_frame or (is_set and not isinstance(value, Mapping)):
+        return held
+    raise ValueError("give one file for each site; in Python, also (inputs, labels), a data frame or a data set")
+
+
+SiteSamples = Annotated[Path | InMemory, PlainValidator(samples_in), PlainSerializer(str)]
+"""A site's entry under ``data.sites``. Written down, objects in memory are named by their type only."""
+
+
+def described(sites: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    """The ``data:`` section for samples in memory: a table if all are data frames, else arrays.
+
+    Args:
+        sites: site → (inputs, labels), data frame or data set.
+        options: further fields of the section.
+
+    Returns:
+        Its fields. The columns of a table are numeric or categorical by their types, unless ``options`` names them.
+
+    Raises:
+        UserError: a site's samples are not recognised, or are data frames without labels and without ``label``.
+    """
+    try:
+        held = {str(site): samples_in(value) for site, value in sites.items()}
+    except ValueError as error:
+        raise UserError(f"data: {error}") from None
+    frames = [one for one in held.values() if isinstance(one, InMemory) and one.is_frame]
+    if len(frames) < len(held) or not frames:
+        return {"name": "arrays", "sites": held, **options}
+    fields: dict[str, Any] = {"name": "table", "sites": held, **options}
+    if "positive" not in fields and "label" not in fields:
+        if any(one.labels is None for one in frames):
+            raise UserError("data: data frames without labels need label, the name of their label column")
+        fields["label"] = "label" if "label" not in frames[0].samples.columns else "label of the sample"
+    if "numeric" not in fields and "categorical" not in fields:
+        taken = {fields.get("label"), fields.get("id")}
+        first = frames[0].samples
+        names = [name for name in first.columns if str(name) not in taken]
+        fields["numeric"] = [str(name) for name in names if _is_numeric(first[name])]
+        fields["categorical"] = [str(name) for name in names if not _is_numeric(first[name])]
+    return fields
+
+
+def _is_numeric(column: Any) -> bool:
+    return np.asarray(column).dtype.kind in "biuf"
+
+
+def _listed(values: Any) -> list[Any]:
+    """A column as a list of Python values."""
+    for method in ("tolist", "to_list"):
+        if hasattr(values, method):
+            found: list[Any] = getattr(values, method)()
+            return found
+    return list(values)
+
+
+def _array(what: str, values: Any) -> Array:
+    """Values of other libraries as one array: a tensor, a column, a list of images or of arrays.
+
+    Raises:
+        UserError: they differ in shape, or are no numbers and no text.
+    """
+    try:
+        if hasattr(values, "detach"):
+            values = values.detach().cpu()
+        if isinstance(values, list | tuple):
+            values = np.stack([np.asarray(value) for value in values]) if len(values) else np.empty(0)
+        found: Array = np.asarray(values)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise UserError(f"{what} cannot be made one array ({error}): bring all samples to one shape") from error
+    if found.dtype == object and all(isinstance(value, str) for value in found.ravel()):
+        found = found.astype(str)
+    if found.dtype.kind not in "biufUS":
+        raise UserError(f"{what} are neither numbers nor text ({found.dtype}): convert them")
+    return found
