@@ -122,44 +122,6 @@ SiteSamples = Annotated[Path | InMemory, PlainValidator(samples_in), PlainSerial
 """A site's entry under ``data.sites``. Written down, objects in memory are named by their type only."""
 
 
-def described(sites: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """The ``data:`` section for samples in memory: a table if all are data frames, else arrays.
-
-    Args:
-        sites: site → (inputs, labels), data frame or data set.
-        options: further fields of the section.
-
-    Returns:
-        Its fields. The columns of a table are numeric or categorical by their types, unless ``options`` names them.
-
-    Raises:
-        UserError: a site's samples are not recognised, or are data frames without labels and without ``label``.
-    """
-    try:
-        held = {str(site): samples_in(value) for site, value in sites.items()}
-    except ValueError as error:
-        raise UserError(f"data: {error}") from None
-    frames = [one for one in held.values() if isinstance(one, InMemory) and one.is_frame]
-    if len(frames) < len(held) or not frames:
-        return {"name": "arrays", "sites": held, **options}
-    fields: dict[str, Any] = {"name": "table", "sites": held, **options}
-    if "positive" not in fields and "label" not in fields:
-        if any(one.labels is None for one in frames):
-            raise UserError("data: data frames without labels need label, the name of their label column")
-        fields["label"] = "label" if "label" not in frames[0].samples.columns else "label of the sample"
-    if "numeric" not in fields and "categorical" not in fields:
-        taken = {fields.get("label"), fields.get("id")}
-        first = frames[0].samples
-        names = [name for name in first.columns if str(name) not in taken]
-        fields["numeric"] = [str(name) for name in names if _is_numeric(first[name])]
-        fields["categorical"] = [str(name) for name in names if not _is_numeric(first[name])]
-    return fields
-
-
-def _is_numeric(column: Any) -> bool:
-    return np.asarray(column).dtype.kind in "biuf"
-
-
 def _listed(values: Any) -> list[Any]:
     """A column as a list of Python values."""
     for method in ("tolist", "to_list"):

@@ -18,8 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from fedshift.data.domain import DataSet, DataSource, Domain
 from fedshift.deployment.sinks import Sink
 from fedshift.errors import UserError, nearest
+from fedshift.experiment.config.data_section import data_source
 from fedshift.experiment.config.error_messages import describe
-from fedshift.experiment.config.experiment import data_source
 from fedshift.experiment.environment import data_fingerprint
 from fedshift.federation.remote.policy import Policy
 

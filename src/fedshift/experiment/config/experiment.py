@@ -17,10 +17,9 @@ from pydantic import (
     ValidationError,
 )
 
-from fedshift.data import registry as data_registry
 from fedshift.data.domain import DataSource
-from fedshift.data.in_memory import described
 from fedshift.errors import UserError, nearest
+from fedshift.experiment.config.data_section import data_source, named
 from fedshift.experiment.config.error_messages import describe, suggest_field
 from fedshift.experiment.config.sections import (
     ENGINES,
@@ -179,64 +178,10 @@ def _engine(value: Any) -> BaseModel:
     return _section(ENGINES[name], value, "engine")
 
 
-def _named(value: Any, path: str) -> dict[str, Any]:
-    if isinstance(value, str):
-        return {"name": value}
-    if not isinstance(value, Mapping):
-        raise UserError(f"{path}: must be a mapping with a name, not {value!r}")
-    return dict(value)
-
-
-def data_source(value: Any, folder: Path) -> DataSource:
-    """The data source of a ``data:`` section.
-
-    Args:
-        value: the section.
-        folder: relative paths are relative to this folder.
-
-    Raises:
-        UserError: as in `parse`.
-    """
-    if isinstance(value, DataSource):
-        return value
-    if isinstance(value, Mapping) and "name" not in value and value and not any(map(_is_plain, value.values())):
-        value = described(value)
-    fields = _with_paths(_named(value, "data"), folder)
-    if isinstance(fields.get("unseen"), Mapping):  # the coordinator's own data, besides those at sites
-        fields["unseen"] = _with_paths(dict(fields["unseen"]), folder)
-    try:
-        return data_registry.parse(fields)
-    except ValidationError as error:
-        raise UserError(describe(error, "data", data_registry.source_class(str(fields.get("name"))))) from None
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value can stand in an experiment file."""
-    return value is None or isinstance(value, str | int | float | Path | Mapping)
-
-
-def _with_paths(fields: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The fields of a data source, with its paths below ``folder``."""
-    name = fields.get("name")
-    paths = data_registry.source_class(name).paths() if isinstance(name, str) else ()
-    return fields | {path: _below(fields[path], folder) for path in paths if path in fields}
-
-
-def _below(value: Any, folder: Path) -> Any:
-    """``value`` with its relative paths below ``folder``, except those that exist in the working directory only."""
-    if isinstance(value, Mapping):
-        return {key: _below(item, folder) for key, item in value.items()}
-    if not isinstance(value, str | Path):
-        return value
-    path = Path(value).expanduser()
-    beside = folder / path
-    return str(beside if path.is_absolute() or beside.exists() or not path.exists() else path)
-
-
 def _model(value: Any) -> NetworkOptions:
     if isinstance(value, NetworkOptions):
         return value
-    return model_registry.parse(_named(value, "model"))
+    return model_registry.parse(named(value, "model"))
 
 
 def _methods(value: Any, folder: Path) -> tuple[Method, ...]:
@@ -257,7 +202,7 @@ def _methods(value: Any, folder: Path) -> tuple[Method, ...]:
 def _method(value: Any, path: str, folder: Path) -> Method:
     if isinstance(value, Method):
         return value
-    fields = _named(value, path)
+    fields = named(value, path)
     try:
         return method_registry.parse(fields, folder)
     except ValidationError as error:
@@ -325,7 +270,7 @@ def override_field(options: dict[str, Any], override: str) -> None:
             if last:
                 place[index] = value
             else:
-                place[index] = _named(place[index], where)
+                place[index] = named(place[index], where)
                 place = place[index]
         elif last:
             place[key] = value

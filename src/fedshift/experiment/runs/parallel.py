@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from fedshift.data.in_memory import InMemory
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.experiment.config.experiment import Experiment
 
@@ -32,11 +33,14 @@ def parallel_workers(
         diverged: receives the errors of runs that diverged in one of them.
 
     Raises:
+        UserError: the data are objects of this process, which another one cannot read.
         UserError, FedshiftError: a process failed. The message is the last line that it wrote.
     """
     if number == 0:
         yield
         return
+    if any(isinstance(held, InMemory) for held in (getattr(experiment.data, "sites", None) or {}).values()):
+        raise UserError("engine.parallel_runs: data in memory are known to this process alone: use engine.workers")
     with tempfile.TemporaryDirectory(prefix="fedshift-runs-") as folder:
         file = Path(folder) / "experiment.json"
         file.write_text(json.dumps(experiment.dump()))
