@@ -38,7 +38,7 @@ class KindRefused(Refused):
 
 
 class TrainingDiverged(FedshiftError):
-    """A loss or weight became NaN or infinite. The message names the site, the round and the learning rate."""
+    """A loss exploded, or a loss or weight is NaN or infinite. The message names site, round and learning rate."""
 
 
 class ReplyRefused(FedshiftError):

@@ -87,3 +87,43 @@ def plain_yaml(text: str | bytes) -> Any:
         return loader.get_single_data()
     finally:
         loader.dispose()
+
+
+def edited_yaml(text: str, where: object) -> Any:
+    """Read YAML that a person wrote, as `plain_yaml` does, but refuse a key that occurs twice: one would be lost.
+
+    Args:
+        text: the YAML.
+        where: the file, for the message.
+
+    Raises:
+        UserError: a key occurs twice in one mapping.
+        yaml.YAMLError: the text is malformed.
+
+    Example:
+        >>> edited_yaml("{rounds: 5, rounds: 50}", "e.yaml")
+        Traceback (most recent call last):
+        fedshift.errors.UserError: e.yaml, line 1: 'rounds' is set twice, first in line 1: keep one of the two
+    """
+    import yaml
+
+    waiting = [yaml.compose(text, Loader=yaml.SafeLoader)]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:  # an alias
+            continue
+        seen.add(id(node))
+        if isinstance(node, yaml.SequenceNode):
+            waiting += node.value
+        if isinstance(node, yaml.MappingNode):
+            lines: dict[str, int] = {}
+            for key, value in node.value:
+                line, name = key.start_mark.line + 1, str(key.value)
+                if name in lines:
+                    raise UserError(
+                        f"{where}, line {line}: '{name}' is set twice, first in line {lines[name]}: keep one of the two"
+                    )
+                lines[name] = line
+                waiting.append(value)
+    return plain_yaml(text)

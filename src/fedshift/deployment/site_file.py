@@ -22,6 +22,7 @@ from fedshift.experiment.config.data_section import data_source
 from fedshift.experiment.config.error_messages import describe
 from fedshift.experiment.environment import data_fingerprint
 from fedshift.federation.remote.policy import Policy
+from fedshift.files import edited_yaml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 _WATCHED_FILES = 10_000
@@ -75,7 +76,7 @@ def load_site(path: Path) -> SiteConfig:
         UserError: the file is missing, or there is a mistake in it.
     """
     try:
-        options = yaml.safe_load(path.read_text(encoding="utf-8"))
+        options = edited_yaml(path.read_text(encoding="utf-8"), path)
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise UserError(f"cannot read the site's file {path}: {error}".splitlines()[0]) from None
     if not isinstance(options, Mapping):

@@ -19,6 +19,8 @@ from fedshift.errors import UserError
 from fedshift.evaluation import packed
 from fedshift.evaluation.packed import PackedRun, Rounds
 
+FAILURE = "failure.txt"
+"""Why an unfinished run stopped, in one line."""
 RESULT, ROUNDS, ORDER, SETTINGS = "result.json", "rounds.jsonl", "order.json", "experiment.yaml"
 _SEED = re.compile(r"seed-\d+")
 _DEPTH = 3

@@ -18,7 +18,7 @@ from fedshift.federation.messages import Content, Statistics
 from fedshift.federation.plug_in import PlugIn, plugged
 from fedshift.federation.randomness import derive_seed, generator
 from fedshift.federation.site_memory import SiteMemory
-from fedshift.federation.training import Training
+from fedshift.federation.training import Training, exploded
 from fedshift.models.network import Network
 from fedshift.models.products import with_products
 from fedshift.weights import Weights
@@ -265,7 +265,7 @@ class Site:
             The mean loss of the mini-batches; 0 if there was none.
 
         Raises:
-            TrainingDiverged: the loss is not a number; the message names site, round and learning rate.
+            TrainingDiverged: the loss is not a number or explodes; the message names site, round and learning rate.
         """
         batches = self.batches(epochs, steps)
         return self.minimise_over(batches, loss_of, *modules, optimizers=optimizers, remember=remember)
@@ -297,8 +297,9 @@ class Site:
                 for optimizer in stepped:
                     optimizer.step()
                 losses.append(loss.detach())
-        mean = float(torch.stack(losses).cpu().double().mean()) if losses else 0.0
-        if not math.isfinite(mean):
+        values = torch.stack(losses).cpu().double() if losses else torch.zeros(1)
+        mean = float(values.mean())
+        if not math.isfinite(mean) or exploded(mean, float(values[0])):
             raise TrainingDiverged(
                 f"training turned to {mean} at site '{self.name}' in round {self.envelope.round} with learning rate "
                 f"{self.learning_rate:g}: lower training.lr or set training.clip_norm"

@@ -13,6 +13,13 @@ from fedshift.data.transforms import Augmentation, NamedAugmentation
 from fedshift.functional import schedules
 from fedshift.models.products import Products
 
+_EXPLODED = 1e4
+
+
+def exploded(loss: float, before: float) -> bool:
+    """Whether a loss is so far above an earlier one, or above 1, that training diverges though all is finite."""
+    return loss > _EXPLODED * max(1.0, before)
+
 
 class Training(BaseModel):
     """How sites train (batches, optimiser, learning rate, augmentation), and how many rounds an experiment has."""

@@ -7,9 +7,10 @@ folder holds `result.json`, or if the experiment's packed files hold the run. Th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -19,7 +20,8 @@ from pydantic import BaseModel, ValidationError
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.packed import RUNS
 from fedshift.evaluation.records import RoundRecord, RunResult, SiteMetric
-from fedshift.evaluation.stored import ORDER, RESULT, is_finished, packed_run, run_folders, stored
+from fedshift.evaluation.stored import FAILURE, ORDER, RESULT, is_finished, packed_run, run_folders, stored
+from fedshift.text import one_line
 
 _MOST_NAMES = 12
 
@@ -53,6 +55,7 @@ class Collected:
         order: methods, targets and seeds that have results: the planned ones in their order, then the others.
         unfinished: number of planned runs without a result.
         planned: number of planned runs.
+        reasons: why runs stopped that are unfinished, one line for each that failed.
     """
 
     name: str
@@ -60,6 +63,7 @@ class Collected:
     order: Order
     unfinished: int
     planned: int
+    reasons: tuple[str, ...] = ()
 
     @property
     def results(self) -> list[RunResult]:
@@ -67,8 +71,12 @@ class Collected:
 
     @property
     def progress(self) -> str | None:
-        """Text such as "2 of 18 runs unfinished"; None if all runs are finished."""
-        return f"{self.unfinished} of {self.planned} runs unfinished" if self.unfinished else None
+        """Text such as "2 of 18 runs unfinished", and why the first one stopped; None if all runs are finished."""
+        if not self.unfinished:
+            return None
+        more = f" (and {len(self.reasons) - 1} more failed)" if len(self.reasons) > 1 else ""
+        why = f": {one_line(self.reasons[0])}{more}" if self.reasons else ""
+        return f"{self.unfinished} of {self.planned} runs unfinished{why}"
 
 
 def natural(text: str) -> list[tuple[int, str]]:
@@ -124,7 +132,16 @@ def collect(folder: str | os.PathLike[str]) -> Collected:
         ),
         unfinished=planned - len(runs),
         planned=planned,
+        reasons=tuple(_reasons(folder for folder in folders if not is_finished(folder))),
     )
+
+
+def _reasons(unfinished: Iterable[Path]) -> Iterator[str]:
+    """Why runs stopped, for those that failed."""
+    for folder in unfinished:
+        with contextlib.suppress(OSError):
+            said = (folder / FAILURE).read_text(encoding="utf-8", errors="replace").strip()
+            yield said or "it failed"
 
 
 def read_result(path: Path) -> RunResult:

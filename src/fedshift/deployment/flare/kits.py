@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError,
 
 from fedshift.deployment.json_files import read_object
 from fedshift.errors import UserError, in_words
+from fedshift.files import edited_yaml
 
 COORDINATOR_CLASS = "fedshift.deployment.flare.engine.FlareCoordinator"
 SITE_CLASS = "fedshift.deployment.flare.engine.FlareSite"
@@ -75,7 +76,7 @@ def load_project(path: Path) -> Project:
         UserError: the file is missing, or there is a mistake in it.
     """
     try:
-        options = yaml.safe_load(path.read_text(encoding="utf-8"))
+        options = edited_yaml(path.read_text(encoding="utf-8"), path)
         if not isinstance(options, dict):
             raise UserError(f"{path}: a project's file is a mapping of name, contact, server, port, sites")
         return Project.model_validate(options)

@@ -35,6 +35,7 @@ from fedshift.experiment.config.sections import (
     SourceTarget,
 )
 from fedshift.federation.training import Training
+from fedshift.files import edited_yaml
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method
 from fedshift.models import registry as model_registry
@@ -228,7 +229,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
         reason = error.strerror if isinstance(error, OSError) else "it is not a text file"
         raise UserError(f"cannot read the experiment file {path}: {reason}") from None
     try:
-        options = yaml.safe_load(text)
+        options = edited_yaml(text, path)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
@@ -255,7 +256,7 @@ def override_field(options: dict[str, Any], override: str) -> None:
     if not equals or not path:
         raise UserError(f"override '{override}': write it as key.path=value, such as training.rounds=10")
     try:
-        value = yaml.safe_load(text)
+        value = edited_yaml(text, f"override '{override}'")
     except yaml.YAMLError:
         raise UserError(f"override '{override}': the value is not YAML") from None
     keys = path.split(".")

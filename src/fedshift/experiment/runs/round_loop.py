@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from fedshift.experiment.runs.evaluator import Final
 from fedshift.experiment.runs.run_folder import RunFolder
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import RawData
+from fedshift.federation.training import exploded
 from fedshift.methods.base import State
 from fedshift.methods.rounds import play_round
 from fedshift.methods.screening import Screening, screening_of
@@ -71,11 +73,16 @@ def train_and_evaluate(
         lr = f"{training.lr:g}"
         more = "" if lr in str(error) else f" (training.lr is {lr})"
         where = f"{run.method.display}, target {run.target}, seed {run.seed}"
-        raise TrainingDiverged(f"{where}: {error}{more}") from error
+        diverged = TrainingDiverged(f"{where}: {error}{more}")
+        folder.note_failure(diverged)
+        raise diverged from error
     except torch.OutOfMemoryError as error:
         raise FedshiftError(
             f"out of memory on {context.device}: lower training.batch_size or engine.workers"
         ) from error
+    except Exception as error:
+        folder.note_failure(error)
+        raise
 
 
 @dataclass
@@ -180,6 +187,7 @@ class _RunLoop:
         seconds, self.clock = now - self.clock, now
         self.seconds += seconds
         report = self._report(state)
+        self._check_losses(report.get("losses", {}), state.round)
         record = RoundRecord(
             round=state.round,
             seconds=seconds,
@@ -226,6 +234,20 @@ class _RunLoop:
                     self.context.reporter.warn(f"{self.run.method.display} continues without it: {reason}")
             self.federation.refused.clear()
         return report
+
+    def _check_losses(self, losses: Mapping[str, float], number: int) -> None:
+        """Compare each site's loss with its first one of the run.
+
+        Raises:
+            TrainingDiverged: one explodes.
+        """
+        for site, loss in losses.items():
+            first = next((record for record in self.records if site in record.losses), None)
+            if first is not None and exploded(loss, first.losses[site]):
+                raise TrainingDiverged(
+                    f"the loss of site '{site}' was {first.losses[site]:.3g} in round {first.round} and is {loss:.3g} "
+                    f"in round {number}: lower training.lr or set training.clip_norm"
+                )
 
     def _save_checkpoint(self, state: State) -> None:
         federation = self.federation

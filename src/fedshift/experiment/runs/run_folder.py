@@ -15,10 +15,10 @@ from typing import Any, Self
 import yaml
 from pydantic import ValidationError
 
-from fedshift.errors import UserError
+from fedshift.errors import FedshiftError, UserError
 from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.evaluation.records import RoundRecord, RunResult
-from fedshift.evaluation.stored import ORDER, RESULT, ROUNDS, SETTINGS, pack_of, stored
+from fedshift.evaluation.stored import FAILURE, ORDER, RESULT, ROUNDS, SETTINGS, pack_of, stored
 from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.runs.identity import comparable, first_difference
 from fedshift.federation.message_files import read_message, write_message
@@ -95,10 +95,16 @@ class RunFolder:
                 )
             return
         difference = first_difference(there, comparable(self.identity))
-        if difference is not None:
+        if difference is not None and not self._is_replaced():
             path, old, new = difference
             file = stored(self.path / SETTINGS)
             where = self.path if file is None or file.line is None else file.place()
+            if path.endswith(".sha256"):
+                own = self.identity[path.removesuffix(".sha256")]["name"].rpartition(":")[0]
+                raise UserError(
+                    f"{own} has changed since {where} was written: give this experiment another name, or delete "
+                    f"{where} to begin again"
+                )
             raise UserError(
                 f"{where} was written by another experiment: {path} is {old!r} there and {new!r} here; "
                 "give this one another name, or another folder with --runs"
@@ -120,9 +126,23 @@ class RunFolder:
 
     def claim(self) -> None:
         """Write the run's settings. From then on the folder belongs to this run."""
-        if not (self.path / SETTINGS).exists():
+        (self.path / FAILURE).unlink(missing_ok=True)
+        if not (self.path / SETTINGS).exists() or self._is_replaced():
             text = yaml.safe_dump(self.identity, sort_keys=False, allow_unicode=True)
             write_bytes(self.path / SETTINGS, text.encode())
+
+    def note_failure(self, error: Exception) -> None:
+        """Write down why the run stopped, for tables and the page."""
+        name = "" if isinstance(error, FedshiftError) else f"{type(error).__name__}: "
+        write_bytes(self.path / FAILURE, f"{name}{' '.join(str(error).split())}\n".encode())
+
+    def _is_replaced(self) -> bool:
+        """Whether this run takes the place of one that has no finished round and whose own file has changed since."""
+        if (self.path / _CHECKPOINT).exists() or (self.path / RESULT).exists():
+            return False
+        there = self.written_by()
+        difference = first_difference(there, comparable(self.identity)) if there is not None else None
+        return difference is not None and difference[0].endswith(".sha256")
 
     # Results ----------------------------------------------------------------------------------------------------------
 
