@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedshift.api import check, load, results, run
+    from fedshift.data.builders.own import OwnData
     from fedshift.experiment.config.experiment import Experiment
     from fedshift.methods.base import Method
 
 __version__ = "0.1.0"
-__all__ = ["Experiment", "Method", "check", "load", "results", "run"]
+__all__ = ["Experiment", "Method", "OwnData", "check", "load", "results", "run"]
 
 _MODULES = {
     "run": "fedshift.api",
@@ -23,6 +24,7 @@ _MODULES = {
     "results": "fedshift.api",
     "Experiment": "fedshift.experiment.config.experiment",
     "Method": "fedshift.methods.base",
+    "OwnData": "fedshift.data.builders.own",
 }
 
 

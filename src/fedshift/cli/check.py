@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from fedshift.cli.console import escape, safe_console
-from fedshift.experiment.check import check
+from fedshift.experiment.check import MethodCheck, check
 from fedshift.experiment.config.experiment import load
 
 
@@ -53,12 +53,26 @@ def check_file(path: Path, overrides: Sequence[str]) -> None:
         "and saving add to this",
         highlight=False,
     )
+    why = _why_rounds_differ(found.methods)
+    if why is not None:
+        console.print(why, markup=False, highlight=False, soft_wrap=True)
     for kind in found.encoding_shares:
         console.print(
             f"before training, each source sends {kind}, from which all sites get one encoding", highlight=False
         )
     for warning in found.warnings:
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _why_rounds_differ(methods: Sequence[MethodCheck]) -> str | None:
+    """Why methods have different numbers of rounds; None if they have not."""
+    if len({method.rounds for method in methods}) == 1:
+        return None
+    per_round = ", ".join(f"{method.label} {method.mini_batches_per_round:.4g}" for method in methods)
+    return (
+        "rounds differ because every method trains on the same number of mini-batches, as many as the most demanding "
+        f"one needs in training.rounds rounds; mini-batches per site in a round: {per_round}"
+    )
 
 
 def _duration(hours: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from fedshift.class_registry import ClassRegistry
 from fedshift.data.domain import DataSource
@@ -27,24 +28,45 @@ _SOURCES: ClassRegistry[DataSource] = ClassRegistry(
         "table": "fedshift.data.builders.table:Table",
         "sites": "fedshift.data.builders.at_sites:AtSites",
     },
+    own=True,
 )
 names = _SOURCES.names
 
 
-def source_class(name: str) -> type[DataSource]:
+def source_class(name: str, folder: Path | None = None) -> type[DataSource]:
     """The builder of a data set.
+
+    Args:
+        name: a known name, ``package.module:Class``, or ``file.py:Class``.
+        folder: where a relative file is looked up first. The working directory is next.
 
     Raises:
         UserError: there is no data set of that name; names the nearest one.
     """
-    return _SOURCES.find(name)
+    return _SOURCES.find(name, folder=folder)
 
 
-def parse(options: Mapping[str, object]) -> DataSource:
+def parse(options: Mapping[str, object], folder: Path | None = None) -> DataSource:
     """The builder that the ``data:`` section of an experiment file describes.
+
+    Args:
+        options: the section.
+        folder: where a user's own file is looked up first.
 
     Raises:
         UserError: the name is missing or unknown.
         pydantic.ValidationError: a field does not fit.
     """
-    return source_class(_SOURCES.name_in(options, "data.name")).model_validate(dict(options))
+    fields = dict(options)
+    name = _SOURCES.name_in(fields, "data.name")
+    kind = source_class(name, folder)
+    if name not in _SOURCES:
+        del fields["name"]  # it is where the class stands; the class has a name of its own
+        if kind.model_fields["name"].is_required():
+            fields["name"] = kind.__name__
+    return kind.model_validate(fields)
+
+
+def is_own(source: DataSource) -> bool:
+    """Whether the builder is a user's own class."""
+    return source.name not in _SOURCES or source_class(source.name) is not type(source)

@@ -11,17 +11,19 @@ import torch
 
 from fedshift.data.checks import absent_classes
 from fedshift.data.domain import DataSet
-from fedshift.data.site_data import SiteData, epoch_batches
+from fedshift.data.site_data import SiteData, batches_per_epoch, epoch_batches
 from fedshift.errors import UserError
 from fedshift.experiment.compatibility import check_fit
-from fedshift.experiment.config.experiment import Experiment
+from fedshift.experiment.config.experiment import Experiment, method_record
 from fedshift.experiment.config.sections import SourceTarget
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.protocol import taking_part
 from fedshift.experiment.traffic import DryRun, dry_run_of, traffic
+from fedshift.experiment.trial import try_method
 from fedshift.functional.losses import task_loss
+from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method, Traffic
 from fedshift.models import registry as models
 from fedshift.models.network import Network
@@ -61,6 +63,7 @@ class MethodCheck:
         runs: number of its runs (targets × seeds).
         rounds: rounds of its longest run.
         mini_batches_per_site: mean over the sources, in its longest run.
+        mini_batches_per_round: mean over the sources, in one round of that run.
         hours: training time of all its runs; evaluating and saving are not included.
         bytes_up: bytes that leave the sites in all its runs; None where they are not known.
         bytes_down: bytes that reach the sites in all its runs; None where they are not known.
@@ -71,6 +74,7 @@ class MethodCheck:
     runs: int
     rounds: int
     mini_batches_per_site: int
+    mini_batches_per_round: float
     hours: float
     bytes_up: int | None
     bytes_down: int | None
@@ -132,6 +136,7 @@ class _Need:
 
     rounds: int
     mini_batches: int
+    per_round: float
     seconds: float
     traffic: Traffic | None
 
@@ -149,6 +154,8 @@ def _needs(plan: Plan, per_batch: float, warnings: list[str]) -> dict[str, list[
         sites = target if refusing else tuple(map(len, plan.roles(target)))
         kind = method.display, sites, runs[0].data.input_shape
         if kind not in dry:
+            if method_record(method)["name"] not in method_registry.METHODS:
+                try_method(runs[0], network)
             dry[kind] = _dry_run(runs[0], network, warnings)
         needs[method.display] += [_need(planned, network, per_batch, dry[kind]) for planned in runs]
     return needs
@@ -178,16 +185,27 @@ def _need(planned: PlannedRun, network: Network, per_batch: float, dry: DryRun |
     speed_up = engine.parallel_runs * min(engine.workers, sites)
     seconds = sum(planned.budget.values()) * per_batch * method.cost / speed_up
     sent = traffic(planned, network, dry) if dry is not None else None
-    return _Need(planned.rounds, planned.mini_batches, seconds, sent)
+    return _Need(planned.rounds, planned.mini_batches, _per_round(planned), seconds, sent)
+
+
+def _per_round(planned: PlannedRun) -> float:
+    """Mini-batches of a source in one round, the mean over the sources. What a method does before is left out."""
+    method, training = planned.run.method, planned.experiment.training
+    if method.pooled or method.supervised_target:
+        return planned.mini_batches / max(1, planned.rounds)
+    epochs = [batches_per_epoch(len(rows), training.batch_size) for rows in planned.split.train.values()]
+    return sum(method.mini_batches(epoch, 2) - method.mini_batches(epoch, 1) for epoch in epochs) / len(epochs)
 
 
 def _method(method: Method, needs: Sequence[_Need]) -> MethodCheck:
     sent = [need.traffic for need in needs if need.traffic is not None]
     known = len(sent) == len(needs)
+    longest = max(needs, key=lambda need: need.rounds)
     return MethodCheck(
         label=method.display,
         runs=len(needs),
-        rounds=max(need.rounds for need in needs),
+        rounds=longest.rounds,
+        mini_batches_per_round=longest.per_round,
         mini_batches_per_site=max(need.mini_batches for need in needs),
         hours=sum(need.seconds for need in needs) / 3600,
         bytes_up=sum(one.up for one in sent) if known else None,

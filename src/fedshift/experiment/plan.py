@@ -15,7 +15,7 @@ from typing import Any
 from fedshift.data.domain import DataSet, Rows, SparseRows
 from fedshift.data.site_data import batches_per_epoch
 from fedshift.data.site_differences import site_differences
-from fedshift.experiment.config.experiment import Experiment, method_record
+from fedshift.experiment.config.experiment import Experiment, data_record, method_record
 from fedshift.experiment.config.sections import EXTENT, FlareEngine, LeaveOneOut
 from fedshift.experiment.environment import data_fingerprint, versions
 from fedshift.experiment.features import built
@@ -229,7 +229,7 @@ def common_settings(experiment: Experiment, method: Method) -> dict[str, Any]:
     whole = experiment.dump()
     return {
         "name": experiment.name,
-        "data": whole["data"],
+        "data": data_record(experiment.data),
         "protocol": {key: value for key, value in whole["protocol"].items() if key not in EXTENT},
         "model": whole["model"],
         "training": whole["training"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -36,21 +36,38 @@ class DryRun:
         return self.start + self.first + further
 
 
-def dry_run(method: Method, sites: Sequence[SitePlan], setting: Setting, network: Network, **options: Any) -> DryRun:
-    """Start a method and run two rounds in this process, on a few samples of each site and without training.
+def dry_run(
+    method: Method,
+    sites: Sequence[SitePlan],
+    setting: Setting,
+    network: Network,
+    *,
+    samples: int = SAMPLES,
+    budget: Mapping[str, int] | None = None,
+    **options: Any,
+) -> DryRun:
+    """Start a method and run two rounds in this process, on a few samples of each site.
 
     Args:
         method: of the run.
         sites: of the run.
         setting: of the run.
         network: what sites train; every site gets this one.
-        options: further arguments of `Federation`, but for the budget.
+        samples: of each domain at a site.
+        budget: mini-batches that each site may train on; None: no training.
+        options: further arguments of `Federation`.
     """
     few = [
-        replace(site, parts=_few(site.parts), unlabelled=_few(site.unlabelled), held_out=_few(site.held_out))
+        replace(
+            site,
+            parts=_few(site.parts, samples),
+            unlabelled=_few(site.unlabelled, samples),
+            held_out=_few(site.held_out, samples),
+        )
         for site in sites
     ]
-    federation = LocalFederation(few, _WithNetwork(**vars(setting), built=network), budget={}, **options)
+    shared = _WithNetwork(**vars(setting), built=network)
+    federation = LocalFederation(few, shared, budget=dict(budget or {}), **options)
     start = Weights({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()})
     federation.screening = screening_of(method, start)
     state = method.start(federation, start)
@@ -106,8 +123,8 @@ class _WithNetwork(Setting):
         return self.built
 
 
-def _few(parts: Sequence[tuple[Domain, Rows, int]]) -> list[tuple[Domain, Rows, int]]:
-    return [(domain, rows[:SAMPLES], number) for domain, rows, number in parts]
+def _few(parts: Sequence[tuple[Domain, Rows, int]], samples: int) -> list[tuple[Domain, Rows, int]]:
+    return [(domain, rows[:samples], number) for domain, rows, number in parts]
 
 
 def _page(federation: LocalFederation) -> Traffic:

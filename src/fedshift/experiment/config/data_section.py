@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from pydantic import ValidationError
+from pydantic import PydanticUserError, ValidationError
 
 from fedshift.data import registry as data_registry
-from fedshift.data.builders.table_labels import Condition
+from fedshift.data.builders.own import described
 from fedshift.data.domain import DataSource
-from fedshift.data.in_memory import InMemory, samples_in
 from fedshift.errors import UserError
 from fedshift.experiment.config.error_messages import describe
+from fedshift.import_paths import place_of
 
 
 def named(value: Any, path: str) -> dict[str, Any]:
@@ -48,16 +49,43 @@ def data_source(value: Any, folder: Path) -> DataSource:
         return value
     if isinstance(value, Mapping) and value and "name" not in value:
         if isinstance(value.get("sites"), Mapping) and not all(map(_is_plain, value["sites"].values())):
-            value = _described(**value)
+            value = described(**value)
         elif not all(map(_is_plain, value.values())):
-            value = _described(value)
-    fields = _with_paths(named(value, "data"), folder)
+            value = described(value)
+    try:
+        fields = _with_paths(named(value, "data"), folder)
+    except (ValueError, TypeError, NameError) as error:  # raised by the import of a user's own file
+        raise UserError(f"data: '{value}' cannot be imported: {error}") from error
     if isinstance(fields.get("unseen"), Mapping):  # the coordinator's own data, besides those at sites
         fields["unseen"] = _with_paths(dict(fields["unseen"]), folder)
     try:
-        return data_registry.parse(fields)
+        return data_registry.parse(fields, folder)
+    except PydanticUserError as error:  # a field's type in a user's own file cannot be understood
+        raise UserError(f"data: '{fields['name']}' cannot be used: {str(error).splitlines()[0]}") from error
     except ValidationError as error:
-        raise UserError(describe(error, "data", data_registry.source_class(str(fields.get("name"))))) from None
+        raise UserError(describe(error, "data", data_registry.source_class(str(fields.get("name")), folder))) from None
+
+
+def data_name(source: DataSource) -> str:
+    """The name by which the registry finds the builder on this machine."""
+    return place_of(type(source)) if data_registry.is_own(source) else source.name
+
+
+def own_file_record(place: str, kind: type) -> dict[str, str]:
+    """The name of a class in a user's own file, without a path of this machine, and the file's checksum.
+
+    Args:
+        place: the import path of the class; another class than one in a ``.py`` file is named by it alone.
+        kind: the class.
+    """
+    file, _, name = place.rpartition(":")
+    if not file.endswith(".py"):
+        return {"name": place}
+    checksum = getattr(sys.modules[kind.__module__], "__sha256__", None)
+    return {
+        "name": f"{Path(file).name}:{name}",
+        "sha256": checksum or hashlib.sha256(Path(file).read_bytes()).hexdigest(),
+    }
 
 
 def _is_plain(value: Any) -> bool:
@@ -68,7 +96,7 @@ def _is_plain(value: Any) -> bool:
 def _with_paths(fields: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The fields of a data source, with its paths below ``folder``."""
     name = fields.get("name")
-    paths = data_registry.source_class(name).paths() if isinstance(name, str) else ()
+    paths = data_registry.source_class(name, folder).paths() if isinstance(name, str) else ()
     return fields | {path: _below(fields[path], folder) for path in paths if path in fields}
 
 
@@ -81,42 +109,3 @@ def _below(value: Any, folder: Path) -> Any:
     path = Path(value).expanduser()
     beside = folder / path
     return str(beside if path.is_absolute() or beside.exists() or not path.exists() else path)
-
-
-def _described(sites: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-    """The ``data:`` section for samples in memory: a table if all are data frames, else arrays.
-
-    Args:
-        sites: site → (inputs, labels), data frame or data set.
-        options: further fields of the section.
-
-    Returns:
-        Its fields. The columns of a table are numeric or categorical by their types, unless ``options`` names them.
-
-    Raises:
-        UserError: a site's samples are not recognised, or are data frames without labels and without ``label``.
-    """
-    try:
-        held = {str(site): samples_in(value) for site, value in sites.items()}
-        condition = Condition.parse(options["positive"]) if isinstance(options.get("positive"), str) else None
-    except ValueError as error:
-        raise UserError(f"data: {error}") from None
-    frames = [one for one in held.values() if isinstance(one, InMemory) and one.is_frame]
-    if len(frames) < len(held) or not frames:
-        return {"name": "arrays", "sites": held, **options}
-    fields: dict[str, Any] = {"name": "table", "sites": held, **options}
-    if condition is None and "label" not in fields:
-        if any(one.labels is None for one in frames):
-            raise UserError("data: data frames without labels need label, the name of their label column")
-        fields["label"] = "label" if "label" not in frames[0].samples.columns else "label of the sample"
-    if "numeric" not in fields and "categorical" not in fields:
-        taken = {condition.column if condition is not None else fields.get("label"), fields.get("id")}
-        first = frames[0].samples
-        names = [name for name in first.columns if str(name) not in taken]
-        fields["numeric"] = [str(name) for name in names if _is_numeric(first[name])]
-        fields["categorical"] = [str(name) for name in names if not _is_numeric(first[name])]
-    return fields
-
-
-def _is_numeric(column: Any) -> bool:
-    return np.asarray(column).dtype.kind in "biuf"

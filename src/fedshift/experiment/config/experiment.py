@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +15,10 @@ from pydantic import (
     ValidationError,
 )
 
+from fedshift.data import registry as data_registry
 from fedshift.data.domain import DataSource
 from fedshift.errors import UserError, nearest
-from fedshift.experiment.config.data_section import data_source, named
+from fedshift.experiment.config.data_section import data_name, data_source, named, own_file_record
 from fedshift.experiment.config.error_messages import describe, suggest_field
 from fedshift.experiment.config.sections import (
     ENGINES,
@@ -59,6 +58,7 @@ class Experiment(Section):
     def dump(self) -> dict[str, Any]:
         """The experiment as plain data, with every default written out."""
         out = self.model_dump(mode="json")
+        out["data"]["name"] = data_name(self.data)
         out["methods"] = [{"name": method_name(method), **method.model_dump(mode="json")} for method in self.methods]
         return out
 
@@ -78,13 +78,16 @@ def method_record(method: Method) -> dict[str, Any]:
 
     They hold no path of this machine. A user's own file is named by its file name and checksum.
     """
-    name = method_name(method)
-    file, _, kind = name.rpartition(":")
-    if not file.endswith(".py"):
-        return {"name": name, **method.model_dump(mode="json")}
-    module = sys.modules[type(method).__module__]
-    checksum = getattr(module, "__sha256__", None) or hashlib.sha256(Path(file).read_bytes()).hexdigest()
-    return {"name": f"{Path(file).name}:{kind}", "sha256": checksum, **method.model_dump(mode="json")}
+    return {**own_file_record(method_name(method), type(method)), **method.model_dump(mode="json")}
+
+
+def data_record(source: DataSource) -> dict[str, Any]:
+    """The fields of a data source, for results. A user's own file is named by its file name and checksum."""
+    record = source.model_dump(mode="json")
+    if not data_registry.is_own(source):
+        return record
+    kept = {name: value for name, value in record.items() if name not in source.paths()}
+    return {**kept, **own_file_record(data_name(source), type(source))}
 
 
 def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:

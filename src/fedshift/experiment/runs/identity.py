@@ -57,11 +57,11 @@ def _same_data(old: str, new: str) -> bool:
 def _kinds(identity: Mapping[str, Any]) -> Iterator[tuple[str, type[BaseModel]]]:
     """The sections of ``identity`` and the class of each. A method from a user's file is left out."""
     finders: Mapping[str, Any] = {
-        "data": lambda section: data_registry.source_class(section["name"]),
+        # Only known names: a file in a run's folder must not decide which code is imported.
+        "data": lambda section: _known_source(section["name"]),
         "protocol": lambda section: PROTOCOLS[section["kind"]],
         "model": lambda section: model_registry.options_class(section["name"]),
         "training": lambda section: Training,
-        # Only known names: a file in a run's folder must not decide which code is imported.
         "method": lambda section: method_registry.method_class(method_registry.METHODS[section["name"]]),
     }
     for name, find in finders.items():
@@ -70,6 +70,12 @@ def _kinds(identity: Mapping[str, Any]) -> Iterator[tuple[str, type[BaseModel]]]
                 yield name, find(identity[name])
             except (UserError, KeyError):
                 continue
+
+
+def _known_source(name: str) -> type[BaseModel]:
+    if name not in data_registry.names():
+        raise KeyError(name)
+    return data_registry.source_class(name)
 
 
 def _defaults(kind: type[BaseModel]) -> dict[str, Any]:

@@ -1,0 +1,134 @@
+"""Data in Python: samples in memory, and a class in a user's own file that reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+from pydantic import Field, PrivateAttr, ValidationError
+
+from fedshift.data.builders.arrays import Arrays
+from fedshift.data.builders.table import Table
+from fedshift.data.builders.table_labels import Condition
+from fedshift.data.domain import DataSet, DataSource, Manifest, Preprocessing
+from fedshift.data.in_memory import InMemory, samples_in
+from fedshift.errors import UserError, in_words
+
+
+class OwnData(DataSource):
+    """Samples that a class of your own reads. Derive from it, and return the samples of each site from `read`.
+
+    A subclass may have fields, which the experiment file sets. Those of type ``Path`` start from its folder.
+    """
+
+    name: str
+    statistics_from: tuple[str, ...] | None = Field(
+        None, description="the sites whose statistics define the encoding; unset: all"
+    )
+    options: ClassVar[Mapping[str, Any]] = {}
+    """Further fields of data set ``arrays`` or ``table``, such as ``{"standardise": True}``."""
+    _samples: Mapping[str, Any] | None = PrivateAttr(None)
+
+    def read(self) -> Mapping[str, Any]:
+        """Site → its samples: (inputs, labels), a data frame or a data set, or the path of a file."""
+        raise UserError(f"data: {type(self).__name__} has no method read(), which returns the samples of each site")
+
+    @classmethod
+    def manifest(cls) -> Manifest:
+        return Manifest(
+            title=(cls.__doc__ or cls.__name__).partition("\n")[0],
+            source="yours",
+            licence="yours",
+            how_to_get="your own code reads them",
+            layout="your own",
+        )
+
+    @property
+    def shares(self) -> tuple[str, ...]:
+        return self._source().shares
+
+    def without(self, unseen: str) -> DataSource:
+        source = self._source()
+        fewer = source.without(unseen)
+        if fewer == source:
+            return self
+        return self.model_copy(update={"statistics_from": getattr(fewer, "statistics_from", None)})
+
+    def build(self) -> DataSet:
+        """The samples as the data set `arrays` or `table` has them.
+
+        Raises:
+            UserError: `read` fails, or what it returns cannot be used.
+        """
+        return self._named(self._source().build())
+
+    def gives(self) -> dict[str, Any] | None:
+        return self._source().gives()
+
+    def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
+        return self._named(self._source().encoded(preprocessing, classes))
+
+    def _named(self, data: DataSet) -> DataSet:
+        return DataSet(self.name, data.domains, data.classes, data.preprocessing, self.manifest(), data.warnings)
+
+    def _source(self) -> DataSource:
+        if self._samples is None:
+            try:
+                self._samples = self.read()
+            except UserError:
+                raise
+            except Exception as error:  # the user's own code
+                said = f"{type(error).__name__}: {error}".partition("\n")[0]
+                raise UserError(f"data: {type(self).__name__}.read() fails: {said}") from error
+            if not isinstance(self._samples, Mapping) or not self._samples:
+                raise UserError(f"data: {type(self).__name__}.read() must return a mapping {{site: samples}}")
+        fields = described(self._samples, **self.options)
+        if self.statistics_from is not None:
+            fields["statistics_from"] = self.statistics_from
+        kinds: dict[str, type[DataSource]] = {"arrays": Arrays, "table": Table}
+        try:
+            return kinds[fields["name"]].model_validate(fields)
+        except ValidationError as error:
+            fault = error.errors()[0]
+            field = ".".join(map(str, fault["loc"]))
+            raise UserError(f"data: {type(self).__name__}: {field}: {in_words(fault)}") from None
+
+
+def described(sites: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+    """The ``data:`` section for samples in memory: a table if all are data frames, else arrays.
+
+    Args:
+        sites: site → (inputs, labels), data frame or data set.
+        options: further fields of the section.
+
+    Returns:
+        Its fields. The columns of a table are numeric or categorical by their types, unless ``options`` names them.
+
+    Raises:
+        UserError: a site's samples are not recognised, or are data frames without labels and without ``label``.
+    """
+    try:
+        held = {str(site): samples_in(value) for site, value in sites.items()}
+        condition = Condition.parse(options["positive"]) if isinstance(options.get("positive"), str) else None
+    except ValueError as error:
+        raise UserError(f"data: {error}") from None
+    frames = [one for one in held.values() if isinstance(one, InMemory) and one.is_frame]
+    if len(frames) < len(held) or not frames:
+        return {"name": "arrays", "sites": held, **options}
+    fields: dict[str, Any] = {"name": "table", "sites": held, **options}
+    if condition is None and "label" not in fields:
+        if any(one.labels is None for one in frames):
+            raise UserError("data: data frames without labels need label, the name of their label column")
+        fields["label"] = "label" if "label" not in frames[0].samples.columns else "label of the sample"
+    if "numeric" not in fields and "categorical" not in fields:
+        taken = {condition.column if condition is not None else fields.get("label"), fields.get("id")}
+        first = frames[0].samples
+        names = [name for name in first.columns if str(name) not in taken]
+        fields["numeric"] = [str(name) for name in names if _is_numeric(first[name])]
+        fields["categorical"] = [str(name) for name in names if not _is_numeric(first[name])]
+    return fields
+
+
+def _is_numeric(column: Any) -> bool:
+    return np.asarray(column).dtype.kind in "biuf"
