@@ -189,7 +189,7 @@ def _read_parquet(path: Path) -> Columns:
         from pyarrow import ArrowException
         from pyarrow.parquet import read_table as read
     except ImportError:
-        raise UserError(f"{path}: Parquet files need pyarrow: pip install 'fedshift[parquet]'") from None
+        raise UserError(f"{path}: Parquet files need pyarrow: pip install 'fedshift[tables]'") from None
     try:
         table = read(path)
     except (ArrowException, OSError, ValueError) as error:

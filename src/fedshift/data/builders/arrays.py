@@ -12,10 +12,10 @@ import numpy.typing as npt
 from pydantic import Field, model_validator
 
 from fedshift.data.agreement import MOMENTS
+from fedshift.data.builders.in_memory import Array, InMemory, SiteSamples
 from fedshift.data.checks import check_finite, checked, natural_order
 from fedshift.data.domain import DataSet, DataSource, Domain, Inputs, Manifest, Preprocessing, SparseRows
 from fedshift.data.images import as_channels_first
-from fedshift.data.in_memory import Array, InMemory, SiteSamples
 from fedshift.data.locate import load_npz
 from fedshift.data.tables import moments
 from fedshift.errors import UserError, nearest

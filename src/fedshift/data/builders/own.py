@@ -9,10 +9,10 @@ import numpy as np
 from pydantic import Field, PrivateAttr, ValidationError
 
 from fedshift.data.builders.arrays import Arrays
+from fedshift.data.builders.in_memory import InMemory, samples_in
 from fedshift.data.builders.table import Table
 from fedshift.data.builders.table_labels import Condition
 from fedshift.data.domain import DataSet, DataSource, Manifest, Preprocessing
-from fedshift.data.in_memory import InMemory, samples_in
 from fedshift.errors import UserError, in_words
 
 

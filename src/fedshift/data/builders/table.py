@@ -11,10 +11,10 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 
 from fedshift.data.agreement import table_given
 from fedshift.data.builders.arrays import sites_for_statistics
+from fedshift.data.builders.in_memory import InMemory, SiteSamples
 from fedshift.data.builders.table_labels import CLASSES, Condition, as_written, classes_of
 from fedshift.data.checks import agreed_classes, checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
-from fedshift.data.in_memory import InMemory, SiteSamples
 from fedshift.data.table_files import (
     PLAIN,
     Columns,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fedshift.data.in_memory import InMemory
+from fedshift.data.builders.in_memory import InMemory
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.experiment.config.experiment import Experiment
 

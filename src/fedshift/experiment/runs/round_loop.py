@@ -236,18 +236,12 @@ class _RunLoop:
         return report
 
     def _check_losses(self, losses: Mapping[str, float], number: int) -> None:
-        """Compare each site's loss with its first one of the run.
-
-        Raises:
-            TrainingDiverged: one explodes.
-        """
+        """Raise TrainingDiverged if a site's loss explodes, compared with its first one of the run."""
         for site, loss in losses.items():
-            first = next((record for record in self.records if site in record.losses), None)
-            if first is not None and exploded(loss, first.losses[site]):
-                raise TrainingDiverged(
-                    f"the loss of site '{site}' was {first.losses[site]:.3g} in round {first.round} and is {loss:.3g} "
-                    f"in round {number}: lower training.lr or set training.clip_norm"
-                )
+            before = next((record.losses[site] for record in self.records if site in record.losses), loss)
+            if exploded(loss, before):
+                grown = f"the loss of site '{site}' was {before:.3g} at first and is {loss:.3g} in round {number}"
+                raise TrainingDiverged(f"{grown}: lower training.lr or set training.clip_norm")
 
     def _save_checkpoint(self, state: State) -> None:
         federation = self.federation
