@@ -34,7 +34,7 @@ def test_the_table_says_why_a_run_is_unfinished(tmp_path: Path) -> None:
     found = fedshift.results(tmp_path / "runs")
     assert found.collected.progress is not None
     assert found.collected.progress.startswith("1 of 2 runs unfinished: fedprox, target a, seed 0: ")
-    assert found.collected.progress[1:] in found.markdown()
+    assert "1 of 2 runs unfinished: fedprox, target a, seed 0: training turned to inf" in found.markdown()
 
 
 def test_check_says_why_rounds_differ(tmp_path: Path) -> None:
