@@ -165,8 +165,8 @@ def augment(images: Tensor, augmentation: Augmentation, generator: torch.Generat
     """Randomly changed copies of images.
 
     Crop, flips, shear, scale, shift and rotation are one bilinear resampling. The four colour changes are applied in
-    one random order per batch (torchvision draws an order per image). Hue, saturation and greyscale do not change images
-    of one channel. Squares are cut out last.
+    one random order per batch (torchvision draws an order per image). Hue, saturation and greyscale do not change
+    images of one channel. Squares are cut out last.
 
     Args:
         images: (n, c, h, w) with values in [0, 1].

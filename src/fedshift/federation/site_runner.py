@@ -113,6 +113,7 @@ class SiteRunner:
             seed=setting.seed,
             device=device,
             network=network,
+            exchanges_per_epoch=setting.method.exchanges_per_epoch,
             data=SiteData(plan.parts, setting.preprocessing, setting.training.augmentation, device),
             unlabelled=SiteData(plan.unlabelled, setting.preprocessing, setting.training.augmentation, device)
             if plan.unlabelled

@@ -47,7 +47,11 @@ class Composed(BaseModel, ABC):
     robust: RobustAggregation = Field(
         None, description="a rule that bad sites cannot pull away, such as median: see fedshift fields robust"
     )
-
+    exchanges_per_epoch: PositiveInt = Field(
+        1,
+        description="where the method trains for an epoch between two exchanges, it trains on this part of one; so "
+        "there are as many times more rounds with the same work",
+    )
     local: LocalPlugIns = Field(
         (), description="plug-ins of the sites' training, such as [mixstyle]: see fedshift fields local"
     )
@@ -100,6 +104,7 @@ class Composed(BaseModel, ABC):
             *((self.robust.rule,) if self.robust is not None else ()),
             *((self.average.kind,) if self.average is not None else ()),
             *((f"mean{self.average_rounds}",) if self.average_rounds > 1 else ()),
+            *((f"exchanges{self.exchanges_per_epoch}",) if self.exchanges_per_epoch > 1 else ()),
         )
 
     @property
