@@ -11,6 +11,7 @@ from pooling import assert_same, descend, trainable
 from test_local_plugins import beginning, fitted, site_of
 from torch import Tensor
 
+from fedshift.data.transforms import Augmentation, augment
 from fedshift.federation.site import Batch
 from fedshift.methods.composition.mixstyle import beta
 from fedshift.methods.composition.regularisers import residual_branches
@@ -64,6 +65,30 @@ def test_cutmix_by_hand() -> None:
     assert_same(fitted(runner, weights), model)
 
 
+def test_augment_is_the_experiment_s_augmentation() -> None:
+    """The same pixels with the same draws, moved before they are normalised."""
+    moved = {"shear": 0.3, "shift": 0.1, "cut_out": 0.3}
+    runner, weights = site_of(FedAvg(local=[{"name": "augment", "by": moved}]))
+    model, batch = beginning(runner.site, weights)
+    draws = runner.site.generator_for("augment")
+    images = augment(batch.inputs * 0.25 + 0.5, Augmentation.model_validate(moved), draws)
+    descend(F.cross_entropy(model((images - 0.5) / 0.25), batch.targets), trainable(model))
+    assert_same(fitted(runner, weights), model)
+    assert runner.method.plug_ins(runner.site)[0].changes_inputs
+
+
+def test_augment_moves_masks_with_their_images() -> None:
+    option = {"name": "augment", "by": {"flip": 1.0}}
+    runner, _ = site_of(FedAvg(local=[option]))
+    (plug_in,) = runner.method.plug_ins(runner.site)
+    masks = (torch.arange(2 * 144).view(1, 2, 12, 12) % 5 == 0).float()
+    batch = Batch(torch.rand(1, 1, 12, 12), masks, torch.zeros(1).long(), torch.zeros(1).long())
+    seen: list[Batch] = []
+    plug_in.loss(lambda drawn: seen.append(drawn) or torch.zeros(()), batch)  # type: ignore[func-returns-value]
+    torch.testing.assert_close(seen[0].inputs, batch.inputs.flip(-1))
+    assert torch.equal(seen[0].targets, masks.flip(-1))
+
+
 def test_no_mixing_without_luck() -> None:
     plain, mixed = (
         fitted(*site_of(FedAvg(local=local)))
@@ -87,7 +112,7 @@ def test_sharpness_looks_at_the_whole_loss() -> None:
     """FedProx's penalty is 0 at θ and pulls back at θ + ε."""
     plain, pulled = (
         fitted(*site_of(method(local=["sharpness"])))
-        for method in (FedAvg, lambda **options: FedProx(mu=10.0, **options))
+        for method in (FedAvg, lambda **options: FedProx(proximal_weight=10.0, **options))
     )
     assert plain != pulled
 

@@ -19,7 +19,6 @@ from fedshift.federation.randomness import derive_seed, generator
 from fedshift.federation.site_memory import SiteMemory, load_optimizer, optimizer_state
 from fedshift.federation.training import Training
 from fedshift.models.network import Network
-from fedshift.models.products import with_products
 from fedshift.weights import Weights
 
 Role = Literal["source", "target"]
@@ -146,7 +145,7 @@ class Site:
 
     def place(self, module: M) -> M:
         """Move a module of the method's own to this site's device; it multiplies matrices as the network does."""
-        return with_products(module.to(self.device), self.training.matrix_products)
+        return self.training.prepared(module.to(self.device))
 
     def optimizer(self, *modules: nn.Module, memory: str | None = None, keep: bool = False) -> torch.optim.Optimizer:
         """The experiment's optimiser over the modules' parameters. `minimise` makes one by itself.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedshift.data.transforms import Augmentation, NamedAugmentation
 from fedshift.functional import schedules
-from fedshift.models.products import Products
+from fedshift.models.products import Precision, Products, with_precision, with_products
+
+M = TypeVar("M", bound=nn.Module)
 
 
 class Training(BaseModel):
@@ -51,10 +53,15 @@ class Training(BaseModel):
     matrix_products: Products = Field(
         "default", description="who multiplies the matrices of linear layers on the processor; onednn suits AMD's"
     )
+    precision: Precision = Field(
+        "float32", description="of the network's products: bf16 is faster on devices with units for it"
+    )
     augmentation: NamedAugmentation = Field(default_factory=Augmentation, description="a preset's name or its parts")
 
     @model_validator(mode="after")
-    def _warm_up_by_mini_batch(self) -> Self:
+    def _parts_fit(self) -> Self:
+        if self.precision == "bf16" and self.matrix_products == "onednn":
+            raise ValueError("matrix_products: onednn multiplies in float32: leave it out beside precision: bf16")
         if self.lr_warmup and self.lr_step == "exchange":
             # The first exchange may be an eighth of the run, all of which would have a hundredth of the rate.
             raise ValueError("lr_warmup grows with every mini-batch: write lr_step: mini_batch beside it")
@@ -70,6 +77,10 @@ class Training(BaseModel):
         elif self.lr_schedule == "inverse_power":
             rate = schedules.inverse_power(progress, self.lr)
         return rate * schedules.warm_up(progress, self.lr_warmup) if self.lr_warmup else rate
+
+    def prepared(self, module: M) -> M:
+        """A module that multiplies as these settings say; it is changed in place."""
+        return with_precision(with_products(module, self.matrix_products), self.precision)
 
     def build_optimizer(self, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
         """The optimiser of these settings, over those ``parameters`` that require a gradient."""

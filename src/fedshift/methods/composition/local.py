@@ -19,7 +19,7 @@ from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.methods.composition.puzzles import JigsawOption
 from fedshift.methods.composition.regularisers import DropoutOption, SharpnessOption, StochasticDepthOption
 from fedshift.methods.composition.triplets import TripletsOption
-from fedshift.methods.composition.views import AmplitudeMixOption, LabelGradientOption
+from fedshift.methods.composition.views import AmplitudeMixOption, AugmentOption, LabelGradientOption
 
 PLUG_INS: Mapping[str, type[LocalOption]] = {
     kind.model_fields["name"].default: kind
@@ -35,6 +35,7 @@ PLUG_INS: Mapping[str, type[LocalOption]] = {
         SharpnessOption,
         DropoutOption,
         StochasticDepthOption,
+        AugmentOption,
     )
 }
 
@@ -60,7 +61,8 @@ LocalPlugIns = Annotated[
             | CutMixOption
             | SharpnessOption
             | DropoutOption
-            | StochasticDepthOption,
+            | StochasticDepthOption
+            | AugmentOption,
             Field(discriminator="name"),
         ],
         ...,
