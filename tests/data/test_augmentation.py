@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedshift.data.domain import Preprocessing
-from fedshift.data.transforms import PRESETS, Augmentation, augment, preset, to_network
+from fedshift.data.transforms import PRESETS, Augmentation, augment, augment_with_masks, preset, to_network
 from fedshift.errors import UserError
 from fedshift.functional import colour
 
@@ -101,6 +101,31 @@ def test_an_affine_change_within_a_crop() -> None:
     width = augment(ramp, crop, drawn(1))[:, 0, 4, [0, 63]].diff().flatten()
     assert ((far - near).abs() <= 0.26 * width + 0.02).all()
     assert (far - near).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("policy", ["rand_augment", "trivial_augment", "augmix"])
+def test_a_policy_is_torchvision_s(policy: str) -> None:
+    """The same images as its transform with the same seed; repeatable, and torch's own generator is left alone."""
+    transforms = pytest.importorskip("torchvision.transforms")
+    kinds = {"rand_augment": "RandAugment", "trivial_augment": "TrivialAugmentWide", "augmix": "AugMix"}
+    batch = (images(5, size=16) * 255).round() / 255
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    found = augment(batch, Augmentation.model_validate({"policy": policy}), drawn())
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(int(torch.randint(2**62, (), generator=drawn())))
+    transform = getattr(transforms, kinds[policy])()
+    expected = torch.stack([transform((image * 255).to(torch.uint8)) for image in batch]).float() / 255
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    assert not torch.equal(found, batch)
+    grey = augment(batch[:, :1], Augmentation.model_validate({"policy": policy}), drawn())
+    assert grey.shape == (5, 1, 16, 16)
+    assert 0 <= grey.min() <= grey.max() <= 1
+
+
+def test_a_policy_leaves_masks_behind() -> None:
+    with pytest.raises(UserError, match="cannot move masks"):
+        augment_with_masks(images(), images(), Augmentation(policy="augmix"), drawn())
 
 
 def factor(value: float, number: int = 6) -> Tensor:

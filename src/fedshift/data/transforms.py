@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from torch import Tensor
 
 from fedshift.data.domain import Preprocessing
+from fedshift.data.policies import Policy, with_policy
 from fedshift.errors import UserError, nearest
 from fedshift.functional.colour import adjust_brightness, adjust_contrast, adjust_hue, adjust_saturation, grey
 from fedshift.functional.geometry import affine_matrices, cut_out, resampled
@@ -40,6 +41,8 @@ class Augmentation(BaseModel):
         rotate: largest angle of a rotation, in degrees.
         cut_out: side of a square that is replaced by the image's mean colour, as a share of the shorter side. Masks
             stay whole.
+        policy: rand_augment, trivial_augment or augmix, torchvision's with the published settings: one image after the
+            other, before the other changes. The first two rotate images by up to 30 and 135 degrees. None: none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -58,6 +61,7 @@ class Augmentation(BaseModel):
     shift: Annotated[float, Field(ge=0, le=1)] = 0.0
     rotate: Annotated[float, Field(ge=0, le=180)] = 0.0
     cut_out: Annotated[float, Field(ge=0, le=1)] = 0.0
+    policy: Policy | None = None
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:
@@ -178,6 +182,8 @@ def augment(images: Tensor, augmentation: Augmentation, generator: torch.Generat
     """
     if augmentation.is_identity:
         return images
+    if augmentation.policy is not None:
+        images = with_policy(images, augmentation.policy, generator)
     images = _recolour(_moved(images, augmentation, generator), augmentation, generator)
     return _cut(images, augmentation, generator)
 
@@ -188,7 +194,12 @@ def augment_with_masks(
     """`augment` for images and their masks, which are moved together.
 
     Masks (n, structures, h, w) of 0 and 1 are resampled bilinearly with a threshold of one half.
+
+    Raises:
+        UserError: a policy, which would move images and not their masks.
     """
+    if augmentation.policy is not None:
+        raise UserError(f"augmentation.policy: {augmentation.policy} cannot move masks with their images; leave it out")
     if augmentation.is_identity:
         return images, masks
     channels = images.shape[1]
