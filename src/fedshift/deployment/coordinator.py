@@ -77,7 +77,7 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
     experiment = parse(json.loads((folder / EXPERIMENT).read_text(encoding="utf-8")))
     engine = check_deployable(experiment)
     watch = Watch(folder / PROGRESS)
-    dropped = experiment.protocol.drop if isinstance(experiment.protocol, AdaptToOne) else ()
+    dropped = () if isinstance(experiment.protocol, SourceTarget) else experiment.protocol.drop
     with threads_set(engine.thread_count()):
         agreed = agree(experiment, transport, [site for site in sites if site not in dropped], folder, engine, watch)
         for warning in agreed.data.warnings:

@@ -118,9 +118,10 @@ class Plan:
     def _data_for(self, target: str) -> DataSet:
         """As `data_for`. A target that trains without labels influences the encoding as the sources do."""
         sources, targets = self.roles(target)
-        unseen = isinstance(self.experiment.protocol, LeaveOneOut)
+        protocol = self.experiment.protocol
+        unseen = isinstance(protocol, LeaveOneOut)
         source = self.experiment.data
-        for name in self.data.domains:
+        for name in (*self.data.domains, *(protocol.drop if isinstance(protocol, LeaveOneOut) else ())):
             if name not in sources and (unseen or name not in targets):
                 source = source.without(name)
         return self.data if source == self.experiment.data else built(self.experiment, source)
