@@ -35,8 +35,8 @@ class Augmentation(BaseModel):
         hue: h; a shift is drawn from [-h, h], in turns of the colour circle.
         greyscale: probability that colour is removed.
         flip_vertical: probability of a vertical flip.
-        shear: h; the rows of an image are moved against each other by a factor from [-h, h], as italics are.
-        scale: s; the image is scaled by a factor from [1 - s, 1 + s].
+        shear: h; each axis is sheared by a factor from [-h, h]. Sheared along both axes, an image also turns a little.
+        scale: s; each axis is scaled by a factor from [1 - s, 1 + s].
         shift: t; the image moves by [-t, t] of its width and height.
         rotate: largest angle of a rotation, in degrees.
         cut_out: side of a square that is replaced by the image's mean colour, as a share of the shorter side. Masks
@@ -278,13 +278,12 @@ def _affine(
     number: int, augmentation: Augmentation, aspect: float, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
     """`affine_matrices` of random changes. All are drawn, so that one does not change the draws of another."""
-    draws = 2 * torch.rand(5, number, generator=generator) - 1
-    angle, shear, scale, shift = draws[0], draws[1], draws[2], draws[3:5].T
+    draws = 2 * torch.rand(7, number, generator=generator) - 1
     return affine_matrices(
-        math.radians(augmentation.rotate) * angle,
-        augmentation.shear * torch.stack([shear, torch.zeros(number)], 1),
-        1 + augmentation.scale * torch.stack([scale, scale], 1),
-        augmentation.shift * shift,
+        math.radians(augmentation.rotate) * draws[0],
+        augmentation.shear * draws[1:3].T,
+        1 + augmentation.scale * draws[3:5].T,
+        augmentation.shift * draws[5:7].T,
         aspect,
     )
 
