@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedshift.data import transforms
 from fedshift.data.domain import Preprocessing
-from fedshift.data.transforms import PRESETS, Augmentation, augment, preset, to_network
+from fedshift.data.transforms import PRESETS, Augmentation, augment, augment_with_masks, preset, to_network
 from fedshift.errors import UserError
+from fedshift.functional import colour
 
 
 def images(number: int = 6, channels: int = 3, size: int = 12, seed: int = 0) -> Tensor:
@@ -71,6 +71,63 @@ def test_a_crop_shows_part_of_the_image() -> None:
     assert out[:, 0, 32, 0].min() < 0.1
 
 
+def test_a_certain_vertical_flip() -> None:
+    """As it is, and through the resampling beside the other flip."""
+    batch = images()
+    assert torch.equal(augment(batch, Augmentation(flip_vertical=1.0), drawn()), batch.flip(-2))
+    both = Augmentation(flip=1.0, flip_vertical=1.0, crop_scale=(1.0, 1.0))
+    assert torch.allclose(augment(batch, both, drawn()), batch.flip(-1, -2), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["shear", "scale", "shift", "rotate", "cut_out"])
+def test_each_change_is_bounded_and_alone(name: str) -> None:
+    """A wider range with the same draws changes more; both of its neighbours leave the draws as they are."""
+    most = {"rotate": 40.0}.get(name, 0.5)
+    batch = images(8, size=16)
+    little, much = (augment(batch, Augmentation.model_validate({name: share * most}), drawn()) for share in (0.2, 1))
+    assert 0 < (little - batch).abs().mean() < (much - batch).abs().mean()
+    assert torch.equal(augment(batch, Augmentation.model_validate({name: most}), drawn()), much)
+    assert Augmentation.model_validate({name: most}).is_identity is False
+
+
+def test_an_affine_change_within_a_crop() -> None:
+    """A left half that is moved by half of its width: the right half of what is shown is what was its left half."""
+    ramp = torch.linspace(0, 1, 64).expand(200, 1, 8, 64).contiguous()
+    crop = Augmentation(crop_scale=(0.5, 0.5), crop_ratio=(0.5, 2.0))
+    moved = crop.model_copy(update={"shift": 1e-6})
+    assert torch.allclose(augment(ramp, crop, drawn(1)), augment(ramp, moved, drawn(1)), atol=1e-4)
+    far = augment(ramp, crop.model_copy(update={"shift": 0.25}), drawn(1))[:, 0, 4, 32]
+    near = augment(ramp, crop, drawn(1))[:, 0, 4, 32]
+    width = augment(ramp, crop, drawn(1))[:, 0, 4, [0, 63]].diff().flatten()
+    assert ((far - near).abs() <= 0.26 * width + 0.02).all()
+    assert (far - near).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("policy", ["rand_augment", "trivial_augment", "augmix"])
+def test_a_policy_is_torchvision_s(policy: str) -> None:
+    """The same images as its transform with the same seed; repeatable, and torch's own generator is left alone."""
+    transforms = pytest.importorskip("torchvision.transforms")
+    kinds = {"rand_augment": "RandAugment", "trivial_augment": "TrivialAugmentWide", "augmix": "AugMix"}
+    batch = (images(5, size=16) * 255).round() / 255
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    found = augment(batch, Augmentation.model_validate({"policy": policy}), drawn())
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(int(torch.randint(2**62, (), generator=drawn())))
+    transform = getattr(transforms, kinds[policy])()
+    expected = torch.stack([transform((image * 255).to(torch.uint8)) for image in batch]).float() / 255
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    assert not torch.equal(found, batch)
+    grey = augment(batch[:, :1], Augmentation.model_validate({"policy": policy}), drawn())
+    assert grey.shape == (5, 1, 16, 16)
+    assert 0 <= grey.min() <= grey.max() <= 1
+
+
+def test_a_policy_leaves_masks_behind() -> None:
+    with pytest.raises(UserError, match="cannot move masks"):
+        augment_with_masks(images(), images(), Augmentation(policy="augmix"), drawn())
+
+
 def factor(value: float, number: int = 6) -> Tensor:
     return torch.full((number, 1, 1, 1), value)
 
@@ -80,11 +137,11 @@ def test_colour_changes_agree_with_torchvision(value: float) -> None:
     functional = pytest.importorskip("torchvision.transforms.v2.functional")
     batch = images()
     pairs = [
-        (transforms.adjust_brightness(batch, factor(value)), functional.adjust_brightness(batch, value)),
-        (transforms.adjust_contrast(batch, factor(value)), functional.adjust_contrast(batch, value)),
-        (transforms.adjust_saturation(batch, factor(value)), functional.adjust_saturation(batch, value)),
-        (transforms.grey(batch), functional.rgb_to_grayscale(batch)),
-        (transforms.adjust_contrast(batch[:, :1], factor(value)), functional.adjust_contrast(batch[:, :1], value)),
+        (colour.adjust_brightness(batch, factor(value)), functional.adjust_brightness(batch, value)),
+        (colour.adjust_contrast(batch, factor(value)), functional.adjust_contrast(batch, value)),
+        (colour.adjust_saturation(batch, factor(value)), functional.adjust_saturation(batch, value)),
+        (colour.grey(batch), functional.rgb_to_grayscale(batch)),
+        (colour.adjust_contrast(batch[:, :1], factor(value)), functional.adjust_contrast(batch[:, :1], value)),
     ]
     for found, expected in pairs:
         assert torch.allclose(found, expected, atol=1e-5)
@@ -96,14 +153,12 @@ def test_hue_agrees_with_torchvision(turn: float) -> None:
     batch = images(size=16)
     batch[0] = 0.3  # grey has no hue
     batch[1, :, :4] = torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1)
-    assert torch.allclose(transforms.adjust_hue(batch, factor(turn)), functional.adjust_hue(batch, turn), atol=1e-4)
+    assert torch.allclose(colour.adjust_hue(batch, factor(turn)), functional.adjust_hue(batch, turn), atol=1e-4)
 
 
 def test_red_turned_by_a_third_is_green() -> None:
     red = torch.tensor([1.0, 0.0, 0.0]).view(1, 3, 1, 1)
-    assert torch.allclose(
-        transforms.adjust_hue(red, factor(1 / 3, 1)).flatten(), torch.tensor([0.0, 1.0, 0.0]), atol=1e-5
-    )
+    assert torch.allclose(colour.adjust_hue(red, factor(1 / 3, 1)).flatten(), torch.tensor([0.0, 1.0, 0.0]), atol=1e-5)
 
 
 def test_certain_greyscale() -> None:
@@ -114,7 +169,16 @@ def test_certain_greyscale() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"flip": 1.2}, {"crop_scale": (0.0, 1.0)}, {"crop_scale": (0.9, 0.8)}, {"hue": 0.6}, {"crop_ratio": (2, 3)}],
+    [
+        {"flip": 1.2},
+        {"crop_scale": (0.0, 1.0)},
+        {"crop_scale": (0.9, 0.8)},
+        {"hue": 0.6},
+        {"crop_ratio": (2, 3)},
+        {"shear": 1.0},
+        {"scale": 1.0},
+        {"rotate": -1},
+    ],
 )
 def test_bounds(fields: dict[str, object]) -> None:
     with pytest.raises(ValidationError):

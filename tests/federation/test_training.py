@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from pydantic import ValidationError
 from test_site import rows, site_of
 from tiny import training
 from torch import Tensor, nn
@@ -63,6 +64,36 @@ def test_schedules_from_end_to_end() -> None:
     assert cosine.learning_rate(0.25) == pytest.approx(0.02 + 0.18 * (1 + math.cos(math.pi / 4)) / 2)
     assert [power.learning_rate(p) for p in (0.0, 1.0)] == pytest.approx([0.2, 0.2 * 11**-0.75])
     assert [flat.learning_rate(p) for p in (0.0, 1.0)] == [0.2, 0.2]
+
+
+def test_a_linear_schedule_and_a_warm_up() -> None:
+    """Half of a warm-up of a fifth: 0.505 of the schedule's rate there."""
+    found = training(lr=0.2, lr_schedule="linear", lr_end=0.1, lr_step="mini_batch", lr_warmup=0.2)
+    assert [found.learning_rate(p) for p in (0.0, 0.1, 0.2, 0.6, 1.0)] == pytest.approx(
+        [0.002, 0.505 * 0.19, 0.18, 0.14, 0.1]
+    )
+    with pytest.raises(ValidationError, match="lr_step: mini_batch"):
+        training(lr_warmup=0.2)
+
+
+def test_rates_that_change_with_every_mini_batch() -> None:
+    """Ten mini-batches of an exchange, five of them done before it; a head has ten times the rate."""
+    site = site_of(40, lr=0.1, lr_schedule="linear", lr_step="mini_batch", batch_size=8)
+    site.begin(Envelope(2, 1, 0.5, 5))
+    model = site.model()
+    optimizer, head = site.optimizer(model), site.optimizer(nn.Linear(2, 2))
+    head.param_groups[0]["lr"] = 10 * site.learning_rate
+    found = []
+    for _ in site.batches():
+        found.append(optimizer.param_groups[0]["lr"])
+        assert head.param_groups[0]["lr"] == pytest.approx(10 * found[-1])
+        assert site.learning_rate == pytest.approx(found[-1])
+    assert found == pytest.approx([0.05, 0.04, 0.03, 0.02, 0.01])
+    assert site.mean_learning_rate == pytest.approx(0.03)
+    constant = site_of(40, lr=0.1, lr_schedule="linear")
+    constant.begin(Envelope(2, 1, 0.5, 5))
+    optimizer = constant.optimizer(model)
+    assert {optimizer.param_groups[0]["lr"] for _ in constant.batches()} == {constant.mean_learning_rate} == {0.05}
 
 
 @pytest.mark.parametrize("largest", [None, 0.05])

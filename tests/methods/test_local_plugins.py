@@ -36,6 +36,8 @@ from fedshift.weights import Weights
 CLASSES = [registry.method_class(name) for name in registry.names()]
 TAKING = [kind.name for kind in CLASSES if not kind.pooled and kind().takes_plug_ins]
 ALL = ["mixstyle", "amplitude_mix", {"name": "label_gradient", "share": 0.2}, "jigsaw", "triplets"]
+ALL += ["mixup", {"name": "cutmix", "probability": 1}, "sharpness", "dropout", "label_smoothing"]
+ALL += [{"name": "augment", "by": {"shear": 0.2, "cut_out": 0.2}}]
 FIRST = Envelope(1, 1, 0.0, 100)
 ONE = [images("site", 8)]
 """One site, whose only mini-batch has eight samples."""
@@ -272,6 +274,9 @@ def test_what_does_not_fit_is_refused(options: dict[str, Any], words: str) -> No
         ("mixstyle", MLP, "mixstyle needs images"),
         ("amplitude_mix", MLP, "amplitude_mix needs images"),
         ("jigsaw", MLP, "jigsaw needs images"),
+        ("cutmix", MLP, "cutmix needs images"),
+        ({"name": "augment", "by": "digits"}, MLP, "augment needs images"),
+        ("stochastic_depth", CNN, "no residual blocks"),
         ({"name": "mixstyle", "stages": ["conv3"]}, CNN, "there is no stage 'conv3'"),
         ({"name": "mixstyle", "stages": ["hidden"]}, CNN, "no stage of the network"),
     ],
@@ -286,10 +291,11 @@ def test_what_does_not_fit_the_network_or_the_samples(option: Any, network: dict
 def test_those_that_fit_pass_the_check() -> None:
     whole = setting(FedAvg(), domains(CNN), CNN)
     for name in PLUG_INS:
-        (plug_in,) = FedAvg(local=[name]).local
-        plug_in.check(whole.build_network(), whole.input_shape)
+        (plug_in,) = FedAvg(local=[{"name": name, **({"by": "digits"} if name == "augment" else {})}]).local
+        if name != "stochastic_depth":  # it needs residual blocks
+            plug_in.check(whole.build_network(), whole.input_shape)
     vectors = setting(FedAvg(), domains(MLP), MLP)
-    for name in ("label_gradient", "triplets"):
+    for name in ("label_gradient", "triplets", "mixup", "sharpness", "dropout", "label_smoothing"):
         (plug_in,) = FedAvg(local=[name]).local
         plug_in.check(vectors.build_network(), vectors.input_shape)
 

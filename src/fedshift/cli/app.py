@@ -38,6 +38,30 @@ def run(experiment: ExperimentFile, overrides: Overrides = None, runs: Runs = Pa
 
 
 @app.command()
+def search(
+    experiment: ExperimentFile,
+    overrides: Overrides = None,
+    runs: Runs = Path("runs"),
+    keep_out: Annotated[
+        list[str] | None,
+        typer.Option("--keep-out", help="A site that the search never reads; else protocol.targets, if listed."),
+    ] = None,
+    factor: Annotated[int, typer.Option("--factor", min=2, help="One of so many methods goes on from a rung.")] = 3,
+    plan: Annotated[bool, typer.Option("--plan", help="Only show the budget.")] = False,
+) -> None:
+    """Choose among an experiment's methods by leaving sources out, or continue such a search.
+
+    All methods train with a part of the budget, the best with more. The first method of the list is what the others are
+    compared with. Ends in an experiment file with the best, and a page.
+
+    Example: fedshift search means.yaml --keep-out M0 --keep-out M75
+    """
+    from fedshift.cli.search import search_file
+
+    search_file(experiment, overrides or [], runs, keep_out or [], factor, plan)
+
+
+@app.command()
 def check(experiment: ExperimentFile, overrides: Overrides = None) -> None:
     """Report what is known before training: data, classes, sizes, compatibility, and the expected hours and bytes."""
     from fedshift.cli.check import check_file

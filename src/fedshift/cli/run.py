@@ -48,7 +48,7 @@ def run_file(path: Path, overrides: Sequence[str], runs: Path) -> None:
 
 
 def _run(experiment: Experiment, runs: Path, errors: Console) -> None:
-    reporter, stop = _reporter(errors)
+    reporter, stop = reporter_at(errors)
     folder, diverged = runs / experiment.name, None
     try:
         run_experiment(experiment, runs, reporter)
@@ -66,7 +66,7 @@ def _run(experiment: Experiment, runs: Path, errors: Console) -> None:
         raise diverged
 
 
-def _reporter(errors: Console) -> tuple[Bars | Lines, Callable[[], None]]:
+def reporter_at(errors: Console) -> tuple[Bars | Lines, Callable[[], None]]:
     """A reporter, bars at a terminal and lines elsewhere, and the function that ends it."""
     if not errors.is_terminal:
         return Lines(partial(errors.print, markup=False, highlight=False, soft_wrap=True)), lambda: None

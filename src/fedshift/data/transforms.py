@@ -9,14 +9,15 @@ import math
 from typing import Annotated, Self
 
 import torch
-import torch.nn.functional as F
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from torch import Tensor
 
 from fedshift.data.domain import Preprocessing
+from fedshift.data.policies import Policy, with_policy
 from fedshift.errors import UserError, nearest
+from fedshift.functional.colour import adjust_brightness, adjust_contrast, adjust_hue, adjust_saturation, grey
+from fedshift.functional.geometry import affine_matrices, cut_out, resampled
 
-_GREY = (0.2989, 0.587, 0.114)
 Probability = Annotated[float, Field(ge=0, le=1)]
 Strength = Annotated[float, Field(ge=0, le=1)]
 
@@ -33,6 +34,15 @@ class Augmentation(BaseModel):
         saturation: the same.
         hue: h; a shift is drawn from [-h, h], in turns of the colour circle.
         greyscale: probability that colour is removed.
+        flip_vertical: probability of a vertical flip.
+        shear: h; each axis is sheared by a factor from [-h, h]. Sheared along both axes, an image also turns a little.
+        scale: s; each axis is scaled by a factor from [1 - s, 1 + s].
+        shift: t; the image moves by [-t, t] of its width and height.
+        rotate: largest angle of a rotation, in degrees.
+        cut_out: side of a square that is replaced by the image's mean colour, as a share of the shorter side. Masks
+            stay whole.
+        policy: rand_augment, trivial_augment or augmix, torchvision's with the published settings: one image after the
+            other, before the other changes. The first two rotate images by up to 30 and 135 degrees. None: none.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -45,6 +55,13 @@ class Augmentation(BaseModel):
     saturation: Strength = 0.0
     hue: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     greyscale: Probability = 0.0
+    flip_vertical: Probability = 0.0
+    shear: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    scale: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    shift: Annotated[float, Field(ge=0, le=1)] = 0.0
+    rotate: Annotated[float, Field(ge=0, le=180)] = 0.0
+    cut_out: Annotated[float, Field(ge=0, le=1)] = 0.0
+    policy: Policy | None = None
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:
@@ -57,9 +74,12 @@ class Augmentation(BaseModel):
     @property
     def is_identity(self) -> bool:
         """Whether no image is ever changed."""
-        return self.crop_scale is None and not any(
-            (self.flip, self.brightness, self.contrast, self.saturation, self.hue, self.greyscale)
-        )
+        return self == Augmentation(crop_ratio=self.crop_ratio)
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether images are sheared, scaled, shifted or rotated."""
+        return any((self.shear, self.scale, self.shift, self.rotate))
 
 
 def _photographs(low: float, jitter: float, greyscale: float) -> Augmentation:
@@ -148,8 +168,9 @@ def to_network(inputs: Tensor, preprocessing: Preprocessing, device: torch.devic
 def augment(images: Tensor, augmentation: Augmentation, generator: torch.Generator) -> Tensor:
     """Randomly changed copies of images.
 
-    Crop and flip are one bilinear resampling. The four colour changes are applied in one random order per batch
-    (torchvision draws an order per image). Hue, saturation and greyscale do not change images of one channel.
+    Crop, flips, shear, scale, shift and rotation are one bilinear resampling. The four colour changes are applied in
+    one random order per batch (torchvision draws an order per image). Hue, saturation and greyscale do not change
+    images of one channel. Squares are cut out last.
 
     Args:
         images: (n, c, h, w) with values in [0, 1].
@@ -161,21 +182,36 @@ def augment(images: Tensor, augmentation: Augmentation, generator: torch.Generat
     """
     if augmentation.is_identity:
         return images
-    return _recolour(_crop_and_flip(images, augmentation, generator), augmentation, generator)
+    if augmentation.policy is not None:
+        images = with_policy(images, augmentation.policy, generator)
+    images = _recolour(_moved(images, augmentation, generator), augmentation, generator)
+    return _cut(images, augmentation, generator)
 
 
 def augment_with_masks(
     images: Tensor, masks: Tensor, augmentation: Augmentation, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """`augment` for images and their masks, which are cropped and flipped together.
+    """`augment` for images and their masks, which are moved together.
 
     Masks (n, structures, h, w) of 0 and 1 are resampled bilinearly with a threshold of one half.
+
+    Raises:
+        UserError: a policy, which would move images and not their masks.
     """
+    if augmentation.policy is not None:
+        raise UserError(f"augmentation.policy: {augmentation.policy} cannot move masks with their images; leave it out")
     if augmentation.is_identity:
         return images, masks
     channels = images.shape[1]
-    moved = _crop_and_flip(torch.cat([images, masks], dim=1), augmentation, generator)
-    return _recolour(moved[:, :channels], augmentation, generator), (moved[:, channels:] > 0.5).to(masks.dtype)
+    moved = _moved(torch.cat([images, masks], dim=1), augmentation, generator)
+    images = _cut(_recolour(moved[:, :channels], augmentation, generator), augmentation, generator)
+    return images, (moved[:, channels:] > 0.5).to(masks.dtype)
+
+
+def _cut(images: Tensor, augmentation: Augmentation, generator: torch.Generator) -> Tensor:
+    if not augmentation.cut_out:
+        return images
+    return cut_out(images, torch.rand(len(images), 2, generator=generator), augmentation.cut_out)
 
 
 def _recolour(images: Tensor, augmentation: Augmentation, generator: torch.Generator) -> Tensor:
@@ -192,13 +228,35 @@ def _uniform(number: int, low: float, high: float, like: Tensor, generator: torc
     return draws.view(-1, 1, 1, 1).to(like.device)
 
 
-def _crop_and_flip(images: Tensor, augmentation: Augmentation, generator: torch.Generator) -> Tensor:
+def _moved(images: Tensor, augmentation: Augmentation, generator: torch.Generator) -> Tensor:
+    """Cropped, flipped, sheared, scaled, shifted and rotated images, resampled once, or not at all if only flipped."""
     number = len(images)
-    flipped = torch.rand(number, generator=generator) < augmentation.flip if augmentation.flip else None
-    if augmentation.crop_scale is None:
-        if flipped is None:
-            return images
-        return torch.where(flipped.view(-1, 1, 1, 1).to(images.device), images.flip(-1), images)
+    flipped = _chosen(number, augmentation.flip, generator)
+    window = _window(number, augmentation, generator) if augmentation.crop_scale is not None else None
+    upside_down = _chosen(number, augmentation.flip_vertical, generator)
+    if window is None and not augmentation.is_affine:
+        for axis, chosen in ((-1, flipped), (-2, upside_down)):
+            if chosen is not None:
+                images = torch.where(chosen.view(-1, 1, 1, 1).to(images.device), images.flip(axis), images)
+        return images
+    matrix = torch.eye(2, 3).repeat(number, 1, 1) if window is None else window
+    for column, chosen in ((0, flipped), (1, upside_down)):
+        if chosen is not None:
+            matrix[:, :, column] = torch.where(chosen[:, None], -matrix[:, :, column], matrix[:, :, column])
+    if augmentation.is_affine:
+        turned, moved = _affine(number, augmentation, images.shape[3] / images.shape[2], generator)
+        moved = matrix[:, :, 2] + torch.einsum("nij,nj->ni", matrix[:, :, :2], moved)
+        matrix = torch.cat([matrix[:, :, :2] @ turned, moved[:, :, None]], 2)
+    return resampled(images, matrix)
+
+
+def _chosen(number: int, probability: float, generator: torch.Generator) -> Tensor | None:
+    return torch.rand(number, generator=generator) < probability if probability else None
+
+
+def _window(number: int, augmentation: Augmentation, generator: torch.Generator) -> Tensor:
+    """Where the pixels of random crops come from, (n, 2, 3)."""
+    assert augmentation.crop_scale is not None
     low, high = augmentation.crop_scale
     area, ratio, across, down = torch.rand(4, number, generator=generator)
     area = low + area * (high - low)
@@ -209,12 +267,25 @@ def _crop_and_flip(images: Tensor, augmentation: Augmentation, generator: torch.
     ratio = torch.exp(least + ratio * (most - least))
     width, height = (area * ratio).sqrt().clamp(max=1), (area / ratio).sqrt().clamp(max=1)
     matrix = torch.zeros(number, 2, 3)
-    matrix[:, 0, 0] = width if flipped is None else torch.where(flipped, -width, width)
+    matrix[:, 0, 0] = width
     matrix[:, 1, 1] = height
     matrix[:, 0, 2] = (2 * across - 1) * (1 - width)
     matrix[:, 1, 2] = (2 * down - 1) * (1 - height)
-    grid = F.affine_grid(matrix.to(images.device), list(images.shape), align_corners=False)
-    return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
+    return matrix
+
+
+def _affine(
+    number: int, augmentation: Augmentation, aspect: float, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """`affine_matrices` of random changes. All are drawn, so that one does not change the draws of another."""
+    draws = 2 * torch.rand(7, number, generator=generator) - 1
+    return affine_matrices(
+        math.radians(augmentation.rotate) * draws[0],
+        augmentation.shear * draws[1:3].T,
+        1 + augmentation.scale * draws[3:5].T,
+        augmentation.shift * draws[5:7].T,
+        aspect,
+    )
 
 
 def _jitter(images: Tensor, augmentation: Augmentation, generator: torch.Generator) -> Tensor:
@@ -233,49 +304,6 @@ def _jitter(images: Tensor, augmentation: Augmentation, generator: torch.Generat
 
 def _factor(strength: float, images: Tensor, generator: torch.Generator) -> Tensor:
     return _uniform(len(images), 1 - strength, 1 + strength, images, generator)
-
-
-def grey(images: Tensor) -> Tensor:
-    """Luma (n, 1, h, w) of images (n, 3, h, w), with the weights of ITU-R BT.601."""
-    red, green, blue = _GREY
-    return red * images[:, 0:1] + green * images[:, 1:2] + blue * images[:, 2:3]
-
-
-def adjust_brightness(images: Tensor, factor: Tensor) -> Tensor:
-    """images·factor, clamped to [0, 1]; ``factor`` is (n, 1, 1, 1)."""
-    return (images * factor).clamp(0, 1)
-
-
-def adjust_contrast(images: Tensor, factor: Tensor) -> Tensor:
-    """Blend of each image with its mean grey: factor·image + (1 - factor)·mean."""
-    luma = grey(images) if images.shape[1] == 3 else images
-    mean = luma.mean(dim=(1, 2, 3), keepdim=True)
-    return (factor * images + (1 - factor) * mean).clamp(0, 1)
-
-
-def adjust_saturation(images: Tensor, factor: Tensor) -> Tensor:
-    """Blend of each image with its grey version: factor·image + (1 - factor)·grey."""
-    return (factor * images + (1 - factor) * grey(images)).clamp(0, 1)
-
-
-def adjust_hue(images: Tensor, turn: Tensor) -> Tensor:
-    """Images (n, 3, h, w) with their hue shifted by ``turn`` (n, 1, 1, 1), in turns of the colour circle.
-
-    Uses the closed form of HSV → RGB: channel c = v - v·s·max(0, min(k, 4 - k, 1)) with k = (offset_c + 6·hue) mod 6,
-    offsets 5, 3, 1 for red, green, blue.
-    """
-    red, green, blue = images[:, 0:1], images[:, 1:2], images[:, 2:3]
-    value = torch.maximum(torch.maximum(red, green), blue)
-    chroma = value - torch.minimum(torch.minimum(red, green), blue)
-    safe = torch.where(chroma > 0, chroma, 1.0)
-    sixths = torch.where(
-        red == value,
-        (green - blue) / safe,
-        torch.where(green == value, 2 + (blue - red) / safe, 4 + (red - green) / safe),
-    )
-    offsets = torch.tensor([5.0, 3.0, 1.0], device=images.device, dtype=images.dtype).view(1, 3, 1, 1)
-    place = (offsets + (sixths + 6 * turn)).remainder_(6)
-    return (value - chroma * torch.minimum(place, 4 - place).clamp_(0, 1)).clamp_(0, 1)
 
 
 STRONG = Augmentation(crop_scale=(0.5, 1.0), brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, greyscale=0.2)

@@ -77,7 +77,7 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
     experiment = parse(json.loads((folder / EXPERIMENT).read_text(encoding="utf-8")))
     engine = check_deployable(experiment)
     watch = Watch(folder / PROGRESS)
-    dropped = experiment.protocol.drop if isinstance(experiment.protocol, AdaptToOne) else ()
+    dropped = () if isinstance(experiment.protocol, SourceTarget) else experiment.protocol.drop
     with threads_set(engine.thread_count()):
         agreed = agree(experiment, transport, [site for site in sites if site not in dropped], folder, engine, watch)
         for warning in agreed.data.warnings:
@@ -185,9 +185,9 @@ class _AtSites:
         self, plan: DeployedPlan, planned: PlannedRun, federation: RemoteFederation, device: torch.device
     ) -> None:
         data, split, own = planned.data, planned.split, planned.run.target in plan.own
-        self._resamples = plan.experiment.evaluation.resamples
+        self._resamples, prior = plan.experiment.evaluation.resamples, planned.run.method.batch_norm_at_new_site
         here = Split({}, {}, split.measured)
-        self._here = Evaluator(data, here, device, plan.experiment.model, self._resamples) if own else None
+        self._here = Evaluator(data, here, device, plan.experiment.model, self._resamples, prior) if own else None
         self._targets = [] if own else list(split.measured)
         self._sources = [site for site, rows in split.held_out.items() if len(rows)]
         self._federation, self._classes = federation, len(data.classes)

@@ -44,6 +44,7 @@ from fedshift.deployment.site_requests import (
 from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.experiment.config.error_messages import describe
 from fedshift.experiment.environment import resolve_device
+from fedshift.experiment.runs.evaluator import answering
 from fedshift.federation.messages import promised_kinds, reply_content
 from fedshift.federation.remote.exposure import ExposureWatch
 from fedshift.federation.remote.policy import ACCURACY, AuditLog, described, whole_number
@@ -318,7 +319,8 @@ class SiteProgram:
         self._check_unchanged(header["part"]["fingerprint"])
         self._check_terms(header, method, agree=True)
         _, held_out = self._rows(header["part"]["split"])
-        if header["part"]["role"] == "unseen" and header["part"]["whole"]:
+        unseen = header["part"]["role"] == "unseen"
+        if unseen and header["part"]["whole"]:
             held_out = np.arange(len(self.holding.domain), dtype=np.int64)
         self.policy.check_group(self.name, ACCURACY, len(held_out), "measuring a model")
         weights = content["weights"]
@@ -333,6 +335,7 @@ class SiteProgram:
         _, network, view = self._measurer
         network.load_state_dict(dict(weights))
         network.eval()
+        network = answering(network, view, method.batch_norm_at_new_site if unseen else None)
         groups, classes = self.holding.domain.groups, len(self.holding.data.classes)
         groups = None if groups is None else groups[held_out]
         measures, entry["sent"] = measured(network, view, classes, self.policy, groups, header.get("whole"))

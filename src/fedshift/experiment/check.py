@@ -28,7 +28,6 @@ from fedshift.methods.base import Method, Traffic
 from fedshift.models import registry as models
 from fedshift.models.network import Network
 from fedshift.models.payload import payload
-from fedshift.models.products import with_products
 
 _TIMED_BATCHES = 8
 
@@ -241,7 +240,7 @@ def _seconds_per_batch(experiment: Experiment, data: DataSet, device: str, threa
         rows = torch.arange(min(len(domain), experiment.training.batch_size * _TIMED_BATCHES)).numpy()
         view = SiteData([(domain, rows, 0)], data.preprocessing, experiment.training.augmentation, device)
         network = models.build(experiment.model, data.input_shape, len(data.classes), 0).to(device).train()
-        network = with_products(network, experiment.training.matrix_products)
+        network = experiment.training.prepared(network)
         optimizer = experiment.training.build_optimizer(network.parameters(), experiment.training.lr)
         draws = torch.Generator().manual_seed(0)
         seconds = []

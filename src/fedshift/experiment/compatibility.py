@@ -9,12 +9,15 @@ from fedshift.errors import UserError, nearest
 from fedshift.evaluation.predictions import MISSING, can_be_kept
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.config.sections import LeaveOneOut
+from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.plan import Plan
 from fedshift.methods import registry
 from fedshift.methods.base import Method
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.models import registry as models
 from fedshift.models.network import Network
+from fedshift.models.normalisation import batch_norms
+from fedshift.models.products import has_bf16_units
 
 
 def check_fit(plan: Plan) -> tuple[str, ...]:
@@ -50,6 +53,8 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
             f"engine.quorum: {engine.quorum} sites must answer, but at most {most} train in a run: lower it, or leave "
             "it out to wait for all"
         )
+    if experiment.training.precision == "bf16" and not has_bf16_units(resolve_device(experiment.device)):
+        warnings.append("training.precision: this device has no units for bf16, so it is no faster than float32")
     for method in experiment.methods:
         if data.task not in method.tasks:
             known = {name: registry.method_class(name).tasks for name in registry.names()}
@@ -65,6 +70,8 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
             method.check(network)
             for plug_in in method.local:
                 _check_plug_in(method, plug_in, network, data)
+        if method.batch_norm_at_new_site is not None:
+            _check_new_site(method, experiment, network)
         if method.robust is not None:
             for labelled, others in roles:
                 _check_rule(method, labelled, others, engine.quorum)
@@ -113,6 +120,17 @@ def _check_plug_in(method: Method, plug_in: LocalOption, network: Network, data:
         plug_in.check(network, data.input_shape)
     except UserError as error:
         raise UserError(f"methods: {method.display}: local.{error}") from None
+
+
+def _check_new_site(method: Method, experiment: Experiment, network: Network) -> None:
+    """Raises UserError where no unseen site's samples could pass through a BatchNorm layer."""
+    reason = ""
+    if not isinstance(experiment.protocol, LeaveOneOut):
+        reason = f"protocol {experiment.protocol.kind} has no unseen site"
+    elif not batch_norms(network):
+        reason = "the network has no BatchNorm that follows its data"
+    if reason:
+        raise UserError(f"methods: {method.display}: batch_norm_at_new_site: {reason}; leave it out")
 
 
 def _check_judged(method: Method, experiment: Experiment) -> None:

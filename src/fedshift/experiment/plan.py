@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedshift.data.domain import DataSet, Rows, SparseRows
+from fedshift.data.domain import DataSet, SparseRows
 from fedshift.data.site_data import batches_per_epoch
 from fedshift.data.site_differences import site_differences
 from fedshift.experiment.config.experiment import Experiment, data_record, method_record
@@ -22,7 +22,7 @@ from fedshift.experiment.features import built
 from fedshift.experiment.protocol import Split, roles_of, shortest_epochs, split_of, targets_of, with_wrong_labels
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.federation.training import Training
-from fedshift.methods.base import Method
+from fedshift.methods.base import Method, Trained, per_round
 from fedshift.models import registry as models
 from fedshift.models.network import Network
 
@@ -118,9 +118,10 @@ class Plan:
     def _data_for(self, target: str) -> DataSet:
         """As `data_for`. A target that trains without labels influences the encoding as the sources do."""
         sources, targets = self.roles(target)
-        unseen = isinstance(self.experiment.protocol, LeaveOneOut)
+        protocol = self.experiment.protocol
+        unseen = isinstance(protocol, LeaveOneOut)
         source = self.experiment.data
-        for name in self.data.domains:
+        for name in (*self.data.domains, *(protocol.drop if isinstance(protocol, LeaveOneOut) else ())):
             if name not in sources and (unseen or name not in targets):
                 source = source.without(name)
         return self.data if source == self.experiment.data else built(self.experiment, source)
@@ -252,17 +253,17 @@ def budgets(method: Method, methods: Sequence[Method], training: Training, split
         split: the rows of the run.
     """
 
-    def needs(candidate: Method) -> dict[str, int]:
-        def epoch(rows: Rows) -> int:
-            return batches_per_epoch(len(rows), training.batch_size)
-
-        return {site: candidate.mini_batches(epoch(rows), training.rounds) for site, rows in split.train.items()} | {
-            site: candidate.target_mini_batches(epoch(rows), training.rounds) for site, rows in split.unlabelled.items()
+    def needs(candidate: Method, exchanges: int) -> dict[str, int]:
+        return {
+            site: _work(trained, len(rows), training, exchanges)
+            for trained, chosen in zip(candidate.work, (split.train, split.unlabelled), strict=True)
+            for site, rows in chosen.items()
         }
 
     fixed = training.mini_batches
-    total = fixed * len(split.train) if fixed else max(sum(needs(candidate).values()) for candidate in methods)
-    own = needs(method)
+    # More exchanges are no more work: an epoch counts as a whole here, whatever part of it a round trains on.
+    total = fixed * len(split.train) if fixed else max(sum(needs(candidate, 1).values()) for candidate in methods)
+    own = needs(method, method.exchanges_per_epoch)
     whole = sum(own.values())
     if whole == 0:  # the method needs no training
         return dict.fromkeys(own, -(-total // len(own)))
@@ -278,15 +279,27 @@ def rounds_needed(method: Method, training: Training, split: Split, budget: Mapp
         total = sum(budget.values())
         return math.ceil(total / math.ceil(total / training.rounds))
     needed: list[int] = []
-    for trained, chosen in ((method.mini_batches, split.train), (method.target_mini_batches, split.unlabelled)):
+    for trained, chosen in zip(method.work, (split.train, split.unlabelled), strict=True):
         for site, rows in chosen.items():
-            per_epoch = batches_per_epoch(len(rows), training.batch_size)
-            per_round = trained(per_epoch, 2) - trained(per_epoch, 1)
-            before = trained(per_epoch, 1) - per_round
-            if per_round > 0:
-                needed.append(math.ceil((budget[site] - before) / per_round))
+            before, each = _rounds_work(trained, len(rows), training, method.exchanges_per_epoch)
+            if each > 0:
+                needed.append(math.ceil((budget[site] - before) / each))
     # A method that trains nothing in its rounds runs training.rounds of them.
     return max(0, *needed) if needed else training.rounds
+
+
+def _work(trained: Trained, samples: int, training: Training, exchanges: int) -> int:
+    """Mini-batches of a site in all rounds, and before the first; in the rounds an epoch has so many ``exchanges``."""
+    if exchanges == 1:
+        return trained(batches_per_epoch(samples, training.batch_size), training.rounds)
+    before, each = _rounds_work(trained, samples, training, exchanges)
+    return before + exchanges * training.rounds * each
+
+
+def _rounds_work(trained: Trained, samples: int, training: Training, exchanges: int) -> tuple[int, int]:
+    """Mini-batches of a site before the first round, and in each, where an epoch has so many ``exchanges``."""
+    epoch = batches_per_epoch(samples, training.batch_size)
+    return trained(epoch, 1) - per_round(trained, epoch), per_round(trained, -(-epoch // exchanges))
 
 
 def site_plans(method: Method, data: DataSet, split: Split) -> list[SitePlan]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from fedshift.data.domain import Preprocessing
 from fedshift.data.inference import load_for_prediction
@@ -25,6 +26,7 @@ from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
 from fedshift.models import registry as models
 from fedshift.models.network import Network
+from fedshift.models.normalisation import adapted_to
 from fedshift.models.options import NetworkOptions
 from fedshift.models.unet import SegmentationOptions
 
@@ -67,6 +69,8 @@ class TrainedModel:
     def predict(self, data: Path) -> list[Prediction]:
         """Predictions for an image, a folder of images, an .npz or a .csv, in order.
 
+        With ``batch_norm_at_new_site`` the samples are taken for those of one new site.
+
         Raises:
             UserError: the data do not fit the model, or it is a model for segmentation (see `write_masks`).
         """
@@ -75,12 +79,19 @@ class TrainedModel:
         extractor, stored = backbone_of(self.preprocessing)
         names, inputs = load_for_prediction(data, stored)
         out: list[Prediction] = []
-        for begin in range(0, len(names), _BATCH):
-            rows = torch.from_numpy(inputs[begin : begin + _BATCH])
-            if extractor is not None:
-                rows = extractor(rows).half()  # float16, as in the cache
-            batch = to_network(rows, self.preprocessing, "cpu")
-            probabilities = self.network(batch).softmax(dim=1)
+
+        def batches() -> Iterator[Tensor]:
+            for begin in range(0, len(names), _BATCH):
+                rows = torch.from_numpy(inputs[begin : begin + _BATCH])
+                if extractor is not None:
+                    rows = extractor(rows).half()  # float16, as in the cache
+                yield to_network(rows, self.preprocessing, "cpu")
+
+        network, prior = self.network, self.method.batch_norm_at_new_site
+        if prior is not None:
+            network = adapted_to(network, batches(), prior)
+        for begin, batch in zip(range(0, len(names), _BATCH), batches(), strict=True):
+            probabilities = network(batch).softmax(dim=1)
             for name, row in zip(names[begin : begin + _BATCH], probabilities, strict=True):
                 out.append(Prediction(name, self.classes[int(row.argmax())], tuple(row.tolist())))
         return out

@@ -188,14 +188,15 @@ def taking_part(protocol: Protocol, data: DataSet) -> DataSet:
         UserError: ``drop`` or ``wrong_labels`` names a domain that does not exist, or a source with wrong labels is
             also a target.
     """
-    if not isinstance(protocol, AdaptToOne):
+    if isinstance(protocol, SourceTarget):
         return data
-    for field_name, names in (("drop", protocol.drop), ("wrong_labels", protocol.wrong_labels)):
+    wrong = protocol.wrong_labels if isinstance(protocol, AdaptToOne) else {}
+    for field_name, names in (("drop", protocol.drop), ("wrong_labels", wrong)):
         for name in names:
             if name not in data.domains:
                 raise UserError(f"protocol.{field_name}: no domain is called '{name}'; {nearest(name, data.domains)}")
     targets = data.domains if protocol.targets == "all" else protocol.targets
-    for name in protocol.wrong_labels:
+    for name in wrong:
         if name in targets and name not in protocol.drop:
             others = ", ".join(other for other in targets if other != name)
             raise UserError(

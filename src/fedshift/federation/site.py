@@ -14,13 +14,11 @@ from torch import Tensor, nn
 from fedshift.data.site_data import SiteData, batches_per_epoch, epoch_batches
 from fedshift.data.transforms import normalised, to_pixels
 from fedshift.errors import FedshiftError, TrainingDiverged
-from fedshift.federation.messages import Content, Statistics
 from fedshift.federation.plug_in import PlugIn, plugged
 from fedshift.federation.randomness import derive_seed, generator
-from fedshift.federation.site_memory import SiteMemory
+from fedshift.federation.site_memory import SiteMemory, load_optimizer, optimizer_state
 from fedshift.federation.training import Training, exploded
 from fedshift.models.network import Network
-from fedshift.models.products import with_products
 from fedshift.weights import Weights
 
 Role = Literal["source", "target"]
@@ -84,15 +82,20 @@ class Site:
     held_out: SiteData | None = field(default=None, repr=False)
     scratch: dict[str, Any] = field(default_factory=dict, repr=False)
     plug_ins: Sequence[PlugIn] = ()
+    exchanges_per_epoch: int = 1
     mini_batches: int = 0
     _orders: int = 0
+    _done: int = 0
+    _rates: list[float] = field(default_factory=list, repr=False)
+    _scheduled: list[tuple[torch.optim.Optimizer, float]] = field(default_factory=list, repr=False)
     generator: torch.Generator = field(default_factory=torch.Generator, repr=False)
     envelope: Envelope = field(default_factory=lambda: Envelope(0, 0, 0.0, 0))
 
     def begin(self, envelope: Envelope) -> None:
         """Start an exchange. Its generators depend on the seed, the site and the exchange alone."""
         self.envelope = envelope
-        self.mini_batches = self._orders = 0
+        self.mini_batches = self._orders = self._done = 0
+        self._rates, self._scheduled = [], []
         self.generator = generator(self.seed, self.name, envelope.exchange, "step")
         seed = derive_seed(self.seed, self.name, envelope.exchange, "torch")
         if self.device.type == "cpu":  # torch.manual_seed formats the call stack for every accelerator not in use
@@ -112,13 +115,22 @@ class Site:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Mini-batches of one pass over this site's data."""
-        return batches_per_epoch(self.samples, self.training.batch_size)
+        """Mini-batches of one pass over this site's data; in a round, of the part of it that an exchange trains on."""
+        whole = batches_per_epoch(self.samples, self.training.batch_size)
+        return -(-whole // self.exchanges_per_epoch) if self.envelope.round else whole
 
     @property
     def learning_rate(self) -> float:
         """η: the learning rate at this point of the run."""
-        return self.training.learning_rate(self.envelope.progress)
+        progress, left = self.envelope.progress, self.envelope.mini_batches_left
+        if self.training.lr_step == "mini_batch" and left:
+            progress += (1 - progress) * self._done / left
+        return self.training.learning_rate(progress)
+
+    @property
+    def mean_learning_rate(self) -> float:
+        """The mean learning rate of this exchange's mini-batches."""
+        return sum(self._rates) / len(self._rates) if self._rates else self.learning_rate
 
     def generator_for(self, purpose: str) -> torch.Generator:
         """A generator for one purpose in this exchange. Draws for other purposes do not change it."""
@@ -133,7 +145,7 @@ class Site:
 
     def place(self, module: M) -> M:
         """Move a module of the method's own to this site's device; it multiplies matrices as the network does."""
-        return with_products(module.to(self.device), self.training.matrix_products)
+        return self.training.prepared(module.to(self.device))
 
     def optimizer(self, *modules: nn.Module, memory: str | None = None, keep: bool = False) -> torch.optim.Optimizer:
         """The experiment's optimiser over the modules' parameters. `minimise` makes one by itself.
@@ -147,7 +159,8 @@ class Site:
         optimizer = self.training.build_optimizer(parameters, self.learning_rate)
         kept = keep or not self.training.reset_optimizer_each_round
         if memory is not None and kept and memory in self.memory:
-            _load_optimizer(optimizer, self.memory[memory])
+            load_optimizer(optimizer, self.memory[memory])
+        self._scheduled.append((optimizer, self.learning_rate))
         return optimizer
 
     def remember_optimizer(self, optimizer: torch.optim.Optimizer, memory: str, keep: bool = False) -> None:
@@ -156,7 +169,7 @@ class Site:
         For optimisers that `minimise` cannot make and remember itself, such as one that lives for several exchanges.
         """
         if keep or not self.training.reset_optimizer_each_round:
-            self.memory[memory] = _optimizer_state(optimizer)
+            self.memory[memory] = optimizer_state(optimizer)
 
     def pixels(self, inputs: Tensor) -> Tensor:
         """A batch's images before normalisation: (b, c, h, w), values in [0, 1]."""
@@ -176,13 +189,15 @@ class Site:
         Ends early when the site has used its budget of mini-batches, so every method of an experiment does equal work.
 
         Args:
-            epochs: passes over the site's data.
+            epochs: passes over the site's data, of `batches_per_epoch` each.
             steps: mini-batches; if given, ``epochs`` does not count.
         """
         again = f" {self._orders}" if self._orders else ""  # a second call in one exchange draws another order
         self._orders += 1
         order = self.generator_for(f"batches{again}")
         augmentation = self.generator_for(f"augmentation{again}")
+        if steps is None and self.exchanges_per_epoch > 1:
+            steps = epochs * self.batches_per_epoch
         wanted = steps if steps is not None else math.inf
         passes = epochs if steps is None else math.inf
         done, epoch = 0, 0
@@ -192,7 +207,7 @@ class Site:
                     return
                 inputs, labels, domains = self.data.batch(rows, augmentation)
                 done += 1
-                self.mini_batches += 1
+                self._count(1)
                 yield Batch(inputs, labels if self.role == "source" else None, domains, rows)
             epoch += 1
 
@@ -209,8 +224,21 @@ class Site:
         for _ in range(steps):
             if self.mini_batches >= self.envelope.mini_batches_left:
                 return
-            self.mini_batches += len(sources) + (target is not None)
+            self._count(len(sources) + (target is not None))
             yield tuple(next(source) for source in sources), next(target) if target is not None else None
+
+    def _count(self, number: int) -> None:
+        """Count mini-batches that are about to be trained on, and set the learning rates of their step."""
+        self._done = self.mini_batches
+        self.mini_batches += number
+        if self.training.lr_step == "exchange":
+            return
+        rate = self.learning_rate
+        self._rates.append(rate)
+        for place, (optimizer, before) in enumerate(self._scheduled):
+            for group in optimizer.param_groups:
+                group["lr"] *= rate / before  # a method may have set a multiple of the rate
+            self._scheduled[place] = optimizer, rate
 
     def _endless(self, data: SiteData, rows: Tensor | None, purpose: str) -> Iterator[Batch]:
         """Mini-batches of ``rows``, or of all rows, pass after pass. Unlabelled data give no labels."""
@@ -316,32 +344,3 @@ class Site:
                 for key, tensor in module.state_dict().items()
             }
         )
-
-
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> Statistics:
-    """An optimiser's momentum and moments, as named tensors."""
-    state = optimizer.state_dict()["state"]
-    return Statistics(
-        {
-            f"{number}.{key}": value.detach().cpu().clone() if isinstance(value, Tensor) else torch.tensor(value)
-            for number, entry in state.items()
-            for key, value in entry.items()
-            if value is not None
-        }
-    )
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, content: Content) -> None:
-    if not isinstance(content, Statistics):
-        raise FedshiftError("an optimiser's memory must be Statistics")
-    whole = optimizer.state_dict()  # with the learning rate of now, which stays
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in content.items():
-        number, _, key = name.partition(".")
-        parameter = parameters[int(number)]
-        if tensor.shape == parameter.shape:
-            # Fused optimisers ignore strides. A tensor from a file is contiguous, the parameter may be channels-last.
-            tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
-        state.setdefault(int(number), {})[key] = tensor
-    optimizer.load_state_dict({**whole, "state": state})

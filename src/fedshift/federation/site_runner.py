@@ -20,7 +20,6 @@ from fedshift.federation.training import Training
 from fedshift.models import registry as models
 from fedshift.models.network import Network
 from fedshift.models.options import NetworkOptions
-from fedshift.models.products import with_products
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Setting:
         """The network that the method trains, with weights drawn from the seed; the same in every process."""
         network = models.build(self.network, self.input_shape, self.classes, self.seed)
         network = self.method.adapt_network(network, self.sources)
-        return with_products(network, self.training.matrix_products)
+        return self.training.prepared(network)
 
 
 def about_sites(plans: Sequence[SitePlan], setting: Setting, network: Network) -> dict[str, About]:
@@ -113,6 +112,7 @@ class SiteRunner:
             seed=setting.seed,
             device=device,
             network=network,
+            exchanges_per_epoch=setting.method.exchanges_per_epoch,
             data=SiteData(plan.parts, setting.preprocessing, setting.training.augmentation, device),
             unlabelled=SiteData(plan.unlabelled, setting.preprocessing, setting.training.augmentation, device)
             if plan.unlabelled

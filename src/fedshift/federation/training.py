@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
-from torch import Tensor
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from torch import Tensor, nn
 
 from fedshift.data.transforms import Augmentation, NamedAugmentation
 from fedshift.functional import schedules
-from fedshift.models.products import Products
+from fedshift.models.products import Precision, Products, with_precision, with_products
+
+M = TypeVar("M", bound=nn.Module)
 
 _EXPLODED = 1e4
 
@@ -30,10 +32,18 @@ class Training(BaseModel):
     batch_size: PositiveInt = Field(64, description="B: samples in a mini-batch")
     optimizer: Literal["sgd", "adam"] = Field("sgd", description="optimiser of every site")
     lr: PositiveFloat = Field(0.01, description="η: learning rate")
-    lr_schedule: Literal["constant", "cosine", "inverse_power"] = Field(
-        "constant", description="how the learning rate falls with the share of mini-batches done"
+    lr_schedule: Literal["constant", "linear", "cosine", "inverse_power"] = Field(
+        "constant", description="how the learning rate falls with the share of a run's mini-batches that is done"
     )
-    lr_end: NonNegativeFloat = Field(0.0, description="learning rate at the end of a cosine schedule")
+    lr_end: NonNegativeFloat = Field(0.0, description="learning rate at the end of a linear or cosine schedule")
+    lr_step: Literal["exchange", "mini_batch"] = Field(
+        "exchange", description="when the learning rate changes: from exchange to exchange, or with every mini-batch"
+    )
+    lr_warmup: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="share of a run's mini-batches in which the learning rate grows from a hundredth of the schedule's "
+        "to all of it; it needs lr_step: mini_batch",
+    )
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.5, description="momentum of SGD")
     nesterov: bool = Field(False, description="Nesterov's form of momentum")
     weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty on all trained parameters")
@@ -50,15 +60,34 @@ class Training(BaseModel):
     matrix_products: Products = Field(
         "default", description="who multiplies the matrices of linear layers on the processor; onednn suits AMD's"
     )
+    precision: Precision = Field(
+        "float32", description="of the network's products: bf16 is faster on devices with units for it"
+    )
     augmentation: NamedAugmentation = Field(default_factory=Augmentation, description="a preset's name or its parts")
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        if self.precision == "bf16" and self.matrix_products == "onednn":
+            raise ValueError("matrix_products: onednn multiplies in float32: leave it out beside precision: bf16")
+        if self.lr_warmup and self.lr_step == "exchange":
+            # The first exchange may be an eighth of the run, all of which would have a hundredth of the rate.
+            raise ValueError("lr_warmup grows with every mini-batch: write lr_step: mini_batch beside it")
+        return self
 
     def learning_rate(self, progress: float) -> float:
         """The learning rate when a share ``progress``, in [0, 1], of a run's mini-batches is done."""
-        if self.lr_schedule == "cosine":
-            return schedules.cosine(progress, self.lr, self.lr_end)
-        if self.lr_schedule == "inverse_power":
-            return schedules.inverse_power(progress, self.lr)
-        return self.lr
+        rate = self.lr
+        if self.lr_schedule == "linear":
+            rate = schedules.linear(progress, self.lr, self.lr_end)
+        elif self.lr_schedule == "cosine":
+            rate = schedules.cosine(progress, self.lr, self.lr_end)
+        elif self.lr_schedule == "inverse_power":
+            rate = schedules.inverse_power(progress, self.lr)
+        return rate * schedules.warm_up(progress, self.lr_warmup) if self.lr_warmup else rate
+
+    def prepared(self, module: M) -> M:
+        """A module that multiplies as these settings say; it is changed in place."""
+        return with_precision(with_products(module, self.matrix_products), self.precision)
 
     def build_optimizer(self, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
         """The optimiser of these settings, over those ``parameters`` that require a gradient."""

@@ -1,4 +1,4 @@
-"""CIE L*a*b* colours of sRGB images, for the D65 white (IEC 61966-2-1; CIE 15)."""
+"""CIE L*a*b* colours of sRGB images, for the D65 white (IEC 61966-2-1; CIE 15); grey, and changes of colour."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ _TO_XYZ = (
     (0.0193339, 0.1191920, 0.9503041),
 )
 _BEND = 6 / 29
+_GREY = (0.2989, 0.587, 0.114)
 
 
 def rgb_to_lab(images: Tensor) -> Tensor:
@@ -68,3 +69,46 @@ def _matrix(like: Tensor) -> Tensor:
     """Linear sRGB to X, Y, Z relative to white."""
     matrix = torch.tensor(_TO_XYZ, dtype=torch.float64)
     return (matrix / matrix.sum(1, keepdim=True)).to(like)
+
+
+def grey(images: Tensor) -> Tensor:
+    """Luma (n, 1, h, w) of images (n, 3, h, w), with the weights of ITU-R BT.601."""
+    red, green, blue = _GREY
+    return red * images[:, 0:1] + green * images[:, 1:2] + blue * images[:, 2:3]
+
+
+def adjust_brightness(images: Tensor, factor: Tensor) -> Tensor:
+    """images·factor, clamped to [0, 1]; ``factor`` is (n, 1, 1, 1)."""
+    return (images * factor).clamp(0, 1)
+
+
+def adjust_contrast(images: Tensor, factor: Tensor) -> Tensor:
+    """Blend of each image with its mean grey: factor·image + (1 - factor)·mean."""
+    luma = grey(images) if images.shape[1] == 3 else images
+    mean = luma.mean(dim=(1, 2, 3), keepdim=True)
+    return (factor * images + (1 - factor) * mean).clamp(0, 1)
+
+
+def adjust_saturation(images: Tensor, factor: Tensor) -> Tensor:
+    """Blend of each image with its grey version: factor·image + (1 - factor)·grey."""
+    return (factor * images + (1 - factor) * grey(images)).clamp(0, 1)
+
+
+def adjust_hue(images: Tensor, turn: Tensor) -> Tensor:
+    """Images (n, 3, h, w) with their hue shifted by ``turn`` (n, 1, 1, 1), in turns of the colour circle.
+
+    Uses the closed form of HSV → RGB: channel c = v - v·s·max(0, min(k, 4 - k, 1)) with k = (offset_c + 6·hue) mod 6,
+    offsets 5, 3, 1 for red, green, blue.
+    """
+    red, green, blue = images[:, 0:1], images[:, 1:2], images[:, 2:3]
+    value = torch.maximum(torch.maximum(red, green), blue)
+    chroma = value - torch.minimum(torch.minimum(red, green), blue)
+    safe = torch.where(chroma > 0, chroma, 1.0)
+    sixths = torch.where(
+        red == value,
+        (green - blue) / safe,
+        torch.where(green == value, 2 + (blue - red) / safe, 4 + (red - green) / safe),
+    )
+    offsets = torch.tensor([5.0, 3.0, 1.0], device=images.device, dtype=images.dtype).view(1, 3, 1, 1)
+    place = (offsets + (sixths + 6 * turn)).remainder_(6)
+    return (value - chroma * torch.minimum(place, 4 - place).clamp_(0, 1)).clamp_(0, 1)

@@ -57,6 +57,23 @@ def inverse_power(
     return start * float((1 + gamma * (_clamped(progress) if clamp else progress)) ** -power)
 
 
+def warm_up(progress: float, share: float, start: float = 0.01) -> float:
+    """``min(1, g + (1 − g)·p/w)``: a factor that grows from ``start`` to 1 in the first ``share`` of the work.
+
+    It does not start at 0, so that no step is lost (Goyal et al. 2017, section 2.2, there from 1/k with k workers).
+
+    Args:
+        progress: p.
+        share: w, above 0.
+        start: g.
+
+    Example:
+        >>> [round(warm_up(progress, share=0.1), 4) for progress in (0.0, 0.05, 0.1, 0.5)]
+        [0.01, 0.505, 1.0, 1.0]
+    """
+    return min(1.0, start + (1 - start) * _clamped(progress / share))
+
+
 def ramp(progress: float, gamma: float = 10.0) -> float:
     """``2/(1 + e^(−γp)) − 1`` with γ = 10: an adversary's strength, from 0 almost to 1 (DANN).
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
+
+from pydantic import model_validator
 
 from fedshift.data.domain import Task
 from fedshift.errors import FedshiftError
@@ -97,6 +99,8 @@ class RunPlan:
 
 
 U = TypeVar("U", bound=Update)
+Trained = Callable[[int, int], int]
+"""Mini-batches of an epoch, and rounds → the mini-batches of a run."""
 
 
 class Method(Composed, ABC):
@@ -133,6 +137,23 @@ class Method(Composed, ABC):
     tasks: ClassVar[tuple[Task, ...]] = ("classification",)
     one_target: ClassVar[bool] = False
     relative_cost: ClassVar[float] = 1.0
+
+    @model_validator(mode="after")
+    def _epochs_to_divide(self) -> Self:
+        if self.exchanges_per_epoch > 1:
+            if self.pooled or self.supervised_target:
+                raise ValueError(f"exchanges_per_epoch: {self.name} trains in one place; leave it out")
+            if all(per_round(trained, 64) == per_round(trained, 128) for trained in self.work):
+                raise ValueError(
+                    f"exchanges_per_epoch: {self.name} trains on a number of mini-batches between two exchanges, not "
+                    "on epochs; change that number"
+                )
+        return self
+
+    @property
+    def work(self) -> tuple[Trained, Trained]:
+        """`mini_batches` and `target_mini_batches`."""
+        return self.mini_batches, self.target_mini_batches
 
     @abstractmethod
     def round(self, federation: Federation, state: State) -> State:
@@ -239,6 +260,11 @@ class Method(Composed, ABC):
     def recipe(self) -> dict[str, Any]:
         """Where this method can be imported and with which options, so that another process can make its equal."""
         return {"class": place_of(type(self)), "options": self.model_dump(mode="json")}
+
+
+def per_round(trained: Trained, batches_per_epoch: int) -> int:
+    """Mini-batches of one round, of a method's `mini_batches` or `target_mini_batches`."""
+    return trained(batches_per_epoch, 2) - trained(batches_per_epoch, 1)
 
 
 @functools.cache

@@ -43,6 +43,10 @@ class Wrapper(Method):
             raise ValueError(f"server: write it beside {self.name}, not in the method behind it")
         if self.inner.local:
             raise ValueError(f"local: write it beside {self.name}, not in the method behind it")
+        if self.inner.exchanges_per_epoch > 1:
+            raise ValueError(f"exchanges_per_epoch: write it beside {self.name}, not in the method behind it")
+        if self.inner.batch_norm_at_new_site is not None:
+            raise ValueError(f"batch_norm_at_new_site: write it beside {self.name}, not in the method behind it")
         if self.inner.average is not None:
             raise ValueError(f"average: write it beside {self.name}, not in the method behind it")
         if (self.average is not None or self.average_rounds > 1) and self.inner.average_rounds > 1:

@@ -116,7 +116,7 @@ class Network(nn.Module):
                 raise UserError(f"the network has no stage '{name}'; {nearest(name, self.stages)}")
 
             def keep(_module: nn.Module, _inputs: object, output: Tensor, name: str = name) -> None:
-                seen[name] = output
+                seen[name] = output.float()  # bf16 stays inside the network
 
             handles.append(self.get_submodule(self.stages[name]).register_forward_hook(keep))
         try:

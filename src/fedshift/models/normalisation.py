@@ -1,13 +1,16 @@
-"""Normalisation layers that replace BatchNorm."""
+"""Normalisation layers that replace BatchNorm, and BatchNorm with the statistics of a new site."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedshift.functional.batchnorm import mixed_statistics
 from fedshift.models.network import Network
 
 
@@ -43,3 +46,44 @@ def hybrid_normalised(network: Network) -> Network:
             parent, _, child = path.rpartition(".")
             setattr(made.get_submodule(parent), child, BatchInstanceNorm2d(module))
     return made
+
+
+def batch_norms(network: nn.Module) -> list[_BatchNorm]:
+    """The BatchNorm layers that follow their data in training mode, thus not those that keep what they loaded."""
+    found = [module for module in network.modules() if isinstance(module, _BatchNorm) and module.track_running_stats]
+    return [module for module in found if copy.copy(module).train().training]
+
+
+@torch.no_grad()
+def adapted_to(network: Network, batches: Iterable[Tensor], prior: int) -> Network:
+    """A copy of ``network`` in evaluation mode, with statistics of these inputs in its BatchNorm layers.
+
+    Statistics are those that each layer sees when the layers before it normalise by their mini-batch. They are mixed
+    with the trained ones as ``prior`` samples would be (`mixed_statistics`).
+
+    Args:
+        network: is not changed.
+        batches: inputs. A batch of one sample is left out, since it has no variance.
+        prior: N.
+    """
+    made = copy.deepcopy(network).eval()
+    layers, samples = batch_norms(made), 0
+    trained = [_statistics(layer) for layer in layers]
+    for layer in layers:
+        layer.train()
+    for inputs in batches:
+        if len(inputs) > 1:
+            samples += len(inputs)
+            for layer in layers:
+                layer.momentum = len(inputs) / samples  # the mean over all samples so far; at first it is all
+            made(inputs)
+    for layer, before in zip(layers, trained, strict=True):
+        layer.eval()
+        layer.running_mean, layer.running_var = mixed_statistics(before, _statistics(layer), samples, prior)
+    return made
+
+
+def _statistics(layer: _BatchNorm) -> tuple[Tensor, Tensor]:
+    assert layer.running_mean is not None
+    assert layer.running_var is not None
+    return layer.running_mean.clone(), layer.running_var.clone()

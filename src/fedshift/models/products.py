@@ -1,7 +1,8 @@
-"""Matrix products of linear layers by oneDNN, for processors on which torch's default library is slower."""
+"""How a network multiplies: linear layers by oneDNN, where torch's default library is slower; or everything in bf16."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -9,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedshift.errors import UserError
+from fedshift.models.network import Network
 
 M = TypeVar("M", bound=nn.Module)
 Products = Literal["default", "onednn"]
+Precision = Literal["float32", "bf16"]
 
 _LEAST = 2**22
 """Products with fewer multiplications than this are faster in torch: calling oneDNN has a fixed cost."""
@@ -55,6 +58,47 @@ def with_products(module: M, by: Products) -> M:
         if type(layer) is nn.Linear:
             layer.__class__ = OneDnnLinear
     return module
+
+
+def with_precision(module: M, precision: Precision) -> M:
+    """Choose the precision of a module's products and convolutions.
+
+    Args:
+        module: changed in place: with ``"bf16"`` it runs under `torch.autocast`, a network's features and classifier
+            each. What it returns is float32, so equations of methods are computed as before. Weights and their names
+            stay float32.
+        precision: of the products; sums are float32.
+
+    Returns:
+        ``module`` itself.
+    """
+    if precision == "bf16":
+        for part in (module.features, module.classifier) if isinstance(module, Network) else (module,):
+            kind: Any = type(part)
+            part.__class__ = _in_bf16(kind)
+    return module
+
+
+@functools.cache
+def _in_bf16(kind: Any) -> Any:
+    """The class of the same layers in bf16. A class, since a function in the module would stay with it in copies."""
+
+    def forward(self: nn.Module, inputs: Tensor, *others: Any) -> Tensor:
+        with torch.autocast(inputs.device.type, dtype=torch.bfloat16):
+            found: Tensor = kind.forward(self, inputs, *others)
+        return found.float()
+
+    return type(kind.__name__, (kind,), {"forward": forward})
+
+
+def has_bf16_units(device: str) -> bool:
+    """Whether a device multiplies bf16 faster than float32."""
+    if device.startswith("cuda"):
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device == "cpu":
+        found = torch.cpu.get_capabilities()
+        return any(found.get(unit) for unit in ("avx512_bf16", "amx_bf16", "bf16"))
+    return False
 
 
 class _Product(torch.autograd.Function):

@@ -14,7 +14,7 @@ SETTINGS: dict[str, Any] = {
     "data": {"name": "rotated_digits", "root": "/somewhere", "fingerprint": "abc"},
     "protocol": {"kind": "leave_one_out", "test_fraction": 0.3},
     "model": {"name": "mlp", "hidden": [8]},
-    "training": {"rounds": 3, "mini_batches": {"a": 9}},
+    "training": {"rounds": 3, "mini_batches": {"a": 9}, "augmentation": {"flip": 0.5}},
     "method": {"name": "fedavg", "local_epochs": 2},
     "engine": {"workers": 2},
     "device": "cpu",
@@ -31,6 +31,7 @@ def changed(section: str, **fields: Any) -> dict[str, Any]:
     [
         ("method", {"weighting": "samples"}),
         ("training", {"momentum": 0.5}),
+        ("training", {"augmentation": {"flip": 0.5, "shear": 0.0}}),
         ("protocol", {"base_images": "disjoint"}),
         ("model", {"dropout": 0.0}),
         ("data", {"root": "/elsewhere"}),

@@ -43,11 +43,17 @@ class _OneTarget(Section):
         "auto",
         description="official: the data set's own train/test split; random: stratified; auto: official if it exists",
     )
+    drop: tuple[str, ...] = Field((), description="domains that do not take part")
 
     @field_validator("targets", mode="before")
     @classmethod
     def _one_target(cls, targets: object) -> object:
         return (targets,) if isinstance(targets, str) and targets != "all" else targets
+
+    @field_validator("drop", mode="before")
+    @classmethod
+    def _one_name(cls, drop: object) -> object:
+        return (drop,) if isinstance(drop, str) else drop
 
     @field_validator("seeds", mode="before")
     @classmethod
@@ -84,7 +90,6 @@ class AdaptToOne(_OneTarget):
     test_fraction: Annotated[float, Field(gt=0, lt=1)] = Field(
         0.2, description="share of every domain that is held out; the target is measured on its held-out samples"
     )
-    drop: tuple[str, ...] = Field((), description="domains that do not take part")
     wrong_labels: dict[str, Annotated[float, Field(ge=0, le=1)]] = Field(
         default_factory=dict, description="source → share of its training labels that is replaced by wrong ones"
     )
@@ -92,11 +97,6 @@ class AdaptToOne(_OneTarget):
         "uniform",
         description="uniform: wrong labels are drawn from the other classes; shift: the next class (released code)",
     )
-
-    @field_validator("drop", mode="before")
-    @classmethod
-    def _one_name(cls, drop: object) -> object:
-        return (drop,) if isinstance(drop, str) else drop
 
 
 Names = Annotated[tuple[str, ...], Field(min_length=1)]

@@ -19,6 +19,7 @@ from fedshift.evaluation.records import SiteMetrics
 from fedshift.evaluation.site_metrics import Scored, common_threshold, site_metrics
 from fedshift.experiment.protocol import Split
 from fedshift.models.network import Network
+from fedshift.models.normalisation import adapted_to
 from fedshift.models.options import NetworkOptions
 from fedshift.models.unet import SegmentationOptions
 from fedshift.weights import Weights
@@ -54,10 +55,17 @@ class Evaluator:
         device: where the network is.
         model: the network's options.
         resamples: bootstrap samples of the intervals in `final`.
+        prior: of `answering` at the targets.
     """
 
     def __init__(
-        self, data: DataSet, split: Split, device: torch.device, model: NetworkOptions, resamples: int = 0
+        self,
+        data: DataSet,
+        split: Split,
+        device: torch.device,
+        model: NetworkOptions,
+        resamples: int = 0,
+        prior: int | None = None,
     ) -> None:
         def views(rows: Mapping[str, Rows]) -> dict[str, SiteData]:
             return {
@@ -72,7 +80,7 @@ class Evaluator:
         self._trained_at = sorted(split.train)
         self._classes = len(data.classes)
         self._model = model
-        self._resamples = resamples
+        self._resamples, self._prior = resamples, prior
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
         """Accuracy in percent: at each target, on each source's held-out rows, and of each class over the targets.
@@ -90,7 +98,7 @@ class Evaluator:
         if isinstance(self._model, SegmentationOptions):
             return self._measure_masks(network, self._model)
         return self._record(
-            {name: predictions(network, view) for name, view in self._targets.items()},
+            {name: predictions(answering(network, view, self._prior), view) for name, view in self._targets.items()},
             {name: predictions(self._at(network, name), view) for name, view in self._sources.items()},
         )
 
@@ -105,7 +113,10 @@ class Evaluator:
         _load(network, weights)
         if isinstance(self._model, SegmentationOptions):
             return Final(self._measure_masks(network, self._model))
-        kept = [self._kept("target", name, network, view) for name, view in self._targets.items()]
+        kept = [
+            self._kept("target", name, answering(network, view, self._prior), view)
+            for name, view in self._targets.items()
+        ]
         kept += [self._kept("held_out", name, self._at(network, name), view) for name, view in self._sources.items()]
         held_out = [site_metrics(one.site, "held_out", one.scored) for one in kept if one.part == "held_out"]
         measured = [
@@ -157,7 +168,7 @@ class Evaluator:
         for name, view in self._targets.items():
             found = [
                 (segmentation.dice(predicted, true), segmentation.hausdorff(predicted, true))
-                for predicted, true in predicted_masks(network, view, model)
+                for predicted, true in predicted_masks(answering(network, view, self._prior), view, model)
             ]
             overlaps[name] = np.concatenate([overlap for overlap, _ in found])
             distances[name] = float(np.concatenate([distance for _, distance in found]).mean())
@@ -177,6 +188,13 @@ class Evaluator:
 def _load(network: Network, weights: Weights) -> None:
     network.load_state_dict(dict(weights))
     network.eval()
+
+
+def answering(network: Network, view: SiteData, prior: int | None) -> Network:
+    """What answers at a new site: the network, or with a ``prior`` one whose BatchNorm has seen the site's samples."""
+    if prior is None:
+        return network
+    return adapted_to(network, (inputs for inputs, _, _ in view.all_batches(_BATCH)), prior)
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
 from fedshift.data import registry as data_registry
+from fedshift.data.transforms import Augmentation
 from fedshift.errors import UserError
 from fedshift.experiment.config.sections import EXTENT, PROTOCOLS
 from fedshift.federation.training import Training
@@ -29,6 +30,10 @@ def comparable(settings: Any) -> dict[str, Any]:
     identity = {key: value for key, value in dict(settings or {}).items() if key not in _NOT_IDENTITY}
     for section, kind in _kinds(identity):
         identity[section] = {**_defaults(kind), **identity[section]}
+    training = identity.get("training")
+    if isinstance(training, Mapping) and isinstance(training.get("augmentation"), Mapping):
+        augmentation = {**_defaults(Augmentation), **training["augmentation"]}
+        identity["training"] = {**training, "augmentation": augmentation}
     if isinstance(identity.get("method"), Mapping):  # its options are compared, so its name need not be
         identity["method"] = {key: value for key, value in identity["method"].items() if key != "setting"}
     if isinstance(identity.get("data"), Mapping):

@@ -13,15 +13,30 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from fedshift.methods.choices import read_choice
+from fedshift.methods.composition.labels import CutMixOption, LabelSmoothingOption, MixupOption
 from fedshift.methods.composition.mixstyle import MixStyleOption
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.methods.composition.puzzles import JigsawOption
+from fedshift.methods.composition.regularisers import DropoutOption, SharpnessOption, StochasticDepthOption
 from fedshift.methods.composition.triplets import TripletsOption
-from fedshift.methods.composition.views import AmplitudeMixOption, LabelGradientOption
+from fedshift.methods.composition.views import AmplitudeMixOption, AugmentOption, LabelGradientOption
 
 PLUG_INS: Mapping[str, type[LocalOption]] = {
     kind.model_fields["name"].default: kind
-    for kind in (MixStyleOption, AmplitudeMixOption, LabelGradientOption, JigsawOption, TripletsOption)
+    for kind in (
+        MixStyleOption,
+        AmplitudeMixOption,
+        LabelGradientOption,
+        JigsawOption,
+        TripletsOption,
+        LabelSmoothingOption,
+        MixupOption,
+        CutMixOption,
+        SharpnessOption,
+        DropoutOption,
+        StochasticDepthOption,
+        AugmentOption,
+    )
 }
 
 
@@ -36,7 +51,18 @@ def _read(value: Any) -> Any:
 LocalPlugIns = Annotated[
     tuple[
         Annotated[
-            MixStyleOption | AmplitudeMixOption | LabelGradientOption | JigsawOption | TripletsOption,
+            MixStyleOption
+            | AmplitudeMixOption
+            | LabelGradientOption
+            | JigsawOption
+            | TripletsOption
+            | LabelSmoothingOption
+            | MixupOption
+            | CutMixOption
+            | SharpnessOption
+            | DropoutOption
+            | StochasticDepthOption
+            | AugmentOption,
             Field(discriminator="name"),
         ],
         ...,

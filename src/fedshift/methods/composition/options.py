@@ -6,7 +6,7 @@ from abc import ABC
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
 from fedshift.federation.plug_in import PlugIn
 from fedshift.federation.site import Site
@@ -47,7 +47,16 @@ class Composed(BaseModel, ABC):
     robust: RobustAggregation = Field(
         None, description="a rule that bad sites cannot pull away, such as median: see fedshift fields robust"
     )
-
+    batch_norm_at_new_site: NonNegativeInt | None = Field(
+        None,
+        description="N: an unseen site uses statistics of its own samples in BatchNorm, mixed with the trained ones as "
+        "N samples would be (16 suits most); it needs no labels. none: the trained statistics",
+    )
+    exchanges_per_epoch: PositiveInt = Field(
+        1,
+        description="where the method trains for an epoch between two exchanges, it trains on this part of one; so "
+        "there are as many times more rounds with the same work",
+    )
     local: LocalPlugIns = Field(
         (), description="plug-ins of the sites' training, such as [mixstyle]: see fedshift fields local"
     )
@@ -100,6 +109,8 @@ class Composed(BaseModel, ABC):
             *((self.robust.rule,) if self.robust is not None else ()),
             *((self.average.kind,) if self.average is not None else ()),
             *((f"mean{self.average_rounds}",) if self.average_rounds > 1 else ()),
+            *(("newsite",) if self.batch_norm_at_new_site is not None else ()),
+            *((f"exchanges{self.exchanges_per_epoch}",) if self.exchanges_per_epoch > 1 else ()),
         )
 
     @property

@@ -1,4 +1,6 @@
-"""Plug-ins that show the method a second view of each mini-batch: other amplitudes, or a step up the label loss.
+"""Plug-ins that change what the method sees of each mini-batch: moved images, other amplitudes, a step up the loss.
+
+`AugmentOption` takes the place of the samples. The others add a view to them:
 
     L = (1 − s) L(x) + s L(x')
 
@@ -15,6 +17,7 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
+from fedshift.data.transforms import NamedAugmentation, augment, augment_with_masks
 from fedshift.federation.plug_in import LossOf, PlugIn
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.losses import task_loss
@@ -77,6 +80,40 @@ def amplitude_mixed(site: Site, inputs: Tensor, strength: float, draws: torch.Ge
     order = torch.randperm(len(pixels), generator=draws).to(pixels.device)
     rate = strength * torch.rand(len(pixels), 1, 1, 1, generator=draws).to(pixels)
     return site.inputs_of(interpolated(pixels, amplitude(pixels[order]), rate, half=None).clamp(0, 1))
+
+
+class AugmentOption(LocalOption):
+    """Random changes of training images, as ``training.augmentation`` has them, for one method of an experiment."""
+
+    cost = 0.2
+
+    name: Literal["augment"] = "augment"
+    by: NamedAugmentation = Field(
+        description="the augmentation, a preset's name or its parts: fedshift fields training"
+    )
+
+    def at(self, site: Site) -> PlugIn:
+        return _Augment(site, self)
+
+    def check(self, network: Network, input_shape: tuple[int, ...]) -> None:
+        check_images(self.name, input_shape, "vectors cannot be moved or recoloured")
+
+
+class _Augment(PlugIn):
+    name = "augment"
+    changes_inputs = True
+
+    def __init__(self, site: Site, option: AugmentOption) -> None:
+        super().__init__(site)
+        self._by, self._draws = option.by, site.generator_for("augment")
+
+    def loss(self, loss_of: LossOf, batch: Batch) -> Tensor:
+        pixels, labels = self.site.pixels(batch.inputs).clamp(0, 1), batch.targets
+        if labels.dim() == 4:  # masks
+            pixels, labels = augment_with_masks(pixels, labels, self._by, self._draws)
+        else:
+            pixels = augment(pixels, self._by, self._draws)
+        return loss_of(replace(batch, inputs=self.site.inputs_of(pixels), labels=labels))
 
 
 class LabelGradientOption(LocalOption):

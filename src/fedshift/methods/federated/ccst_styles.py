@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from fedshift.data.transforms import grey
 from fedshift.errors import UserError
-from fedshift.functional.colour import lab_to_rgb, rgb_to_lab
+from fedshift.functional.colour import grey, lab_to_rgb, rgb_to_lab
 from fedshift.functional.spectra import interpolated, low_frequencies
 from fedshift.functional.styles import StyleAccumulator, adain, channel_styles
 from fedshift.methods.federated.ccst_vgg import decoder, encoder

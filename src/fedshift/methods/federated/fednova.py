@@ -86,7 +86,7 @@ class FedNova(LocalTraining):
         """Local training; how far its steps carry."""
         before = site.mini_batches
         update = self.fit(site, weights)
-        decay = self.proximal_weight * site.learning_rate
+        decay = self.proximal_weight * site.mean_learning_rate
         factor = plain_steps(self.name, site.training, site.mini_batches - before, decay)
         return Normalised(update.weights, update.samples, update.loss, factor)
 

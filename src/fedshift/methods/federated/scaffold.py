@@ -109,7 +109,7 @@ class Scaffold(LocalTraining):
             remember="optimizer",
         )
         trained = site.weights_of(model)
-        path = site.learning_rate * plain_steps(self.name, site.training, site.mini_batches - before)
+        path = site.mean_learning_rate * plain_steps(self.name, site.training, site.mini_batches - before)
         new = Weights(next_control(own, control, weights, trained, path)) if path else own
         site.memory["control"] = new
         change = Weights({name: value - own[name] for name, value in new.items()})

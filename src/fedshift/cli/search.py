@@ -1,0 +1,98 @@
+"""``fedshift search``."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from fedshift.cli.console import safe_console
+from fedshift.cli.run import reporter_at
+from fedshift.errors import TrainingDiverged, UserError
+from fedshift.experiment.check import check
+from fedshift.experiment.config.experiment import Experiment, load
+from fedshift.experiment.runs.experiment_loop import run_experiment
+from fedshift.experiment.search import Rung, budget_of, going_on, kept_out, on_rung, ranked, rungs
+from fedshift.files import write_bytes
+from fedshift.methods.base import Method
+from fedshift.report.collect import collect
+from fedshift.report.search_page import Climbed, search_page
+
+
+def search_file(
+    path: Path, overrides: Sequence[str], runs: Path, keep_out: Sequence[str], factor: int, plan_only: bool
+) -> None:
+    """Search among the methods of an experiment file, or continue where the search stopped."""
+    errors = safe_console(stderr=True)
+    experiment = load(path, overrides)
+    out = kept_out(experiment, keep_out)
+    steps = rungs(len(experiment.methods), factor)
+    budget = budget_of(experiment, out)
+    _show_budget(experiment, steps, out, budget)
+    if plan_only:
+        return
+    folder = runs / f"{experiment.name}-search"
+    try:
+        climbed = _climb(experiment, steps, out, budget, folder, errors)
+    except KeyboardInterrupt:
+        errors.print("interrupted: run the same command again to continue after the last round", highlight=False)
+        sys.exit(130)
+    best = climbed[-1].going_on
+    found = experiment.model_copy(update={"name": f"{experiment.name}-found", "methods": best})
+    page, file = folder / "search.md", folder / "found.yaml"
+    write_bytes(page, search_page(climbed, out, budget).encode())
+    write_bytes(file, yaml.safe_dump(found.dump(), sort_keys=False, allow_unicode=True).encode())
+    safe_console().print(f"best: {best[-1].display}", markup=False, highlight=False, soft_wrap=True)
+    for name, made in (("page", page), ("experiment", file)):
+        errors.print(f"{name}: {made}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _show_budget(experiment: Experiment, steps: Sequence[Rung], out: Sequence[str], budget: int) -> None:
+    """Print what the search will cost, if methods that go on cost what all cost in the mean."""
+    console = safe_console()
+    first = check(on_rung(experiment, steps[0], experiment.methods, out, budget))
+    hours = sum(method.hours for method in first.methods) / len(first.methods)
+    runs = first.methods[0].runs
+    table = Table(box=None, pad_edge=False)
+    for column in ("rung", "methods", "runs", "mini-batches per site", "hours"):
+        table.add_column(column, justify="right")
+    total = 0.0
+    for step in steps:
+        cost = hours * step.methods * step.share / steps[0].share
+        total += cost
+        batches = f"{round(step.share * budget):,}"
+        table.add_row(str(step.number), str(step.methods), str(runs * step.methods), batches, f"{cost:.2f}")
+    console.print(table)
+    said = f"not read: {', '.join(out)}; " if out else "all sites take part; "
+    console.print(f"{said}training of all runs: about {total:.2f} h", markup=False, highlight=False, soft_wrap=True)
+
+
+def _climb(
+    experiment: Experiment, steps: Sequence[Rung], out: Sequence[str], budget: int, folder: Path, errors: Console
+) -> list[Climbed]:
+    """Run the rungs. Finished runs are not repeated, so a second call goes on where the first stopped."""
+    methods: tuple[Method, ...] = experiment.methods
+    climbed: list[Climbed] = []
+    for step in steps:
+        part = on_rung(experiment, step, methods, out, budget)
+        reporter, stop = reporter_at(errors)
+        try:
+            run_experiment(part, folder, reporter)
+        except TrainingDiverged as error:
+            errors.print(f"warning: {error}", markup=False, highlight=False, soft_wrap=True)
+        finally:
+            stop()
+        if reporter.left:
+            raise UserError("another process runs some of this search: start the command again when it is done")
+        results = tuple(collect(folder / part.name).results)
+        ranking = ranked(methods, results)
+        last = step.number == len(steps)
+        methods = going_on(ranking, experiment.methods[0], 2 if last else steps[step.number].methods)
+        climbed.append(Climbed(step, part, results, methods))
+        if len(methods) < 2:
+            raise UserError(f"{part.name}: all methods but the first diverged: lower training.lr")
+    return climbed

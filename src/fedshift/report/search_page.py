@@ -1,0 +1,82 @@
+"""The page of a search: what each method is worth beside the first, on every rung."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fedshift.evaluation.records import RunResult
+from fedshift.evaluation.significance import TTest, compare, holm
+from fedshift.experiment.config.experiment import Experiment
+from fedshift.experiment.search import Rung, ranked
+from fedshift.methods.base import Method
+from fedshift.report.differences import p_value
+
+
+@dataclass(frozen=True)
+class Climbed:
+    """A rung that was run: its experiment, its results, and the methods that went on."""
+
+    rung: Rung
+    experiment: Experiment
+    results: tuple[RunResult, ...]
+    going_on: tuple[Method, ...]
+
+
+def search_page(climbed: Sequence[Climbed], out: Sequence[str], budget: int) -> str:
+    """The page, in Markdown. p is corrected for all differences on it (Holm).
+
+    Args:
+        climbed: the rungs.
+        out: the domains that the search did not read.
+        budget: mini-batches of each site with all of the budget.
+    """
+    tests = [(step, method, _difference(step, method)) for step in climbed for method in step.experiment.methods[1:]]
+    corrected = dict(
+        zip(
+            ((step.rung.number, method.display) for step, method, _ in tests),
+            holm([test.p if test else None for _, _, test in tests]),
+            strict=True,
+        )
+    )
+    first = climbed[0].experiment.methods[0].display
+    sites = f"Not read at all: {', '.join(out)}." if out else "All sites took part: the result is for one that did not."
+    lines = [
+        f"# Search: {climbed[-1].going_on[-1].display}",
+        "",
+        f"Every source in turn was left out of training and measured. {sites}",
+        "",
+    ]
+    for step in climbed:
+        part = round(step.rung.share * budget)
+        lines += [
+            f"## Rung {step.rung.number}: {part:,} mini-batches a site",
+            "",
+            f"| method | mean | minus {first} | p | p (Holm) | goes on |",
+            "| --- | ---: | ---: | ---: | ---: | --- |",
+        ]
+        for method, mean in ranked(step.experiment.methods, step.results):
+            name = method.display
+            test = next((test for at, other, test in tests if at is step and other is method), None)
+            cells = ["", "", ""]
+            if test is not None:
+                error = "" if test.standard_error is None else f" ± {test.standard_error:.2f}"
+                cells = [f"{test.mean:+.2f}{error}", p_value(test.p), p_value(corrected[step.rung.number, name])]
+            score = "diverged" if mean is None else f"{mean:.2f}"
+            lines.append(f"| {name} | {score} | {' | '.join(cells)} | {'yes' if method in step.going_on else ''} |")
+        lines.append("")
+    looks = sum(test is not None and test.p is not None for _, _, test in tests)
+    lines.append(
+        "Mean in percent over sources and seeds; the difference's standard error and p are over seeds, p (Holm) is for "
+        f"all {looks} differences of this page together. A rung's best was chosen by its number, "
+        "so that number is a little too good: the experiment file beside this page measures it again."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _difference(step: Climbed, method: Method) -> TTest | None:
+    """The method minus the first, tested over seeds."""
+    first = step.experiment.methods[0].display
+    by_name = {name: [result for result in step.results if result.method == name] for name in (method.display, first)}
+    found = compare(by_name[method.display], by_name[first])
+    return found.average if found else None

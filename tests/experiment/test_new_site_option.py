@@ -1,0 +1,61 @@
+"""``batch_norm_at_new_site`` from an experiment file to a prediction: only what answers at the unseen site changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from small import experiment, features, save
+
+import fedshift
+from fedshift.errors import UserError
+from fedshift.experiment.compatibility import check_fit
+from fedshift.experiment.config.experiment import parse
+from fedshift.experiment.plan import Plan
+from fedshift.experiment.predict import load_model
+from fedshift.methods import registry
+
+
+def options(where: dict[str, str], **changes: Any) -> dict[str, Any]:
+    methods = [{"name": "fedavg"}, {"name": "fedavg", "batch_norm_at_new_site": 1}]
+    return experiment(where, model={"name": "mlp", "hidden": [8], "batch_norm": True}, methods=methods, **changes)
+
+
+def test_the_same_model_answers_better_at_a_shifted_site(tmp_path: Path) -> None:
+    far = features(4, 60, 4.0)
+    where = save(tmp_path, a=features(1, 60), b=features(2, 60), z=far)
+    changes = {"protocol": {"targets": ["z"], "seeds": [0]}, "training": {"rounds": 4, "batch_size": 8, "lr": 0.1}}
+    found = fedshift.run(options(where, **changes), tmp_path / "runs")
+    plain, adapted = found.runs
+    assert (plain.method, adapted.method) == ("fedavg", "fedavg+newsite")
+    models = [load_model(found.folder / run.method / "z" / "seed-0") for run in found.runs]
+    assert all(map(np.array_equal, *(list(map(np.asarray, model.network.state_dict().values())) for model in models)))
+    assert plain.selected["last"] is not None
+    assert adapted.selected["last"] is not None
+    assert adapted.selected["last"].accuracy > plain.selected["last"].accuracy + 10
+    data = tmp_path / "far.npz"
+    np.savez(data, x=far["x"])
+    for model, run in zip(models, found.runs, strict=True):
+        right = [int(one.predicted) == label for one, label in zip(model.predict(data), far["y"], strict=True)]
+        assert run.accuracy() == pytest.approx(100 * np.mean(right), abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": {"name": "linear"}}, "no BatchNorm"),
+        ({"protocol": {"kind": "adapt_to_one"}}, "has no unseen site"),
+    ],
+)
+def test_where_no_new_site_could_use_it(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    whole = {**options(save(tmp_path, a=features(1), b=features(2), z=features(3))), **changes}
+    parsed = parse(whole)
+    with pytest.raises(UserError, match=words):
+        check_fit(Plan(parsed, parsed.data.build()))
+
+
+def test_beside_the_wrapper_only() -> None:
+    with pytest.raises(ValueError, match="beside styles"):
+        registry.parse({"name": "styles", "method": {"name": "fedavg", "batch_norm_at_new_site": 4}})
