@@ -186,6 +186,12 @@ class Federation(ABC):
         self._open = replies
         return replies
 
+    def ask_further(self, call: Callable[..., R], *, to: Sequence[str], **content: Content | PerSite) -> Replies[R]:
+        """As `ask`, but a further part of the last exchange: what later exchanges draw at random stays the same."""
+        self.settle()
+        self.progress.exchange -= 1
+        return self.ask(call, to=to, **content)
+
     def settle(self) -> None:
         """Finish the last exchange if its replies were not all read."""
         if self._open is not None:

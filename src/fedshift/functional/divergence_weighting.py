@@ -195,7 +195,10 @@ def distance_weighted(
     granularity: Granularity = "tensor",
     power: float = 1.0,
 ) -> tuple[Weights, Weights]:
-    """A site's terms of the two sums from which its part of equation (2) can be had without its model.
+    """A site's terms of the two sums that give equation (2) without any site's model.
+
+    The terms are relative to the mean, so that rounding them as fixed-point numbers moves the result less than the
+    models are apart, however small the distances are.
 
     Args:
         weights: G, the site's tensors by name.
@@ -205,28 +208,31 @@ def distance_weighted(
         power: as in `divergence_weights`.
 
     Returns:
-        ``d_l^p · G_l`` for each float tensor, and ``d_l^p`` as float64.
+        ``d_l^p · (G_l − A_l)`` for each float tensor, and ``d_l^p`` as float64.
     """
     found = {name: value**power for name, value in distances(weights, mean, kind, granularity).items()}
-    weighted = {name: (weights[name].double() * value).to(weights[name].dtype) for name, value in found.items()}
+    weighted = {
+        name: ((weights[name].double() - mean[name].double()) * value).to(weights[name].dtype)
+        for name, value in found.items()
+    }
     return Weights(weighted), Weights({name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()})
 
 
 def fused_from_sums(mean: Weights, weighted: Mapping[str, Tensor], total: Mapping[str, Tensor]) -> Weights:
-    """``Σ d_l G_l / Σ d_l`` (2, 3), and the mean's tensors where all distances are 0 or the tensor is of integers.
+    """``A_l + Σ d_l (G_l − A_l) / Σ d_l`` (2, 3); A_l where all distances are 0 or the tensor is of integers.
 
     Args:
         mean: A.
-        weighted: the sum, or the mean, of the sites' ``d_l^p · G_l``.
+        weighted: the sum, or the mean, of the sites' ``d_l^p · (G_l − A_l)``.
         total: that of their ``d_l^p``.
 
     Example:
         >>> one, zero = torch.tensor(1.0), torch.tensor(0.0)
-        >>> fused_from_sums(Weights({"a": one, "b": one}), {"a": 3 * one, "b": zero}, {"a": 2 * one, "b": zero})["a"]
+        >>> fused_from_sums(Weights({"a": one, "b": one}), {"a": one, "b": zero}, {"a": 2 * one, "b": zero})["a"]
         tensor(1.5000)
     """
     fused = {
-        name: (weighted[name].double() / value.double()).to(mean[name].dtype)
+        name: (mean[name].double() + weighted[name].double() / value.double()).to(mean[name].dtype)
         for name, value in total.items()
         if value.item() > 0
     }

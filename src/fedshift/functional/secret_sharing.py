@@ -6,6 +6,7 @@ all values, so whoever can time a site's arithmetic precisely could learn about 
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Mapping, Sequence
 
@@ -54,7 +55,7 @@ def join_shares(shares: Mapping[int, bytes], threshold: int) -> bytes:
         raise FedshiftError("a share is no number below the prime")
     used = places[:threshold]
     for place in (0, *places[threshold:]):
-        factors = _lagrange(used, place)
+        factors = _lagrange(tuple(used), place)
         found = sum(factor * values[at] for factor, at in zip(factors, used, strict=True)) % PRIME
         if place == 0:
             secret = found
@@ -72,7 +73,8 @@ def _value_at(coefficients: Sequence[int], place: int) -> int:
     return value
 
 
-def _lagrange(places: Sequence[int], at: int) -> list[int]:
+@functools.lru_cache(1024)  # the same for all secrets that the same holders share
+def _lagrange(places: tuple[int, ...], at: int) -> tuple[int, ...]:
     """The factors of the values at ``places`` in the value ``at`` another place."""
     factors = []
     for place in places:
@@ -82,4 +84,4 @@ def _lagrange(places: Sequence[int], at: int) -> list[int]:
                 above = above * (at - other) % PRIME
                 below = below * (place - other) % PRIME
         factors.append(above * pow(below, -1, PRIME) % PRIME)
-    return factors
+    return tuple(factors)

@@ -62,12 +62,12 @@ from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 _LARGEST = 2.0**31
-"""Of d and d · G: no larger number can be summed."""
+"""Of d and d · (G − A): no larger number can be summed."""
 
 
 @dataclass(frozen=True)
 class Weighed(Reply):
-    """What a site adds to the sums of `CSAC.fuse_sums`: d_l · G_l and d_l of each float tensor."""
+    """What a site adds to the sums of `CSAC.fuse_sums`: d_l · (G_l − A_l) and d_l of each float tensor."""
 
     weighted: Weights
     distances: Weights
@@ -184,18 +184,18 @@ class CSAC(Method):
         return fused, {"losses": dict(updates.numbers("loss")), "aggregation_weights": dict(by_layer)}
 
     def fuse_sums(self, federation: Federation, updates: Replies[Update]) -> tuple[Weights, dict[str, Any]]:
-        """The same from sums alone: the mean A goes back, and each site answers with its d and d · G."""
+        """The same from sums alone: the mean A goes back, and each site answers with d and d · (G − A)."""
         mean = updates.mean("uniform")
         report = {"losses": mean.numbers["loss"]}
         if self.aggregation == "average":
             return mean.model(), report
-        parts = federation.ask(self.weigh, to=federation.sources, mean=mean.model()).mean("uniform")
+        parts = federation.ask_further(self.weigh, to=federation.sources, mean=mean.model()).mean("uniform")
         return fused_from_sums(mean.model(), parts.model("weighted"), parts.model("distances")), report
 
     # Site ---------------------------------------------------------------------------------------------------------
 
     def weigh(self, site: Site, mean: Weights) -> Weighed:
-        """The distances d_l of the model that the site sent last, and d_l · G_l; ``mean``: A."""
+        """The distances d_l of the model that the site sent last, and d_l · (G_l − A_l); ``mean``: A."""
         weighted, found = distance_weighted(
             site.memory.weights("sent"), mean, self.distance, self.granularity, self.distance_power
         )
