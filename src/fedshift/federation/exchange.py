@@ -166,7 +166,7 @@ class Replies(Generic[R]):
                 if isinstance(content[name], NamedTensors):
                     _, mean = means.setdefault(name, (type(content[name]), MeanAccumulator()))  # type: ignore[arg-type]
                     mean.add(content[name], raw[site], f"site '{site}'")  # type: ignore[arg-type]
-                elif isinstance(content[name], float):
+                elif isinstance(content[name], int | float):
                     numbers.setdefault(name, {})[site] = content[name]  # type: ignore[assignment]
             del reply, content  # before the next is read
         if not raw:

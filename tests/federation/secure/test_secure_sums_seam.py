@@ -108,6 +108,15 @@ def test_sums_by_hand() -> None:
     assert Layout.read([list(added.layout.numbers), [list(entry) for entry in added.layout.tensors]]) == added.layout
 
 
+def test_a_whole_number_is_summed_and_a_text_is_not() -> None:
+    weighing = Weighing.of("uniform", [4])
+    total = Total()
+    total.add("a", contribution(Update(Weights({}), 4, 3), weighing))
+    assert total.mean().numbers == {"loss": {ALL: 3.0}}
+    with pytest.raises(FedshiftError, match="'loss' is a str"):
+        contribution(Update(Weights({}), 4, "low"), weighing)  # type: ignore[arg-type]
+
+
 def test_a_mask_that_is_left_is_noticed() -> None:
     total = Total()
     for site in "abc":

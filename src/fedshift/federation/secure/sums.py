@@ -125,10 +125,12 @@ def contribution(reply: Reply, weighing: Weighing) -> Contribution:
                     raise FedshiftError(f"'{field}/{name}' holds {tensor.dtype}, which cannot be summed")
                 tensors.append((field, value.kind, name, str(tensor.dtype), tuple(tensor.shape)))
                 flat.append(to_fixed(tensor, weighing.terms, weight))
-        elif isinstance(value, float):
+        elif field == "samples":
+            continue  # it is in the weight
+        elif isinstance(value, int | float):
             numbers.append(field)
-            values.append(value)
-        elif field != "samples":
+            values.append(float(value))
+        else:
             raise FedshiftError(f"field '{field}' is a {type(value).__name__}, which cannot be summed")
     head = torch.tensor([1], dtype=torch.int64)
     own = to_fixed(torch.tensor([weight], dtype=torch.float64), weighing.terms)
