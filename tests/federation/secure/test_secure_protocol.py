@@ -89,6 +89,17 @@ def test_an_upload_tells_nothing_and_no_two_are_alike(five: Federation) -> None:
     assert not (uploads[0] == five.numbers["s00"]).any()
 
 
+def test_self_masks_come_from_no_seed(five: Federation) -> None:
+    """With the same key, order and numbers the pairwise masks are equal, and the self masks are not."""
+    upload = five.sites["s00"].mask(five.order(), five.numbers["s00"]).numbers
+    again = five.folder / "again"
+    again.mkdir()
+    (again / "key").write_bytes((five.folder / "s00" / "key").read_bytes())
+    twin = SecureSite("s00", "run", again, five.certificates["s00"].sign, five._verified)
+    other = twin.mask(five.order(), five.numbers["s00"]).numbers
+    assert not (upload == other).any()
+
+
 @pytest.mark.parametrize(("first", "second"), [(5, 2), (3, 2)])
 def test_too_few_in_the_second_exchange(five: Federation, first: int, second: int) -> None:
     with pytest.raises(FedshiftError, match="needs 3 of 5 sites"):
