@@ -209,6 +209,11 @@ def distance_weighted(
 
     Returns:
         ``d_l^p · (G_l − A_l)`` for each float tensor, and ``d_l^p`` as float64.
+
+    Example:
+        >>> weighted, found = distance_weighted({"w": torch.tensor([3.0])}, {"w": torch.tensor([1.0])})
+        >>> weighted["w"], found["w"].item()
+        (tensor([4.]), 2.0)
     """
     found = {name: value**power for name, value in distances(weights, mean, kind, granularity).items()}
     weighted = {

@@ -46,7 +46,12 @@ def to_fixed(numbers: Tensor, terms: int, weight: float = 1.0) -> Tensor:
 
 
 def from_fixed(total: Tensor) -> Tensor:
-    """The float64 numbers of a sum of `to_fixed`."""
+    """The float64 numbers of a sum of `to_fixed`.
+
+    Example:
+        >>> from_fixed(torch.tensor([2**31, -(2**32)]))
+        tensor([ 0.5000, -1.0000], dtype=torch.float64)
+    """
     return total.to(torch.float64).mul_(2.0**-FRACTION_BITS)
 
 

@@ -29,6 +29,13 @@ def add_stream(numbers: Tensor, seed: bytes, sign: int = 1) -> None:
         numbers: int64 (n,), contiguous.
         seed: 32 bytes, for one stream only: the nonce is always zero.
         sign: 1 or −1.
+
+    Example:
+        >>> numbers = torch.tensor([1, 2])
+        >>> add_stream(numbers, b"s" * 32)
+        >>> add_stream(numbers, b"s" * 32, sign=-1)
+        >>> numbers
+        tensor([1, 2])
     """
     stream = _stream(seed)
     if not len(numbers):
@@ -53,6 +60,14 @@ def masked(numbers: Tensor, site: str, own_seed: bytes, pair_seeds: Mapping[str,
         site: u.
         own_seed: b_u.
         pair_seeds: s_uv by the name of v. Sites are ordered by name.
+
+    Example:
+        >>> first = masked(torch.tensor([1]), "a", b"1" * 32, {"b": b"p" * 32})
+        >>> second = masked(torch.tensor([2]), "b", b"2" * 32, {"a": b"p" * 32})
+        >>> total = first + second
+        >>> unmask(total, [b"1" * 32, b"2" * 32], {})
+        >>> total
+        tensor([3])
     """
     out = numbers.clone()
     add_stream(out, own_seed)
@@ -72,6 +87,12 @@ def unmask(
         total: Σ y_u over the sites that answered, int64 (n,).
         own_seeds: b_u of each of these.
         pair_seeds: s_uv by (u, v): u answered, v of the roster did not.
+
+    Example:
+        >>> total = masked(torch.tensor([1]), "a", b"1" * 32, {"b": b"p" * 32})
+        >>> unmask(total, [b"1" * 32], {("a", "b"): b"p" * 32})
+        >>> total
+        tensor([1])
     """
     for seed in own_seeds:
         add_stream(total, seed, -1)

@@ -46,6 +46,11 @@ def join_shares(shares: Mapping[int, bytes], threshold: int) -> bytes:
 
     Raises:
         FedshiftError: there are too few shares, or they do not fit together.
+
+    Example:
+        >>> line = {1: (5).to_bytes(33), 2: (7).to_bytes(33)}  # 3 + 2x
+        >>> int.from_bytes(join_shares(line, threshold=2))
+        3
     """
     places = sorted(shares)
     if len(places) < threshold:
