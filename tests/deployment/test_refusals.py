@@ -176,6 +176,8 @@ def test_a_site_that_does_not_say_how_well_a_model_does_is_left_out_of_the_measu
         ("fedavg", {"on_refusal": "go_on"}, "engine.on_refusal"),
         ("fedavg", {"refuse_at": {"sout": ["weights"]}}, "engine.refuse_at: no site is called 'sout'.*'south'"),
         ("fedavg", {"refuse_at": {"south": ["weight"]}}, "unknown kind 'weight'; did you mean 'weights'"),
+        ("feddg_ga", {"aggregation": "secure"}, "reads norms of feddg_ga's sites: choose fedavg"),
+        ("fedavg", {"aggregation": "masked"}, "engine.aggregation"),
         ("fedavg", {"name": "flare", "refuse_at": {"south": ["weights"]}}, "refuse_at"),
         (
             "deepall",
@@ -225,3 +227,23 @@ def test_what_a_step_promises_is_refused_before_it_works(monkeypatch: pytest.Mon
     monkeypatch.setattr(ELCFS, "_half_width", lambda *_: pytest.fail("it worked"))
     with pytest.raises(KindRefused, match=r"site 'large' refuses to send spectra .* call share_spectra\), rule engine"):
         runner.run("share_spectra", runner.site.envelope, {})
+
+
+# Secure aggregation -----------------------------------------------------------------------------------------------
+
+
+def test_a_run_of_sums_records_no_site_by_itself(tmp_path: Path) -> None:
+    run = here(tmp_path, "fedavg", aggregation="secure")
+    for line in lines(run):
+        assert list(line["losses"]) == ["all sites"]
+        assert line["aggregation_weights"] == {}
+        assert line["bytes"]["up"]["masked"] > 2 * line["bytes"]["down"]["weights"]
+        assert "weights" not in line["bytes"]["up"]
+    with pytest.raises(UserError, match="aggregation"):  # not a continuation of the same run
+        here(tmp_path, "fedavg")
+
+
+def test_no_deployment_runs_half_secure(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="a deployment cannot mask models yet") as told:
+        there(tmp_path, "fedavg", {}, aggregation="secure")
+    assert "\n" not in str(told.value)

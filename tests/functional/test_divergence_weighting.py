@@ -14,9 +14,11 @@ from torch import Tensor
 from fedshift.errors import TrainingDiverged, UserError
 from fedshift.functional.averaging import weighted_average
 from fedshift.functional.divergence_weighting import (
+    distance_weighted,
     distances,
     divergence_aggregate,
     divergence_weights,
+    fused_from_sums,
     tensor_distance,
 )
 from fedshift.weights import Weights
@@ -284,3 +286,21 @@ def test_a_high_power_leaves_the_farthest_site_alone() -> None:
     fused, shares = divergence_aggregate(layer(ROWS), power=200)
     assert shares["fc.weight"] == pytest.approx([0, 0, 1], abs=1e-12)
     assert fused["fc.weight"][0].tolist() == pytest.approx(list(ROWS[2]), abs=1e-12)
+
+
+def test_fusing_from_two_sums_is_fusing_from_the_models() -> None:
+    generator = torch.Generator().manual_seed(2)
+    models = [
+        Weights({"w": torch.randn(4, 3, generator=generator), "b": torch.ones(2), "n": torch.tensor(number)})
+        for number in range(4)
+    ]
+    fused, _ = divergence_aggregate(models, power=1.5)
+    centre = torch.stack([model["w"] for model in models]).mean(0)
+    mean = Weights({"w": centre, "b": torch.ones(2), "n": torch.tensor(3)})
+    parts = [distance_weighted(model, mean, power=1.5) for model in models]
+    sums = [{name: sum(part[side][name] for part in parts) for name in ("w", "b")} for side in (0, 1)]
+    found = fused_from_sums(mean, sums[0], sums[1])
+    assert torch.allclose(found["w"], fused["w"], atol=1e-6)
+    assert not torch.allclose(mean["w"], fused["w"], atol=1e-3)
+    assert torch.equal(found["b"], torch.ones(2))  # no distance at all
+    assert found["n"].item() == 3

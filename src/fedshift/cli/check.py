@@ -34,8 +34,18 @@ def check_file(path: Path, overrides: Sequence[str]) -> None:
         highlight=False,
     )
     methods = Table(box=None, pad_edge=False)
-    for column in ("method", "runs", "rounds", "mini-batches per site", "training", "up", "down", "leaves a site"):
-        methods.add_column(column, justify="left" if column in ("method", "leaves a site") else "right")
+    for column in (
+        "method",
+        "runs",
+        "rounds",
+        "mini-batches per site",
+        "training",
+        "up",
+        "down",
+        "leaves a site",
+        "server reads",
+    ):
+        methods.add_column(column, justify="left" if column in ("method", "leaves a site", "server reads") else "right")
     for method in found.methods:
         methods.add_row(
             escape(method.label),
@@ -46,6 +56,7 @@ def check_file(path: Path, overrides: Sequence[str]) -> None:
             _size(method.bytes_up),
             _size(method.bytes_down),
             ", ".join(method.shares),
+            method.reads,
         )
     console.print(methods)
     console.print(

@@ -66,6 +66,11 @@ def check_deployable(experiment: Experiment) -> FlareEngine:
             )
     if isinstance(experiment.protocol, AdaptToOne) and experiment.protocol.wrong_labels:
         raise UserError("protocol.wrong_labels: only a simulation can make labels wrong; sites keep theirs")
+    if experiment.engine.sums_only:
+        raise UserError(
+            "engine.aggregation: secure works on one machine so far, where it shows what it costs; a deployment cannot "
+            "mask models yet, so its coordinator would see each of them: write plain, or leave it out"
+        )
     return experiment.engine
 
 

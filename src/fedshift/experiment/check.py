@@ -67,6 +67,7 @@ class MethodCheck:
         bytes_up: bytes that leave the sites in all its runs; None where they are not known.
         bytes_down: bytes that reach the sites in all its runs; None where they are not known.
         shares: kinds of content that leave a site.
+        reads: what the server reads of the sites' models: sums, norms or models.
     """
 
     label: str
@@ -78,6 +79,7 @@ class MethodCheck:
     bytes_up: int | None
     bytes_down: int | None
     shares: tuple[str, ...]
+    reads: str
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,7 @@ def _method(method: Method, needs: Sequence[_Need]) -> MethodCheck:
         bytes_up=sum(one.up for one in sent) if known else None,
         bytes_down=sum(one.down for one in sent) if known else None,
         shares=method.shares,
+        reads=method.reads,
     )
 
 

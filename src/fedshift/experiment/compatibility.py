@@ -11,8 +11,10 @@ from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.config.sections import LeaveOneOut
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.plan import Plan
+from fedshift.federation.secure.sums import SMALLEST_ROSTER
 from fedshift.methods import registry
 from fedshift.methods.base import Method
+from fedshift.methods.catalogue import SUMS
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.models import registry as models
 from fedshift.models.network import Network
@@ -55,7 +57,10 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
         )
     if experiment.training.precision == "bf16" and not has_bf16_units(resolve_device(experiment.device)):
         warnings.append("training.precision: this device has no units for bf16, so it is no faster than float32")
+    fewest = min(len(sources) for sources, _ in roles)
     for method in experiment.methods:
+        if engine.sums_only:
+            check_sums(method, fewest)
         if data.task not in method.tasks:
             known = {name: registry.method_class(name).tasks for name in registry.names()}
             # A wrapper has the tasks of the method that it wraps, so its class has no list of them.
@@ -107,6 +112,26 @@ def _check_headline(experiment: Experiment, data: DataSet) -> None:
         raise UserError(
             f"evaluation.headline: {headline} needs two classes, but data set {data.name} has {len(data.classes)}: "
             "choose balanced_accuracy or auroc"
+        )
+
+
+def check_sums(method: Method, sources: int) -> None:
+    """Raises UserError where secure aggregation cannot hide what a method's sites send.
+
+    Args:
+        method: of the run.
+        sources: the fewest labelled sites of a run.
+    """
+    if method.reads != "sums":
+        why = "with robust aggregation " if method.robust is not None else ""
+        raise UserError(
+            f"engine.aggregation: secure lets the server read sums only, but {why}it reads {method.reads} of "
+            f"{method.display}'s sites: choose {', '.join(SUMS)}" + (" without robust" if why else "")
+        )
+    if sources < SMALLEST_ROSTER:
+        raise UserError(
+            f"engine.aggregation: secure needs {SMALLEST_ROSTER} labelled sites, here a run has {sources}: of "
+            "two sites each would know the other's model from the sum"
         )
 
 

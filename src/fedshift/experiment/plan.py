@@ -222,6 +222,8 @@ class PlannedRun:
             "device": experiment.device,
             "versions": versions(),
         }
+        if experiment.engine.sums_only:
+            identity["aggregation"] = experiment.engine.aggregation
         return identity | {"wire": experiment.engine.wire} if isinstance(experiment.engine, FlareEngine) else identity
 
 

@@ -90,6 +90,7 @@ def dry_run_of(planned: PlannedRun, network: Network) -> DryRun:
         rounds=max(1, planned.rounds),
         quorum=engine.quorum,
         on_refusal=engine.on_refusal,
+        sums_only=engine.sums_only,
     )
 
 

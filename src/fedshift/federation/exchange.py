@@ -13,6 +13,8 @@ from fedshift.errors import FedshiftError
 from fedshift.federation.message_files import mapped_message
 from fedshift.federation.messages import Content, Number, Reply, encode, pieces, reply_content
 from fedshift.federation.site import Envelope
+from fedshift.functional.averaging import MeanAccumulator
+from fedshift.weights import NamedTensors, Weights
 
 R = TypeVar("R", bound=Reply)
 
@@ -58,6 +60,27 @@ class Missing:
         """The error that ends the run: the site's own, with ``more`` and the advice."""
         said = [text for text in (*more, self.advice) if text]
         return type(self.error)("; ".join([str(self.error), *said])) if said else self.error
+
+
+@dataclass(frozen=True)
+class Mean:
+    """Weighted means over the replies of an exchange.
+
+    Attributes:
+        tensors: the mean of each field of tensors, by field.
+        numbers: each number of the replies by site, by field; under secure aggregation its mean under one name.
+        shares: every site's share; empty under secure aggregation.
+        answered: how many sites answered.
+    """
+
+    tensors: Mapping[str, NamedTensors]
+    numbers: Mapping[str, dict[str, float]]
+    shares: dict[str, float]
+    answered: int
+
+    def model(self, field: str = "weights") -> Weights:
+        """The mean of a field that holds models."""
+        return Weights(self.tensors[field])
 
 
 class Replies(Generic[R]):
@@ -123,6 +146,34 @@ class Replies(Generic[R]):
             raise FedshiftError("call .keep() before the first pass over the replies")
         self._kept = self._kept or _Kept()
         return self
+
+    def mean(self, by: str | Mapping[str, float] = "samples") -> Mean:
+        """The mean over the replies, taken in one streaming pass: the only way to read sums alone.
+
+        Args:
+            by: ``samples`` weighs sites by N_k/ΣN (FedAvg), ``uniform`` by 1/K, a mapping by what it gives each site.
+
+        Raises:
+            FedshiftError: no site answered.
+        """
+        means: dict[str, tuple[type[NamedTensors], MeanAccumulator]] = {}
+        raw: dict[str, float] = {}
+        numbers: dict[str, dict[str, float]] = {}
+        for site, reply in self.items():
+            content = reply_content(reply)
+            raw[site] = by[site] if isinstance(by, Mapping) else float(content["samples"]) if by == "samples" else 1.0  # type: ignore[arg-type]
+            for name in content:
+                if isinstance(content[name], NamedTensors):
+                    _, mean = means.setdefault(name, (type(content[name]), MeanAccumulator()))  # type: ignore[arg-type]
+                    mean.add(content[name], raw[site], f"site '{site}'")  # type: ignore[arg-type]
+                elif isinstance(content[name], int | float):
+                    numbers.setdefault(name, {})[site] = content[name]  # type: ignore[assignment]
+            del reply, content  # before the next is read
+        if not raw:
+            raise FedshiftError("no site answered")
+        total = sum(raw.values())
+        tensors = {name: kind(mean.result()) for name, (kind, mean) in means.items()}
+        return Mean(tensors, numbers, {site: share / total for site, share in raw.items()}, len(raw))
 
     def only(self) -> R:
         """The reply of the one site that was asked.

@@ -6,18 +6,19 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median_low
 from typing import Any, ClassVar, Literal, Protocol
 
 from fedshift.errors import FedshiftError, KindRefused, ReplyRefused, TrainingDiverged, nearest
-from fedshift.federation.exchange import Answer, Missing, R, Replies, Request
+from fedshift.federation.exchange import Answer, Mean, Missing, R, Replies, Request
 from fedshift.federation.ledger import Ledger
-from fedshift.federation.messages import KINDS, NUMBERS, Content, PerSite, Reply, reply_content
+from fedshift.federation.messages import KINDS, NUMBERS, Content, PerSite, Reply, promised_kinds, reply_content
 from fedshift.federation.plug_in import PlugIn
-from fedshift.federation.replies.checks import ReplyCheck
+from fedshift.federation.replies.checks import ReplyCheck, reply_type
 from fedshift.federation.reply_bounds import About, Bounds
+from fedshift.federation.secure.sums import By, SumOnly, Total, Weighing, contribution, threshold
 from fedshift.federation.site import Envelope, Site
 from fedshift.models.network import Network
 
@@ -85,6 +86,7 @@ class Federation(ABC):
             whatever they answered; None means all.
         on_refusal: whether a site that refuses to send a kind may take part, which `SiteRunner` asks before training.
         on_answer: called with each site that answered and the mini-batches it trained on.
+        sums_only: whether replies that hold models are read only as sums (secure aggregation).
     """
 
     checks_replies: ClassVar[bool] = False
@@ -102,6 +104,7 @@ class Federation(ABC):
         quorum: int | None = None,
         on_refusal: OnRefusal = "stop",
         on_answer: Callable[[str, int], None] | None = None,
+        sums_only: bool = False,
     ) -> None:
         self.method = method
         self.checks = ReplyCheck(method, about)
@@ -114,6 +117,7 @@ class Federation(ABC):
         self.budget = {site: budget.get(site, 0) for site in (*sources, *targets)}
         self.rounds = rounds
         self.seed = seed
+        self.sums_only = sums_only
         self.ledger = Ledger()
         self.progress = Progress(used=dict.fromkeys((*sources, *targets), 0))
         self.round = 0
@@ -174,6 +178,10 @@ class Federation(ABC):
         if getattr(call, "__self__", None) is not self.method.call_owner(call.__name__):
             raise FedshiftError("ask takes a call of the method itself, such as self.fit")
         self.progress.exchange += 1
+        if self.sums_only and "weights" in promised_kinds(reply_type(self.method, call.__name__)).values():
+            sums: Replies[R] = SumOnly(tuple(to), lambda by: self.summed(call.__name__, tuple(to), content, by))
+            self._open = sums
+            return sums
         answers: Generator[tuple[str, R], None, None] = self._exchange(call.__name__, tuple(to), content)
         if self.screening is not None:
             answers = self.screening.screened(call.__name__, content, answers)
@@ -181,14 +189,45 @@ class Federation(ABC):
         self._open = replies
         return replies
 
+    def ask_further(self, call: Callable[..., R], *, to: Sequence[str], **content: Content | PerSite) -> Replies[R]:
+        """As `ask`, but a further part of the last exchange: what later exchanges draw at random stays the same."""
+        self.settle()
+        self.progress.exchange -= 1
+        return self.ask(call, to=to, **content)
+
     def settle(self) -> None:
         """Finish the last exchange if its replies were not all read."""
         if self._open is not None:
             open_replies, self._open = self._open, None
             open_replies.drain()
 
+    def summed(self, call: str, to: tuple[str, ...], content: Mapping[str, Content | PerSite], by: By) -> Mean:
+        """The mean of the replies, added as integers so that no order and no engine changes a bit.
+
+        Raises:
+            FedshiftError: fewer sites answered than a sum over a network needs.
+        """
+        weighing = Weighing.of(by, [self.checks.samples_of(site) for site in to])
+        total = Total()
+        for site, added in self._exchange(call, to, content, weighing):
+            total.add(site, added)
+        self.check_number(total.sites, to)
+        return total.mean()
+
+    def check_number(self, answered: Sequence[str], asked: Sequence[str]) -> None:
+        """Raise FedshiftError unless enough sites answered for a sum."""
+        if len(answered) < threshold(len(asked)):
+            raise FedshiftError(
+                f"round {self.round}: {len(answered)} of {len(asked)} sites answered; secure aggregation needs more "
+                "than half"
+            )
+
     def _exchange(
-        self, call: str, to: tuple[str, ...], content: Mapping[str, Content | PerSite]
+        self,
+        call: str,
+        to: tuple[str, ...],
+        content: Mapping[str, Content | PerSite],
+        weighing: Weighing | None = None,
     ) -> Generator[tuple[str, Any], None, None]:
         number = self.progress.exchange
 
@@ -208,9 +247,12 @@ class Federation(ABC):
         spent: list[float] = []
         for answer in self.deliver(call, requests()):
             if isinstance(answer, Answer):
-                self.ledger.record(number, call, answer.site, "up", answer.crossed or reply_content(answer.reply))
+                if weighing is None:
+                    self.ledger.record(number, call, answer.site, "up", answer.crossed or reply_content(answer.reply))
                 if not self.checks_replies:
-                    answer = self._checked(call, answer, own[answer.site])
+                    answer = self._checked(call, answer, own[answer.site], weighing)
+            if isinstance(answer, Answer) and weighing is not None:
+                self.ledger.record(number, call, answer.site, "up", {"sum": answer.reply.numbers})
             if isinstance(answer, Missing):
                 missing.append(answer.site)
                 self.go_on_without(answer, len(to), len(missing))
@@ -223,10 +265,14 @@ class Federation(ABC):
         for site in missing:
             self.forfeit(site, spent)
 
-    def _checked(self, call: str, answer: Answer[Any], sent: Mapping[str, Content]) -> Answer[Any] | Missing:
-        """The answer, or why its reply cannot be used."""
+    def _checked(
+        self, call: str, answer: Answer[Any], sent: Mapping[str, Content], weighing: Weighing | None
+    ) -> Answer[Any] | Missing:
+        """The answer, its reply as integers if it is ``weighing``; or why its reply cannot be used."""
         try:
             self.checks.check(call, answer.site, type(answer.reply), reply_content(answer.reply), sent)
+            if weighing is not None:
+                return replace(answer, reply=contribution(answer.reply, weighing))
         except FedshiftError as error:
             kind = TrainingDiverged if isinstance(error, TrainingDiverged) else ReplyRefused
             return Missing(answer.site, kind(f"the reply of site '{answer.site}' in round {self.round}: {error}"))

@@ -71,8 +71,14 @@ class RawData(NamedTensors):
     kind: ClassVar[str] = "raw_data"
 
 
+class Masked(NamedTensors):
+    """What a site adds to a sum under secure aggregation: integers that tell nothing without the other sites'."""
+
+    kind: ClassVar[str] = "masked"
+
+
 KINDS: dict[str, type[NamedTensors]] = {
-    cls.kind: cls for cls in (Weights, Statistics, Styles, Spectra, Features, RawData)
+    cls.kind: cls for cls in (Weights, Statistics, Styles, Spectra, Features, RawData, Masked)
 }
 
 Number = int | float | bool | str

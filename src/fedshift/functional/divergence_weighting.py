@@ -188,6 +188,62 @@ def divergence_aggregate(
     return fused.result(), weights
 
 
+def distance_weighted(
+    weights: Mapping[str, Tensor],
+    mean: Mapping[str, Tensor],
+    kind: Distance = "l2",
+    granularity: Granularity = "tensor",
+    power: float = 1.0,
+) -> tuple[Weights, Weights]:
+    """A site's terms of the two sums that give equation (2) without any site's model.
+
+    The terms are relative to the mean, so that rounding them as fixed-point numbers moves the result less than the
+    models are apart, however small the distances are.
+
+    Args:
+        weights: G, the site's tensors by name.
+        mean: A, the mean's.
+        kind: as in `tensor_distance`.
+        granularity: as in `distances`.
+        power: as in `divergence_weights`.
+
+    Returns:
+        ``d_l^p · (G_l − A_l)`` for each float tensor, and ``d_l^p`` as float64.
+
+    Example:
+        >>> weighted, found = distance_weighted({"w": torch.tensor([3.0])}, {"w": torch.tensor([1.0])})
+        >>> weighted["w"], found["w"].item()
+        (tensor([4.]), 2.0)
+    """
+    found = {name: value**power for name, value in distances(weights, mean, kind, granularity).items()}
+    weighted = {
+        name: ((weights[name].double() - mean[name].double()) * value).to(weights[name].dtype)
+        for name, value in found.items()
+    }
+    return Weights(weighted), Weights({name: torch.tensor(value, dtype=torch.float64) for name, value in found.items()})
+
+
+def fused_from_sums(mean: Weights, weighted: Mapping[str, Tensor], total: Mapping[str, Tensor]) -> Weights:
+    """``A_l + Σ d_l (G_l − A_l) / Σ d_l`` (2, 3); A_l where all distances are 0 or the tensor is of integers.
+
+    Args:
+        mean: A.
+        weighted: the sum, or the mean, of the sites' ``d_l^p · (G_l − A_l)``.
+        total: that of their ``d_l^p``.
+
+    Example:
+        >>> one, zero = torch.tensor(1.0), torch.tensor(0.0)
+        >>> fused_from_sums(Weights({"a": one, "b": one}), {"a": one, "b": zero}, {"a": 2 * one, "b": zero})["a"]
+        tensor(1.5000)
+    """
+    fused = {
+        name: (mean[name].double() + weighted[name].double() / value.double()).to(mean[name].dtype)
+        for name, value in total.items()
+        if value.item() > 0
+    }
+    return mean.merge(fused)
+
+
 def _distance(pairs: Sequence[tuple[Tensor, Tensor]], kind: Distance) -> float:
     """Distance between the concatenation of the first and of the second members of ``pairs``."""
     for tensor, mean in pairs:

@@ -7,12 +7,11 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import model_validator
 
 from fedshift.data.domain import Task
-from fedshift.errors import FedshiftError
 from fedshift.federation.exchange import Replies
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import (
@@ -27,7 +26,6 @@ from fedshift.federation.messages import (
 )
 from fedshift.federation.reply_bounds import About, Bounds
 from fedshift.federation.site import Site
-from fedshift.functional.averaging import MeanAccumulator
 from fedshift.import_paths import place_of
 from fedshift.methods.composition.averaging import Kept
 from fedshift.methods.composition.options import Composed
@@ -101,6 +99,8 @@ class RunPlan:
 U = TypeVar("U", bound=Update)
 Trained = Callable[[int, int], int]
 """Mini-batches of an epoch, and rounds → the mini-batches of a run."""
+Reads = Literal["sums", "norms", "models"]
+"""What a server reads of the models that sites send."""
 
 
 class Method(Composed, ABC):
@@ -127,6 +127,8 @@ class Method(Composed, ABC):
         has_server_step: whether the option ``server`` goes with it; by default if it averages.
         takes_plug_ins: whether plug-ins of local training go with it: its sites train one network with `Site.minimise`.
         relative_cost: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
+        server_reads: what the server's code reads of the replies that hold models: ``sums`` (``replies.mean``) can be
+            hidden by secure aggregation; ``norms`` are sums and numbers of single sites; ``models`` are single models.
     """
 
     citation: ClassVar[str]
@@ -137,6 +139,7 @@ class Method(Composed, ABC):
     tasks: ClassVar[tuple[Task, ...]] = ("classification",)
     one_target: ClassVar[bool] = False
     relative_cost: ClassVar[float] = 1.0
+    server_reads: ClassVar[Reads] = "models"
 
     @model_validator(mode="after")
     def _epochs_to_divide(self) -> Self:
@@ -248,6 +251,13 @@ class Method(Composed, ABC):
         promised = {kind for reply in calls_of(type(self)).values() for kind in promised_kinds(reply).values()}
         return in_order({"weights", NUMBERS, *promised, *({"raw_data"} if self.pooled else ())})
 
+    @property
+    def reads(self) -> Reads:
+        """What the server reads of the sites' models with these options: a rule of robust aggregation reads more."""
+        if self.robust is not None:
+            return "norms" if self.robust.rule == "norm_clipping" and self.server_reads != "models" else "models"
+        return self.server_reads
+
     def call_owner(self, call: str) -> Method:
         """The method that has the call of this name: itself, or the one that it wraps."""
         return self
@@ -294,20 +304,11 @@ def trained_mean(
         by: ``samples`` weighs sites by N_k/ΣN (FedAvg), ``uniform`` by 1/K, a mapping by what it gives each site.
 
     Returns:
-        The mean model, every site's share of it, and every site's loss.
+        The mean model, every site's share of it, and every site's loss; under secure aggregation no shares, and the
+        mean loss.
 
     Raises:
         FedshiftError: no site answered.
     """
-    mean = MeanAccumulator()
-    raw: dict[str, float] = {}
-    losses: dict[str, float] = {}
-    for site, update in updates.items():
-        raw[site] = by[site] if isinstance(by, Mapping) else float(update.samples) if by == "samples" else 1.0
-        losses[site] = update.loss
-        mean.add(update.weights, raw[site])
-        del update  # before the next is read
-    if not raw:
-        raise FedshiftError("no site answered")
-    total = sum(raw.values())
-    return mean.result(), {site: share / total for site, share in raw.items()}, losses
+    mean = updates.mean(by)
+    return mean.model(), mean.shares, mean.numbers["loss"]

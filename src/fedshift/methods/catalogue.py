@@ -192,7 +192,37 @@ ROBUST: Mapping[str, tuple[str, ...]] = {
 SERVER = (*ROBUST, "fednova")
 """The methods that a server's optimiser goes with."""
 
+SUMS = (
+    "fedavg",
+    "fedprox",
+    "scaffold",
+    "feddyn",
+    "moon",
+    "fedbn",
+    "silobn",
+    "fedsam",
+    "fediir",
+    "gperxan",
+    "csac",
+    "elcfs",
+    "fedsr",
+    "fedl2r",
+    "fedcmi",
+    "fedadg",
+    "ccst",
+    "styles",
+)
+"""The methods whose server reads only sums of the sites' models, so that secure aggregation can hide each of them."""
+
+NORMS = ("feddg_ga",)
+"""Those whose server reads sums, and numbers of single sites."""
+
 LOCAL = tuple(
     name for name, entry in ENTRIES.items() if "raw_data" not in entry.shares and name not in ("fada", "fedadg")
 )
 """The methods that plug-ins of local training go with."""
+
+
+def reads(name: str) -> str:
+    """What the server reads of the sites' models: ``sums``, ``norms`` or ``models``."""
+    return "sums" if name in SUMS else "norms" if name in NORMS else "models"

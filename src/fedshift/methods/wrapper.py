@@ -14,7 +14,7 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply
 from fedshift.federation.reply_bounds import About, Bounds
 from fedshift.federation.site import Site
-from fedshift.methods.base import Method, RunPlan, State, Traffic, calls_of, in_order
+from fedshift.methods.base import Method, Reads, RunPlan, State, Traffic, calls_of, in_order
 from fedshift.methods.composition.averaging import Averaging
 from fedshift.methods.robust import Averages
 from fedshift.models.network import Network
@@ -96,6 +96,11 @@ class Wrapper(Method):
     def averages(self) -> Averages:  # type: ignore[override]
         """What the inner method averages."""
         return self.inner.averages
+
+    @property
+    def server_reads(self) -> Reads:  # type: ignore[override]
+        """What the server reads for the inner method."""
+        return self.inner.reads
 
     @property
     def needs_every_model(self) -> bool:  # type: ignore[override]

@@ -15,8 +15,9 @@ from torch import Tensor
 from fedshift.federation.site import Batch, Envelope, Site
 from fedshift.functional.attention import cross_layer_attention
 from fedshift.functional.mmd import MULTIPLIERS
-from fedshift.methods.federated import csac as csac_module
-from fedshift.methods.federated.csac import CSAC, _Aligner
+from fedshift.methods.federated import csac_alignment as csac_module
+from fedshift.methods.federated.csac import CSAC
+from fedshift.methods.federated.csac_alignment import Aligner
 from fedshift.weights import Weights
 
 # L_AL -----------------------------------------------------------------------------------------------------------------
@@ -42,13 +43,13 @@ def alignment_by_definition(ours: list[Tensor], theirs: list[Tensor]) -> Tensor:
     return (scores.softmax(2).mean(0) * mmd).sum()
 
 
-def aligner_of(method: CSAC, network: dict[str, object] = CNN) -> tuple[_Aligner, Site]:
+def aligner_of(method: CSAC, network: dict[str, object] = CNN) -> tuple[Aligner, Site]:
     where = federation(method, network=network)
     method.start(where, start_of(method, network=network))
     site = site_of(where)
     site.begin(Envelope(2, 1, 0.0, 100))
     reference = site.model(site.memory.weights("local_model")).eval().requires_grad_(False)
-    return _Aligner(method, site, reference), site
+    return Aligner(method, site, reference), site
 
 
 @pytest.mark.parametrize(
@@ -125,7 +126,7 @@ def test_cached_features_are_those_computed_again(
         asked[site.name] = site.memory.weights("local_model") if frozen == "local" else weights
         return given(self, site, weights)
 
-    def compared(self: _Aligner, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    def compared(self: Aligner, batch: Batch) -> tuple[Tensor, list[Tensor]]:
         logits, features = read(self, batch)
         model = self.site.model(asked[self.site.name]).eval()
         with torch.no_grad():
@@ -137,9 +138,9 @@ def test_cached_features_are_those_computed_again(
 
     asked: dict[str, Weights] = {}
     steps: list[str] = []
-    read = _Aligner._frozen
+    read = Aligner._frozen
     monkeypatch.setattr(CSAC, "calibrate", calibrate)
-    monkeypatch.setattr(_Aligner, "_frozen", compared)
+    monkeypatch.setattr(Aligner, "_frozen", compared)
     _, where = run(short(calibration_steps=5, logit_mmd=True, frozen=frozen), network=network)
     assert ("frozen_features" in site_of(where).scratch) == (frozen == "local")
     assert steps == 2 * [site for site in ("large", "small", "one") for _ in range(5)]

@@ -205,6 +205,17 @@ class EngineSection(Section):
         description="sites that must answer an exchange for the run to continue without the others; none: all",
     )
 
+    aggregation: Literal["plain", "secure"] = Field(
+        "plain",
+        description="secure: the server reads sums of the sites' models and nothing of a single one (docs/privacy.md); "
+        "for methods of which it reads sums only",
+    )
+
+    @property
+    def sums_only(self) -> bool:
+        """Whether the server reads the sites' models only as sums."""
+        return self.aggregation == "secure"
+
     @property
     def processes(self) -> int:
         """Processes on this machine that train at the same time."""

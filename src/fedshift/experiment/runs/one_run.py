@@ -32,6 +32,7 @@ def carry_out(context: Context, workers: Workers, planned: PlannedRun, folder: R
         "rounds": max(1, planned.rounds),
         "quorum": engine.quorum,
         "on_refusal": engine.on_refusal,
+        "sums_only": engine.sums_only,
         "on_answer": context.reporter.trained,
     }
     pool = workers.pool_for(shown)

@@ -120,6 +120,10 @@ class ReplyCheck:
         self._start = {name: tensor.detach().cpu() for name, tensor in start.items()}
         self._models = TensorCheck(self._start)
 
+    def samples_of(self, site: str) -> int:
+        """Training samples of a site, as it said when it joined."""
+        return self._about[site].samples
+
     def most_tensors(self, sent: Mapping[str, Any]) -> int:
         """How many tensors a reply to a request of ``sent`` can have at most."""
         own = sum(len(value) for _, value in leaves(sent) if isinstance(value, NamedTensors))

@@ -38,8 +38,8 @@ Should reproduce: Rotated MNIST 94.07 ± 0.02; PACS ResNet-18 83.81 ± 0.33 (jou
 
 from __future__ import annotations
 
-import math
-from typing import Annotated, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -49,22 +49,28 @@ from torch import Tensor, nn
 from fedshift.errors import UserError, nearest
 from fedshift.federation.exchange import Replies
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import Update
-from fedshift.federation.randomness import derive_seed
+from fedshift.federation.messages import Reply, Update
+from fedshift.federation.reply_bounds import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.attention import cross_layer_attention
-from fedshift.functional.divergence_weighting import divergence_aggregate
+from fedshift.functional.divergence_weighting import distance_weighted, divergence_aggregate, fused_from_sums
 from fedshift.functional.losses import smoothed_cross_entropy
-from fedshift.functional.mmd import cross_multi_kernel_mmd, multi_kernel_mmd
-from fedshift.functional.projection import projection_layer
-from fedshift.methods.base import Method, State
+from fedshift.methods.base import Method, Reads, State
+from fedshift.methods.federated.csac_alignment import Aligner
 from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
-CACHED_FEATURES = 1 << 30
-"""Bytes of frozen features that a site keeps rather than computes again in every epoch."""
+_LARGEST = 2.0**31
+"""Of d and d · (G − A): no larger number can be summed."""
+
+
+@dataclass(frozen=True)
+class Weighed(Reply):
+    """What a site adds to the sums of `CSAC.fuse_sums`: d_l · (G_l − A_l) and d_l of each float tensor."""
+
+    weighted: Weights
+    distances: Weights
 
 
 class CSAC(Method):
@@ -72,8 +78,9 @@ class CSAC(Method):
 
     name: ClassVar[str] = "csac"
     citation: ClassVar[str] = "Yuan et al., IEEE TKDE 2023"
-    memory_names: ClassVar[tuple[str, ...]] = ("local_model", "projections", "optimizer")
+    memory_names: ClassVar[tuple[str, ...]] = ("local_model", "projections", "optimizer", "sent")
     averages: ClassVar[Averages] = {"acquire": Averaged(), "calibrate": Averaged()}
+    server_reads: ClassVar[Reads] = "sums"
     relative_cost: ClassVar[float] = 1.5
     settings: ClassVar[Settings] = {
         "released": {"label_smoothing": 0.0, "stages": (), "logit_mmd": True},
@@ -111,6 +118,21 @@ class CSAC(Method):
         None, description="R: aligned stages; none = the network's default, [] = no stage (what was released)"
     )
 
+    @property
+    def reads(self) -> Reads:
+        """Shares by 1/d cannot be made of sums, since a distance of 0 takes them all."""
+        return "norms" if self.aggregation == "similarity" and super().reads == "sums" else super().reads
+
+    def bounds(self, call: str, about: About) -> Bounds:
+        if call != "weigh":
+            return {}
+        floats = {name: value for name, value in about.network.state_dict().items() if value.is_floating_point()}
+        shapes = {name: tuple(value.shape) for name, value in floats.items()}
+        return {
+            "weighted": Tensors(shapes, low=-_LARGEST, high=_LARGEST),
+            "distances": Tensors(dict.fromkeys(shapes, ()), low=0, high=_LARGEST, dtype=torch.float64),
+        }
+
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         acquisition = self.acquisition_steps or self.acquisition_epochs * batches_per_epoch
         return acquisition + rounds * (self.calibration_steps or self.calibration_epochs * batches_per_epoch)
@@ -133,13 +155,19 @@ class CSAC(Method):
 
     def start(self, federation: Federation, weights: Weights) -> State:
         # Every site builds the common start from the experiment's seed, so nothing is sent.
-        updates = federation.ask(self.acquire, to=federation.sources)
-        fused, report = self.fuse(updates)
+        if federation.sums_only:
+            fused, report = self.fuse_sums(federation, federation.ask(self.acquire, to=federation.sources, keep=True))
+        else:
+            fused, report = self.fuse(federation.ask(self.acquire, to=federation.sources))
         return State(fused, report=report)
 
     def round(self, federation: Federation, state: State) -> State:
-        updates = federation.ask(self.calibrate, to=federation.sources, weights=state.weights)
-        fused, report = self.fuse(updates)
+        sources, weights = federation.sources, state.weights
+        if federation.sums_only:
+            updates = federation.ask(self.calibrate, to=sources, weights=weights, keep=True)
+            fused, report = self.fuse_sums(federation, updates)
+        else:
+            fused, report = self.fuse(federation.ask(self.calibrate, to=sources, weights=weights))
         return state.advance(fused, report=report)
 
     def fuse(self, updates: Replies[Update]) -> tuple[Weights, dict[str, dict[str, object]]]:
@@ -155,9 +183,25 @@ class CSAC(Method):
         by_layer = {layer: dict(zip(updates.sites, row, strict=True)) for layer, row in shares.items()}
         return fused, {"losses": dict(updates.numbers("loss")), "aggregation_weights": dict(by_layer)}
 
+    def fuse_sums(self, federation: Federation, updates: Replies[Update]) -> tuple[Weights, dict[str, Any]]:
+        """The same from sums alone: the mean A goes back, and each site answers with d and d · (G − A)."""
+        mean = updates.mean("uniform")
+        report = {"losses": mean.numbers["loss"]}
+        if self.aggregation == "average":
+            return mean.model(), report
+        parts = federation.ask_further(self.weigh, to=federation.sources, mean=mean.model()).mean("uniform")
+        return fused_from_sums(mean.model(), parts.model("weighted"), parts.model("distances")), report
+
     # Site ---------------------------------------------------------------------------------------------------------
 
-    def acquire(self, site: Site) -> Update:
+    def weigh(self, site: Site, mean: Weights) -> Weighed:
+        """The distances d_l of the model that the site sent last, and d_l · (G_l − A_l); ``mean``: A."""
+        weighted, found = distance_weighted(
+            site.memory.weights("sent"), mean, self.distance, self.granularity, self.distance_power
+        )
+        return Weighed(weighted, found)
+
+    def acquire(self, site: Site, keep: bool = False) -> Update:
         """Local acquisition: train on smoothed cross-entropy from the common start, and keep a frozen copy as L^h."""
         model = site.model()
         loss = site.minimise(
@@ -168,18 +212,20 @@ class CSAC(Method):
         )
         trained = site.weights_of(model)
         site.memory["local_model"] = trained
+        if keep:
+            site.memory["sent"] = trained
         site.scratch.pop("frozen_features", None)  # they belong to an earlier acquisition
         return Update(trained, site.samples, loss)
 
-    def calibrate(self, site: Site, weights: Weights) -> Update:
+    def calibrate(self, site: Site, weights: Weights, keep: bool = False) -> Update:
         """Cross-layer calibration of the fused model (5–10)."""
         local = site.memory.weights("local_model")
         model = site.model(weights if self.frozen == "local" else local)
         trained: list[nn.Module] = [model]
-        aligner: _Aligner | None = None
+        aligner: Aligner | None = None
         if self._aligns:
             reference = site.model(local if self.frozen == "local" else weights).eval().requires_grad_(False)
-            aligner = _Aligner(self, site, reference)
+            aligner = Aligner(self, site, reference)
             trained.append(aligner)
 
         def loss(batch: Batch) -> Tensor:
@@ -204,6 +250,8 @@ class CSAC(Method):
             site.memory["projections"] = site.weights_of(aligner.projections)
         if self.frozen == "fused":
             site.memory["local_model"] = calibrated
+        if keep:
+            site.memory["sent"] = calibrated
         return Update(calibrated, site.samples, mean)
 
 
@@ -215,121 +263,3 @@ class _Models:
 
     def __iter__(self):  # type: ignore[no-untyped-def]
         return (update.weights for update in self.updates)
-
-
-class _Aligner(nn.Module):
-    """L_AL of one exchange: the frozen reference, the projections of both sides, attention and MMD."""
-
-    def __init__(self, method: CSAC, site: Site, reference: Network) -> None:
-        super().__init__()
-        self.method, self.site = method, site
-        self.stages = tuple(reference.alignment_stages if method.stages is None else method.stages)
-        # In a tuple, so that the frozen network is not among this module's parameters.
-        self._reference = (reference,)
-        self._cache = self._frozen_features() if site.fixed_inputs else None
-        shapes = [tuple(feature.shape[1:]) for feature in self._measure()]
-        sizes = [shape[1:] if len(shape) == 3 else (1, 1) for shape in shapes] or [(1, 1)]
-        size = sizes[-1] if method.projection_size == "last" else min(sizes, key=math.prod)
-        persistent = "projections" in site.memory and not method.reset_projection_each_round
-        seed = site.generator_for("projections").initial_seed()
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            layers = [projection_layer(shape, method.projection_channels, size) for shape in (*shapes, *shapes)]
-        self.projections = site.place(nn.ModuleList(layers).to(memory_format=torch.channels_last))
-        if persistent:
-            self.projections.load_state_dict(dict(site.memory.weights("projections")))
-        self._keys = [self._query_keys(len(layers))] if method.query_key else []  # a list: not trained
-
-    def _query_keys(self, number: int) -> nn.ModuleList:
-        """The 1×1 convolutions of ``query_key``: random, never trained, redrawn when the projections are."""
-        exchange = self.site.envelope.exchange if self.method.reset_projection_each_round else 0
-        channels = self.method.projection_channels
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(derive_seed(self.site.seed, self.site.name, exchange, "query_key"))
-            keys = nn.ModuleList(nn.Conv2d(channels, channels, 1) for _ in range(number))
-        return self.site.place(keys).requires_grad_(False)
-
-    def forward(self, logits: Tensor, features: dict[str, Tensor], batch: Batch) -> Tensor:
-        method = self.method
-        frozen_logits, frozen = self._frozen(batch)
-        loss = logits.new_zeros(())
-        if self.stages:
-            loss = self._across_layers(features, frozen)
-        if method.logit_mmd:
-            loss = loss + multi_kernel_mmd(logits, frozen_logits, estimator=method.mmd_estimator)
-        return loss
-
-    def _across_layers(self, features: dict[str, Tensor], frozen: list[Tensor]) -> Tensor:
-        """L_AL of (6): Σ α_{l,m} · MMD over all pairs of stages."""
-        method, number = self.method, len(self.stages)
-        ours = [layer(features[stage]) for layer, stage in zip(self.projections[:number], self.stages, strict=True)]
-        theirs = [layer(feature) for layer, feature in zip(self.projections[number:], frozen, strict=True)]
-        fused, local = torch.stack(ours), torch.stack(theirs)
-        left, right = fused.flatten(2), local.flatten(2)
-        if method.measure == "mse":
-            pairs = (left[:, None] - right[None]).square().mean(dim=(2, 3))
-        else:
-            pairs = cross_multi_kernel_mmd(left, right, estimator=method.mmd_estimator, constant=method.mmd_constant)
-        return (self._attention(fused, local) * pairs).sum()
-
-    def _attention(self, fused: Tensor, local: Tensor) -> Tensor:
-        """α of (9), or that of an ablation, (|R|, |R|).
-
-        Args:
-            fused: projected stages of the fused model, (|R|, n, c, g, w).
-            local: those of the frozen local model, likewise.
-        """
-        method, number = self.method, len(self.stages)
-        if method.alignment == "same_layer":
-            return torch.eye(number, device=fused.device)
-        if method.attention == "none":
-            return torch.full(
-                (number, number), 1.0 if method.uniform_attention == "one" else 1 / number, device=fused.device
-            )
-        if method.query_key:
-            keys = self._keys[0]
-            fused = torch.stack([key(map_) for key, map_ in zip(keys[:number], fused, strict=True)])
-            local = torch.stack([key(map_) for key, map_ in zip(keys[number:], local, strict=True)])
-        return cross_layer_attention(
-            fused,
-            local,
-            position=method.attention in ("both", "position"),
-            channel=method.attention in ("both", "channel"),
-            scale=method.scale,
-        )
-
-    # Without augmentation, the frozen model's features of a sample never change, so they are computed once.
-
-    @torch.no_grad()
-    def _compute(self, inputs: Tensor) -> tuple[Tensor, list[Tensor]]:
-        logits, features = self._reference[0].with_stages(inputs, self.stages)
-        return logits, list(features.values())
-
-    def _measure(self) -> list[Tensor]:
-        """The frozen features of one sample, for their shapes."""
-        return self._compute(self.site.data.batch(torch.zeros(1, dtype=torch.int64))[0])[1]
-
-    def _frozen(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
-        if self._cache is None:
-            return self._compute(batch.inputs)
-        rows = batch.rows.to(batch.inputs.device)
-        logits, *features = (part.index_select(0, rows) for part in self._cache)
-        return logits, [map_.permute(0, 3, 1, 2) if map_.dim() == 4 else map_ for map_ in features]
-
-    def _frozen_features(self) -> list[Tensor] | None:
-        """The frozen model's logits and features of every sample; None if they would take too much memory.
-
-        Maps are kept as (n, h, w, c), so that selected rows are channels-last for the projections without a copy.
-        """
-        key = "frozen_features" if self.method.frozen == "local" else None  # a frozen M changes every round
-        if key in self.site.scratch:
-            return self.site.scratch[key]  # type: ignore[no-any-return]
-        per_sample = sum(feature.numel() * feature.element_size() for feature in self._measure())
-        if per_sample * self.site.samples > CACHED_FEATURES:
-            return None
-        parts = [[logits, *features] for logits, features in (self._compute(b.inputs) for b in self.site.all_batches())]
-        columns = (torch.cat(column) for column in zip(*parts, strict=True))
-        cache = [part.permute(0, 2, 3, 1).contiguous() if part.dim() == 4 else part for part in columns]
-        if key is not None:
-            self.site.scratch[key] = cache
-        return cache

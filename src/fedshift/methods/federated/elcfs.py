@@ -65,7 +65,7 @@ from fedshift.functional.meta_learning import inner_step, with_gradient
 from fedshift.functional.segmentation import boundary_loss
 from fedshift.functional.source_weights import rounded_shares
 from fedshift.functional.spectra import half_width, interpolated, low_frequencies
-from fedshift.methods.base import Method, RunPlan, State, Traffic, trained_mean
+from fedshift.methods.base import Method, Reads, RunPlan, State, Traffic, trained_mean
 from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
@@ -99,6 +99,7 @@ class ELCFS(Method):
     citation: ClassVar[str] = "Liu et al., CVPR 2021"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "bank")
     averages: ClassVar[Averages] = {"fit": Averaged()}
+    server_reads: ClassVar[Reads] = "sums"
     tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
     settings: ClassVar[Settings] = {
         "released": {
@@ -196,6 +197,11 @@ class ELCFS(Method):
             "spectra": Tensors({"amplitude": shape}, low=0, high=1.001 * height * width),
             **{name: Between(size, size) for name, size in sizes.items()},
         }
+
+    @property
+    def reads(self) -> Reads:
+        """Rounded shares are made of every site's N_k."""
+        return "norms" if self.weighting == "rounded" and super().reads == "sums" else super().reads
 
     # Server -------------------------------------------------------------------------------------------------------
 

@@ -57,9 +57,8 @@ from fedshift.federation.randomness import generator as seeded
 from fedshift.federation.reply_bounds import Count
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import reference_distribution as reference
-from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.losses import smoothed_cross_entropy
-from fedshift.methods.base import Method, State
+from fedshift.methods.base import Method, Reads, State
 from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
@@ -139,6 +138,7 @@ class FedADG(Method):
         "discriminator_optimizer",
     )
     averages: ClassVar[Averages] = {"fit": Averaged(("weights", "generator"))}
+    server_reads: ClassVar[Reads] = "sums"
     relative_cost: ClassVar[float] = 1.8
     settings: ClassVar[Settings] = {
         "released": {
@@ -210,17 +210,9 @@ class FedADG(Method):
     def round(self, federation: Federation, state: State) -> State:
         made = cast(Weights, state.parts["generator"])
         updates = federation.ask(self.fit, to=federation.sources, weights=state.weights, generator=made)
-        mean, shares = MeanAccumulator(), {}
-        for site, update in updates.items():
-            shares[site] = float(update.samples) if self.weighting == "samples" else 1.0
-            mean.add(update.weights.merge(update.generator), shares[site], f"site '{site}'")
-        whole, total = mean.result(), sum(shares.values())
-        report = {
-            "losses": updates.numbers("loss"),
-            "aggregation_weights": {site: share / total for site, share in shares.items()},
-        }
-        parts = {"generator": whole.select("generator")}
-        return state.advance(whole.without("generator"), parts=parts, report=report)
+        mean = updates.mean(self.weighting)
+        report = {"losses": mean.numbers["loss"], "aggregation_weights": mean.shares}
+        return state.advance(mean.model(), parts={"generator": mean.model("generator")}, report=report)
 
     # Site ---------------------------------------------------------------------------------------------------------
 

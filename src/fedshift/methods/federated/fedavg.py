@@ -31,7 +31,7 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.losses import task_loss
-from fedshift.methods.base import Method, State, trained_mean
+from fedshift.methods.base import Method, Reads, State, trained_mean
 from fedshift.methods.robust import Averaged, Averages
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -80,6 +80,7 @@ class FedAvg(LocalTraining):
     name: ClassVar[str] = "fedavg"
     citation: ClassVar[str] = "McMahan et al., AISTATS 2017"
     averages: ClassVar[Averages] = {"fit": Averaged()}
+    server_reads: ClassVar[Reads] = "sums"
 
     weighting: Literal["samples", "uniform"] = Field("samples", description="shares N_k/ΣN (paper) or 1/K")
 

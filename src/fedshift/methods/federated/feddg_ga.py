@@ -36,7 +36,7 @@ from fedshift.federation.reply_bounds import NotNegative
 from fedshift.federation.site import Site
 from fedshift.functional.losses import task_loss
 from fedshift.functional.source_weights import adjusted_shares
-from fedshift.methods.base import State, trained_mean
+from fedshift.methods.base import Reads, State, trained_mean
 from fedshift.methods.federated.fedavg import LocalTraining
 from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
@@ -58,6 +58,7 @@ class GeneralizationAdjustment(LocalTraining):
     citation: ClassVar[str] = "Zhang et al., CVPR 2023"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "own_loss")
     averages: ClassVar[Averages] = {"train": Averaged()}
+    server_reads: ClassVar[Reads] = "norms"
     relative_cost: ClassVar[float] = 1.5
 
     settings: ClassVar[Settings] = {"released": {"centred": False, "shared_step": True}}

@@ -32,9 +32,8 @@ from torch import Tensor
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.control_variates import dynamic_penalty, moved_gradient
-from fedshift.methods.base import State
+from fedshift.methods.base import Reads, State
 from fedshift.methods.federated.fedavg import LocalTraining
 from fedshift.methods.federated.scaffold import zeros
 from fedshift.methods.robust import Averaged, Averages
@@ -49,6 +48,7 @@ class FedDyn(LocalTraining):
     citation: ClassVar[str] = "Acar et al., ICLR 2021"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "gradient")
     averages: ClassVar[Averages] = {"fit": Averaged()}
+    server_reads: ClassVar[Reads] = "sums"
 
     alpha: PositiveFloat = Field(0.01, description="α: strength of the penalty")
 
@@ -56,12 +56,9 @@ class FedDyn(LocalTraining):
         return State(weights, parts={"gradient": zeros(weights)})
 
     def round(self, federation: Federation, state: State) -> State:
-        mean, losses = MeanAccumulator(), {}
-        for site, update in federation.ask(self.fit, to=federation.sources, weights=state.weights).items():
-            mean.add(update.weights, 1.0)
-            losses[site] = update.loss
-        average = mean.result()
-        answered = len(losses) / len(federation.sources)
+        mean = federation.ask(self.fit, to=federation.sources, weights=state.weights).mean("uniform")
+        average, losses = mean.model(), mean.numbers["loss"]
+        answered = mean.answered / len(federation.sources)
         known = cast(Weights, state.parts["gradient"])
         gradient = Weights(moved_gradient(known, state.weights, average, self.alpha * answered))
         weights = {name: average[name] - value / self.alpha for name, value in gradient.items()}

@@ -35,7 +35,6 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply, Update
 from fedshift.federation.reply_bounds import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.contrastive import gradient_gap
 from fedshift.methods.base import State, trained_mean
 from fedshift.methods.federated.fedavg import FedAvg
@@ -72,10 +71,8 @@ class FedIIR(FedAvg):
         return {"gradient": Tensors(shapes)} if call == "measure" else {}
 
     def round(self, federation: Federation, state: State) -> State:
-        mean = MeanAccumulator()
-        for reply in federation.ask(self.measure, to=federation.sources, weights=state.weights):
-            mean.add(reply.gradient, 1.0)
-        gradient = mean.result()
+        replies = federation.ask(self.measure, to=federation.sources, weights=state.weights)
+        gradient = replies.mean("uniform").model("gradient")
         if "gradient" in state.parts:
             known = cast(Weights, state.parts["gradient"])
             gradient = Weights({n: self.ema * known[n] + (1 - self.ema) * value for n, value in gradient.items()})

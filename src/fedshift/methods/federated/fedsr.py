@@ -51,7 +51,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.randomness import generator
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.representation import gaussian_divergence, mean_prediction, norm_regulariser
-from fedshift.methods.base import Method, State, trained_mean
+from fedshift.methods.base import Method, Reads, State, trained_mean
 from fedshift.methods.heads import with_block
 from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
@@ -101,6 +101,7 @@ class _SimpleRepresentation(Method):
     citation: ClassVar[str] = "Nguyen et al., NeurIPS 2022"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "references")
     averages: ClassVar[Averages] = {"fit": Averaged()}
+    server_reads: ClassVar[Reads] = "sums"
     sampled: ClassVar[bool]
 
     steps_per_round: PositiveInt | None = Field(5, description="E: mini-batches per round; none = local_epochs")

@@ -40,10 +40,10 @@ from fedshift.federation.messages import Update
 from fedshift.federation.reply_bounds import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.federation.training import Training
-from fedshift.functional.averaging import MeanAccumulator, parameters_of
+from fedshift.functional.averaging import parameters_of
 from fedshift.functional.control_variates import linear_term, next_control, normalising_factor
 from fedshift.functional.losses import task_loss
-from fedshift.methods.base import State
+from fedshift.methods.base import Reads, State
 from fedshift.methods.federated.fedavg import LocalTraining
 from fedshift.methods.robust import Averaged, Averages
 from fedshift.models.network import Network
@@ -67,6 +67,7 @@ class Scaffold(LocalTraining):
     citation: ClassVar[str] = "Karimireddy et al., ICML 2020"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "control")
     averages: ClassVar[Averages] = {"train": Averaged(("weights", "control"), changes=("control",))}
+    server_reads: ClassVar[Reads] = "sums"
 
     weighting: Literal["samples", "uniform"] = Field("uniform", description="shares 1/K (paper) or N_k/ΣN")
 
@@ -84,16 +85,11 @@ class Scaffold(LocalTraining):
     def round(self, federation: Federation, state: State) -> State:
         common = cast(Weights, state.parts["control"])
         updates = federation.ask(self.train, to=federation.sources, weights=state.weights, control=common)
-        models, changes, losses = MeanAccumulator(), MeanAccumulator(), {}
-        for site, update in updates.items():
-            share = float(update.samples) if self.weighting == "samples" else 1.0
-            models.add(update.weights, share)
-            changes.add(update.control, share)
-            losses[site] = update.loss
-        part = len(losses) / len(federation.sources)
-        change = changes.result()
+        mean = updates.mean(self.weighting)
+        part = mean.answered / len(federation.sources)
+        change = mean.model("control")
         control = Weights({name: value + part * change[name] for name, value in common.items()})
-        return state.advance(models.result(), parts={"control": control}, report={"losses": losses})
+        return state.advance(mean.model(), parts={"control": control}, report={"losses": mean.numbers["loss"]})
 
     def train(self, site: Site, weights: Weights, control: Weights) -> Controlled:
         """Local steps along g − c_i + c, then the site's next control variate."""

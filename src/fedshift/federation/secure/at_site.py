@@ -1,0 +1,201 @@
+"""A site's side of a secure sum: it masks its numbers once, and once helps to take masks off the sum.
+
+What it did is on its disk before anything leaves, so neither a restart nor a coordinator that asks again makes it mask
+one update under two rosters, or tell shares for two sets of survivors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedshift.encryption import read_private, write_private
+from fedshift.errors import Refused
+from fedshift.federation.secure.keys import KeyCard, Order, PrivateKey, commitment, same_keys, signed_text
+from fedshift.federation.secure.sums import threshold
+from fedshift.files import write_bytes
+from fedshift.functional.pairwise_masks import masked
+from fedshift.functional.secret_sharing import SECRET_BYTES, SHARE_BYTES, split_secret
+
+Verify = Callable[[str, bytes, bytes], bool]
+"""Whether a signature over a text (site, text, signature) is that of the site's certificate."""
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What leaves a site in the first exchange.
+
+    Attributes:
+        numbers: y_u, int64 (n,).
+        sealed: for each site of the roster its shares of this site's seeds, encrypted.
+        commitments: of the self seed under the site's own name, and of the pairwise seeds under the others'.
+    """
+
+    numbers: Tensor
+    sealed: Mapping[str, bytes]
+    commitments: Mapping[str, bytes]
+
+
+@dataclass(frozen=True)
+class Revealed:
+    """What leaves a site in the second exchange: its shares of the self seeds of those that answered, by name; and of
+    the pairwise seeds between these and those that did not, by both names."""
+
+    own: Mapping[str, bytes]
+    pairs: Mapping[tuple[str, str], bytes]
+
+
+class SecureSite:
+    """The protocol at one site, for one run.
+
+    Args:
+        site: its name.
+        run: the run's name.
+        folder: where it keeps its key and what it did, until the run ends.
+        sign: makes a signature that the site's certificate verifies.
+        verify: checks the signature of another site.
+        smallest_sum: the fewest sites whose sum it helps to unmask.
+    """
+
+    def __init__(
+        self, site: str, run: str, folder: Path, sign: Callable[[bytes], bytes], verify: Verify, smallest_sum: int = 3
+    ) -> None:
+        self.site, self.run, self.smallest_sum = site, run, smallest_sum
+        self._folder, self._sign, self._verify = folder, sign, verify
+        folder.mkdir(parents=True, exist_ok=True)
+        self._key = PrivateKey.of(folder / "key")
+
+    def card(self) -> KeyCard:
+        """Its signed key."""
+        return KeyCard(self.site, self._key.public, self._sign(signed_text(self.run, self.site, self._key.public)))
+
+    def mask(self, order: Order, numbers: Tensor) -> Upload:
+        """The first exchange.
+
+        Args:
+            order: what the sum is of; ``content`` is the digest of what this site itself was sent.
+            numbers: its contribution, int64 (n,).
+
+        Raises:
+            Refused: the roster is too small, a key is not its site's, or this exchange was masked for another order.
+        """
+        self._check(order)
+        record, upload = self._file(order, "masked.json"), self._file(order, "upload")
+        if record.exists():
+            if record.read_text() != order.binding.hex():
+                raise Refused(
+                    f"site '{self.site}' has masked its reply of exchange {order.exchange} for another roster or "
+                    "content, and masks it only once"
+                )
+            if not upload.exists():
+                raise Refused(f"site '{self.site}' has answered exchange {order.exchange}, which is over")
+            return _read(read_private(upload))
+        own = os.urandom(SECRET_BYTES)  # never from the run's seed, which the server knows
+        others = [card for card in order.cards if card.site != self.site]
+        seeds = {card.site: self._key.mask_seed(order, self.site, card) for card in others}
+        shares = {name: self._shares(order, secret) for name, secret in {self.site: own, **seeds}.items()}
+        whole = Upload(
+            masked(numbers, self.site, own, seeds),
+            {
+                card.site: self._key.seal(
+                    order, self.site, card, b"".join(shares[name][place] for name in order.roster)
+                )
+                for place, card in enumerate(order.cards)
+            },
+            {name: commitment(order.binding, secret) for name, secret in {self.site: own, **seeds}.items()},
+        )
+        write_private(upload, _written(whole))
+        write_bytes(record, order.binding.hex().encode(), private=True)
+        return whole
+
+    def reveal(self, order: Order, answered: Sequence[str], sealed: Mapping[str, bytes]) -> Revealed:
+        """The second exchange.
+
+        Args:
+            order: as in `mask`.
+            answered: the sites whose contributions are in the sum.
+            sealed: what each of them sealed for this site.
+
+        Raises:
+            Refused: this site did not mask for ``order``, the sum is of too few sites, or it helped already with
+                another set of sites.
+        """
+        record, done = self._file(order, "masked.json"), self._file(order, "revealed.json")
+        if not record.exists() or record.read_text() != order.binding.hex():
+            raise Refused(f"site '{self.site}' did not mask its reply for this roster and content")
+        survivors = sorted(set(answered))
+        if len(survivors) != len(answered) or not set(survivors) <= set(order.roster) or self.site not in survivors:
+            raise Refused(f"site '{self.site}': those who answered are not sites of the roster, each once")
+        needed = max(threshold(len(order.roster)), self.smallest_sum)
+        if len(survivors) < needed:
+            raise Refused(f"site '{self.site}' unmasks sums of at least {needed} sites, not {len(survivors)}")
+        own: dict[str, bytes] = {}
+        pairs: dict[tuple[str, str], bytes] = {}
+        for card in order.cards:
+            if card.site not in survivors:
+                continue
+            plain = self._key.open(order, self.site, card, sealed.get(card.site, b""))
+            if len(plain) != SHARE_BYTES * len(order.roster):
+                raise Refused(f"site '{self.site}': '{card.site}' sealed shares of another roster")
+            for place, name in enumerate(order.roster):
+                share = plain[place * SHARE_BYTES : (place + 1) * SHARE_BYTES]
+                if name == card.site:
+                    own[name] = share
+                elif name not in survivors:  # of two that answered the pairwise masks cancel, and stay secret
+                    pairs[card.site, name] = share
+        if done.exists() and json.loads(done.read_text()) != survivors:
+            raise Refused(f"site '{self.site}' has unmasked exchange {order.exchange} for other sites already")
+        write_bytes(done, json.dumps(survivors).encode(), private=True)
+        return Revealed(own, pairs)
+
+    def forget_uploads(self, exchange: int) -> None:
+        """Remove the kept uploads of all exchanges up to this one. That they were made stays on record."""
+        for file in self._folder.glob("*-upload"):
+            if int(file.name.split("-")[0]) <= exchange:
+                file.unlink()
+
+    def _check(self, order: Order) -> None:
+        if order.run != self.run:
+            raise Refused(f"site '{self.site}' has no key for run '{order.run}'")
+        if list(order.roster) != sorted(set(order.roster)) or self.site not in order.roster:
+            raise Refused(f"site '{self.site}': the roster is not a list of names in order with its own")
+        if len(order.roster) < self.smallest_sum:
+            raise Refused(f"site '{self.site}' takes part in sums of at least {self.smallest_sum} sites")
+        for card in order.cards:
+            if not self._verify(card.site, signed_text(self.run, card.site, card.public), card.signature):
+                raise Refused(f"site '{self.site}': the key of '{card.site}' is not signed by its certificate")
+        pins = self._folder / "pins.json"
+        known = json.loads(pins.read_text()) if pins.exists() else {}
+        found = same_keys({**known, self.site: self._key.public.hex()}, order.cards)
+        if found != known:
+            write_bytes(pins, json.dumps(found).encode(), private=True)
+
+    def _shares(self, order: Order, secret: bytes) -> list[bytes]:
+        return split_secret(secret, len(order.roster), threshold(len(order.roster)))
+
+    def _file(self, order: Order, what: str) -> Path:
+        return self._folder / f"{int(order.exchange)}-{re.sub(r'[^A-Za-z0-9_]', '-', order.step)}-{what}"
+
+
+def _written(upload: Upload) -> bytes:
+    head = {
+        "sealed": {name: value.hex() for name, value in upload.sealed.items()},
+        "commitments": {name: value.hex() for name, value in upload.commitments.items()},
+    }
+    return json.dumps(head).encode() + b"\n" + upload.numbers.numpy().tobytes()
+
+
+def _read(data: bytes) -> Upload:
+    head, _, body = data.partition(b"\n")
+    found = {
+        part: {name: bytes.fromhex(value) for name, value in held.items()} for part, held in json.loads(head).items()
+    }
+    numbers = torch.frombuffer(bytearray(body), dtype=torch.int64)
+    return Upload(numbers, found["sealed"], found["commitments"])
