@@ -66,6 +66,11 @@ def check_deployable(experiment: Experiment) -> FlareEngine:
             )
     if isinstance(experiment.protocol, AdaptToOne) and experiment.protocol.wrong_labels:
         raise UserError("protocol.wrong_labels: only a simulation can make labels wrong; sites keep theirs")
+    if experiment.training.privacy is not None:
+        raise UserError(
+            "training.privacy: only a simulation can train privately: in a deployment the coordinator would know each "
+            "site's noise; leave it out"
+        )
     return experiment.engine
 
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from fedshift.data.site_data import SiteData, batches_per_epoch, epoch_batches
 from fedshift.data.transforms import normalised, to_pixels
 from fedshift.errors import FedshiftError, TrainingDiverged
-from fedshift.federation.messages import Content, Statistics
-from fedshift.federation.plug_in import PlugIn, plugged
+from fedshift.federation.plug_in import PlugIn, plugged, regularised
+from fedshift.federation.private_training import Draws, minimise_privately, passes_over
 from fedshift.federation.randomness import derive_seed, generator
-from fedshift.federation.site_memory import SiteMemory
+from fedshift.federation.site_memory import SiteMemory, load_optimizer, optimizer_state
 from fedshift.federation.training import Training, exploded
 from fedshift.models.network import Network
 from fedshift.models.products import with_products
@@ -84,6 +84,7 @@ class Site:
     held_out: SiteData | None = field(default=None, repr=False)
     scratch: dict[str, Any] = field(default_factory=dict, repr=False)
     plug_ins: Sequence[PlugIn] = ()
+    draws: Draws | None = None
     mini_batches: int = 0
     _orders: int = 0
     generator: torch.Generator = field(default_factory=torch.Generator, repr=False)
@@ -147,7 +148,7 @@ class Site:
         optimizer = self.training.build_optimizer(parameters, self.learning_rate)
         kept = keep or not self.training.reset_optimizer_each_round
         if memory is not None and kept and memory in self.memory:
-            _load_optimizer(optimizer, self.memory[memory])
+            load_optimizer(optimizer, self.memory[memory])
         return optimizer
 
     def remember_optimizer(self, optimizer: torch.optim.Optimizer, memory: str, keep: bool = False) -> None:
@@ -156,7 +157,7 @@ class Site:
         For optimisers that `minimise` cannot make and remember itself, such as one that lives for several exchanges.
         """
         if keep or not self.training.reset_optimizer_each_round:
-            self.memory[memory] = _optimizer_state(optimizer)
+            self.memory[memory] = optimizer_state(optimizer)
 
     def pixels(self, inputs: Tensor) -> Tensor:
         """A batch's images before normalisation: (b, c, h, w), values in [0, 1]."""
@@ -181,16 +182,16 @@ class Site:
         """
         again = f" {self._orders}" if self._orders else ""  # a second call in one exchange draws another order
         self._orders += 1
-        order = self.generator_for(f"batches{again}")
+        orders = passes_over(self, f"batches{again}")
         augmentation = self.generator_for(f"augmentation{again}")
         wanted = steps if steps is not None else math.inf
         passes = epochs if steps is None else math.inf
         done, epoch = 0, 0
         while epoch < passes and done < wanted:
-            for rows in epoch_batches(self.samples, self.training.batch_size, order):
+            for rows in next(orders):
                 if done >= wanted or self.mini_batches >= self.envelope.mini_batches_left:
                     return
-                inputs, labels, domains = self.data.batch(rows, augmentation)
+                inputs, labels, domains = self.data.batch(rows, augmentation if len(rows) else None)
                 done += 1
                 self.mini_batches += 1
                 yield Batch(inputs, labels if self.role == "source" else None, domains, rows)
@@ -248,11 +249,12 @@ class Site:
         steps: int | None = None,
         optimizers: Iterable[torch.optim.Optimizer] | None = None,
         remember: str | None = None,
+        regulariser: Callable[[], Tensor] | None = None,
     ) -> float:
         """Train on shuffled mini-batches: for each one a step down the gradient of ``loss_of(batch)``.
 
         Args:
-            loss_of: the loss of a mini-batch, a scalar.
+            loss_of: the loss of a mini-batch, a scalar; for private training the mean of a loss of each sample.
             modules: what is trained.
             epochs: passes over the site's data, unless ``steps`` says how many mini-batches.
             steps: mini-batches, however many passes that takes.
@@ -260,15 +262,19 @@ class Site:
             remember: the entry of the site's memory in which that optimiser's momentum stays for the next exchange,
                 if the experiment keeps momentum (``training.reset_optimizer_each_round: false``). Optimisers that are
                 given are remembered with `remember_optimizer`.
+            regulariser: a part of the loss that depends on no sample. Private training adds no noise to it.
 
         Returns:
-            The mean loss of the mini-batches; 0 if there was none.
+            The mean loss of the mini-batches; 0 if there was none, and in private training, where no loss may leave.
 
         Raises:
             TrainingDiverged: the loss is not a number or explodes; the message names site, round and learning rate.
         """
         batches = self.batches(epochs, steps)
-        return self.minimise_over(batches, loss_of, *modules, optimizers=optimizers, remember=remember)
+        if self.training.privacy is not None:
+            return minimise_privately(self, batches, loss_of, modules, optimizers, remember, regulariser)
+        whole = regularised(loss_of, regulariser)
+        return self.minimise_over(batches, whole, *modules, optimizers=optimizers, remember=remember)
 
     def minimise_over(
         self,
@@ -281,6 +287,8 @@ class Site:
         """`minimise` over given batches, such as those of `domain_batches`."""
         if remember is not None and optimizers is not None:
             raise FedshiftError("minimise remembers the optimiser that it makes, not those that are given")
+        if self.training.privacy is not None:
+            raise FedshiftError("training.privacy: only Site.minimise trains privately, not minimise_over")
         steppers = list(optimizers) if optimizers is not None else [self.optimizer(*modules, memory=remember)]
         losses: list[Tensor] = []  # read once at the end: a look at each would make an accelerator wait
         with plugged(self.plug_ins, modules[0], loss_of) as (whole_loss, heads):
@@ -316,32 +324,3 @@ class Site:
                 for key, tensor in module.state_dict().items()
             }
         )
-
-
-def _optimizer_state(optimizer: torch.optim.Optimizer) -> Statistics:
-    """An optimiser's momentum and moments, as named tensors."""
-    state = optimizer.state_dict()["state"]
-    return Statistics(
-        {
-            f"{number}.{key}": value.detach().cpu().clone() if isinstance(value, Tensor) else torch.tensor(value)
-            for number, entry in state.items()
-            for key, value in entry.items()
-            if value is not None
-        }
-    )
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, content: Content) -> None:
-    if not isinstance(content, Statistics):
-        raise FedshiftError("an optimiser's memory must be Statistics")
-    whole = optimizer.state_dict()  # with the learning rate of now, which stays
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    state: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in content.items():
-        number, _, key = name.partition(".")
-        parameter = parameters[int(number)]
-        if tensor.shape == parameter.shape:
-            # Fused optimisers ignore strides. A tensor from a file is contiguous, the parameter may be channels-last.
-            tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
-        state.setdefault(int(number), {})[key] = tensor
-    optimizer.load_state_dict({**whole, "state": state})

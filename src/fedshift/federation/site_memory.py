@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.message_files import read_message, write_message
-from fedshift.federation.messages import Content
+from fedshift.federation.messages import Content, Statistics
 from fedshift.weights import Weights
 
 
@@ -77,3 +80,37 @@ class SiteMemory(MutableMapping[str, Content]):
                 raise UserError(f"{folder / file} does not hold '{name}': delete the run's folder and run again")
             entries[name] = content[name]
         self._entries, self._files = entries, dict(files)
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> Statistics:
+    """An optimiser's momentum and moments, as named tensors."""
+    state = optimizer.state_dict()["state"]
+    return Statistics(
+        {
+            f"{number}.{key}": value.detach().cpu().clone() if isinstance(value, Tensor) else torch.tensor(value)
+            for number, entry in state.items()
+            for key, value in entry.items()
+            if value is not None
+        }
+    )
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, content: Content) -> None:
+    """Give an optimiser the momentum and moments that `optimizer_state` took. It keeps its learning rate.
+
+    Raises:
+        FedshiftError: the content is something else.
+    """
+    if not isinstance(content, Statistics):
+        raise FedshiftError("an optimiser's memory must be Statistics")
+    whole = optimizer.state_dict()  # with the learning rate of now, which stays
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    state: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in content.items():
+        number, _, key = name.partition(".")
+        parameter = parameters[int(number)]
+        if tensor.shape == parameter.shape:
+            # Fused optimisers ignore strides. A tensor from a file is contiguous, the parameter may be channels-last.
+            tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
+        state.setdefault(int(number), {})[key] = tensor
+    optimizer.load_state_dict({**whole, "state": state})

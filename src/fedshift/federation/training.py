@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 from torch import Tensor
 
 from fedshift.data.transforms import Augmentation, NamedAugmentation
@@ -19,6 +19,31 @@ _EXPLODED = 1e4
 def exploded(loss: float, before: float) -> bool:
     """Whether a loss is so far above an earlier one, or above 1, that training diverges though all is finite."""
     return loss > _EXPLODED * max(1.0, before)
+
+
+class Privacy(BaseModel):
+    """Differential privacy of the training samples of each site: noisy steps, which cost ε at δ in a run.
+
+    ``epsilon`` is what a run may cost each site, which then adds as much noise as that takes; or ``noise_multiplier``
+    is the noise, and every site pays what it costs.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    epsilon: PositiveFloat | None = Field(None, description="ε: what a run may cost each site")
+    delta: Annotated[float, Field(gt=0, lt=1)] = Field(
+        1e-5, description="δ: probability with which ε may not hold; far below one over a site's samples"
+    )
+    clip_norm: PositiveFloat = Field(1.0, description="C: largest norm of a sample's gradient, or of a group's mean")
+    noise_multiplier: Annotated[float, Field(ge=0.05)] | None = Field(
+        None, description="σ: deviation of the noise, in clip_norm; in place of epsilon"
+    )
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError("write either epsilon or noise_multiplier")
+        return self
 
 
 class Training(BaseModel):
@@ -51,6 +76,14 @@ class Training(BaseModel):
         "default", description="who multiplies the matrices of linear layers on the processor; onednn suits AMD's"
     )
     augmentation: NamedAugmentation = Field(default_factory=Augmentation, description="a preset's name or its parts")
+
+    privacy: Privacy | None = Field(None, description="differential privacy of every site's samples; none: no noise")
+
+    @model_validator(mode="after")
+    def _clipped_once(self) -> Self:
+        if self.privacy is not None and self.clip_norm is not None:
+            raise ValueError("clip_norm is for whole gradients; private training has privacy.clip_norm in its place")
+        return self
 
     def learning_rate(self, progress: float) -> float:
         """The learning rate when a share ``progress``, in [0, 1], of a run's mini-batches is done."""
