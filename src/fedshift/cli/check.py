@@ -67,6 +67,14 @@ def check_file(path: Path, overrides: Sequence[str]) -> None:
     why = _why_rounds_differ(found.methods)
     if why is not None:
         console.print(why, markup=False, highlight=False, soft_wrap=True)
+    if found.privacy:
+        delta = next(iter(found.privacy.values())).delta
+        privacy = Table(box=None, pad_edge=False)
+        for column in ("site", f"ε of a run at δ = {delta:g}", "ε of all runs together"):
+            privacy.add_column(column, justify="left" if column == "site" else "right")
+        for site, spent in found.privacy.items():
+            privacy.add_row(escape(site), f"{spent.run:.2f}", f"{spent.together:.2f}")
+        console.print(privacy)
     for kind in found.encoding_shares:
         console.print(
             f"before training, each source sends {kind}, from which all sites get one encoding", highlight=False

@@ -32,7 +32,7 @@ def show_fields(section: str | None) -> None:
     """Print the fields of an experiment's sections of one kind, and of options of a method."""
     from fedshift.data.transforms import Augmentation
     from fedshift.experiment.config.sections import ENGINES, PROTOCOLS, Evaluation
-    from fedshift.federation.training import Training
+    from fedshift.federation.training import Privacy, Training
     from fedshift.methods.composition.averaging import AVERAGES
     from fedshift.methods.composition.local import PLUG_INS
     from fedshift.methods.robust import RULES
@@ -40,7 +40,7 @@ def show_fields(section: str | None) -> None:
 
     sections: dict[str, dict[str, type[BaseModel]]] = {
         "protocol": {f"protocol, kind: {name}": kind for name, kind in PROTOCOLS.items()},
-        "training": {"training": Training, "training.augmentation": Augmentation},
+        "training": {"training": Training, "training.augmentation": Augmentation, "training.privacy": Privacy},
         "engine": {f"engine, name: {name}": kind for name, kind in ENGINES.items()},
         "evaluation": {"evaluation": Evaluation},
         "server": {f"server of a method, optimizer: {name}": kind for name, kind in OPTIMIZERS.items()},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +54,7 @@ class SiteData:
         self._inputs: list[Inputs] = [domain.inputs for domain, _, _ in kept]
         self._rows = np.concatenate([rows for _, rows, _ in kept])
         self._part = np.repeat(np.arange(len(kept)), [len(rows) for _, rows, _ in kept])
+        self._groups = [domain.groups[rows] for domain, rows, _ in kept if domain.groups is not None]
         self._masks = [domain.masks for domain, _, _ in kept if domain.masks is not None]
         labels = np.concatenate([domain.labels[rows] for domain, rows, _ in kept])
         numbers = np.repeat([number for _, _, number in kept], [len(rows) for _, rows, _ in kept])
@@ -77,6 +79,13 @@ class SiteData:
     def samples(self) -> int:
         """How many samples the site holds."""
         return len(self._rows)
+
+    @cached_property
+    def groups(self) -> Tensor | None:
+        """(n,) int64 numbers 0, 1, … of the samples' groups; None unless all samples are in groups."""
+        if sum(map(len, self._groups)) < self.samples:
+            return None
+        return torch.from_numpy(np.unique(np.concatenate(self._groups), return_inverse=True)[1].reshape(-1))
 
     @property
     def deterministic(self) -> bool:

@@ -71,6 +71,11 @@ def check_deployable(experiment: Experiment) -> FlareEngine:
             "engine.aggregation: secure works on one machine so far, where it shows what it costs; a deployment cannot "
             "mask models yet, so its coordinator would see each of them: write plain, or leave it out"
         )
+    if experiment.training.privacy is not None:
+        raise UserError(
+            "training.privacy: only a simulation can train privately: in a deployment the coordinator would know each "
+            "site's noise; leave it out"
+        )
     return experiment.engine
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from statistics import fmean
 from typing import Annotated, Any, Literal
 
@@ -124,6 +125,18 @@ class SiteMetrics(_Record):
         return 100.0 * largest / self.samples if largest >= self.samples - sum(known) else None
 
 
+class SitePrivacy(_Record):
+    """What differential privacy a run gave the training samples of a site."""
+
+    epsilon: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    unit: Literal["sample", "group"] = Field(description="what is protected: a sample, or all samples of a group")
+    clip_norm: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    noise_multiplier: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    sample_rate: Annotated[float, Field(gt=0, le=1)]
+    steps: Count
+
+
 class RunResult(_Record):
     """The content of `result.json`: one finished run, that is one (method, target, seed)."""
 
@@ -151,6 +164,9 @@ class RunResult(_Record):
     threads: Count
     device: str
     warnings: list[str] = Field(default_factory=list)
+    privacy: dict[str, SitePrivacy] = Field(
+        default_factory=dict, description="what the run cost each site, an upper bound; empty without training.privacy"
+    )
     options: dict[str, Any] = Field(default_factory=dict, description="the experiment with every default written out")
     data: dict[str, Any] = Field(default_factory=dict, description="data set: name, hashes, split, site sizes")
 
@@ -159,6 +175,14 @@ class RunResult(_Record):
         if self.selected.get(self.headline) is None:
             raise ValueError("selected: the last round is missing")
         return self
+
+    @property
+    def guarantee(self) -> str | None:
+        """The privacy of the site that paid most, such as "ε ≤ 8.0 at δ = 1e-05"; None: not private."""
+        if not self.privacy:
+            return None
+        most = max(self.privacy.values(), key=lambda one: one.epsilon)
+        return f"ε ≤ {math.ceil(most.epsilon * 10 - 1e-9) / 10:.1f} at δ = {most.delta:g}"
 
     def accuracy(self, select: Selection = "last") -> float | None:
         """Accuracy at the target(s) in the selected round, in percent; None if the rule selected none."""

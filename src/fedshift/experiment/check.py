@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from fedshift.experiment.config.sections import SourceTarget
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan, PlannedRun
+from fedshift.experiment.privacy import Spent, spent_by_experiment
 from fedshift.experiment.protocol import taking_part
 from fedshift.experiment.traffic import DryRun, dry_run_of, traffic
 from fedshift.experiment.trial import try_method
@@ -84,7 +85,7 @@ class MethodCheck:
 
 @dataclass(frozen=True)
 class Check:
-    """The result of `check`. ``payload`` is the bytes of one model."""
+    """The result of `check`. ``payload`` is the bytes of one model, ``privacy`` what the sites of a private one pay."""
 
     data: str
     fingerprint: str
@@ -99,6 +100,7 @@ class Check:
     methods: tuple[MethodCheck, ...]
     warnings: tuple[str, ...]
     encoding_shares: tuple[str, ...]
+    privacy: Mapping[str, Spent]
 
 
 def check(experiment: Experiment) -> Check:
@@ -128,6 +130,7 @@ def check(experiment: Experiment) -> Check:
         methods=tuple(_method(method, needs[method.display]) for method in experiment.methods),
         warnings=(*data.warnings, *plan.site_differences, *warnings),
         encoding_shares=experiment.data.shares,
+        privacy=spent_by_experiment(plan),
     )
 
 

@@ -11,6 +11,7 @@ from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.config.sections import LeaveOneOut
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.plan import Plan
+from fedshift.experiment.privacy import check_private, privacy_warnings
 from fedshift.federation.secure.sums import SMALLEST_ROSTER
 from fedshift.methods import registry
 from fedshift.methods.base import Method
@@ -43,6 +44,9 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
                 f"engine.refuse: sites refuse {kind}, which data set {experiment.data.name} needs for a common "
                 "encoding: take the kind out or choose another data set"
             )
+    private = experiment.training.privacy is not None
+    if private and data.task != "classification":
+        raise UserError(f"training.privacy: the loss of {data.task} is no mean over samples; it is for classification")
     models.check_task(experiment.model, data.task, data.name)
     _check_headline(experiment, data)
     if experiment.evaluation.predictions and data.task == "classification" and not can_be_kept():
@@ -73,6 +77,8 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
             network = models.build(experiment.model, data.input_shape, len(data.classes), 0)
             network = method.adapt_network(network, sources)
             method.check(network)
+            if private:
+                check_private(method, network, data.input_shape)
             for plug_in in method.local:
                 _check_plug_in(method, plug_in, network, data)
         if method.batch_norm_at_new_site is not None:
@@ -97,7 +103,7 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
                     raise UserError(f"engine.refuse_at: {refusal}: choose another method, take the kind out{way}")
                 warnings.append(f"{refusal}: the site is left out of such exchanges")
         warnings += method.check_samples(data.input_shape)
-    return tuple(warnings)
+    return (*warnings, *privacy_warnings(plan))
 
 
 def _check_headline(experiment: Experiment, data: DataSet) -> None:

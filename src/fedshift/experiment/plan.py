@@ -15,10 +15,12 @@ from typing import Any
 from fedshift.data.domain import DataSet, SparseRows
 from fedshift.data.site_data import batches_per_epoch
 from fedshift.data.site_differences import site_differences
+from fedshift.evaluation.records import SitePrivacy
 from fedshift.experiment.config.experiment import Experiment, data_record, method_record
 from fedshift.experiment.config.sections import EXTENT, FlareEngine, LeaveOneOut
 from fedshift.experiment.environment import data_fingerprint, versions
 from fedshift.experiment.features import built
+from fedshift.experiment.privacy import draws_of, privacy_of
 from fedshift.experiment.protocol import Split, roles_of, shortest_epochs, split_of, targets_of, with_wrong_labels
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.federation.training import Training
@@ -190,7 +192,13 @@ class PlannedRun:
             device=device,
             refuse=frozenset(experiment.engine.refuse),
             on_refusal=experiment.engine.on_refusal,
+            draws=draws_of(self),
         )
+
+    @cached_property
+    def privacy(self) -> dict[str, SitePrivacy]:
+        """What the run costs each site; empty unless it is private."""
+        return privacy_of(self)
 
     @property
     def pooled_bytes(self) -> dict[str, int]:

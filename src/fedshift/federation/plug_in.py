@@ -80,6 +80,18 @@ class PlugIn:
             self.site.remember_optimizer(self.optimizer, f"{self.name}_optimizer")
 
 
+def regularised(loss_of: Callable[[Any], Tensor], regulariser: Callable[[], Tensor] | None) -> Callable[[Any], Tensor]:
+    """A loss with what is added to it that depends on no sample; None: nothing."""
+    if regulariser is None:
+        return loss_of
+
+    def whole(batch: Any) -> Tensor:
+        added = regulariser()
+        return loss_of(batch) + added
+
+    return whole
+
+
 @contextmanager
 def plugged(
     plug_ins: Sequence[PlugIn], model: nn.Module, loss_of: Callable[[Any], Tensor]

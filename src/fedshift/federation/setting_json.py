@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from fedshift.data.domain import Preprocessing
 from fedshift.errors import FedshiftError
 from fedshift.federation.federation import CallOwner
 from fedshift.federation.messages import Reply
+from fedshift.federation.private_training import Draws
 from fedshift.federation.site_runner import Setting
 from fedshift.federation.training import Training
 from fedshift.import_paths import find
@@ -29,6 +31,7 @@ def setting_recipe(setting: Setting) -> dict[str, Any]:
         "device": setting.device,
         "refuse": sorted(setting.refuse),
         "on_refusal": setting.on_refusal,
+        "draws": {site: asdict(draws) for site, draws in setting.draws.items()},
     }
 
 
@@ -47,6 +50,7 @@ def setting_from(recipe: Mapping[str, Any]) -> Setting:
         device=recipe["device"],
         refuse=frozenset(recipe["refuse"]),
         on_refusal=recipe["on_refusal"],
+        draws={site: Draws(**draws) for site, draws in recipe.get("draws", {}).items()},
     )
 
 

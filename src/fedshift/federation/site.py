@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from fedshift.data.site_data import SiteData, batches_per_epoch, epoch_batches
 from fedshift.data.transforms import normalised, to_pixels
 from fedshift.errors import FedshiftError, TrainingDiverged
-from fedshift.federation.plug_in import PlugIn, plugged
+from fedshift.federation.plug_in import PlugIn, plugged, regularised
+from fedshift.federation.private_training import Draws, minimise_privately, passes_over
 from fedshift.federation.randomness import derive_seed, generator
 from fedshift.federation.site_memory import SiteMemory, load_optimizer, optimizer_state
 from fedshift.federation.training import Training, exploded
@@ -83,6 +84,7 @@ class Site:
     scratch: dict[str, Any] = field(default_factory=dict, repr=False)
     plug_ins: Sequence[PlugIn] = ()
     exchanges_per_epoch: int = 1
+    draws: Draws | None = None
     mini_batches: int = 0
     _orders: int = 0
     _done: int = 0
@@ -194,7 +196,7 @@ class Site:
         """
         again = f" {self._orders}" if self._orders else ""  # a second call in one exchange draws another order
         self._orders += 1
-        order = self.generator_for(f"batches{again}")
+        orders = passes_over(self, f"batches{again}")
         augmentation = self.generator_for(f"augmentation{again}")
         if steps is None and self.exchanges_per_epoch > 1:
             steps = epochs * self.batches_per_epoch
@@ -202,10 +204,10 @@ class Site:
         passes = epochs if steps is None else math.inf
         done, epoch = 0, 0
         while epoch < passes and done < wanted:
-            for rows in epoch_batches(self.samples, self.training.batch_size, order):
+            for rows in next(orders):
                 if done >= wanted or self.mini_batches >= self.envelope.mini_batches_left:
                     return
-                inputs, labels, domains = self.data.batch(rows, augmentation)
+                inputs, labels, domains = self.data.batch(rows, augmentation if len(rows) else None)
                 done += 1
                 self._count(1)
                 yield Batch(inputs, labels if self.role == "source" else None, domains, rows)
@@ -276,11 +278,12 @@ class Site:
         steps: int | None = None,
         optimizers: Iterable[torch.optim.Optimizer] | None = None,
         remember: str | None = None,
+        regulariser: Callable[[], Tensor] | None = None,
     ) -> float:
         """Train on shuffled mini-batches: for each one a step down the gradient of ``loss_of(batch)``.
 
         Args:
-            loss_of: the loss of a mini-batch, a scalar.
+            loss_of: the loss of a mini-batch, a scalar; for private training the mean of a loss of each sample.
             modules: what is trained.
             epochs: passes over the site's data, unless ``steps`` says how many mini-batches.
             steps: mini-batches, however many passes that takes.
@@ -288,15 +291,19 @@ class Site:
             remember: the entry of the site's memory in which that optimiser's momentum stays for the next exchange,
                 if the experiment keeps momentum (``training.reset_optimizer_each_round: false``). Optimisers that are
                 given are remembered with `remember_optimizer`.
+            regulariser: a part of the loss that depends on no sample. Private training adds no noise to it.
 
         Returns:
-            The mean loss of the mini-batches; 0 if there was none.
+            The mean loss of the mini-batches; 0 if there was none, and in private training, where no loss may leave.
 
         Raises:
             TrainingDiverged: the loss is not a number or explodes; the message names site, round and learning rate.
         """
         batches = self.batches(epochs, steps)
-        return self.minimise_over(batches, loss_of, *modules, optimizers=optimizers, remember=remember)
+        if self.training.privacy is not None:
+            return minimise_privately(self, batches, loss_of, modules, optimizers, remember, regulariser)
+        whole = regularised(loss_of, regulariser)
+        return self.minimise_over(batches, whole, *modules, optimizers=optimizers, remember=remember)
 
     def minimise_over(
         self,
@@ -309,6 +316,8 @@ class Site:
         """`minimise` over given batches, such as those of `domain_batches`."""
         if remember is not None and optimizers is not None:
             raise FedshiftError("minimise remembers the optimiser that it makes, not those that are given")
+        if self.training.privacy is not None:
+            raise FedshiftError("training.privacy: only Site.minimise trains privately, not minimise_over")
         steppers = list(optimizers) if optimizers is not None else [self.optimizer(*modules, memory=remember)]
         losses: list[Tensor] = []  # read once at the end: a look at each would make an accelerator wait
         with plugged(self.plug_ins, modules[0], loss_of) as (whole_loss, heads):

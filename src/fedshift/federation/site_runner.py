@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from fedshift.data.site_data import SiteData
 from fedshift.errors import FedshiftError, KindRefused
 from fedshift.federation.federation import CallOwner, OnRefusal
 from fedshift.federation.messages import Reply, pieces, promised_kinds, reply_content, returned
+from fedshift.federation.private_training import Draws
 from fedshift.federation.reply_bounds import About
 from fedshift.federation.site import Envelope, Role, Site
 from fedshift.federation.site_memory import SiteMemory
@@ -45,7 +46,7 @@ class SitePlan:
 
 @dataclass(frozen=True)
 class Setting:
-    """What all sites of a run have in common."""
+    """What all sites of a run have in common; ``draws``: of every site that trains privately."""
 
     method: CallOwner
     training: Training
@@ -58,6 +59,7 @@ class Setting:
     device: str
     refuse: frozenset[str] = frozenset()
     on_refusal: OnRefusal = "stop"
+    draws: Mapping[str, Draws] = field(default_factory=dict)
 
     def build_network(self) -> Network:
         """The network that the method trains, with weights drawn from the seed; the same in every process."""
@@ -113,6 +115,7 @@ class SiteRunner:
             device=device,
             network=network,
             exchanges_per_epoch=setting.method.exchanges_per_epoch,
+            draws=setting.draws.get(plan.name),
             data=SiteData(plan.parts, setting.preprocessing, setting.training.augmentation, device),
             unlabelled=SiteData(plan.unlabelled, setting.preprocessing, setting.training.augmentation, device)
             if plan.unlabelled

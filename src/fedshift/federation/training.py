@@ -23,6 +23,31 @@ def exploded(loss: float, before: float) -> bool:
     return loss > _EXPLODED * max(1.0, before)
 
 
+class Privacy(BaseModel):
+    """Differential privacy of the training samples of each site: noisy steps, which cost ε at δ in a run.
+
+    ``epsilon`` is what a run may cost each site, which then adds as much noise as that takes; or ``noise_multiplier``
+    is the noise, and every site pays what it costs.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    epsilon: PositiveFloat | None = Field(None, description="ε: what a run may cost each site")
+    delta: Annotated[float, Field(gt=0, lt=1)] = Field(
+        1e-5, description="δ: probability with which ε may not hold; far below one over a site's samples"
+    )
+    clip_norm: PositiveFloat = Field(1.0, description="C: largest norm of a sample's gradient, or of a group's mean")
+    noise_multiplier: Annotated[float, Field(ge=0.05)] | None = Field(
+        None, description="σ: deviation of the noise, in clip_norm; in place of epsilon"
+    )
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.epsilon is None) == (self.noise_multiplier is None):
+            raise ValueError("write either epsilon or noise_multiplier")
+        return self
+
+
 class Training(BaseModel):
     """How sites train (batches, optimiser, learning rate, augmentation), and how many rounds an experiment has."""
 
@@ -65,6 +90,8 @@ class Training(BaseModel):
     )
     augmentation: NamedAugmentation = Field(default_factory=Augmentation, description="a preset's name or its parts")
 
+    privacy: Privacy | None = Field(None, description="differential privacy of every site's samples; none: no noise")
+
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         if self.precision == "bf16" and self.matrix_products == "onednn":
@@ -72,6 +99,12 @@ class Training(BaseModel):
         if self.lr_warmup and self.lr_step == "exchange":
             # The first exchange may be an eighth of the run, all of which would have a hundredth of the rate.
             raise ValueError("lr_warmup grows with every mini-batch: write lr_step: mini_batch beside it")
+        if self.privacy is not None and self.clip_norm is not None:
+            raise ValueError("clip_norm is for whole gradients; private training has privacy.clip_norm in its place")
+        if self.privacy is not None and self.precision == "bf16":
+            raise ValueError(
+                "precision: bf16 rounds the gradients of single samples, which privacy clips: leave it out"
+            )
         return self
 
     def learning_rate(self, progress: float) -> float:

@@ -126,6 +126,9 @@ class Method(Composed, ABC):
         needs_every_model: whether it does more with these models than average them, such as let them vote.
         has_server_step: whether the option ``server`` goes with it; by default if it averages.
         takes_plug_ins: whether plug-ins of local training go with it: its sites train one network with `Site.minimise`.
+        trains_privately: whether it goes with ``training.privacy``: its sites train with `Site.minimise` alone, send
+            nothing else that is computed from samples, and its loss is a mean over samples and a ``regulariser``. A
+            subclass has to say so for itself.
         relative_cost: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
         server_reads: what the server's code reads of the replies that hold models: ``sums`` (``replies.mean``) can be
             hidden by secure aggregation; ``norms`` are sums and numbers of single sites; ``models`` are single models.
@@ -138,6 +141,7 @@ class Method(Composed, ABC):
     uses_held_out: ClassVar[bool] = False
     tasks: ClassVar[tuple[Task, ...]] = ("classification",)
     one_target: ClassVar[bool] = False
+    trains_privately: ClassVar[bool] = False
     relative_cost: ClassVar[float] = 1.0
     server_reads: ClassVar[Reads] = "models"
 

@@ -163,7 +163,8 @@ def table_of(collected: Collected, select: Selection = "last", metric: str = "")
     measure = _measure(collected, select, metric)
     arrange = partial(table, select=select, targets=order.targets)
     whole = arrange(results, methods=order.methods, progress=collected.progress, measure=measure)
-    whole = replace(whole, notes=(*whole.notes, *settings_note(results, order.methods)))
+    notes = (*whole.notes, *settings_note(results, order.methods), *privacy_note(results, order.methods))
+    whole = replace(whole, notes=notes)
     both = whole.measure in pairs.HARMONIC_MEANS.values()
     more = []
     for measure, chosen in pairs.beside(results) if both else [(HAUSDORFF, results)]:
@@ -268,6 +269,25 @@ def settings_note(results: Iterable[RunResult], methods: Sequence[str]) -> Itera
         rows = (f"{method}: {' / '.join(named[method])}" for method in methods if method in named)
         rest = ", the paper's where nothing is said" if all(result.setting for result in results) else " on record"
         yield f"Settings{rest}: {'; '.join(rows)}."
+
+
+def privacy_note(results: Iterable[RunResult], methods: Sequence[str]) -> Iterator[str]:
+    """A note with the differential privacy of each method's runs, if some have any; it names the run with the least."""
+    least: dict[str, RunResult] = {}
+    plain: set[str] = set()
+    for result in results:
+        most = max((one.epsilon for one in result.privacy.values()), default=None)
+        if most is None:
+            plain.add(result.method)
+        elif result.method not in least or most > max(one.epsilon for one in least[result.method].privacy.values()):
+            least[result.method] = result
+    named = {method: str(result.guarantee) for method, result in least.items() if method not in plain}
+    if not named:
+        return
+    said = dict.fromkeys(named.values())
+    whole = next(iter(said)) if len(said) == 1 and not plain else None
+    rows = "; ".join(f"{method}: {named[method]}" for method in methods if method in named)
+    yield f"Differential privacy of each site's training samples, in each run: {whole or rows}."
 
 
 def _best(found: Sequence[Row], partial: set[str], choose: Callable[[Iterable[float]], float]) -> set[tuple[str, str]]:

@@ -217,6 +217,8 @@ class _RunLoop:
             if warning not in known:
                 self.context.reporter.warn(f"{self.run.target}, seed {self.run.seed}: {warning}")
         screened = self.screening.settle() if self.screening is not None else {}
+        if self.planned.privacy:
+            report.pop("losses", None)  # the sites send none
         if screened:
             report["robust"] = screened
             if self.screening is not None and self.screening.rule.one_model:
@@ -314,6 +316,7 @@ class _RunLoop:
                 *self._method_warnings(),
             ],
             setting=run.method.described_setting,
+            privacy=planned.privacy,
             options=self.folder.identity,
             data=self._data_record() | ({"proxy_a_distance": context.distances_of(planned)} if both else {}),
         )

@@ -38,6 +38,7 @@ class Alone(Method):
     name: ClassVar[str] = "alone"
     citation: ClassVar[str] = "reference row of the win-win gain, fedshift 2026"
     memory_names: ClassVar[tuple[str, ...]] = ("model", "optimizer")
+    trains_privately: ClassVar[bool] = True
 
     local_epochs: PositiveInt = Field(1, description="passes over a site's data per round")
 

@@ -40,7 +40,7 @@ from fedshift.weights import Weights
 class LocalTraining(Method):
     """Base of methods whose sites train the common model. A subclass's ``round`` aggregates their models.
 
-    A subclass with another loss overrides `loss_at`, and names in ``tasks`` the tasks of that loss.
+    A subclass with another loss overrides `loss_at` or `regulariser_at`, and names in ``tasks`` the tasks of that loss.
     """
 
     tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
@@ -60,6 +60,7 @@ class LocalTraining(Method):
             epochs=self.local_epochs,
             steps=self.steps_per_round,
             remember="optimizer",
+            regulariser=self.regulariser_at(site, model, weights),
         )
         return Update(site.weights_of(model), site.samples, loss)
 
@@ -73,12 +74,17 @@ class LocalTraining(Method):
         """
         return lambda batch: task_loss(model(batch.inputs), batch.targets)
 
+    def regulariser_at(self, site: Site, model: Network, weights: Weights) -> Callable[[], Tensor] | None:
+        """What the loss has beside the part that depends on samples; None: nothing. Arguments as of `loss_at`."""
+        return None
+
 
 class FedAvg(LocalTraining):
     """Every site trains from the common model; the server averages their models."""
 
     name: ClassVar[str] = "fedavg"
     citation: ClassVar[str] = "McMahan et al., AISTATS 2017"
+    trains_privately: ClassVar[bool] = True
     averages: ClassVar[Averages] = {"fit": Averaged()}
     server_reads: ClassVar[Reads] = "sums"
 

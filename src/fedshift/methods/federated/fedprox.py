@@ -23,7 +23,7 @@ from typing import ClassVar
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from fedshift.federation.site import Batch, Site
+from fedshift.federation.site import Site
 from fedshift.functional.losses import proximal_penalty
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.models.network import Network
@@ -35,18 +35,13 @@ class FedProx(FedAvg):
 
     name: ClassVar[str] = "fedprox"
     citation: ClassVar[str] = "Li et al., MLSys 2020"
+    trains_privately: ClassVar[bool] = True
 
     proximal_weight: NonNegativeFloat = Field(0.01, description="μ: weight of the proximal term")
 
-    def loss_at(self, site: Site, model: Network, weights: Weights) -> Callable[[Batch], Tensor]:
-        """Cross-entropy plus the proximal term (equation 2)."""
-        plain = super().loss_at(site, model, weights)
+    def regulariser_at(self, site: Site, model: Network, weights: Weights) -> Callable[[], Tensor] | None:
+        """The proximal term (equation 2)."""
         if self.proximal_weight == 0:
-            return plain
+            return None
         reference = weights.to(site.device)
-
-        def pulled(batch: Batch) -> Tensor:
-            penalty = proximal_penalty(model.named_parameters(), reference, self.proximal_weight)
-            return plain(batch) + penalty
-
-        return pulled
+        return lambda: proximal_penalty(model.named_parameters(), reference, self.proximal_weight)

@@ -1,0 +1,251 @@
+"""Private training: steps on clipped per-sample gradients with noise (DP-SGD), whatever the method's loss is.
+
+Abadi et al.: Deep Learning with Differential Privacy. ACM CCS 2016, Algorithm 1.
+
+    w ← w − η · ( Σ_u clip(g_u, C) + σC·N(0, 1) ) / E|batch|        over the units u of a Poisson batch
+
+A unit is a sample, or where the data name groups all samples of one. Opacus computes the gradients of single samples
+with hooks on the network's layers.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fedshift.data.site_data import SiteData, epoch_batches
+from fedshift.errors import FedshiftError, TrainingDiverged, UserError
+from fedshift.federation.randomness import drawn_from, generator
+from fedshift.functional.differential_privacy import clipped_sum, gaussian, sample_rate
+from fedshift.models.network import Network
+from fedshift.models.products import OneDnnLinear
+from fedshift.models.wide import WideLinear
+
+if TYPE_CHECKING:
+    from fedshift.federation.site import Batch, Site
+
+_SAMPLES = 3
+"""Samples on which a network is tried before training."""
+_AGREES = 0.01
+"""Largest difference between a batch's gradient and that of its samples, beside the samples' norms; what a graphics
+processor rounds off is less."""
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Where a site's private training takes its random numbers from.
+
+    Attributes:
+        noise_multiplier: σ.
+        stream: names the run and the site. No two runs have the same noise: the difference of two models with the same
+            noise would show what lies beneath it.
+    """
+
+    noise_multiplier: float
+    stream: str
+
+    def generator(self, exchange: int, purpose: str) -> torch.Generator:
+        """A generator for one purpose in one exchange. A repeated exchange draws the same numbers again."""
+        return generator(self.stream, exchange, "private", purpose)
+
+
+def passes_over(site: Site, purpose: str) -> Iterator[Iterable[Tensor]]:
+    """For each pass over a site's data the rows of its mini-batches: every sample once, or as many Poisson batches."""
+    size = site.training.batch_size
+    if site.draws is None:
+        order = site.generator_for(purpose)
+        while True:
+            yield epoch_batches(site.samples, size, order)
+    order = site.draws.generator(site.envelope.exchange, purpose)
+    while True:
+        yield poisson_batches(site.data, size, site.batches_per_epoch, order)
+
+
+def poisson_batches(data: SiteData, batch_size: int, number: int, draws: torch.Generator) -> Iterator[Tensor]:
+    """The rows of ``number`` mini-batches, each unit in each of them with probability q = B/N; a batch may be empty."""
+    rate = sample_rate(data.samples, batch_size)
+    units = data.samples if data.groups is None else int(data.groups.max()) + 1
+    for _ in range(number):
+        chosen = torch.rand(units, generator=draws, dtype=torch.float64) < rate
+        yield torch.nonzero(chosen if data.groups is None else chosen[data.groups]).flatten()
+
+
+def minimise_privately(
+    site: Site,
+    batches: Iterable[Batch],
+    loss_of: Callable[[Batch], Tensor],
+    modules: Sequence[nn.Module],
+    optimizers: Iterable[torch.optim.Optimizer] | None = None,
+    remember: str | None = None,
+    regulariser: Callable[[], Tensor] | None = None,
+) -> float:
+    """`Site.minimise`, private: a noisy step for each mini-batch.
+
+    Args:
+        site: the site that trains.
+        batches: of `Site.batches`; each has another number in `Site.mini_batches`.
+        loss_of: the mean of a loss of each sample.
+        modules: what is trained.
+        optimizers: as of `Site.minimise`.
+        remember: as of `Site.minimise`.
+        regulariser: what the loss has beside the samples' part. It needs no noise.
+
+    Returns:
+        0 in place of the loss, which is computed from samples and may not leave the site.
+
+    Raises:
+        FedshiftError: the loss has another part that depends on no sample, or the site has no noise.
+        TrainingDiverged: the weights are no longer finite.
+    """
+    privacy, draws, data = site.training.privacy, site.draws, site.data
+    if privacy is None or draws is None or site.plug_ins:
+        raise FedshiftError("private training needs training.privacy, a source of noise and no plug-ins")
+    steppers = list(optimizers) if optimizers is not None else [site.optimizer(*modules, memory=remember)]
+    units = data.samples if data.groups is None else int(data.groups.max()) + 1
+    expected = sample_rate(data.samples, site.training.batch_size) * units
+    parameters = [value for module in modules for value in module.parameters() if value.requires_grad]
+    with per_sample_gradients(*modules):
+        for batch in batches:
+            for optimizer in steppers:
+                optimizer.zero_grad(set_to_none=True)
+            if len(batch.rows):
+                loss_of(batch).backward()  # type: ignore[no-untyped-call]
+                gradients = gradients_of(parameters, len(batch.rows))
+                groups = None if data.groups is None else data.groups[batch.rows]
+                sums = clipped_sum(gradients, privacy.clip_norm, groups)
+            else:
+                sums = [torch.zeros_like(value) for value in parameters]
+            noise = draws.generator(site.envelope.exchange, f"noise {site.mini_batches}")
+            for value, total in zip(parameters, sums, strict=True):
+                noisy = total.cpu().double() + draws.noise_multiplier * privacy.clip_norm * gaussian(value.shape, noise)
+                value.grad = torch.empty_like(value).copy_(noisy / expected)
+                _forget(value)
+            if regulariser is not None:
+                pulls = torch.autograd.grad(regulariser(), parameters, allow_unused=True)
+                for value, pull in zip(parameters, pulls, strict=True):
+                    if pull is not None and value.grad is not None:
+                        value.grad += pull
+            for optimizer in steppers:
+                optimizer.step()
+    if not all(bool(value.isfinite().all()) for value in parameters):
+        raise TrainingDiverged(
+            f"training turned to nan at site '{site.name}' in round {site.envelope.round} with learning rate "
+            f"{site.learning_rate:g}: lower training.lr"
+        )
+    if remember is not None:
+        site.remember_optimizer(steppers[0], remember)
+    return 0.0
+
+
+@contextmanager
+def per_sample_gradients(*modules: nn.Module) -> Iterator[None]:
+    """Inside the block, the backward pass of a mean over a batch also leaves every sample's gradient."""
+    kind = _hooks()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Full backward hook is firing")
+        hooks = [kind(module, strict=False) for module in modules]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.cleanup()
+
+
+@functools.cache
+def _hooks() -> Any:
+    """Opacus's hooks, for the layers and the memory formats that there are here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            from opacus.grad_sample import GradSampleHooks
+        except ImportError:
+            raise UserError("training.privacy needs opacus: pip install 'fedshift[privacy]'") from None
+
+    class Hooks(GradSampleHooks):  # type: ignore[misc]
+        GRAD_SAMPLERS = {  # noqa: RUF012 as in the base class
+            **GradSampleHooks.GRAD_SAMPLERS,
+            OneDnnLinear: GradSampleHooks.GRAD_SAMPLERS[nn.Linear],
+            WideLinear: _of_wide_layer,
+        }
+
+        def rearrange_grad_samples(self, **options: Any) -> tuple[list[Tensor], Tensor]:
+            """Opacus's gradients of convolutions are wrong for channels-last memory."""
+            inputs, gradient = super().rearrange_grad_samples(**options)
+            return [each.contiguous() for each in inputs], gradient.contiguous()
+
+    return Hooks
+
+
+def _of_wide_layer(layer: WideLinear, inputs: list[Tensor], gradient: Tensor) -> dict[nn.Parameter, Tensor]:
+    return {layer.weight: torch.einsum("ni,no->nio", inputs[0], gradient), layer.bias: gradient}
+
+
+def gradients_of(parameters: list[nn.Parameter], samples: int) -> list[Tensor]:
+    """For each parameter the gradients of all samples, after a backward pass.
+
+    Raises:
+        FedshiftError: together they are not the gradient of the batch.
+    """
+    found = []
+    for value in parameters:
+        each = getattr(value, "grad_sample", None)
+        if each is None and value.grad is None:
+            each = value.new_zeros((samples, *value.shape))  # the loss does not depend on it
+        if not isinstance(each, Tensor) or len(each) != samples:
+            raise FedshiftError("a layer gives no gradient for each sample")
+        found.append(each.detach())
+    apart = [mean.sub(value.grad) for mean, value in zip((g.mean(0) for g in found), parameters, strict=True)
+             if value.grad is not None]  # fmt: skip
+    most = math.sqrt(sum(float(each.flatten(1).norm(dim=1).mean()) ** 2 for each in found))
+    if math.sqrt(sum(float(one.norm()) ** 2 for one in apart)) > _AGREES * most + 1e-6:
+        raise FedshiftError(
+            "the gradients of the samples do not add up to that of the loss: a part that depends on no sample is the "
+            "argument regulariser of Site.minimise"
+        )
+    return found
+
+
+def check_network(network: Network, input_shape: tuple[int, ...]) -> None:
+    """Try on random samples whether each sample's gradient is its own.
+
+    Raises:
+        UserError: samples of a batch change each other's predictions, training changes more than parameters, or Opacus
+            has no gradients for a layer.
+    """
+    network = copy.deepcopy(network).cpu().train()
+    buffers = {name: value.clone() for name, value in network.named_buffers()}
+    with drawn_from(0):
+        inputs = torch.randn(_SAMPLES, *input_shape, requires_grad=True)
+        scores = network(inputs)
+        (pull,) = torch.autograd.grad(scores[0].sum(), inputs)
+        changed = any(not torch.equal(buffers[name], value) for name, value in network.named_buffers())
+        if changed or bool(pull[1:].any()):
+            raise UserError(
+                "model: the samples of a mini-batch change each other's predictions or the network's statistics, as "
+                "BatchNorm does, which cannot be private: choose a network without it, such as mlp or mnist_cnn, or "
+                "frozen with such a head"
+            )
+        try:
+            with per_sample_gradients(network):
+                scores = network(inputs.detach())
+                nn.functional.cross_entropy(scores, torch.arange(_SAMPLES) % scores.shape[1]).backward()  # type: ignore[no-untyped-call]
+                gradients_of([value for value in network.parameters() if value.requires_grad], _SAMPLES)
+        except UserError:
+            raise
+        except Exception as error:  # whatever a layer of a stranger raises inside of Opacus
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise UserError(f"model: its gradients of single samples cannot be computed ({reason})") from None
+
+
+def _forget(value: nn.Parameter) -> None:
+    """Drop the samples' gradients, which Opacus would otherwise add the next ones to."""
+    value.grad_sample = None  # type: ignore[attr-defined]
