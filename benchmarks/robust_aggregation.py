@@ -23,11 +23,12 @@ from safetensors.torch import load_file
 
 from fedshift.data.domain import DataSet, Domain
 from fedshift.data.site_data import SiteData
+from fedshift.experiment.budgets import site_budget
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.environment import threads_set
 from fedshift.experiment.features import built
-from fedshift.experiment.plan import Plan, PlannedRun, site_budget
+from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.runs.context import Context, Reporter
 from fedshift.experiment.runs.evaluator import Evaluator, predictions
 from fedshift.experiment.runs.round_loop import train_and_evaluate

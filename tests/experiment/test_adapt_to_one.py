@@ -19,9 +19,10 @@ import fedshift
 from fedshift.data.domain import Domain
 from fedshift.data.site_data import batches_per_epoch
 from fedshift.errors import FedshiftError, UserError
+from fedshift.experiment.budgets import budgets, rounds_needed, site_budget
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut
-from fedshift.experiment.plan import budgets, rounds_needed, site_budget, site_plans
+from fedshift.experiment.plan import site_plans
 from fedshift.experiment.protocol import Split, split_of
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site_runner import Setting

@@ -12,8 +12,9 @@ from small import experiment, sites
 import fedshift
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.experiment import plan as plan_module
+from fedshift.experiment.budgets import budgets, rounds_needed, site_budget
 from fedshift.experiment.config.experiment import parse
-from fedshift.experiment.plan import Plan, budgets, pooled_bytes, rounds_needed, site_budget, site_plans
+from fedshift.experiment.plan import Plan, pooled_bytes, site_plans
 from fedshift.experiment.protocol import Split, split_of
 from fedshift.experiment.runs import one_run
 from fedshift.federation.training import Training

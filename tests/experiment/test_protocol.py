@@ -16,9 +16,10 @@ import fedshift
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.data.site_data import batches_per_epoch, epoch_batches
 from fedshift.errors import UserError
+from fedshift.experiment.budgets import budgets, rounds_needed, site_budget
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.config.sections import LeaveOneOut, LocalEngine
-from fedshift.experiment.plan import POOL, Plan, budgets, rounds_needed, site_budget, site_plans
+from fedshift.experiment.plan import POOL, Plan, site_plans
 from fedshift.experiment.protocol import Split, split_of
 from fedshift.federation.site_runner import SitePlan
 from fedshift.federation.training import Training

@@ -10,7 +10,7 @@ from every_method import SMALL, method_of
 from pydantic import ValidationError
 from tiny import domains, run
 
-from fedshift.experiment.plan import budgets, rounds_needed
+from fedshift.experiment.budgets import budgets, rounds_needed
 from fedshift.experiment.protocol import Split
 from fedshift.federation.training import Training
 from fedshift.methods import registry

@@ -22,11 +22,12 @@ from fedshift.deployment.handshake import agree, split_rule
 from fedshift.errors import FedshiftError, UserError
 from fedshift.evaluation.records import SiteMetrics
 from fedshift.evaluation.site_metrics import common_threshold
+from fedshift.experiment.budgets import site_budget
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment, method_name, parse
 from fedshift.experiment.config.sections import AdaptToOne, FlareEngine, LeaveOneOut, SourceTarget
 from fedshift.experiment.environment import resolve_device, threads_set
-from fedshift.experiment.plan import PlannedRun, Run, site_budget
+from fedshift.experiment.plan import PlannedRun, Run
 from fedshift.experiment.protocol import Split
 from fedshift.experiment.runs.context import Context
 from fedshift.experiment.runs.evaluator import Evaluator, Final, Part

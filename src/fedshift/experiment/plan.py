@@ -6,16 +6,16 @@ Running, checking and deploying an experiment use the same `Plan`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from fedshift.data.domain import DataSet, SparseRows
-from fedshift.data.site_data import batches_per_epoch
 from fedshift.data.site_differences import site_differences
 from fedshift.evaluation.records import SitePrivacy
+from fedshift.experiment.budgets import budgets, rounds_needed
 from fedshift.experiment.config.experiment import Experiment, data_record, method_record
 from fedshift.experiment.config.sections import EXTENT, FlareEngine, LeaveOneOut
 from fedshift.experiment.environment import data_fingerprint, versions
@@ -23,8 +23,7 @@ from fedshift.experiment.features import built
 from fedshift.experiment.privacy import draws_of, privacy_of
 from fedshift.experiment.protocol import Split, roles_of, shortest_epochs, split_of, targets_of, with_wrong_labels
 from fedshift.federation.site_runner import Setting, SitePlan
-from fedshift.federation.training import Training
-from fedshift.methods.base import Method, Trained, per_round
+from fedshift.methods.base import Method
 from fedshift.models import registry as models
 from fedshift.models.network import Network
 
@@ -248,68 +247,22 @@ def common_settings(experiment: Experiment, method: Method) -> dict[str, Any]:
     }
 
 
-def budgets(method: Method, methods: Sequence[Method], training: Training, split: Split) -> dict[str, int]:
-    """Mini-batches that each site may train on in a run of ``method``.
-
-    The total over all sites is what the most demanding of ``methods`` needs, or `training.mini_batches` times the
-    number of sources. So it is the same for every method. It is divided in the proportions in which the method uses it,
-    so that all sites finish in the same round. A site that finished early would keep sending a model that it no longer
-    trains. Mini-batches at an unlabelled target count like any other.
-
-    Args:
-        method: the method of the run.
-        methods: all methods of the experiment.
-        training: the experiment's training section.
-        split: the rows of the run.
-    """
-
-    def needs(candidate: Method, exchanges: int) -> dict[str, int]:
-        return {
-            site: _work(trained, len(rows), training, exchanges)
-            for trained, chosen in zip(candidate.work, (split.train, split.unlabelled), strict=True)
-            for site, rows in chosen.items()
-        }
-
-    fixed = training.mini_batches
-    # More exchanges are no more work: an epoch counts as a whole here, whatever part of it a round trains on.
-    total = fixed * len(split.train) if fixed else max(sum(needs(candidate, 1).values()) for candidate in methods)
-    own = needs(method, method.exchanges_per_epoch)
-    whole = sum(own.values())
-    if whole == 0:  # the method needs no training
-        return dict.fromkeys(own, -(-total // len(own)))
-    return {site: -(-need * total // whole) for site, need in own.items()}
-
-
-def rounds_needed(method: Method, training: Training, split: Split, budget: Mapping[str, int]) -> int:
-    """Rounds until every site has used its budget: ``training.rounds``, or more if the method uses less per round.
-
-    It is 0 if the budget is used before the first round.
-    """
-    if method.pooled or method.supervised_target:
-        total = sum(budget.values())
-        return math.ceil(total / math.ceil(total / training.rounds))
-    needed: list[int] = []
-    for trained, chosen in zip(method.work, (split.train, split.unlabelled), strict=True):
-        for site, rows in chosen.items():
-            before, each = _rounds_work(trained, len(rows), training, method.exchanges_per_epoch)
-            if each > 0:
-                needed.append(math.ceil((budget[site] - before) / each))
-    # A method that trains nothing in its rounds runs training.rounds of them.
-    return max(0, *needed) if needed else training.rounds
-
-
-def _work(trained: Trained, samples: int, training: Training, exchanges: int) -> int:
-    """Mini-batches of a site in all rounds, and before the first; in the rounds an epoch has so many ``exchanges``."""
-    if exchanges == 1:
-        return trained(batches_per_epoch(samples, training.batch_size), training.rounds)
-    before, each = _rounds_work(trained, samples, training, exchanges)
-    return before + exchanges * training.rounds * each
-
-
-def _rounds_work(trained: Trained, samples: int, training: Training, exchanges: int) -> tuple[int, int]:
-    """Mini-batches of a site before the first round, and in each, where an epoch has so many ``exchanges``."""
-    epoch = batches_per_epoch(samples, training.batch_size)
-    return trained(epoch, 1) - per_round(trained, epoch), per_round(trained, -(-epoch // exchanges))
+def model_metadata(planned: PlannedRun) -> dict[str, Any]:
+    """The metadata of a model file: all that is needed to predict with it."""
+    experiment, data, run = planned.experiment, planned.data, planned.run
+    sources, targets = planned.plan.roles(run.target)
+    return {
+        "method": method_record(run.method),
+        "model": experiment.model.model_dump(mode="json"),
+        "input_shape": list(data.input_shape),
+        "classes": list(data.classes),
+        "preprocessing": data.preprocessing.model_dump(mode="json"),
+        "sources": list(sources),
+        "unseen" if isinstance(experiment.protocol, LeaveOneOut) else "adapted_to": "+".join(targets),
+        "seed": run.seed,
+        "experiment": experiment.name,
+        "versions": versions(),
+    }
 
 
 def site_plans(method: Method, data: DataSet, split: Split) -> list[SitePlan]:
@@ -333,11 +286,6 @@ def site_plans(method: Method, data: DataSet, split: Split) -> list[SitePlan]:
     }
     sources = [SitePlan(part[0].name, "source", [part], held_out=held_out.get(part[0].name, ())) for part in parts]
     return sources + [SitePlan(part[0].name, "target", [part]) for part in unlabelled]
-
-
-def site_budget(budget: Mapping[str, int], plans: Sequence[SitePlan]) -> dict[str, int]:
-    """The budget of each site of ``plans``. A single site, such as the pool, has the total."""
-    return {plans[0].name: sum(budget.values())} if len(plans) == 1 else dict(budget)
 
 
 def pooled_bytes(method: Method, data: DataSet, split: Split) -> dict[str, int]:

@@ -166,10 +166,7 @@ class Site:
         return optimizer
 
     def remember_optimizer(self, optimizer: torch.optim.Optimizer, memory: str, keep: bool = False) -> None:
-        """Keep momentum and moments for the next exchange, if the experiment or ``keep`` asks for it.
-
-        For optimisers that `minimise` cannot make and remember itself, such as one that lives for several exchanges.
-        """
+        """Keep momentum for the next exchange, if the experiment or ``keep`` asks; for optimisers made by the method."""
         if keep or not self.training.reset_optimizer_each_round:
             self.memory[memory] = optimizer_state(optimizer)
 
@@ -253,19 +250,15 @@ class Site:
 
     def all_batches(self) -> Iterator[Batch]:
         """Every training sample once, in order, without augmentation. It does not count as training."""
-        first = 0
-        for inputs, labels, domains in self.data.all_batches(max(self.training.batch_size, 256)):
-            rows = torch.arange(first, first + len(labels))
-            first += len(labels)
-            yield Batch(inputs, labels if self.role == "source" else None, domains, rows)
+        return self._in_order(self.data, max(self.training.batch_size, 256))
 
     def held_out_batches(self) -> Iterator[Batch]:
-        """The held-out samples once, in order, without augmentation.
+        """The held-out samples, likewise: none unless the method ``uses_held_out`` and the protocol holds some out."""
+        return self._in_order(self.held_out, 256) if self.held_out is not None else iter(())
 
-        There are none unless the method sets ``uses_held_out`` and the protocol holds samples out.
-        """
+    def _in_order(self, data: SiteData, size: int) -> Iterator[Batch]:
         first = 0
-        for inputs, labels, domains in self.held_out.all_batches(256) if self.held_out is not None else ():
+        for inputs, labels, domains in data.all_batches(size):
             rows = torch.arange(first, first + len(labels))
             first += len(labels)
             yield Batch(inputs, labels if self.role == "source" else None, domains, rows)

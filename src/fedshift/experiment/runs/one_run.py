@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from fedshift.evaluation.records import RunResult
-from fedshift.experiment.plan import PlannedRun, site_budget
+from fedshift.experiment.budgets import site_budget
+from fedshift.experiment.plan import PlannedRun
 from fedshift.experiment.runs.context import Context, Workers
 from fedshift.experiment.runs.evaluator import Evaluator
 from fedshift.experiment.runs.round_loop import train_and_evaluate

@@ -14,10 +14,9 @@ from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.evaluation.predictions import as_parquet, can_be_kept
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.selection import selected_rounds
-from fedshift.experiment.config.experiment import method_record
-from fedshift.experiment.config.sections import LeaveOneOut, SourceTarget
+from fedshift.experiment.config.sections import SourceTarget
 from fedshift.experiment.environment import versions
-from fedshift.experiment.plan import PlannedRun, Run
+from fedshift.experiment.plan import PlannedRun, Run, model_metadata
 from fedshift.experiment.runs.context import Context
 from fedshift.experiment.runs.evaluator import Final
 from fedshift.experiment.runs.run_folder import RunFolder
@@ -332,21 +331,3 @@ class _RunLoop:
             "measured_samples": {name: len(rows) for name, rows in split.measured.items()},
             "unlabelled_samples": {name: len(rows) for name, rows in split.unlabelled.items()},
         }
-
-
-def model_metadata(planned: PlannedRun) -> dict[str, Any]:
-    """The metadata of a model file: all that is needed to predict with it."""
-    experiment, data, run = planned.experiment, planned.data, planned.run
-    sources, targets = planned.plan.roles(run.target)
-    return {
-        "method": method_record(run.method),
-        "model": experiment.model.model_dump(mode="json"),
-        "input_shape": list(data.input_shape),
-        "classes": list(data.classes),
-        "preprocessing": data.preprocessing.model_dump(mode="json"),
-        "sources": list(sources),
-        "unseen" if isinstance(experiment.protocol, LeaveOneOut) else "adapted_to": "+".join(targets),
-        "seed": run.seed,
-        "experiment": experiment.name,
-        "versions": versions(),
-    }
