@@ -82,7 +82,7 @@ class MethodCheck:
 
 @dataclass(frozen=True)
 class Check:
-    """The result of `check`. ``payload`` is the bytes of one model."""
+    """The result of `check`. ``payload`` is the bytes of one model, ``found`` what is known of its parts."""
 
     data: str
     fingerprint: str
@@ -90,6 +90,7 @@ class Check:
     input_shape: tuple[int, ...]
     domains: tuple[DomainCheck, ...]
     model: str
+    found: tuple[str, ...]
     parameters: int
     payload: int
     device: str
@@ -118,7 +119,8 @@ def check(experiment: Experiment) -> Check:
         classes=data.classes,
         input_shape=data.input_shape,
         domains=tuple(_domain(plan, name) for name in data.domains),
-        model=experiment.model.name,
+        model=experiment.model.display,
+        found=experiment.model.report(data.input_shape, len(data.classes)),
         parameters=plain.parameters,
         payload=plain.bytes,
         device=device,

@@ -232,7 +232,7 @@ def common_settings(experiment: Experiment, method: Method) -> dict[str, Any]:
         "name": experiment.name,
         "data": data_record(experiment.data),
         "protocol": {key: value for key, value in whole["protocol"].items() if key not in EXTENT},
-        "model": whole["model"],
+        "model": experiment.model.record(),
         "training": whole["training"],
         "method": method_record(method),
     }

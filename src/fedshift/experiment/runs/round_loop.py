@@ -337,7 +337,7 @@ def model_metadata(planned: PlannedRun) -> dict[str, Any]:
     sources, targets = planned.plan.roles(run.target)
     return {
         "method": method_record(run.method),
-        "model": experiment.model.model_dump(mode="json"),
+        "model": experiment.model.record(),
         "input_shape": list(data.input_shape),
         "classes": list(data.classes),
         "preprocessing": data.preprocessing.model_dump(mode="json"),
