@@ -51,7 +51,7 @@ def test_a_run_records_the_network_and_predicts_with_it(tmp_path: Path) -> None:
 
     assert found.runs == fedshift.run(file, tmp_path / "runs").runs, "a finished run is not repeated"
     (tmp_path / "own.py").write_text(NET + "# changed\n")
-    with pytest.raises(UserError, match=r"model\.sha256"):
+    with pytest.raises(UserError, match=r"own\.py has changed"):
         fedshift.run(file, tmp_path / "runs")
 
 

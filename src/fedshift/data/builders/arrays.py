@@ -22,8 +22,8 @@ from fedshift.errors import UserError, nearest
 
 _LAYOUT = (
     "one .npz per site: x uint8 images (n, c, h, w), (n, h, w) or (n, h, w, c), or float features (n, d), or "
-    "float volumes (n, c, d, h, w); y integers or names (n,); optional groups integers (n,), the same number for samples "
-    "that must not be split apart"
+    "float volumes (n, c, d, h, w); y integers or names (n,); optional groups integers (n,), the same number for "
+    "samples that must not be split apart"
 )
 _LARGE = 10.0
 """A column with a larger root mean square gives a warning."""
