@@ -77,10 +77,7 @@ class ClassRegistry(Generic[T]):
         return self._own_class(name, module_name, attribute, folder)
 
     def _own_class(self, name: str, module_name: str, attribute: str, folder: Path | None) -> type[T]:
-        try:
-            module = _module(module_name, folder)
-        except (ImportError, OSError, SyntaxError) as error:
-            raise UserError(f"{self.what} '{name}' cannot be imported: {error}") from error
+        module = own_module(f"{self.what} '{name}'", module_name, folder)
         classes = {
             key: kind for key, kind in vars(module).items() if isinstance(kind, type) and issubclass(kind, self.base)
         }
@@ -93,8 +90,21 @@ class ClassRegistry(Generic[T]):
         return cast(type[T], classes[attribute])
 
 
-def _module(name: str, folder: Path | None) -> ModuleType:
-    if not name.endswith(".py"):
-        return importlib.import_module(name)
-    beside = (folder or Path()) / name
-    return import_file(str(beside if beside.exists() else name))
+def own_module(what: str, name: str, folder: Path | None) -> ModuleType:
+    """A user's own module.
+
+    Args:
+        what: what it is imported for, for the message.
+        name: ``file.py`` or ``package.module``.
+        folder: where a relative ``file.py`` is looked up first. The working directory is next.
+
+    Raises:
+        UserError: there is no such file or module, or it cannot be read.
+    """
+    try:
+        if not name.endswith(".py"):
+            return importlib.import_module(name)
+        beside = (folder or Path()) / name
+        return import_file(str(beside if beside.exists() else name))
+    except (ImportError, OSError, SyntaxError) as error:
+        raise UserError(f"{what} cannot be imported: {error}") from error

@@ -83,8 +83,18 @@ def test_start_is_that_of_torch() -> None:
         torch.testing.assert_close(found, expected)
 
 
+def test_volumes_are_averaged_over_depth_and_sequences_are_rows() -> None:
+    volumes, sequences = torch.rand(2, 3, 5, 4, 4), torch.rand(2, 3, 6)
+    layer = projection_layer((3, 5, 4, 4), 7, (2, 2))
+    flat = layer[2](volumes.mean(2))  # type: ignore[index]
+    torch.testing.assert_close(layer(volumes), flat)
+    assert flat.shape == (2, 7, 2, 2)
+    layer = projection_layer((3, 6), 7, (1, 6))
+    torch.testing.assert_close(layer(sequences), layer[1](sequences[:, :, None]))  # type: ignore[index]
+
+
 def test_what_does_not_fit() -> None:
-    with pytest.raises(UserError, match=r"\(3, 4\)"):
-        projection_layer((3, 4), 4, (1, 1))
+    with pytest.raises(UserError, match=r"\(3, 4, 5, 6, 7\)"):
+        projection_layer((3, 4, 5, 6, 7), 4, (1, 1))
     with pytest.raises(UserError, match=r"\(0, 4\)"):
         projection_convolution(3, (0, 4), 4, (1, 1))

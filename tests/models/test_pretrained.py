@@ -182,10 +182,13 @@ def test_torchvision_is_asked_for_tensors_only(
     assert torch.equal(model.state_dict()["features.backbone.bn1.running_mean"], resnet_state["bn1.running_mean"])
 
 
-def test_a_failed_download_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_download_is_told_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     api = pytest.importorskip("torchvision.models._api")
 
     def fail(*_arguments: object, **_options: object) -> None:
+        print("Downloading: https://…", file=sys.stderr)  # as torch does
         raise urllib.error.URLError("no route\nto host")
 
     monkeypatch.setattr(api, "load_state_dict_from_url", fail)
@@ -193,6 +196,7 @@ def test_a_failed_download_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) 
         UserError, match=r"'resnet18' cannot be downloaded .*no route to host.*; give the path of"
     ) as told:
         network(7, name="resnet18", pretrained=True)
+    assert capsys.readouterr().err == ""
     assert "\n" not in str(told.value)
 
 

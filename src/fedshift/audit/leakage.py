@@ -155,7 +155,7 @@ def audit_leakage(
         samples=view.samples,
         target=target,
         seed=seed,
-        model=experiment.model.name,
+        model=experiment.model.display,
         parameters=sum(parameter.numel() for parameter in network.parameters()),
         weights=f"initial, seed {seed}" if model is None else str(model),
         iterations=iterations,
@@ -195,7 +195,7 @@ def _network(experiment: Experiment, data: DataSet, seed: int, model: Path | Non
         network.load_state_dict(trained.network.state_dict())
     except RuntimeError:
         raise UserError(
-            f"--model: {model} holds another network than the experiment's {experiment.model.name} for "
+            f"--model: {model} holds another network than the experiment's {experiment.model.display} for "
             f"{len(data.classes)} classes"
         ) from None
     return network

@@ -159,6 +159,9 @@ def predict(
     method: Annotated[
         str | None, typer.Option("--method", help="FILE.py:Class, if your own method trained the model.")
     ] = None,
+    network: Annotated[
+        str | None, typer.Option("--network", help="FILE.py:Class, if the model is of your own network.")
+    ] = None,
     masks: Annotated[
         Path | None, typer.Option("--masks", help="Segmentation: the folder for the predicted masks.")
     ] = None,
@@ -166,7 +169,7 @@ def predict(
     """Predict with a trained model."""
     from fedshift.cli.predict import print_predictions
 
-    print_predictions(model, data, format, method, masks)
+    print_predictions(model, data, format, method, masks, network)
 
 
 audit = typer.Typer(

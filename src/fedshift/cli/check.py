@@ -29,10 +29,12 @@ def check_file(path: Path, overrides: Sequence[str]) -> None:
         domains.add_row(escape(domain.name), *map(str, numbers), escape(", ".join(domain.missing)))
     console.print(domains)
     console.print(
-        f"model {found.model}: {found.parameters:,} parameters, {found.payload:,} bytes; on {found.device}, "
+        f"model {escape(found.model)}: {found.parameters:,} parameters, {found.payload:,} bytes; on {found.device}, "
         f"{found.threads} thread(s) per process",
         highlight=False,
     )
+    for sentence in found.found:
+        console.print(f"  {sentence}", markup=False, highlight=False, soft_wrap=True)
     methods = Table(box=None, pad_edge=False)
     for column in (
         "method",

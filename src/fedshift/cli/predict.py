@@ -13,7 +13,14 @@ from fedshift.text import csv_text, json_text, printable
 _FORMATS = ("terminal", "csv", "json")
 
 
-def print_predictions(model: Path, data: Path, format: str, own_method: str | None, masks: Path | None = None) -> None:
+def print_predictions(
+    model: Path,
+    data: Path,
+    format: str,
+    own_method: str | None,
+    masks: Path | None = None,
+    own_network: str | None = None,
+) -> None:
     """Print a prediction per sample. With ``masks``, write the predicted masks there and print a line per file.
 
     Raises:
@@ -21,7 +28,7 @@ def print_predictions(model: Path, data: Path, format: str, own_method: str | No
     """
     if format not in _FORMATS:
         raise UserError(f"--format: there is no format '{format}'; {nearest(format, _FORMATS)}")
-    trained = load_model(model, own_method)
+    trained = load_model(model, own_method, own_network)
     if masks is not None:
         for file, share in trained.write_masks(data, masks):
             print(printable(f"{file}: {100 * share:.1f} % of the image"))

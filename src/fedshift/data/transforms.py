@@ -157,7 +157,7 @@ def to_pixels(values: Tensor, preprocessing: Preprocessing) -> Tensor:
 
 def _per_channel(numbers: tuple[float, ...], like: Tensor) -> Tensor:
     """One number per channel or column of ``like``, shaped to be broadcast over it."""
-    return like.new_tensor(numbers).view((1, -1, 1, 1) if like.dim() == 4 else (1, -1))
+    return like.new_tensor(numbers).view(1, -1, *(1 for _ in like.shape[2:]))
 
 
 def to_network(inputs: Tensor, preprocessing: Preprocessing, device: torch.device | str) -> Tensor:

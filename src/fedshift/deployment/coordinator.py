@@ -56,6 +56,12 @@ def check_deployable(experiment: Experiment) -> FlareEngine:
         )
     if isinstance(experiment.protocol, SourceTarget):
         raise UserError("protocol.kind: source_target is a simulation; deploy leave_one_out or adapt_to_one")
+    for network in experiment.model.networks():
+        if network.name.rpartition(":")[0].endswith(".py"):
+            raise UserError(
+                f"model.name: {network.display} is a file, and no code travels; install it as a package at every site "
+                "and name it package.module:Class, which sites must list in policy.models"
+            )
     for method in experiment.methods:
         if method.pooled:
             raise UserError(f"methods: {method.display} needs all samples in one place and cannot be deployed")

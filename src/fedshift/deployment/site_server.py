@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -280,7 +281,7 @@ class SiteProgram:
     def _setting(self, recipe: Mapping[str, Any], method: Method) -> Setting:
         """The setting of a request, on this site's device."""
         whole = {**recipe, "method": method.recipe(), "device": self.device}
-        setting = setting_from(whole)
+        setting = setting_from(whole, partial(self.policy.permit_network, self.name))
         check_files(self.name, method)
         check_files(self.name, setting.network)
         return setting

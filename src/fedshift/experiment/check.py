@@ -85,7 +85,10 @@ class MethodCheck:
 
 @dataclass(frozen=True)
 class Check:
-    """The result of `check`. ``payload`` is the bytes of one model, ``privacy`` what the sites of a private one pay."""
+    """The result of `check`.
+
+    ``payload`` is the bytes of one model, ``found`` what is known of its parts, ``privacy`` what private sites pay.
+    """
 
     data: str
     fingerprint: str
@@ -93,6 +96,7 @@ class Check:
     input_shape: tuple[int, ...]
     domains: tuple[DomainCheck, ...]
     model: str
+    found: tuple[str, ...]
     parameters: int
     payload: int
     device: str
@@ -122,7 +126,8 @@ def check(experiment: Experiment) -> Check:
         classes=data.classes,
         input_shape=data.input_shape,
         domains=tuple(_domain(plan, name) for name in data.domains),
-        model=experiment.model.name,
+        model=experiment.model.display,
+        found=experiment.model.report(data.input_shape, len(data.classes)),
         parameters=plain.parameters,
         payload=plain.bytes,
         device=device,

@@ -93,7 +93,7 @@ def built(experiment: Experiment, source: DataSource | None = None, watcher: Wat
     }
     extractor = extractor_for(options, data.preprocessing, data.name)
     record = {
-        "model": options.model_dump(mode="json"),
+        "model": options.record(),
         "weights": weights_fingerprint(options, extractor),
         "images": data.preprocessing.model_dump(mode="json"),
     }

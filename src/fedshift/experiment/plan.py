@@ -241,7 +241,7 @@ def common_settings(experiment: Experiment, method: Method) -> dict[str, Any]:
         "name": experiment.name,
         "data": data_record(experiment.data),
         "protocol": {key: value for key, value in whole["protocol"].items() if key not in EXTENT},
-        "model": whole["model"],
+        "model": experiment.model.record(),
         "training": whole["training"],
         "method": method_record(method),
     }
@@ -253,7 +253,7 @@ def model_metadata(planned: PlannedRun) -> dict[str, Any]:
     sources, targets = planned.plan.roles(run.target)
     return {
         "method": method_record(run.method),
-        "model": experiment.model.model_dump(mode="json"),
+        "model": experiment.model.record(),
         "input_shape": list(data.input_shape),
         "classes": list(data.classes),
         "preprocessing": data.preprocessing.model_dump(mode="json"),

@@ -154,7 +154,7 @@ def _mask_file(folder: Path, structure: str, name: str) -> Path:
     return file
 
 
-def load_model(path: Path, own_method: str | None = None) -> TrainedModel:
+def load_model(path: Path, own_method: str | None = None, own_network: str | None = None) -> TrainedModel:
     """Load a trained model.
 
     A model file never decides which code runs: it may name a method that comes with fedshift, and no other. Nor does it
@@ -163,6 +163,8 @@ def load_model(path: Path, own_method: str | None = None) -> TrainedModel:
     Args:
         path: a run's folder or a ``model.safetensors``.
         own_method: ``file.py:Class`` of a method that the caller trusts, if the model is of a user's own method.
+        own_network: the name of a network that the caller trusts, if the model is of one that does not come with
+            fedshift.
 
     Raises:
         UserError: there is no model, it is damaged, or it was not written by fedshift.
@@ -186,7 +188,7 @@ def load_model(path: Path, own_method: str | None = None) -> TrainedModel:
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
             preprocessing = Preprocessing.model_validate(metadata["preprocessing"])
             method = _method(metadata["method"], own_method, file)
-            chosen = models.parse({key: value for key, value in metadata["model"].items() if key != "pretrained"})
+            chosen = _network(metadata["model"], own_network, file)
             classes = tuple(str(name) for name in metadata["classes"])
             _check_sizes(metadata, preprocessing, shapes)
             with torch.device("meta"):  # takes no memory, whatever the file says
@@ -198,6 +200,30 @@ def load_model(path: Path, own_method: str | None = None) -> TrainedModel:
             f"{file} is damaged or was not written by fedshift: give the model.safetensors of a run"
         ) from None
     return TrainedModel(network.eval(), method, classes, preprocessing, metadata, chosen)
+
+
+def _network(record: Mapping[str, Any], own_network: str | None, file: Path) -> NetworkOptions:
+    def own(record: Mapping[str, Any]) -> dict[str, Any]:
+        """The options with the name that the caller trusts, also of a network inside."""
+        options = {key: own(value) if isinstance(value, Mapping) else value for key, value in record.items()}
+        if ":" in str(options.get("name")):
+            if own_network is None:
+                raise UserError(
+                    f"{file} is the model of a network that does not come with fedshift ('{options['name']}'): if you "
+                    "trust its code, name it with --network, such as --network FILE.py:Class"
+                )
+            options["name"] = own_network
+            options.pop("sha256", None)
+        return options
+
+    def permit(name: str) -> None:
+        if name != own_network:
+            raise UserError(
+                f"{file} needs the network '{name}', which does not come with fedshift: it was not imported"
+            )
+
+    options = {key: value for key, value in record.items() if key != "pretrained"}
+    return models.parse(own(options), permit=permit)
 
 
 def _networks(method: Method, options: NetworkOptions, metadata: Mapping[str, Any]) -> tuple[Network, Network]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -35,13 +35,18 @@ def setting_recipe(setting: Setting) -> dict[str, Any]:
     }
 
 
-def setting_from(recipe: Mapping[str, Any]) -> Setting:
-    """Build the setting that `setting_recipe` wrote."""
+def setting_from(recipe: Mapping[str, Any], permit: Callable[[str], None] = models.only_known) -> Setting:
+    """Build the setting that `setting_recipe` wrote.
+
+    Args:
+        recipe: the setting.
+        permit: as in `fedshift.models.registry.parse`, for a network that does not come with fedshift.
+    """
     method: CallOwner = find(recipe["method"]["class"]).model_validate(recipe["method"]["options"])
     return Setting(
         method=method,
         training=Training.model_validate(recipe["training"]),
-        network=models.parse(recipe["network"]),
+        network=models.parse(recipe["network"], permit=permit),
         preprocessing=Preprocessing.model_validate(recipe["preprocessing"]),
         input_shape=tuple(recipe["input_shape"]),
         classes=recipe["classes"],

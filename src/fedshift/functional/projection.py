@@ -21,7 +21,8 @@ def projection_layer(
     """A module that maps features (n, *shape) to (n, channels, *size).
 
     Maps (c, h, w) go through `projection_convolution`. Vectors (d,) go through one linear layer whose outputs are
-    viewed as a map.
+    viewed as a map. Other networks than the paper's have two further shapes: volumes (c, d, h, w) are averaged over
+    their depth, and sequences (c, l) are maps of height 1.
 
     Args:
         shape: shape of one sample's features.
@@ -38,10 +39,14 @@ def projection_layer(
     """
     if len(shape) == 3:
         return projection_convolution(shape[0], (shape[1], shape[2]), channels, size, generator)
+    if len(shape) == 4:
+        flat = projection_convolution(shape[0], (shape[2], shape[3]), channels, size, generator)
+        return nn.Sequential(nn.AdaptiveAvgPool3d((1, None, None)), nn.Flatten(1, 2), flat)
+    if len(shape) == 2:
+        row = projection_convolution(shape[0], (1, shape[1]), channels, size, generator)
+        return nn.Sequential(nn.Unflatten(1, (shape[0], 1)), row)
     if len(shape) != 1:
-        raise UserError(
-            f"a projection takes features of shape (d,) or (c, h, w), found {tuple(shape)}; choose other stages"
-        )
+        raise UserError(f"a projection takes features of one to four dimensions, found {tuple(shape)}; choose others")
     linear = _initialised(nn.Linear(shape[0], channels * size[0] * size[1], device="meta"), generator)
     return nn.Sequential(linear, nn.Unflatten(1, (channels, *size)))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import torch
-from pydantic import Field, PositiveInt, SerializeAsAny, field_validator
+from pydantic import Field, PositiveInt, SerializeAsAny, ValidationInfo, field_validator
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -41,19 +41,21 @@ class Frozen(NetworkOptions):
 
     @field_validator("backbone", "head", mode="before")
     @classmethod
-    def _named(cls, value: object) -> object:
+    def _named(cls, value: object, about: ValidationInfo) -> object:
         if isinstance(value, str):
             value = {"name": value}
         if not isinstance(value, Mapping):
             return value
         try:
-            return registry.parse(value)
+            return registry.parse(value, **(about.context or {}))
         except UserError as error:
             raise ValueError(str(error).removeprefix("model.")) from error
 
     @field_validator("backbone")
     @classmethod
     def _pretrained(cls, backbone: NetworkOptions) -> NetworkOptions:
+        if ":" in backbone.name:  # a model file could not name it: it must not decide which code runs
+            raise ValueError("a frozen backbone must be a network that comes with fedshift, such as resnet18")
         if not getattr(backbone, "pretrained", False):
             raise ValueError("a frozen backbone needs pre-trained weights: give its field pretrained")
         return backbone

@@ -25,6 +25,9 @@ class Network(nn.Module):
             a block draws it from this seed and never from the weights: their last bits differ between processors.
     """
 
+    channels_last = True
+    """Whether it reads images in the channels-last memory format. A user's own network may not."""
+
     def __init__(
         self,
         features: nn.Module,

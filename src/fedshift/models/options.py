@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -37,6 +38,35 @@ class NetworkOptions(BaseModel):
             UserError: the network cannot read such samples.
         """
         raise UserError(f"model '{self.name}' cannot be built")
+
+    @property
+    def display(self) -> str:
+        """The name in messages and tables; without the path of a user's own file."""
+        return self.name
+
+    def networks(self) -> Iterator[NetworkOptions]:
+        """This network and those inside it."""
+        yield self
+        for _, value in self:
+            if isinstance(value, NetworkOptions):
+                yield from value.networks()
+
+    def record(self) -> dict[str, Any]:
+        """The options for results and model files. They hold no path of code; a user's file is named by its checksum.
+
+        Two runs with equal records trained the same network.
+        """
+        nested = {field: value.record() for field, value in self if isinstance(value, NetworkOptions)}
+        return {**self.model_dump(mode="json"), **nested}
+
+    def report(self, input_shape: tuple[int, ...], classes: int) -> tuple[str, ...]:
+        """What was found out about the network by itself, a sentence each; nothing for those that fedshift describes.
+
+        Args:
+            input_shape: shape of one sample.
+            classes: number of classes.
+        """
+        return ()
 
 
 def image_shape(model: str, input_shape: tuple[int, ...]) -> tuple[int, int, int]:

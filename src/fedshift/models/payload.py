@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -48,8 +49,8 @@ def forward_cost(network: nn.Module, input_shape: tuple[int, ...]) -> int:
 
     def count(module: nn.Module, _inputs: object, output: Tensor) -> None:
         nonlocal total
-        if isinstance(module, nn.Conv2d):
-            window = module.kernel_size[0] * module.kernel_size[1]
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            window = math.prod(module.kernel_size)
             total += output.numel() * module.in_channels // module.groups * window
         elif isinstance(module, nn.Linear | WideLinear):
             total += output.numel() * module.in_features

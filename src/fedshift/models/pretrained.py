@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import io
 import os
 import sys
 import zipfile
@@ -81,7 +83,7 @@ def load_pretrained(backbone: nn.Module, source: bool | Path, *, model: str, hea
     else:
         path = find_file(source)
         found, origin = read_weights(path), f"weights file {path}"
-    _copy(backbone, found, origin=origin, model=model, head=head)
+    copy_weights(backbone, found, origin=origin, model=model, head=head)
 
 
 def must_be_downloaded(source: bool | Path, model: str) -> bool:
@@ -151,7 +153,8 @@ def _download(model: str, weights: str) -> dict[str, Tensor]:
     choice = torchvision.models.get_model_weights(model)[weights]
     try:
         # torchvision publishes pickles: check_hash compares the checksum, weights_only accepts only tensors.
-        state: dict[str, Tensor] = choice.get_state_dict(progress=False, check_hash=True, weights_only=True)
+        with contextlib.redirect_stderr(io.StringIO()):  # torch writes "Downloading: …" there, whatever is asked
+            state: dict[str, Tensor] = choice.get_state_dict(progress=False, check_hash=True, weights_only=True)
     except Exception as error:
         raise UserError(
             f"model.pretrained: torchvision's weights of '{model}' cannot be downloaded ({_one_line(error)}); "
@@ -160,7 +163,19 @@ def _download(model: str, weights: str) -> dict[str, Tensor]:
     return state
 
 
-def _copy(backbone: nn.Module, found: Mapping[str, Tensor], *, origin: str, model: str, head: str) -> None:
+def copy_weights(backbone: nn.Module, found: Mapping[str, Tensor], *, origin: str, model: str, head: str) -> None:
+    """Copy weights into a network.
+
+    Args:
+        backbone: the network; changed in place.
+        found: the weights, by the network's names.
+        origin: where they are from, for messages.
+        model: the network's name, for messages.
+        head: path of its last layer, which keeps its new weights if ``found`` has another number of classes.
+
+    Raises:
+        UserError: the weights do not fit, or are not finite.
+    """
     needed = dict(backbone.state_dict())
     given = dict(found)
     for name, module in backbone.named_modules():

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
@@ -35,6 +36,19 @@ _NETWORKS: ClassRegistry[NetworkOptions] = ClassRegistry(
 names = _NETWORKS.names
 
 
+def only_known(name: str) -> None:
+    """Refuse a network that does not come with fedshift.
+
+    Raises:
+        UserError: always.
+    """
+    raise UserError(f"model '{name}' does not come with fedshift, and its code was not imported")
+
+
+def any_code(name: str) -> None:
+    """Permit every network: the caller trusts whoever named it."""
+
+
 def options_class(name: str) -> type[NetworkOptions]:
     """The options of a network.
 
@@ -44,23 +58,40 @@ def options_class(name: str) -> type[NetworkOptions]:
     return _NETWORKS.find(name)
 
 
-def parse(mapping: Mapping[str, object]) -> NetworkOptions:
+def parse(
+    mapping: Mapping[str, object], folder: Path | None = None, permit: Callable[[str], None] = only_known
+) -> NetworkOptions:
     """The options that the ``model:`` section of an experiment file describes.
+
+    Args:
+        mapping: the section.
+        folder: where a user's own file is looked up first.
+        permit: called with the name of a network that does not come with fedshift, also of one inside another, before
+            anything is imported. It raises to refuse.
 
     Raises:
         UserError: the name or a field is unknown, or a value is out of bounds.
     """
     name = _NETWORKS.name_in(mapping, "model.name")
-    kind = options_class(name)
+    own = ":" in name
+    if own:
+        permit(name)
+        from fedshift.models.own import options as own_options
+        from fedshift.models.own.structure import Parts
+    kind = own_options.OwnNetwork if own else options_class(name)
     try:
-        return kind.model_validate(dict(mapping))
+        if own:
+            return own_options.parse(mapping, folder)
+        return kind.model_validate(dict(mapping), context={"folder": folder, "permit": permit})
     except ValidationError as invalid:
         # Report the first fault only: later ones often follow from it.
         fault = invalid.errors()[0]
         path = ".".join(["model", *(str(part) for part in fault["loc"])])
         if fault["type"] == "extra_forbidden":
             field = str(fault["loc"][-1])
-            raise UserError(f"{path}: model '{name}' has no such field; {nearest(field, kind.model_fields)}") from None
+            # A user's own network takes any option, so the field is one of its parts.
+            known = Parts.model_fields if own else kind.model_fields
+            raise UserError(f"{path}: model '{name}' has no such field; {nearest(field, known)}") from None
         raise UserError(f"{path}: {in_words(fault)}, got {repr(fault['input'])[:100]}") from None
 
 
@@ -78,8 +109,8 @@ def check_task(options: NetworkOptions, task: Task, what: str) -> None:
     if options.task != task:
         fitting = [name for name in names() if options_class(name).task == task]
         raise UserError(
-            f"model.name: '{options.name}' is a network for {options.task}, but data set {what} is for {task}: choose "
-            f"{' or '.join(fitting)}"
+            f"model.name: '{options.display}' is a network for {options.task}, but data set {what} is for {task}: "
+            f"choose {' or '.join(fitting)}"
         )
 
 
@@ -103,13 +134,13 @@ def build(options: NetworkOptions, input_shape: tuple[int, ...], classes: int, s
 
     if classes < 2 and options.task == "classification":
         raise UserError(
-            f"model '{options.name}': a classifier needs at least 2 classes, but the data set has {classes}"
+            f"model '{options.display}': a classifier needs at least 2 classes, but the data set has {classes}"
         )
     with torch.random.fork_rng(devices=[]):
         # The CPU generator alone: torch.manual_seed would also reset every accelerator's generator.
         torch.default_generator.manual_seed(seed)
         network = options.build(input_shape, classes)
     network.seed = seed
-    if len(input_shape) == 3:
+    if len(input_shape) == 3 and network.channels_last:
         network.to(memory_format=torch.channels_last)
     return network

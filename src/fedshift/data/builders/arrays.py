@@ -21,8 +21,9 @@ from fedshift.data.tables import moments
 from fedshift.errors import UserError, nearest
 
 _LAYOUT = (
-    "one .npz per site: x uint8 images (n, c, h, w), (n, h, w) or (n, h, w, c), or float features (n, d); y integers "
-    "or names (n,); optional groups integers (n,), the same number for samples that must not be split apart"
+    "one .npz per site: x uint8 images (n, c, h, w), (n, h, w) or (n, h, w, c), or float features (n, d), or "
+    "float volumes (n, c, d, h, w); y integers or names (n,); optional groups integers (n,), the same number for "
+    "samples that must not be split apart"
 )
 _LARGE = 10.0
 """A column with a larger root mean square gives a warning."""
@@ -225,7 +226,7 @@ def readable_inputs(where: str, x: Array) -> npt.NDArray[np.uint8] | npt.NDArray
             return as_channels_first(x.astype(np.uint8, copy=False))
         except ValueError as error:
             raise UserError(f"{where}: {error}; expected {_LAYOUT}") from error
-    if x.ndim != 2:
+    if x.ndim not in (2, 5):
         raise UserError(f"{where}: x has shape {x.shape}; expected {_LAYOUT}")
     if not np.issubdtype(x.dtype, np.floating):
         raise UserError(f"{where}: features x are {x.dtype}, expected float32 or float64: convert them")
@@ -275,9 +276,9 @@ def _sums(
     values: npt.NDArray[np.uint8] | npt.NDArray[np.float32],
 ) -> tuple[int, npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """A site's count, and its sum and sum of squares per channel or column."""
-    if values.ndim == 2:
-        wide = values.astype(np.float64)
-        return len(values), wide.sum(axis=0), (wide**2).sum(axis=0)
+    if values.dtype == np.float32:  # features, or volumes, whose every position counts
+        columns = values.astype(np.float64).swapaxes(0, 1).reshape(values.shape[1], -1)
+        return columns.shape[1], columns.sum(axis=1), (columns**2).sum(axis=1)
     level = np.arange(256) / 255
     counts = np.stack([np.bincount(values[:, channel].ravel(), minlength=256) for channel in range(values.shape[1])])
     return int(counts[0].sum()), counts @ level, counts @ level**2

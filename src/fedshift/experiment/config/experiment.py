@@ -40,6 +40,7 @@ from fedshift.methods.base import Method
 from fedshift.models import registry as model_registry
 from fedshift.models.frozen import Frozen
 from fedshift.models.options import NetworkOptions
+from fedshift.models.own import options as own_networks
 
 
 class Experiment(Section):
@@ -114,7 +115,7 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
         raise UserError(f"name: '{name}' cannot name a folder: use letters, digits, '-', '_' and '.' only")
     fields["name"] = name
     fields["data"] = data_source(fields["data"], folder or Path())
-    fields["model"] = _model(fields["model"])
+    fields["model"] = _model(fields["model"], folder or Path())
     fields["methods"] = _methods(fields["methods"], folder or Path())
     if "protocol" in fields and not isinstance(fields["protocol"], Protocol):
         fields["protocol"] = _protocol(fields["protocol"])
@@ -146,6 +147,11 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
     engine = experiment.engine
     if isinstance(engine, FlareEngine) and engine.grace is not None and engine.quorum is None:
         raise UserError("engine.grace: it begins when those of engine.quorum have answered; set engine.quorum, too")
+    if own_networks.is_given(experiment.model) and (engine.processes > 1 or isinstance(engine, FlareEngine)):
+        raise UserError(
+            "model: it was given as an object, which other processes cannot make; name it file.py:Class, or leave out "
+            "engine.workers and engine.parallel_runs"
+        )
     training = experiment.training
     if isinstance(experiment.model, Frozen) and not training.augmentation.is_identity:
         raise UserError(
@@ -182,10 +188,12 @@ def _engine(value: Any) -> BaseModel:
     return _section(ENGINES[name], value, "engine")
 
 
-def _model(value: Any) -> NetworkOptions:
+def _model(value: Any, folder: Path) -> NetworkOptions:
     if isinstance(value, NetworkOptions):
         return value
-    return model_registry.parse(named(value, "model"))
+    if own_networks.is_object(value):
+        return own_networks.given(value)
+    return model_registry.parse(named(value, "model"), folder, model_registry.any_code)
 
 
 def _methods(value: Any, folder: Path) -> tuple[Method, ...]:

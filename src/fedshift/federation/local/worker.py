@@ -21,6 +21,7 @@ from fedshift.federation.setting_json import setting_from
 from fedshift.federation.site import Envelope
 from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner
 from fedshift.import_paths import CHILD, place_of
+from fedshift.models.registry import any_code
 
 Answer = tuple[dict[str, Any], dict[str, Any]]
 
@@ -33,7 +34,7 @@ class Worker:
         self._runners: dict[str, SiteRunner] = {}
 
     def setting(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
-        self._setting, self._runners = setting_from(header["setting"]), {}
+        self._setting, self._runners = setting_from(header["setting"], any_code), {}
         return {}, {}
 
     def site(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:

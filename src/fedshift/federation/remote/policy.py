@@ -52,7 +52,8 @@ class Policy(BaseModel):
     models: Literal["first", "all"] | tuple[dict[str, Any], ...] = Field(
         "first",
         description="networks that may be trained: the first that is asked for, and those that fedshift site agree "
-        "allows (first); any (all); or a list such as [{name: mlp, hidden: [64, 32]}]",
+        "allows (first); any that comes with fedshift (all); or a list such as [{name: mlp, hidden: [64, 32]}, {name: "
+        "package.module:Net}]; code that you installed yourself, timm's and hf's networks run only if it lists them",
     )
     splits: Literal["all"] | PositiveInt = Field(
         5,
@@ -90,9 +91,18 @@ class Policy(BaseModel):
         if isinstance(listed, str):
             return listed
         try:
-            return tuple(networks.parse(model).model_dump(mode="json") for model in listed)
+            return tuple(networks.parse(model, permit=_installed).model_dump(mode="json") for model in listed)
         except UserError as error:
             raise ValueError(str(error)) from None
+
+    def permit_network(self, site: str, name: str) -> None:
+        """Raise Refused unless `models` lists a network of this name, which does not come with fedshift."""
+        listed = () if isinstance(self.models, str) else self.models
+        if name not in [model["name"] for model in listed]:
+            raise Refused(
+                f"site '{site}' refuses network '{name}', which does not come with fedshift (rule policy.models does "
+                "not list it)"
+            )
 
     def check_method(self, site: str, method: str, shares: Sequence[str]) -> None:
         """Raise Refused unless ``method`` may run and the kinds that it sends (``shares``) may leave."""
@@ -132,6 +142,12 @@ class Policy(BaseModel):
                 f"policy.exposure: {self.exposure:g}); a network that is wide for so few samples does so, and one that "
                 "was crafted to"
             )
+
+
+def _installed(name: str) -> None:
+    """Raise UserError for a network in a file: sites name code that is installed."""
+    if name.partition(":")[0].endswith(".py"):
+        raise UserError(f"model '{name}' is a file; install it as a package and name it package.module:Class")
 
 
 class AuditLog:

@@ -33,7 +33,7 @@ class Aligner(nn.Module):
         self._reference = (reference,)
         self._cache = self._frozen_features() if site.fixed_inputs else None
         shapes = [tuple(feature.shape[1:]) for feature in self._measure()]
-        sizes = [shape[1:] if len(shape) == 3 else (1, 1) for shape in shapes] or [(1, 1)]
+        sizes = [_height_and_width(shape) for shape in shapes] or [(1, 1)]
         size = sizes[-1] if method.projection_size == "last" else min(sizes, key=math.prod)
         persistent = "projections" in site.memory and not method.reset_projection_each_round
         seed = site.generator_for("projections").initial_seed()
@@ -138,3 +138,11 @@ class Aligner(nn.Module):
         if key is not None:
             self.site.scratch[key] = cache
         return cache
+
+
+def _height_and_width(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Of a stage's map: a volume's without its depth; a sequence is of height 1."""
+    if len(shape) == 1:
+        return 1, 1
+    height, width = (1, *shape[1:])[-2:]
+    return height, width

@@ -1,0 +1,240 @@
+"""Finds out how any module is made: its classifier, what comes before, and the stages of what it computes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+
+from fedshift.errors import UserError, nearest
+from fedshift.models.network import Network
+from fedshift.models.own.stages import ALIGNED, stages_of, within
+from fedshift.models.own.trial import SAMPLES, Event, Trial, forward, one_line, tried
+
+
+class Parts(BaseModel):
+    """What a user says about the parts of a network. Paths are those of ``named_modules()``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    classifier: str | None = Field(None, description="path of the last layer, which reads vectors; none: found")
+    stages: dict[str, str] | tuple[str, ...] | None = Field(
+        None, description="paths of modules from shallow to deep, or name: path; none: found"
+    )
+    aligned: tuple[str, ...] | None = Field(
+        None, description="the stages that methods such as csac align by default; none: the deepest maps"
+    )
+
+
+@dataclass(frozen=True)
+class Structure:
+    """How a module is made.
+
+    Attributes:
+        classifier: path of the last layer; None if there is none that reads vectors and gives the scores.
+        embedding_size: width of what that layer reads; of the scores if there is none.
+        stages: stage name → path of a module.
+        aligned: the stages that methods align by default.
+        contiguous: whether the module cannot read images in the channels-last memory format.
+        remark: why there is no classifier.
+    """
+
+    classifier: str | None
+    embedding_size: int
+    stages: Mapping[str, str]
+    aligned: tuple[str, ...]
+    contiguous: bool
+    remark: str = ""
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """What was found, for a person."""
+        if self.classifier is None:
+            head = f"classifier: none found ({self.remark}); methods that need one ask for model.parts.classifier"
+        else:
+            head = f"classifier: {self.classifier}, which reads {self.embedding_size} features"
+        stages = [f"{name}*" if name in self.aligned else name for name in self.stages]
+        said = f"stages: {', '.join(stages)} (* aligned by default)" if stages else "stages: none found"
+        return (head, said)
+
+
+class WholeNetwork(Network):
+    """A network that is not divided into features and a classifier.
+
+    Methods that only train it can use it. Those that need either part are told that there is none.
+    """
+
+    def __init__(self, module: nn.Module, **keywords: Any) -> None:
+        super().__init__(module, nn.Identity(), **keywords)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Scores (n, classes)."""
+        scores: Tensor = self.features(inputs)
+        return scores
+
+    @property
+    def classifier(self) -> nn.Module:  # type: ignore[override]
+        """There is none.
+
+        Raises:
+            UserError: always.
+        """
+        raise UserError(
+            "model.parts.classifier: the method needs the network's last layer by itself, and none was found; name the "
+            "module that reads vectors (n, d) and gives the scores"
+        )
+
+
+def structure_of(module: nn.Module, input_shape: tuple[int, ...], classes: int, parts: Parts, name: str) -> Structure:
+    """Find out how a module is made, by a forward pass of two made-up samples in evaluation mode.
+
+    Args:
+        module: the module. It does not change.
+        input_shape: shape of one sample.
+        classes: number of classes.
+        parts: what the user says about it.
+        name: the network's name, for messages.
+
+    Raises:
+        UserError: the module cannot read such samples, does not give scores (n, classes), or has no part that is named.
+    """
+    trial = tried(module, input_shape, name)
+    _check_scores(trial.scores, classes, name)
+    classifier, width, remark = _classifier(module, trial, parts, name)
+    head = "" if classifier is None else classifier
+    calls = trial.calls
+    before = [event for event in trial.events if event.path and calls[event.path] == 1]
+    before = [event for event in before if not within(event.path, head) and not within(head, event.path)]
+    stages, aligned = stages_of(before)
+    if parts.stages is not None:
+        named = parts.stages if isinstance(parts.stages, Mapping) else {path: path for path in parts.stages}
+        known = [event.path for event in before]
+        for path in named.values():
+            if path not in known:
+                raise UserError(
+                    f"model.parts.stages: '{name}' has no module '{path}' that is called once, before the classifier, "
+                    f"and gives a tensor; {nearest(path, known)}"
+                )
+        stages, aligned = dict(named), tuple(named)[-ALIGNED:]
+    if parts.aligned is not None:
+        for stage in parts.aligned:
+            if stage not in stages:
+                raise UserError(f"model.parts.aligned: there is no stage '{stage}'; {nearest(stage, stages)}")
+        aligned = parts.aligned
+    return Structure(classifier, width or classes, stages, aligned, trial.contiguous, remark)
+
+
+def assembled(module: nn.Module, structure: Structure, classes: int) -> Network:
+    """The module as a `Network`. Its modules are used, not copied."""
+    if structure.contiguous:
+        module.register_forward_pre_hook(_as_contiguous)
+    keywords: dict[str, Any] = {
+        "embedding_size": structure.embedding_size,
+        "classes": classes,
+        "stages": {name: f"features.{path}" for name, path in structure.stages.items()},
+        "alignment_stages": structure.aligned,
+    }
+    if structure.classifier is None:
+        network: Network = WholeNetwork(module, **keywords)
+    else:
+        network = Network(module, _taken_out(module, structure.classifier), **keywords)
+    network.channels_last = not structure.contiguous
+    return network
+
+
+def _as_contiguous(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    # A clone, since images of one channel count as contiguous in either format, and their strides would stay.
+    return tuple(
+        value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value for value in inputs
+    )
+
+
+def _taken_out(module: nn.Module, path: str) -> nn.Module:
+    """The module at ``path``, in whose place stands an identity now."""
+    parent, _, child = path.rpartition(".")
+    place = module.get_submodule(parent)
+    found = place.get_submodule(child)
+    setattr(place, child, nn.Identity())
+    return found
+
+
+def _check_scores(scores: object, classes: int, name: str) -> None:
+    wanted = f"it must return a tensor of scores ({SAMPLES}, {classes})"
+    if not isinstance(scores, Tensor):
+        raise UserError(f"model '{name}' returns {type(scores).__name__} for {SAMPLES} samples; {wanted}")
+    if tuple(scores.shape) != (SAMPLES, classes):
+        raise UserError(
+            f"model '{name}' returns a tensor of shape {tuple(scores.shape)} for {SAMPLES} samples of {classes} "
+            f"classes; {wanted}"
+        )
+    if not scores.is_floating_point():
+        raise UserError(f"model '{name}' returns {scores.dtype}; {wanted}, before any argmax")
+    if scores.device.type != "meta" and not bool(torch.isfinite(scores).all()):
+        raise UserError(f"model '{name}' returns NaN or infinite scores for samples in [0, 1]: check its layers")
+
+
+# The classifier ------------------------------------------------------------------------------------------------------
+
+
+def _classifier(module: nn.Module, trial: Trial, parts: Parts, name: str) -> tuple[str | None, int, str]:
+    """Path of the classifier, width of what it reads, and why there is none."""
+    events = [event for event in trial.events if event.path]
+    if parts.classifier is not None:
+        found = [event for event in events if event.path == parts.classifier]
+        if not found:
+            raise UserError(
+                f"model.parts.classifier: '{name}' calls no module '{parts.classifier}'; "
+                f"{nearest(parts.classifier, [event.path for event in events])}"
+            )
+        fault = _unfit(module, found[-1], trial)
+        if fault:
+            raise UserError(f"model.parts.classifier: '{parts.classifier}' of '{name}' {fault}")
+        return parts.classifier, _width(found[-1]), ""
+    # The last layer that computes something. An identity or a flattening passes on what was computed before.
+    layers = [
+        event
+        for event in events
+        if not any(event.module.children()) and not isinstance(event.module, nn.Identity | nn.Flatten)
+    ]
+    if not layers:
+        return None, 0, "it calls no module"
+    last = layers[-1]
+    if not any(True for _ in last.module.parameters()):
+        return None, 0, f"the last layer, {last.path}, has no parameters"
+    fault = _unfit(module, last, trial)
+    return (None, 0, f"the last layer, {last.path}, {fault}") if fault else (last.path, _width(last), "")
+
+
+def _width(event: Event) -> int:
+    return cast(Tensor, event.read).shape[1]
+
+
+def _unfit(module: nn.Module, event: Event, trial: Trial) -> str:
+    """Why a module cannot be the classifier; empty if it can."""
+    if trial.calls[event.path] > 1:
+        return "is called several times"
+    if event.read is None or event.read.dim() != 2:
+        shape = "several values" if event.read is None else f"an array of shape {tuple(event.read.shape)}"
+        return f"reads {shape}, not vectors (n, d)"
+    if not _same(event.gave, trial.scores):
+        return "does not give the scores"
+    divided = copy.deepcopy(module)
+    head = _taken_out(divided, event.path)
+    if {id(tensor) for tensor in head.parameters()} & {id(tensor) for tensor in divided.parameters()}:
+        return "shares its parameters with other layers"
+    try:
+        features, _ = forward(divided, trial.samples)
+    except Exception as error:
+        return f"cannot be taken out ({one_line(error)})"
+    return "" if _same(features, event.read) else "is not the last thing that is computed"
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    if a.device.type == "meta":  # no values to compare, as for the size of a model file
+        return a.shape == b.shape
+    return a.shape == b.shape and bool(torch.equal(a, b))

@@ -1,0 +1,99 @@
+"""Experiments with a network of the user's own: runs, records, resumption, prediction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.torch import load_file
+from small import experiment, features, save, sites
+
+import fedshift
+from fedshift.errors import UserError
+from fedshift.experiment.predict import load_model
+from fedshift.import_paths import import_file
+
+NET = """
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, input_shape, classes, width=6):
+        super().__init__(nn.Flatten(), nn.LazyLinear(width), nn.BatchNorm1d(width), nn.ReLU(), nn.Dropout(0.1),
+                         nn.Linear(width, classes))
+"""
+
+
+def own(folder: Path, data: dict[str, str], text: str = NET, **changes: Any) -> dict[str, Any]:
+    (folder / "own.py").write_text(text)
+    return experiment(data, model={"name": f"{folder}/own.py:Net"}, **changes)
+
+
+def test_a_run_records_the_network_and_predicts_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    file.write_text(yaml.safe_dump(own(tmp_path, sites(tmp_path / "data")) | {"model": "own.py:Net"}))
+    found = fedshift.run(file, tmp_path / "runs")
+    (run,) = (tmp_path / "runs").glob("**/seed-0")
+    record = yaml.safe_load((run / "experiment.yaml").read_text())["model"]
+    assert record["name"] == "own.py:Net", "no path of this machine"
+    assert str(tmp_path) not in str(load_model(run, own_network=f"{file.parent}/own.py:Net").metadata["model"])
+
+    x = features(1)
+    np.savez(tmp_path / "x.npz", **x)
+    trained = load_model(run, own_network=f"{file.parent}/own.py:Net")
+    assert len(trained.predict(tmp_path / "x.npz")) == len(x["y"])
+    with pytest.raises(UserError, match=r"own\.py:Net.*--network"):
+        load_model(run)
+    with pytest.raises(UserError, match="cannot be imported"):
+        load_model(run, own_network="nowhere:Net")
+
+    assert found.runs == fedshift.run(file, tmp_path / "runs").runs, "a finished run is not repeated"
+    (tmp_path / "own.py").write_text(NET + "# changed\n")
+    with pytest.raises(UserError, match=r"own\.py has changed"):
+        fedshift.run(file, tmp_path / "runs")
+
+
+@pytest.mark.parametrize("method", ["csac", "kd3a"])
+def test_volumes_train(method: str, tmp_path: Path) -> None:
+    def volumes(seed: int) -> dict[str, Any]:
+        labels = np.arange(14) % 2
+        x = np.random.default_rng(seed).normal(size=(14, 1, 4, 4, 4)).astype(np.float32)
+        return {"x": x + labels[:, None, None, None, None], "y": labels}
+
+    data = save(tmp_path / "data", **{site: volumes(seed) for seed, site in enumerate("abc")})
+    nets = Path(__file__).parents[1] / "models" / "own" / "nets.py"
+    adapt = {"kind": "adapt_to_one", "targets": ["c"], "seeds": [0], "test_fraction": 0.3}
+    steps = {"acquisition_steps": 1, "calibration_steps": 1} if method == "csac" else {}
+    whole = experiment(data, model={"name": f"{nets}:Volumes"}, methods=[{"name": method, **steps}])
+    whole |= {"protocol": adapt, "training": {"rounds": 1, "batch_size": 8}}
+    whole["data"] |= {"classes": None, "standardise": True}
+    (row,) = [row for row in fedshift.run(whole, tmp_path / "runs").rows() if row["target"] == "c"]
+    assert 0 <= row["mean"] <= 100
+
+
+def test_an_object_trains_as_its_file_does(tmp_path: Path) -> None:
+    data = sites(tmp_path / "data")
+    by_name = own(tmp_path, data)
+    by_class = by_name | {"model": import_file(str(tmp_path / "own.py")).Net}
+    for name, given in (("name", by_name), ("class", by_class)):
+        fedshift.run(given, tmp_path / name)
+    first, second = (next((tmp_path / name).glob("**/model.safetensors")) for name in ("name", "class"))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_check_says_what_it_found(tmp_path: Path) -> None:
+    found = fedshift.check(own(tmp_path, sites(tmp_path / "data")))
+    assert found.model == "own.py:Net"
+    assert any("classifier: 5" in sentence for sentence in found.found)
+
+
+@pytest.mark.slow
+def test_workers_give_the_same_bits(tmp_path: Path) -> None:
+    data = sites(tmp_path / "data")
+    for name, engine in (("one", {"threads": 1}), ("two", {"threads": 1, "workers": 2})):
+        fedshift.run(own(tmp_path, data, engine=engine), tmp_path / name)
+    first, second = (next((tmp_path / name).glob("**/model.safetensors")) for name in ("one", "two"))
+    ours, theirs = load_file(first), load_file(second)
+    assert all(bool((ours[name] == theirs[name]).all()) for name in ours)
