@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from fedshift.api import check, load, results, run
     from fedshift.experiment.config.experiment import Experiment
     from fedshift.methods.base import Method
+    from fedshift.model import Model
 
 __version__ = "0.1.0"
-__all__ = ["Experiment", "Method", "check", "load", "results", "run"]
+__all__ = ["Experiment", "Method", "Model", "check", "load", "results", "run"]
 
 _MODULES = {
     "run": "fedshift.api",
@@ -23,6 +24,7 @@ _MODULES = {
     "results": "fedshift.api",
     "Experiment": "fedshift.experiment.config.experiment",
     "Method": "fedshift.methods.base",
+    "Model": "fedshift.model",
 }
 
 

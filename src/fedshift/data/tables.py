@@ -328,12 +328,12 @@ def encode(table: Columns, encoding: TableEncoding) -> npt.NDArray[np.float32]:
     return np.stack([*scaled, *absent, *flags], axis=1).astype(np.float32)
 
 
-def encode_rows(preprocessing: Preprocessing, path: Path) -> npt.NDArray[np.float32]:
-    """Features of a CSV file for prediction. The file needs no label column.
+def encode_rows(preprocessing: Preprocessing, rows: Path | Columns) -> npt.NDArray[np.float32]:
+    """Features of a table for prediction. It needs no label column.
 
     Args:
         preprocessing: the preprocessing saved with the model.
-        path: the file.
+        rows: a CSV file, or the table itself.
 
     Returns:
         float32 (n, width).
@@ -342,9 +342,9 @@ def encode_rows(preprocessing: Preprocessing, path: Path) -> npt.NDArray[np.floa
         UserError: the model was not trained on tables, the file lacks a column, or a numeric cell is not a number.
     """
     if preprocessing.kind != "table" or preprocessing.table is None:
-        raise UserError(f"{path} is a table, but the model reads {preprocessing.kind} inputs: give these")
+        raise UserError(f"{rows} is a table, but the model reads {preprocessing.kind} inputs: give these")
     try:
         encoding = TableEncoding.model_validate(preprocessing.table)
     except ValidationError as error:
         raise UserError("the table encoding in the model file is damaged: use a run's model.safetensors") from error
-    return encode(read_csv(path), encoding)
+    return encode(rows if isinstance(rows, Columns) else read_csv(rows), encoding)

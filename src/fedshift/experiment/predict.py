@@ -5,18 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 
 from fedshift.data.domain import Preprocessing
-from fedshift.data.inference import load_for_prediction
+from fedshift.data.inference import Stored, load_for_prediction
 from fedshift.data.transforms import to_network
 from fedshift.errors import UserError
 from fedshift.experiment.features import backbone_of
@@ -24,6 +26,7 @@ from fedshift.experiment.runs.run_folder import MODEL
 from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
 from fedshift.models import registry as models
+from fedshift.models.frozen import Extractor
 from fedshift.models.network import Network
 from fedshift.models.options import NetworkOptions
 from fedshift.models.unet import SegmentationOptions
@@ -63,29 +66,64 @@ class TrainedModel:
     metadata: dict[str, Any]
     options: NetworkOptions
 
-    @torch.no_grad()
     def predict(self, data: Path) -> list[Prediction]:
         """Predictions for an image, a folder of images, an .npz or a .csv, in order.
 
         Raises:
             UserError: the data do not fit the model, or it is a model for segmentation (see `write_masks`).
         """
+        names, inputs = load_for_prediction(data, self.stored)
+        return [
+            Prediction(name, self.classes[int(row.argmax())], tuple(row.tolist()))
+            for name, row in zip(names, self.probabilities(inputs), strict=True)
+        ]
+
+    @property
+    def stored(self) -> Preprocessing:
+        """The preprocessing of what `probabilities` reads: with a frozen backbone that of its images."""
+        return self._backbone[1]
+
+    @cached_property
+    def _backbone(self) -> tuple[Extractor | None, Preprocessing]:
+        return backbone_of(self.preprocessing)
+
+    @torch.no_grad()
+    def probabilities(self, inputs: Stored) -> npt.NDArray[np.float32]:
+        """The probability of each class (n, classes), whose rows sum to 1.
+
+        Args:
+            inputs: samples as `fedshift.data.inference` makes them.
+
+        Raises:
+            UserError: it is a model for segmentation.
+        """
         if isinstance(self.options, SegmentationOptions):
             raise UserError("this model predicts masks: name a folder for them with --masks FOLDER")
-        extractor, stored = backbone_of(self.preprocessing)
-        names, inputs = load_for_prediction(data, stored)
-        out: list[Prediction] = []
-        for begin in range(0, len(names), _BATCH):
+        extractor = self._backbone[0]
+        out = [np.zeros((0, len(self.classes)), dtype=np.float32)]
+        for begin in range(0, len(inputs), _BATCH):
             rows = torch.from_numpy(inputs[begin : begin + _BATCH])
             if extractor is not None:
                 rows = extractor(rows).half()  # float16, as in the cache
-            batch = to_network(rows, self.preprocessing, "cpu")
-            probabilities = self.network(batch).softmax(dim=1)
-            for name, row in zip(names[begin : begin + _BATCH], probabilities, strict=True):
-                out.append(Prediction(name, self.classes[int(row.argmax())], tuple(row.tolist())))
-        return out
+            out.append(self.network(to_network(rows, self.preprocessing, "cpu")).softmax(dim=1).numpy())
+        return np.concatenate(out)
 
     @torch.no_grad()
+    def masks(self, inputs: Stored) -> Iterator[npt.NDArray[np.bool_]]:
+        """The predicted masks of each sample, (structures, height, width).
+
+        Args:
+            inputs: images as `fedshift.data.inference` makes them.
+
+        Raises:
+            UserError: it is a model for classification.
+        """
+        if not isinstance(self.options, SegmentationOptions):
+            raise UserError("this model predicts classes, not masks: leave out --masks")
+        for begin in range(0, len(inputs), _MASKS):
+            batch = to_network(torch.from_numpy(inputs[begin : begin + _MASKS]), self.preprocessing, "cpu")
+            yield from self.options.masks(self.network(batch))
+
     def write_masks(self, data: Path, folder: Path) -> list[tuple[Path, float]]:
         """Write the predicted masks as ``folder/<structure>/<name>.png``: black and white, in the network's input size.
 
@@ -105,18 +143,15 @@ class TrainedModel:
         names, inputs = load_for_prediction(data, self.preprocessing)
         files = {(structure, name): _mask_file(folder, structure, name) for name in names for structure in self.classes}
         out: list[tuple[Path, float]] = []
-        for begin in range(0, len(names), _MASKS):
-            batch = to_network(torch.from_numpy(inputs[begin : begin + _MASKS]), self.preprocessing, "cpu")
-            found = self.options.masks(self.network(batch))
-            for name, masks in zip(names[begin : begin + _MASKS], found, strict=True):
-                for structure, mask in zip(self.classes, masks, strict=True):
-                    file = files[structure, name]
-                    try:
-                        file.parent.mkdir(parents=True, exist_ok=True)
-                        Image.fromarray(mask.astype(np.uint8) * 255).save(file)
-                    except OSError as error:
-                        raise UserError(f"cannot write the mask {file}: {error.strerror or error}") from None
-                    out.append((file, float(mask.mean())))
+        for name, masks in zip(names, self.masks(inputs), strict=True):
+            for structure, mask in zip(self.classes, masks, strict=True):
+                file = files[structure, name]
+                try:
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    Image.fromarray(mask.astype(np.uint8) * 255).save(file)
+                except OSError as error:
+                    raise UserError(f"cannot write the mask {file}: {error.strerror or error}") from None
+                out.append((file, float(mask.mean())))
         return out
 
 
