@@ -12,7 +12,7 @@ import pytest
 SOURCE = Path(__file__).resolve().parents[1] / "src" / "fedshift"
 FLOORS = (
     ("cli", "__main__"),
-    ("api", "model", ""),
+    ("api", "estimator", "model", ""),
     ("playground",),
     ("report",),
     ("deployment",),

@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fedshift.api import check, load, results, run
+    from fedshift.estimator import FederatedClassifier
     from fedshift.experiment.config.experiment import Experiment
     from fedshift.methods.base import Method
     from fedshift.model import Model
 
 __version__ = "0.1.0"
-__all__ = ["Experiment", "Method", "Model", "check", "load", "results", "run"]
+__all__ = ["Experiment", "FederatedClassifier", "Method", "Model", "check", "load", "results", "run"]
 
 _MODULES = {
     "run": "fedshift.api",
     "load": "fedshift.api",
     "check": "fedshift.api",
     "results": "fedshift.api",
+    "FederatedClassifier": "fedshift.estimator",
     "Experiment": "fedshift.experiment.config.experiment",
     "Method": "fedshift.methods.base",
     "Model": "fedshift.model",

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from fedshift.data.inference import load_for_prediction, samples_in_memory
 from fedshift.experiment.predict import TrainedModel, load_model
+from fedshift.experiment.runs.run_folder import write_model
 from fedshift.models.unet import SegmentationOptions
 
 Samples = Any
@@ -42,6 +43,14 @@ class Model:
             UserError: there is no model, it is damaged, or it was not written by fedshift.
         """
         return cls(load_model(Path(path), method))
+
+    def save(self, path: str | Path) -> None:
+        """Write the model as one ``.safetensors`` file, which `load` and ``fedshift predict`` read.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        write_model(Path(path), self.trained.network.state_dict(), self.metadata)
 
     def predict(self, X: Samples) -> npt.NDArray[Any]:
         """The class of each sample (n,), by name; for segmentation masks (n, structures, height, width) of bool.

@@ -30,6 +30,7 @@ from fedshift.models.frozen import Extractor
 from fedshift.models.network import Network
 from fedshift.models.options import NetworkOptions
 from fedshift.models.unet import SegmentationOptions
+from fedshift.weights import Weights
 
 _BATCH = 256
 _MASKS = 16
@@ -222,6 +223,21 @@ def load_model(path: Path, own_method: str | None = None) -> TrainedModel:
             f"{file} is damaged or was not written by fedshift: give the model.safetensors of a run"
         ) from None
     return TrainedModel(network.eval(), method, classes, preprocessing, metadata, chosen)
+
+
+def from_weights(weights: Weights, metadata: Mapping[str, Any], method: Method) -> TrainedModel:
+    """The trained model of weights that were never in a file.
+
+    Args:
+        weights: the model.
+        metadata: what its file would say about it.
+        method: the method that trained it.
+    """
+    chosen = models.parse({key: value for key, value in metadata["model"].items() if key != "pretrained"})
+    _, network = _networks(method, chosen, metadata)
+    network.load_state_dict(dict(weights))
+    preprocessing = Preprocessing.model_validate(metadata["preprocessing"])
+    return TrainedModel(network.eval(), method, tuple(metadata["classes"]), preprocessing, dict(metadata), chosen)
 
 
 def _networks(method: Method, options: NetworkOptions, metadata: Mapping[str, Any]) -> tuple[Network, Network]:

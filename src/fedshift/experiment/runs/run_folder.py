@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import yaml
 from pydantic import ValidationError
+from torch import Tensor
 
 from fedshift.errors import UserError
 from fedshift.evaluation.predictions import PREDICTIONS
@@ -152,15 +153,7 @@ class RunFolder:
             weights: the model.
             metadata: all that prediction needs, stored as JSON.
         """
-        from safetensors.torch import save
-
-        from fedshift.federation.messages import unshared
-
-        data = save(
-            unshared({name: tensor.contiguous() for name, tensor in weights.items()}),
-            {"fedshift": json.dumps(metadata)},
-        )
-        write_bytes(self.path / MODEL, data)
+        write_model(self.path / MODEL, weights, metadata)
 
     def save_predictions(self, data: bytes) -> None:
         """Write the predictions per sample, which only the user may read."""
@@ -280,6 +273,25 @@ class RunFolder:
             folder.rmdir()
         if self.memory.exists():
             self.memory.rmdir()
+
+
+def write_model(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
+    """Write a model as safetensors, under state-dict names.
+
+    Args:
+        path: the file.
+        weights: the model.
+        metadata: all that prediction needs, stored as JSON.
+    """
+    from safetensors.torch import save
+
+    from fedshift.federation.messages import unshared
+
+    data = save(
+        unshared({name: tensor.contiguous() for name, tensor in weights.items()}),
+        {"fedshift": json.dumps(metadata)},
+    )
+    write_bytes(path, data)
 
 
 def write_order(plan: Plan, folder: Path) -> None:
