@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,14 @@ from fedshift.evaluation.stored import ROUNDS
 from fedshift.experiment import check as checks
 from fedshift.experiment.config.experiment import Experiment, parse
 from fedshift.experiment.config.experiment import load as load_file
-from fedshift.experiment.runs.context import Reporter
+from fedshift.experiment.runs.context import Callback, Reporter
 from fedshift.experiment.runs.experiment_loop import run_experiment
+from fedshift.experiment.runs.lines import notebook_reporter
 from fedshift.extras import needed
 from fedshift.import_paths import CHILD
 from fedshift.model import Model, Samples
 from fedshift.report.collect import Collected, collect, read_rounds
+from fedshift.report.other_tools.trackers import tracker
 from fedshift.report.page import table_html
 from fedshift.report.table import table_of
 from fedshift.report.table_formats import markdown
@@ -134,13 +136,20 @@ Given = Experiment | Mapping[str, Any] | str | Path
 """An experiment: an `Experiment`, a mapping with its fields, or its YAML file."""
 
 
-def run(experiment: Given, runs: str | Path = "runs", reporter: Reporter | None = None) -> Results:
+def run(
+    experiment: Given,
+    runs: str | Path = "runs",
+    reporter: Reporter | None = None,
+    callbacks: Sequence[Callback | str] = (),
+) -> Results:
     """Run an experiment and return its results. Finished runs are not repeated.
 
     Args:
         experiment: an `Experiment`, a mapping with the same fields, or its YAML file.
         runs: the folder in which the experiment's folder is made.
-        reporter: receives the progress. By default nothing is reported.
+        reporter: receives the progress. By default nothing is reported, but in a notebook a line shows it.
+        callbacks: objects of subclasses of `Callback`, which are called after each round and each run; or names of
+            trackers: ``tensorboard``, ``mlflow``, ``wandb``.
 
     Raises:
         UserError: there is a mistake in the experiment.
@@ -167,7 +176,8 @@ def run(experiment: Given, runs: str | Path = "runs", reporter: Reporter | None 
             "fedshift.run was called while a worker process imported this file to find its method: put the call "
             "under if __name__ == '__main__', or move the method to a file of its own"
         )
-    folder = run_experiment(_resolved(experiment), Path(runs), reporter)
+    heard = [tracker(callback) if isinstance(callback, str) else callback for callback in callbacks]
+    folder = run_experiment(_resolved(experiment), Path(runs), reporter or notebook_reporter(), callbacks=heard)
     return results(folder)
 
 

@@ -146,7 +146,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         }
         preprocessing = Preprocessing(kind="features")
         if self.standardise:
-            wide = [domain.inputs.astype(np.float64) for domain in domains.values()]
+            wide = [X[rows].astype(np.float32).astype(np.float64) for rows in parts.values()]
             total, squares = sum(rows.sum(axis=0) for rows in wide), sum((rows**2).sum(axis=0) for rows in wide)
             mean, std = moments(len(X), total, squares)
             preprocessing = Preprocessing(kind="features", mean=tuple(mean.tolist()), std=tuple(std.tolist()))

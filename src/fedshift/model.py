@@ -9,9 +9,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fedshift.data.inference import load_for_prediction, samples_in_memory
+from fedshift.evaluation.records import RunResult
+from fedshift.evaluation.stored import RESULT, stored
+from fedshift.experiment.export import Exported, export
 from fedshift.experiment.predict import TrainedModel, load_model
-from fedshift.experiment.runs.run_folder import write_model
-from fedshift.models.unet import SegmentationOptions
+from fedshift.experiment.runs.run_folder import model_file
+from fedshift.files import write_bytes
+from fedshift.report.collect import read_result
+from fedshift.report.other_tools.model_card import model_card
 
 Samples = Any
 """Samples to predict: an array, tensor, list or pandas data frame, or the path of an image, a folder of images, an .npz
@@ -24,10 +29,12 @@ class Model:
     Attributes:
         classes_: the names of the classes, in the order of their probabilities.
         metadata: what the run wrote about the model: method, network, sources, target, versions.
+        result: the result of its run, if the model was loaded from the run's folder.
     """
 
-    def __init__(self, trained: TrainedModel) -> None:
+    def __init__(self, trained: TrainedModel, result: RunResult | None = None) -> None:
         self.trained = trained
+        self.result = result
         self.classes_: npt.NDArray[np.str_] = np.array(trained.classes)
         self.metadata = trained.metadata
 
@@ -42,7 +49,9 @@ class Model:
         Raises:
             UserError: there is no model, it is damaged, or it was not written by fedshift.
         """
-        return cls(load_model(Path(path), method))
+        path = Path(path)
+        finished = path.is_dir() and stored(path / RESULT) is not None
+        return cls(load_model(path, method), read_result(path / RESULT) if finished else None)
 
     def save(self, path: str | Path) -> None:
         """Write the model as one ``.safetensors`` file, which `load` and ``fedshift predict`` read.
@@ -50,7 +59,26 @@ class Model:
         Raises:
             UserError: the file cannot be written.
         """
-        write_model(Path(path), self.trained.network.state_dict(), self.metadata)
+        write_bytes(Path(path), model_file(self.trained.network.state_dict(), self.metadata))
+
+    def export(self, to: str, folder: str | Path) -> Exported:
+        """Write the model for other programs, after a check that its outputs agree, and a model card beside it.
+
+        Args:
+            to: ``onnx``, ``torchscript`` or ``safetensors``.
+            folder: the folder to write to.
+
+        Raises:
+            UserError: the format or the folder cannot be used, or a package is missing.
+            FedshiftError: the outputs differ. Nothing is written.
+        """
+        written = export(self.trained, to, Path(folder))
+        write_bytes(Path(folder) / "README.md", self.card().encode())
+        return written
+
+    def card(self) -> str:
+        """A model card in Hugging Face's format: data, sites, method, measures, limits, and what left the sites."""
+        return model_card(self.trained, self.result)
 
     def predict(self, X: Samples) -> npt.NDArray[Any]:
         """The class of each sample (n,), by name; for segmentation masks (n, structures, height, width) of bool.
@@ -58,7 +86,7 @@ class Model:
         Raises:
             UserError: the samples are not what the model reads.
         """
-        if isinstance(self.trained.options, SegmentationOptions):
+        if self.trained.segments:
             return np.stack(list(self.trained.masks(self._stored(X))))
         names: npt.NDArray[Any] = self.classes_[self.predict_proba(X).argmax(axis=1)]
         return names
@@ -72,10 +100,9 @@ class Model:
         return self.trained.probabilities(self._stored(X))
 
     def _stored(self, X: Samples) -> Any:
-        stored = self.trained.stored
         if isinstance(X, str | Path):
-            return load_for_prediction(Path(X), stored)[1]
-        return samples_in_memory(X, stored)
+            return load_for_prediction(Path(X), self.trained.stored)[1]
+        return samples_in_memory(X, self.trained.stored)
 
     def __repr__(self) -> str:
         said = self.metadata

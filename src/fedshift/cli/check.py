@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.table import Table
 
 from fedshift.cli.console import escape, safe_console
+from fedshift.errors import UserError
+from fedshift.evaluation.stored import is_finished, run_folders
 from fedshift.experiment.check import check
-from fedshift.experiment.config.experiment import load
+from fedshift.experiment.config.experiment import Experiment, load
+from fedshift.experiment.runs.run_folder import check_place
 
 
-def check_file(path: Path, overrides: Sequence[str]) -> None:
-    """Print what is known about an experiment before it trains."""
-    found = check(load(path, overrides))
+def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs")) -> None:
+    """Print what is known about an experiment before it trains, and what of it is finished in the folder ``runs``."""
+    experiment = load(path, overrides)
+    found = check(experiment)
     console = safe_console()
     shape = "×".join(str(size) for size in found.input_shape)
     console.print(
@@ -53,12 +57,28 @@ def check_file(path: Path, overrides: Sequence[str]) -> None:
         "and saving add to this",
         highlight=False,
     )
+    begun = run_folders(runs / experiment.name)
+    if begun:
+        planned = sum(method.runs for method in found.methods)
+        console.print(
+            f"{escape(str(runs / experiment.name))}: {sum(map(is_finished, begun))} of {planned} runs are finished",
+            highlight=False,
+            soft_wrap=True,
+        )
     for kind in found.encoding_shares:
         console.print(
             f"before training, each source sends {kind}, from which all sites get one encoding", highlight=False
         )
-    for warning in found.warnings:
+    for warning in (*found.warnings, *_place(experiment, runs / experiment.name)):
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _place(experiment: Experiment, folder: Path) -> Iterator[str]:
+    """Warns if runs in ``folder`` have other settings."""
+    try:
+        check_place(experiment, folder)
+    except UserError as error:
+        yield f"fedshift run will refuse to start: {error}"
 
 
 def _duration(hours: float) -> str:

@@ -84,6 +84,22 @@ class TrainedModel:
         """The preprocessing of what `probabilities` reads: with a frozen backbone that of its images."""
         return self._backbone[1]
 
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of one such sample."""
+        images = self.stored.channels, self.stored.size, self.stored.size
+        return self.stored.shape or tuple(size for size in images if size) or tuple(self.metadata["input_shape"])
+
+    @property
+    def extractor(self) -> Extractor | None:
+        """The frozen backbone in front of the network, where there is one."""
+        return self._backbone[0]
+
+    @property
+    def segments(self) -> bool:
+        """Whether it predicts masks, not classes."""
+        return isinstance(self.options, SegmentationOptions)
+
     @cached_property
     def _backbone(self) -> tuple[Extractor | None, Preprocessing]:
         return backbone_of(self.preprocessing)
@@ -100,7 +116,7 @@ class TrainedModel:
         """
         if isinstance(self.options, SegmentationOptions):
             raise UserError("this model predicts masks: name a folder for them with --masks FOLDER")
-        extractor = self._backbone[0]
+        extractor = self.extractor
         out = [np.zeros((0, len(self.classes)), dtype=np.float32)]
         for begin in range(0, len(inputs), _BATCH):
             rows = torch.from_numpy(inputs[begin : begin + _BATCH])

@@ -19,8 +19,9 @@ from torch import Tensor
 from fedshift.errors import UserError
 from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.evaluation.records import RoundRecord, RunResult
-from fedshift.evaluation.stored import ORDER, RESULT, ROUNDS, SETTINGS, pack_of, stored
-from fedshift.experiment.plan import Plan, PlannedRun
+from fedshift.evaluation.stored import ORDER, RESULT, ROUNDS, SETTINGS, pack_of, run_folders, stored
+from fedshift.experiment.config.experiment import Experiment
+from fedshift.experiment.plan import Plan, PlannedRun, common_settings
 from fedshift.experiment.runs.identity import comparable, first_difference
 from fedshift.federation.message_files import read_message, write_message
 from fedshift.federation.messages import Content
@@ -153,7 +154,7 @@ class RunFolder:
             weights: the model.
             metadata: all that prediction needs, stored as JSON.
         """
-        write_model(self.path / MODEL, weights, metadata)
+        write_bytes(self.path / MODEL, model_file(weights, metadata))
 
     def save_predictions(self, data: bytes) -> None:
         """Write the predictions per sample, which only the user may read."""
@@ -275,11 +276,10 @@ class RunFolder:
             self.memory.rmdir()
 
 
-def write_model(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    """Write a model as safetensors, under state-dict names.
+def model_file(weights: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> bytes:
+    """A model in the format safetensors, under state-dict names.
 
     Args:
-        path: the file.
         weights: the model.
         metadata: all that prediction needs, stored as JSON.
     """
@@ -287,11 +287,10 @@ def write_model(path: Path, weights: Mapping[str, Tensor], metadata: Mapping[str
 
     from fedshift.federation.messages import unshared
 
-    data = save(
+    return save(
         unshared({name: tensor.contiguous() for name, tensor in weights.items()}),
         {"fedshift": json.dumps(metadata)},
     )
-    write_bytes(path, data)
 
 
 def write_order(plan: Plan, folder: Path) -> None:
@@ -312,3 +311,23 @@ def write_order(plan: Plan, folder: Path) -> None:
 def run_folder(planned: PlannedRun, folder: Path) -> RunFolder:
     """The folder of one run below the experiment's ``folder``."""
     return RunFolder(folder / planned.folder, planned.identity)
+
+
+def check_place(experiment: Experiment, folder: Path) -> None:
+    """Check that the results of this experiment can be written below ``folder``.
+
+    Settings that depend on the data are not compared.
+
+    Raises:
+        UserError: ``folder`` holds runs with other settings.
+    """
+    for method in experiment.methods:
+        settings = common_settings(experiment, method)
+        for path in run_folders(folder / method.display):
+            there = RunFolder(path, {}).written_by()
+            if there is not None:
+                known = {
+                    "data": {**settings["data"], "fingerprint": there["data"].get("fingerprint")},
+                    "training": {**settings["training"], "mini_batches": there["training"].get("mini_batches")},
+                }
+                RunFolder(path, {**there, **settings, **known}).check_identity()
