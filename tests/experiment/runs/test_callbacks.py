@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -65,7 +66,7 @@ def test_runs_of_further_processes_are_passed_on_at_the_end(options: dict[str, A
     assert len(noting.heard) == len(heard) + 4
 
 
-@pytest.mark.parametrize("name", ["tensorboard", "mlflow", pytest.param("wandb", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["tensorboard", "mlflow"])
 def test_trackers_have_every_round_also_of_a_resumed_run(
     name: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,26 +107,18 @@ def from_mlflow(runs: Path, _folder: Path) -> dict[tuple[str, int], float]:
     }
 
 
-def from_wandb(runs: Path, _folder: Path) -> dict[tuple[str, int], float]:
-    import json
-
-    from wandb.proto import wandb_internal_pb2
-    from wandb.sdk.internal.datastore import DataStore
-
-    newest = sorted((runs / "wandb").glob("offline-run-*/*.wandb"))[-1]
-    store, found = DataStore(), {}
-    store.open_for_scan(str(newest))
-    while (data := store.scan_data()) is not None:
-        record = wandb_internal_pb2.Record()
-        record.ParseFromString(data)
-        for item in record.history.item:
-            name = item.key or "/".join(item.nested_key)
-            if not name.startswith("_"):
-                found[name, record.history.step.num] = json.loads(item.value_json)
-    return found
+READERS = {"tensorboard": from_tensorboard, "mlflow": from_mlflow}
 
 
-READERS = {"tensorboard": from_tensorboard, "mlflow": from_mlflow, "wandb": from_wandb}
+@pytest.mark.slow
+def test_weights_and_biases_has_the_last_round_offline(options: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    one = {**options, "protocol": {"targets": ["a"], "seeds": [0]}}
+    folder = fedshift.run(one, tmp_path, callbacks=["wandb"]).collected.runs[0].folder
+    (file,) = (tmp_path / "wandb").glob("offline-run-*/files/wandb-summary.json")
+    written = {name: value for name, value in json.loads(file.read_text()).items() if not name.startswith("_")}
+    last = read_rounds(folder / "rounds.jsonl")[-1]
+    assert written == {name: pytest.approx(value) for name, value in last.numbers().items()}
 
 
 def test_a_missing_tracker_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
