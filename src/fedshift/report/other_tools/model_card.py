@@ -188,6 +188,21 @@ def _measures(trained: TrainedModel, result: RunResult) -> Iterator[str]:
         yield from _pipes(
             ["name", "percent"], [[text(n), _percent(v)] for n, v in zip(result.classes, last.per_class, strict=True)]
         )
+    for site in result.sites:
+        if site.part == "target" and site.values:
+            majority = (
+                "" if site.majority is None else f", of whom {site.majority:.1f} % are of the most frequent class"
+            )
+            yield ""
+            yield f"At {text(site.site)}, {site.samples} samples{majority}, percent with 95 % intervals over samples:"
+            yield ""
+            yield from _pipes(
+                ["metric", "value", "from", "to"],
+                [
+                    [text(name), f"{value:.2f}", *(map(_percent, site.intervals.get(name, (None, None))))]
+                    for name, value in site.values.items()
+                ],
+            )
 
 
 def _percent(value: float | None) -> str:
