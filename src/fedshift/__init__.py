@@ -11,20 +11,37 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedshift.api import check, load, results, run
     from fedshift.data.builders.own import OwnData
+    from fedshift.estimator import FederatedClassifier
     from fedshift.experiment.config.experiment import Experiment
+    from fedshift.experiment.runs.context import Callback
     from fedshift.methods.base import Method
+    from fedshift.model import Model
 
 __version__ = "0.1.0"
-__all__ = ["Experiment", "Method", "OwnData", "check", "load", "results", "run"]
+__all__ = [
+    "Callback",
+    "Experiment",
+    "FederatedClassifier",
+    "Method",
+    "Model",
+    "OwnData",
+    "check",
+    "load",
+    "results",
+    "run",
+]
 
 _MODULES = {
     "run": "fedshift.api",
     "load": "fedshift.api",
     "check": "fedshift.api",
     "results": "fedshift.api",
+    "Callback": "fedshift.experiment.runs.context",
+    "FederatedClassifier": "fedshift.estimator",
     "Experiment": "fedshift.experiment.config.experiment",
     "Method": "fedshift.methods.base",
     "OwnData": "fedshift.data.builders.own",
+    "Model": "fedshift.model",
 }
 
 

@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from fedshift.errors import UserError
+import numpy.typing as npt
+
+from fedshift.errors import UserError, nearest
 from fedshift.evaluation.records import RunResult, Selection
+from fedshift.evaluation.stored import ROUNDS
 from fedshift.experiment import check as checks
 from fedshift.experiment.config.experiment import Experiment, parse
 from fedshift.experiment.config.experiment import load as load_file
-from fedshift.experiment.runs.context import Reporter
+from fedshift.experiment.runs.context import Callback, Reporter
 from fedshift.experiment.runs.experiment_loop import run_experiment
+from fedshift.experiment.runs.lines import notebook_reporter
+from fedshift.extras import needed
 from fedshift.import_paths import CHILD
-from fedshift.report.collect import Collected, collect
+from fedshift.model import Model, Samples
+from fedshift.report.collect import Collected, collect, read_rounds
+from fedshift.report.other_tools.trackers import tracker
+from fedshift.report.page import table_html
 from fedshift.report.table import table_of
 from fedshift.report.table_formats import markdown
 
+if TYPE_CHECKING:
+    import pandas
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Results:
-    """The finished runs of an experiment. As a string, the Markdown table of the last rounds.
+    """The finished runs of an experiment. As a string, the Markdown table of the last rounds; in a notebook that table.
 
     Attributes:
         folder: holds the runs.
@@ -49,21 +60,96 @@ class Results:
         """The table in Markdown."""
         return markdown(table_of(self.collected, select, metric))
 
+    def to_frame(self, select: Selection = "last") -> pandas.DataFrame:
+        """One row per run: what ran, the scores of the selected round in percent, and what the run cost.
+
+        Raises:
+            UserError: pandas is not installed.
+        """
+        frames = needed("pandas", extra="frames", what="to_frame")
+        return frames.DataFrame([_described(run, select) for run in self.runs])
+
+    def rounds_to_frame(self) -> pandas.DataFrame:
+        """One row per round of each run, with a column for every number of its line in ``rounds.jsonl``.
+
+        Raises:
+            UserError: pandas is not installed, or a `rounds.jsonl` is corrupt.
+        """
+        frames = needed("pandas", extra="frames", what="rounds_to_frame")
+        return frames.DataFrame(
+            [
+                {**_names(run.result), **record.numbers()}
+                for run in self.collected.runs
+                for record in read_rounds(run.folder / ROUNDS)
+            ]
+        )
+
+    def model(self, method: str | None = None, target: str | None = None, seed: int | None = None) -> Model:
+        """The trained model of one run.
+
+        Args:
+            method: the method's label. It may be left out if there is one method.
+            target: the target. It may be left out if there is one target.
+            seed: by default the lowest.
+
+        Raises:
+            UserError: no run has these names, or a name is needed.
+        """
+        found = self.collected.runs
+        for what, name in (("method", method), ("target", target)):
+            known = list(dict.fromkeys(getattr(run.result, what) for run in found))
+            if name is None and len(known) > 1:
+                raise UserError(f"there are runs of several {what}s: choose one with {what}=…; {nearest('', known)}")
+            if name is not None and name not in known:
+                raise UserError(f"there is no finished run with {what} '{name}'; {nearest(name, known)}")
+            found = tuple(run for run in found if name is None or getattr(run.result, what) == name)
+        seeds = [run.result.seed for run in found]
+        if seed is not None and seed not in seeds:
+            raise UserError(f"there is no finished run with seed {seed}; known: {', '.join(map(str, seeds))}")
+        return Model.load(found[seeds.index(min(seeds) if seed is None else seed)].folder)
+
+    def predict(
+        self, X: Samples, method: str | None = None, target: str | None = None, seed: int | None = None
+    ) -> npt.NDArray[Any]:
+        """The class of each sample by the model of one run: see `model` for the choice, `Model.predict` for ``X``.
+
+        Raises:
+            UserError: the choice is not of one run, or the samples are not what the model reads.
+        """
+        return self.model(method, target, seed).predict(X)
+
     def __str__(self) -> str:
         return self.markdown()
+
+    def __repr__(self) -> str:
+        order = self.collected.order
+        names = f"methods {', '.join(order.methods)}; targets {', '.join(order.targets)}"
+        return (
+            f"Results({str(self.folder)!r}: {len(self.runs)} runs; {names}; seeds {', '.join(map(str, order.seeds))})"
+        )
+
+    def _repr_html_(self) -> str:
+        return table_html(table_of(self.collected))
 
 
 Given = Experiment | Mapping[str, Any] | str | Path
 """An experiment: an `Experiment`, a mapping with its fields, or its YAML file."""
 
 
-def run(experiment: Given, runs: str | Path = "runs", reporter: Reporter | None = None) -> Results:
+def run(
+    experiment: Given,
+    runs: str | Path = "runs",
+    reporter: Reporter | None = None,
+    callbacks: Sequence[Callback | str] = (),
+) -> Results:
     """Run an experiment and return its results. Finished runs are not repeated.
 
     Args:
         experiment: an `Experiment`, a mapping with the same fields, or its YAML file.
         runs: the folder in which the experiment's folder is made.
-        reporter: receives the progress. By default nothing is reported.
+        reporter: receives the progress. By default nothing is reported, but in a notebook a line shows it.
+        callbacks: objects of subclasses of `Callback`, which are called after each round and each run; or names of
+            trackers: ``tensorboard``, ``mlflow``, ``wandb``.
 
     Raises:
         UserError: there is a mistake in the experiment.
@@ -90,7 +176,8 @@ def run(experiment: Given, runs: str | Path = "runs", reporter: Reporter | None 
             "fedshift.run was called while a worker process imported this file to find its method: put the call "
             "under if __name__ == '__main__', or move the method to a file of its own"
         )
-    folder = run_experiment(_resolved(experiment), Path(runs), reporter)
+    heard = [tracker(callback) if isinstance(callback, str) else callback for callback in callbacks]
+    folder = run_experiment(_resolved(experiment), Path(runs), reporter or notebook_reporter(), callbacks=heard)
     return results(folder)
 
 
@@ -157,3 +244,25 @@ def _resolved(experiment: Given) -> Experiment:
     if isinstance(experiment, str | Path):
         return load(experiment)
     return experiment if isinstance(experiment, Experiment) else parse(experiment)
+
+
+def _names(result: RunResult) -> dict[str, Any]:
+    return {"method": result.method, "target": result.target, "seed": result.seed}
+
+
+def _described(result: RunResult, select: Selection) -> dict[str, Any]:
+    """A run as one row of a data frame."""
+    return {
+        **_names(result),
+        "setting": result.setting,
+        "metric": result.metric,
+        "score": result.score(select),
+        result.metric: result.accuracy(select),
+        "source": result.source_accuracy(select),
+        **({} if result.hausdorff(select) is None else {"hausdorff": result.hausdorff(select)}),
+        "rounds": result.rounds,
+        "mini_batches": result.mini_batches,
+        "bytes_up": sum(result.bytes_up.values()),
+        "bytes_down": sum(result.bytes_down.values()),
+        "seconds": result.seconds,
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from fedshift.cli.lines import EVERY, FIRST, Lines
+from fedshift.experiment.runs.lines import EVERY, FIRST, Lines
 
 
 class Watched:

@@ -168,7 +168,7 @@ def process(options: dict[str, Any], runs: Path, mark: str = "none", seconds: fl
 def run_command(words: tuple[str, ...], said: str, pause: float, environment: dict[str, str]) -> None:
     """``fedshift …`` as a process of its own; what it prints goes to the file ``said``."""
     from fedshift.cli import main
-    from fedshift.cli.lines import Lines
+    from fedshift.experiment.runs.lines import Lines
 
     os.setsid()
     # Tests that were started in the background of a shell ignore Ctrl-C, and so would what they start.

@@ -28,7 +28,7 @@ def _run() -> int:
     from fedshift.text import printable
 
     try:
-        return int(command()(standalone_mode=False) or 0)
+        return int(command()(prog_name="fedshift", standalone_mode=False) or 0)
     except FedshiftError as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)
         return error.exit_code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,23 +19,40 @@ app = typer.Typer(
     name="fedshift",
     help="Train one model across sites whose data cannot be pooled and do not look alike.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def names_of(room: str) -> Callable[[], list[str]]:
+    """What a shell offers after ``fedshift methods``, ``datasets`` or ``models``: the names of a room's registry."""
+
+    def names() -> list[str]:
+        return list(importlib.import_module(f"fedshift.{room}.registry").names())
+
+    return names
+
 
 ExperimentFile = Annotated[Path, typer.Argument(help="The experiment file.", metavar="EXPERIMENT.yaml")]
 
 
 @app.command()
-def run(experiment: ExperimentFile, overrides: Overrides = None, runs: Runs = Path("runs")) -> None:
+def run(
+    experiment: ExperimentFile,
+    overrides: Overrides = None,
+    runs: Runs = Path("runs"),
+    track: Annotated[
+        list[str] | None,
+        typer.Option("--track", help="Also write every round to tensorboard, mlflow or wandb; may be repeated."),
+    ] = None,
+) -> None:
     """Run an experiment, or resume it where it stopped.
 
     Example: fedshift run digits.yaml training.rounds=10 protocol.seeds=[0,1]
     """
     from fedshift.cli.run import run_file
 
-    run_file(experiment, overrides or [], runs)
+    run_file(experiment, overrides or [], runs, track or [])
 
 
 @app.command()
@@ -62,11 +80,14 @@ def search(
 
 
 @app.command()
-def check(experiment: ExperimentFile, overrides: Overrides = None) -> None:
-    """Report what is known before training: data, classes, sizes, compatibility, and the expected hours and bytes."""
+def check(experiment: ExperimentFile, overrides: Overrides = None, runs: Runs = Path("runs")) -> None:
+    """Report what is known before training: data, classes, sizes, compatibility, the expected hours and bytes.
+
+    Also says how many of its runs are finished, or that the folder of its runs belongs to another experiment.
+    """
     from fedshift.cli.check import check_file
 
-    check_file(experiment, overrides or [])
+    check_file(experiment, overrides or [], runs)
 
 
 @app.command()
@@ -83,7 +104,7 @@ def features(experiment: ExperimentFile, overrides: Overrides = None) -> None:
 @app.command()
 def table(
     folder: Annotated[Path, typer.Argument(help="An experiment's folder, or one that holds it.", metavar="DIR")],
-    format: Annotated[str, typer.Option("--format", help="terminal, markdown, latex or json.")] = "terminal",
+    format: Annotated[str, typer.Option("--format", help="terminal, markdown, latex, csv or json.")] = "terminal",
     select: Annotated[str, typer.Option("--select", help="last, source or oracle.")] = "last",
     metric: Annotated[
         str,
@@ -104,7 +125,11 @@ def table(
 
 
 @app.command()
-def methods(name: Annotated[str | None, typer.Argument(help="A method.", metavar="[NAME]")] = None) -> None:
+def methods(
+    name: Annotated[
+        str | None, typer.Argument(help="A method.", metavar="[NAME]", autocompletion=names_of("methods"))
+    ] = None,
+) -> None:
     """List the methods, or describe one: its paper, what leaves a site, its options."""
     from fedshift.cli.methods import show_methods
 
@@ -112,7 +137,11 @@ def methods(name: Annotated[str | None, typer.Argument(help="A method.", metavar
 
 
 @app.command()
-def datasets(name: Annotated[str | None, typer.Argument(help="A data set.", metavar="[NAME]")] = None) -> None:
+def datasets(
+    name: Annotated[
+        str | None, typer.Argument(help="A data set.", metavar="[NAME]", autocompletion=names_of("data"))
+    ] = None,
+) -> None:
     """List the data sets, or describe one: source, licence, layout, how to get it, whether its files are here."""
     from fedshift.cli.datasets import show_datasets
 
@@ -120,7 +149,11 @@ def datasets(name: Annotated[str | None, typer.Argument(help="A data set.", meta
 
 
 @app.command()
-def models(name: Annotated[str | None, typer.Argument(help="A network.", metavar="[NAME]")] = None) -> None:
+def models(
+    name: Annotated[
+        str | None, typer.Argument(help="A network.", metavar="[NAME]", autocompletion=names_of("models"))
+    ] = None,
+) -> None:
     """List the networks, or describe one and its options."""
     from fedshift.cli.fields import show_models
 
@@ -172,6 +205,24 @@ def predict(
     print_predictions(model, data, format, method, masks, network)
 
 
+@app.command()
+def export(
+    model: Annotated[Path, typer.Argument(help="A run's folder or a model.safetensors.", metavar="RUN_OR_MODEL")],
+    to: Annotated[str, typer.Option("--to", help="onnx, torchscript or safetensors.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Folder to write to. [RUN/export]", metavar="DIR")] = None,
+    method: Annotated[
+        str | None, typer.Option("--method", help="FILE.py:Class, if your own method trained the model.")
+    ] = None,
+) -> None:
+    """Write a trained model for other programs, with its preprocessing, and a model card (README.md) beside it.
+
+    Nothing is written unless the outputs agree with fedshift's own.
+    """
+    from fedshift.cli.export import export_run
+
+    export_run(model, to, out, method)
+
+
 audit = typer.Typer(
     help="Measure what an attacker could learn from what leaves a site.",
     no_args_is_help=True,
@@ -204,8 +255,9 @@ def leakage(
         typer.Option("--policy", help="A site's file, whose policy crafted networks meet.", metavar="SITE.yaml"),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Folder of the results. [runs/NAME/audit]", metavar="DIR")
+        Path | None, typer.Option("--out", help="Folder of the results. [RUNS/NAME/audit]", metavar="DIR")
     ] = None,
+    runs: Runs = Path("runs"),
 ) -> None:
     """Try to reconstruct a site's samples: from a mini-batch's gradient, from an epoch's model, by crafted networks.
 
@@ -218,6 +270,7 @@ def leakage(
         overrides or [],
         out,
         policy,
+        runs=runs,
         site=site,
         batches=batch or (1, 4, 8),
         attack=attack,

@@ -27,15 +27,22 @@ RECORD, PICTURE = "leakage.json", "leakage.png"
 
 
 def audit_file(
-    path: Path, overrides: Sequence[str], out: Path | None, site_file: Path | None = None, **options: Any
+    path: Path,
+    overrides: Sequence[str],
+    out: Path | None,
+    site_file: Path | None = None,
+    *,
+    runs: Path = Path("runs"),
+    **options: Any,
 ) -> None:
     """Attack a site of an experiment, with a progress bar. Print the table; write the record and the picture.
 
     Args:
         path: the experiment file.
         overrides: fields to set, as ``key.path=value``.
-        out: the folder to write to; by default ``runs/NAME/audit``.
+        out: the folder to write to; by default ``audit`` in the experiment's folder of runs.
         site_file: a SITE.yaml whose policy holds for crafted networks; None means the default policy.
+        runs: the folder that holds a folder for each experiment.
         options: those of `audit_leakage`.
     """
     errors = safe_console(stderr=True)
@@ -43,7 +50,7 @@ def audit_file(
         if site_file is not None:
             options["policy"] = load_site(site_file).file.policy
         experiment = load(path, overrides)
-        folder = out or Path("runs") / experiment.name / "audit"
+        folder = out or runs / experiment.name / "audit"
         _make(folder)  # fails before minutes of work, not after them
         found = _watched(errors, experiment, options)
         record = {"command": shlex.join(["fedshift", *sys.argv[1:]]), **found.record()}

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.table import Table
 
 from fedshift.cli.console import escape, safe_console
+from fedshift.errors import UserError
+from fedshift.evaluation.stored import is_finished, run_folders
 from fedshift.experiment.check import MethodCheck, check
-from fedshift.experiment.config.experiment import load
+from fedshift.experiment.config.experiment import Experiment, load
+from fedshift.experiment.runs.run_folder import check_place
 
 
-def check_file(path: Path, overrides: Sequence[str]) -> None:
-    """Print what is known about an experiment before it trains."""
-    found = check(load(path, overrides))
+def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs")) -> None:
+    """Print what is known about an experiment before it trains, and what of it is finished in the folder ``runs``."""
+    experiment = load(path, overrides)
+    found = check(experiment)
     console = safe_console()
     shape = "×".join(str(size) for size in found.input_shape)
     console.print(
@@ -77,11 +81,19 @@ def check_file(path: Path, overrides: Sequence[str]) -> None:
         for site, spent in found.privacy.items():
             privacy.add_row(escape(site), f"{spent.run:.2f}", f"{spent.together:.2f}")
         console.print(privacy)
+    begun = run_folders(runs / experiment.name)
+    if begun:
+        planned = sum(method.runs for method in found.methods)
+        console.print(
+            f"{escape(str(runs / experiment.name))}: {sum(map(is_finished, begun))} of {planned} runs are finished",
+            highlight=False,
+            soft_wrap=True,
+        )
     for kind in found.encoding_shares:
         console.print(
             f"before training, each source sends {kind}, from which all sites get one encoding", highlight=False
         )
-    for warning in found.warnings:
+    for warning in (*found.warnings, *_place(experiment, runs / experiment.name)):
         console.print(f"warning: {warning}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -94,6 +106,14 @@ def _why_rounds_differ(methods: Sequence[MethodCheck]) -> str | None:
         "rounds differ because every method trains on the same number of mini-batches, as many as the most demanding "
         f"one needs in training.rounds rounds; mini-batches per site in a round: {per_round}"
     )
+
+
+def _place(experiment: Experiment, folder: Path) -> Iterator[str]:
+    """Warns if runs in ``folder`` have other settings."""
+    try:
+        check_place(experiment, folder)
+    except UserError as error:
+        yield f"fedshift run will refuse to start: {error}"
 
 
 def _duration(hours: float) -> str:

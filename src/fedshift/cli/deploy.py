@@ -17,10 +17,8 @@ from fedshift.deployment.coordinator import EXPERIMENT, check_deployable
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
 from fedshift.errors import FedshiftError, UserError
-from fedshift.evaluation.stored import run_folders
 from fedshift.experiment.config.experiment import Experiment, load
-from fedshift.experiment.plan import common_settings
-from fedshift.experiment.runs.run_folder import RunFolder
+from fedshift.experiment.runs.run_folder import RunFolder, check_place
 from fedshift.files import write_bytes
 from fedshift.report.collect import collect
 from fedshift.report.page import write_page
@@ -76,26 +74,6 @@ def follow(kit: Path, experiment: Experiment, runs: Path, *, detach: bool = Fals
         )
         return runs / experiment.name
     return _watch(deployment, runs)
-
-
-def check_place(experiment: Experiment, folder: Path) -> None:
-    """Check that the results of this experiment can be written below ``folder``.
-
-    Settings that depend on the sites' data are not known yet. `fetch` compares these too.
-
-    Raises:
-        UserError: ``folder`` holds runs with other settings.
-    """
-    for method in experiment.methods:
-        settings = common_settings(experiment, method)
-        for path in run_folders(folder / method.display):
-            there = RunFolder(path, {}).written_by()
-            if there is not None:
-                known = {
-                    "data": {**settings["data"], "fingerprint": there["data"].get("fingerprint")},
-                    "training": {**settings["training"], "mini_batches": there["training"].get("mini_batches")},
-                }
-                RunFolder(path, {**there, **settings, **known}).check_identity()
 
 
 def _check_running(kit: Path) -> None:

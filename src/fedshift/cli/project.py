@@ -125,7 +125,8 @@ def play(experiment: Experiment, folder: Path, runs: Path, port: int | None) -> 
     Returns:
         The folder of the results.
     """
-    from fedshift.cli.deploy import check_place, follow
+    from fedshift.cli.deploy import follow
+    from fedshift.experiment.runs.run_folder import check_place
 
     console = safe_console(stderr=True)
     folder.mkdir(parents=True, exist_ok=True)

@@ -20,38 +20,39 @@ from rich.progress import (
 
 from fedshift.cli.console import escape, safe_console
 from fedshift.cli.features import FeatureBar
-from fedshift.cli.lines import Lines
 from fedshift.errors import TrainingDiverged
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.stored import is_finished, run_folders
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.plan import Run
-from fedshift.experiment.runs.context import Reporter
+from fedshift.experiment.runs.context import Callback, Reporter
 from fedshift.experiment.runs.experiment_loop import run_experiment
+from fedshift.experiment.runs.lines import Lines
 from fedshift.report.collect import collect
+from fedshift.report.other_tools.trackers import tracker
 from fedshift.report.page import write_page
 from fedshift.report.table import table_of
 from fedshift.report.table_formats import terminal
 
 
-def run_file(path: Path, overrides: Sequence[str], runs: Path) -> None:
+def run_file(path: Path, overrides: Sequence[str], runs: Path, trackers: Sequence[str] = ()) -> None:
     """Run an experiment file, then print the table and write the report.
 
-    Progress is shown as bars at a terminal and as lines elsewhere.
+    Progress is shown as bars at a terminal and as lines elsewhere. ``trackers`` names those that get every round.
     """
     errors = safe_console(stderr=True)
     try:
-        _run(load(path, overrides), runs, errors)
+        _run(load(path, overrides), runs, errors, [tracker(name) for name in trackers])
     except KeyboardInterrupt:
         errors.print("interrupted: run the same command again to continue after the last round", highlight=False)
         sys.exit(130)
 
 
-def _run(experiment: Experiment, runs: Path, errors: Console) -> None:
+def _run(experiment: Experiment, runs: Path, errors: Console, callbacks: Sequence[Callback]) -> None:
     reporter, stop = reporter_at(errors)
     folder, diverged = runs / experiment.name, None
     try:
-        run_experiment(experiment, runs, reporter)
+        run_experiment(experiment, runs, reporter, callbacks=callbacks)
     except TrainingDiverged as error:
         diverged = error
     finally:

@@ -11,9 +11,7 @@ from fedshift.errors import UserError, nearest
 from fedshift.evaluation.selection import selection_rule
 from fedshift.report.collect import collect
 from fedshift.report.table import table_of
-from fedshift.report.table_formats import as_json, latex, markdown, terminal
-
-_TEXT = {"markdown": markdown, "latex": latex, "json": as_json}
+from fedshift.report.table_formats import FORMATS, terminal
 
 
 def print_table(folder: Path, format: str, select: str, metric: str = "") -> None:
@@ -22,11 +20,11 @@ def print_table(folder: Path, format: str, select: str, metric: str = "") -> Non
     Raises:
         UserError: the format, the selection rule or the metric does not exist, or there is no finished run.
     """
-    if format != "terminal" and format not in _TEXT:
-        raise UserError(f"--format: there is no format '{format}'; {nearest(format, ['terminal', *_TEXT])}")
+    if format != "terminal" and format not in FORMATS:
+        raise UserError(f"--format: there is no format '{format}'; {nearest(format, ['terminal', *FORMATS])}")
     found = table_of(collect(folder), selection_rule(select).name, metric)
-    if format in _TEXT:
-        typer.echo(_TEXT[format](found))
+    if format in FORMATS:
+        typer.echo(FORMATS[format](found), nl=format != "csv")
         return
 
     safe_console().print(terminal(found))

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from fedshift.data.builders.arrays import readable_inputs
+from fedshift.data.builders.in_memory import InMemory
 from fedshift.data.domain import Preprocessing
 from fedshift.data.images import ImageFile, decode, is_image, on_disk
 from fedshift.data.locate import load_npz
-from fedshift.data.table_files import PARQUET
+from fedshift.data.table_files import PARQUET, from_columns
 from fedshift.data.tables import encode_rows
 from fedshift.errors import UserError
 
@@ -43,6 +45,29 @@ def load_for_prediction(path: Path, preprocessing: Preprocessing) -> tuple[list[
     if path.is_file() and not is_image(path.name):
         raise UserError(f"{path} cannot be predicted: give an image, a folder of images, an .npz or a .csv file")
     return _images(path, preprocessing)
+
+
+def samples_in_memory(samples: Any, preprocessing: Preprocessing) -> Stored:
+    """Prepare samples in memory as `load_for_prediction` prepares files.
+
+    Args:
+        samples: a data frame, or anything that numpy makes an array of: (n, d) numbers, or images as in data set
+            `arrays`. A model of tables reads a data frame with the columns of its table.
+        preprocessing: the preprocessing saved with the model.
+
+    Raises:
+        UserError: the samples are not what the model reads.
+    """
+    if preprocessing.kind == "table":
+        if not hasattr(samples, "columns"):
+            raise UserError("X: the model reads tables: give a data frame with their columns, or the path of a .csv")
+        return encode_rows(preprocessing, from_columns("X", InMemory(samples).columns("")))[1]
+    array = np.asarray(samples)
+    if array.ndim == 2 and array.dtype.kind in "iub":
+        array = array.astype(np.float64)
+    inputs = readable_inputs("X", array)
+    _check_shape("X", inputs, preprocessing)
+    return inputs
 
 
 def _images(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored]:
@@ -82,10 +107,19 @@ def _arrays(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored
     inputs = readable_inputs(f"data file {path}", load_npz(path, ["x"])["x"])
     if len(inputs) == 0:
         raise UserError(f"data file {path} is empty: give at least one sample")
+    _check_shape(f"data file {path}", inputs, preprocessing)
+    return [str(row) for row in range(len(inputs))], inputs
+
+
+def _check_shape(where: str, inputs: Stored, preprocessing: Preprocessing) -> None:
+    """Check that samples have the shape that the model reads.
+
+    Raises:
+        UserError: they do not.
+    """
     expected = _image_shape(preprocessing) if preprocessing.kind == "image" else preprocessing.shape
     if expected is not None and inputs.shape[1:] != tuple(expected):
         raise UserError(
-            f"data file {path}: samples have shape {inputs.shape[1:]}, but the model reads {tuple(expected)}: "
+            f"{where}: samples have shape {inputs.shape[1:]}, but the model reads {tuple(expected)}: "
             "bring them to that shape"
         )
-    return [str(row) for row in range(len(inputs))], inputs

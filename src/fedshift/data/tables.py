@@ -304,12 +304,12 @@ def encode(table: Columns, encoding: TableEncoding) -> npt.NDArray[np.float32]:
     return np.stack([*scaled, *absent, *flags], axis=1).astype(np.float32)
 
 
-def encode_rows(preprocessing: Preprocessing, path: Path) -> tuple[list[str], npt.NDArray[np.float32]]:
-    """Names and features of the rows of a CSV or Parquet file for prediction. The file needs no label column.
+def encode_rows(preprocessing: Preprocessing, rows: Path | Columns) -> tuple[list[str], npt.NDArray[np.float32]]:
+    """Names and features of the rows of a table for prediction. The table needs no label column.
 
     Args:
         preprocessing: the preprocessing saved with the model.
-        path: the file.
+        rows: a CSV file, or the table itself.
 
     Returns:
         The rows' names, from the column that names them if the file has it, and float32 (n, width).
@@ -318,12 +318,12 @@ def encode_rows(preprocessing: Preprocessing, path: Path) -> tuple[list[str], np
         UserError: the model was not trained on tables, the file lacks a column, or a numeric cell is not a number.
     """
     if preprocessing.kind != "table" or preprocessing.table is None:
-        raise UserError(f"{path} is a table, but the model reads {preprocessing.kind} inputs: give these")
+        raise UserError(f"{rows} is a table, but the model reads {preprocessing.kind} inputs: give these")
     try:
         encoding = TableEncoding.model_validate(preprocessing.table)
     except ValidationError as error:
         raise UserError("the table encoding in the model file is damaged: use a run's model.safetensors") from error
-    table = read_table(path, _form_of(path, encoding))
+    table = rows if isinstance(rows, Columns) else read_table(rows, _form_of(rows, encoding))
     names = [f"row {row}" for row in range(1, len(table) + 1)]
     if encoding.id is not None and encoding.id in table.cells:
         names = list(table.column(encoding.id))

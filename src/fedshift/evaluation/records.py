@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from statistics import fmean
 from typing import Annotated, Any, Literal
 
@@ -74,12 +75,35 @@ class RoundRecord(_Record):
         """Unweighted mean accuracy over the sources' held-out parts; None if no source has one."""
         return fmean(self.source_accuracy.values()) if self.source_accuracy else None
 
+    def numbers(self) -> dict[str, float]:
+        """Every number of the record by its path, such as ``target_accuracy/D0`` or ``bytes/up/weights``.
+
+        Example:
+            >>> record = RoundRecord(round=1, target_accuracy={"a": 70.0}, losses={"b": 0.5}, seconds=2, mini_batches=3)
+            >>> record.numbers()
+            {'round': 1, 'target_accuracy/a': 70.0, 'losses/b': 0.5, 'seconds': 2.0, 'mini_batches': 3}
+        """
+        return dict(_numbers("", self.model_dump()))
+
     def score(self, both: bool) -> float | None:
         """The target mean; with ``both`` its harmonic mean with the source mean. None if one is missing."""
         at_target, at_source = self.target_mean, self.source_mean
         if not both or at_target is None:
             return at_target
         return None if at_source is None else harmonic_mean(at_source, at_target)
+
+
+def _numbers(path: str, value: Any) -> Iterator[tuple[str, float]]:
+    if isinstance(value, Mapping):
+        parts = [(str(name), part) for name, part in value.items()]
+    elif isinstance(value, list | tuple):
+        parts = [(str(place), part) for place, part in enumerate(value)]
+    else:
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            yield path, value
+        return
+    for name, part in parts:
+        yield from _numbers(f"{path}/{name}" if path else name, part)
 
 
 class SelectedRound(_Record):

@@ -7,17 +7,19 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedshift.data.domain import Preprocessing
-from fedshift.data.inference import load_for_prediction
+from fedshift.data.inference import Stored, load_for_prediction
 from fedshift.data.transforms import to_network
 from fedshift.errors import UserError
 from fedshift.experiment.features import backbone_of
@@ -25,10 +27,12 @@ from fedshift.experiment.runs.run_folder import MODEL
 from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
 from fedshift.models import registry as models
+from fedshift.models.frozen import Extractor
 from fedshift.models.network import Network
 from fedshift.models.normalisation import adapted_to
 from fedshift.models.options import NetworkOptions
 from fedshift.models.unet import SegmentationOptions
+from fedshift.weights import Weights
 
 _BATCH = 256
 _MASKS = 16
@@ -65,7 +69,6 @@ class TrainedModel:
     metadata: dict[str, Any]
     options: NetworkOptions
 
-    @torch.no_grad()
     def predict(self, data: Path) -> list[Prediction]:
         """Predictions for an image, a folder of images, an .npz or a .csv, in order.
 
@@ -74,29 +77,80 @@ class TrainedModel:
         Raises:
             UserError: the data do not fit the model, or it is a model for segmentation (see `write_masks`).
         """
+        names, inputs = load_for_prediction(data, self.stored)
+        return [
+            Prediction(name, self.classes[int(row.argmax())], tuple(row.tolist()))
+            for name, row in zip(names, self.probabilities(inputs), strict=True)
+        ]
+
+    @property
+    def stored(self) -> Preprocessing:
+        """The preprocessing of what `probabilities` reads: with a frozen backbone that of its images."""
+        return self._backbone[1]
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape of one such sample."""
+        images = self.stored.channels, self.stored.size, self.stored.size
+        return self.stored.shape or tuple(size for size in images if size) or tuple(self.metadata["input_shape"])
+
+    @property
+    def extractor(self) -> Extractor | None:
+        """The frozen backbone in front of the network, where there is one."""
+        return self._backbone[0]
+
+    @property
+    def segments(self) -> bool:
+        """Whether it predicts masks, not classes."""
+        return isinstance(self.options, SegmentationOptions)
+
+    @cached_property
+    def _backbone(self) -> tuple[Extractor | None, Preprocessing]:
+        return backbone_of(self.preprocessing)
+
+    @torch.no_grad()
+    def probabilities(self, inputs: Stored) -> npt.NDArray[np.float32]:
+        """The probability of each class (n, classes), whose rows sum to 1.
+
+        Args:
+            inputs: samples as `fedshift.data.inference` makes them.
+
+        Raises:
+            UserError: it is a model for segmentation.
+        """
         if isinstance(self.options, SegmentationOptions):
             raise UserError("this model predicts masks: name a folder for them with --masks FOLDER")
-        extractor, stored = backbone_of(self.preprocessing)
-        names, inputs = load_for_prediction(data, stored)
-        out: list[Prediction] = []
+        extractor = self.extractor
 
         def batches() -> Iterator[Tensor]:
-            for begin in range(0, len(names), _BATCH):
+            for begin in range(0, len(inputs), _BATCH):
                 rows = torch.from_numpy(inputs[begin : begin + _BATCH])
                 if extractor is not None:
                     rows = extractor(rows).half()  # float16, as in the cache
                 yield to_network(rows, self.preprocessing, "cpu")
 
         network, prior = self.network, self.method.batch_norm_at_new_site
-        if prior is not None:
+        if prior is not None and len(inputs):
             network = adapted_to(network, batches(), prior)
-        for begin, batch in zip(range(0, len(names), _BATCH), batches(), strict=True):
-            probabilities = network(batch).softmax(dim=1)
-            for name, row in zip(names[begin : begin + _BATCH], probabilities, strict=True):
-                out.append(Prediction(name, self.classes[int(row.argmax())], tuple(row.tolist())))
-        return out
+        none = np.zeros((0, len(self.classes)), dtype=np.float32)
+        return np.concatenate([none, *(network(batch).softmax(dim=1).numpy() for batch in batches())])
 
     @torch.no_grad()
+    def masks(self, inputs: Stored) -> Iterator[npt.NDArray[np.bool_]]:
+        """The predicted masks of each sample, (structures, height, width).
+
+        Args:
+            inputs: images as `fedshift.data.inference` makes them.
+
+        Raises:
+            UserError: it is a model for classification.
+        """
+        if not isinstance(self.options, SegmentationOptions):
+            raise UserError("this model predicts classes, not masks: leave out --masks")
+        for begin in range(0, len(inputs), _MASKS):
+            batch = to_network(torch.from_numpy(inputs[begin : begin + _MASKS]), self.preprocessing, "cpu")
+            yield from self.options.masks(self.network(batch))
+
     def write_masks(self, data: Path, folder: Path) -> list[tuple[Path, float]]:
         """Write the predicted masks as ``folder/<structure>/<name>.png``: black and white, in the network's input size.
 
@@ -116,18 +170,15 @@ class TrainedModel:
         names, inputs = load_for_prediction(data, self.preprocessing)
         files = {(structure, name): _mask_file(folder, structure, name) for name in names for structure in self.classes}
         out: list[tuple[Path, float]] = []
-        for begin in range(0, len(names), _MASKS):
-            batch = to_network(torch.from_numpy(inputs[begin : begin + _MASKS]), self.preprocessing, "cpu")
-            found = self.options.masks(self.network(batch))
-            for name, masks in zip(names[begin : begin + _MASKS], found, strict=True):
-                for structure, mask in zip(self.classes, masks, strict=True):
-                    file = files[structure, name]
-                    try:
-                        file.parent.mkdir(parents=True, exist_ok=True)
-                        Image.fromarray(mask.astype(np.uint8) * 255).save(file)
-                    except OSError as error:
-                        raise UserError(f"cannot write the mask {file}: {error.strerror or error}") from None
-                    out.append((file, float(mask.mean())))
+        for name, masks in zip(names, self.masks(inputs), strict=True):
+            for structure, mask in zip(self.classes, masks, strict=True):
+                file = files[structure, name]
+                try:
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    Image.fromarray(mask.astype(np.uint8) * 255).save(file)
+                except OSError as error:
+                    raise UserError(f"cannot write the mask {file}: {error.strerror or error}") from None
+                out.append((file, float(mask.mean())))
         return out
 
 
@@ -224,6 +275,21 @@ def _network(record: Mapping[str, Any], own_network: str | None, file: Path) -> 
 
     options = {key: value for key, value in record.items() if key != "pretrained"}
     return models.parse(own(options), permit=permit)
+
+
+def from_weights(weights: Weights, metadata: Mapping[str, Any], method: Method) -> TrainedModel:
+    """The trained model of weights that were never in a file.
+
+    Args:
+        weights: the model.
+        metadata: what its file would say about it.
+        method: the method that trained it.
+    """
+    chosen = models.parse({key: value for key, value in metadata["model"].items() if key != "pretrained"})
+    _, network = _networks(method, chosen, metadata)
+    network.load_state_dict(dict(weights))
+    preprocessing = Preprocessing.model_validate(metadata["preprocessing"])
+    return TrainedModel(network.eval(), method, tuple(metadata["classes"]), preprocessing, dict(metadata), chosen)
 
 
 def _networks(method: Method, options: NetworkOptions, metadata: Mapping[str, Any]) -> tuple[Network, Network]:

@@ -166,7 +166,7 @@ class Site:
         return optimizer
 
     def remember_optimizer(self, optimizer: torch.optim.Optimizer, memory: str, keep: bool = False) -> None:
-        """Keep momentum for the next exchange, if the experiment or ``keep`` asks; for optimisers that a method made."""
+        """Keep momentum for the next exchange, if the experiment or ``keep`` asks."""
         if keep or not self.training.reset_optimizer_each_round:
             self.memory[memory] = optimizer_state(optimizer)
 

@@ -103,7 +103,9 @@ def _kind(result: RunResult) -> str:
     return str(protocol.get("kind", "")) if isinstance(protocol, Mapping) else ""
 
 
-def _table(table: Table) -> str:
+def table_html(table: Table) -> str:
+    """The table as HTML, with its notes and the further tables below it."""
+
     def entry(method: str, column: str) -> str:
         cell = table.cells[method][column]
         if cell is None:
@@ -119,14 +121,16 @@ def _table(table: Table) -> str:
         ([escape(method), *(entry(method, column) for column in table.columns)] for method in table.methods),
         "accuracies",
     )
-    return "".join([accuracies, *(paragraph(note, "note") for note in table.notes), *map(_table, table.more)])
+    return "".join([accuracies, *(paragraph(note, "note") for note in table.notes), *map(table_html, table.more)])
 
 
 def _main_result(headline: Table) -> str:
     figure = plots.svg(
         plots.accuracy_per_target(headline), f"{headline.measure.name} of every method at every target, last round"
     )
-    return _table(headline) + f"<figure>{figure}<figcaption>Mean and standard error over seeds.</figcaption></figure>"
+    return (
+        table_html(headline) + f"<figure>{figure}<figcaption>Mean and standard error over seeds.</figcaption></figure>"
+    )
 
 
 def _how_to_read(headline: Table) -> str:
@@ -146,7 +150,7 @@ def _how_to_read(headline: Table) -> str:
 def _other(collected: Collected, rule: Selection) -> str:
     if all(result.score(rule) is None for result in collected.results):
         return paragraph(f"Not available: {RULES[rule].description}; no source kept a held-out part.", "note")
-    return f"<h3>{escape(rule)}</h3>" + _table(table_of(collected, rule))
+    return f"<h3>{escape(rule)}</h3>" + table_html(table_of(collected, rule))
 
 
 def _usual(results: Sequence[RunResult]) -> str:

@@ -1,4 +1,4 @@
-"""Writes a table for a terminal, and in Markdown, LaTeX and JSON."""
+"""Writes a table for a terminal, and in Markdown, LaTeX, CSV and JSON."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from fedshift.report.table import MISSING, Cell, Table
-from fedshift.text import json_text, printable
+from fedshift.text import csv_text, json_text, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -95,6 +95,16 @@ def markdown(table: Table) -> str:
     return "\n".join(_pipes(one) for one in (table, *table.more))
 
 
+def escape_markdown(text: str) -> str:
+    """``text`` with Markdown's special characters escaped.
+
+    Example:
+        >>> escape_markdown("csac_v1 | <b>")
+        'csac\\\\_v1 \\\\| \\\\<b>'
+    """
+    return "".join(f"\\{letter}" if letter in "\\|*_`<[" else letter for letter in printable(text))
+
+
 def _pipes(table: Table) -> str:
 
     def entry(cell: Cell | None) -> str:
@@ -103,17 +113,14 @@ def _pipes(table: Table) -> str:
         mean = cell.mean.replace("*", "\\*")
         return (f"**{mean}**" if cell.best else mean) + (f" ± {cell.error}" if cell.error else "")
 
-    def escape(text: str) -> str:
-        return "".join(f"\\{letter}" if letter in "\\|*_`<[" else letter for letter in printable(text))
-
     lines = [
-        ["method", *map(escape, table.columns)],
+        ["method", *map(escape_markdown, table.columns)],
         ["---", *("---:" for _ in table.columns)],
-        *([escape(method), *map(entry, table.cells[method].values())] for method in table.methods),
+        *([escape_markdown(method), *map(entry, table.cells[method].values())] for method in table.methods),
     ]
     grid = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    title = [f"**{escape(table.measure.title)}**"] if table.measure.title else []
-    return "\n\n".join([*title, grid, *map(escape, table.notes)]) + "\n"
+    title = [f"**{escape_markdown(table.measure.title)}**"] if table.measure.title else []
+    return "\n\n".join([*title, grid, *map(escape_markdown, table.notes)]) + "\n"
 
 
 def latex(table: Table) -> str:
@@ -178,5 +185,18 @@ def as_json(table: Table) -> str:
     return json_text([row.plain() for row in table.rows], indent=2) + "\n"
 
 
-FORMATS: dict[str, Callable[[Table], str]] = {"markdown": markdown, "latex": latex, "json": as_json}
+def as_csv(table: Table) -> str:
+    """The rows as `as_json` has them, one line each. The values of the seeds share a cell, with spaces between them."""
+    found = [row.plain() for row in table.rows]
+    head = list(dict.fromkeys(name for row in found for name in row))
+    return csv_text([head, *([_csv_cell(row.get(name)) for name in head] for row in found)])
+
+
+def _csv_cell(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return " ".join(map(str, value))
+    return "" if value is None else str(value)
+
+
+FORMATS: dict[str, Callable[[Table], str]] = {"markdown": markdown, "latex": latex, "csv": as_csv, "json": as_json}
 """The plain-text formats. `terminal` returns an object that rich prints."""

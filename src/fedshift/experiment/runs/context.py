@@ -1,8 +1,10 @@
-"""What all runs of an experiment share in one process: the progress reporter, the device and the workers."""
+"""What all runs of an experiment share in one process: reporter, callbacks, device and workers."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 
 from fedshift.data.domain import DataSet
@@ -38,13 +40,40 @@ class Reporter(Watcher):
         """Another process is running this run."""
 
 
+class Callback:
+    """Is called while an experiment runs. A subclass overrides what it needs.
+
+    Runs that further processes carry out (``engine.parallel_runs``) are passed on when all runs are done, with all
+    their rounds. Runs that were finished before are not passed on.
+    """
+
+    def after_round(self, run: Run, record: RoundRecord, folder: Path) -> None:
+        """A round was measured and written to ``rounds.jsonl``.
+
+        Args:
+            run: its method, target and seed.
+            record: the line that was written.
+            folder: the run's folder.
+        """
+
+    def after_run(self, run: Run, result: RunResult, folder: Path) -> None:
+        """A run is finished: its folder holds the result and the model.
+
+        Args:
+            run: its method, target and seed.
+            result: the result.
+            folder: the run's folder.
+        """
+
+
 @dataclass(frozen=True)
 class Context:
-    """What all runs of an experiment share in one process: device, threads, reporter, distances of sites."""
+    """What all runs of an experiment share in one process: device, threads, reporter, callbacks, distances of sites."""
 
     device: str
     threads: int
     reporter: Reporter
+    callbacks: Sequence[Callback] = ()
     distances: dict[tuple[str, int], dict[str, float]] = field(default_factory=dict)
 
     def distances_of(self, planned: PlannedRun) -> dict[str, float]:

@@ -6,20 +6,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedshift.errors import TrainingDiverged, UserError
+from fedshift.evaluation.records import RoundRecord
+from fedshift.evaluation.stored import ROUNDS, stored
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.environment import resolve_device, threads_set
 from fedshift.experiment.features import built
-from fedshift.experiment.plan import Plan
+from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.protocol import taking_part
-from fedshift.experiment.runs.context import Context, Reporter, Workers
+from fedshift.experiment.runs.context import Callback, Context, Reporter, Workers
 from fedshift.experiment.runs.one_run import carry_out
 from fedshift.experiment.runs.parallel import parallel_workers
 from fedshift.experiment.runs.run_folder import RunFolder, run_folder, write_order
 
 
 def run_experiment(
-    experiment: Experiment, runs: Path, reporter: Reporter | None = None, *, helper: bool = False
+    experiment: Experiment,
+    runs: Path,
+    reporter: Reporter | None = None,
+    *,
+    callbacks: Sequence[Callback] = (),
+    helper: bool = False,
 ) -> Path:
     """Run every run that is not finished. An interrupted run resumes after its last round.
 
@@ -29,6 +36,7 @@ def run_experiment(
         experiment: what to run.
         runs: the folder that holds a folder for each experiment.
         reporter: receives the progress.
+        callbacks: are called after each round and each run.
         helper: whether this is one of the further processes of ``engine.parallel_runs``. These take runs that no other
             process holds.
 
@@ -51,6 +59,7 @@ def run_experiment(
     for warning in plan.warnings():
         reporter.warn(warning)
     unfinished = _unfinished(folders)
+    elsewhere = dict(pair for pair in zip(folders, plan.runs, strict=True) if callbacks and pair[0].result() is None)
     if not helper:
         write_order(plan, folder)
     reporter.begin(len(plan.runs))
@@ -61,8 +70,10 @@ def run_experiment(
         parallel_workers(experiment, runs, helpers, diverged),
         Workers(engine.workers, threads) as workers,
     ):
-        context = Context(device, threads, reporter)
-        diverged += _carry_out_all(context, workers, plan, folders)
+        context = Context(device, threads, reporter, callbacks)
+        diverged += _carry_out_all(context, workers, plan, folders, elsewhere)
+    for run_of, planned in elsewhere.items():
+        _pass_on(planned, run_of, callbacks)
     if diverged:
         others = "; others diverged too" if len(diverged) > 1 else ""
         raise TrainingDiverged(f"{diverged[0]}{others}") from diverged[0]
@@ -82,10 +93,26 @@ def _unfinished(folders: Sequence[RunFolder]) -> int:
     return unfinished
 
 
+def _pass_on(planned: PlannedRun, folder: RunFolder, callbacks: Sequence[Callback]) -> None:
+    """Pass a run that another process finished on to the callbacks."""
+    result, rounds = folder.result(), stored(folder.path / ROUNDS)
+    if result is None or rounds is None:
+        return
+    records = [RoundRecord.model_validate_json(line) for line in rounds.data.splitlines()]
+    for callback in callbacks:
+        for record in records:
+            callback.after_round(planned.run, record, folder.path)
+        callback.after_run(planned.run, result, folder.path)
+
+
 def _carry_out_all(
-    context: Context, workers: Workers, plan: Plan, folders: Sequence[RunFolder]
+    context: Context,
+    workers: Workers,
+    plan: Plan,
+    folders: Sequence[RunFolder],
+    elsewhere: dict[RunFolder, PlannedRun],
 ) -> list[TrainingDiverged]:
-    """Carry out the unfinished runs that no other process holds.
+    """Carry out the unfinished runs that no other process holds, and take them out of ``elsewhere``.
 
     Returns:
         The errors of the runs that diverged.
@@ -101,6 +128,7 @@ def _carry_out_all(
             if finished is not None:
                 reporter.finished(planned.run, finished, resumed=True)
                 continue
+            elsewhere.pop(folder, None)
             try:
                 result = carry_out(context, workers, planned, folder)
             except TrainingDiverged as error:
@@ -109,4 +137,6 @@ def _carry_out_all(
                 workers.close()  # they may be in the middle of a mini-batch
             else:
                 reporter.finished(planned.run, result, resumed=False)
+                for callback in context.callbacks:
+                    callback.after_run(planned.run, result, folder.path)
     return diverged

@@ -200,6 +200,8 @@ class _RunLoop:
         self.records.append(record)
         self.folder.append(record)
         self.context.reporter.round(self.run, record)
+        for callback in self.context.callbacks:
+            callback.after_round(self.run, record, self.folder.path)
         self._save_checkpoint(state)
         return state
 

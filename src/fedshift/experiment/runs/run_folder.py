@@ -14,12 +14,14 @@ from typing import Any, Self
 
 import yaml
 from pydantic import ValidationError
+from torch import Tensor
 
 from fedshift.errors import FedshiftError, UserError
 from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.evaluation.records import RoundRecord, RunResult
-from fedshift.evaluation.stored import FAILURE, ORDER, RESULT, ROUNDS, SETTINGS, pack_of, stored
-from fedshift.experiment.plan import Plan, PlannedRun
+from fedshift.evaluation.stored import FAILURE, ORDER, RESULT, ROUNDS, SETTINGS, pack_of, run_folders, stored
+from fedshift.experiment.config.experiment import Experiment
+from fedshift.experiment.plan import Plan, PlannedRun, common_settings
 from fedshift.experiment.runs.identity import comparable, first_difference
 from fedshift.federation.message_files import read_message, write_message
 from fedshift.federation.messages import Content
@@ -172,15 +174,7 @@ class RunFolder:
             weights: the model.
             metadata: all that prediction needs, stored as JSON.
         """
-        from safetensors.torch import save
-
-        from fedshift.federation.messages import unshared
-
-        data = save(
-            unshared({name: tensor.contiguous() for name, tensor in weights.items()}),
-            {"fedshift": json.dumps(metadata)},
-        )
-        write_bytes(self.path / MODEL, data)
+        write_bytes(self.path / MODEL, model_file(weights, metadata))
 
     def save_predictions(self, data: bytes) -> None:
         """Write the predictions per sample, which only the user may read."""
@@ -302,6 +296,23 @@ class RunFolder:
             self.memory.rmdir()
 
 
+def model_file(weights: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> bytes:
+    """A model in the format safetensors, under state-dict names.
+
+    Args:
+        weights: the model.
+        metadata: all that prediction needs, stored as JSON.
+    """
+    from safetensors.torch import save
+
+    from fedshift.federation.messages import unshared
+
+    return save(
+        unshared({name: tensor.contiguous() for name, tensor in weights.items()}),
+        {"fedshift": json.dumps(metadata)},
+    )
+
+
 def write_order(plan: Plan, folder: Path) -> None:
     """Write the order of methods, targets and seeds, and the headline, unless the packed files have the same."""
     experiment = plan.experiment
@@ -320,3 +331,17 @@ def write_order(plan: Plan, folder: Path) -> None:
 def run_folder(planned: PlannedRun, folder: Path) -> RunFolder:
     """The folder of one run below the experiment's ``folder``."""
     return RunFolder(folder / planned.folder, planned.identity)
+
+
+def check_place(experiment: Experiment, folder: Path) -> None:
+    """Raise UserError if ``folder`` holds runs with other settings, but for those that depend on the data."""
+    for method in experiment.methods:
+        settings = common_settings(experiment, method)
+        for path in run_folders(folder / method.display):
+            there = RunFolder(path, {}).written_by()
+            if there is not None:
+                known = {
+                    "data": {**settings["data"], "fingerprint": there["data"].get("fingerprint")},
+                    "training": {**settings["training"], "mini_batches": there["training"].get("mini_batches")},
+                }
+                RunFolder(path, {**there, **settings, **known}).check_identity()

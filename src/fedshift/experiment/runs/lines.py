@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,8 @@ from fedshift.experiment.runs.context import Reporter
 
 FIRST, EVERY = 3.0, 10.0
 """Seconds until the first line within a run, and between two lines."""
+WARNING = "warning: "
+"""How the line of a warning begins."""
 
 
 class Lines(Reporter):
@@ -59,7 +62,7 @@ class Lines(Reporter):
         self._pass()
 
     def warn(self, message: str) -> None:
-        self._say(f"warning: {message}")
+        self._say(f"{WARNING}{message}")
 
     @property
     def _share(self) -> float:
@@ -78,6 +81,26 @@ class Lines(Reporter):
         left = elapsed / done * (self._runs - self._passed - self._share) if done else 0.0
         pace = f", about {_minutes(left)} left" if left else ""
         self._say(f"{text} ({self._passed} of {self._runs} runs, {_minutes(elapsed)}{pace})")
+
+
+def notebook_reporter() -> Lines | None:
+    """Shows the newest line and all warnings below a notebook's cell; None if this is no notebook."""
+    known = sys.modules.get("IPython")
+    shell = known.get_ipython() if known is not None else None
+    if not hasattr(shell, "kernel"):
+        return None
+    from IPython.display import display
+
+    shown = display({"text/plain": ""}, raw=True, display_id=True)
+    warnings: list[str] = []
+
+    def say(text: str) -> None:
+        if text.startswith(WARNING):
+            warnings.append(text)
+        lines = [*warnings, *([] if text in warnings else [text])]
+        shown.update({"text/plain": "\n".join(lines)}, raw=True)
+
+    return Lines(say)
 
 
 def _name(run: Run) -> str:

@@ -1,0 +1,180 @@
+"""A trained model in formats that other programs run, from stored samples to probabilities.
+
+What is exported reads float32 samples as they are stored: images (n, c, h, w) of 0 to 255, features (n, d), or the
+encoded columns of a table. It gives probabilities (n, classes), or for segmentation (n, structures, h, w).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors.torch import load
+from torch import Tensor, nn
+
+from fedshift.data.transforms import normalised, to_network
+from fedshift.errors import FedshiftError, UserError, nearest
+from fedshift.experiment.predict import TrainedModel, from_weights
+from fedshift.experiment.runs.run_folder import model_file
+from fedshift.extras import needed
+from fedshift.files import write_bytes
+from fedshift.weights import Weights
+
+Floats = npt.NDArray[np.float32]
+_TOLERANCE = 1e-4
+"""Largest difference of a probability. Runtimes add numbers in another order."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """A file that was written.
+
+    Attributes:
+        file: the file.
+        difference: the largest difference between its probabilities and the model's, on the samples that were tried.
+    """
+
+    file: Path
+    difference: float
+
+
+class _Whole(nn.Module):
+    """A trained model with its preprocessing."""
+
+    def __init__(self, trained: TrainedModel) -> None:
+        super().__init__()
+        self.network, self.extractor = trained.network, trained.extractor
+        self.preprocessing, self.segments = trained.preprocessing, trained.segments
+
+    def forward(self, samples: Tensor) -> Tensor:
+        if self.extractor is not None:
+            values = self.extractor(samples.clone()).half().float()  # float16, as in the cache of features
+        else:
+            values = samples / 255 if self.preprocessing.kind == "image" else samples
+        scores: Tensor = self.network(normalised(values, self.preprocessing))
+        return scores.sigmoid() if self.segments else scores.softmax(dim=1)
+
+
+def export(trained: TrainedModel, to: str, folder: Path) -> Exported:
+    """Write a trained model, after a check that its outputs agree with fedshift's own.
+
+    Args:
+        trained: the model.
+        to: ``onnx``, ``torchscript`` or ``safetensors``.
+        folder: the folder to write to.
+
+    Raises:
+        UserError: there is no such format, a package is missing, the network cannot be written in this format, or the
+            file cannot be written.
+        FedshiftError: the outputs differ. Nothing is written.
+    """
+    if to not in _WRITERS:
+        raise UserError(f"--to: there is no format '{to}'; {nearest(to, _WRITERS)}")
+    name, write = _WRITERS[to]
+    whole = _Whole(trained).eval().requires_grad_(False)
+    try:
+        data, run = write(trained, whole)
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(f"this network cannot be written as {to}: {reason}") from error
+    difference = 0.0
+    for number in (1, 5):  # the number of samples is not fixed
+        samples = _samples(trained, number)
+        difference = max(difference, float(np.abs(run(samples) - _own(trained, samples)).max()))
+    if not difference <= _TOLERANCE:
+        raise FedshiftError(
+            f"the exported model's probabilities differ by {difference:.2g} from the run's: {to} does not suit this "
+            "network, so nothing was written"
+        )
+    write_bytes(folder / name, data)
+    return Exported(folder / name, difference)
+
+
+def described(trained: TrainedModel) -> dict[str, str]:
+    """What an exported file says about itself: classes, preprocessing and where the model comes from, as JSON."""
+    return {name: json.dumps(value) for name, value in trained.metadata.items()}
+
+
+def _own(trained: TrainedModel, samples: Floats) -> Floats:
+    """The probabilities that fedshift itself computes."""
+    stored = samples.astype(np.uint8) if trained.stored.kind == "image" else samples
+    if not trained.segments:
+        return trained.probabilities(stored)
+    with torch.no_grad():
+        scores = trained.network(to_network(torch.from_numpy(stored), trained.preprocessing, "cpu"))
+    return np.asarray(scores.sigmoid())
+
+
+def _samples(trained: TrainedModel, number: int) -> Floats:
+    """Made-up samples in the form in which they are stored."""
+    rng = np.random.default_rng(number)
+    shape = trained.stored_shape
+    if trained.stored.kind == "image":
+        return rng.integers(0, 256, (number, *shape)).astype(np.float32)
+    values = rng.normal(size=(number, *shape))
+    mean, std = trained.preprocessing.mean, trained.preprocessing.std
+    return (values if mean is None or std is None else values * std + mean).astype(np.float32)
+
+
+Written = tuple[bytes, Callable[[Floats], Floats]]
+"""The content of a file, and what computes probabilities from that content."""
+
+
+def _onnx(trained: TrainedModel, whole: nn.Module) -> Written:
+    onnx = needed("onnx", extra="export", what="onnx")
+    runtime = needed("onnxruntime", extra="export", what="onnx")
+    needed("onnxscript", extra="export", what="onnx")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            whole,
+            (torch.from_numpy(_samples(trained, 3)),),
+            input_names=["samples"],
+            output_names=["probabilities"],
+            dynamic_shapes=({0: torch.export.Dim("n")},),
+            dynamo=True,
+            verbose=False,
+        )
+    assert program is not None
+    model = program.model_proto
+    onnx.helper.set_model_props(model, described(trained))
+    data = model.SerializeToString()
+    session = runtime.InferenceSession(data, providers=["CPUExecutionProvider"])
+    return data, lambda samples: np.asarray(session.run(None, {"samples": samples})[0])
+
+
+def _torchscript(trained: TrainedModel, whole: nn.Module) -> Written:
+    buffer = io.BytesIO()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # torch calls it deprecated
+        script: Any = torch.jit
+        traced = script.trace(whole, torch.from_numpy(_samples(trained, 3)), check_trace=False)
+        script.save(traced, buffer, _extra_files=described(trained))
+        loaded = script.load(io.BytesIO(buffer.getvalue()))
+    return buffer.getvalue(), lambda samples: _probabilities(loaded, samples)
+
+
+def _safetensors(trained: TrainedModel, whole: nn.Module) -> Written:
+    data = model_file(trained.network.state_dict(), trained.metadata)
+    again = _Whole(from_weights(Weights(load(data)), trained.metadata, trained.method)).eval()
+    return data, lambda samples: _probabilities(again, samples)
+
+
+def _probabilities(model: Any, samples: Floats) -> Floats:
+    with torch.no_grad():
+        return np.asarray(model(torch.from_numpy(samples)))
+
+
+_WRITERS: Mapping[str, tuple[str, Callable[[TrainedModel, nn.Module], Written]]] = {
+    "onnx": ("model.onnx", _onnx),
+    "torchscript": ("model.pt", _torchscript),
+    "safetensors": ("model.safetensors", _safetensors),
+}

@@ -1,0 +1,99 @@
+"""Trains one model at every site. No site is left out, nothing is held out, and nothing is measured or stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from fedshift.data.domain import DataSet
+from fedshift.experiment.budgets import site_budget
+from fedshift.experiment.compatibility import check_fit
+from fedshift.experiment.config.experiment import Experiment
+from fedshift.experiment.environment import resolve_device, threads_set
+from fedshift.experiment.plan import Plan, PlannedRun, model_metadata
+from fedshift.experiment.protocol import Split
+from fedshift.federation.local.in_process import LocalFederation
+from fedshift.methods.rounds import play_round
+from fedshift.methods.screening import screening_of
+from fedshift.weights import Weights
+
+
+@dataclass(frozen=True)
+class TrainedEverywhere:
+    """What `train_everywhere` made.
+
+    Attributes:
+        weights: the model.
+        metadata: what a model file says about it.
+        bytes_up: bytes that left the sites, per kind.
+        rounds: the rounds that it took.
+        warnings: what is unusual about the data and the method's options on them.
+    """
+
+    weights: Weights
+    metadata: dict[str, Any]
+    bytes_up: dict[str, int]
+    rounds: int
+    warnings: tuple[str, ...]
+
+
+class _EverySite(Plan):
+    """A plan of one run per method and seed, in which all sites are sources and there is no target."""
+
+    @cached_property
+    def targets(self) -> tuple[str, ...]:
+        return ("",)
+
+    def roles(self, target: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        return tuple(self.data.domains), ()
+
+    def _split(self, target: str, seed: int) -> Split:
+        rows = {name: np.arange(len(domain), dtype=np.int64) for name, domain in self.data.domains.items()}
+        return Split(rows, {name: np.arange(0) for name in rows}, {})
+
+    def _data_for(self, target: str) -> DataSet:
+        return self.data
+
+
+def train_everywhere(experiment: Experiment, data: DataSet) -> TrainedEverywhere:
+    """Train the experiment's first method, with its first seed, at every site of ``data``.
+
+    Raises:
+        UserError: method, network and data do not fit.
+        TrainingDiverged: weights or losses are no longer finite.
+    """
+    plan = _EverySite(experiment, data)
+    warnings = check_fit(plan)
+    planned = plan.runs[0]
+    with threads_set(experiment.engine.thread_count()):
+        weights, federation = _train(planned, resolve_device(experiment.device))
+    return TrainedEverywhere(
+        weights=weights,
+        metadata=model_metadata(planned),
+        bytes_up=federation.ledger.total["up"],
+        rounds=federation.round,
+        warnings=(*data.warnings, *warnings, *plan.warnings()),
+    )
+
+
+def _train(planned: PlannedRun, device: str) -> tuple[Weights, LocalFederation]:
+    method, setting, sites = planned.run.method, planned.setting(device), planned.sites(planned.data)
+    network = setting.build_network().to(device)
+    rounds = max(1, planned.rounds)
+    federation = LocalFederation(sites, setting, budget=site_budget(planned.budget, sites), rounds=rounds)
+    start = Weights({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()})
+    federation.screening = screening_of(method, start)
+    state = method.start(federation, start)
+    averaging = method.averaging
+    while True:
+        federation.settle()
+        federation.ledger.settle()
+        if federation.progress.exchange:  # else the start asked no site, and there is no model yet
+            state = replace(state, averaged=averaging.after(state.averaged, state.weights, state.round / rounds))
+        if federation.exhausted() or state.round >= rounds:
+            mean = averaging.handed_out(state.averaged, last=True)
+            return state.weights if mean is None else mean, federation
+        state = play_round(method, federation, state)

@@ -1,0 +1,117 @@
+"""A trained model from Python: load it, predict with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from fedshift.data.inference import load_for_prediction, samples_in_memory
+from fedshift.evaluation.records import RunResult
+from fedshift.evaluation.stored import RESULT, stored
+from fedshift.experiment.export import Exported, export
+from fedshift.experiment.predict import TrainedModel, load_model
+from fedshift.experiment.runs.run_folder import model_file
+from fedshift.files import write_bytes
+from fedshift.report.collect import read_result
+from fedshift.report.other_tools.model_card import model_card
+
+Samples = Any
+"""Samples to predict: an array, tensor, list or pandas data frame, or the path of an image, a folder of images, an .npz
+or a .csv. A model of tables reads a data frame with the columns of its table, or a .csv."""
+
+
+class Model:
+    """A trained model with the preprocessing of its run.
+
+    Attributes:
+        classes_: the names of the classes, in the order of their probabilities.
+        metadata: what the run wrote about the model: method, network, sources, target, versions.
+        result: the result of its run, if the model was loaded from the run's folder.
+    """
+
+    def __init__(self, trained: TrainedModel, result: RunResult | None = None) -> None:
+        self.trained = trained
+        self.result = result
+        self.classes_: npt.NDArray[np.str_] = np.array(trained.classes)
+        self.metadata = trained.metadata
+
+    @classmethod
+    def load(cls, path: str | Path, method: str | None = None) -> Self:
+        """Load the model of a run.
+
+        Args:
+            path: a run's folder or a ``model.safetensors``.
+            method: ``file.py:Class``, if a method of your own trained the model. Its code is run.
+
+        Raises:
+            UserError: there is no model, it is damaged, or it was not written by fedshift.
+        """
+        path = Path(path)
+        finished = path.is_dir() and stored(path / RESULT) is not None
+        return cls(load_model(path, method), read_result(path / RESULT) if finished else None)
+
+    def save(self, path: str | Path) -> None:
+        """Write the model as one ``.safetensors`` file, which `load` and ``fedshift predict`` read.
+
+        Raises:
+            UserError: the file cannot be written.
+        """
+        write_bytes(Path(path), model_file(self.trained.network.state_dict(), self.metadata))
+
+    def export(self, to: str, folder: str | Path) -> Exported:
+        """Write the model for other programs, after a check that its outputs agree, and a model card beside it.
+
+        Args:
+            to: ``onnx``, ``torchscript`` or ``safetensors``.
+            folder: the folder to write to.
+
+        Raises:
+            UserError: the format or the folder cannot be used, or a package is missing.
+            FedshiftError: the outputs differ. Nothing is written.
+        """
+        written = export(self.trained, to, Path(folder))
+        write_bytes(Path(folder) / "README.md", self.card().encode())
+        return written
+
+    def card(self) -> str:
+        """A model card in Hugging Face's format: data, sites, method, measures, limits, and what left the sites."""
+        return model_card(self.trained, self.result)
+
+    def predict(self, X: Samples) -> npt.NDArray[Any]:
+        """The class of each sample (n,), by name; for segmentation masks (n, structures, height, width) of bool.
+
+        Raises:
+            UserError: the samples are not what the model reads.
+        """
+        if self.trained.segments:
+            return np.stack(list(self.trained.masks(self._stored(X))))
+        names: npt.NDArray[Any] = self.classes_[self.predict_proba(X).argmax(axis=1)]
+        return names
+
+    def predict_proba(self, X: Samples) -> npt.NDArray[np.float32]:
+        """The probability of each class (n, classes), in the order of ``classes_``.
+
+        Raises:
+            UserError: the samples are not what the model reads, or it is a model for segmentation.
+        """
+        return self.trained.probabilities(self._stored(X))
+
+    def _stored(self, X: Samples) -> Any:
+        if isinstance(X, str | Path):
+            return load_for_prediction(Path(X), self.trained.stored)[1]
+        return samples_in_memory(X, self.trained.stored)
+
+    def __repr__(self) -> str:
+        said = self.metadata
+        target = said.get("unseen") or said.get("adapted_to")
+        parts = [
+            said["method"]["name"],
+            f"sources {', '.join(said['sources'])}",
+            *([f"target {target}"] if target else []),
+            f"seed {said['seed']}",
+            f"classes {', '.join(self.classes_)}",
+        ]
+        return f"Model({'; '.join(parts)})"

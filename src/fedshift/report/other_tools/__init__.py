@@ -1,0 +1,1 @@
+"""For other tools: model cards, experiment trackers."""

@@ -1,0 +1,252 @@
+"""A model card in Hugging Face's format: a head of YAML that its hub reads, then Markdown for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import yaml
+
+from fedshift.data import registry as datasets
+from fedshift.evaluation.records import RunResult
+from fedshift.evaluation.selection import RULES
+from fedshift.experiment.predict import TrainedModel
+from fedshift.report.table_formats import escape_markdown as text
+
+_TASKS = {"table": "tabular-classification", "features": "tabular-classification", "image": "image-classification"}
+_UNITS = ("bytes", "kB", "MB", "GB", "TB")
+_ROWS = {
+    "training_samples": "trained with labels",
+    "unlabelled_samples": "trained without labels",
+    "held_out_samples": "held out",
+    "measured_samples": "measured",
+}
+
+
+def model_card(trained: TrainedModel, result: RunResult | None) -> str:
+    """The card of a trained model.
+
+    Args:
+        trained: the model.
+        result: the result of its run; None if it is not known, which leaves out measures and traffic.
+    """
+    head = yaml.safe_dump(_head(trained, result), sort_keys=False, allow_unicode=True)
+    sections = [_intro(trained, result), _use(trained), _data(trained, result), _method(trained, result)]
+    if result is not None:
+        sections += [_measures(trained, result), _traffic(result)]
+    sections.append(_limits(trained, result))
+    return f"---\n{head}---\n\n" + "\n\n".join("\n".join(section) for section in sections) + "\n"
+
+
+def _target(trained: TrainedModel) -> tuple[str, str]:
+    """The target's name, "" where there is none, and its part in training."""
+    if trained.metadata.get("adapted_to"):
+        return trained.metadata["adapted_to"], "trained without labels"
+    return trained.metadata.get("unseen") or "", "unseen in training"
+
+
+def _task(trained: TrainedModel) -> str:
+    return "image-segmentation" if trained.segments else _TASKS[trained.stored.kind]
+
+
+def _name(trained: TrainedModel) -> str:
+    said = trained.metadata
+    return "-".join(
+        [said["experiment"], said["method"]["name"], *filter(None, [_target(trained)[0]]), str(said["seed"])]
+    )
+
+
+def _head(trained: TrainedModel, result: RunResult | None) -> dict[str, Any]:
+    task, (target, role) = _task(trained), _target(trained)
+    head: dict[str, Any] = {
+        "library_name": "fedshift",
+        "pipeline_tag": task,
+        "tags": ["fedshift", "federated-learning", "domain-generalization", trained.metadata["method"]["name"]],
+    }
+    if result is None:
+        return head
+    data = str(result.data.get("name", "unknown"))
+    accuracy = result.accuracy()
+    assert accuracy is not None  # the last round is always measured
+    name = f"{result.metric} at {target}, {role}, last round"
+    measured = {
+        "task": {"type": task},
+        "dataset": {"type": data, "name": _title(data), "split": target},
+        "metrics": [{"type": result.metric, "value": round(accuracy / 100, 6), "name": name}],
+    }
+    return head | {"metrics": [result.metric], "model-index": [{"name": _name(trained), "results": [measured]}]}
+
+
+def _title(data: str) -> str:
+    return datasets.source_class(data).manifest().title if data in datasets.names() else data
+
+
+def _intro(trained: TrainedModel, result: RunResult | None) -> Iterator[str]:
+    said, (target, role) = trained.metadata, _target(trained)
+    what = "structures" if trained.segments else "classes"
+    yield f"# {text(_name(trained))}"
+    yield ""
+    yield (
+        f"A model that was trained with fedshift {said['versions']['fedshift']} across {len(said['sources'])} sites "
+        f"({', '.join(map(text, said['sources']))}), whose samples were not pooled"
+        if "raw_data" not in trained.method.shares
+        else f"A model that was trained with fedshift {said['versions']['fedshift']} on the **pooled samples** of "
+        f"{len(said['sources'])} sites ({', '.join(map(text, said['sources']))})"
+    ) + (f", and measured at {text(target)}, {role}." if target else ".")
+    yield ""
+    yield f"* Network: {text(said['model']['name'])}, {_numbers(trained):,} parameters."
+    yield f"* Input: {_input(trained)}."
+    yield f"* Output: probabilities of the {what} {', '.join(map(text, trained.classes))}."
+
+
+def _numbers(trained: TrainedModel) -> int:
+    return sum(parameter.numel() for parameter in trained.network.parameters())
+
+
+def _input(trained: TrainedModel) -> str:
+    stored = trained.stored
+    table: Any = stored.table
+    if table is not None:
+        columns = [*table["numeric"], *table["categorical"]]
+        return f"a table with the columns {', '.join(text(str(column['name'])) for column in columns)}"
+    size = " × ".join(map(str, trained.stored_shape))
+    return f"images of {size} (channels, height, width), 0 to 255" if stored.kind == "image" else f"{size} numbers"
+
+
+def _use(trained: TrainedModel) -> Iterator[str]:
+    yield "## Use"
+    yield ""
+    yield "```python"
+    yield "import fedshift"
+    yield ""
+    yield 'model = fedshift.Model.load("model.safetensors")'
+    yield "model.predict(X), model.predict_proba(X)  # X: an array, a data frame, or the path of data"
+    yield "```"
+
+
+def _data(trained: TrainedModel, result: RunResult | None) -> Iterator[str]:
+    yield "## Data and sites"
+    yield ""
+    if result is None:
+        yield f"Sites that trained: {', '.join(map(text, trained.metadata['sources']))}."
+        return
+    data = str(result.data.get("name", "unknown"))
+    if data in datasets.names():
+        manifest = datasets.source_class(data).manifest()
+        yield f"{manifest.title} (`{data}`). Source: {manifest.source}. Licence: {manifest.licence}."
+    else:
+        yield f"{text(data)}."
+    yield f"Checksum of the data: `{result.data.get('fingerprint', 'unknown')}`."
+    yield ""
+    known = {name: result.data.get(name, {}) for name in _ROWS}
+    sites = dict.fromkeys(site for counts in known.values() for site in counts)
+    yield from _pipes(
+        ["site", *_ROWS.values()],
+        [[text(site), *(str(known[name].get(site, 0)) for name in _ROWS)] for site in sites],
+    )
+
+
+def _method(trained: TrainedModel, result: RunResult | None) -> Iterator[str]:
+    said = trained.metadata
+    options = {name: value for name, value in said["method"].items() if name != "name" and value is not None}
+    yield "## Method"
+    yield ""
+    yield f"`{said['method']['name']}`, seed {said['seed']}. Options:"
+    yield ""
+    yield "```yaml"
+    yield yaml.safe_dump(options, sort_keys=False, allow_unicode=True).rstrip()
+    yield "```"
+    if result is not None:
+        yield ""
+        work = f"{result.rounds} rounds, {result.mini_batches} mini-batches per site, {result.seconds:.0f} seconds"
+        yield f"{work}. Training:"
+        yield ""
+        yield "```yaml"
+        yield yaml.safe_dump(result.options.get("training", {}), sort_keys=False, allow_unicode=True).rstrip()
+        yield "```"
+
+
+def _measures(trained: TrainedModel, result: RunResult) -> Iterator[str]:
+    yield "## Measures"
+    yield ""
+    name = {"accuracy": "Accuracy", "dice": "Dice coefficient"}[result.metric]
+    yield f"{name} in percent, of one run with one seed."
+    yield ""
+    yield from _pipes(
+        ["round", "number", "target", "held-out samples of the sources"],
+        [
+            [rule.description, str(chosen.round), f"{chosen.accuracy:.2f}", _percent(chosen.source_accuracy)]
+            for select, rule in RULES.items()
+            if (chosen := result.selected.get(select)) is not None
+        ],
+    )
+    last = result.selected["last"]
+    if last is not None and last.per_class:
+        yield ""
+        yield f"At the target, last round, by {'structure' if trained.segments else 'class'}:"
+        yield ""
+        yield from _pipes(
+            ["name", "percent"], [[text(n), _percent(v)] for n, v in zip(result.classes, last.per_class, strict=True)]
+        )
+    for site in result.sites:
+        if site.part == "target" and site.values:
+            majority = (
+                "" if site.majority is None else f", of whom {site.majority:.1f} % are of the most frequent class"
+            )
+            yield ""
+            yield f"At {text(site.site)}, {site.samples} samples{majority}, percent with 95 % intervals over samples:"
+            yield ""
+            yield from _pipes(
+                ["metric", "value", "from", "to"],
+                [
+                    [text(name), f"{value:.2f}", *(map(_percent, site.intervals.get(name, (None, None))))]
+                    for name, value in site.values.items()
+                ],
+            )
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
+
+
+def _traffic(result: RunResult) -> Iterator[str]:
+    yield "## What left the sites"
+    yield ""
+    yield from _pipes(
+        ["kind", "left the sites", "reached the sites"],
+        [
+            [kind, _size(result.bytes_up.get(kind, 0)), _size(result.bytes_down.get(kind, 0))]
+            for kind in dict.fromkeys([*result.bytes_up, *result.bytes_down])
+        ],
+    )
+    yield ""
+    yield "All sites and rounds together. No differential privacy was used, so there is no ε that bounds what this"
+    yield "model tells about a sample."
+
+
+def _size(number: float) -> str:
+    for unit in _UNITS[:-1]:
+        if number < 1000:
+            return f"{number:.0f} {unit}" if unit == "bytes" else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.1f} {_UNITS[-1]}"
+
+
+def _limits(trained: TrainedModel, result: RunResult | None) -> Iterator[str]:
+    target, role = _target(trained)
+    yield "## Limits"
+    yield ""
+    if target and result is not None:
+        yield f"* It was measured at {text(target)} ({role}) alone. At another site it may do better or worse."
+    else:
+        yield "* It was not measured at any site outside of its training."
+    yield "* One run with one seed: the experiment's table has the means and standard errors over seeds."
+    yield "* A model is not anonymous: something about single samples may be learned from its weights."
+    yield "* It was not examined as a medical device or for any other regulated use."
+    for warning in result.warnings if result is not None else ():
+        yield f"* Warning of the run: {text(warning)}."
+
+
+def _pipes(head: Sequence[str], lines: Sequence[Sequence[str]]) -> Iterator[str]:
+    for line in (head, ["---"] * len(head), *lines):
+        yield "| " + " | ".join(line) + " |"

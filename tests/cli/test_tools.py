@@ -1,0 +1,88 @@
+"""Commands for other tools: export, CSV tables, trackers, completion; and --runs of check and audit."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from calling import Cli
+from small import experiment, sites, write
+
+import fedshift
+from fedshift.cli.app import names_of
+from fedshift.methods import registry as methods
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """An experiment file, and the folder of the runs in which one of its two seeds is finished."""
+    folder = tmp_path_factory.mktemp("trained")
+    options = experiment(sites(folder), protocol={"targets": ["a"], "seeds": [0]})
+    fedshift.run(options, folder / "runs")
+    options["protocol"]["seeds"] = [0, 1]
+    return write(folder / "small.yaml", options), folder / "runs"
+
+
+def test_export_writes_the_model_and_its_card(cli: Cli, trained: tuple[Path, Path], tmp_path: Path) -> None:
+    run = trained[1] / "small" / "fedavg" / "a" / "seed-0"
+    assert str(tmp_path / "model.pt") in cli("export", run, "--to", "torchscript", "--out", tmp_path).out
+    assert torch.jit.load(tmp_path / "model.pt")(torch.zeros(2, 5)).shape == (2, 3)
+    assert (tmp_path / "README.md").read_text() == fedshift.Model.load(run).card()
+    assert cli("export", run, "--to", "safetensors").code == 0
+    assert sorted(file.name for file in (run / "export").iterdir()) == ["README.md", "model.safetensors"]
+    assert "torchscript" in cli("export", run, "--to", "torch").error()
+
+
+def test_a_table_as_csv_has_the_rows_of_json(cli: Cli, trained: tuple[Path, Path]) -> None:
+    rows = list(csv.DictReader(io.StringIO(cli("table", trained[1], "--format", "csv").out)))
+    wanted = json.loads(cli("table", trained[1], "--format", "json").out)
+    assert {name for row in wanted for name in row} <= set(rows[0])
+    assert rows == [{name: _cell(row.get(name)) for name in rows[0]} for row in wanted]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(str, value))
+    return "" if value is None else str(value)
+
+
+def test_check_says_what_is_finished_in_the_folder_of_runs(cli: Cli, trained: tuple[Path, Path]) -> None:
+    file, runs = trained
+    assert "1 of 2 runs are finished" in cli("check", file, "--runs", runs).out
+    other = cli("check", file, "training.lr=0.5", "--runs", runs)
+    assert other.code == 0
+    assert "training.lr is 0.05 there" in other.out
+    assert "finished" not in cli("check", file, "--runs", runs / "elsewhere").out
+
+
+def test_run_tells_the_tracker(
+    cli: Cli, trained: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[Any] = []
+
+    class Noting(fedshift.Callback):
+        def after_run(self, *arguments: Any) -> None:
+            heard.append(arguments)
+
+    monkeypatch.setattr("fedshift.cli.run.tracker", {"noting": Noting()}.__getitem__)
+    assert cli("run", trained[0], "protocol.seeds=[0]", "--runs", tmp_path, "--track", "noting").code == 0
+    assert len(heard) == 1
+
+
+def test_an_unknown_tracker_is_a_mistake(cli: Cli, trained: tuple[Path, Path], tmp_path: Path) -> None:
+    assert "tensorboard" in cli("run", trained[0], "--runs", tmp_path, "--track", "tensorbord").error()
+
+
+def test_completion_offers_the_names_of_methods(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert names_of("methods")() == list(methods.names())
+    for name in ("data", "models"):
+        assert names_of(name)()
+    monkeypatch.setenv("_FEDSHIFT_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", "fedshift methods feda")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    assert cli("methods", "feda").out.split() == [name for name in methods.names() if name.startswith("feda")]

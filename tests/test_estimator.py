@@ -1,0 +1,130 @@
+"""The scikit-learn classifier: scikit-learn's own checks, sites, and the same weights as a run."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn
+import torch
+from safetensors.torch import load_file
+from sklearn.base import clone
+from sklearn.model_selection import LeaveOneGroupOut, cross_val_score
+from sklearn.utils.estimator_checks import parametrize_with_checks
+
+import fedshift
+from fedshift.errors import UserError
+from fedshift.estimator import FederatedClassifier
+
+SITES = np.repeat(["a", "b", "c"], [20, 16, 24])
+TRAINING = {"rounds": 3, "batch_size": 8, "lr": 0.05}
+
+
+@parametrize_with_checks([FederatedClassifier(rounds=5)])
+def test_scikit_learn_accepts_it(estimator: FederatedClassifier, check: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check(estimator)
+
+
+@pytest.fixture(scope="module")
+def samples() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    y = np.arange(len(SITES)) % 2
+    return rng.normal(size=(len(SITES), 4)) * [1, 5, 1, 1] + 2.0 * y[:, None], y
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"name": "fedavg", "average": "ema", "server": "momentum"},
+        {"name": "scaffold"},
+        {"name": "fedavg", "robust": "median"},
+    ],
+)
+def test_its_weights_are_those_of_a_run_with_the_same_sites(
+    method: dict[str, Any], samples: tuple[np.ndarray, np.ndarray], tmp_path: Path
+) -> None:
+    x, y = samples
+    for site in "abc":
+        np.savez(tmp_path / f"{site}.npz", x=x[site == SITES], y=y[site == SITES])
+    np.savez(tmp_path / "unseen.npz", x=x[:9], y=y[:9])
+    model = {"name": "mlp", "hidden": [5]}
+    estimator = FederatedClassifier(method, model, training={"momentum": 0.9}, **TRAINING).fit(x, y, sites=SITES)
+    run = {
+        "data": {
+            "name": "arrays",
+            "sites": {s: tmp_path / f"{s}.npz" for s in ("a", "b", "c", "unseen")},
+            "standardise": True,
+        },
+        "protocol": {"targets": ["unseen"], "seeds": [np.random.RandomState(0).randint(2**31)], "test_fraction": 0},
+        "model": model,
+        "training": {**TRAINING, "momentum": 0.9},
+        "methods": [{**method, "label": "m"}],
+        "engine": {"threads": torch.get_num_threads()},
+        "device": "cpu",
+    }
+    folder = fedshift.run(run, tmp_path / "runs").collected.runs[0].folder
+    there = load_file(folder / "model.safetensors")
+    here = estimator.model_.trained.network.state_dict()
+    assert here.keys() == there.keys()
+    assert all(torch.equal(here[name], there[name]) for name in there)
+    assert np.array_equal(estimator.predict_proba(x), fedshift.Model.load(folder).predict_proba(x))
+
+
+def test_leave_one_group_out_trains_on_the_other_sites(samples: tuple[np.ndarray, np.ndarray]) -> None:
+    x, y = samples
+    seen: list[list[str]] = []
+
+    class Noting(FederatedClassifier):
+        def fit(self, X: Any, y: Any, sites: Any = None) -> Noting:
+            seen.append(sorted(set(sites)))
+            return super().fit(X, y, sites=sites)
+
+    estimator = Noting(**TRAINING)
+    plain = cross_val_score(estimator, x, y, groups=SITES, cv=LeaveOneGroupOut(), params={"sites": SITES})
+    assert seen == [["b", "c"], ["a", "c"], ["a", "b"]]
+    with sklearn.config_context(enable_metadata_routing=True):
+        routed = cross_val_score(
+            clone(estimator).set_fit_request(sites=True),
+            x,
+            y,
+            cv=LeaveOneGroupOut(),
+            params={"groups": SITES, "sites": SITES},
+        )
+    assert plain.tolist() == routed.tolist()
+
+
+def test_sites_matter_and_their_traffic_is_counted(samples: tuple[np.ndarray, np.ndarray]) -> None:
+    x, y = samples
+    apart = FederatedClassifier(**TRAINING).fit(x, np.array(["no", "yes"])[y], sites=SITES)
+    assert apart.sites_.tolist() == ["a", "b", "c"]
+    assert set(apart.predict(x)) <= {"no", "yes"}
+    numbers = sum(tensor.numel() for tensor in apart.model_.trained.network.parameters())
+    assert apart.bytes_up_["weights"] == 3 * TRAINING["rounds"] * numbers * 4
+    assert not np.array_equal(FederatedClassifier(**TRAINING).fit(x, y).predict_proba(x), apart.predict_proba(x))
+
+
+def test_its_model_can_be_saved_and_loaded(samples: tuple[np.ndarray, np.ndarray], tmp_path: Path) -> None:
+    x, y = samples
+    estimator = FederatedClassifier("fedsr", **TRAINING).fit(x, y, sites=SITES)
+    estimator.model_.save(tmp_path / "m.safetensors")
+    assert np.array_equal(fedshift.Model.load(tmp_path / "m.safetensors").predict_proba(x), estimator.predict_proba(x))
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"method": "fedagv"}, "fedavg"),
+        ({"method": "kd3a"}, "target"),
+        ({"lr": -1}, "training.lr"),
+        ({"model": "unet"}, "segmentation"),
+        ({"training": {"round": 3}}, "rounds"),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, Any], word: str, samples: tuple[np.ndarray, np.ndarray]) -> None:
+    with pytest.raises(UserError, match=word):
+        FederatedClassifier(**options).fit(*samples)

@@ -1,0 +1,74 @@
+"""The scripts in examples/python run as they stand, and print what they promise."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import fedshift
+from fedshift.data.locate import find
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "examples" / "python"
+pytestmark = pytest.mark.skipif(not SCRIPTS.is_dir(), reason="examples/ is not beside these tests")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("examples")
+
+
+@pytest.fixture
+def play(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """Run a script in an empty folder, which all share; give back what it printed."""
+
+    def played(name: str) -> str:
+        monkeypatch.chdir(place)
+        monkeypatch.setenv("FEDSHIFT_CACHE", str(place / "cache"))
+        monkeypatch.setattr(sys, "argv", [name])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            runpy.run_path(str(SCRIPTS / name), run_name="__main__")
+        return capsys.readouterr().out
+
+    return played
+
+
+def test_your_table_and_reading_results(play: Callable[[str], str], place: Path) -> None:
+    pytest.importorskip("pandas")
+    table = play("your_table.py")
+    results = fedshift.results(place / "runs" / "your_table")
+    assert results.markdown() in table
+    read = play("reading_results.py")
+    assert all(f"{run.score():.2f}"[:4] in read for run in results.runs)
+    worst = min(results.runs, key=lambda run: run.score() or 0)
+    assert results.model(worst.method, worst.target, worst.seed).card() in read
+
+
+def test_your_images(play: Callable[[str], str], place: Path) -> None:
+    printed = play("your_images.py")
+    assert "street" in printed
+    assert (place / "exported" / "model.pt").exists()
+    assert (place / "exported" / "README.md").exists()
+
+
+def test_your_method(play: Callable[[str], str]) -> None:
+    printed = play("your_method.py")
+    for method in ("fedavg", "trimmed_mean"):
+        assert all(f"{method}, round {number}: " in printed for number in (1, 2, 3))
+
+
+@pytest.mark.skipif(find(["heart_disease_uci/processed.va.data"]) is None, reason="needs UCI's files")
+def test_heart_disease(play: Callable[[str], str]) -> None:
+    pytest.importorskip("pandas")
+    rows = {line.split()[0]: line.split()[1:] for line in play("heart_disease.py").splitlines()[1:]}
+    shares = {"cleveland": 0.541, "hungarian": 0.639, "switzerland": 0.935, "va": 0.745}
+    for hospital, share in shares.items():
+        auroc, accuracy, majority = map(float, rows[hospital])
+        assert majority == pytest.approx(share, abs=6e-3)
+        assert 0.5 < auroc < 1
+        assert 0 < accuracy < 1

@@ -1,0 +1,248 @@
+"""fedshift from Python: results as data frames, trained models that predict."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import fedshift
+from fedshift.api import Results
+from fedshift.data.domain import Preprocessing
+from fedshift.data.inference import load_for_prediction, samples_in_memory
+from fedshift.errors import FedshiftError, UserError
+from fedshift.experiment.export import export
+from fedshift.experiment.predict import TrainedModel, from_weights
+from fedshift.methods import registry
+from fedshift.models import registry as models
+from fedshift.weights import Weights
+
+SITES = {"north": 12, "south": 9, "east": 10}
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A small table at each of three hospitals; some ages are missing."""
+    folder, rng = tmp_path_factory.mktemp("tables"), np.random.default_rng(0)
+    for site, rows in SITES.items():
+        lines = [
+            f"{'' if row == 3 else rng.integers(30, 90)},{'fm'[row % 2]},{'ill' if row % 3 else 'well'}"
+            for row in range(rows)
+        ]
+        (folder / f"{site}.csv").write_text("\n".join(["age,sex,outcome", *lines]) + "\n")
+    return {site: folder / f"{site}.csv" for site in SITES}
+
+
+@pytest.fixture(scope="module")
+def results(tables: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Two targets and two seeds of one method on `tables`."""
+    experiment = {
+        "name": "small",
+        "data": {"name": "table", "sites": tables, "label": "outcome", "numeric": ["age"], "categorical": ["sex"]},
+        "protocol": {"targets": ["east", "south"], "seeds": [0, 1]},
+        "model": {"name": "linear"},
+        "training": {"rounds": 2, "batch_size": 8, "lr": 0.1},
+        "methods": [{"name": "fedavg"}],
+        "engine": {"threads": 1},
+        "device": "cpu",
+    }
+    return fedshift.run(experiment, tmp_path_factory.mktemp("runs"))
+
+
+def test_a_data_frame_has_a_row_per_run_and_one_per_round(results: Results) -> None:
+    pytest.importorskip("pandas")
+    frame = results.to_frame()
+    assert frame[["method", "target", "seed"]].values.tolist() == [
+        ["fedavg", target, seed] for target in ("east", "south") for seed in (0, 1)
+    ]
+    assert frame["score"].tolist() == [run.score() for run in results.runs]
+    assert frame["accuracy"].tolist() == [run.accuracy() for run in results.runs]
+    assert results.to_frame("source")["score"].tolist() == [run.score("source") for run in results.runs]
+    assert frame["bytes_up"].tolist() == [sum(run.bytes_up.values()) for run in results.runs]
+    rounds = results.rounds_to_frame()
+    assert rounds.groupby(["target", "seed"])["round"].apply(list).tolist() == [[1, 2]] * 4
+    last = rounds[(rounds["target"] == "east") & (rounds["round"] == 2)]
+    assert last["target_accuracy/east"].tolist() == frame[frame["target"] == "east"]["accuracy"].tolist()
+
+
+def test_a_model_predicts_a_file_and_the_same_rows_in_memory(results: Results, tables: dict[str, Path]) -> None:
+    pandas = pytest.importorskip("pandas")
+    model = fedshift.Model.load(results.folder / "fedavg" / "east" / "seed-0")
+    from_file = model.predict_proba(tables["east"])
+    frame = pandas.read_csv(tables["east"])
+    assert frame["age"].isna().any()
+    assert np.array_equal(model.predict_proba(frame), from_file)
+    assert np.array_equal(model.predict_proba(frame[["sex", "age"]][::-1]), from_file[::-1])
+    assert list(model.classes_) == ["ill", "well"]
+    assert np.array_equal(model.predict(frame), model.classes_[from_file.argmax(axis=1)])
+    right = 100 * np.mean(model.predict(frame) == frame["outcome"])
+    assert right == pytest.approx(results.runs[0].accuracy())
+    with pytest.raises(UserError, match="age"):
+        model.predict(frame[["sex"]])
+    with pytest.raises(UserError, match="data frame"):
+        model.predict(np.zeros((2, 3)))
+
+
+def test_results_find_the_model_of_a_run(results: Results, tables: dict[str, Path]) -> None:
+    for seed, target in ((None, "south"), (1, "east")):
+        folder = results.folder / "fedavg" / target / f"seed-{seed or 0}"
+        found, there = results.model(target=target, seed=seed), load_file(folder / "model.safetensors")
+        assert all(np.array_equal(found.trained.network.state_dict()[name], there[name]) for name in there)
+        assert f"target {target}" in repr(found)
+    assert len(results.predict(tables["north"], target="east")) == SITES["north"]
+    with pytest.raises(UserError, match=r"target=.*east, south"):
+        results.model()
+    for wrong in ({"target": "west"}, {"target": "east", "seed": 7}, {"target": "east", "method": "fedavgg"}):
+        with pytest.raises(UserError, match=r"east|0, 1|fedavg"):
+            results.model(**wrong)
+
+
+def test_results_describe_themselves(results: Results) -> None:
+    assert "4 runs" in repr(results)
+    assert "fedavg" in repr(results)
+    page = results._repr_html_()
+    assert all(f'<th scope="col">{target}</th>' in page for target in ("east", "south", "average"))
+
+
+IMAGES = Preprocessing(kind="image", channels=1, size=4, shape=(1, 4, 4))
+FEATURES = Preprocessing(kind="features", shape=(2,))
+
+
+@pytest.mark.parametrize(
+    ("preprocessing", "given"),
+    [
+        (FEATURES, np.array([[0.5, 1], [2, 3]])),
+        (IMAGES, np.arange(32, dtype=np.uint8).reshape(2, 4, 4)),
+        (IMAGES, np.arange(32, dtype=np.uint8).reshape(2, 4, 4, 1)),
+    ],
+)
+def test_arrays_are_read_like_those_of_a_file(preprocessing: Preprocessing, given: Any, tmp_path: Path) -> None:
+    np.savez(tmp_path / "new.npz", x=given)
+    read = samples_in_memory(given, preprocessing)
+    assert np.array_equal(read, load_for_prediction(tmp_path / "new.npz", preprocessing)[1])
+    assert np.array_equal(samples_in_memory(torch.from_numpy(given), preprocessing), read)
+    with pytest.raises(UserError, match="shape"):
+        samples_in_memory(given[:, :1], preprocessing)
+
+
+def test_features_may_be_integers_a_list_or_a_data_frame() -> None:
+    pandas = pytest.importorskip("pandas")
+    for given in (np.array([[1, 2]]), [[1, 2]], pandas.DataFrame({"a": [1], "b": [2]})):
+        assert samples_in_memory(given, FEATURES).tolist() == [[1.0, 2.0]]
+
+
+@pytest.fixture(scope="module")
+def run(results: Results) -> Path:
+    return results.folder / "fedavg" / "east" / "seed-0"
+
+
+def test_an_onnx_file_gives_the_probabilities_of_the_run(run: Path, tables: dict[str, Path], tmp_path: Path) -> None:
+    for package in ("onnxscript", "onnxruntime"):
+        pytest.importorskip(package)
+    import onnx
+    import onnxruntime
+
+    model = fedshift.Model.load(run)
+    written = model.export("onnx", tmp_path)
+    file = onnx.load(written.file)
+    said = {entry.key: json.loads(entry.value) for entry in file.metadata_props}
+    assert said["classes"] == ["ill", "well"]
+    encoded = load_for_prediction(tables["north"], Preprocessing.model_validate(said["preprocessing"]))[1]
+    (found,) = onnxruntime.InferenceSession(written.file).run(None, {"samples": encoded})
+    assert np.allclose(found, model.predict_proba(tables["north"]), atol=1e-6)
+
+
+@pytest.mark.parametrize("to", ["torchscript", "safetensors"])
+def test_an_exported_file_gives_the_probabilities_of_the_run(
+    to: str, run: Path, tables: dict[str, Path], tmp_path: Path
+) -> None:
+    model = fedshift.Model.load(run)
+    written = model.export(to, tmp_path)
+    wanted = model.predict_proba(tables["north"])
+    if to == "safetensors":
+        assert np.array_equal(fedshift.Model.load(written.file).predict_proba(tables["north"]), wanted)
+    else:
+        encoded = load_for_prediction(tables["north"], model.trained.stored)[1]
+        assert np.allclose(torch.jit.load(written.file)(torch.from_numpy(encoded)).numpy(), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [({"name": "mnist_cnn"}, (1, 12, 12)), ({"name": "unet", "width": 2, "levels": 2}, (3, 8, 8))],
+)
+def test_images_and_masks_are_exported_with_their_preprocessing(
+    model: dict[str, Any], shape: tuple[int, ...], tmp_path: Path
+) -> None:
+    trained = untrained(model, shape)
+    images = np.random.default_rng(0).integers(0, 256, (4, *shape), dtype=np.uint8)
+    exported = torch.jit.load(export(trained, "torchscript", tmp_path).file)
+    found = exported(torch.from_numpy(images).float()).numpy()
+    if trained.segments:
+        assert np.array_equal(found > trained.options.threshold, np.stack(list(trained.masks(images))))
+    else:
+        assert np.allclose(found, trained.probabilities(images), atol=1e-6)
+
+
+def untrained(model: dict[str, Any], shape: tuple[int, ...]) -> TrainedModel:
+    method = registry.parse({"name": "fedavg"})
+    scale = {"mean": [0.4] * shape[0], "std": [0.2] * shape[0]}
+    options = {"largest_component": False} if model["name"] == "unet" else {}
+    metadata = {
+        "method": {"name": "fedavg"},
+        "model": {**model, **options},
+        "input_shape": shape,
+        "classes": ["one", "two"],
+        "preprocessing": {"kind": "image", "channels": shape[0], "size": shape[1], "shape": shape, **scale},
+        "sources": ["a"],
+    }
+    network = models.build(models.parse(metadata["model"]), shape, 2, 0)
+    return from_weights(Weights(network.state_dict()), metadata, method)
+
+
+def test_a_model_whose_outputs_differ_is_not_written(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = fedshift.Model.load(run)
+    monkeypatch.setattr(torch.jit, "load", lambda _file: lambda samples: torch.full((len(samples), 2), 0.5))
+    with pytest.raises(FedshiftError, match="differ"):
+        model.export("torchscript", tmp_path)
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="onnx"):
+        model.export("onx", tmp_path)
+
+
+def test_a_model_card_says_what_the_run_recorded(run: Path, results: Results, tmp_path: Path) -> None:
+    model = fedshift.Model.load(run)
+    model.export("safetensors", tmp_path)
+    text = (tmp_path / "README.md").read_text()
+    assert text == model.card()
+    result = model.result
+    assert result == results.runs[0]
+    _, head, body = text.split("---\n", 2)
+    (measured,) = yaml.safe_load(head)["model-index"][0]["results"]
+    assert measured["dataset"]["split"] == "east"
+    assert measured["metrics"][0]["value"] == pytest.approx(result.accuracy() / 100)
+    said = result.data
+    for site in ("north", "south", "east"):
+        counts = [said[f"{part}_samples"].get(site, 0) for part in ("training", "unlabelled", "held_out", "measured")]
+        assert "| " + " | ".join(map(str, [site, *counts])) + " |" in body
+    assert set(result.bytes_up) == {"weights", "numbers"}
+    assert all(f"| {kind} |" in body for kind in result.bytes_up)
+    assert f"{result.accuracy():.2f}" in body
+    assert all(f"* Warning of the run: {warning}" in body.replace("\\", "") for warning in result.warnings)
+    hub = pytest.importorskip("huggingface_hub")
+    (found,) = hub.ModelCard(text).data.eval_results
+    assert (found.dataset_split, found.metric_value) == ("east", measured["metrics"][0]["value"])
+
+
+def test_a_card_without_a_run_has_no_measures(run: Path) -> None:
+    card = fedshift.Model.load(run / "model.safetensors").card()
+    assert "model-index" not in card
+    assert "## Measures" not in card
+    assert "not measured" in card
