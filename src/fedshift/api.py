@@ -66,7 +66,7 @@ class Results:
         Raises:
             UserError: pandas is not installed.
         """
-        frames = needed("pandas", extra="frames", what="to_frame")
+        frames = needed("pandas", extra="tables", what="to_frame")
         return frames.DataFrame([_described(run, select) for run in self.runs])
 
     def rounds_to_frame(self) -> pandas.DataFrame:
@@ -75,7 +75,7 @@ class Results:
         Raises:
             UserError: pandas is not installed, or a `rounds.jsonl` is corrupt.
         """
-        frames = needed("pandas", extra="frames", what="rounds_to_frame")
+        frames = needed("pandas", extra="tables", what="rounds_to_frame")
         return frames.DataFrame(
             [
                 {**_names(run.result), **record.numbers()}

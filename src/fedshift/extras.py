@@ -20,9 +20,9 @@ def needed(module: str, *, extra: str, what: str) -> Any:
         UserError: the package is not installed. The message names the extra.
 
     Example:
-        >>> needed("no_such_package", extra="frames", what="to_frame")
+        >>> needed("no_such_package", extra="tables", what="to_frame")
         Traceback (most recent call last):
-        fedshift.errors.UserError: to_frame needs the package no_such_package: pip install 'fedshift[frames]'
+        fedshift.errors.UserError: to_frame needs the package no_such_package: pip install 'fedshift[tables]'
     """
     try:
         return importlib.import_module(module)
