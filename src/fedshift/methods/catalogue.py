@@ -53,7 +53,9 @@ ENTRIES: Mapping[str, Entry] = {
     ),
     "gperxan": Entry(f"{_FEDERATED}.gperxan:GPerXAN", "unseen target", _MODELS, "Le et al., CVPR 2024"),
     "fedomg": Entry(f"{_FEDERATED}.fedomg:FedOMG", "unseen target", _MODELS, "Nguyen et al., ICLR 2025", ("released",)),
-    "csac": Entry(f"{_FEDERATED}.csac:CSAC", "unseen target", _MODELS, "Yuan et al., IEEE TKDE 2023", ("released",)),
+    "csac": Entry(
+        f"{_FEDERATED}.csac:CSAC", "unseen target", _MODELS, "Yuan et al., IEEE TKDE 2023", ("released", "practical")
+    ),
     "elcfs": Entry(
         f"{_FEDERATED}.elcfs:ELCFS",
         "unseen target",
