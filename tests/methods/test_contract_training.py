@@ -24,8 +24,8 @@ from tiny import (
 )
 
 from fedshift.data.domain import DataSet, Domain
+from fedshift.experiment import budgets, protocol
 from fedshift.experiment import plan as plan_module
-from fedshift.experiment import protocol
 from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut, Protocol
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site_runner import Setting
@@ -127,11 +127,11 @@ def test_all_methods_train_on_the_same_number_of_mini_batches(kind: Protocol) ->
     methods = [method for method in methods if isinstance(kind, AdaptToOne) or not method.needs_target]
     totals = []
     for method in methods:
-        budget = plan_module.budgets(method, methods, training(rounds=1), split)
-        assert budget["large"] > 5  # acquisition costs something
+        shared = budgets.budgets(method, methods, training(rounds=1), split)
+        assert shared["large"] > 5  # acquisition costs something
         plans = plan_module.site_plans(method, data, split)
-        allowed = plan_module.site_budget(budget, plans)
-        rounds = plan_module.rounds_needed(method, training(rounds=1), split, budget)
+        allowed = budgets.site_budget(shared, plans)
+        rounds = budgets.rounds_needed(method, training(rounds=1), split, shared)
         whole = Setting(method, training(), models.parse(CNN), data.preprocessing, (1, 12, 12), CLASSES, 3, 0, "cpu")
         where = LocalFederation(plans, whole, budget=allowed, rounds=rounds)
         state = method.start(where, start_of(method))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 from test_contract import assert_close
 from tiny import NORMED, domains, federation, normed_for, run, start_of, step_on
 
-from fedshift.errors import FedshiftError, UserError
+from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import PerSite, Reply
@@ -117,8 +118,9 @@ def test_one_bad_site_of_five_does_not_pull_the_model_away(name: str, rule: str)
 
 @pytest.mark.parametrize("name", ["fedavg", "csac", "copa", "mdfnet"])
 def test_without_a_rule_it_does(name: str) -> None:
-    state, _ = attacked(method_of(name), {"b": huge})
-    assert largest(state) > 1e4
+    with contextlib.suppress(TrainingDiverged):  # at an honest site, from what the bad one made of the model
+        state, _ = attacked(method_of(name), {"b": huge})
+        assert largest(state) > 1e4
 
 
 @pytest.mark.parametrize(("name", "rule"), [case for case in WITH_RULES if case[0] in ("fedavg", "csac", "kd3a")])

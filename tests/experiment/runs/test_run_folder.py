@@ -49,6 +49,7 @@ def test_what_a_run_leaves(cli: Cli, tmp_path: Path) -> None:
     assert written["training"]["batch_size"] == 8
     assert written["method"] == {"name": "fedavg", "label": None, "setting": "paper", "average_rounds": 1,
                                  "average": None, "server": None, "robust": None, "local": [],
+                                 "exchanges_per_epoch": 1, "batch_norm_at_new_site": None,
                                  "local_epochs": 1, "steps_per_round": None, "weighting": "samples"}  # fmt: skip
     assert (written["target"], written["seed"]) == ("a", 0)
     rounds = [RoundRecord.model_validate_json(line) for line in (part / "rounds.jsonl").read_text().splitlines()]
@@ -314,7 +315,12 @@ def test_half_a_file(cli: Cli, tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "checkpoint.safetensors: File too large" in line
-    assert {path.name for path in (runs / PART).iterdir()} <= {".lock", "experiment.yaml", "rounds.jsonl"}
+    assert {path.name for path in (runs / PART).iterdir()} <= {
+        ".lock",
+        "experiment.yaml",
+        "rounds.jsonl",
+        "failure.txt",
+    }
     assert cli("run", file, "--runs", runs).code == 0
 
 
