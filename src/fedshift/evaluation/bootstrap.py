@@ -85,6 +85,12 @@ def intervals(
 
     Returns:
         Metric → (low, high) in percent.
+
+    Example:
+        >>> labels, predicted = np.zeros(100, dtype=int), np.repeat([0, 1], [80, 20])  # 80 of 100 are right
+        >>> outcomes = Outcomes.of(labels, predicted, np.eye(2)[predicted], None)
+        >>> [round(limit) for limit in intervals(outcomes, ["accuracy"], None, 1000)["accuracy"]]
+        [72, 88]
     """
     n, classes = outcomes.scores.shape
     number = min(resamples, max(_FEWEST, _MOST // (n * classes)))

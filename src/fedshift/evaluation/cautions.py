@@ -14,18 +14,38 @@ _ENOUGH = 30
 
 
 def cautions(results: Sequence[RunResult]) -> list[str]:
-    """Warnings about methods below the majority class, targets of one class, and classes whose rate differs by site."""
+    """Warnings about methods below the majority class, targets of one class, and classes whose rate differs by site.
+
+    Example:
+        >>> site = SiteMetrics(site="a", part="target", samples=9, support=[9, 0], values={"accuracy": 100.0})
+        >>> run = RunResult.model_construct(method="m", target="a", classes=["cat", "dog"], selected={}, sites=[site])
+        >>> print(*cautions([run]))
+        measured on one class only, so nothing shows whether the model tells classes apart: a (cat)
+    """
     return [*_below_majority(results), *_one_class(results), *_rates(results)]
 
 
 def warnings_of(results: Sequence[RunResult]) -> list[str]:
-    """`cautions`, then what the runs themselves warned of, each once."""
+    """`cautions`, then what the runs themselves warned of, each once.
+
+    Example:
+        >>> site = SiteMetrics(site="a", part="target", samples=2, support=[1, 1], values={})
+        >>> run = RunResult.model_construct(method="m", target="a", classes=["cat", "dog"], selected={}, sites=[site])
+        >>> warnings_of([run.model_copy(update={"seed": seed, "warnings": ["few samples"]}) for seed in (0, 1)])
+        ['few samples']
+    """
     said = (warning for result in results if result.sites for warning in result.warnings)
     return list(dict.fromkeys([*cautions(results), *said]))
 
 
 def majorities(results: Sequence[RunResult]) -> dict[str, float]:
-    """Target → share of its most frequent class in percent, mean over runs, where records say it."""
+    """Target → share of its most frequent class in percent, mean over runs, where records say it.
+
+    Example:
+        >>> site = SiteMetrics(site="a", part="target", samples=10, support=[9, 1], values={})
+        >>> majorities([RunResult.model_construct(target="a", sites=[site])])
+        {'a': 90.0}
+    """
     found: dict[str, list[float]] = {}
     for result in results:
         shares = [site.majority for site in result.targets if site.majority is not None]

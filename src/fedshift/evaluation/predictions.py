@@ -41,7 +41,12 @@ class SitePredictions:
 
 
 def can_be_kept() -> bool:
-    """Whether pyarrow is installed."""
+    """Whether pyarrow is installed.
+
+    Example:
+        >>> can_be_kept()  # with fedshift[tables]
+        True
+    """
     return find_spec("pyarrow") is not None
 
 
@@ -54,6 +59,13 @@ def as_parquet(sites: Sequence[SitePredictions], classes: Sequence[str], about: 
         sites: the samples.
         classes: names of the classes.
         about: what is noted in the file's metadata, under ``fedshift``, as JSON.
+
+    Example:
+        >>> import pyarrow.parquet as pq
+        >>> scored = Scored(np.array([0, 1]), np.array([0, 0]), np.array([[0.9, 0.1], [0.5, 0.5]]))
+        >>> content = as_parquet([SitePredictions("a", "target", np.arange(2), None, scored)], ["cat", "dog"], {})
+        >>> pq.read_table(io.BytesIO(content), columns=["row", "label", "score_dog"]).to_pylist()
+        [{'row': 0, 'label': 'cat', 'score_dog': 0.1}, {'row': 1, 'label': 'dog', 'score_dog': 0.5}]
     """
     import pyarrow as pa
     import pyarrow.parquet as pq

@@ -125,7 +125,13 @@ def best_threshold(labels: NDArray[np.int64], scores: NDArray[Any]) -> float | N
 
 
 def common_threshold(sources: Sequence[SiteMetrics]) -> float | None:
-    """The median of the thresholds that the sources chose; None if none chose one."""
+    """The median of the thresholds that the sources chose; None if none chose one.
+
+    Example:
+        >>> fixed = {"site": "a", "part": "held_out", "samples": 2, "support": [1, 1], "values": {}}
+        >>> common_threshold([SiteMetrics(threshold=chosen, **fixed) for chosen in (0.3, None, 0.4, 0.9)])
+        0.4
+    """
     chosen = [site.threshold for site in sources if site.threshold is not None]
     return median(chosen) if chosen else None
 

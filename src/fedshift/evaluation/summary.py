@@ -128,7 +128,16 @@ def _in_order(by_seed: Mapping[int, float]) -> list[float]:
 
 
 def with_samples(found: Iterable[Row], results: Iterable[RunResult], metric: SiteMetric) -> list[Row]:
-    """The rows with their intervals over samples and the majority classes of their targets, where results have them."""
+    """The rows with their intervals over samples and the majority classes of their targets, where results have them.
+
+    Example:
+        >>> limits = {"auroc": (60.0, 80.0)}
+        >>> site = SiteMetrics(site="a", part="target", samples=10, support=[9, 1], values={}, intervals=limits)
+        >>> run = RunResult.model_construct(method="fedavg", target="a", sites=[site])
+        >>> (row,) = with_samples([row_of("fedavg", "a", "last", [70.0])], [run], "auroc")
+        >>> row.interval, row.majority
+        ((60.0, 80.0), 90.0)
+    """
     by_place: dict[tuple[str, str], list[SiteMetrics]] = {}
     for result in results:
         if len(result.targets) == 1:
@@ -152,6 +161,11 @@ def row_of(method: str, target: str, select: Selection, seeds: Sequence[float]) 
 
     Raises:
         ValueError: there is no value.
+
+    Example:
+        >>> row = row_of("fedavg", "a", "last", [70.0, 72.0])
+        >>> row.n, row.mean, round(row.standard_error, 6)
+        (2, 71.0, 1.0)
     """
     mean, error = mean_and_standard_error(seeds)
     return Row(

@@ -72,25 +72,46 @@ def _matrix(like: Tensor) -> Tensor:
 
 
 def grey(images: Tensor) -> Tensor:
-    """Luma (n, 1, h, w) of images (n, 3, h, w), with the weights of ITU-R BT.601."""
+    """Luma (n, 1, h, w) of images (n, 3, h, w), with the weights of ITU-R BT.601.
+
+    Example:
+        >>> grey(torch.tensor([0.0, 1.0, 0.0]).view(1, 3, 1, 1))  # green is the brightest of the three
+        tensor([[[[0.5870]]]])
+    """
     red, green, blue = _GREY
     return red * images[:, 0:1] + green * images[:, 1:2] + blue * images[:, 2:3]
 
 
 def adjust_brightness(images: Tensor, factor: Tensor) -> Tensor:
-    """images·factor, clamped to [0, 1]; ``factor`` is (n, 1, 1, 1)."""
+    """images·factor, clamped to [0, 1]; ``factor`` is (n, 1, 1, 1).
+
+    Example:
+        >>> adjust_brightness(torch.tensor([[[[0.25, 0.75]]]]), torch.tensor([[[[2.0]]]]))
+        tensor([[[[0.5000, 1.0000]]]])
+    """
     return (images * factor).clamp(0, 1)
 
 
 def adjust_contrast(images: Tensor, factor: Tensor) -> Tensor:
-    """Blend of each image with its mean grey: factor·image + (1 - factor)·mean."""
+    """Blend of each image with its mean grey: factor·image + (1 - factor)·mean.
+
+    Example:
+        >>> adjust_contrast(torch.tensor([[[[0.25, 0.75]]]]), torch.tensor([[[[0.5]]]]))
+        tensor([[[[0.3750, 0.6250]]]])
+    """
     luma = grey(images) if images.shape[1] == 3 else images
     mean = luma.mean(dim=(1, 2, 3), keepdim=True)
     return (factor * images + (1 - factor) * mean).clamp(0, 1)
 
 
 def adjust_saturation(images: Tensor, factor: Tensor) -> Tensor:
-    """Blend of each image with its grey version: factor·image + (1 - factor)·grey."""
+    """Blend of each image with its grey version: factor·image + (1 - factor)·grey.
+
+    Example:
+        >>> green = torch.tensor([0.0, 1.0, 0.0]).view(1, 3, 1, 1)
+        >>> adjust_saturation(green, torch.zeros(1, 1, 1, 1)).flatten()
+        tensor([0.5870, 0.5870, 0.5870])
+    """
     return (factor * images + (1 - factor) * grey(images)).clamp(0, 1)
 
 
@@ -99,6 +120,11 @@ def adjust_hue(images: Tensor, turn: Tensor) -> Tensor:
 
     Uses the closed form of HSV → RGB: channel c = v - v·s·max(0, min(k, 4 - k, 1)) with k = (offset_c + 6·hue) mod 6,
     offsets 5, 3, 1 for red, green, blue.
+
+    Example:
+        >>> red = torch.tensor([1.0, 0.0, 0.0]).view(1, 3, 1, 1)
+        >>> adjust_hue(red, torch.full((1, 1, 1, 1), 0.5)).flatten()  # half a turn: cyan
+        tensor([0., 1., 1.])
     """
     red, green, blue = images[:, 0:1], images[:, 1:2], images[:, 2:3]
     value = torch.maximum(torch.maximum(red, green), blue)

@@ -91,6 +91,11 @@ def gaussian(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     A single draw in floating point cannot take every value, and which values it can take may betray the sum beneath it
     (Mironov, ACM CCS 2012). The sum of several draws is the remedy of Holohan and Braghin, "Secure Random Sampling in
     Differential Privacy", ESORICS 2021.
+
+    Example:
+        >>> noise = gaussian((10_000,), torch.Generator().manual_seed(0))
+        >>> noise.dtype, round(noise.std().item(), 1)
+        (torch.float64, 1.0)
     """
     return torch.randn((4, *shape), generator=generator, dtype=torch.float64).sum(0) / 2
 
@@ -103,6 +108,11 @@ def epsilon(spent: Sequence[NoisySteps], delta: float) -> float:
 
     Raises:
         UserError: Opacus is not installed.
+
+    Example:
+        >>> one, four = NoisySteps(1.0, 1.0, 1), NoisySteps(2.0, 1.0, 4)
+        >>> [round(epsilon([steps], 1e-5), 1) for steps in (one, four)]  # four steps need twice the noise
+        [4.4, 4.4]
     """
     kinds: dict[tuple[float, float], int] = {}
     for one in spent:

@@ -58,6 +58,11 @@ def resampled(images: Tensor, matrices: Tensor) -> Tensor:
     Args:
         images: (n, c, h, w).
         matrices: (n, 2, 3).
+
+    Example:
+        >>> left = torch.tensor([[[1.0, 0.0, 0.5], [0.0, 1.0, 0.0]]])  # a quarter of the width: one of four pixels
+        >>> resampled(torch.tensor([[[[1.0, 2.0, 3.0, 4.0]]]]), left).round(decimals=3)
+        tensor([[[[2., 3., 4., 4.]]]])
     """
     grid = F.affine_grid(matrices.to(images.device), list(images.shape), align_corners=False)
     return F.grid_sample(images, grid, mode="bilinear", padding_mode="border", align_corners=False)
