@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-FEDSHIFT_WORKERS ?= 2
-MUTATION_JOBS ?= $(FEDSHIFT_WORKERS)
+# Three for two cores: tests that wait for processes to start leave one idle.
+FEDSHIFT_WORKERS ?= 3
+MUTATION_JOBS ?= 2
 
 .PHONY: demo test mutation test-fast test-processors check-results lint audit sbom lock bench clean
 
