@@ -48,6 +48,19 @@ def test_one_image_at_two_sites_but_not_one_row() -> None:
     assert "share 25 " in site_differences(data(a=rows(0), b=shared))[0]
 
 
+def test_a_column_that_is_mostly_zero_at_a_site_has_no_other_unit() -> None:
+    other = rows(1)
+    other[:, 1] = 0
+    other[:3, 1] = 0.1
+    assert site_differences(data(a=rows(0), b=other)) == ()
+
+
+def test_hundreds_of_columns_without_names_are_computed_features() -> None:
+    many, other = (np.tile(rows(seed), (1, 40)) for seed in (0, 1))
+    assert site_differences(data(a=many[:, :90], b=18 * other[:, :90])) != ()
+    assert site_differences(data(a=many, b=18 * other)) == ()
+
+
 @pytest.mark.parametrize(("factor", "shift"), [(18.0, 0.0), (1.0, 12.0), (0.05, 4.75)])
 def test_other_units(factor: float, shift: float) -> None:
     other = rows(1)

@@ -18,6 +18,8 @@ _RATIO, _GAP = 5.0, 5.0
 _MOST_BYTES = 256 << 20
 """Samples of more bytes than this are compared site by site only."""
 _MOST_NAMED = 3
+_MEASURED = 100
+"""Most columns without names that can be measurements with units; where there are more, they are computed features."""
 
 
 def site_differences(data: DataSet) -> tuple[str, ...]:
@@ -62,6 +64,8 @@ def _scales(data: DataSet) -> Iterator[str]:
     if len(columns) < 2:
         return
     first = next(iter(columns.values()))
+    if data.preprocessing.table is None and len(first) > _MEASURED:
+        return
     found = [
         text for column in first if (text := _differs(column, {site: own[column] for site, own in columns.items()}))
     ]
@@ -86,7 +90,10 @@ def _numeric(inputs: NDArray[Any], table: Mapping[str, Any] | None) -> dict[str,
 def _differs(column: str, by_site: Mapping[str, NDArray[np.float64]]) -> str:
     """The column and the two sites that differ most in it, if they do."""
     facts = {
-        site: (float(values.mean()), float(values.std())) for site, values in by_site.items() if len(values) >= _ENOUGH
+        site: (float(values.mean()), float(values.std()))
+        for site, values in by_site.items()
+        # Where most values are one, such as 0, the deviation says how many are not, and nothing of units.
+        if len(values) >= _ENOUGH and np.mean(values == np.median(values)) <= 0.5
     }
     spread = {site: std for site, (mean, std) in facts.items() if std > 1e-6 * abs(mean)}
     if len(spread) < 2:
