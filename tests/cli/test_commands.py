@@ -346,11 +346,3 @@ def test_fields_of_every_section(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> N
     assert "wrong_labels" not in training
     assert "did you mean 'training'" in cli("fields", "trainin").error()
     assert "fedshift models NAME" in cli("fields", "model").error()
-
-
-def test_networks(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    assert all(name in cli("models").out for name in ("mlp", "resnet50", "frozen"))
-    mlp = cli("models", "mlp").out
-    assert all(words in mlp for words in ("BatchNorm before every ReLU", "true, false"))
-    assert "did you mean 'mlp'" in cli("models", "mpl").error()

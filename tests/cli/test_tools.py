@@ -86,3 +86,11 @@ def test_completion_offers_the_names_of_methods(cli: Cli, monkeypatch: pytest.Mo
     monkeypatch.setenv("COMP_WORDS", "fedshift methods feda")
     monkeypatch.setenv("COMP_CWORD", "2")
     assert cli("methods", "feda").out.split() == [name for name in methods.names() if name.startswith("feda")]
+
+
+def test_networks(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert all(name in cli("models").out for name in ("mlp", "resnet50", "frozen"))
+    mlp = cli("models", "mlp").out
+    assert all(words in mlp for words in ("BatchNorm before every ReLU", "true, false"))
+    assert "did you mean 'mlp'" in cli("models", "mpl").error()

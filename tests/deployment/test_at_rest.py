@@ -11,7 +11,7 @@ import pytest
 from loopback import SITES, Loopback, deploy, model, options_of, same, simulate, site_file, write_data
 
 from fedshift.encryption import KEY, new_key
-from fedshift.errors import UserError
+from fedshift.errors import FedshiftError, UserError
 
 CSAC = {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}
 """A method whose sites remember something."""
@@ -93,3 +93,18 @@ def test_a_simulation_is_encrypted_too(tmp_path: Path, monkeypatch: pytest.Monke
     encrypted = simulate(tmp_path / "encrypted", options_of(CSAC))
     assert set(written) == {b"fedshift encrypted"}
     assert same(model(plain, "csac", "west"), model(encrypted, "csac", "west"))
+
+
+def test_a_full_disk_at_a_site_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import fedshift.files
+
+    real = fedshift.files.write_bytes
+
+    def full(path: Path, data: bytes, **how: bool) -> None:
+        if "south" in path.parts and path.suffix == ".safetensors":
+            raise UserError(f"cannot write {path}: No space left on device; free some space")
+        real(path, data, **how)
+
+    monkeypatch.setattr("fedshift.encryption.write_bytes", full)
+    with pytest.raises(FedshiftError, match=r"site 'south' is lost \(cannot write .*No space left"):
+        deploy(tmp_path, options_of({"name": "fedavg"}))

@@ -329,21 +329,6 @@ def deploy_again(folder: Path, options: dict[str, Any], transport: Loopback) -> 
     coordinate(folder / "deployment", transport, list(SITES))
 
 
-def test_a_full_disk_at_a_site_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fedshift.files
-
-    real = fedshift.files.write_bytes
-
-    def full(path: Path, data: bytes, **how: bool) -> None:
-        if "south" in path.parts and path.suffix == ".safetensors":
-            raise UserError(f"cannot write {path}: No space left on device; free some space")
-        real(path, data, **how)
-
-    monkeypatch.setattr("fedshift.encryption.write_bytes", full)
-    with pytest.raises(FedshiftError, match=r"site 'south' is lost \(cannot write .*No space left"):
-        deploy(tmp_path, options_of({"name": "fedavg"}))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -19,10 +19,7 @@ from safetensors.torch import save_file
 from small import Stop, StopAfter, experiment, features, outcome, save, sites, write
 
 import fedshift
-from fedshift.errors import UserError
 from fedshift.evaluation.records import RoundRecord, RunResult
-from fedshift.experiment.plan import Run
-from fedshift.experiment.runs.context import Reporter
 from fedshift.experiment.runs.run_folder import RunFolder
 
 PART = Path("small") / "fedavg" / "a" / "seed-0"
@@ -341,17 +338,3 @@ def test_a_folder_belongs_to_one_process(cli: Cli, tmp_path: Path) -> None:
     assert "unfinished" not in cli("run", file, "--runs", runs).out
     fedshift.run(options, tmp_path / "whole")
     assert outcome(runs) == outcome(tmp_path / "whole")
-
-
-def test_another_experiment_while_this_one_waits(tmp_path: Path) -> None:
-    """The folder may have been filled between the first look and the lock."""
-    options = experiment(sites(tmp_path), protocol={"targets": ["a", "b"], "seeds": [0]})
-    other = {**options, "training": {"rounds": 1}, "protocol": {"targets": ["b"], "seeds": [0]}}
-
-    class Meanwhile(Reporter):
-        def finished(self, run: Run, result: RunResult, resumed: bool) -> None:
-            if run.target == "a":
-                fedshift.run(other, tmp_path / "runs")
-
-    with pytest.raises(UserError, match="another experiment"):
-        fedshift.run(options, tmp_path / "runs", Meanwhile())

@@ -10,7 +10,10 @@ from small import experiment, sites
 
 import fedshift
 from fedshift.cli.check import _why_rounds_differ
-from fedshift.errors import TrainingDiverged
+from fedshift.errors import TrainingDiverged, UserError
+from fedshift.evaluation.records import RunResult
+from fedshift.experiment.plan import Run
+from fedshift.experiment.runs.context import Reporter
 from fedshift.federation.training import exploded
 
 
@@ -43,3 +46,17 @@ def test_check_says_why_rounds_differ(tmp_path: Path) -> None:
     assert said is not None
     assert said.endswith("fedavg 3, long 9")  # sites b and c train on 17 and 23 samples, 8 in a mini-batch
     assert _why_rounds_differ(fedshift.check(experiment(sites(tmp_path))).methods) is None
+
+
+def test_another_experiment_while_this_one_waits(tmp_path: Path) -> None:
+    """The folder may have been filled between the first look and the lock."""
+    options = experiment(sites(tmp_path), protocol={"targets": ["a", "b"], "seeds": [0]})
+    other = {**options, "training": {"rounds": 1}, "protocol": {"targets": ["b"], "seeds": [0]}}
+
+    class Meanwhile(Reporter):
+        def finished(self, run: Run, result: RunResult, resumed: bool) -> None:
+            if run.target == "a":
+                fedshift.run(other, tmp_path / "runs")
+
+    with pytest.raises(UserError, match="another experiment"):
+        fedshift.run(options, tmp_path / "runs", Meanwhile())
