@@ -201,8 +201,8 @@ def untrained(model: dict[str, Any], shape: tuple[int, ...]) -> TrainedModel:
         "preprocessing": {"kind": "image", "channels": shape[0], "size": shape[1], "shape": shape, **scale},
         "sources": ["a"],
     }
-    network = models.build(models.parse(metadata["model"]), shape, 2, 0)
-    return from_weights(Weights(network.state_dict()), metadata, method)
+    parsed = models.parse(metadata["model"])
+    return from_weights(Weights(models.build(parsed, shape, 2, 0).state_dict()), metadata, method, parsed)
 
 
 def test_a_model_whose_outputs_differ_is_not_written(

@@ -121,7 +121,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         trained = train_everywhere(experiment, data)
         for warning in trained.warnings:
             warnings.warn(warning, stacklevel=2)
-        self.model_ = Model(from_weights(trained.weights, trained.metadata, experiment.methods[0]))
+        self.model_ = Model(from_weights(trained.weights, trained.metadata, experiment.methods[0], experiment.model))
         self.bytes_up_ = trained.bytes_up
         self.n_iter_ = trained.rounds
         return self

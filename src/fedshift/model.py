@@ -39,19 +39,20 @@ class Model:
         self.metadata = trained.metadata
 
     @classmethod
-    def load(cls, path: str | Path, method: str | None = None) -> Self:
+    def load(cls, path: str | Path, method: str | None = None, network: str | None = None) -> Self:
         """Load the model of a run.
 
         Args:
             path: a run's folder or a ``model.safetensors``.
             method: ``file.py:Class``, if a method of your own trained the model. Its code is run.
+            network: ``file.py:Class``, if the model is of a network of your own. Its code is run.
 
         Raises:
             UserError: there is no model, it is damaged, or it was not written by fedshift.
         """
         path = Path(path)
         finished = path.is_dir() and stored(path / RESULT) is not None
-        return cls(load_model(path, method), read_result(path / RESULT) if finished else None)
+        return cls(load_model(path, method, network), read_result(path / RESULT) if finished else None)
 
     def save(self, path: str | Path) -> None:
         """Write the model as one ``.safetensors`` file, which `load` and ``fedshift predict`` read.

@@ -94,3 +94,13 @@ def test_networks(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     mlp = cli("models", "mlp").out
     assert all(words in mlp for words in ("BatchNorm before every ReLU", "true, false"))
     assert "did you mean 'mlp'" in cli("models", "mpl").error()
+
+
+def test_a_model_of_an_own_network_is_exported_with_its_code_named(cli: Cli, tmp_path: Path) -> None:
+    code = "from torch import nn\ndef Net(shape, classes):\n    return nn.Linear(shape[0], classes)\n"
+    (tmp_path / "net.py").write_text(code)
+    options = experiment(sites(tmp_path), model={"name": f"{tmp_path}/net.py:Net"})
+    run = fedshift.run(options, tmp_path / "runs").folder / "fedavg" / "a" / "seed-0"
+    assert "--network" in cli("export", run, "--to", "safetensors").error()
+    done = cli("export", run, "--to", "safetensors", "--network", f"{tmp_path}/net.py:Net")
+    assert (done.code, (run / "export" / "README.md").exists()) == (0, True)

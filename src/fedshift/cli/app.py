@@ -34,6 +34,10 @@ def names_of(room: str) -> Callable[[], list[str]]:
 
 
 ExperimentFile = Annotated[Path, typer.Argument(help="The experiment file.", metavar="EXPERIMENT.yaml")]
+OwnMethod = Annotated[str | None, typer.Option("--method", help="FILE.py:Class, if your own method trained the model.")]
+OwnNetwork = Annotated[
+    str | None, typer.Option("--network", help="FILE.py:Class, if the model is of your own network.")
+]
 
 
 @app.command()
@@ -189,12 +193,8 @@ def predict(
     model: Annotated[Path, typer.Argument(help="A run's folder or a model.safetensors.", metavar="RUN_OR_MODEL")],
     data: Annotated[Path, typer.Argument(help="An image, a folder of images, an .npz or a .csv.", metavar="DATA")],
     format: Annotated[str, typer.Option("--format", help="terminal, csv or json.")] = "terminal",
-    method: Annotated[
-        str | None, typer.Option("--method", help="FILE.py:Class, if your own method trained the model.")
-    ] = None,
-    network: Annotated[
-        str | None, typer.Option("--network", help="FILE.py:Class, if the model is of your own network.")
-    ] = None,
+    method: OwnMethod = None,
+    network: OwnNetwork = None,
     masks: Annotated[
         Path | None, typer.Option("--masks", help="Segmentation: the folder for the predicted masks.")
     ] = None,
@@ -210,9 +210,8 @@ def export(
     model: Annotated[Path, typer.Argument(help="A run's folder or a model.safetensors.", metavar="RUN_OR_MODEL")],
     to: Annotated[str, typer.Option("--to", help="onnx, torchscript or safetensors.")],
     out: Annotated[Path | None, typer.Option("--out", help="Folder to write to. [RUN/export]", metavar="DIR")] = None,
-    method: Annotated[
-        str | None, typer.Option("--method", help="FILE.py:Class, if your own method trained the model.")
-    ] = None,
+    method: OwnMethod = None,
+    network: OwnNetwork = None,
 ) -> None:
     """Write a trained model for other programs, with its preprocessing, and a model card (README.md) beside it.
 
@@ -220,7 +219,7 @@ def export(
     """
     from fedshift.cli.export import export_run
 
-    export_run(model, to, out, method)
+    export_run(model, to, out, method, network)
 
 
 audit = typer.Typer(

@@ -164,7 +164,7 @@ def _torchscript(trained: TrainedModel, whole: nn.Module) -> Written:
 
 def _safetensors(trained: TrainedModel, whole: nn.Module) -> Written:
     data = model_file(trained.network.state_dict(), trained.metadata)
-    again = _Whole(from_weights(Weights(load(data)), trained.metadata, trained.method)).eval()
+    again = _Whole(from_weights(Weights(load(data)), trained.metadata, trained.method, trained.options)).eval()
     return data, lambda samples: _probabilities(again, samples)
 
 

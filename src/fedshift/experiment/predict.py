@@ -277,19 +277,21 @@ def _network(record: Mapping[str, Any], own_network: str | None, file: Path) -> 
     return models.parse(own(options), permit=permit)
 
 
-def from_weights(weights: Weights, metadata: Mapping[str, Any], method: Method) -> TrainedModel:
+def from_weights(
+    weights: Weights, metadata: Mapping[str, Any], method: Method, options: NetworkOptions
+) -> TrainedModel:
     """The trained model of weights that were never in a file.
 
     Args:
         weights: the model.
         metadata: what its file would say about it.
         method: the method that trained it.
+        options: of its network.
     """
-    chosen = models.parse({key: value for key, value in metadata["model"].items() if key != "pretrained"})
-    _, network = _networks(method, chosen, metadata)
+    _, network = _networks(method, options, metadata)
     network.load_state_dict(dict(weights))
     preprocessing = Preprocessing.model_validate(metadata["preprocessing"])
-    return TrainedModel(network.eval(), method, tuple(metadata["classes"]), preprocessing, dict(metadata), chosen)
+    return TrainedModel(network.eval(), method, tuple(metadata["classes"]), preprocessing, dict(metadata), options)
 
 
 def _networks(method: Method, options: NetworkOptions, metadata: Mapping[str, Any]) -> tuple[Network, Network]:

@@ -158,42 +158,6 @@ ENTRIES: Mapping[str, Entry] = {
 RULES = ("norm_clipping", "median", "trimmed_mean", "krum", "trust")
 """The rules of robust aggregation."""
 
-ROBUST: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys(
-        (
-            "fedavg",
-            "fedprox",
-            "scaffold",
-            "feddyn",
-            "moon",
-            "fedbn",
-            "silobn",
-            "fedsam",
-            "fediir",
-            "feddg_ga",
-            "gperxan",
-            "csac",
-            "elcfs",
-            "fedsr",
-            "fedl2r",
-            "fedcmi",
-            "fedadg",
-            "ccst",
-            "styles",
-            "copa",
-        ),
-        RULES,
-    ),
-    "fedomg": ("norm_clipping", "krum"),
-    "kd3a": ("norm_clipping", "krum"),
-    "fada": ("norm_clipping", "krum"),
-    "mdfnet": ("norm_clipping", "median", "trimmed_mean", "krum"),
-}
-"""Which rules go with a method; those that are not named average no models of sites, or cannot do it with bad sites."""
-
-SERVER = (*ROBUST, "fednova")
-"""The methods that a server's optimiser goes with."""
-
 SUMS = (
     "fedavg",
     "fedprox",
@@ -218,6 +182,18 @@ SUMS = (
 
 NORMS = ("feddg_ga",)
 """Those whose server reads sums, and numbers of single sites."""
+
+ROBUST: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys((*SUMS, *NORMS, "copa"), RULES),
+    "fedomg": ("norm_clipping", "krum"),
+    "kd3a": ("norm_clipping", "krum"),
+    "fada": ("norm_clipping", "krum"),
+    "mdfnet": ("norm_clipping", "median", "trimmed_mean", "krum"),
+}
+"""Which rules go with a method; those that are not named average no models of sites, or cannot do it with bad sites."""
+
+SERVER = (*ROBUST, "fednova")
+"""The methods that a server's optimiser goes with."""
 
 LOCAL = tuple(
     name for name, entry in ENTRIES.items() if "raw_data" not in entry.shares and name not in ("fada", "fedadg")
