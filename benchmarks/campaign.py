@@ -41,7 +41,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "deployment"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "deployment" / "flare"))
 sys.path.insert(0, str(Path(__file__).parent))
 
-from loopback import Without, model, options_of, same, simulate
+from loopback import SITES, Without, model, options_of, same, simulate
 from namespaces import Namespaces, ip, why_not
 from network import Network, rounds
 
@@ -326,7 +326,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     asked = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing stays behind
     folder = Path(tempfile.mkdtemp(prefix="campaign-", dir="/tmp"))  # a short path: sockets lie in it
-    network = Network(folder) if why_not() else Namespaces(folder)
+    network = Network(folder, SITES) if why_not() else Namespaces(folder, SITES)
     campaign = Campaign(network, folder, random.Random(asked.seed))
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     os.environ["FEDSHIFT_CAMPAIGN"] = str(campaign.orders)

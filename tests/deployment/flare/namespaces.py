@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from network import PATIENCE, Network
@@ -41,8 +41,8 @@ def why_not() -> str:
 class Namespaces(Network):
     """Kits whose services run each in a namespace of its own: from a site's, only the coordinator can be reached."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, SITES, server=COORDINATOR, port=PORT)
+    def __init__(self, folder: Path, sites: Mapping[str, int] = SITES) -> None:
+        super().__init__(folder, sites, server=COORDINATOR, port=PORT)
 
     def space(self, name: str) -> str:
         return f"fedshift-{os.getpid()}-{name}"
