@@ -59,7 +59,7 @@ from fedshift.federation.site import Batch, Site
 from fedshift.functional.divergence_weighting import distance_weighted, divergence_aggregate, fused_from_sums
 from fedshift.functional.losses import smoothed_cross_entropy
 from fedshift.methods.base import Method, Reads, State
-from fedshift.methods.federated.csac_alignment import Aligner
+from fedshift.methods.federated.csac_alignment import Aligner, AlignmentOptions
 from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
@@ -77,7 +77,7 @@ class Weighed(Reply):
     distances: Weights
 
 
-class CSAC(Method):
+class CSAC(Method, AlignmentOptions):
     """The farthest model weighs most; sites then align the fused model with what they knew, across layers."""
 
     name: ClassVar[str] = "csac"
@@ -103,25 +103,7 @@ class CSAC(Method):
     distance_power: PositiveFloat = Field(1.0, description="p of w_l^h ∝ (d_l^h)^p; not in the paper, which has 1")
     granularity: Literal["tensor", "module"] = Field("tensor", description="what shares one d_l^h")
     alignment_weight: NonNegativeFloat = Field(0.6, description="λ; 0 = without alignment (ablation of Table 5)")
-    alignment: Literal["cross_layer", "same_layer"] = Field("cross_layer", description="pairs (l, m), or only l = m")
-    attention: Literal["both", "position", "channel", "none"] = Field("both", description="which affinities make α")
-    uniform_attention: Literal["one", "per_row"] = Field(
-        "one", description="attention none: weight 1 for each pair (code), or 1/|R| so that rows sum to 1"
-    )
-    scale: bool = Field(False, description="affinities divided by √c and √d")
-    query_key: bool = Field(False, description="the code's untrained 1×1 convolutions before the affinities")
-    measure: Literal["mmd", "mse"] = Field("mmd", description="MMD, or mean squared error (ablation of Table 5)")
-    mmd_estimator: Literal["unbiased", "biased"] = Field("unbiased", description="U-type (code) or V-type")
-    mmd_constant: bool = Field(False, description="add the code's constant 2/(n−1); no gradient")
-    logit_mmd: bool = Field(False, description="the code's extra MMD between logits")
     cross_entropy: bool = Field(True, description="L_CE in calibration (off: ablation of Table 5)")
-    frozen: Literal["local", "fused"] = Field("local", description="which side is frozen; fused = the code's switch")
-    projection_channels: PositiveInt = Field(32, description="c of the common shape")
-    projection_size: Literal["last", "smallest"] = Field("last", description="g×w of the common shape: of which stage")
-    reset_projection_each_round: bool = Field(False, description="new random projections every round (code)")
-    stages: tuple[str, ...] | None = Field(
-        None, description="R: aligned stages; none = the network's default, [] = no stage (what was released)"
-    )
 
     @property
     def reads(self) -> Reads:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import Literal
 
 import torch
+from pydantic import BaseModel, Field, PositiveInt
 from torch import Tensor, nn
 
 from fedshift.federation.randomness import derive_seed
@@ -15,66 +16,86 @@ from fedshift.functional.mmd import cross_multi_kernel_mmd, multi_kernel_mmd
 from fedshift.functional.projection import projection_layer
 from fedshift.models.network import Network
 
-if TYPE_CHECKING:
-    from fedshift.methods.federated.csac import CSAC
-
 CACHED_FEATURES = 1 << 30
 """Bytes of frozen features that a site keeps rather than computes again in every epoch."""
+
+
+class AlignmentOptions(BaseModel):
+    """Options of CSAC that say how stages of the fused and of the local model are compared."""
+
+    alignment: Literal["cross_layer", "same_layer"] = Field("cross_layer", description="pairs (l, m), or only l = m")
+    attention: Literal["both", "position", "channel", "none"] = Field("both", description="which affinities make α")
+    uniform_attention: Literal["one", "per_row"] = Field(
+        "one", description="attention none: weight 1 for each pair (code), or 1/|R| so that rows sum to 1"
+    )
+    scale: bool = Field(False, description="affinities divided by √c and √d")
+    query_key: bool = Field(False, description="the code's untrained 1×1 convolutions before the affinities")
+    measure: Literal["mmd", "mse"] = Field("mmd", description="MMD, or mean squared error (ablation of Table 5)")
+    mmd_estimator: Literal["unbiased", "biased"] = Field("unbiased", description="U-type (code) or V-type")
+    mmd_constant: bool = Field(False, description="add the code's constant 2/(n−1); no gradient")
+    logit_mmd: bool = Field(False, description="the code's extra MMD between logits")
+    frozen: Literal["local", "fused"] = Field("local", description="which side is frozen; fused = the code's switch")
+    projection_channels: PositiveInt = Field(32, description="c of the common shape")
+    projection_size: Literal["last", "smallest"] = Field("last", description="g×w of the common shape: of which stage")
+    reset_projection_each_round: bool = Field(False, description="new random projections every round (code)")
+    stages: tuple[str, ...] | None = Field(
+        None, description="R: aligned stages; none = the network's default, [] = no stage (what was released)"
+    )
 
 
 class Aligner(nn.Module):
     """L_AL of one exchange: the frozen reference, the projections of both sides, attention and MMD."""
 
-    def __init__(self, method: CSAC, site: Site, reference: Network) -> None:
+    def __init__(self, options: AlignmentOptions, site: Site, reference: Network) -> None:
         super().__init__()
-        self.method, self.site = method, site
-        self.stages = tuple(reference.alignment_stages if method.stages is None else method.stages)
+        self.options, self.site = options, site
+        self.stages = tuple(reference.alignment_stages if options.stages is None else options.stages)
         # In a tuple, so that the frozen network is not among this module's parameters.
         self._reference = (reference,)
         self._cache = self._frozen_features() if site.fixed_inputs else None
         shapes = [tuple(feature.shape[1:]) for feature in self._measure()]
         sizes = [_height_and_width(shape) for shape in shapes] or [(1, 1)]
-        size = sizes[-1] if method.projection_size == "last" else min(sizes, key=math.prod)
-        persistent = "projections" in site.memory and not method.reset_projection_each_round
+        size = sizes[-1] if options.projection_size == "last" else min(sizes, key=math.prod)
+        persistent = "projections" in site.memory and not options.reset_projection_each_round
         seed = site.generator_for("projections").initial_seed()
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            layers = [projection_layer(shape, method.projection_channels, size) for shape in (*shapes, *shapes)]
+            layers = [projection_layer(shape, options.projection_channels, size) for shape in (*shapes, *shapes)]
         self.projections = site.place(nn.ModuleList(layers).to(memory_format=torch.channels_last))
         if persistent:
             self.projections.load_state_dict(dict(site.memory.weights("projections")))
-        self._keys = [self._query_keys(len(layers))] if method.query_key else []  # a list: not trained
+        self._keys = [self._query_keys(len(layers))] if options.query_key else []  # a list: not trained
 
     def _query_keys(self, number: int) -> nn.ModuleList:
         """The 1×1 convolutions of ``query_key``: random, never trained, redrawn when the projections are."""
-        exchange = self.site.envelope.exchange if self.method.reset_projection_each_round else 0
-        channels = self.method.projection_channels
+        exchange = self.site.envelope.exchange if self.options.reset_projection_each_round else 0
+        channels = self.options.projection_channels
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(derive_seed(self.site.seed, self.site.name, exchange, "query_key"))
             keys = nn.ModuleList(nn.Conv2d(channels, channels, 1) for _ in range(number))
         return self.site.place(keys).requires_grad_(False)
 
     def forward(self, logits: Tensor, features: dict[str, Tensor], batch: Batch) -> Tensor:
-        method = self.method
+        options = self.options
         frozen_logits, frozen = self._frozen(batch)
         loss = logits.new_zeros(())
         if self.stages:
             loss = self._across_layers(features, frozen)
-        if method.logit_mmd:
-            loss = loss + multi_kernel_mmd(logits, frozen_logits, estimator=method.mmd_estimator)
+        if options.logit_mmd:
+            loss = loss + multi_kernel_mmd(logits, frozen_logits, estimator=options.mmd_estimator)
         return loss
 
     def _across_layers(self, features: dict[str, Tensor], frozen: list[Tensor]) -> Tensor:
         """L_AL of (6): Σ α_{l,m} · MMD over all pairs of stages."""
-        method, number = self.method, len(self.stages)
+        options, number = self.options, len(self.stages)
         ours = [layer(features[stage]) for layer, stage in zip(self.projections[:number], self.stages, strict=True)]
         theirs = [layer(feature) for layer, feature in zip(self.projections[number:], frozen, strict=True)]
         fused, local = torch.stack(ours), torch.stack(theirs)
         left, right = fused.flatten(2), local.flatten(2)
-        if method.measure == "mse":
+        if options.measure == "mse":
             pairs = (left[:, None] - right[None]).square().mean(dim=(2, 3))
         else:
-            pairs = cross_multi_kernel_mmd(left, right, estimator=method.mmd_estimator, constant=method.mmd_constant)
+            pairs = cross_multi_kernel_mmd(left, right, estimator=options.mmd_estimator, constant=options.mmd_constant)
         return (self._attention(fused, local) * pairs).sum()
 
     def _attention(self, fused: Tensor, local: Tensor) -> Tensor:
@@ -84,23 +105,23 @@ class Aligner(nn.Module):
             fused: projected stages of the fused model, (|R|, n, c, g, w).
             local: those of the frozen local model, likewise.
         """
-        method, number = self.method, len(self.stages)
-        if method.alignment == "same_layer":
+        options, number = self.options, len(self.stages)
+        if options.alignment == "same_layer":
             return torch.eye(number, device=fused.device)
-        if method.attention == "none":
+        if options.attention == "none":
             return torch.full(
-                (number, number), 1.0 if method.uniform_attention == "one" else 1 / number, device=fused.device
+                (number, number), 1.0 if options.uniform_attention == "one" else 1 / number, device=fused.device
             )
-        if method.query_key:
+        if options.query_key:
             keys = self._keys[0]
             fused = torch.stack([key(map_) for key, map_ in zip(keys[:number], fused, strict=True)])
             local = torch.stack([key(map_) for key, map_ in zip(keys[number:], local, strict=True)])
         return cross_layer_attention(
             fused,
             local,
-            position=method.attention in ("both", "position"),
-            channel=method.attention in ("both", "channel"),
-            scale=method.scale,
+            position=options.attention in ("both", "position"),
+            channel=options.attention in ("both", "channel"),
+            scale=options.scale,
         )
 
     # Without augmentation, the frozen model's features of a sample never change, so they are computed once.
@@ -126,7 +147,7 @@ class Aligner(nn.Module):
 
         Maps are kept as (n, h, w, c), so that selected rows are channels-last for the projections without a copy.
         """
-        key = "frozen_features" if self.method.frozen == "local" else None  # a frozen M changes every round
+        key = "frozen_features" if self.options.frozen == "local" else None  # a frozen M changes every round
         if key in self.site.scratch:
             return self.site.scratch[key]  # type: ignore[no-any-return]
         per_sample = sum(feature.numel() * feature.element_size() for feature in self._measure())
