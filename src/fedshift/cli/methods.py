@@ -35,14 +35,19 @@ def show_methods(name: str | None) -> None:
         )
         return
     from fedshift.methods import registry  # imports torch, which the list above does not need
+    from fedshift.methods.base import Method
 
     method = registry.method_class(name)
     console.print((sys.modules[method.__module__].__doc__ or "").strip(), markup=False, highlight=False, soft_wrap=True)
-    console.print()
-    console.print(options_table(method))
+    common = Method.model_fields.keys() & method.model_fields.keys()
+    if own := method.model_fields.keys() - common:
+        console.print()
+        console.print(options_table(method, "options of its own", without=common))
     if method.settings:
         console.print()
         console.print(_settings_table(method))
+    console.print()
+    console.print(options_table(method, "options of every method", without=own))
 
 
 def _group(title: str, members: Mapping[str, str]) -> Table:

@@ -33,7 +33,7 @@ class Composed(BaseModel, ABC):
     takes_plug_ins: ClassVar[bool] = True
 
     label: str | None = Field(None, description="name in tables and folders; needed when a method appears twice")
-    setting: str = Field(PAPER, description="named values of the options below; options given beside it win")
+    setting: str = Field(PAPER, description="named values of its own options; options given beside it win")
 
     average_rounds: PositiveInt = Field(
         1, description="the model that is measured and handed out is the mean of those of the last so many rounds"
