@@ -267,7 +267,10 @@ class Campaign:
         if [json.loads(line)["round"] for line in lines] != list(range(1, ROUNDS + 1)):
             wrong.append("rounds are missing or doubled")
         shutil.rmtree(self.folder / options["name"], ignore_errors=True)
-        shutil.rmtree(deployment.folder, ignore_errors=True)  # the small disk of the coordinator
+        # The disk is small. The coordinator would start a folder anew that it finds half deleted: rename it first.
+        gone = deployment.folder.with_name("gone") / "it"
+        gone.parent.mkdir()
+        shutil.rmtree(deployment.folder.rename(gone).parent, ignore_errors=True)
         return wrong
 
     def report(self, minutes: float, seed: int) -> dict[str, Any]:
