@@ -189,8 +189,8 @@ def _table(part: str, rows: list[Row]) -> Table:
             )
     elif part == "csac":
         table.caption = "whole run: 30 + 40×5 epochs; arithmetic: multiply-accumulates of layers, without MMD"
-        headings = ("FedAvg", "acquire", "calibrate", "ratio", "of CPU time", "arithmetic", "whole run")
-        _columns(table, "ms per mini-batch", *headings)
+        names = ("FedAvg", "acquire", "calibrate", "ratio", "of CPU time", "arithmetic", "whole run")
+        _columns(table, "ms per mini-batch", *names)
         for row in rows:
             per_batch = row["milliseconds_per_mini_batch"]
             table.add_row(
@@ -218,9 +218,9 @@ def _table(part: str, rows: list[Row]) -> Table:
         headings = ("ms", "ratio", "of CPU time", "passes", "operations", "beside its arithmetic")
         _columns(table, "mini-batch of", *headings)
         for row in rows:
-            names = ("ratio", "ratio_of_processor_seconds", "passes", "operations", "beside_its_arithmetic")
+            keys = ("ratio", "ratio_of_processor_seconds", "passes", "operations", "beside_its_arithmetic")
             milliseconds = f"{row['milliseconds_per_mini_batch']:.1f}"
-            table.add_row(f"{row['method']}, {row['case']}", milliseconds, *(f"{row[name]:.2f}" for name in names))
+            table.add_row(f"{row['method']}, {row['case']}", milliseconds, *(f"{row[name]:.2f}" for name in keys))
     elif part == "mdfnet":
         _columns(table, "features of an image", "matrix products", "images", "mini-batches", "seconds of 100 rounds")
         for row in rows:

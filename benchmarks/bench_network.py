@@ -6,6 +6,11 @@ A coordinator and three sites as processes of their own on this machine, mutual 
 
 Writes benchmarks/results/network/network.json, from which docs/flare.md quotes. The method below is what is run: it
 sends weights of a given size to all sites, which send them back.
+
+    python benchmarks/bench_network.py --many 20
+
+has 20 sites, FedAvg, and a network of 45 MB, and writes network_20_sites.json: the largest memory that each of the
+coordinator's processes had, FLARE's buffers included. It needs some 16 GB of memory.
 """
 
 from __future__ import annotations
@@ -17,11 +22,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -33,7 +39,11 @@ from fedshift.federation.site import Site
 from fedshift.methods.base import Method, State
 from fedshift.weights import Weights
 
-RESULTS = Path(__file__).parent / "results" / "network" / "network.json"
+if TYPE_CHECKING:
+    from fedshift.deployment.flare.deployment_folder import Deployment
+    from fedshift.deployment.flare.provision import Provisioned
+
+RESULTS = Path(__file__).parent / "results" / "network"
 SITES = ("north", "south", "east")
 AIMS = {"empty": 0.25, "4 MB": 0.5, "45 MB": 3.5, "45 MB as bf16": 1.75}
 
@@ -89,11 +99,11 @@ class Echo(Method):
         return Nothing(1.0)
 
 
-def measure(exchanges: int) -> dict[str, Any]:
-    """Everything, as it goes into the file."""
+@contextmanager
+def federation(sites: Sequence[str], methods: Sequence[str]) -> Iterator[tuple[Provisioned, dict[str, Any]]]:
+    """A coordinator and its sites, connected; and how long that took."""
     import yaml
 
-    from fedshift.cli.project import free_port
     from fedshift.deployment.flare import roles
 
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
@@ -103,38 +113,68 @@ def measure(exchanges: int) -> dict[str, Any]:
             "name": "bench",
             "contact": "bench@example.org",
             "server": "localhost",
-            "port": free_port(),
-            "sites": list(SITES),
+            "port": roles.free_port(),
+            "sites": list(sites),
         }
         (folder / "project.yaml").write_text(yaml.safe_dump(project))
         made = roles.provision(roles.load_project(folder / "project.yaml"), folder, lambda new: None)
         provisioning.stop()
-        for site in SITES:
+        for site in sites:
             np.savez(folder / f"{site}.npz", x=np.random.default_rng(0).normal(size=(60, 5)), y=np.arange(60) % 3)
             options = {
                 "site": site,
                 "data": {"name": "arrays", "sites": {site: str(folder / f"{site}.npz")}},
                 "device": "cpu",
                 "threads": 1,
-                "policy": {"methods": ["bench_network:Echo"], "smallest_group": 1},
+                "policy": {"methods": list(methods), "smallest_group": 1, "exposure": 1},
             }
             (made.sites[site] / "SITE.yaml").write_text(yaml.safe_dump(options))
         try:
             with _clock() as starting:
                 roles.start(roles.load_kit(made.coordinator, "coordinator"))
-                for site in SITES:
+                for site in sites:
                     roles.start(roles.load_kit(made.sites[site], "site"), made.sites[site] / "SITE.yaml", wait=0)
                 while any(
                     roles.status(roles.load_kit(kit, "site")).state != "connected" for kit in made.sites.values()
                 ):
                     time.sleep(0.05)
-            idle = _usage(made.folder, 10.0)
-            found = {"provision_seconds": provisioning.seconds, "start_seconds": starting.seconds, "idle": idle}
-            return found | _runs(made.coordinator, made.folder, exchanges)
+            yield made, {"provision_seconds": provisioning.seconds, "start_seconds": starting.seconds}
         finally:
             for kit in made.sites.values():
                 roles.stop(roles.load_kit(kit, "site"))
             roles.stop(roles.load_kit(made.coordinator, "coordinator"))
+
+
+def measure(exchanges: int) -> dict[str, Any]:
+    """Everything, as it goes into the file."""
+    with federation(SITES, ["bench_network:Echo"]) as (made, found):
+        idle = _usage(made.folder, 10.0)
+        return found | {"idle": idle} | _runs(made.coordinator, made.folder, exchanges)
+
+
+def measure_many(sites: int) -> dict[str, Any]:
+    """Two rounds of FedAvg with a network of 45 MB: memory of the coordinator's processes, and seconds."""
+    hidden = [3350, 3350]
+    with federation([f"site-{number:02}" for number in range(sites)], ["fedavg"]) as (made, found):
+        deployment, first, memory, _ = _deploy(
+            made.coordinator,
+            made.folder,
+            "many",
+            {"name": "fedavg"},
+            "float32",
+            model={"name": "mlp", "hidden": hidden},
+            rounds=2,
+        )
+        lines = (deployment.folder / "runs/many/fedavg/sites/seed-0/rounds.jsonl").read_text().splitlines()
+        ours = {name: size for name, size in memory.items() if name.startswith("coordinator")}
+        return found | {
+            "sites": sites,
+            "model_mb": 4 * sum(a * b + b for a, b in pairwise([5, *hidden, 3])) / 1e6,
+            "deployed_to_first_exchange_seconds": first,
+            "round_seconds": [json.loads(line)["seconds"] for line in lines],
+            "coordinator_mb": ours,
+            "largest_site_process_mb": max(size for name, size in memory.items() if name not in ours),
+        }
 
 
 def _runs(kit: Path, folder: Path, exchanges: int) -> dict[str, Any]:
@@ -143,7 +183,8 @@ def _runs(kit: Path, folder: Path, exchanges: int) -> dict[str, Any]:
     cases = (("empty", 0.0, "float32"), ("4 MB", 4.0, "float32"), ("45 MB", 45.0, "float32"))
     for label, megabytes, wire in (*cases, ("45 MB as bf16", 45.0, "bf16"), ("45 MB as int8", 45.0, "int8")):
         method = {"name": "bench_network:Echo", "label": "echo", "megabytes": megabytes, "exchanges": exchanges}
-        seconds, first, memory = _deploy(kit, folder, label, method, wire)
+        deployment, first, memory, _ = _deploy(kit, folder, label, method, wire)
+        seconds = _seconds_of_exchanges(deployment)
         rows[label] = {
             "median_seconds": statistics.median(seconds),
             "fastest_seconds": min(seconds),
@@ -157,9 +198,24 @@ def _runs(kit: Path, folder: Path, exchanges: int) -> dict[str, Any]:
     return {"exchanges": rows, "waiting_in_a_job": used}
 
 
+def _seconds_of_exchanges(deployment: Deployment) -> list[float]:
+    (line,) = (deployment.folder / "runs" / deployment.name / "echo/sites/seed-0/rounds.jsonl").read_text().splitlines()
+    found: list[float] = json.loads(line)["extra"]["seconds_of_exchanges"]
+    return found
+
+
 def _deploy(
-    kit: Path, folder: Path, label: str, method: dict[str, Any], wire: str, watch: float | None = None
-) -> tuple[Any, ...]:
+    kit: Path,
+    folder: Path,
+    label: str,
+    method: dict[str, Any],
+    wire: str,
+    *,
+    watch: float | None = None,
+    model: Mapping[str, Any] = {"name": "linear"},
+    rounds: int = 1,
+) -> tuple[Deployment, float, dict[str, int], dict[str, Any] | None]:
+    """Run an experiment; the deployment, seconds until a site first answered, largest memory in MB, use if watched."""
     from fedshift.cli.deploy import follow
     from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
     from fedshift.experiment.config.experiment import parse
@@ -169,8 +225,8 @@ def _deploy(
             "name": label.replace(" ", "-"),
             "data": "sites",
             "protocol": {"targets": ["sites"], "seeds": [0], "test_fraction": 0.3},
-            "model": {"name": "linear"},
-            "training": {"rounds": 1},
+            "model": dict(model),
+            "training": {"rounds": rounds},
             "methods": [method],
             "device": "cpu",
             "engine": {"name": "flare", "threads": 1, "wire": wire, "deadline": 600},
@@ -191,12 +247,8 @@ def _deploy(
         time.sleep(0.1)
     if deployment.state["state"] != "finished":
         raise SystemExit(f"{label}: {deployment.state}")
-    place = deployment.folder / "runs" / experiment.name / "echo" / "sites" / "seed-0"
-    (line,) = (place / "rounds.jsonl").read_text().splitlines()
     first = next(event["time"] for event in deployment.events() if event.get("is") == "answered") - begun
-    seconds = json.loads(line)["extra"]["seconds_of_exchanges"]
-    rounded = {name: round(size) for name, size in sorted(memory.items())}
-    return (seconds, first, rounded) if watch is None else (seconds, first, rounded, used)
+    return deployment, first, {name: round(size) for name, size in sorted(memory.items())}, used
 
 
 def _processes(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -256,12 +308,13 @@ def _clock() -> Iterator[_Clock]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--exchanges", type=int, default=7, help="of each size")
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--many", type=int, metavar="SITES", help="measure memory with so many sites instead")
+    parser.add_argument("--out", type=Path, help="default: in benchmarks/results/network")
     arguments = parser.parse_args()
     from importlib.metadata import version
 
     load = os.getloadavg()[0]
-    found = measure(arguments.exchanges)
+    found = measure_many(arguments.many) if arguments.many else measure(arguments.exchanges)
     found["machine"] = {
         "cores": os.cpu_count(),
         "load_average_before": round(load, 2),
@@ -270,9 +323,14 @@ def main() -> None:
         "nvflare": version("nvflare"),
         "torch": version("torch"),
     }
+    out = arguments.out or RESULTS / (f"network_{arguments.many}_sites.json" if arguments.many else "network.json")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if arguments.many:
+        out.write_text(json.dumps(found, indent=2) + "\n")
+        print(json.dumps(found, indent=2))
+        return
     found["aims_seconds"] = AIMS
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(found, indent=2) + "\n")
+    out.write_text(json.dumps(found, indent=2) + "\n")
     for label, row in found["exchanges"].items():
         print(f"{label:16} {row['median_seconds']:.3f} s (aim {AIMS.get(label, '-')})")
 

@@ -59,11 +59,11 @@ class Pool:
         return float(counter.total) / DOMAINS
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts floating-point operations, wherever they come from; `FlopCounterMode` fails in `torch.autograd.grad`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:

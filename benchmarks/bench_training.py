@@ -393,7 +393,7 @@ class BareKD3A:
             inputs, _ = self.sites[self.target]
             with torch.no_grad():
                 said = torch.stack(
-                    [torch.cat([model(part).softmax(1) for part in inputs.split(500)]) for model in models]
+                    [torch.cat([model(part).softmax(1) for part in torch.split(inputs, 500)]) for model in models]
                 )
 
             def distilled(model: nn.Module, rows: Tensor, inputs: Tensor = inputs, said: Tensor = said) -> Tensor:

@@ -62,7 +62,7 @@ def _obey(who: str) -> None:
         asked_for_a_call = json.loads(message.header).get("do") == "step"
         return LIES[lie](answer) if lie and asked_for_a_call else answer
 
-    SiteProgram.handle = handle if lie else _handle  # type: ignore[method-assign]
+    SiteProgram.handle = handle if lie else _handle  # type: ignore[method-assign, assignment]
 
 
 # Lies -----------------------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ LIES: Mapping[str, Callable[[Message], Message]] = {
     "a changed byte": _flipped,
     "half of a message": lambda answer: replace(answer, body=answer.body[: len(answer.body) // 2]),
     "a forged refusal": _changed(
-        lambda header, content: (header.update({"error": "Refused", "message": "\x1b[31mno"}), content.clear())  # type: ignore[func-returns-value]
+        lambda header, content: (header.update({"error": "Refused", "message": "\x1b[31mno"}), content.clear())  # type: ignore[func-returns-value, arg-type]
     ),
 }
 """What a site sends in place of its reply to a call."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -118,7 +118,7 @@ def costs(found: Collected) -> str:
             continue
         rounds = sum(result.rounds for result in results)
 
-        def per_round(by_kind: list[Mapping[str, int]], rounds: int = rounds) -> str:
+        def per_round(by_kind: Sequence[Mapping[str, int]], rounds: int = rounds) -> str:
             totals = {kind: sum(of_run[kind] for of_run in by_kind) / rounds for kind in by_kind[0]}
             large = {kind: total for kind, total in totals.items() if total >= 1000}
             return " + ".join(f"{total / 1e6:.3f} {kind}" for kind, total in large.items()) or "0"

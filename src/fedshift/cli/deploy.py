@@ -44,9 +44,10 @@ def deploy(what: str, rest: Sequence[str], kit: Path, runs: Path, detach: bool) 
     else:
         deployment = Deployment.named(found.folder, name)
         _check_running(kit)
+        before = len(list(deployment.events()))
         deployment.want("run")
         if not detach:
-            _watch(deployment, runs)
+            _watch(deployment, runs, before)
 
 
 def follow(kit: Path, experiment: Experiment, runs: Path, *, detach: bool = False) -> Path:
@@ -67,13 +68,14 @@ def follow(kit: Path, experiment: Experiment, runs: Path, *, detach: bool = Fals
             f"deployment '{experiment.name}' runs with other settings: abort it first, or give this one another name"
         )
     write_bytes(file, text.encode())
+    before = len(list(deployment.events()))
     deployment.want("run")
     if detach:
         safe_console().print(
             f"deployed as {experiment.name}: fedshift deploy status {experiment.name}", highlight=False
         )
         return runs / experiment.name
-    return _watch(deployment, runs)
+    return _watch(deployment, runs, before)
 
 
 def _check_running(kit: Path) -> None:
@@ -84,11 +86,16 @@ def _check_running(kit: Path) -> None:
         )
 
 
-def _watch(deployment: Deployment, runs: Path) -> Path:
-    """Show events until the deployment ends, then copy its results. Ctrl-C stops the watching, not the deployment."""
+def _watch(deployment: Deployment, runs: Path, seen: int) -> Path:
+    """Show events until the deployment ends, then copy its results. Ctrl-C stops the watching, not the deployment.
+
+    Args:
+        deployment: what to watch.
+        runs: where its results go.
+        seen: events from before it was asked for, which are not shown.
+    """
     console = safe_console(stderr=True)
-    since = deployment.wanted.get("since", 0.0)
-    seen = sum(event.get("time", 0) < since for event in deployment.events())
+    request = deployment.wanted.get("request", 0)
     shown = ""
     try:
         while True:
@@ -97,10 +104,10 @@ def _watch(deployment: Deployment, runs: Path) -> Path:
                 _show(console, event)
             state = deployment.state
             line = f"{state['state']}{': ' if state.get('message') else ''}{state.get('message', '')}"
-            if line != shown and state.get("time", 0) >= since:
+            if line != shown and state.get("request", 0) == request:
                 shown = line
                 console.print(line, highlight=False, markup=False, soft_wrap=True)
-            if state["state"] in ENDS and state.get("time", 0) >= since:
+            if state["state"] in ENDS and state.get("request", 0) == request:
                 break
             time.sleep(0.2)
     except KeyboardInterrupt:

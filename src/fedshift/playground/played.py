@@ -15,7 +15,7 @@ import yaml
 
 from fedshift.deployment.coordinator import EXPERIMENT
 from fedshift.deployment.flare import roles
-from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
+from fedshift.deployment.flare.deployment_folder import Deployment
 from fedshift.errors import FedshiftError
 from fedshift.experiment.config.experiment import parse
 from fedshift.files import write_bytes
@@ -72,7 +72,7 @@ class Played:
         write_bytes(deployment.folder / EXPERIMENT, json.dumps(experiment.dump()).encode())
         deployment.want("run")
         deadline = time.monotonic() + _PATIENCE
-        while deployment.state["state"] not in ENDS:
+        while not deployment.ended:
             if time.monotonic() > deadline:
                 raise FedshiftError(f"the deployment did not end within {_PATIENCE:g} s: {deployment.state}")
             time.sleep(0.1)

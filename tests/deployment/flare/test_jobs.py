@@ -98,6 +98,21 @@ def test_jobs_that_die_again_and_again_are_given_up(
     assert re.search(r"3 jobs .*fedshift deploy resume", deployment.state["message"])
 
 
+def test_a_clock_that_goes_back_begins_nothing_anew(kits: Provisioned, monkeypatch: pytest.MonkeyPatch) -> None:
+    deployment = Deployment(kits.coordinator, "clock")
+    deployment.want("run")
+    assert not deployment.ended
+    monkeypatch.setattr("fedshift.deployment.flare.deployment_folder.time.time", lambda: 0.0)
+    (deployment.folder / "experiment.json").write_text("{}")
+    job = RunningDeployment(Attendance(), deployment)
+    assert not job.look(Server(deployment, 0))
+    deployment.end("job-1", "finished")
+    assert job.look(Server(deployment, 0))
+    assert deployment.ended
+    deployment.want("run")
+    assert not deployment.ended
+
+
 @pytest.mark.parametrize(
     ("quorum", "revoked", "begins"), [(1, {"north"}, True), (1, set(), False), (None, {"north"}, False)]
 )

@@ -54,8 +54,12 @@ class Deployment:
     # Requests ---------------------------------------------------------------------------------------------------------
 
     def want(self, what: str) -> None:
-        """Ask the coordinator's service to ``run`` or ``abort`` the deployment."""
-        write_bytes(self.folder / "wanted.json", json.dumps({"want": what, "since": time.time()}).encode())
+        """Ask the coordinator's service to ``run`` or ``abort`` the deployment.
+
+        Requests are numbered. A state names the request that it answers, so that clocks that are set decide nothing.
+        """
+        request = self.wanted.get("request", 0) + 1
+        write_bytes(self.folder / "wanted.json", json.dumps({"want": what, "request": request}).encode())
 
     @property
     def wanted(self) -> dict[str, Any]:
@@ -71,8 +75,14 @@ class Deployment:
 
     @property
     def state(self) -> dict[str, Any]:
-        """``state`` (waiting, running, finished, failed or aborted), message, job, and jobs that died so far."""
+        """``state`` (waiting, running, finished, failed or aborted), request, message, job, and jobs that died."""
         return read_object(self.folder / "state.json") or {"state": "waiting"}
+
+    @property
+    def ended(self) -> bool:
+        """Whether the last request has come to its end."""
+        state = self.state
+        return state["state"] in ENDS and state.get("request", 0) == self.wanted.get("request", 0)
 
     def set_state(self, state: str, **more: Any) -> None:
         write_bytes(self.folder / "state.json", json.dumps({"state": state, "time": time.time(), **more}).encode())

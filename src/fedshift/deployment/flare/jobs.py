@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fedshift.deployment.flare.certificates import revoked_sites
-from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
+from fedshift.deployment.flare.deployment_folder import Deployment
 from fedshift.deployment.flare.kits import COORDINATOR_CLASS, SITE_CLASS, Kit
 from fedshift.errors import FedshiftError
 
@@ -125,10 +125,7 @@ class Deployments:
 
     def _next(self) -> RunningDeployment | None:
         for deployment in Deployment.all(self._kit.folder):
-            wanted, state = deployment.wanted, deployment.state
-            if wanted.get("want") == "run" and (
-                state["state"] not in ENDS or state.get("time", 0) < wanted.get("since", 0)
-            ):
+            if deployment.wanted.get("want") == "run" and not deployment.ended:
                 return RunningDeployment(self._attendance, deployment, lambda: revoked_sites(self._kit))
         return None
 
@@ -164,6 +161,7 @@ class RunningDeployment:
         self._job: str | None = None
         self._runs = False
         """Whether FLARE has started the job at the sites."""
+        self._request = 0
         self._died = 0
         self._rounds = self._count_rounds()
         self._waiting_since = time.monotonic()
@@ -172,21 +170,23 @@ class RunningDeployment:
     def look(self, session: Any) -> bool:
         """Check once how the deployment goes; return whether it has ended."""
         deployment = self.deployment
-        if deployment.wanted.get("want") == "abort":
+        wanted = deployment.wanted
+        self._request = wanted.get("request", 0)
+        if wanted.get("want") == "abort":
             if self._job is not None:
                 with contextlib.suppress(Exception):
                     session.abort_job(self._job)
-            deployment.set_state("aborted", message="aborted; fedshift deploy resume continues from the last round")
+            self._end("aborted", message="aborted; fedshift deploy resume continues from the last round")
             return True
         if self._job is None:
             return self._begin(session)
         killed = deployment.process_gone(self._job)  # before the outcome, which a process writes before it ends
         outcome = deployment.outcome(self._job)
         if outcome.get("outcome") == "finished":
-            deployment.set_state("finished", message="")
+            self._end("finished", message="")
             return True
         if outcome.get("outcome") == "failed":
-            deployment.set_state("failed", message=outcome["message"], exit_code=outcome.get("exit_code", 1))
+            self._end("failed", message=outcome["message"], exit_code=outcome.get("exit_code", 1))
             return True
         if outcome.get("outcome") == "again":  # the old job ends while the next one starts
             return self._ended("SITE_FAILED" if self._job in self._attendance.failed else "")
@@ -255,7 +255,7 @@ class RunningDeployment:
                 f"{self._died} jobs ended one after the other without finishing a round "
                 f"({said[-1] if said else status}); see fedshift deploy logs, then fedshift deploy resume"
             )
-            deployment.set_state("failed", message=message, exit_code=1)
+            self._end("failed", message=message, exit_code=1)
             return True
         self._job = None
         self._waiting_since = time.monotonic()
@@ -272,10 +272,13 @@ class RunningDeployment:
     def _count_rounds(self) -> int:
         return sum(event.get("what") == "round" for event in self.deployment.events())
 
+    def _end(self, state: str, **more: Any) -> None:
+        self.deployment.set_state(state, request=self._request, **more)
+
     def _state(self, state: str, message: str) -> None:
         now = self.deployment.state
         if (now.get("state"), now.get("message"), now.get("job")) != (state, message, self._job):
-            self.deployment.set_state(state, message=message, job=self._job, died=self._died)
+            self.deployment.set_state(state, request=self._request, message=message, job=self._job, died=self._died)
 
 
 def job_folder(deployment: str, fewest: int, folder: Path) -> Path:
