@@ -13,7 +13,8 @@ by itself, or after one ``fedshift deploy resume`` where docs/deploy.md says tha
 * no line of a round is missing or doubled.
 
 Recovery is the time from a fault to the end of the next round, without the time that the fault itself lasts. Writes
-benchmarks/results/network/campaign.json after every study, so that an interrupted campaign is not lost.
+benchmarks/results/network/campaign.json after every study. Started again, it goes on until its studies took so many
+minutes in all; each study's faults depend on the seed and the study's number alone.
 """
 
 from __future__ import annotations
@@ -75,12 +76,12 @@ class Fault:
 class Campaign:
     """A played federation, and what was done to it."""
 
-    def __init__(self, network: Network, folder: Path, chance: random.Random) -> None:
-        self.network, self.folder, self.chance = network, folder, chance
+    def __init__(self, network: Network, folder: Path, seed: int, studies: list[dict[str, Any]]) -> None:
+        self.network, self.folder, self.seed, self.studies = network, folder, seed, studies
+        self.chance = random.Random()
         self.orders = folder / "orders"
         self.orders.mkdir()
         self.apart = isinstance(network, Namespaces)
-        self.studies: list[dict[str, Any]] = []
 
     # Faults -----------------------------------------------------------------------------------------------------------
 
@@ -190,6 +191,7 @@ class Campaign:
     def study(self) -> None:
         """Deploy one study, let it suffer, and check what came of it."""
         number = len(self.studies) + 1
+        self.chance = random.Random(f"{self.seed} {number}")
         kinds = self.faults()
         faults = [self.chance.choice(kinds)() for _ in range(2)]
         quorum = any(fault.quorum for fault in faults)
@@ -276,7 +278,11 @@ class Campaign:
         shutil.rmtree(deployment.folder.rename(gone).parent, ignore_errors=True)
         return wrong
 
-    def report(self, minutes: float, seed: int) -> dict[str, Any]:
+    @property
+    def minutes(self) -> float:
+        return sum(float(study["seconds"]) for study in self.studies) / 60
+
+    def report(self, minutes: float) -> dict[str, Any]:
         """What the campaign shows so far."""
         suffered = [fault for study in self.studies for fault in study["faults"]]
         kinds = sorted({fault["fault"].split(":")[0] for fault in suffered})
@@ -285,10 +291,10 @@ class Campaign:
         }
         every = sorted(time for values in times.values() for time in values)
         return {
-            "command": f"python benchmarks/campaign.py --minutes {minutes:g} --seed {seed}",
+            "command": f"python benchmarks/campaign.py --minutes {minutes:g} --seed {self.seed}",
             "versions": versions(),
             "cores": os.cpu_count(),
-            "minutes": round(sum(study["seconds"] for study in self.studies) / 60, 1),
+            "minutes": round(self.minutes, 1),
             "namespaces": self.apart,
             "studies": len(self.studies),
             "faults": len(suffered),
@@ -333,24 +339,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing stays behind
     folder = Path(tempfile.mkdtemp(prefix="campaign-", dir="/tmp"))  # a short path: sockets lie in it
     network = Network(folder, SITES) if why_not() else Namespaces(folder, SITES)
-    campaign = Campaign(network, folder, random.Random(asked.seed))
+    before = json.loads(asked.out.read_text()) if asked.out.exists() else {"each": []}
+    campaign = Campaign(network, folder, asked.seed, before["each"])
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     os.environ["FEDSHIFT_CAMPAIGN"] = str(campaign.orders)
     policy = {"smallest_group": 1, "exposure": 1, "rounds_per_day": None, "methods": [Played.name]}
     for site in network.names:
         network.write_site(site, policy=policy)
-    until = time.monotonic() + 60 * asked.minutes
     with campaign.small_disks():
         try:
             if isinstance(network, Namespaces):
                 network.connect()
             network.start()
-            while time.monotonic() < until:
+            while campaign.minutes < asked.minutes:
                 campaign.study()
                 asked.out.parent.mkdir(parents=True, exist_ok=True)
-                write_bytes(
-                    asked.out, (json.dumps(campaign.report(asked.minutes, asked.seed), indent=1) + "\n").encode()
-                )
+                write_bytes(asked.out, (json.dumps(campaign.report(asked.minutes), indent=1) + "\n").encode())
         finally:
             network.stop()
             if isinstance(network, Namespaces):
