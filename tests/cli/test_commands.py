@@ -40,6 +40,17 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, 
     return folder / "runs", options
 
 
+def test_advice_agrees_with_the_table(cli: Cli, finished: tuple[Path, dict[str, Any]]) -> None:
+    runs, _ = finished
+    rows = json.loads(cli("table", runs, "--format", "json").out)
+    averages = {row["method"]: row["mean"] for row in rows if row["target"] == "average"}
+    told = json.loads(cli("advise", runs, "--format", "json").out)
+    assert told["expected"]["mean"] == averages[told["method"]]
+    assert averages[told["method"]] == max(averages[name] for name in averages if name != "deepall")
+    assert told["method"] in cli("advise", runs).out
+    assert cli("advise", runs, "--format", "yaml").code == 2
+
+
 @pytest.mark.parametrize("select", ["last", "source", "oracle"])
 def test_table_as_json(cli: Cli, finished: tuple[Path, dict[str, Any]], select: str) -> None:
     runs, _ = finished

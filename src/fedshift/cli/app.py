@@ -129,6 +129,20 @@ def table(
 
 
 @app.command()
+def advise(
+    folder: Annotated[Path, typer.Argument(help="An experiment's folder, or one that holds it.", metavar="DIR")],
+    format: Annotated[str, typer.Option("--format", help="terminal or json.")] = "terminal",
+) -> None:
+    """Say which method to take, what to expect of it at the next site, and what the runs leave open.
+
+    Example: fedshift advise runs/study
+    """
+    from fedshift.cli.advise import print_advice
+
+    print_advice(folder, format)
+
+
+@app.command()
 def methods(
     name: Annotated[
         str | None, typer.Argument(help="A method.", metavar="[NAME]", autocompletion=names_of("methods"))

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from fedshift.cli.console import safe_console
+from fedshift.cli.run import show_results
 from fedshift.deployment.coordinator import EXPERIMENT, check_deployable
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
@@ -20,10 +21,6 @@ from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.runs.run_folder import RunFolder, check_place
 from fedshift.files import write_bytes
-from fedshift.report.collect import collect
-from fedshift.report.page import write_page
-from fedshift.report.table import table_of
-from fedshift.report.table_formats import terminal
 
 _ACTIONS = ("status", "logs", "abort", "resume")
 
@@ -117,9 +114,7 @@ def _watch(deployment: Deployment, runs: Path, seen: int) -> Path:
         sys.exit(130)
     folder = fetch(deployment, runs)
     if state["state"] == "finished":
-        collected = collect(folder)
-        safe_console().print(terminal(table_of(collected)))
-        console.print(f"page: {write_page(folder, collected)}", markup=False, highlight=False, soft_wrap=True)
+        show_results(folder, console)
         return folder
     message = f"deployment '{deployment.name}' {state['state']}: {state.get('message', '')}"
     raise UserError(message) if state.get("exit_code") == UserError.exit_code else FedshiftError(message)

@@ -28,6 +28,8 @@ from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Callback, Reporter
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.runs.lines import Lines
+from fedshift.report.advice.verdict import verdict
+from fedshift.report.advice.words import two_sentences
 from fedshift.report.collect import collect
 from fedshift.report.other_tools.trackers import tracker
 from fedshift.report.page import write_page
@@ -58,13 +60,20 @@ def _run(experiment: Experiment, runs: Path, errors: Console, callbacks: Sequenc
     finally:
         stop()
     if any(map(is_finished, run_folders(folder))):
-        collected = collect(folder)
-        safe_console().print(terminal(table_of(collected)))
-        errors.print(f"page: {write_page(folder, collected)}", markup=False, highlight=False, soft_wrap=True)
+        show_results(folder, errors)
     elif reporter.left:
         errors.print("another process is running all remaining runs of this experiment", highlight=False)
     if diverged is not None:
         raise diverged
+
+
+def show_results(folder: Path, errors: Console) -> None:
+    """Print the table of the finished runs in ``folder``, write the page, and say in two sentences what they show."""
+    collected = collect(folder)
+    found, console = table_of(collected), safe_console()
+    console.print(terminal(found))
+    errors.print(f"page: {write_page(folder, collected)}", markup=False, highlight=False, soft_wrap=True)
+    console.print(two_sentences(verdict(collected, found)), markup=False, highlight=False)
 
 
 def reporter_at(errors: Console) -> tuple[Bars | Lines, Callable[[], None]]:

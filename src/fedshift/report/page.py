@@ -16,7 +16,7 @@ from fedshift.report import differences, plots
 from fedshift.report.averages import mean_by_kind, mean_over_targets, mean_per_class, moving, weights_over_rounds
 from fedshift.report.collect import Collected, FinishedRun, read_rounds
 from fedshift.report.html import details, escape, grid, paragraph, section
-from fedshift.report.metrics_section import metrics_section
+from fedshift.report.sections.metrics import metrics_section
 from fedshift.report.style import STYLE
 from fedshift.report.table import MISSING, Table, table_of
 from fedshift.report.table import headline as usual_measure

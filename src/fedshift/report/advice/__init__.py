@@ -1,0 +1,1 @@
+"""What finished runs say in plain words, and what they leave open."""

@@ -1,0 +1,305 @@
+"""What finished runs say: which method to take, what to expect at the next site, and what they leave open.
+
+A difference is called more than chance if its p is below 0.05 after Holm's correction over all comparisons. Then all
+such statements of a verdict together are right in 95 of 100 repeats of the experiment, however many methods it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fedshift.evaluation.cautions import majorities
+from fedshift.evaluation.records import RunResult, Selection
+from fedshift.evaluation.significance import holm, t_test
+from fedshift.evaluation.summary import AVERAGE, Row
+from fedshift.report.advice.expected import Expected, next_site
+from fedshift.report.advice.roles import Role, method_name, role_of
+from fedshift.report.averages import mean_by_kind
+from fedshift.report.collect import Collected
+from fedshift.report.differences import LEVEL, Difference, differences
+from fedshift.report.measures import Measure
+from fedshift.report.table import Table, table_of
+
+MAJORITY = "most frequent class"
+"""Name of the row that always names a target's most frequent class."""
+FEW_SITES = 5
+FEW_SEEDS = 3
+QUESTIONS = {
+    "leave_one_out": "Does it work at a new site? Each target in turn took no part in training and was only tested.",
+    "adapt_to_one": "Does it work at a site without labels? Each target in turn took part without its labels.",
+    "source_target": "Does everybody win? Labelled and unlabelled sites train together and are both tested.",
+}
+
+
+@dataclass(frozen=True)
+class Against:
+    """The chosen method compared with another row of the table, or with the most frequent class.
+
+    Attributes:
+        name: the other.
+        role: what the other is.
+        gain: how many percentage points the chosen method is better on average; negative where it is worse.
+        seeds: number of seeds that both have at every common target.
+        p: over seeds, at these targets, after Holm's correction; None where there is no test.
+        better_at: number of targets at which the chosen method is better.
+        sites: number of targets that both have.
+        p_sites: the same test over targets, for sites that were not measured; None where there is no test.
+    """
+
+    name: str
+    role: Role
+    gain: float
+    seeds: int
+    p: float | None
+    better_at: int
+    sites: int
+    p_sites: float | None
+
+    @property
+    def shown(self) -> bool:
+        """Whether the difference at these targets is more than chance."""
+        return self.p is not None and self.p < LEVEL
+
+    @property
+    def shown_elsewhere(self) -> bool:
+        """Whether it is also more than the chance of having measured these targets and no others."""
+        return self.shown and self.p_sites is not None and self.p_sites < LEVEL
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """Something that the runs leave open: in a few words, and as a sentence."""
+
+    short: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What finished runs say.
+
+    Attributes:
+        question: the question that the experiment asks; "" if it is of no known protocol.
+        measure: what methods are compared by.
+        method: the method with the best average among those that keep samples at their sites, unless another one is
+            shown to be better; None if no method was measured at every target. If all methods pool the samples, one of
+            those.
+        role: whether `method` is federated or pooled.
+        setting: the setting of `method`.
+        expected: what it reaches at the next site.
+        against: it compared with every other row, in the order of the table.
+        left: mean bytes that left all sites in a run of it, by kind of content.
+        guarantee: its differential privacy; None without any.
+        unknown: what is left open.
+        differences: all comparisons that the correction counts.
+    """
+
+    question: str
+    measure: Measure
+    method: str | None
+    role: Role
+    setting: str
+    expected: Expected | None
+    against: tuple[Against, ...]
+    left: Mapping[str, float]
+    guarantee: str | None
+    unknown: tuple[Unknown, ...]
+    differences: tuple[Difference, ...]
+
+    @property
+    def looks(self) -> int:
+        """The number of tests that the correction counts."""
+        return sum(one.corrected is not None for one in self.differences)
+
+    @property
+    def rivals(self) -> list[Against]:
+        """The other methods of the same role, best first."""
+        return sorted((one for one in self.against if one.role == self.role), key=lambda one: one.gain)
+
+    @property
+    def equals(self) -> list[Against]:
+        """Rivals that are not shown to be worse."""
+        return [one for one in self.rivals if not (one.shown and one.gain > 0)]
+
+    def best_of(self, role: Role) -> Against | None:
+        """The best row of a role, such as the best pooled method."""
+        return min((one for one in self.against if one.role == role), key=lambda one: one.gain, default=None)
+
+    def plain(self) -> dict[str, Any]:
+        """The verdict for a file."""
+        return {
+            "question": self.question,
+            "measure": self.measure.name,
+            "method": self.method,
+            "role": self.role,
+            "setting": self.setting,
+            "expected": None if self.expected is None else asdict(self.expected),
+            "against": [
+                asdict(one) | {"shown": one.shown, "shown_elsewhere": one.shown_elsewhere} for one in self.against
+            ],
+            "not_shown_to_be_worse": [one.name for one in self.equals],
+            "comparisons": self.looks,
+            "left_the_sites": dict(self.left),
+            "privacy": self.guarantee,
+            "unknown": [one.why for one in self.unknown],
+        }
+
+
+def verdict(collected: Collected, table: Table | None = None) -> Verdict:
+    """What the finished runs of an experiment say.
+
+    Args:
+        collected: the runs.
+        table: the table of their last rounds, if it was made already.
+    """
+    results = collected.results
+    table = table or table_of(collected)
+    roles = {name: role_of(next(one for one in results if one.method == name)) for name in table.methods}
+    found = compared(results, table)
+    means = {
+        name: cell.row
+        for name, line in table.cells.items()
+        if (cell := line.get(AVERAGE)) is not None and not cell.partial
+    }
+    role: Role = "federated" if "federated" in roles.values() else "pooled"
+    able = {name: row for name, row in means.items() if roles[name] == role}
+    tests = _over_targets(found, table.measure)
+    chosen = _choice(able, tests, roles, table.measure)
+    against = _against(chosen, tests, roles, table.measure, means) if chosen is not None else ()
+    runs = [result for result in results if result.method == chosen]
+    private = [run for run in runs if run.privacy]
+    return Verdict(
+        question=question_of(results),
+        measure=table.measure,
+        method=chosen,
+        role=role,
+        setting=next((run.setting for run in runs), ""),
+        expected=None if chosen is None else next_site(chosen, list(able), table),
+        against=tuple(against),
+        left=mean_by_kind([run.bytes_up for run in runs]),
+        guarantee=max(private, key=_epsilon).guarantee if runs and len(private) == len(runs) else None,
+        unknown=tuple(_unknown(collected, table, means)),
+        differences=tuple(found),
+    )
+
+
+def question_of(results: Sequence[RunResult]) -> str:
+    """The question that these runs ask; "" if they ask several, or none that is known."""
+    protocols = [result.options.get("protocol") for result in results]
+    kinds = {str(one.get("kind", "")) if isinstance(one, Mapping) else "" for one in protocols}
+    return QUESTIONS.get(kinds.pop(), "") if len(kinds) == 1 else ""
+
+
+def _epsilon(result: RunResult) -> float:
+    return max(one.epsilon for one in result.privacy.values())
+
+
+def compared(results: Sequence[RunResult], table: Table) -> list[Difference]:
+    """Every two methods of the table, and each with the most frequent class where records have it; one correction."""
+    methods, usual = table.methods, table.measure.value
+    pairs = [(first, second) for index, first in enumerate(methods) for second in methods[:index]]
+    shares = majorities(results) if table.measure.metric == "accuracy" else {}
+    if set(shares) != set(table.columns[:-1]):
+        return differences(results, pairs, value=usual)
+
+    def value(result: RunResult, select: Selection) -> float | None:
+        return shares[result.target] if result.method == MAJORITY else usual(result, select)
+
+    places = {(result.target, result.seed): result for result in results}
+    guesses = [result.model_copy(update={"method": MAJORITY}) for result in places.values()]
+    pairs += [(method, MAJORITY) for method in methods]
+    return differences([*results, *guesses], pairs, value=value)
+
+
+Tests = Mapping[str, tuple[Difference, float | None]]
+"""Comparisons by name, each with its corrected p over targets."""
+
+
+def _over_targets(found: Sequence[Difference], measure: Measure) -> Tests:
+    """Each comparison with the p of the same test over targets, after Holm's correction over all of them."""
+    p_values = holm([t_test([test.mean for test in one.comparison.targets.values()]).p for one in found])
+    if measure.repeat == "split":  # pairs share sites, so they are no independent draws
+        p_values = [None] * len(found)
+    return {one.name: (one, p) for one, p in zip(found, p_values, strict=True)}
+
+
+def _choice(able: Mapping[str, Row], tests: Tests, roles: Mapping[str, Role], measure: Measure) -> str | None:
+    """The method with the best average of which no other is shown to be better."""
+    beaten = {
+        name
+        for name in able
+        for one in _against(name, tests, roles, measure, able)
+        if one.name in able and one.shown and one.gain < 0
+    }
+    best = min if measure.less_is_better else max
+    return best((name for name in able if name not in beaten), key=lambda name: able[name].mean, default=None)
+
+
+def _against(
+    method: str, tests: Tests, roles: Mapping[str, Role], measure: Measure, means: Mapping[str, Row]
+) -> Iterator[Against]:
+    """``method`` compared with every other row; without a test where they share no seed."""
+    for other in (*roles, MAJORITY):
+        ours, theirs = tests.get(f"{method} − {other}"), tests.get(f"{other} − {method}")
+        difference, p_sites = ours or theirs or (None, None)
+        better = -1 if measure.less_is_better else 1
+        if difference is None or difference.comparison.average is None:
+            if other in means and other != method:
+                gain = better * (means[method].mean - means[other].mean)
+                yield Against(other, roles[other], gain, seeds=0, p=None, better_at=0, sites=0, p_sites=None)
+            continue
+        sign = better if ours else -better
+        targets = difference.comparison.targets.values()
+        yield Against(
+            name=other,
+            role=roles.get(other, "majority"),
+            gain=sign * difference.comparison.average.mean,
+            seeds=difference.comparison.average.n,
+            p=difference.corrected,
+            better_at=sum(sign * test.mean > 0 for test in targets),
+            sites=len(targets),
+            p_sites=p_sites,
+        )
+
+
+def _unknown(collected: Collected, table: Table, whole: Mapping[str, Row]) -> Iterator[Unknown]:
+    """What the runs leave open."""
+    repeat, targets = table.measure.repeat, table.columns[:-1]
+    most = max((row.n for row in table.rows), default=0)
+    if most == 1:
+        yield Unknown(f"one {repeat}", f"One {repeat}: nothing here shows whether a difference is more than chance.")
+    elif most < FEW_SEEDS:
+        yield Unknown(f"{most} {repeat}s", f"{most} {repeat}s: only very large differences can be told from chance.")
+    if collected.unfinished:
+        count = f"{collected.unfinished} of {collected.planned} runs missing"
+        yield Unknown(count, f"{collected.progress}. What is missing could change every statement.")
+    lacking = [name for name in table.methods if name not in whole]
+    if lacking:
+        names = ", ".join(lacking)
+        yield Unknown(f"no result at some targets: {names}", f"Not measured at every target, so not judged: {names}.")
+    if table.measure.repeat == "split":
+        yield Unknown("no interval", "These pairs share sites, so they give no interval for a pair that was not tried.")
+    elif len(targets) < FEW_SITES:
+        count = f"{len(targets)} target{'s' if len(targets) > 1 else ''}"
+        yield Unknown(
+            f"only {count}", f"Only {count}: sites like these say little about how different the next one is."
+        )
+    for name, labels in _labels(collected.results).items():
+        if (tried := len(labels)) > 1:
+            why = f"{tried} settings of {name} were compared at these targets: the best looks a little too good."
+            yield Unknown(f"which setting of {name} is best elsewhere", why)
+    yield Unknown(
+        "how settings were chosen",
+        "The records do not say how settings were chosen. If it was by looking at these targets, all numbers are too "
+        "good. The next site is taken to be one more of the same kind.",
+    )
+
+
+def _labels(results: Sequence[RunResult]) -> dict[str, set[str]]:
+    """Method's name → the rows that have it."""
+    found: dict[str, set[str]] = {}
+    for result in results:
+        found.setdefault(method_name(result), set()).add(result.method)
+    return found

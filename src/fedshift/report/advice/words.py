@@ -1,0 +1,144 @@
+"""The verdict in words: two sentences for a terminal, and paragraphs for people who do not know fedshift."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from fedshift.report.advice.verdict import MAJORITY, Against, Verdict
+
+KINDS: Mapping[str, str] = {
+    "weights": "models",
+    "numbers": "single numbers such as losses and counts",
+    "statistics": "summaries over many samples",
+    "styles": "styles of images",
+    "spectra": "amplitude spectra of single images",
+    "features": "features of single samples",
+    "raw_data": "the samples themselves",
+    "masked": "sums that cannot be read alone",
+    "accuracy": "accuracies",
+    "metrics": "metrics",
+}
+_MOST_NAMED = 3
+
+
+def two_sentences(verdict: Verdict) -> str:
+    """The verdict in two sentences."""
+    return f"{first_sentence(verdict)} {_second_sentence(verdict)}"
+
+
+def first_sentence(verdict: Verdict) -> str:
+    """Which method to take, and what to expect of it."""
+    method, expected = verdict.method, verdict.expected
+    if method is None or expected is None:
+        return "No method has results at every target, so none can be recommended."
+    number = f"{_quantity(verdict.measure.name)} {expected.mean:.2f} %"
+    majority, alone = verdict.best_of("majority"), verdict.best_of("alone")
+    if majority is not None and not (majority.shown and majority.gain > 0):
+        how = "is worse than" if majority.shown else "is not shown to be better than"
+        return (
+            f"Take none of these methods yet: {method}, the best ({number}), {how} always naming a site's most "
+            f"frequent class, which is right for {expected.mean - majority.gain:.2f} %."
+        )
+    if alone is not None and alone.shown and alone.gain < 0:
+        return f"Do not federate yet: each site alone is better than {method} ({number}) by {_points(-alone.gain)}."
+    where = _interval(verdict)
+    if verdict.role == "pooled":
+        return f"All methods pool the samples, which is not private; the best is {method}: expect {number}{where}."
+    if not verdict.rivals:
+        return f"{method} is the only method to choose from: expect {number}{where}."
+    if all(one.shown_elsewhere and one.gain > 0 for one in verdict.rivals):
+        return f"Take {method}: expect {number}{where}."
+    if not verdict.equals:
+        return f"{method} is the best method at these targets: expect {number}{where}."
+    return f"{method} has the best average, but is not shown to be the best method: expect {number}{where}."
+
+
+def _interval(verdict: Verdict) -> str:
+    """What to expect at the next site, after the number."""
+    expected = verdict.expected
+    assert expected is not None
+    where = "pair of sites" if verdict.measure.repeat == "split" else "site"
+    if expected.low is None or expected.high is None:
+        return f" at the next {where}, with no interval" + ("" if expected.sites > 1 else " from a single target")
+    if expected.low <= 0 and expected.high >= 100:
+        return f" at the next {where}, where it can be anything: {expected.sites} targets are too few for an interval"
+    return f" at the next {where} ({expected.low:.0f} to {expected.high:.0f} for 95 of 100 such sites)"
+
+
+def _second_sentence(verdict: Verdict) -> str:
+    """The comparison that matters most, and what is unknown."""
+    parts = []
+    if verdict.rivals:
+        parts.append(comparison(verdict.rivals[0], verdict.looks))
+    pooled = verdict.best_of("pooled") if verdict.role != "pooled" else None
+    if pooled is not None:
+        parts.append(comparison(pooled, verdict.looks if not parts else 0))
+    unknown = f"not known: {'; '.join(one.short for one in verdict.unknown[:_MOST_NAMED])}."
+    return f"It is {'; '.join(parts)}; {unknown}" if parts else unknown.capitalize()
+
+
+def comparison(one: Against, looks: int = 0) -> str:
+    """How the chosen method compares with another, such as "1.20 points better than fedavg, which may be chance"."""
+    name = {"majority": f"always naming the {MAJORITY}", "pooled": f"{one.name} (pooled, not private)"}.get(
+        one.role, one.name
+    )
+    what = f"{_points(abs(one.gain))} {'better' if one.gain >= 0 else 'worse'} than {name}"
+    if one.p is None:
+        return f"{what}, which nothing here can tell from chance"
+    p = "p < 0.001" if one.p < 0.001 else f"p = {one.p:.3f}"
+    p += f" after correction for {looks} comparisons" if looks > 1 else ""
+    if not one.shown:
+        return f"{what}, which may be chance ({p})"
+    if one.shown_elsewhere:
+        return f"{what}, more than chance at these targets and likely at other sites ({p})"
+    at = f"{one.better_at} of {one.sites} targets" if one.sites > 1 else "one target"
+    return f"{what}, more than chance at these targets ({p}; better at {at}) but open at other sites"
+
+
+def _quantity(name: str) -> str:
+    """A measure's name within a sentence. Names of people and abbreviations keep their capitals."""
+    first = name.split()[0]
+    return name if first.isupper() or first in ("Dice", "Brier") else name.lower()
+
+
+def _points(points: float) -> str:
+    return f"{points:.2f} points"
+
+
+def left_sites(verdict: Verdict) -> str:
+    """What left the sites in a run of the chosen method."""
+    kinds = {kind: size for kind, size in verdict.left.items() if size}
+    privacy = (
+        f"Each run has differential privacy: {verdict.guarantee}."
+        if verdict.guarantee
+        else "There was no differential privacy, which would limit what can be reconstructed from models."
+    )
+    if not kinds:
+        return f"The records do not say what left the sites. {privacy}"
+    listing = ", ".join(
+        f"{KINDS.get(kind, kind)} ({_size(size)})" for kind, size in sorted(kinds.items(), key=lambda item: -item[1])
+    )
+    samples = "" if "raw_data" in kinds else " No sample left its site."
+    return f"In a run of {verdict.method}, all sites together sent: {listing}.{samples} {privacy}"
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e6:,.2f} MB" if count >= 1e4 else f"{count:,.0f} bytes"
+
+
+def paragraphs(verdict: Verdict) -> Iterator[tuple[str, list[str]]]:
+    """The whole verdict: headings, and sentences below each."""
+    yield "Which method", [first_sentence(verdict), *_equals(verdict)]
+    compared = [*verdict.rivals, *(one for one in verdict.against if one.role != verdict.role)]
+    if compared:
+        lines = [f"{verdict.method} is {comparison(one)}." for one in compared]
+        looks = f"p is corrected for all {verdict.looks} comparisons together." if verdict.looks else ""
+        yield "By how much", [*lines, *filter(None, [looks])]
+    if verdict.method is not None:
+        yield "What left the sites", [left_sites(verdict)]
+    yield "What is not known", [one.why for one in verdict.unknown]
+
+
+def _equals(verdict: Verdict) -> Iterator[str]:
+    if verdict.method is not None and verdict.equals and verdict.rivals:
+        yield f"Not shown to be worse than {verdict.method}: {', '.join(one.name for one in verdict.equals)}."

@@ -1,0 +1,268 @@
+"""The verdict is never stronger than the numbers: simulated experiments of known truth."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedshift.evaluation.records import RunResult, SelectedRound, SiteMetrics
+from fedshift.report.advice.verdict import MAJORITY, verdict
+from fedshift.report.advice.words import first_sentence, paragraphs, two_sentences
+from fedshift.report.collect import Collected, FinishedRun, Order, collect
+from fedshift.report.table import table_of
+
+SITES = ("a", "b", "c", "d", "e", "f")
+
+
+LAST = SelectedRound(round=1, accuracy=50.0)
+RUN = RunResult(
+    method="fedavg",
+    target="a",
+    seed=0,
+    selected={"last": LAST},
+    classes=["cat", "dog"],
+    rounds=1,
+    seconds=1.0,
+    mini_batches=1,
+    threads=1,
+    device="cpu",
+    bytes_up={"weights": 1000},
+)
+
+
+def one_run(method: str, target: str, seed: int, accuracy: float, **more: Any) -> RunResult:
+    last = LAST.model_copy(update={"accuracy": min(max(accuracy, 0.0), 100.0)})
+    options = {"protocol": {"kind": "leave_one_out"}, "method": {"name": method.partition("-")[0]}}
+    given = {"method": method, "target": target, "seed": seed, "selected": {"last": last}, "options": options}
+    return RUN.model_copy(update={**given, **more})
+
+
+def gathered(results: Sequence[RunResult], missing: int = 0) -> Collected:
+    names = [list(dict.fromkeys(getattr(one, what) for one in results)) for what in ("method", "target", "seed")]
+    order = Order(methods=names[0], targets=names[1], seeds=names[2])
+    runs = tuple(FinishedRun(Path("nowhere"), result) for result in results)
+    return Collected("exp", runs, order, missing, len(runs) + missing)
+
+
+def simulated(
+    draw: np.random.Generator,
+    truth: Mapping[str, float],
+    targets: int = 4,
+    seeds: int = 3,
+    site_sd: float = 0.0,
+    own_sd: float = 2.0,
+    seed_sd: float = 1.0,
+    **more: Any,
+) -> Collected:
+    """Runs of methods with known averages.
+
+    Args:
+        draw: makes the draws.
+        truth: method → its average over all sites there could be.
+        targets, seeds: how many were tried.
+        site_sd: how much sites differ for all methods alike.
+        own_sd: how much a method's lead differs between sites.
+        seed_sd: how much training differs between seeds.
+        more: further fields of every result.
+    """
+    common = draw.normal(0, site_sd, targets)
+    results = []
+    for method, mean in truth.items():
+        levels = mean + common + draw.normal(0, own_sd, targets)
+        noise = draw.normal(0, seed_sd, (targets, seeds))
+        results += [
+            one_run(method, SITES[site], seed, levels[site] + noise[site, seed], **more)
+            for site in range(targets)
+            for seed in range(seeds)
+        ]
+    return gathered(results)
+
+
+def most_by_chance(draws: int, share: float) -> int:
+    """So many of ``draws`` exceed an event of probability ``share`` with a probability below 1 in 1,000."""
+    return int(share * draws + 3.2 * (share * (1 - share) * draws) ** 0.5)
+
+
+def test_without_a_difference_hardly_any_is_called_more_than_chance() -> None:
+    """One verdict in twenty may claim something, counted over all comparisons and methods."""
+    draw, draws = np.random.default_rng(0), 120
+    wrong = taken = 0
+    for _ in range(draws):
+        found = verdict(simulated(draw, dict.fromkeys(["fedavg", "fedprox", "moon", "csac"], 70.0), own_sd=0))
+        wrong += any(one.shown for one in found.against)
+        taken += first_sentence(found).startswith("Take")
+    assert wrong <= most_by_chance(draws, 0.05)
+    assert taken <= wrong
+
+
+def test_a_lead_at_some_sites_is_no_lead_at_all_sites() -> None:
+    """Methods lead here and there; over all sites there could be, none leads. So nothing may be said of other sites."""
+    draw, draws = np.random.default_rng(1), 60
+    here = elsewhere = 0
+    for _ in range(draws):
+        found = verdict(simulated(draw, dict.fromkeys(["fedavg", "moon", "csac"], 70.0), own_sd=4, seed_sd=0.3))
+        here += any(one.shown for one in found.against)
+        elsewhere += any(one.shown_elsewhere for one in found.against) or first_sentence(found).startswith("Take")
+    assert here > draws / 2, "the simulation has leads to find"
+    assert elsewhere <= most_by_chance(draws, 0.05)
+
+
+def test_the_interval_holds_one_more_site_of_the_method_that_was_chosen() -> None:
+    draw, draws, missed = np.random.default_rng(2), 100, 0
+    for _ in range(draws):
+        expected = verdict(
+            simulated(draw, dict.fromkeys(["fedavg", "moon", "csac"], 60.0), targets=5, seeds=2, site_sd=2)
+        ).expected
+        assert expected is not None
+        assert expected.low is not None
+        assert expected.high is not None
+        new = 60 + draw.normal(0, 2) + draw.normal(0, 2) + draw.normal(0, 1)  # site, the method there, seed
+        missed += not expected.low <= new <= expected.high
+    assert missed <= most_by_chance(draws, 0.05)
+
+
+@pytest.mark.parametrize(("seed", "gain"), [(0, 0.2), (1, 0.2), (0, 15.0), (1, 15.0)])
+def test_small_and_large_differences(seed: int, gain: float) -> None:
+    """Five seeds show 15 points, and not a fifth of the noise."""
+    collected = simulated(np.random.default_rng(seed), {"fedavg": 60.0, "csac": 60.0 + gain}, seeds=5, own_sd=1.0)
+    found = verdict(collected)
+    (against,) = found.against
+    assert against.shown_elsewhere == (gain == 15.0)
+    assert first_sentence(found).startswith("Take csac") == (gain == 15.0)
+    if gain == 15.0:
+        assert found.method == "csac"
+        assert against.better_at == 4
+        assert against.gain == pytest.approx(15, abs=3)
+
+
+def test_the_numbers_are_those_of_the_table_and_the_correction_counts_all_looks() -> None:
+    truth = {"fedavg": 60.0, "moon": 61.0, "csac": 65.0, "deepall": 70.0}
+    collected = simulated(np.random.default_rng(3), truth, own_sd=0.5)
+    found, table = verdict(collected), table_of(collected)
+    assert found.expected is not None
+    averages = {row.method: row.mean for row in table.rows if row.target == "average"}
+    assert found.expected.mean == averages["csac"]
+    assert {one.name: one.gain for one in found.against} == pytest.approx(
+        {name: averages["csac"] - averages[name] for name in ("fedavg", "moon", "deepall")}
+    )
+    assert found.looks == 6
+    assert {one.role for one in found.against if one.name == "deepall"} == {"pooled"}
+    smallest = min(one.comparison.average.p for one in found.differences if one.comparison.average)  # type: ignore[type-var]
+    assert min(one.corrected for one in found.differences) == pytest.approx(6 * smallest)  # type: ignore[type-var]
+
+
+def test_one_seed_shows_nothing() -> None:
+    found = verdict(simulated(np.random.default_rng(4), {"fedavg": 30.0, "csac": 90.0}, seeds=1))
+    assert not any(one.shown for one in found.against)
+    assert "one seed" in two_sentences(found)
+    assert not first_sentence(found).startswith("Take")
+
+
+def test_a_missing_run_is_told_and_its_method_is_not_judged() -> None:
+    whole = simulated(np.random.default_rng(5), {"fedavg": 60.0, "csac": 90.0}, seeds=3).results
+    one_less = [one for one in whole if (one.method, one.target, one.seed) != ("csac", "b", 2)]
+    found = verdict(gathered(one_less, missing=1))
+    (against,) = found.against
+    assert against.seeds == 2, "only seeds that have every target are compared"
+    assert "1 of 24 runs missing" in two_sentences(found)
+    no_site = [one for one in whole if (one.method, one.target) != ("csac", "b")]
+    found = verdict(gathered(no_site, missing=3))
+    assert found.method == "fedavg"
+    assert any("csac" in one.why for one in found.unknown)
+    nothing = [one for one in whole if (one.method == "csac") != (one.target == "b")]
+    assert verdict(gathered(nothing)).method is None
+    assert "none can be recommended" in two_sentences(verdict(gathered(nothing)))
+
+
+def guessed(share: float) -> list[SiteMetrics]:
+    return [
+        SiteMetrics(site="t", part="target", samples=100, support=[int(share), 100 - int(share)], values={}),
+    ]
+
+
+@pytest.mark.parametrize(("share", "worth_it"), [(93.0, False), (70.0, False), (55.0, True)])
+def test_a_method_below_the_most_frequent_class_is_not_recommended(share: float, worth_it: bool) -> None:
+    found = verdict(
+        simulated(np.random.default_rng(6), {"fedavg": 60.0, "csac": 70.0}, own_sd=0.5, sites=guessed(share))
+    )
+    against = {one.name: one for one in found.against}[MAJORITY]
+    assert against.gain == pytest.approx(70 - share, abs=1.5)
+    assert first_sentence(found).startswith("Take none") != worth_it
+    assert found.looks == 3, "each method is compared with the most frequent class too"
+
+
+def test_who_trains_better_alone_need_not_federate() -> None:
+    found = verdict(simulated(np.random.default_rng(7), {"fedavg": 60.0, "alone": 80.0}, own_sd=0.5))
+    assert found.method == "fedavg", "what sites train alone is no method to choose"
+    assert first_sentence(found).startswith("Do not federate")
+    found = verdict(simulated(np.random.default_rng(7), {"fedavg": 80.0, "alone": 60.0}, own_sd=0.5))
+    assert "federate" not in first_sentence(found)
+
+
+def test_pooled_methods_and_the_upper_bound_are_never_the_choice() -> None:
+    truth = {"fedavg": 60.0, "deepall": 80.0, "oracle": 99.0}
+    results = simulated(np.random.default_rng(8), truth).results
+    assert verdict(gathered(results)).method == "fedavg"
+    own = [one.model_copy(update={"bytes_up": {"raw_data": 1}}) if one.method == "fedavg" else one for one in results]
+    assert verdict(gathered(own)).method == "deepall", "all pool the samples, whatever they are called"
+    assert "not private" in first_sentence(verdict(gathered(own)))
+
+
+def test_no_interval_from_a_single_target_or_from_pairs() -> None:
+    one = verdict(simulated(np.random.default_rng(9), {"fedavg": 60.0}, targets=1))
+    assert one.expected is not None
+    assert (one.expected.low, one.expected.high) == (None, None)
+    both = SelectedRound(round=1, accuracy=60.0, source_accuracy=70.0)
+    pairs = [
+        one_run(method, target, seed, 0.0, labelled=["a"], unlabelled=["b"]).model_copy(
+            update={"selected": {"last": both.model_copy(update={"accuracy": 60.0 + lead + seed})}}
+        )
+        for method, lead in (("fedavg", 0.0), ("csac", 9.0))
+        for target in ("a-b", "b-a", "a-c")
+        for seed in (0, 1, 2)
+    ]
+    found = verdict(gathered(pairs))
+    assert found.expected is not None
+    assert found.expected.low is None
+    assert all(one.p_sites is None for one in found.against), "pairs share sites, so they are no independent draws"
+
+
+def test_less_is_better() -> None:
+    draw = np.random.default_rng(10)
+    collected = simulated(draw, {"fedavg": 40.0, "csac": 20.0}, own_sd=0.5)
+    results = [
+        one.model_copy(update={"sites": [guessed(50)[0].model_copy(update={"values": {"brier": one.accuracy()}})]})
+        for one in collected.results
+    ]
+    order = collected.order.model_copy(update={"headline": "brier"})
+    found = verdict(Collected("exp", gathered(results).runs, order, 0, len(results)))
+    assert found.method == "csac"
+    (against,) = found.against
+    assert against.gain == pytest.approx(20, abs=2)
+    assert "20" in two_sentences(found)
+
+
+def test_it_is_plain_json_and_words(experiment: Path) -> None:
+    found = verdict(collect(experiment))
+    told = json.loads(json.dumps(found.plain()))
+    assert told["method"] == found.method
+    assert told["left_the_sites"] == {"weights": 2_000_000}
+    text = " ".join(line for _, lines in paragraphs(found) for line in lines)
+    assert "No sample left its site" in text
+    assert "5 of 12 runs" in text
+    assert f"{told['expected']['mean']:.2f} %" in text
+
+
+def test_two_sentences_are_two(experiment: Path) -> None:
+    for found in (
+        verdict(collect(experiment)),
+        verdict(simulated(np.random.default_rng(0), {"fedavg": 60.0})),
+        verdict(simulated(np.random.default_rng(0), {"fedavg": 60.0, "deepall": 70.0})),
+    ):
+        assert two_sentences(found).count(". ") == 1
+        assert two_sentences(found).endswith(".")
