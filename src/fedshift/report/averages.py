@@ -112,6 +112,24 @@ def weights_over_rounds(runs: Sequence[Sequence[RoundRecord]]) -> dict[str, Curv
     return curves
 
 
+def weights_by_layer(runs: Sequence[Sequence[RoundRecord]]) -> dict[str, dict[str, Curve]]:
+    """Layer → curves of the sites' weights, as `weights_over_rounds`, for methods that report weights by layer.
+
+    Args:
+        runs: the rounds of each seed at one target.
+    """
+    reported = [record.aggregation_weights for rounds in runs for record in rounds]
+    layers = dict.fromkeys(name for one in reported for name, value in one.items() if isinstance(value, Mapping))
+
+    def only(record: RoundRecord, layer: str) -> RoundRecord:
+        found = record.aggregation_weights.get(layer)
+        return record.model_copy(update={"aggregation_weights": found if isinstance(found, Mapping) else {}})
+
+    return {
+        layer: weights_over_rounds([[only(record, layer) for record in rounds] for rounds in runs]) for layer in layers
+    }
+
+
 def moving(curves: Iterable[Curve]) -> bool:
     """Whether any weight changes by more than 0.02 during training."""
     return any(max(mean) - min(mean) > _MOVES for _, mean, _ in curves if len(mean))

@@ -1,51 +1,57 @@
-"""The HTML elements of a report. Titles and plain text are escaped here; cells and content must be HTML."""
+"""Renders the templates of the page. Whatever they show is escaped, and made printable."""
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import base64
+import functools
+import hashlib
+from typing import TYPE_CHECKING, Any
 
 from fedshift.text import printable
 
-
-def escape(text: str) -> str:
-    """Text as HTML that shows it as it stands, without control characters."""
-    return html.escape(printable(text, keep="\n"))
-
-
-def section(name: str, title: str, *content: str) -> str:
-    """A section of the page with a heading. Empty content is left out."""
-    return f'<section id="{name}">\n<h2>{escape(title)}</h2>\n' + "\n".join(filter(None, content)) + "\n</section>"
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
 
 
-def paragraph(text: str, css: str = "") -> str:
-    """Plain text as a paragraph."""
-    return f"<p{f' class={css}' if css else ''}>{escape(text)}</p>"
+def render(template: str, **content: Any) -> str:
+    """The template of this name with its variables filled in."""
+    return environment().get_template(template).render(content)
 
 
-def grid(head: Sequence[str], body: Iterable[Sequence[str]], css: str = "") -> str:
-    """An HTML table. Its cells must be HTML; the first column holds the names of the rows."""
-    top = "".join(f'<th scope="col">{cell}</th>' for cell in head)
-    lines = "\n".join(
-        "<tr>" + f'<th scope="row">{line[0]}</th>' + "".join(_cell(cell) for cell in line[1:]) + "</tr>"
-        for line in body
+def trusted(html: str) -> Markup:
+    """HTML that fedshift made itself, which is shown as it is."""
+    from markupsafe import Markup
+
+    return Markup(html)
+
+
+@functools.cache
+def environment() -> Environment:
+    """The templates, beside this file. Jinja2 is imported when something is rendered, not before."""
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    made = Environment(
+        loader=PackageLoader("fedshift.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_shown,
     )
-    return (
-        f'<div class="scroll"><table class="{css}">\n<thead><tr>{top}</tr></thead>\n'
-        f"<tbody>\n{lines}\n</tbody></table></div>"
-    )
+    made.globals["script"] = trusted(source("page.js"))
+    made.globals["script_digest"] = base64.b64encode(hashlib.sha256(source("page.js").encode()).digest()).decode()
+    return made
 
 
-def _cell(cell: str) -> str:
-    return cell if cell.startswith("<td") else f"<td>{cell}</td>"
+@functools.cache
+def source(template: str) -> str:
+    """A template's text as it is."""
+    from importlib.resources import files
+
+    return (files("fedshift.report") / "templates" / template).read_text(encoding="utf-8")
 
 
-def details(title: str, content: Mapping[str, Any]) -> str:
-    """Settings as YAML in an element that the reader can unfold; "" if there are none."""
-    if not content:
-        return ""
-    import yaml
-
-    text = yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True, width=100)
-    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
+def _shown(value: Any) -> Any:
+    """Plain text without control characters; a template's own HTML as it is."""
+    return printable(value, keep="\n") if type(value) is str else value

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedshift.evaluation.summary import AVERAGE
-from fedshift.report.html import escape
+from fedshift.report.html import render
 from fedshift.report.table import Table
 from fedshift.text import printable
 
@@ -25,6 +25,10 @@ INK, GRID, PAPER = "#1c2530", "#d5dae0", "#ffffff"
 SERIES = ("#0b6bb0", "#d1570b", "#1f8a5b", "#a83a8c", "#8a6d00", "#5b57c4", "#b3263a", "#4a6b78")
 """One colour per method. From the ninth on they repeat with another line style and marker."""
 
+_COLUMNS = 3
+"""Panels in a row of a figure with many."""
+DARK = ("#57a9e6", "#f08c4f", "#4cc38f", "#d77cc0", "#d0b03c", "#9a97f2", "#ef6a78", "#8fb2c1")
+"""The same on dark screens."""
 _LINES, _MARKERS = ("-", "--", ":", "-."), ("o", "s", "^", "D")
 Curve = tuple[Sequence[float], Sequence[float], Sequence[float] | None]
 """x, mean and standard deviation (None for one seed) of a line."""
@@ -47,6 +51,49 @@ def accuracy_over_rounds(curves: Mapping[str, Mapping[str, Curve]], quantity: st
     return figure
 
 
+def accuracy_at_targets(curves: Mapping[str, Mapping[str, Curve]], quantity: str = "Accuracy") -> Figure:
+    """Curves of methods over rounds, with a panel for each target, three in a row.
+
+    Args:
+        curves: target → method → curve, in percent.
+        quantity: name of the vertical axis.
+    """
+    rows = -(-len(curves) // _COLUMNS)
+    figure, panels = _figure(9.6, 0.6 + 2.2 * rows, len(curves), min(_COLUMNS, len(curves)))
+    methods = list(dict.fromkeys(method for lines in curves.values() for method in lines))
+    for number, (axes, (target, lines)) in enumerate(zip(panels, curves.items(), strict=True)):
+        _draw(axes, lines, 100, methods)
+        axes.set_title(target, color=INK, fontsize="medium")
+        if number >= len(curves) - _COLUMNS:
+            axes.set_xlabel("round")
+        if number % _COLUMNS == 0:
+            axes.set_ylabel(f"{quantity.lower()}, %")
+    for axes in panels[1:]:
+        axes.sharey(panels[0])
+    _legend(figure, *panels)
+    return figure
+
+
+def operating_curves(curves: Mapping[str, Mapping[str, Curve]]) -> Figure:
+    """ROC curves, with a panel for each target.
+
+    Args:
+        curves: target → method → (100 − specificity, sensitivity, None), in percent.
+    """
+    rows = -(-len(curves) // _COLUMNS)
+    figure, panels = _figure(9.6, 0.6 + 2.9 * rows, len(curves), min(_COLUMNS, len(curves)))
+    methods = list(dict.fromkeys(method for lines in curves.values() for method in lines))
+    for number, (axes, (target, lines)) in enumerate(zip(panels, curves.items(), strict=True)):
+        axes.plot([0, 100], [0, 100], color=GRID, linewidth=1)
+        _draw(axes, lines, 100, methods)
+        axes.set_title(target, color=INK, fontsize="medium")
+        axes.set_xlabel("false alarms, %")
+        if number % _COLUMNS == 0:
+            axes.set_ylabel("recognised, %")
+    _legend(figure, *panels)
+    return figure
+
+
 def site_weights(curves: Mapping[str, Mapping[str, Curve]]) -> Figure:
     """Each site's weight in the aggregate over rounds, with a panel for each target.
 
@@ -55,7 +102,8 @@ def site_weights(curves: Mapping[str, Mapping[str, Curve]]) -> Figure:
     Args:
         curves: target → site → curve.
     """
-    figure, panels = _figure(9.6, 3.2, len(curves))
+    columns = len(curves) if len(curves) <= 4 else _COLUMNS
+    figure, panels = _figure(9.6, 0.7 + 2.5 * -(-len(curves) // columns), len(curves), columns)
     sites = list(dict.fromkeys(site for lines in curves.values() for site in lines))
     for axes, (target, lines) in zip(panels, curves.items(), strict=True):
         _draw(axes, lines, 1, sites)
@@ -184,15 +232,17 @@ def svg(figure: Figure, description: str) -> str:
         body = body.replace(color, f"var(--{name})")
     body = re.sub(r'font-family: [^;"]*', "font-family: inherit", body)
     body = re.sub(r"<style.*?</style>", "", body, flags=re.DOTALL)  # it would apply to the whole page
-    return f'<svg {box[0]} role="img" aria-label="{escape(description)}">{body}'
+    return render("figure.svg", box=box[0], description=description, body=body)
 
 
-def _figure(width: float, height: float, panels: int = 1) -> tuple[Figure, list[Axes]]:
-    """A figure of ``width`` × ``height`` inches with ``panels`` empty axes side by side."""
+def _figure(width: float, height: float, panels: int = 1, columns: int = 0) -> tuple[Figure, list[Axes]]:
+    """A figure of ``width`` × ``height`` inches with ``panels`` empty axes, ``columns`` of them or all side by side."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", facecolor=PAPER)
-    every = [figure.add_subplot(1, panels, index + 1, facecolor="none") for index in range(panels)]
+    columns = columns or panels
+    rows = -(-panels // columns)
+    every = [figure.add_subplot(rows, columns, index + 1, facecolor="none") for index in range(panels)]
     for axes in every:
         axes.grid(color=GRID, linewidth=0.7)
         axes.set_axisbelow(True)

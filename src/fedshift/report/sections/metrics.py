@@ -1,4 +1,4 @@
-"""The section of a report with all metrics of the last round, and how often scores come true."""
+"""All metrics of the last round, accuracy by class, and how often scores come true."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from fedshift.evaluation.cautions import majorities
 from fedshift.evaluation.records import RunResult, SiteMetric
 from fedshift.report import plots
-from fedshift.report.averages import mean_site_metrics, pooled_reliability
-from fedshift.report.html import escape, grid, paragraph, section
-from fedshift.report.table import MISSING
+from fedshift.report.averages import mean_per_class, mean_site_metrics, pooled_reliability
+from fedshift.report.sections.blocks import MISSING, Block, Cells, Entry, Section, Text, figure, grid, number, section
+from fedshift.report.table import Table
 
 _MOST_NAMED = 20
 """Classes whose samples are counted in a note."""
+_MOST_CLASSES = 20
 _COLUMNS: dict[SiteMetric, str] = {
     "accuracy": "accuracy",
     "balanced_accuracy": "balanced",
@@ -25,16 +26,15 @@ _COLUMNS: dict[SiteMetric, str] = {
 }
 
 
-def metrics_section(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[str]:
-    """A section with all metrics of the last round, if the results have them."""
+def metrics_section(results: Sequence[RunResult], methods: Sequence[str]) -> Section | None:
+    """All metrics of the last round; None if the results have none."""
     if not any(result.targets for result in results):
-        return
-    shares, lines = majorities(results), []
+        return None
+    shares = majorities(results)
+    lines: list[Cells] = []
     for method, target in dict.fromkeys((result.method, result.target) for result in results):
         values = mean_site_metrics([one for one in results if (one.method, one.target) == (method, target)])
-        numbers = [shares.get(target), *(values.get(metric) for metric in _COLUMNS)]
-        cells = (MISSING if number is None else f"{number:.2f}" for number in numbers)
-        lines.append([escape(method), escape(target), *cells])
+        lines.append([method, target, number(shares.get(target)), *(number(values.get(metric)) for metric in _COLUMNS)])
     support: dict[str, str] = {}
     for result in results:
         for site in result.targets:
@@ -46,16 +46,65 @@ def metrics_section(results: Sequence[RunResult], methods: Sequence[str]) -> Ite
         "class. Sensitivity and specificity are at the threshold that the sources' held-out samples choose. Brier "
         f"score and calibration error: less is better. Samples of each class: {'; '.join(support.values())}."
     )
-    curves = {
-        method: points
-        for method in methods
-        if (points := pooled_reliability([r for r in results if r.method == method]))
-    }
-    figure = plots.svg(plots.reliability(curves), "How often scores come true, by method")
-    caption = "Reliability: samples with a score of 70 % should come true in 70 of 100 cases, as on the thin line."
-    yield section(
+    head = ["method", "target", "most frequent", *_COLUMNS.values()]
+    return section(
         "metrics",
         "Further metrics at each target",
-        grid(["method", "target", "most frequent", *_COLUMNS.values()], lines) + paragraph(note, "note"),
-        f"<figure>{figure}<figcaption>{caption}</figcaption></figure>",
+        grid("Metrics of the last round", head, lines, [note], "classes"),
+        *_reliability(results, methods),
     )
+
+
+def _reliability(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[Block]:
+    found = {method: pooled_reliability([run for run in results if run.method == method]) for method in methods}
+    curves = {method: points for method, points in found.items() if points}
+    if curves:
+        rows = [[method, *point] for method, points in curves.items() for point in points]
+        yield figure(
+            "reliability",
+            plots.reliability(curves),
+            "How often scores come true, by method",
+            "Reliability: samples with a score of 70 % should come true in 70 of 100 cases, as on the thin line.",
+            [["method", "mean_score", "came_true", "samples"], *rows],
+        )
+
+
+def unit_of(results: Sequence[RunResult]) -> str:
+    """What the page calls a class: "class", or for segmentation "structure"."""
+    return "structure" if results[0].metric == "dice" else "class"
+
+
+def classes_section(results: Sequence[RunResult], table: Table) -> Section:
+    """Accuracy by class, at each method's worst target."""
+    title = f"Per {unit_of(results)}, at each method's worst target"
+    lines = []
+    for method in table.methods:
+        cells = [cell for cell in list(table.cells[method].values())[:-1] if cell is not None]
+        if not cells:
+            continue
+        worst = (max if table.measure.less_is_better else min)(cells, key=lambda cell: cell.row.mean).row.target
+        runs = [result for result in results if result.method == method and result.target == worst]
+        lines.append((method, worst, mean_per_class(runs)))
+    classes = results[0].classes
+    if any(result.classes != classes for result in results) or not any(accuracies for *_, accuracies in lines):
+        text = "No accuracies per class were recorded for one common list of classes."
+        return section("classes", title, Text(text, "note"))
+    shown = list(range(len(classes)))
+    note = "Last round: percent of a class's samples recognised, mean over seeds; – where the target lacks the class."
+    if unit_of(results) == "structure":
+        note = "Last round: Dice coefficient of each structure in percent, mean over seeds."
+    if len(classes) > _MOST_CLASSES:
+        hardest = sorted(
+            shown, key=lambda index: min((a[index] for *_, a in lines if a.get(index) is not None), default=101)
+        )
+        shown = sorted(hardest[:_MOST_CLASSES])
+        note += f" The {_MOST_CLASSES} hardest of {len(classes)} classes."
+    body: list[Cells] = [
+        [method, worst, *(_tinted(accuracies.get(index)) for index in shown)] for method, worst, accuracies in lines
+    ]
+    head = ["method", "target", *(classes[index] for index in shown)]
+    return section("classes", title, grid("Recognised, %", head, body, [note], "classes"))
+
+
+def _tinted(accuracy: float | None) -> Entry:
+    return number(accuracy, 0) if accuracy is None else number(accuracy, 0, miss=round(0.7 * (100 - accuracy)))

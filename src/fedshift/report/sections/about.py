@@ -1,0 +1,116 @@
+"""What the runs cost, what they warn of, and how they were made."""
+
+from __future__ import annotations
+
+import shlex
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+
+from fedshift.evaluation.cautions import cautions
+from fedshift.evaluation.records import RunResult
+from fedshift.report import plots
+from fedshift.report.averages import mean_by_kind
+from fedshift.report.collect import Collected
+from fedshift.report.sections.blocks import (
+    Block,
+    Cells,
+    Listing,
+    Section,
+    Text,
+    figure,
+    grid,
+    number,
+    section,
+    settings,
+)
+from fedshift.report.sections.metrics import unit_of
+
+
+def facts(collected: Collected) -> list[tuple[str, str]]:
+    """What the experiment is of."""
+    results, order = collected.results, collected.order
+    data = sorted({str(result.data["name"]) for result in results if "name" in result.data})
+    missing = f", {collected.unfinished} unfinished" if collected.unfinished else ""
+    found = [
+        ("data", ", ".join(data)),
+        ("methods", ", ".join(order.methods)),
+        ("targets", ", ".join(order.targets)),
+        ("seeds", ", ".join(map(str, order.seeds))),
+        ("structures" if unit_of(results) == "structure" else "classes", str(len(results[0].classes))),
+        ("runs", f"{len(results)} finished{missing}"),
+    ]
+    return [(what, said) for what, said in found if said]
+
+
+def cost_section(results: Sequence[RunResult], methods: Sequence[str]) -> Section:
+    """Rounds, seconds and bytes."""
+    lines: list[Cells] = []
+    sizes: dict[str, dict[str, dict[str, float]]] = {}
+    for method in methods:
+        runs = [result for result in results if result.method == method]
+        sizes[method] = {
+            "up": mean_by_kind([run.bytes_up for run in runs]),
+            "down": mean_by_kind([run.bytes_down for run in runs]),
+        }
+        batches = sum(run.mini_batches for run in runs)
+        lines.append(
+            [
+                method,
+                f"{fmean(run.rounds for run in runs):g}",
+                number(fmean(run.mini_batches for run in runs), 0),
+                number(fmean(run.seconds for run in runs), 1),
+                number(1e3 * sum(run.seconds for run in runs) / max(1, batches), 1),
+                number(sum(sizes[method]["up"].values()) / 1e6),
+                number(sum(sizes[method]["down"].values()) / 1e6),
+            ]
+        )
+    head = ["method", "rounds", "mini-batches per site", "seconds", "ms per mini-batch", "MB up", "MB down"]
+    note = "Means over the runs of a method. Up leaves the sites, down reaches them; all sites together; 1 MB = 10⁶ B."
+    return section("cost", "Cost", grid("Cost of a run", head, lines, [note]), *_bytes(sizes))
+
+
+def _bytes(sizes: dict[str, dict[str, dict[str, float]]]) -> Iterator[Block]:
+    ways = [(method, way, kinds) for method, both in sizes.items() for way, kinds in both.items()]
+    if any(sum(kinds.values()) for *_, kinds in ways):
+        rows = [[method, way, kind, size] for method, way, kinds in ways for kind, size in sorted(kinds.items())]
+        yield figure(
+            "bytes-by-kind",
+            plots.bytes_by_kind(sizes),
+            "Megabytes per run by kind of content",
+            "What crossed the sites' borders, by kind of content.",
+            [["method", "direction", "kind", "bytes"], *rows],
+        )
+
+
+def warnings_section(results: Sequence[RunResult]) -> Section:
+    """What follows from the results, and what the runs warned of."""
+    where: dict[str, list[str]] = defaultdict(list)
+    for result in results:
+        for warning in dict.fromkeys(result.warnings):
+            where[warning].append(f"{result.method} / {result.target} / seed {result.seed}")
+    items = cautions(results)
+    for warning, places in where.items():
+        more = f" and {len(places) - 3} more" if len(places) > 3 else ""
+        items.append(f"{warning} ({'; '.join(places[:3])}{more})")
+    return section("warnings", "Warnings", Listing(tuple(items)) if items else Text("None."))
+
+
+def settings_section(collected: Collected) -> Section:
+    """Versions, the command, and every setting."""
+    results = collected.results
+    seen: dict[str, dict[str, None]] = defaultdict(dict)
+    for result in results:
+        for name, value in {**result.versions, "device": result.device, "threads": str(result.threads)}.items():
+            seen[name].setdefault(value)
+    rows = [[name, ", ".join(values)] for name, values in seen.items()]
+    blocks: list[Block | None] = [grid("Versions", ["", "in these runs"], rows, css="facts")]
+    mixed = [name for name, values in seen.items() if len(values) > 1]
+    if mixed:
+        blocks.append(Text(f"The runs were not run alike ({', '.join(mixed)}): compare with care.", "note"))
+    name = shlex.quote(f"{collected.name}.yaml")
+    blocks.append(Text(f"Made by: fedshift run {name}, with the settings below. Runs that exist are not repeated."))
+    first = {method: next(one for one in results if one.method == method) for method in collected.order.methods}
+    blocks.append(settings("Data", results[0].data))
+    blocks += [settings(f"Settings of {method}", result.options) for method, result in first.items()]
+    return section("settings", "Settings and versions", *blocks)

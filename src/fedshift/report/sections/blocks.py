@@ -1,0 +1,162 @@
+"""What a section of the page is made of. Templates turn it into HTML; everything here is plain text and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from fedshift.report import plots
+from fedshift.text import csv_text
+
+MISSING = "–"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A cell of a grid.
+
+    Attributes:
+        text: what it shows.
+        error: what follows in small letters.
+        title: shown when a pointer rests on it.
+        best: whether it is bold.
+        value: the exact number, by which its column is sorted.
+        mark: a badge behind the text.
+        miss: 0 to 70: how strongly it is coloured as wrong.
+    """
+
+    text: str
+    error: str = ""
+    title: str = ""
+    best: bool = False
+    value: float | None = None
+    mark: str = ""
+    miss: int | None = None
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table with a caption. The first column names its rows."""
+
+    kind: ClassVar[str] = "grid"
+    caption: str
+    head: tuple[str, ...]
+    rows: tuple[tuple[Entry, ...], ...]
+    notes: tuple[str, ...] = ()
+    css: str = ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A drawing, with the numbers behind it.
+
+    Attributes:
+        name: name of the files for SVG and CSV, without an ending.
+        svg: the drawing.
+        caption: what it shows.
+        csv: its numbers.
+        title: a heading above it.
+    """
+
+    kind: ClassVar[str] = "figure"
+    name: str
+    svg: str
+    caption: str
+    csv: str
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A paragraph; with ``css`` note, in small letters."""
+
+    kind: ClassVar[str] = "text"
+    text: str
+    css: str = ""
+
+
+@dataclass(frozen=True)
+class Listing:
+    """A list, with a title if it can be folded."""
+
+    kind: ClassVar[str] = "listing"
+    items: tuple[str, ...]
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Settings as YAML, which the reader can unfold."""
+
+    kind: ClassVar[str] = "settings"
+    title: str
+    yaml: str
+
+
+Cells = list[str | Entry]
+"""A row of a grid."""
+Block = Grid | Figure | Text | Listing | Settings
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the page: its address, its heading, and what is in it."""
+
+    name: str
+    title: str
+    blocks: tuple[Block, ...]
+
+
+def section(name: str, title: str, *blocks: Block | None) -> Section:
+    """A section without the blocks that there are none of."""
+    return Section(name, title, tuple(block for block in blocks if block is not None))
+
+
+def grid(
+    caption: str, head: Sequence[str], rows: Iterable[Sequence[str | Entry]], notes: Sequence[str] = (), css: str = ""
+) -> Grid:
+    """A grid of entries and plain text."""
+    lines = (tuple(cell if isinstance(cell, Entry) else Entry(cell) for cell in row) for row in rows)
+    return Grid(caption, tuple(head), tuple(lines), tuple(notes), css)
+
+
+def number(value: float | None, digits: int = 2, **more: Any) -> Entry:
+    """A number as an entry; a dash if there is none."""
+    return Entry(MISSING) if value is None else Entry(f"{value:,.{digits}f}", value=value, **more)
+
+
+def settings(title: str, content: Mapping[str, Any]) -> Settings | None:
+    """Settings as a block; None if there are none."""
+    import yaml
+
+    text = yaml.safe_dump(dict(content), sort_keys=False, allow_unicode=True, width=100)
+    return Settings(title, text) if content else None
+
+
+def figure(
+    name: str, drawing: Any, description: str, caption: str, rows: Iterable[Sequence[object]], title: str = ""
+) -> Figure:
+    """A drawing as a block.
+
+    Args:
+        name: name of its files.
+        drawing: the matplotlib figure.
+        description: the text for readers who do not see it. No two figures of a page may share it.
+        caption: the text below it.
+        rows: its numbers, first the names of the columns.
+        title: a heading above it.
+    """
+    cells = (
+        (f"{cell:.6g}" if isinstance(cell, float) else "" if cell is None else str(cell) for cell in row)
+        for row in rows
+    )
+    return Figure(name, plots.svg(drawing, description), caption, csv_text(cells), title)
+
+
+def curve_rows(what: Sequence[str], curves: Mapping[Any, plots.Curve]) -> Iterable[Sequence[object]]:
+    """The numbers of curves for a file: the names of each curve, then x, mean and standard deviation."""
+    yield what
+    for names, (x, mean, spread) in curves.items():
+        for place, (at, value) in enumerate(zip(x, mean, strict=True)):
+            yield *names, at, value, None if spread is None else spread[place]

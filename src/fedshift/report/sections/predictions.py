@@ -1,0 +1,176 @@
+"""What stored predictions show: which classes are confused, ROC curves, and the worst mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedshift.evaluation.predictions import PREDICTIONS
+from fedshift.report import plots
+from fedshift.report.collect import FinishedRun
+from fedshift.report.sections.blocks import (
+    Block,
+    Cells,
+    Entry,
+    Section,
+    Text,
+    curve_rows,
+    figure,
+    grid,
+    number,
+    section,
+)
+
+_MOST_CLASSES = 20
+_MOST_TARGETS = 6
+_MISTAKES = 15
+_POINTS = 60
+"""Points of a ROC curve that are drawn."""
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What one run predicted at its target.
+
+    Attributes:
+        run: the run.
+        sites, names: of each sample: its site, and its id, or its row if the data have no ids.
+        labels, predicted: class numbers (n,).
+        scores: probabilities (n, classes).
+    """
+
+    run: FinishedRun
+    sites: Sequence[str]
+    names: Sequence[str]
+    labels: NDArray[np.int64]
+    predicted: NDArray[np.int64]
+    scores: NDArray[np.float64]
+
+
+def predictions_section(runs: Sequence[FinishedRun], method: str | None) -> Section | None:
+    """What the stored predictions show, the mistakes of ``method``; None if there are none."""
+    classes = runs[0].result.classes
+    if not find_spec("pyarrow") or any(run.result.classes != classes for run in runs):
+        return None
+    found = [predicted for run in runs if (predicted := _read(run, classes)) is not None]
+    if not found:
+        return None
+    blocks: list[Block] = []
+    if len(classes) <= _MOST_CLASSES:
+        blocks += _confusion(found, classes)
+    if len(classes) == 2:
+        blocks += _roc(found)
+    chosen = [one for one in found if one.run.result.method == method]
+    if chosen:
+        blocks += _mistakes(chosen, classes)
+    return section("predictions", "Which mistakes are made", *blocks)
+
+
+def _read(run: FinishedRun, classes: Sequence[str]) -> Predicted | None:
+    """A run's predictions at its target; None if they were not kept."""
+    path = run.folder / PREDICTIONS
+    if not path.exists():
+        return None
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(path, filters=[("part", "=", "target")])
+        columns = {name: table.column(name).to_pylist() for name in ("site", "row", "id", "label", "predicted")}
+        scores = np.stack([table.column(f"score_{name}").to_numpy() for name in classes], axis=1)
+        place = {name: number for number, name in enumerate(classes)}
+        labels, predicted = ([place[name] for name in columns[what]] for what in ("label", "predicted"))
+    except (OSError, KeyError, pa.ArrowException):
+        return None  # of another program, or damaged: the page has the numbers of result.json
+    names = [name or f"row {row}" for name, row in zip(columns["id"], columns["row"], strict=True)]
+    return Predicted(run, columns["site"], names, np.array(labels, int), np.array(predicted, int), scores)
+
+
+def _confusion(found: Sequence[Predicted], classes: Sequence[str]) -> Iterator[Block]:
+    for method in dict.fromkeys(one.run.result.method for one in found):
+        counts: NDArray[Any] = np.zeros((len(classes), len(classes)), int)
+        for one in found:
+            if one.run.result.method == method:
+                np.add.at(counts, (one.labels, one.predicted), 1)
+        totals = counts.sum(1)
+        rows: list[Cells] = [
+            [name, f"{totals[at]:,}", *(_share(counts[at, to], totals[at], at == to) for to in range(len(classes)))]
+            for at, name in enumerate(classes)
+        ]
+        head = ["true class", "predictions", *classes]
+        yield grid(f"Confusion matrix of {method}", head, rows, css="confusion")
+    yield Text(
+        "Each row is a true class: percent of its samples that were called what the column says, all targets and seeds "
+        "together. The stronger a cell is coloured, the more is wrong.",
+        "note",
+    )
+
+
+def _share(count: int, total: int, right: bool) -> Entry:
+    if not total:
+        return number(None)
+    share = 100 * count / total
+    return number(share, 1, best=right, miss=round(0.7 * (100 - share if right else share)))
+
+
+def _roc(found: Sequence[Predicted]) -> Iterator[Block]:
+    """A ROC curve for each target and method, over the samples of all seeds."""
+    from sklearn.metrics import roc_curve
+
+    curves: dict[str, dict[str, plots.Curve]] = {}
+    for target in list(dict.fromkeys(one.run.result.target for one in found))[:_MOST_TARGETS]:
+        for method in dict.fromkeys(one.run.result.method for one in found):
+            here = [one for one in found if (one.run.result.method, one.run.result.target) == (method, target)]
+            labels = np.concatenate([one.labels for one in here]) if here else np.empty(0)
+            if len(np.unique(labels)) < 2:
+                continue
+            scores = np.concatenate([one.scores[:, 1] for one in here])
+            if not np.isfinite(scores).all():
+                continue
+            wrong, right, _ = roc_curve(labels, scores)
+            at = np.unique(np.linspace(0, len(wrong) - 1, _POINTS).round().astype(int))
+            curves.setdefault(target, {})[method] = ((100 * wrong[at]).tolist(), (100 * right[at]).tolist(), None)
+    if curves:
+        yield figure(
+            "roc",
+            plots.operating_curves(curves),
+            "ROC curves by target and method",
+            "ROC: what share of the second class is recognised, for each share of false alarms; samples of all seeds.",
+            curve_rows(
+                ["target", "method", "false_alarms", "recognised", "standard_deviation"],
+                {(target, method): curve for target, lines in curves.items() for method, curve in lines.items()},
+            ),
+            title="ROC curves",
+        )
+
+
+def _mistakes(chosen: Sequence[Predicted], classes: Sequence[str]) -> Iterator[Block]:
+    """The samples that were wrong with the highest mean score of the wrong class."""
+    seen: dict[tuple[str, str], list[tuple[int, int, float]]] = {}
+    for one in chosen:
+        surest = one.scores[np.arange(len(one.labels)), one.predicted]
+        for at, (site, name) in enumerate(zip(one.sites, one.names, strict=True)):
+            score = float(surest[at])
+            seen.setdefault((site, name), []).append((int(one.labels[at]), int(one.predicted[at]), score))
+    wrong = []
+    for (site, name), said in seen.items():
+        scores = [score if label != predicted else 0.0 for label, predicted, score in said]
+        if any(scores):
+            label, predicted, _ = max(said, key=lambda one: one[2] if one[0] != one[1] else 0.0)
+            times = sum(one[0] != one[1] for one in said)
+            wrong.append((float(np.mean(scores)), site, name, label, predicted, times, len(said)))
+    wrong.sort(key=lambda one: (-one[0], one[1], one[2]))
+    method = chosen[0].run.result.method
+    rows: list[Cells] = [
+        [name, site, classes[label], classes[predicted], number(100 * score, 0), f"{times} of {runs}"]
+        for score, site, name, label, predicted, times, runs in wrong[:_MISTAKES]
+    ]
+    if rows:
+        head = ["sample", "site", "true class", "called", "score, %", "seeds"]
+        note = "The samples whose wrong class had the highest score, mean over seeds (0 where a seed was right)."
+        yield grid(f"Worst mistakes of {method}", head, rows, [note], "facts")

@@ -1,0 +1,193 @@
+"""The table, other selection rules, differences between methods, what each site gains, and what the sites have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean
+
+from fedshift.evaluation.records import RunResult, Selection
+from fedshift.evaluation.selection import RULES
+from fedshift.evaluation.summary import AVERAGE
+from fedshift.report import differences, plots
+from fedshift.report.advice.roles import ROLES, Role
+from fedshift.report.advice.verdict import MAJORITY, Verdict
+from fedshift.report.advice.words import paragraphs, two_sentences
+from fedshift.report.collect import Collected
+from fedshift.report.pairs import PairRow
+from fedshift.report.sections.blocks import (
+    MISSING,
+    Block,
+    Cells,
+    Entry,
+    Grid,
+    Listing,
+    Section,
+    Text,
+    figure,
+    grid,
+    number,
+    section,
+)
+from fedshift.report.table import Cell, Table, table_of
+
+_MOST_CLASSES = 20
+_PARTS = ("training", "held_out", "measured", "unlabelled")
+
+
+def verdict_section(verdict: Verdict) -> Section:
+    """The verdict: two sentences, then all of it."""
+    blocks: list[Block] = [Text(two_sentences(verdict), "verdict")]
+    blocks += [Listing(tuple(lines), heading) for heading, lines in paragraphs(verdict)]
+    return section("verdict", "Verdict", *blocks)
+
+
+def result_section(collected: Collected, table: Table, roles: Mapping[str, Role]) -> Section:
+    """The table of the last round with its figure, and what the sites have."""
+    measure = table.measure
+    caption = (
+        "Mean and standard error over seeds." if measure.repeat == "seed" else "Mean and standard error over splits."
+    )
+    drawn = figure(
+        "accuracy-per-target",
+        plots.accuracy_per_target(table),
+        f"{measure.name} of every method at every target, last round",
+        caption,
+        _numbers(table),
+    )
+    points = (
+        measure.meaning,
+        "± is the standard error over seeds. Two methods whose intervals overlap have not been shown to differ; "
+        "with three seeds even a gap of two standard errors is weak evidence.",
+        "The best figure of a column is bold. That alone does not make it better.",
+        "All methods of an experiment do the same number of local mini-batches, unless the costs below say otherwise.",
+        "The oracle looks at the labels of the target, which nobody has at a new site. "
+        "It says what perfect selection could gain and is not a result.",
+    )
+    how = Listing(tuple(filter(None, points)), "How to read this")
+    return section("result", "Result", *grids(table, roles), drawn, how, sites_grid(collected.results))
+
+
+def grids(table: Table, roles: Mapping[str, Role] | None = None) -> list[Grid]:
+    """A table and the tables below it. The average comes first, so that a small screen shows it."""
+    columns = [name for name in (AVERAGE, *table.columns[:-1], table.columns[-1]) if name in table.columns]
+    columns = list(dict.fromkeys(columns))
+    named = table.measure.title or table.measure.what or table.measure.name
+    body = [
+        [_method(name, roles or {}), *(entry(table.cells[name][column]) for column in columns)]
+        for name in table.methods
+    ]
+    first = grid(named, ["method", *columns], body, table.notes, "accuracies")
+    return [first, *(below for more in table.more for below in grids(more, roles))]
+
+
+def _method(name: str, roles: Mapping[str, Role]) -> Entry:
+    role = roles.get(name)
+    mark = "" if role is None else {"federated": "private", "pooled": "not private"}.get(role, ROLES[role])
+    title = "" if role is None else f"{ROLES[role]}"
+    return Entry(name, mark="samples stay" if mark == "private" else mark, title=title)
+
+
+def entry(cell: Cell | None) -> Entry:
+    """A cell of a table of results."""
+    if cell is None:
+        return Entry(MISSING)
+    seeds = ", ".join(f"{value:.2f}" for value in cell.row.seeds)
+    error = f"± {cell.error}" if cell.error else ""
+    return Entry(cell.mean, error, f"seeds: {seeds}", cell.best, cell.row.mean)
+
+
+def _numbers(table: Table) -> Iterator[Sequence[object]]:
+    yield "method", "target", "mean", "standard_error", "n"
+    for row in table.rows:
+        yield row.method, row.target, row.mean, row.standard_error, row.n
+
+
+def sites_grid(results: Sequence[RunResult]) -> Grid | None:
+    """How many samples each site has, and of which classes."""
+    sizes: dict[str, dict[str, set[int]]] = {}
+    for result in results:
+        for part in _PARTS:
+            found = result.data.get(f"{part}_samples")
+            for site, count in (found if isinstance(found, Mapping) else {}).items():
+                sizes.setdefault(site, {}).setdefault(part, set()).add(int(count))
+    if not sizes:
+        return None
+    classes = results[0].classes
+    few = len(classes) <= _MOST_CLASSES and all(result.classes == classes for result in results)
+    shares = _shares(results) if few else {}
+    parts = [part for part in _PARTS if any(part in found for found in sizes.values())]
+    rows: list[Cells] = []
+    for site, found in sizes.items():
+        share = shares.get(site, [])
+        balance = [number(one, 1) for one in share] or [Entry(MISSING)] * len(classes)
+        rows.append([site, *(_range(found.get(part, set())) for part in parts), *(balance if shares else [])])
+    notes = ["Samples in a run: where a site trains, where it is held out, where it is the target."]
+    head = ["site", *(part.replace("_", " ") for part in parts)]
+    if shares:
+        notes.append("Classes: their share of the samples that were measured at the site, in percent.")
+        head += [f"{name}, %" for name in classes]
+    return grid("Samples at each site", head, rows, notes, "sites")
+
+
+def _range(counts: set[int]) -> Entry:
+    counts = counts - {0}
+    if not counts:
+        return Entry(MISSING)
+    low, high = min(counts), max(counts)
+    return Entry(f"{low:,}" if low == high else f"{low:,} to {high:,}", value=float(high))
+
+
+def _shares(results: Sequence[RunResult]) -> dict[str, list[float]]:
+    """Site → share of each class in percent, where the largest known part of the site says all of them."""
+    best: dict[str, tuple[int, list[float]]] = {}
+    for result in results:
+        for site in result.sites:
+            if None not in site.support and site.samples > best.get(site.site, (0, []))[0]:
+                shares = [100 * (count or 0) / site.samples for count in site.support]
+                best[site.site] = site.samples, shares
+    return {site: shares for site, (_, shares) in best.items()}
+
+
+def other_section(collected: Collected) -> Section:
+    """The tables of the other selection rules."""
+    blocks: list[Block] = []
+    rules: tuple[Selection, ...] = ("source", "oracle")
+    for rule in rules:
+        if all(result.score(rule) is None for result in collected.results):
+            text = f"Not available: {RULES[rule].description}; no source kept a held-out part."
+            blocks.append(Text(text, "note"))
+        else:
+            blocks += [Text(f"Selection by {rule}"), *grids(table_of(collected, rule))]
+    return section("others", "Other selection rules", *blocks)
+
+
+def differences_section(verdict: Verdict, table: Table) -> Section:
+    """Every two methods, tested."""
+    targets, measure = table.columns[:-1], table.measure
+    title = "Differences between methods"
+    if not verdict.differences:
+        return section("differences", title, Text("One method: nothing to compare.", "note"))
+    lines = [differences.line(one, targets) for one in verdict.differences]
+    head = differences.head(targets, measure)
+    notes = [f"Last round. {differences.note(measure)}"]
+    if any(MAJORITY in one.name for one in verdict.differences):
+        notes.append(f"{MAJORITY.capitalize()}: what always naming a target's most frequent class would reach.")
+    return section("differences", title, grid("Differences", head, lines, notes))
+
+
+def gains_grid(table: Table) -> Grid | None:
+    """What each site gains over the best model that it can train alone, where both sides are measured."""
+    gains: dict[tuple[str, str], list[float]] = {}
+    for row in table.rows:
+        if isinstance(row, PairRow) and row.target != AVERAGE:
+            for site, gain in row.gain.items():
+                gains.setdefault((row.method, site), []).append(gain)
+    if not gains:
+        return None
+    sites = list(dict.fromkeys(site for _, site in gains))
+    rows: list[Cells] = [
+        [name, *(number(fmean(found)) if (found := gains.get((name, site))) else Entry(MISSING) for site in sites)]
+        for name in table.methods
+    ]
+    note = "Percentage points over the best model that a site can train alone, mean over pairs and splits."
+    return grid("Gain of each site", ["method", *sites], rows, [note])
