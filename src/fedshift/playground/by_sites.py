@@ -93,7 +93,7 @@ def _honest_run(played: Played) -> Path:
 def _script(played: Played) -> str:
     text = page(collect(_honest_run(played)))
     expect("&lt;script&gt;" in text, "the page does not show the classes")
-    expect("<script" not in text, "the page holds a script")
+    expect(text.count("<script") == 1, "the page holds a script that is not its own")
     return "the page shows the name as text"
 
 

@@ -91,7 +91,7 @@ def _sections(collected: Collected, table: Table, found: Verdict) -> Iterator[Se
         metrics_section(results, table.methods),
         predictions_section(runs, found.method),
         curves_section(runs, records, table),
-        other_section(collected),
+        other_section(collected, roles),
         differences_section(found, table),
         weights_section(runs, records, table.methods),
         cost_section(results, table.methods),

@@ -68,8 +68,7 @@ def accuracy_at_targets(curves: Mapping[str, Mapping[str, Curve]], quantity: str
             axes.set_xlabel("round")
         if number % _COLUMNS == 0:
             axes.set_ylabel(f"{quantity.lower()}, %")
-    for axes in panels[1:]:
-        axes.sharey(panels[0])
+    _share_height(panels, _COLUMNS)
     _legend(figure, *panels)
     return figure
 
@@ -110,8 +109,9 @@ def site_weights(curves: Mapping[str, Mapping[str, Curve]]) -> Figure:
         axes.set_title(target, color=INK, fontsize="medium")
         axes.set_xlabel("round")
         axes.set_ylim(bottom=0)
-    panels[0].set_ylabel("weight")
-    _share_height(panels)
+    for axes in panels[::columns]:
+        axes.set_ylabel("weight")
+    _share_height(panels, columns)
     _legend(figure, *panels)
     return figure
 
@@ -268,10 +268,15 @@ def _draw(axes: Axes, lines: Mapping[str, Curve], most: float, names: Sequence[s
     axes.set_xlim(left=0)
 
 
-def _share_height(panels: Sequence[Axes]) -> None:
-    for axes in panels[1:]:
-        axes.sharey(panels[0])
-        axes.tick_params(labelleft=False)
+def _share_height(panels: Sequence[Axes], columns: int = 0) -> None:
+    """Give all panels the same vertical axis, which holds what any of them shows."""
+    lows, highs = zip(*(axes.get_ylim() for axes in panels), strict=True)
+    for number, axes in enumerate(panels):
+        if number:
+            axes.sharey(panels[0])
+        if number % (columns or len(panels)):
+            axes.tick_params(labelleft=False)
+    panels[0].set_ylim(min(lows), max(highs))
 
 
 def _style(index: int) -> tuple[str, str, str]:

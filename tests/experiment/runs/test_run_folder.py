@@ -33,7 +33,10 @@ def begun(options: dict[str, Any], runs: Path, rounds: int = 1) -> None:
 
 def test_what_a_run_leaves(cli: Cli, tmp_path: Path) -> None:
     file = write(tmp_path / "e.yaml", experiment(sites(tmp_path)))
-    assert cli("run", file, "--runs", tmp_path / "runs").code == 0
+    done = cli("run", file, "--runs", tmp_path / "runs")
+    assert done.code == 0
+    assert "the only method" in done.out, "a verdict ends the run"
+    assert "one seed" in done.out
     part = tmp_path / "runs" / PART
     whole = {path.name for path in part.iterdir() if not path.name.startswith(".")}
     assert whole == {"experiment.yaml", "rounds.jsonl", "result.json", "model.safetensors", "predictions.parquet"}

@@ -40,7 +40,8 @@ def first_sentence(verdict: Verdict) -> str:
             f"frequent class, which is right for {expected.mean - majority.gain:.2f} %."
         )
     if alone is not None and alone.shown and alone.gain < 0:
-        return f"Do not federate yet: each site alone is better than {method} ({number}) by {_points(-alone.gain)}."
+        how = "Do not federate yet: models" if alone.shown_elsewhere else "At these targets, models"
+        return f"{how} that the sites train alone are better than {method} ({number}) by {_points(-alone.gain)}."
     where = _interval(verdict)
     if verdict.role == "pooled":
         return f"All methods pool the samples, which is not private; the best is {method}: expect {number}{where}."
@@ -74,7 +75,7 @@ def _second_sentence(verdict: Verdict) -> str:
     if pooled is not None:
         parts.append(comparison(pooled, verdict.looks if not parts else 0))
     unknown = f"not known: {'; '.join(one.short for one in verdict.unknown[:_MOST_NAMED])}."
-    return f"It is {'; '.join(parts)}; {unknown}" if parts else unknown.capitalize()
+    return f"{verdict.method} is {'; '.join(parts)}; {unknown}" if parts else unknown.capitalize()
 
 
 def comparison(one: Against, looks: int = 0) -> str:
@@ -134,7 +135,10 @@ def paragraphs(verdict: Verdict) -> Iterator[tuple[str, list[str]]]:
         lines = [f"{verdict.method} is {comparison(one)}." for one in compared]
         looks = f"p is corrected for all {verdict.looks} comparisons together." if verdict.looks else ""
         yield "By how much", [*lines, *filter(None, [looks])]
-    if verdict.method is not None:
+    if verdict.method is not None and verdict.expected is not None:
+        number = f"{_quantity(verdict.measure.name)} {verdict.expected.mean:.2f} %"
+        text = f"{verdict.method}: {number}{_interval(verdict)}."
+        yield "What to expect at the next site", [text, "The first number is the average over the targets."]
         yield "What left the sites", [left_sites(verdict)]
     yield "What is not known", [one.why for one in verdict.unknown]
 

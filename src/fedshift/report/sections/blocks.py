@@ -78,11 +78,12 @@ class Text:
 
 @dataclass(frozen=True)
 class Listing:
-    """A list, with a title if it can be folded."""
+    """A list, with or without a heading; ``folds``: the reader can close it."""
 
     kind: ClassVar[str] = "listing"
     items: tuple[str, ...]
     title: str = ""
+    folds: bool = False
 
 
 @dataclass(frozen=True)

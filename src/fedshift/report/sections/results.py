@@ -31,6 +31,8 @@ from fedshift.report.sections.blocks import (
 from fedshift.report.table import Cell, Table, table_of
 
 _MOST_CLASSES = 20
+_MARKS: Mapping[Role, str] = {"federated": "samples stay", "pooled": "not private"}
+"""Roles in fewer words, beside the name of a method."""
 _PARTS = ("training", "held_out", "measured", "unlabelled")
 
 
@@ -63,7 +65,7 @@ def result_section(collected: Collected, table: Table, roles: Mapping[str, Role]
         "The oracle looks at the labels of the target, which nobody has at a new site. "
         "It says what perfect selection could gain and is not a result.",
     )
-    how = Listing(tuple(filter(None, points)), "How to read this")
+    how = Listing(tuple(filter(None, points)), "How to read this", folds=True)
     return section("result", "Result", *grids(table, roles), drawn, how, sites_grid(collected.results))
 
 
@@ -72,6 +74,7 @@ def grids(table: Table, roles: Mapping[str, Role] | None = None) -> list[Grid]:
     columns = [name for name in (AVERAGE, *table.columns[:-1], table.columns[-1]) if name in table.columns]
     columns = list(dict.fromkeys(columns))
     named = table.measure.title or table.measure.what or table.measure.name
+    named += "" if table.select == "last" else f", selection by {table.select}"
     body = [
         [_method(name, roles or {}), *(entry(table.cells[name][column]) for column in columns)]
         for name in table.methods
@@ -82,9 +85,7 @@ def grids(table: Table, roles: Mapping[str, Role] | None = None) -> list[Grid]:
 
 def _method(name: str, roles: Mapping[str, Role]) -> Entry:
     role = roles.get(name)
-    mark = "" if role is None else {"federated": "private", "pooled": "not private"}.get(role, ROLES[role])
-    title = "" if role is None else f"{ROLES[role]}"
-    return Entry(name, mark="samples stay" if mark == "private" else mark, title=title)
+    return Entry(name) if role is None else Entry(name, mark=_MARKS.get(role, ROLES[role]), title=ROLES[role])
 
 
 def entry(cell: Cell | None) -> Entry:
@@ -148,7 +149,7 @@ def _shares(results: Sequence[RunResult]) -> dict[str, list[float]]:
     return {site: shares for site, (_, shares) in best.items()}
 
 
-def other_section(collected: Collected) -> Section:
+def other_section(collected: Collected, roles: Mapping[str, Role]) -> Section:
     """The tables of the other selection rules."""
     blocks: list[Block] = []
     rules: tuple[Selection, ...] = ("source", "oracle")
@@ -157,7 +158,7 @@ def other_section(collected: Collected) -> Section:
             text = f"Not available: {RULES[rule].description}; no source kept a held-out part."
             blocks.append(Text(text, "note"))
         else:
-            blocks += [Text(f"Selection by {rule}"), *grids(table_of(collected, rule))]
+            blocks += grids(table_of(collected, rule), roles)
     return section("others", "Other selection rules", *blocks)
 
 

@@ -1,0 +1,222 @@
+"""What the page shows: the numbers of the table, for every reader, with files of every figure."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote
+
+import numpy as np
+import pytest
+
+from fedshift.evaluation.predictions import SitePredictions, as_parquet
+from fedshift.evaluation.records import RoundRecord, SiteMetrics
+from fedshift.evaluation.site_metrics import Scored
+from fedshift.report.advice.roles import role_of
+from fedshift.report.advice.verdict import verdict
+from fedshift.report.averages import weights_by_layer
+from fedshift.report.collect import collect
+from fedshift.report.html import render
+from fedshift.report.page import DARK, LIGHT, page
+from fedshift.report.plots import accuracy_at_targets
+from fedshift.report.sections.blocks import Figure, Grid
+from fedshift.report.sections.predictions import predictions_section
+from fedshift.report.sections.results import grids, sites_grid
+from fedshift.report.table import table_of
+from fedshift.report.table_formats import as_json, markdown
+
+Write = Callable[..., Path]
+
+
+class Tables(HTMLParser):
+    """The tables of a page by caption: rows of (text, exact number or None). Also what a keyboard can reach."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[str, list[list[tuple[str, float | None]]]] = {}
+        self.rows: list[list[tuple[str, float | None]]] = []
+        self.text: str | None = None
+        self.exact: float | None = None
+        self.regions = 0
+        self.scopes: set[str | None] = set()
+        self.attributes: list[dict[str, str | None]] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag == "table":
+            self.rows = []
+        elif tag == "tr":
+            self.rows.append([])
+        elif tag in ("th", "td", "caption"):
+            self.text, self.exact = "", float(found["data-value"] or 0) if "data-value" in found else None
+            if tag == "th":
+                self.scopes.add(found.get("scope"))
+        elif tag == "div" and found.get("role") == "region":
+            assert found["tabindex"] == "0"
+            assert found["aria-label"]
+            self.regions += 1
+
+    def handle_data(self, data: str) -> None:
+        if self.text is not None:
+            self.text += data
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "caption":
+            assert self.text
+            assert self.text not in self.tables, "no two tables have the same title"
+            self.tables[self.text] = self.rows
+            self.text = None
+        elif tag in ("th", "td"):
+            self.rows[-1].append((self.text or "", self.exact))
+            self.text = None
+
+
+def read(text: str) -> Tables:
+    found = Tables()
+    found.feed(text)
+    return found
+
+
+def files(text: str) -> dict[str, list[list[str]]]:
+    """The CSV files of the figures by name."""
+    links = re.findall(r'<a download="([^"]*)\.csv" href="data:text/csv;charset=utf-8,([^"]*)"', text)
+    return {name: list(csv.reader(io.StringIO(unquote(content), newline=""))) for name, content in links}
+
+
+def test_page_table_and_json_have_the_same_numbers(experiment: Path) -> None:
+    collected = collect(experiment)
+    text, table = page(collected), table_of(collected)
+    head, *body = read(text).tables["Accuracy in percent"]
+    names = [name for name, _ in head]
+    assert names[:2] == ["method", "average"], "a small screen shows the average"
+    on_page = {(line[0][0].split()[0], names[at]): line[at] for line in body for at in range(1, len(names))}
+    rows = json.loads(as_json(table))
+    assert rows
+    for row in rows:
+        shown, exact = on_page[row["method"], row["target"]]
+        assert exact == row["mean"]
+        assert shown.split()[0].rstrip("*") == f"{row['mean']:.2f}"
+        assert f"{row['mean']:.2f}" in markdown(table)
+    numbers = files(text)["accuracy-per-target"]
+    assert {(line[0], line[1]): float(line[2]) for line in numbers[1:]} == pytest.approx(
+        {(row["method"], row["target"]): row["mean"] for row in rows}, rel=1e-5
+    )
+    by_round = files(text)["accuracy-per-site"][1:]
+    found = {(target, method, number): float(mean) for target, method, number, mean, _ in by_round}
+    assert found["M15", "fedavg", "1"] == 82.5, "mean of 81.5 and 83.5"
+    assert found["M5", "csac", "2"] == 75.0
+    expected = verdict(collected).plain()["expected"]
+    averages = {row["method"]: row["mean"] for row in rows if row["target"] == "average"}
+    assert expected["mean"] in averages.values()
+    assert f"{expected['mean']:.2f} %" in text[: text.index('id="result"')], "the verdict heads the page"
+
+
+def test_every_reader_can_use_it(experiment: Path) -> None:
+    text = page(collect(experiment))
+    found = read(text)
+    assert found.scopes == {"col", "row"}
+    assert text.count("<table") == len(re.findall(r"<table[^>]*>\s*<caption>[^<]", text)), "every table has a title"
+    assert found.regions == text.count("<table") + text.count("<figure"), "whatever scrolls can be reached by key"
+    figures = re.findall(r'<figure id="figure-([^"]*)">(.*?)</figure>', text, flags=re.S)
+    assert figures
+    assert all('class="svg-file"' in body and "aria-label" in body and "<figcaption>" in body for _, body in figures)
+    assert {name for name, _ in figures} == set(files(text)), "every figure has its numbers"
+    assert text.count("<h1>") == 1
+    assert 'lang="en"' in text
+    assert "aria-sort" in text
+
+
+def luminance(color: str) -> float:
+    channels = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("colors", [LIGHT, DARK], ids=["light", "dark"])
+def test_contrast(colors: dict[str, str]) -> None:
+    """WCAG 2: 4.5 for text and links, 3 for lines of a figure."""
+
+    def contrast(one: str, other: str) -> float:
+        low, high = sorted((luminance(colors[one]), luminance(colors[other])))
+        return (high + 0.05) / (low + 0.05)
+
+    for text in ("ink", "faint", "s0"):
+        for ground in ("paper", "wash"):
+            assert contrast(text, ground) >= 4.5, (text, ground)
+    assert all(contrast(f"s{number}", "paper") >= 3 for number in range(8))
+    assert LIGHT.keys() == DARK.keys()
+
+
+def shown(block: Grid | None) -> list[list[str]]:
+    """The text of a grid as the page shows it."""
+    assert block is not None
+    (rows,) = read(render("grids.html", grids=[block])).tables.values()
+    return [[text for text, _ in row] for row in rows]
+
+
+def test_who_sees_samples_is_said_at_every_method(write_part: Write) -> None:
+    write_part("fedavg", "t", 0, 50.0)
+    write_part("alone", "t", 0, 50.0, options={"method": {"name": "alone"}})
+    collected = collect(write_part("deepall", "t", 0, 50.0, bytes_up={"raw_data": 9}).parents[2])
+    roles = {result.method: role_of(result) for result in collected.results}
+    _, *body = shown(grids(table_of(collected), roles)[0])
+    assert [line[0] for line in body] == ["alone each site alone", "deepall not private", "fedavg samples stay"]
+
+
+def test_sizes_and_classes_of_sites(write_part: Write) -> None:
+    sizes = {"training_samples": {"a": 70}, "held_out_samples": {"a": 30}, "measured_samples": {"t": 100}}
+    found = SiteMetrics(site="t", part="target", samples=100, support=[75, 25], values={})
+    folder = write_part("m", "t", 0, 75.0, data=sizes, sites=[found])
+    names, *body = shown(sites_grid(collect(folder).results))
+    lines = {line[0]: dict(zip(names, line, strict=True)) for line in body}
+    assert (lines["a"]["training"], lines["a"]["held out"], lines["a"]["measured"]) == ("70", "30", "–")
+    assert (lines["t"]["measured"], lines["t"]["cat, %"], lines["t"]["<dog>, %"]) == ("100", "75.0", "25.0")
+
+
+def test_no_panel_cuts_a_curve() -> None:
+    low, high = {"a": ([1, 2], [10.0, 20.0], None)}, {"a": ([1, 2], [80.0, 95.0], None)}
+    axes = accuracy_at_targets({"x": high, "y": low, "z": high, "u": low}).axes
+    assert all(one.get_ylim()[0] <= 10 and one.get_ylim()[1] >= 95 for one in axes)
+
+
+def test_weights_by_layer() -> None:
+    def line(number: int, share: float) -> RoundRecord:
+        weights = {"conv": {"a": share, "b": 1 - share}, "head": {"a": 0.5, "b": 0.5}}
+        return RoundRecord(round=number, target_accuracy={}, seconds=1, mini_batches=1, aggregation_weights=weights)
+
+    found = weights_by_layer([[line(1, 0.5), line(2, 0.9)], [line(1, 0.5), line(2, 0.7)]])
+    assert list(found) == ["conv", "head"]
+    rounds, mean, _ = found["conv"]["a"]
+    assert (rounds, mean) == ([1, 2], [0.5, pytest.approx(0.8)])
+    assert weights_by_layer([[line(1, 0.5).model_copy(update={"aggregation_weights": {"a": 1.0}})]]) == {}
+
+
+def test_mistakes_of_the_chosen_method(write_part: Write) -> None:
+    pytest.importorskip("pyarrow")
+    labels = np.array([0, 0, 1, 1])
+    for seed, scores in enumerate([[0.1, 0.99, 0.8, 0.4], [0.1, 0.95, 0.8, 0.7]]):
+        given = np.array([[1 - score, score] for score in scores], dtype=np.float32)
+        scored = Scored(labels, given.argmax(1), given)
+        folder = write_part("m", "t", seed, 50.0)
+        kept = SitePredictions("t", "target", np.arange(4), ["w", "x", "y", "z"], scored)
+        (folder / "predictions.parquet").write_bytes(as_parquet([kept], ["cat", "<dog>"], {}))
+    section = predictions_section(collect(folder.parents[2]).runs, "m")
+    assert section is not None
+    drawn = [block for block in section.blocks if isinstance(block, Figure)]
+    tables = read(render("grids.html", grids=[block for block in section.blocks if isinstance(block, Grid)])).tables
+    _, *worst = tables["Worst mistakes of m"]
+    assert [[text for text, _ in line] for line in worst] == [
+        ["x", "t", "cat", "<dog>", "97", "2 of 2"],
+        ["z", "t", "<dog>", "cat", "30", "1 of 2"],
+    ]
+    _, cat, dog = tables["Confusion matrix of m"]
+    assert [exact for _, exact in cat[2:]] == [50.0, 50.0]
+    assert [exact for _, exact in dog[2:]] == [25.0, 75.0]
+    roc = list(csv.reader(io.StringIO(drawn[0].csv, newline="")))
+    assert roc[1][:4] == ["t", "m", "0", "0"]
+    assert roc[-1][:4] == ["t", "m", "100", "100"]
