@@ -17,6 +17,10 @@ import pytest
 from fedshift.evaluation.predictions import SitePredictions, as_parquet
 from fedshift.evaluation.records import RoundRecord, SiteMetrics
 from fedshift.evaluation.site_metrics import Scored
+from fedshift.experiment.budgets import budgets
+from fedshift.experiment.config.experiment import parse
+from fedshift.experiment.plan import common_settings
+from fedshift.experiment.protocol import Split
 from fedshift.report.advice.roles import role_of
 from fedshift.report.advice.verdict import verdict
 from fedshift.report.averages import weights_by_layer
@@ -24,6 +28,7 @@ from fedshift.report.collect import collect
 from fedshift.report.html import render
 from fedshift.report.page import DARK, LIGHT, page
 from fedshift.report.plots import accuracy_at_targets
+from fedshift.report.sections.about import experiment_file
 from fedshift.report.sections.blocks import Figure, Grid
 from fedshift.report.sections.predictions import predictions_section
 from fedshift.report.sections.results import grids, sites_grid
@@ -182,6 +187,35 @@ def test_no_panel_cuts_a_curve() -> None:
     low, high = {"a": ([1, 2], [10.0, 20.0], None)}, {"a": ([1, 2], [80.0, 95.0], None)}
     axes = accuracy_at_targets({"x": high, "y": low, "z": high, "u": low}).axes
     assert all(one.get_ylim()[0] <= 10 and one.get_ylim()[1] >= 95 for one in axes)
+
+
+@pytest.mark.parametrize("training", [{"rounds": 8}, {"rounds": 8, "mini_batches": 70}])
+def test_the_file_on_the_page_is_the_experiment(write_part: Write, training: dict[str, int]) -> None:
+    """Records of runs give back the file that they were made from. Sites differ in size, so budgets are rounded."""
+    given = parse(
+        {
+            "name": "exp",
+            "data": {"name": "rotated_digits", "per_class": 5, "size": 8},
+            "protocol": {"targets": ["a", "b"], "seeds": [0, 3]},
+            "model": {"name": "linear"},
+            "training": training,
+            "methods": [{"name": "deepall"}, {"name": "csac", "setting": "practical"}],
+        }
+    )
+    sizes = {"a": 100, "b": 333, "c": 210}
+    for method in given.methods:
+        for target in ("a", "b"):
+            rows = {site: np.arange(size) for site, size in sizes.items() if site != target}
+            split = Split(train=rows, held_out={}, measured={}, unlabelled={})
+            budget = budgets(method, given.methods, given.training, split)
+            options = common_settings(given, method)
+            options |= {"training": {**options["training"], "mini_batches": budget}, "target": target, "seed": 0}
+            options |= {"engine": given.dump()["engine"], "device": given.device, "versions": {"torch": "2.4"}}
+            data = {"training_samples": {site: len(found) for site, found in rows.items()}}
+            for seed in (0, 3):
+                folder = write_part(method.display, target, seed, 50.0, options=options, data=data).parents[2]
+    (folder / "order.json").write_text(json.dumps({"methods": ["deepall", "csac"]}))
+    assert parse(experiment_file(collect(folder))).dump() == given.dump()
 
 
 def test_weights_by_layer() -> None:

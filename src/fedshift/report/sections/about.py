@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 from fedshift.evaluation.cautions import cautions
 from fedshift.evaluation.records import RunResult
@@ -25,6 +26,9 @@ from fedshift.report.sections.blocks import (
     settings,
 )
 from fedshift.report.sections.metrics import unit_of
+
+_OF_A_RUN = ("target", "seed", "method", "versions", "aggregation", "wire")
+"""Settings that a run records and an experiment file does not have."""
 
 
 def facts(collected: Collected) -> list[tuple[str, str]]:
@@ -96,6 +100,41 @@ def warnings_section(results: Sequence[RunResult]) -> Section:
     return section("warnings", "Warnings", Listing(tuple(items)) if items else Text("None."))
 
 
+def experiment_file(collected: Collected) -> dict[str, Any]:
+    """The experiment as a file for `fedshift run`, with every default written out, as far as records have it.
+
+    Each run records its own settings, where the budget of every site takes the place of `training.mini_batches`. If
+    the mean over sites is the same in all runs, it takes its place again; else the budgets follow from the rounds.
+    """
+    results, order = collected.results, collected.order
+    whole = {name: value for name, value in results[0].options.items() if name not in _OF_A_RUN}
+    for section_name, left_out in (("data", "fingerprint"), ("training", "mini_batches")):
+        if isinstance(found := whole.get(section_name), Mapping):
+            whole[section_name] = {name: value for name, value in found.items() if name != left_out}
+    shares = {_budget(result) for result in results}
+    if len(shares) == 1 and (budget := shares.pop()) is not None:
+        whole["training"]["mini_batches"] = budget
+    if isinstance(protocol := whole.get("protocol"), Mapping) and "kind" in protocol:
+        pairs = protocol["kind"] == "source_target"
+        repeats = {"splits": max(order.seeds) + 1} if pairs else {"targets": order.targets, "seeds": order.seeds}
+        whole["protocol"] = {**protocol, **repeats}
+        if pairs:
+            named = {result.target: [result.labelled, result.unlabelled] for result in results}
+            whole["protocol"]["pairs"] = list(named.values())
+    first = {method: next(one for one in results if one.method == method) for method in order.methods}
+    methods = [one.options["method"] for one in first.values() if "method" in one.options]
+    return whole | ({"methods": methods} if methods else {})
+
+
+def _budget(result: RunResult) -> int | None:
+    """Mini-batches of a run, mean over the sites that train, rounded down since each site's are rounded up."""
+    training, sites = result.options.get("training"), result.data.get("training_samples")
+    budget = training.get("mini_batches") if isinstance(training, Mapping) else None
+    if not isinstance(budget, Mapping) or not sites:
+        return None
+    return int(sum(budget.values()) // len(sites))
+
+
 def settings_section(collected: Collected) -> Section:
     """Versions, the command, and every setting."""
     results = collected.results
@@ -108,8 +147,12 @@ def settings_section(collected: Collected) -> Section:
     mixed = [name for name, values in seen.items() if len(values) > 1]
     if mixed:
         blocks.append(Text(f"The runs were not run alike ({', '.join(mixed)}): compare with care.", "note"))
-    name = shlex.quote(f"{collected.name}.yaml")
-    blocks.append(Text(f"Made by: fedshift run {name}, with the settings below. Runs that exist are not repeated."))
+    file = f"{collected.name}.yaml"
+    command = f"fedshift run {shlex.quote(file)}"
+    blocks.append(
+        Text(f"To run it again: {command}, with the file below. A file of your own is named there by its checksum.")
+    )
+    blocks.append(settings(file, experiment_file(collected)))
     first = {method: next(one for one in results if one.method == method) for method in collected.order.methods}
     blocks.append(settings("Data", results[0].data))
     blocks += [settings(f"Settings of {method}", result.options) for method, result in first.items()]
