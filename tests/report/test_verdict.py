@@ -220,10 +220,10 @@ def test_no_interval_from_a_single_target_or_from_pairs() -> None:
     both = SelectedRound(round=1, accuracy=60.0, source_accuracy=70.0)
     pairs = [
         one_run(method, target, seed, 0.0, labelled=["a"], unlabelled=["b"]).model_copy(
-            update={"selected": {"last": both.model_copy(update={"accuracy": 60.0 + lead + seed})}}
+            update={"selected": {"last": both.model_copy(update={"accuracy": 60.0 + lead * place + seed})}}
         )
         for method, lead in (("fedavg", 0.0), ("csac", 9.0))
-        for target in ("a-b", "b-a", "a-c")
+        for place, target in enumerate(("a-b", "b-a", "a-c"), 1)
         for seed in (0, 1, 2)
     ]
     found = verdict(gathered(pairs))
