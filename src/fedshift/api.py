@@ -22,6 +22,7 @@ from fedshift.experiment.runs.lines import notebook_reporter
 from fedshift.extras import needed
 from fedshift.import_paths import CHILD
 from fedshift.model import Model, Samples
+from fedshift.report.advice.verdict import verdict
 from fedshift.report.collect import Collected, collect, read_rounds
 from fedshift.report.other_tools.trackers import tracker
 from fedshift.report.page import table_html
@@ -59,6 +60,10 @@ class Results:
     def markdown(self, select: Selection = "last", metric: str = "") -> str:
         """The table in Markdown."""
         return markdown(table_of(self.collected, select, metric))
+
+    def verdict(self) -> dict[str, Any]:
+        """Which method to take, what to expect at the next site, and what is not known, as `fedshift advise` says it."""
+        return verdict(self.collected).plain()
 
     def to_frame(self, select: Selection = "last") -> pandas.DataFrame:
         """One row per run: what ran, the scores of the selected round in percent, and what the run cost.

@@ -133,13 +133,21 @@ def advise(
     folder: Annotated[Path, typer.Argument(help="An experiment's folder, or one that holds it.", metavar="DIR")],
     format: Annotated[str, typer.Option("--format", help="terminal or json.")] = "terminal",
 ) -> None:
-    """Say which method to take, what to expect of it at the next site, and what the runs leave open.
-
-    Example: fedshift advise runs/study
-    """
+    """Say which method to take, what to expect of it at the next site, and what the runs leave open."""
     from fedshift.cli.advise import print_advice
 
     print_advice(folder, format)
+
+
+@app.command()
+def watch(
+    folder: Annotated[Path, typer.Argument(help="The folder of the runs, or a coordinator's kit.", metavar="DIR")],
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8765,
+) -> None:
+    """Show running experiments on a page of this machine that renews itself. It only reads."""
+    from fedshift.cli.watch import watch as watch_folder
+
+    watch_folder(folder, port)
 
 
 @app.command()

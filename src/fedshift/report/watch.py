@@ -1,0 +1,197 @@
+"""The state of running experiments, and the page that shows it. It reads the runs' files and changes nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from fedshift.deployment.json_files import read_object
+from fedshift.errors import UserError
+from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.evaluation.stored import FAILURE, ORDER, RESULT, ROUNDS, SETTINGS, is_finished, run_folders
+from fedshift.files import plain_yaml
+from fedshift.report.collect import read_order, read_result, read_rounds
+from fedshift.report.html import render
+from fedshift.report.page import DARK, LIGHT
+from fedshift.report.sections.blocks import Block, Cells, Grid, Listing, Section, Text, grid, number, section
+from fedshift.text import one_line
+
+REFRESH = 5
+"""Seconds until the page is loaded again."""
+_MOST_WARNINGS = 12
+
+
+@dataclass(frozen=True)
+class WatchedRun:
+    """A run that was begun.
+
+    Attributes:
+        names: method, target and seed.
+        result: its result, once it is finished.
+        rounds: what it measured so far; empty when it is finished.
+        planned_rounds: rounds in its settings; 0 if they cannot be read. Some methods need more.
+        failure: why it stopped; "" if it did not fail.
+        age: seconds since its last round was written; None before the first.
+    """
+
+    names: tuple[str, str, str]
+    result: RunResult | None
+    rounds: Sequence[RoundRecord]
+    planned_rounds: int
+    failure: str
+    age: float | None
+
+    @property
+    def missing(self) -> dict[str, str]:
+        """Site → why it was missing in the last round."""
+        found = self.rounds[-1].extra.get("missing") if self.rounds else None
+        return {str(site): str(why) for site, why in found.items()} if isinstance(found, Mapping) else {}
+
+    @property
+    def sent(self) -> int:
+        """Bytes that left the sites so far."""
+        if self.result is not None:
+            return sum(self.result.bytes_up.values())
+        return sum(sum(record.bytes["up"].values()) for record in self.rounds)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """An experiment, local or deployed.
+
+    Attributes:
+        name: its name.
+        runs: the runs that were begun.
+        planned: number of planned runs.
+        state: of a deployment: waiting, running, finished, failed or aborted; "" for a local experiment.
+        faults: files that cannot be read.
+    """
+
+    name: str
+    runs: Sequence[WatchedRun]
+    planned: int
+    state: str = ""
+    faults: Sequence[str] = ()
+
+    @property
+    def seconds_left(self) -> float | None:
+        """The time that unfinished runs need, one after the other, at the pace so far; None before the first round."""
+        done = [run.result.seconds for run in self.runs if run.result is not None]
+        open_runs = [run for run in self.runs if run.result is None and not run.failure]
+        paces = [fmean(record.seconds for record in run.rounds) * run.planned_rounds for run in open_runs if run.rounds]
+        if not done and not paces:
+            return None
+        whole = fmean(done or paces)
+        begun = sum(min(whole, sum(record.seconds for record in run.rounds)) for run in open_runs)
+        return max(0.0, (self.planned - len(done)) * whole - begun)
+
+
+def watched(root: Path) -> list[Watched]:
+    """The experiments in or below a folder, which may be a coordinator's kit.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    if not root.is_dir():
+        raise UserError(f"no folder '{root}': give the folder of the runs, or a coordinator's kit")
+    by_experiment: dict[Path, list[Path]] = {}
+    for folder in run_folders(root):
+        by_experiment.setdefault(folder.parents[2], []).append(folder)
+    return [_experiment(folder, runs) for folder, runs in by_experiment.items()]
+
+
+def _experiment(folder: Path, folders: Sequence[Path]) -> Watched:
+    runs, faults = [], []
+    for run in folders:
+        try:
+            runs.append(_run(run))
+        except UserError as error:
+            faults.append(str(error))
+    try:
+        order = read_order(folder / ORDER)
+        planned = max(len(folders), len(order.methods) * len(order.targets) * len(order.seeds))
+    except UserError as error:
+        faults.append(str(error))
+        planned = len(folders)
+    deployed = read_object(folder.parents[1] / "state.json") if folder.parent.name == "runs" else None
+    return Watched(folder.name, runs, planned, str((deployed or {}).get("state", "")), faults)
+
+
+def _run(folder: Path) -> WatchedRun:
+    method, target, seed = folder.parts[-3:]
+    if is_finished(folder):
+        return WatchedRun((method, target, seed), read_result(folder / RESULT), (), 0, "", None)
+    failure, age, settings = "", None, None
+    with suppress(OSError):
+        failure = (folder / FAILURE).read_text(encoding="utf-8", errors="replace").strip() or "it failed"
+    with suppress(OSError):
+        age = max(0.0, time.time() - (folder / ROUNDS).stat().st_mtime)
+    with suppress(OSError, ValueError, UserError):
+        settings = plain_yaml((folder / SETTINGS).read_bytes())
+    training = settings.get("training") if isinstance(settings, Mapping) else None
+    rounds = training.get("rounds") if isinstance(training, Mapping) else None
+    planned = rounds if isinstance(rounds, int) else 0
+    return WatchedRun((method, target, seed), None, read_rounds(folder / ROUNDS), planned, one_line(failure), age)
+
+
+def watch_page(root: Path) -> str:
+    """The page of all experiments in or below ``root``.
+
+    Raises:
+        UserError: there is no such folder.
+    """
+    sections = [
+        section(f"experiment-{place}", one.name, *_blocks(one)) for place, one in enumerate(watched(root), 1)
+    ] or [Section("none", "Nothing runs here", (Text("There is no run in this folder yet."),))]
+    return render("watch.html", root=str(root), sections=sections, refresh=REFRESH, light=LIGHT, dark=DARK)
+
+
+def _blocks(one: Watched) -> Iterator[Block]:
+    finished = sum(run.result is not None for run in one.runs)
+    failed = sum(bool(run.failure) for run in one.runs)
+    said = [f"Deployment {one.state}."] if one.state else []
+    said.append(f"{finished} of {one.planned} runs finished" + (f", {failed} failed." if failed else "."))
+    if one.seconds_left:
+        said.append(f"The rest takes {_clock(one.seconds_left)} at this pace, one run after the other.")
+    said.append(f"Sites sent {sum(run.sent for run in one.runs) / 1e6:,.2f} MB.")
+    yield Text(" ".join(said), "verdict")
+    current = [run for run in one.runs if run.result is None]
+    if current:
+        yield _runs("Begun", current)
+    absent = [(run.names, site, why) for run in current for site, why in run.missing.items()]
+    missing = [f"{site}: {one_line(why)} ({' / '.join(names)})" for names, site, why in absent]
+    if missing:
+        yield Listing(tuple(missing), "Missing in the last round")
+    done = [run for run in one.runs if run.result is not None]
+    told = [warning for run in done if run.result is not None for warning in run.result.warnings]
+    warnings = list(dict.fromkeys([*one.faults, *told]))
+    if warnings:
+        more = [f"and {len(warnings) - _MOST_WARNINGS} more"] if len(warnings) > _MOST_WARNINGS else []
+        yield Listing((*warnings[:_MOST_WARNINGS], *more), "Warnings")
+    if done:
+        yield _runs("Finished", done)
+
+
+def _runs(caption: str, runs: Sequence[WatchedRun]) -> Grid:
+    rows: list[Cells] = []
+    for run in runs:
+        last = run.rounds[-1] if run.rounds else None
+        score: Any = run.result.score() if run.result else last.target_mean if last else None
+        done = run.result.rounds if run.result else last.round if last else 0
+        of = f" of {run.planned_rounds}" if run.planned_rounds else ""
+        when = "" if run.age is None else f"{_clock(run.age)} ago"
+        rows.append([run.names[0], run.names[1], run.names[2].removeprefix("seed-"), f"{done}{of}", number(score)])
+        rows[-1] += [number(run.sent / 1e6), run.failure or when]
+    head = ["method", "target", "seed", "round", "measured, %", "MB sent", "last round"]
+    return grid(caption, head, rows, css="classes")
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,98 @@
+"""The page that watches runs: what it says of their files, and that only this machine can read it."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fedshift.cli.watch import server
+from fedshift.errors import UserError
+from fedshift.report.watch import watch_page, watched
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def running(write_part: Write) -> Path:
+    """One run is finished, one is in its second round of eight, one failed, and one has not begun. 2 s a run."""
+    write_part("fedavg", "a", 0, 70.0, 80.0, warnings=["odd <columns>"])
+    for target in ("b", "c"):
+        folder = write_part("fedavg", target, 0, 30.0, 41.5)
+        (folder / "result.json").unlink()
+        (folder / "experiment.yaml").write_text("training: {rounds: 8}")
+    (folder / "failure.txt").write_text("site 'x' sent NaN")
+    lines = (folder.parents[1] / "b" / "seed-0" / "rounds.jsonl").read_text().splitlines()
+    last = json.loads(lines[1]) | {"extra": {"missing": {"north": "no answer in <60> s"}}}
+    text = "\n".join([lines[0], json.dumps(last), '{"round": 3, "target_acc'])
+    (folder.parents[1] / "b" / "seed-0" / "rounds.jsonl").write_text(text)
+    experiment = folder.parents[2]
+    plan = {"methods": ["fedavg"], "targets": ["a", "b", "c", "d"], "seeds": [0]}
+    (experiment / "order.json").write_text(json.dumps(plan))
+    return experiment.parent
+
+
+def test_what_runs_have_done(running: Path) -> None:
+    (one,) = watched(running)
+    assert (one.name, one.planned, one.state) == ("exp", 4, "")
+    by_target = {run.names[1]: run for run in one.runs}
+    assert [record.round for record in by_target["b"].rounds] == [1, 2], "a line that is being written does not count"
+    assert by_target["b"].missing == {"north": "no answer in <60> s"}
+    assert by_target["b"].planned_rounds == 8
+    assert "NaN" in by_target["c"].failure
+    assert one.seconds_left == 4.0, "three of four runs of 2 s are left, and 2 s of them are done"
+
+
+def test_the_page_says_it_and_escapes_it(running: Path) -> None:
+    text = watch_page(running)
+    for words in ("1 of 4 runs finished, 1 failed", "2 of 8", "41.50", "odd &lt;columns&gt;", "north: no answer",
+                  "sent NaN", 'http-equiv="refresh"', "6.00 MB", "0:04"):  # fmt: skip
+        assert words in text, words
+    assert "<columns>" not in text
+    assert "<script" not in text
+    (running / "exp" / "order.json").write_text("{")
+    assert "order.json" in watch_page(running), "a damaged file is a warning"
+
+
+def test_deployments_and_empty_folders(running: Path, tmp_path: Path) -> None:
+    (running.parent / "state.json").write_text(json.dumps({"state": "running"}))
+    assert "Deployment running" in watch_page(running)
+    (tmp_path / "empty").mkdir()
+    assert "no run" in watch_page(tmp_path / "empty")
+    with pytest.raises(UserError, match="no folder"):
+        watched(tmp_path / "absent")
+
+
+@pytest.fixture
+def port(running: Path) -> Iterator[int]:
+    with server(running, 0) as serving:
+        thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        assert serving.server_address[0] == "127.0.0.1", "no other machine reaches it"
+        yield serving.server_port
+        serving.shutdown()
+        thread.join()
+
+
+def asked(port: int, method: str = "GET", path: str = "/", host: str | None = None) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    connection.request(method, path, headers={"Host": host or f"127.0.0.1:{port}"})
+    answer = connection.getresponse()
+    answer.read()
+    connection.close()
+    return answer
+
+
+def test_only_this_machine_reads_it_and_nobody_writes(port: int, running: Path) -> None:
+    answer = asked(port)
+    assert answer.status == 200
+    assert "default-src 'none'" in (answer.getheader("Content-Security-Policy") or "")
+    assert asked(port, path="/../../etc/passwd").status == 404
+    assert asked(port, host=f"evil.example:{port}").status == 403, "a stranger's name that leads here"
+    assert {asked(port, method).status for method in ("POST", "PUT", "DELETE")} == {501}
+    with pytest.raises(UserError, match="--port"):
+        server(running, port)
