@@ -72,6 +72,6 @@ def compiler_comes_later() -> bool:
         Whether the compiler is still not imported.
     """
     if COMPILER not in sys.modules:
-        torch = importlib.import_module("torch")
+        torch: Any = importlib.import_module("torch")
         sys.modules[COMPILER] = torch._dynamo = _LaterCompiler()
     return isinstance(sys.modules[COMPILER], _LaterCompiler)
