@@ -193,7 +193,6 @@ def forked(main: Callable[..., None], *arguments: Any) -> Any:
     """``main`` in a process of its own."""
     context = multiprocessing.get_context("forkserver")
     preload = ["fedshift.api", "fedshift.cli.run", "fedshift.methods.federated.csac"]
-    preload += ["sklearn.calibration"]  # metrics of a finished run need it: longer to import than to train
     context.set_forkserver_preload(preload)
     made = context.Process(target=main, args=arguments)
     made.start()
