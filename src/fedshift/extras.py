@@ -1,8 +1,11 @@
-"""Packages that only some features need. They are imported when the feature is used."""
+"""Packages that only some features need, and torch's compiler. They are imported when the feature is used."""
 
 from __future__ import annotations
 
 import importlib
+import sys
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from fedshift.errors import UserError
@@ -29,3 +32,46 @@ def needed(module: str, *, extra: str, what: str) -> Any:
     except ImportError:
         package = module.partition(".")[0]
         raise UserError(f"{what} needs the package {package}: pip install 'fedshift[{extra}]'") from None
+
+
+COMPILER = "torch._dynamo"
+
+
+class _LaterCompiler(ModuleType):
+    """Stands for ``torch._dynamo``: answers what torch's optimisers ask of it, and becomes it for anybody else."""
+
+    def __init__(self) -> None:
+        super().__init__(COMPILER)
+        self._marked: list[Callable[..., Any]] = []
+
+    def disable(self, function: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
+        """A function as it is, since nothing is compiled yet. torch keeps this answer beside the function."""
+        self._marked.append(function)
+        return function
+
+    def graph_break(self) -> None:
+        """Nothing is compiled yet."""
+
+    def __getattr__(self, name: str) -> Any:
+        """What only the compiler has, or the path of its submodules: it is imported, and torch asks it anew."""
+        if name.startswith("__") and name != "__path__":
+            raise AttributeError(name)
+        if sys.modules.get(COMPILER) is self:
+            del sys.modules[COMPILER]
+        for function in self._marked:
+            vars(function).pop("__dynamo_disable", None)
+        return getattr(importlib.import_module(COMPILER), name)
+
+
+def compiler_comes_later() -> bool:
+    """Let torch's optimisers work without torch's compiler, until somebody uses the compiler in this process.
+
+    They import it to tell it what not to compile. With it, a process takes 150 MB and a second more.
+
+    Returns:
+        Whether the compiler is still not imported.
+    """
+    if COMPILER not in sys.modules:
+        torch: Any = importlib.import_module("torch")
+        sys.modules[COMPILER] = torch._dynamo = _LaterCompiler()
+    return isinstance(sys.modules[COMPILER], _LaterCompiler)

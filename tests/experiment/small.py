@@ -192,8 +192,7 @@ def command(*words: object, said: Path, pause: float = 0.0, **environment: str) 
 def forked(main: Callable[..., None], *arguments: Any) -> Any:
     """``main`` in a process of its own."""
     context = multiprocessing.get_context("forkserver")
-    # torch's optimisers import torch._dynamo, which takes longer than everything that these processes do.
-    preload = ["torch._dynamo", "fedshift.api", "fedshift.cli.run", "fedshift.methods.federated.csac"]
+    preload = ["fedshift.api", "fedshift.cli.run", "fedshift.methods.federated.csac"]
     context.set_forkserver_preload(preload)
     made = context.Process(target=main, args=arguments)
     made.start()

@@ -242,14 +242,25 @@ def test_mobilenet_keeps_its_classifier_for_its_own_classes(mobilenet_file: str)
 
 
 @pytest.mark.slow
-def test_torchvision_comes_without_the_compiler() -> None:
-    """150 MB of every process of a deployment; the one function that needs the compiler finds it then."""
+def test_training_comes_without_the_compiler() -> None:
+    """150 MB of every process; who needs the compiler, in torch or torchvision, finds it then."""
     said = """
-import sys, torch
+import inspect, sys, torch
+from fedshift.federation.training import Training
 from fedshift.models.pretrained import light_torchvision
-light_torchvision().models.get_model("resnet18", weights=None)
-assert not {"torch._dynamo", "sympy"} & sys.modules.keys()
+network = light_torchvision().models.get_model("resnet18", weights=None).fc
+for name in ("sgd", "adam"):
+    optimizer = Training(optimizer=name).build_optimizer(network.parameters(), 0.1)
+    optimizer.zero_grad()
+    network(torch.ones(1, 512)).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+assert inspect.getmodule(torch.optim.SGD) is sys.modules["torch.optim.sgd"]
+assert not {"torch._dynamo.utils", "sympy"} & sys.modules.keys()
 assert light_torchvision().ops.roi_align.__globals__["is_compile_supported"]("cpu") in (True, False)
+assert sys.modules["torch._dynamo"] is torch._dynamo
 assert torch._dynamo.__file__
+optimizer.zero_grad()
+assert torch.optim.Optimizer.zero_grad.__wrapped__.__dynamo_disable.__module__.startswith("torch._dynamo")
 """
     subprocess.run([sys.executable, "-c", said], check=True)

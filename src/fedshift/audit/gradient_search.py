@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from fedshift.data.domain import Preprocessing
 from fedshift.data.transforms import normalised
+from fedshift.extras import compiler_comes_later
 from fedshift.functional import leakage
 from fedshift.models.network import Network
 
@@ -125,6 +126,7 @@ class Attempt:
 
     def run(self) -> None:
         """Search until the evaluations are used up or the search makes no progress."""
+        compiler_comes_later()
         if self._attack == "l2":
             self._lbfgs()
         else:

@@ -1,4 +1,4 @@
-"""What the scores of one site's samples say of a model: discrimination and calibration, by scikit-learn, in percent.
+"""What the scores of one site's samples say of a model: discrimination and calibration, in percent.
 
 Computed once a run, at its end. `metrics` has what is computed after every round.
 """
@@ -13,12 +13,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fedshift.evaluation.bootstrap import Outcomes, intervals
+from fedshift.evaluation.bootstrap import Outcomes, intervals, weighted
 from fedshift.evaluation.metrics import accuracy, withheld
 from fedshift.evaluation.records import SiteMetric, SiteMetrics
 
 BINS = 10
 """Bins of scores, of equal width, in a reliability curve."""
+_WEIGHTED: tuple[SiteMetric, ...] = ("balanced_accuracy", "auroc", "auprc", "sensitivity", "specificity", "brier")
 _BY_CLASS: tuple[SiteMetric, ...] = ("balanced_accuracy", "auroc", "auprc", "sensitivity", "specificity")
 """Metrics that treat classes apart. A site that does not tell the support of a class tells none of them."""
 
@@ -87,8 +88,7 @@ def site_metrics(
     if np.isfinite(scores).all():
         used = threshold if part == "target" else None
         outcomes = Outcomes.of(labels, scored.predicted, scores, used)
-        values |= _discrimination(labels, scored.predicted, scores, used)
-        values["brier"] = _brier(labels, scores.astype(np.float64))
+        values |= _unweighted(outcomes)
         curve, values["calibration_error"] = _calibration(outcomes)
         if resamples:
             limits = intervals(outcomes, tuple(values), scored.groups, resamples)
@@ -136,47 +136,20 @@ def common_threshold(sources: Sequence[SiteMetrics]) -> float | None:
     return median(chosen) if chosen else None
 
 
-def _discrimination(
-    labels: NDArray[np.int64], predicted: NDArray[np.int64], scores: NDArray[np.float32], threshold: float | None
-) -> dict[SiteMetric, float]:
-    """The metrics that treat classes apart, as far as the classes that are there allow."""
-    from sklearn import config_context
-    from sklearn.metrics import average_precision_score, recall_score, roc_auc_score
-
-    present = np.unique(labels)
-    found: dict[SiteMetric, float] = {}
-    with config_context(assume_finite=True, skip_parameter_validation=True):
-        found["balanced_accuracy"] = recall_score(labels, predicted, labels=present, average="macro", zero_division=0)
-        if len(present) > 1:
-            binary = scores.shape[1] == 2
-            true = labels if binary else (labels[:, None] == present).astype(np.int64)
-            chosen = scores[:, 1] if binary else scores[:, present]
-            found["auroc"] = roc_auc_score(true, chosen, average="macro")
-            found["auprc"] = average_precision_score(true, chosen, average="macro")
-        if threshold is not None:
-            positive = scores[:, 1] >= np.asarray(threshold, dtype=scores.dtype)
-            for metric, number in (("sensitivity", 1), ("specificity", 0)):
-                if number in present:
-                    found[metric] = recall_score(labels, positive, pos_label=number)  # type: ignore[index]
-    return {metric: min(100.0, 100.0 * float(value)) for metric, value in found.items()}
-
-
-def _brier(labels: NDArray[np.int64], scores: NDArray[np.float64]) -> float:
-    from sklearn.metrics import brier_score_loss, mean_squared_error
-
-    if scores.shape[1] == 2:
-        return min(100.0, 100.0 * float(brier_score_loss(labels, scores[:, 1], pos_label=1)))
-    true = np.eye(scores.shape[1])[labels]
-    return min(100.0, 50.0 * float(np.sum(mean_squared_error(true, scores, multioutput="raw_values"))))
+def _unweighted(outcomes: Outcomes) -> dict[SiteMetric, float]:
+    """The metrics of a bootstrap in which every sample counts once, as far as the classes that are there allow."""
+    found = weighted(outcomes, _WEIGHTED, np.ones((1, len(outcomes.labels))))
+    if len(np.unique(outcomes.labels)) < 2:
+        del found["auroc"], found["auprc"]
+    return {metric: min(100.0, float(value)) for metric, (value,) in found.items() if np.isfinite(value)}
 
 
 def _calibration(outcomes: Outcomes) -> tuple[list[tuple[float, float, int]], float]:
     """Mean score, share of outcomes and samples of each bin that has any, in percent; and the mean gap."""
-    from sklearn.calibration import calibration_curve
-
-    shares, means = calibration_curve(outcomes.outcome, outcomes.confidence, n_bins=BINS, pos_label=1)
     bins = np.searchsorted(np.linspace(0.0, 1.0, BINS + 1)[1:-1], outcomes.confidence)
-    counts = np.unique(bins, return_counts=True)[1]
+    _, bins, counts = np.unique(bins, return_inverse=True, return_counts=True)
+    means = np.bincount(bins, weights=outcomes.confidence) / counts
+    shares = np.bincount(bins, weights=outcomes.outcome) / counts
     curve = [
         (min(100.0, 100.0 * float(mean)), 100.0 * float(share), int(count))
         for mean, share, count in zip(means, shares, counts, strict=True)

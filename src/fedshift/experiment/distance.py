@@ -18,6 +18,7 @@ from torch import Tensor
 from fedshift.data.domain import DataSet
 from fedshift.experiment.config.sections import Engine
 from fedshift.experiment.protocol import Split
+from fedshift.extras import compiler_comes_later
 from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.messages import Reply
@@ -61,6 +62,7 @@ class SiteClassifier(Method):
 
     def round(self, federation: Federation, state: State) -> State:
         """Train the classifier: `torch.optim.LBFGS` with gradients that the sites compute."""
+        compiler_comes_later()
         sites = (*federation.sources, *federation.targets)
         plane = {name: tensor.clone().requires_grad_() for name, tensor in state.weights.items()}
         optimizer = torch.optim.LBFGS(list(plane.values()), max_iter=_ITERATIONS, line_search_fn="strong_wolfe")

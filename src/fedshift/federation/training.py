@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFlo
 from torch import Tensor, nn
 
 from fedshift.data.transforms import Augmentation, NamedAugmentation
+from fedshift.extras import compiler_comes_later
 from fedshift.functional import schedules
 from fedshift.models.products import Precision, Products, with_precision, with_products
 
@@ -124,6 +125,7 @@ class Training(BaseModel):
 
     def build_optimizer(self, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
         """The optimiser of these settings, over those ``parameters`` that require a gradient."""
+        compiler_comes_later()
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         if self.optimizer == "adam":
             return torch.optim.Adam(trained, lr=lr, weight_decay=self.weight_decay, fused=True)

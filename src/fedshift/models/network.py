@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,6 +49,10 @@ class Network(nn.Module):
         self.stages = dict(stages)
         self.alignment_stages = tuple(alignment_stages)
         self.seed = seed
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Network:
+        made: Network = _copied(self, memo)
+        return made
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Logits (n, classes)."""
@@ -128,3 +134,33 @@ class Network(nn.Module):
             for handle in handles:
                 handle.remove()
         return logits, {name: seen[name] for name in names}
+
+
+def _copied(module: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy of a module in a tenth of the time.
+
+    A module has a dozen dictionaries of hooks, mostly empty. `copy.deepcopy` takes longer for them than for the weights
+    of a small network, which sites copy in every exchange.
+    """
+    kind: Any = type(module)
+    if id(module) in memo or any(getattr(kind, name) is not getattr(nn.Module, name) for name in _PICKLING):
+        return copy.deepcopy(module, memo)  # it is copied already, or says itself how it is copied
+    made = kind.__new__(kind)
+    memo[id(module)] = made
+    for name, value in vars(module).items():
+        if name == "_modules":
+            new: Any = {key: child if child is None else _child(child, memo) for key, child in value.items()}
+        elif type(value) in _CONTAINERS and not value:
+            new = type(value)()
+        else:
+            new = copy.deepcopy(value, memo)
+        vars(made)[name] = new
+    return made
+
+
+def _child(module: nn.Module, memo: dict[int, Any]) -> Any:
+    return copy.deepcopy(module, memo) if hasattr(module, "__deepcopy__") else _copied(module, memo)
+
+
+_PICKLING = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
+_CONTAINERS = (dict, OrderedDict, set)

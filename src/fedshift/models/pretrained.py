@@ -22,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from fedshift.errors import UserError
+from fedshift.extras import COMPILER, compiler_comes_later
 
 _UNREADABLE = (
     OSError,
@@ -43,19 +44,19 @@ def light_torchvision() -> Any:
     torchvision imports the compiler for one function that no network here uses (RoI align). With it the import takes
     150 MB and a second more, in every process. Whoever does use that function gets the compiler then.
     """
-    package, utils = "torch._dynamo", "torch._dynamo.utils"
-    if "torchvision" not in sys.modules and package not in sys.modules:
+    utils = f"{COMPILER}.utils"
+    if "torchvision" not in sys.modules and compiler_comes_later():
         stand_in = ModuleType(utils)
         stand_in.is_compile_supported = (  # type: ignore[attr-defined]
             lambda device: importlib.import_module(utils).is_compile_supported(device)
         )
-        sys.modules |= {package: ModuleType(package), utils: stand_in}
+        sys.modules[utils] = stand_in
         try:
             importlib.import_module("torchvision")
         except ImportError:  # this torchvision needs more of the compiler; below it is imported with all of it
             pass
         finally:
-            del sys.modules[package], sys.modules[utils]
+            del sys.modules[utils]
     return importlib.import_module("torchvision")
 
 

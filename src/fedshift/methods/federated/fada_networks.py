@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedshift.errors import FedshiftError
+from fedshift.extras import compiler_comes_later
 from fedshift.federation.messages import Features
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site import Site
@@ -125,6 +126,7 @@ class DomainIdentifiers:
             if site in self._known:
                 module.load_state_dict(dict(self._known[site]))
             self._modules[site] = module
+            compiler_comes_later()
             self._optimizers[site] = torch.optim.Adam(module.parameters(), lr=self._rate)
         module, optimizer = self._modules[site], self._optimizers[site]
         optimizer.zero_grad(set_to_none=True)

@@ -1,14 +1,9 @@
-"""Python imports this first in every process of a test's federation: notes which addresses it looks up and dials.
-
-It also spares each of them torch's compiler, which torch's optimisers import and fedshift never uses: half of the time
-that a job's process takes to start.
-"""
+"""Python imports this first in every process of a test's federation: notes which addresses it looks up and dials."""
 
 import json
 import os
 import socket
 import sys
-from types import ModuleType
 from typing import Any
 
 FOLDER = os.environ.get("FEDSHIFT_WATCHED", "")
@@ -34,8 +29,3 @@ if FOLDER:
     with open(os.path.join(FOLDER, f"{os.getpid()}.jsonl"), "w", encoding="utf-8"):
         pass  # a process that dials nobody is seen, too
     sys.addaudithook(note)
-
-compiler: Any = ModuleType("torch._dynamo")
-compiler.disable = lambda function, *_, **__: function
-compiler.graph_break = lambda: None
-sys.modules["torch._dynamo"] = compiler
