@@ -212,6 +212,10 @@ class DataSource(BaseModel):
             )
         return replace(data, preprocessing=preprocessing)
 
+    def labelled_by(self) -> dict[str, Any] | None:
+        """How a table says the class of a row, for predictions: the fields of a `Labelling`."""
+        return None
+
     def without(self, unseen: str) -> DataSource:
         """This source, with a preprocessing that uses no statistics of ``unseen``. By default it uses none at all."""
         return self

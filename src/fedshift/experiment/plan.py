@@ -257,6 +257,7 @@ def model_metadata(planned: PlannedRun) -> dict[str, Any]:
         "input_shape": list(data.input_shape),
         "classes": list(data.classes),
         "preprocessing": data.preprocessing.model_dump(mode="json"),
+        "labelled_by": experiment.data.labelled_by(),
         "sources": list(sources),
         "unseen" if isinstance(experiment.protocol, LeaveOneOut) else "adapted_to": "+".join(targets),
         "seed": run.seed,
