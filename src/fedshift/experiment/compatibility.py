@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 from fedshift.data.domain import DataSet
@@ -18,6 +19,7 @@ from fedshift.methods.base import Method
 from fedshift.methods.catalogue import SUMS
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.models import registry as models
+from fedshift.models.adapters import check_adapters, has_adapters
 from fedshift.models.network import Network
 from fedshift.models.normalisation import batch_norms
 from fedshift.models.products import has_bf16_units
@@ -48,6 +50,9 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
     if private and data.task != "classification":
         raise UserError(f"training.privacy: the loss of {data.task} is no mean over samples; it is for classification")
     models.check_task(experiment.model, data.task, data.name)
+    experiment.training.for_classes(data.classes)
+    if experiment.training.class_weights is not None and data.task != "classification":
+        raise UserError(f"training.class_weights: an image of data set {data.name} has no single class; leave it out")
     _check_headline(experiment, data)
     if experiment.evaluation.predictions and data.task == "classification" and not can_be_kept():
         warnings.append(MISSING)
@@ -62,6 +67,7 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
     if experiment.training.precision == "bf16" and not has_bf16_units(resolve_device(experiment.device)):
         warnings.append("training.precision: this device has no units for bf16, so it is no faster than float32")
     fewest = min(len(sources) for sources, _ in roles)
+    start = _start(experiment, data)
     for method in experiment.methods:
         if engine.sums_only:
             check_sums(method, fewest)
@@ -74,8 +80,7 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
                 f"for {data.task}: choose {', '.join(fitting)}"
             )
         for sources in sorted(numbers):
-            network = models.build(experiment.model, data.input_shape, len(data.classes), 0)
-            network = method.adapt_network(network, sources)
+            network = _adapted(method, copy.deepcopy(start), sources)
             method.check(network)
             if private:
                 check_private(method, network, data.input_shape)
@@ -104,6 +109,35 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
                 warnings.append(f"{refusal}: the site is left out of such exchanges")
         warnings += method.check_samples(data.input_shape)
     return (*warnings, *privacy_warnings(plan))
+
+
+def _start(experiment: Experiment, data: DataSet) -> Network:
+    """The network that runs start from; its weights are arbitrary.
+
+    Raises:
+        UserError: it cannot have the adapters of the experiment.
+    """
+    start = experiment.training.network(experiment.model, data.input_shape, len(data.classes), 0)
+    if experiment.training.adapters is not None:
+        check_adapters(start, data.input_shape)
+    return start
+
+
+def _adapted(method: Method, network: Network, sources: int) -> Network:
+    """What the sites of a method train.
+
+    Raises:
+        UserError: the method cannot change a network that has adapters.
+    """
+    try:
+        return method.adapt_network(network, sources)
+    except (RuntimeError, AttributeError, KeyError, TypeError, ValueError) as error:
+        if not has_adapters(network):
+            raise
+        raise UserError(
+            f"training.adapters: {method.display} changes layers of the network, which it cannot where they have "
+            "adapters or are fixed: choose another method, such as fedavg, or leave adapters out"
+        ) from error
 
 
 def _check_headline(experiment: Experiment, data: DataSet) -> None:
