@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from fedshift.data.builders.arrays import readable_inputs
 from fedshift.data.builders.in_memory import InMemory
+from fedshift.data.builders.medical import is_medical, slices_of
 from fedshift.data.builders.table_labels import Labelling
 from fedshift.data.domain import Preprocessing
 from fedshift.data.images import ImageFile, decode, is_image, on_disk
@@ -44,7 +45,7 @@ def load_for_prediction(path: Path, preprocessing: Preprocessing) -> tuple[list[
         return encode_rows(preprocessing, path)
     if path.is_file() and suffix == ".npz":
         return _arrays(path, preprocessing)
-    if path.is_file() and not is_image(path.name):
+    if path.is_file() and not is_image(path.name) and not is_medical(path.name):
         raise UserError(f"{path} cannot be predicted: give an image, a folder of images, an .npz or a .csv file")
     return _images(path, preprocessing)
 
@@ -136,14 +137,22 @@ def _images(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored
         files = sorted(
             found
             for found in path.rglob("*")
-            if is_image(found.name)
+            if (is_image(found.name) or is_medical(found.name))
             and found.is_file()
             and not any(part.startswith(".") for part in found.relative_to(path).parts)
         )
     if not files:
         raise UserError(f"{path} holds no images: give an image or a folder of images")
-    names = [path.name if path.is_file() else file.relative_to(path).as_posix() for file in files]
-    entries: list[ImageFile] = [on_disk(file) for file in files]
+    names, entries = [], list[ImageFile]()
+    for file in files:
+        name = path.name if path.is_file() else file.relative_to(path).as_posix()
+        found = (
+            [one.image for one in slices_of(file, window=preprocessing.window)]
+            if is_medical(file.name)
+            else [on_disk(file)]
+        )
+        names += [name if len(found) == 1 else f"{name}[{number}]" for number in range(len(found))]
+        entries += found
     return names, np.stack([decode(entry, channels, height, width) for entry in entries])
 
 

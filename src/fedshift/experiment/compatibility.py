@@ -19,10 +19,11 @@ from fedshift.methods.base import Method
 from fedshift.methods.catalogue import SUMS
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.models import registry as models
-from fedshift.models.adapters import check_adapters, has_adapters
+from fedshift.models.adapters import check_adapters, merged
 from fedshift.models.network import Network
 from fedshift.models.normalisation import batch_norms
 from fedshift.models.products import has_bf16_units
+from fedshift.weights import Weights
 
 
 def check_fit(plan: Plan) -> tuple[str, ...]:
@@ -80,7 +81,10 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
                 f"for {data.task}: choose {', '.join(fitting)}"
             )
         for sources in sorted(numbers):
-            network = _adapted(method, copy.deepcopy(start), sources)
+            plain = None
+            if experiment.training.adapters is not None:
+                plain = models.build(experiment.model, data.input_shape, len(data.classes), 0)
+            network = _adapted(method, copy.deepcopy(start), plain, sources)
             method.check(network)
             if private:
                 check_private(method, network, data.input_shape)
@@ -123,21 +127,34 @@ def _start(experiment: Experiment, data: DataSet) -> Network:
     return start
 
 
-def _adapted(method: Method, network: Network, sources: int) -> Network:
+def _adapted(method: Method, network: Network, plain: Network | None, sources: int) -> Network:
     """What the sites of a method train.
+
+    Args:
+        method: the method.
+        network: the one that runs start from.
+        plain: the same without adapters; None if it has none.
+        sources: number of source domains.
 
     Raises:
         UserError: the method cannot change a network that has adapters.
     """
-    try:
+    if plain is None:
         return method.adapt_network(network, sources)
+    fault = UserError(
+        f"training.adapters: {method.display} changes layers of the network, which it cannot where they are fixed: "
+        "write adapters.normalisation: true if these are BatchNorm, or choose another method, such as fedavg"
+    )
+    try:
+        adapted = method.adapt_network(network, sources)
+        evaluated = method.evaluated_network(adapted, sources)
+        found = merged(evaluated, Weights(evaluated.state_dict()))
     except (RuntimeError, AttributeError, KeyError, TypeError, ValueError) as error:
-        if not has_adapters(network):
-            raise
-        raise UserError(
-            f"training.adapters: {method.display} changes layers of the network, which it cannot where they have "
-            "adapters or are fixed: choose another method, such as fedavg, or leave adapters out"
-        ) from error
+        raise fault from error
+    wanted = method.evaluated_network(method.adapt_network(plain, sources), sources).state_dict()
+    if {name: tensor.shape for name, tensor in found.items()} != {name: wanted[name].shape for name in wanted}:
+        raise fault
+    return adapted
 
 
 def _check_headline(experiment: Experiment, data: DataSet) -> None:

@@ -205,9 +205,12 @@ def _adapted(network: nn.Module) -> dict[str, Any]:
 def _merge(network: Network) -> None:
     """Add each adapter to its layer, and give the network its whole state back."""
     for path, layer in _adapted(network).items():
-        layer.merge()
+        base, first, second = layer.base_layer, layer.lora_A["default"].weight, layer.lora_B["default"].weight
+        # Not by peft, whose product is wrong for convolutions of 1 × 1 × 1.
+        product = (second.detach().flatten(1) @ first.detach().flatten(1)).view(base.weight.shape)
+        base.weight.add_(layer.scaling["default"] * product)
         parent, _, child = path.rpartition(".")
-        setattr(network.get_submodule(parent), child, layer.get_base_layer())
+        setattr(network.get_submodule(parent), child, base)
     for module in network.modules():
         for name, is_parameter in getattr(module, _FIXED, {}).items():
             tensor = module._buffers.pop(name)
