@@ -282,7 +282,7 @@ def test_data_are_fetched_only_as_they_are_known(
     root.mkdir()
     monkeypatch.setenv("FEDSHIFT_DATA", str(root))
     for wrong, said in (
-        (manifest("none.zip"), "Not Found"),
+        (manifest("none.zip"), "cannot be fetched"),
         (manifest("all.zip", **{"set/b.data": "0"}), r"b\.data .*not the version"),
         (manifest("all.zip", ["set/c.data"], **{"set/c.data": "0"}), r"no c\.data"),
         (replace(manifest("all.zip"), downloads={}), "by hand"),

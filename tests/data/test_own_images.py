@@ -209,7 +209,7 @@ def test_corrupt_images_are_skipped_and_listed_by_choice(tmp_path: Path) -> None
     root = collection(tmp_path / "photos")
     (root / "north" / "cat" / "bad.png").write_bytes(b"no image")
     cut = (root / "south" / "dog" / "0.png").read_bytes()
-    (root / "south" / "dog" / "cut.png").write_bytes(cut[: len(cut) - 20])
+    (root / "south" / "dog" / "cut.png").write_bytes(cut[: len(cut) // 2])
     with pytest.raises(UserError, match="does not decode"):
         ImageFolder(root=root, size=16).build()
     for _ in range(2):  # the second time from the cache
