@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from fedshift.class_registry import ClassRegistry
 from fedshift.errors import FedshiftError, UserError
+from fedshift.import_paths import import_file
 
 PLACES = {"known": "fedshift.errors:UserError", "refused": "fedshift.errors:Refused", "gone": "fedshift.nowhere:Gone"}
 
@@ -64,3 +66,33 @@ def test_permission_is_asked_before_anything_is_imported(tmp_path: Path) -> None
     with pytest.raises(UserError, match="not permitted"):
         registry().find("mine.py:Mine", folder=tmp_path, permit=permit)
     assert not hasattr(sys, "ran_without_permission")
+
+
+def test_files_beside_a_users_file_are_imported_and_part_of_its_checksum(tmp_path: Path) -> None:
+    def written(folder: str, width: int, deep: int) -> Path:
+        (tmp_path / folder / "own_parts").mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "own_blocks.py").write_text(f"from own_parts.deep import DEEP\nWIDTH = {width}")
+        (tmp_path / folder / "own_parts" / "deep.py").write_text(f"DEEP = {deep}")
+        file = tmp_path / folder / "own.py"
+        file.write_text("import own_blocks as b\n\ndef late():\n    import own_later\n    return own_later.LATE\n")
+        (tmp_path / folder / "own_later.py").write_text("LATE = 7")
+        return file
+
+    path = list(sys.path)
+    try:
+        first = import_file(str(written("one", 1, 2)))
+        assert (first.b.WIDTH, first.b.DEEP, first.late()) == (1, 2, 7)
+        assert import_file(str(written("one", 1, 2))) is first
+        wider, deeper = import_file(str(written("one", 3, 2))), import_file(str(written("one", 3, 4)))
+        elsewhere = import_file(str(written("two", 5, 6)))
+        found = [(module.b.WIDTH, module.b.DEEP) for module in (first, wider, deeper, elsewhere)]
+        assert found == [(1, 2), (3, 2), (3, 4), (5, 6)]
+        assert len({module.__sha256__ for module in (first, wider, deeper, elsewhere)}) == 4
+        assert not list(tmp_path.rglob("__pycache__"))
+    finally:
+        sys.path[:] = path
+        for name in [name for name in sys.modules if name.startswith("own_")]:
+            del sys.modules[name]
+    alone = tmp_path / "alone.py"
+    alone.write_text("import json\nimport torch\n")
+    assert import_file(str(alone)).__sha256__ == hashlib.sha256(alone.read_bytes()).hexdigest()

@@ -56,6 +56,24 @@ def test_your_images(play: Callable[[str], str], place: Path) -> None:
     assert (place / "exported" / "README.md").exists()
 
 
+def test_your_network(play: Callable[[str], str], place: Path) -> None:
+    printed = play("your_network.py")
+    assert "classifier: head, which reads 4 features" in printed
+    results = fedshift.results(place / "runs" / "your_network")
+    assert [run.method for run in results.runs] == ["fedavg", "csac"]
+    assert results.markdown() in printed
+    assert (place / "exported_network" / "model.pt").exists()
+
+
+@pytest.mark.slow
+def test_one_machine(play: Callable[[str], str], place: Path) -> None:
+    pytest.importorskip("nvflare")
+    printed = play("one_machine.py")
+    assert "the same model as in a simulation: yes" in printed
+    (run,) = fedshift.results(place / "deployed" / "table").runs
+    assert f"left the hospitals: {run.bytes_up}" in printed
+
+
 def test_your_method(play: Callable[[str], str]) -> None:
     printed = play("your_method.py")
     for method in ("fedavg", "trimmed_mean"):

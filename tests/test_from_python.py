@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 from safetensors.torch import load_file
 
 import fedshift
@@ -17,6 +18,7 @@ from fedshift.api import Results
 from fedshift.data.domain import Preprocessing
 from fedshift.data.inference import load_for_prediction, samples_in_memory
 from fedshift.errors import FedshiftError, UserError
+from fedshift.evaluation.records import SiteMetric
 from fedshift.experiment.export import export
 from fedshift.experiment.predict import TrainedModel, from_weights
 from fedshift.methods import registry
@@ -65,6 +67,18 @@ def test_a_data_frame_has_a_row_per_run_and_one_per_round(results: Results) -> N
     assert frame["accuracy"].tolist() == [run.accuracy() for run in results.runs]
     assert results.to_frame("source")["score"].tolist() == [run.score("source") for run in results.runs]
     assert frame["bytes_up"].tolist() == [sum(run.bytes_up.values()) for run in results.runs]
+    for metric in get_args(SiteMetric):
+        values = frame[metric].tolist()
+        assert values == [run.site_metric(metric) for run in results.runs]
+        assert results.to_frame("source")[metric].isna().all() or metric == "accuracy"
+    known = [run.targets[0].intervals["auroc"] for run in results.runs]
+    assert list(zip(frame["auroc_low"], frame["auroc_high"], strict=True)) == known
+    assert frame["majority"].tolist() == [run.targets[0].majority for run in results.runs]
+    sites = results.sites_to_frame()
+    held_out = sites[(sites["target"] == "east") & (sites["seed"] == 1) & (sites["site"] == "north")]
+    said = next(site for site in results.runs[1].sites if site.site == "north")
+    assert held_out[["part", "samples", "brier"]].values.tolist() == [["held_out", said.samples, said.values["brier"]]]
+    assert held_out[["samples_ill", "samples_well"]].values.tolist() == [said.support]
     rounds = results.rounds_to_frame()
     assert rounds.groupby(["target", "seed"])["round"].apply(list).tolist() == [[1, 2]] * 4
     last = rounds[(rounds["target"] == "east") & (rounds["round"] == 2)]
@@ -87,6 +101,60 @@ def test_a_model_predicts_a_file_and_the_same_rows_in_memory(results: Results, t
         model.predict(frame[["sex"]])
     with pytest.raises(UserError, match="data frame"):
         model.predict(np.zeros((2, 3)))
+
+
+def test_predictions_keep_ids_scores_and_labels(tables: dict[str, Path], tmp_path: Path) -> None:
+    """A model of a table with an id column, and of a condition: what a file with these columns gives back."""
+    pandas = pytest.importorskip("pandas")
+    for site, file in tables.items():
+        patients = pandas.read_csv(file, dtype=str, keep_default_na=False)
+        patients["patient"] = [f"{site}-{row}" for row in range(len(patients))]
+        patients["grade"] = (patients["outcome"] == "ill").astype(int) * 2
+        patients.to_csv(tmp_path / f"{site}.csv", index=False)
+    run = fedshift.run(
+        {
+            "data": {
+                "name": "table",
+                "sites": {site: tmp_path / f"{site}.csv" for site in tables},
+                "positive": "grade > 0",
+                "numeric": ["age"],
+                "id": "patient",
+            },
+            "protocol": {"targets": ["east"], "seeds": [0]},
+            "model": {"name": "linear"},
+            "training": {"rounds": 1},
+            "methods": ["fedavg"],
+        },
+        tmp_path / "runs",
+    )
+    model, east = run.model(), pandas.read_csv(tmp_path / "east.csv")
+    found = model.predictions(tmp_path / "east.csv")
+    assert list(found) == ["id", "label", "predicted", "score_negative", "score_positive"]
+    assert found["id"].tolist() == east["patient"].tolist()
+    assert found["label"].tolist() == np.where(east["grade"] > 0, "positive", "negative").tolist()
+    assert np.array_equal(found[["score_negative", "score_positive"]].to_numpy(np.float32), model.predict_proba(east))
+    assert model.predictions(east).equals(found)
+    kept = pandas.read_parquet(run.collected.runs[0].folder / "predictions.parquet").query("part == 'target'")
+    assert kept["label"].tolist() == found["label"].tolist()
+    assert "label" not in model.predictions(east[["age", "sex"]])
+    east["grade"] = east["grade"].astype(object).where(east.index > 0, "?")
+    assert model.predictions(east)["label"].tolist()[:2] == [None, found["label"][1]]
+
+
+@pytest.mark.parametrize("labels", [np.array([1, 0, 7]), np.array(["two", "one", "three"])])
+def test_labels_of_arrays_and_of_folders_are_kept(labels: np.ndarray, tmp_path: Path) -> None:
+    pytest.importorskip("pandas")
+    model, images = fedshift.Model(untrained({"name": "linear"}, (1, 4, 4))), np.zeros((3, 4, 4), dtype=np.uint8)
+    np.savez(tmp_path / "new.npz", x=images, y=labels)
+    assert model.predictions(tmp_path / "new.npz")["label"].tolist() == ["two", "one", None]
+    for number, folder in enumerate(("two", "one")):
+        (tmp_path / folder).mkdir()
+        Image.fromarray(images[0]).save(tmp_path / folder / f"{number}.png")
+    assert model.predictions(tmp_path)[["id", "label"]].values.tolist() == [["one/1.png", "one"], ["two/0.png", "two"]]
+    assert "label" not in model.predictions(tmp_path / "one")
+    np.savez(tmp_path / "short.npz", x=images, y=labels[:2])
+    with pytest.raises(UserError, match="y has shape"):
+        model.predictions(tmp_path / "short.npz")
 
 
 def test_results_find_the_model_of_a_run(results: Results, tables: dict[str, Path]) -> None:
@@ -125,9 +193,10 @@ FEATURES = Preprocessing(kind="features", shape=(2,))
 )
 def test_arrays_are_read_like_those_of_a_file(preprocessing: Preprocessing, given: Any, tmp_path: Path) -> None:
     np.savez(tmp_path / "new.npz", x=given)
-    read = samples_in_memory(given, preprocessing)
+    names, read = samples_in_memory(given, preprocessing)
+    assert names == ["0", "1"]
     assert np.array_equal(read, load_for_prediction(tmp_path / "new.npz", preprocessing)[1])
-    assert np.array_equal(samples_in_memory(torch.from_numpy(given), preprocessing), read)
+    assert np.array_equal(samples_in_memory(torch.from_numpy(given), preprocessing)[1], read)
     with pytest.raises(UserError, match="shape"):
         samples_in_memory(given[:, :1], preprocessing)
 
@@ -135,7 +204,7 @@ def test_arrays_are_read_like_those_of_a_file(preprocessing: Preprocessing, give
 def test_features_may_be_integers_a_list_or_a_data_frame() -> None:
     pandas = pytest.importorskip("pandas")
     for given in (np.array([[1, 2]]), [[1, 2]], pandas.DataFrame({"a": [1], "b": [2]})):
-        assert samples_in_memory(given, FEATURES).tolist() == [[1.0, 2.0]]
+        assert samples_in_memory(given, FEATURES)[1].tolist() == [[1.0, 2.0]]
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, get_args
 
 import numpy.typing as npt
 
 from fedshift.errors import UserError, nearest
-from fedshift.evaluation.records import RunResult, Selection
+from fedshift.evaluation.records import RunResult, Selection, SiteMetric, SiteMetrics
 from fedshift.evaluation.stored import ROUNDS
 from fedshift.experiment import check as checks
 from fedshift.experiment.config.experiment import Experiment, parse
@@ -62,17 +63,45 @@ class Results:
         return markdown(table_of(self.collected, select, metric))
 
     def verdict(self) -> dict[str, Any]:
-        """Which method to take, what to expect at the next site, and what is not known, as `fedshift advise` says it."""
+        """Which method to take, what to expect at the next site, what is not known, as `fedshift advise` says it."""
         return verdict(self.collected).plain()
 
     def to_frame(self, select: Selection = "last") -> pandas.DataFrame:
         """One row per run: what ran, the scores of the selected round in percent, and what the run cost.
+
+        All measures of docs/measures.md have a column, and with one target ``<measure>_low`` and ``<measure>_high``
+        are their intervals over samples. ``majority`` is what always saying a target's most frequent class would reach.
+        Only the last round is measured so: with another ``select`` they are missing.
 
         Raises:
             UserError: pandas is not installed.
         """
         frames = needed("pandas", extra="tables", what="to_frame")
         return frames.DataFrame([_described(run, select) for run in self.runs])
+
+    def sites_to_frame(self) -> pandas.DataFrame:
+        """One row per run and measured site: samples, base rate, and all measures of the last round in percent.
+
+        Raises:
+            UserError: pandas is not installed.
+        """
+        frames = needed("pandas", extra="tables", what="sites_to_frame")
+        return frames.DataFrame(
+            [
+                {
+                    **_names(run),
+                    "site": site.site,
+                    "part": site.part,
+                    "samples": site.samples,
+                    **{f"samples_{name}": count for name, count in zip(run.classes, site.support, strict=False)},
+                    "majority": site.majority,
+                    "threshold": site.threshold,
+                    **_measured(site),
+                }
+                for run in self.runs
+                for site in run.sites
+            ]
+        )
 
     def rounds_to_frame(self) -> pandas.DataFrame:
         """One row per round of each run, with a column for every number of its line in ``rounds.jsonl``.
@@ -263,6 +292,7 @@ def _described(result: RunResult, select: Selection) -> dict[str, Any]:
         "metric": result.metric,
         "score": result.score(select),
         result.metric: result.accuracy(select),
+        **_at_targets(result, select),
         "source": result.source_accuracy(select),
         **({} if result.hausdorff(select) is None else {"hausdorff": result.hausdorff(select)}),
         "rounds": result.rounds,
@@ -271,3 +301,31 @@ def _described(result: RunResult, select: Selection) -> dict[str, Any]:
         "bytes_down": sum(result.bytes_down.values()),
         "seconds": result.seconds,
     }
+
+
+def _at_targets(result: RunResult, select: Selection) -> dict[str, float | None]:
+    """The majority's share and all measures of the last round's scores, means over the targets of a run."""
+    targets = result.targets if select == "last" else []
+    shares = [site.majority for site in targets]
+    known = [share for share in shares if share is not None]
+    found: dict[str, float | None] = {"majority": fmean(known) if known and len(known) == len(shares) else None}
+    for metric in get_args(SiteMetric):
+        if metric != result.metric:
+            found[metric] = result.site_metric(metric, select)
+        if len(targets) == 1:
+            found |= _interval(targets[0], metric)
+    return found
+
+
+def _measured(site: SiteMetrics) -> dict[str, float | None]:
+    return {
+        name: value
+        for metric in get_args(SiteMetric)
+        for name, value in {metric: site.values.get(metric), **_interval(site, metric)}.items()
+    }
+
+
+def _interval(site: SiteMetrics, metric: SiteMetric) -> dict[str, float]:
+    """The two ends of an interval over samples; empty if there is none."""
+    ends = site.intervals.get(metric, ())
+    return {f"{metric}_{end}": value for end, value in zip(("low", "high"), ends, strict=False)}

@@ -13,9 +13,8 @@ from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_consistent_length, check_is_fitted, validate_data
 
-from fedshift.data.checks import checked
-from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
-from fedshift.data.tables import moments
+from fedshift.data.builders.arrays import Arrays
+from fedshift.data.builders.in_memory import InMemory
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.predict import from_weights
 from fedshift.experiment.runs.every_site import train_everywhere
@@ -101,11 +100,11 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         if len(self.classes_) < 2:
             raise ValueError("y holds one class only: a classifier needs samples of at least two classes")
         self.sites_ = np.unique(places)
-        data = self._data_set(X, numbers, places)
+        source = self._source(X, numbers, places)
         experiment = parse(
             {
                 "name": "estimator",
-                "data": _InMemory(),
+                "data": source,
                 "protocol": {"seeds": [int(check_random_state(self.random_state).randint(2**31))], "test_fraction": 0},
                 "model": self.model,
                 "training": {
@@ -118,7 +117,7 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
                 "device": self.device,
             }
         )
-        trained = train_everywhere(experiment, data)
+        trained = train_everywhere(experiment, source.build())
         for warning in trained.warnings:
             warnings.warn(warning, stacklevel=2)
         self.model_ = Model(from_weights(trained.weights, trained.metadata, experiment.methods[0], experiment.model))
@@ -137,28 +136,8 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         found: npt.NDArray[Any] = self.classes_[chosen]
         return found
 
-    def _data_set(self, X: npt.NDArray[Any], numbers: npt.NDArray[Any], places: npt.NDArray[Any]) -> DataSet:
-        """A domain per site. The encoding comes from counts, sums and sums of squares of the sites."""
-        parts = {str(site): places == site for site in self.sites_}
-        domains = {
-            site: Domain(site, X[rows].astype(np.float32), numbers[rows].astype(np.int64))
-            for site, rows in parts.items()
-        }
-        preprocessing = Preprocessing(kind="features")
-        if self.standardise:
-            wide = [X[rows].astype(np.float32).astype(np.float64) for rows in parts.values()]
-            total, squares = sum(rows.sum(axis=0) for rows in wide), sum((rows**2).sum(axis=0) for rows in wide)
-            mean, std = moments(len(X), total, squares)
-            preprocessing = Preprocessing(kind="features", mean=tuple(mean.tolist()), std=tuple(std.tolist()))
+    def _source(self, X: npt.NDArray[Any], numbers: npt.NDArray[Any], places: npt.NDArray[Any]) -> Arrays:
+        """The samples by site, as in an experiment on samples in memory."""
         names = tuple(str(name) for name in self.classes_)
-        return checked(DataSet("in memory", domains, names, preprocessing, _InMemory.manifest()))
-
-
-class _InMemory(DataSource):
-    """The data source of an estimator's experiment. Its data set is made by `FederatedClassifier.fit`."""
-
-    name: str = "in memory"
-
-    @classmethod
-    def manifest(cls) -> Manifest:
-        return Manifest(title="Arrays in memory", source="yours", licence="yours", how_to_get="", layout="")
+        held = {str(site): InMemory(X[places == site], numbers[places == site]) for site in self.sites_}
+        return Arrays(sites=held, classes=names, standardise=self.standardise)

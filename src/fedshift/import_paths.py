@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import importlib
 import sys
 import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -32,7 +35,9 @@ def find(place: str) -> Any:
 
 
 def import_file(path: str) -> ModuleType:
-    """Import a user's Python file as a module. A file is imported once until its content changes.
+    """Import a user's Python file as a module, once until its content changes.
+
+    Files beside it that it imports count as its content: ``__sha256__`` of the module is the checksum of all of them.
 
     Example:
         >>> import tempfile
@@ -43,7 +48,8 @@ def import_file(path: str) -> ModuleType:
     """
     whole = Path(path).resolve()
     text = whole.read_bytes()
-    checksum = hashlib.sha256(text).hexdigest()
+    beside = imported_beside(whole)
+    checksum = _checksum(text, beside)
     # With the checksum in its name, an edited file becomes another module, and results name the code that ran.
     name = f"{USER_MODULE}{whole.stem}_{zlib.crc32(str(whole).encode()):08x}_{checksum[:8]}"
     if name in sys.modules:
@@ -53,11 +59,77 @@ def import_file(path: str) -> ModuleType:
     module.__dict__["__sha256__"] = checksum
     sys.modules[name] = module
     try:
-        exec(compile(text, str(whole), "exec"), module.__dict__)  # a file that the user named # nosec B102
+        with _importable(whole.parent, beside):
+            exec(compile(text, str(whole), "exec"), module.__dict__)  # a file that the user named # nosec B102
     except BaseException:
         del sys.modules[name]  # do not keep half a module
         raise
     return module
+
+
+def imported_beside(path: Path) -> dict[str, bytes]:
+    """The files beside a user's file that it imports, also through one another: path → content.
+
+    Of a package beside it all files count.
+    """
+    found: dict[str, bytes] = {}
+    waiting = [path]
+    while waiting:
+        for top in _imported_names(waiting.pop()):
+            module, package = path.parent / f"{top}.py", path.parent / top
+            for file in [module] if module.is_file() else sorted(package.rglob("*.py")):
+                if file != path and str(file) not in found:
+                    found[str(file)] = file.read_bytes()
+                    waiting.append(file)
+    return dict(sorted(found.items()))
+
+
+def _imported_names(path: Path) -> set[str]:
+    """The first part of the name of each module that a file imports, but for Python's own and fedshift."""
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes())))
+    except (SyntaxError, ValueError):
+        return set()  # its import says it
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    names += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+    return {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"fedshift"}
+
+
+def _checksum(text: bytes, beside: Mapping[str, bytes]) -> str:
+    digest = hashlib.sha256(text)
+    for path, content in beside.items():
+        digest.update(f"{Path(path).name} {hashlib.sha256(content).hexdigest()}\n".encode())
+    return digest.hexdigest()
+
+
+_BESIDE: dict[str, bytes] = {}
+"""Files beside users' files that were imported, with the content that they had."""
+
+
+@contextmanager
+def _importable(place: Path, beside: Mapping[str, bytes]) -> Iterator[None]:
+    """Let a user's file import those beside it, anew if they have changed or another folder's were imported."""
+    if not beside:
+        yield
+        return
+    folder = str(place)
+    changed = any(_BESIDE.get(file) != content for file, content in beside.items())
+    tops = {Path(file).relative_to(place).parts[0].removesuffix(".py") for file in beside}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if file in _BESIDE and name.partition(".")[0] in tops and (changed or file not in beside):
+            del sys.modules[name]
+    importlib.invalidate_caches()  # files may be newer than what Python remembers of their folder
+    written, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # nothing is left in the user's folder
+    sys.path.insert(0, folder)
+    try:
+        yield
+    finally:
+        sys.path.remove(folder)
+        sys.dont_write_bytecode = written
+    _BESIDE.update(beside)
+    if folder not in sys.path:
+        sys.path.append(folder)  # for what its functions import when they are called
 
 
 def place_of(kind: type) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -14,9 +14,13 @@ from fedshift.evaluation.stored import RESULT, stored
 from fedshift.experiment.export import Exported, export
 from fedshift.experiment.predict import TrainedModel, load_model
 from fedshift.experiment.runs.run_folder import model_file
+from fedshift.extras import needed
 from fedshift.files import write_bytes
 from fedshift.report.collect import read_result
 from fedshift.report.other_tools.model_card import model_card
+
+if TYPE_CHECKING:
+    import pandas
 
 Samples = Any
 """Samples to predict: an array, tensor, list or pandas data frame, or the path of an image, a folder of images, an .npz
@@ -100,10 +104,29 @@ class Model:
         """
         return self.trained.probabilities(self._stored(X))
 
+    def predictions(self, X: Samples) -> pandas.DataFrame:
+        """One row per sample: id, label if the samples say it, predicted class, and ``score_<class>`` for each class.
+
+        Ids and labels come from the columns of a table that named and labelled the training rows. For files the name
+        of an image or the row's number is the id, and the name of an image's folder or ``y`` of an ``.npz`` the label.
+
+        Raises:
+            UserError: pandas is not installed, or the samples are not what the model reads.
+        """
+        frames = needed("pandas", extra="tables", what="predictions")
+        found = self.trained.predict(Path(X) if isinstance(X, str) else X)
+        columns: dict[str, Any] = {"id": [one.name for one in found]}
+        if any(one.label is not None for one in found):
+            columns["label"] = [one.label for one in found]
+        columns["predicted"] = [one.predicted for one in found]
+        for number, name in enumerate(self.classes_):
+            columns[f"score_{name}"] = [one.probabilities[number] for one in found]
+        return frames.DataFrame(columns)
+
     def _stored(self, X: Samples) -> Any:
         if isinstance(X, str | Path):
             return load_for_prediction(Path(X), self.trained.stored)[1]
-        return samples_in_memory(X, self.trained.stored)
+        return samples_in_memory(X, self.trained.stored)[1]
 
     def __repr__(self) -> str:
         said = self.metadata

@@ -231,7 +231,8 @@ def test_predict(cli: Cli, finished: tuple[Path, dict[str, Any]]) -> None:
         data = options["data"]["sites"]["b"]
         rows = json.loads(cli("predict", part, data, "--format", "json").out)
         assert _accuracy(rows, labels) == pytest.approx(reported)
-        assert list(rows[0]) == ["name", "predicted", "probabilities"]
+        assert list(rows[0]) == ["name", "label", "predicted", "probabilities"]
+        assert [row["label"] for row in rows] == [str(label) for label in labels]
         assert list(rows[0]["probabilities"]) == ["0", "1", "2"]
         assert sum(rows[0]["probabilities"].values()) == pytest.approx(1)
         assert max(rows[0]["probabilities"], key=rows[0]["probabilities"].get) == rows[0]["predicted"]

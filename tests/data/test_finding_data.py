@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import zipfile
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +21,7 @@ from fedshift.data.builders.rotated import RotatedDigits
 from fedshift.data.checks import agreed_classes, checked, natural_order
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.data.inference import load_for_prediction
-from fedshift.data.locate import cache_dir, sha256_of
+from fedshift.data.locate import cache_dir, fetch, sha256_of
 from fedshift.data.registry import names, parse, source_class
 from fedshift.errors import UserError
 from fedshift.experiment.environment import data_fingerprint
@@ -231,3 +238,74 @@ def test_training_images_predict_as_they_were_trained(tmp_path: Path) -> None:
     Image.fromarray(image[3, 0]).save(tmp_path / "digit.png")
     _, inputs = load_for_prediction(tmp_path / "digit.png", data.preprocessing)
     assert np.array_equal(inputs[0], image[3])
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[tuple[Path, str]]:
+    """A folder, and the address at which its files are served."""
+    (tmp_path / "web").mkdir()
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(tmp_path / "web")))
+    thread = Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    yield tmp_path / "web", f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_data_are_fetched_only_as_they_are_known(
+    web: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, address = web
+    contents = {"set/a.data": b"first", "set/b.data": b"second"}
+    with zipfile.ZipFile(folder / "all.zip", "w") as archive:
+        for name, content in contents.items():
+            archive.writestr(f"inside/{Path(name).name}", content)
+    (folder / "a.data").write_bytes(b"first")
+    known = {name: hashlib.sha256(content).hexdigest() for name, content in contents.items()}
+
+    def manifest(file: str, names: Sequence[str] = tuple(contents), **changes: Any) -> Manifest:
+        about = dict.fromkeys(("title", "source", "licence", "layout"), "")
+        return Manifest(
+            **about, how_to_get="by hand", downloads={f"{address}/{file}": tuple(names)}, sha256={**known, **changes}
+        )
+
+    monkeypatch.delenv("FEDSHIFT_DATA", raising=False)
+    with pytest.raises(UserError, match="FEDSHIFT_DATA is not set"):
+        fetch("set", manifest("all.zip"))
+    root = tmp_path / "data"
+    root.mkdir()
+    monkeypatch.setenv("FEDSHIFT_DATA", str(root))
+    for wrong, said in (
+        (manifest("none.zip"), "cannot be fetched"),
+        (manifest("all.zip", **{"set/b.data": "0"}), r"b\.data .*not the version"),
+        (manifest("all.zip", ["set/c.data"], **{"set/c.data": "0"}), r"no c\.data"),
+        (replace(manifest("all.zip"), downloads={}), "by hand"),
+        (replace(manifest("all.zip"), downloads={"http://127.0.0.1:9/x": ("set/a.data",)}), "cannot be fetched"),
+    ):
+        with pytest.raises(UserError, match=said):
+            fetch("set", wrong)
+        assert not list(root.iterdir()), "nothing is written"
+    (root / "set").mkdir()
+    (root / "set" / "b.data").write_bytes(b"my own")
+    assert fetch("set", manifest("all.zip")) == [root / "set" / "a.data"]
+    assert (root / "set" / "b.data").read_bytes() == b"my own"
+    assert fetch("set", manifest("all.zip")) == []
+    (root / "set" / "a.data").unlink()
+    assert fetch("set", manifest("a.data", ["set/a.data"])) == [root / "set" / "a.data"]
+
+
+def test_what_can_be_fetched_has_a_checksum_and_a_licence() -> None:
+    found = {name: source_class(name).manifest() for name in names()}
+    fetched = {name: manifest for name, manifest in found.items() if manifest.downloads}
+    assert "heart_disease" in fetched
+    for manifest in fetched.values():
+        assert manifest.licence.startswith("CC ")
+        for address, files in manifest.downloads.items():
+            assert address.startswith("https://")
+            assert set(files) <= set(manifest.sha256)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image
 
 from fedshift.data.builders.image_folder import ImageFolder
+from fedshift.data.builders.medical import slices_of
 from fedshift.data.images import FORMATS, SUFFIXES, decode, has_colour, on_disk, size_of
+from fedshift.data.inference import load_for_prediction
 from fedshift.errors import UserError
 
 
@@ -200,3 +203,105 @@ def test_empty_and_missing_folders(tmp_path: Path) -> None:
     (tmp_path / "bare").mkdir()
     with pytest.raises(UserError, match="no folder of a site"):
         ImageFolder(root=tmp_path / "bare").build()
+
+
+def test_corrupt_images_are_skipped_and_listed_by_choice(tmp_path: Path) -> None:
+    root = collection(tmp_path / "photos")
+    (root / "north" / "cat" / "bad.png").write_bytes(b"no image")
+    cut = (root / "south" / "dog" / "0.png").read_bytes()
+    (root / "south" / "dog" / "cut.png").write_bytes(cut[: len(cut) // 2])
+    with pytest.raises(UserError, match="does not decode"):
+        ImageFolder(root=root, size=16).build()
+    for _ in range(2):  # the second time from the cache
+        data = ImageFolder(root=root, size=16, on_corrupt="skip").build()
+        assert {name: len(domain) for name, domain in data.domains.items()} == {"north": 6, "south": 6}
+        (said,) = [warning for warning in data.warnings if "left out" in warning]
+        assert said.startswith("2 images")
+        assert all(name in said for name in ("bad.png", "cut.png"))
+    picture(root / "north" / "cat" / "bad.png")
+    again = ImageFolder(root=root, size=16, on_corrupt="skip").build()
+    assert len(again.domains["north"]) == 7
+    assert "1 images" in str(again.warnings)
+
+
+def dicom(path: Path, values: np.ndarray, **fields: Any) -> Path:
+    """A CT slice: stored values are 1000 above Hounsfield units."""
+    pydicom = pytest.importorskip("pydicom")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = pydicom.Dataset()
+    made.file_meta = pydicom.dataset.FileMetaDataset()
+    made.file_meta.TransferSyntaxUID = pydicom.uid.ExplicitVRLittleEndian
+    made.file_meta.MediaStorageSOPClassUID = made.SOPClassUID = pydicom.uid.CTImageStorage
+    made.file_meta.MediaStorageSOPInstanceUID = made.SOPInstanceUID = pydicom.uid.generate_uid()
+    made.Rows, made.Columns = values.shape
+    made.SamplesPerPixel, made.PhotometricInterpretation, made.PixelRepresentation = 1, "MONOCHROME2", 0
+    made.BitsAllocated = made.BitsStored = 16
+    made.HighBit, made.RescaleSlope, made.RescaleIntercept = 15, 1, -1000
+    made.PixelData = (values + 1000).astype(np.uint16).tobytes()
+    for name, value in fields.items():
+        setattr(made, name, value)
+    made.save_as(path, enforce_file_format=True)
+    return path
+
+
+def nifti(path: Path, values: np.ndarray) -> Path:
+    nibabel = pytest.importorskip("nibabel")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    nibabel.save(nibabel.Nifti1Image(values.astype(np.float32), np.eye(4)), path)
+    return path
+
+
+GREY = np.linspace(-1000, 1000, 64).reshape(8, 8)
+
+
+def pixels_of(path: Path, **options: Any) -> list[np.ndarray]:
+    return [decode(one.image, 1, 8, 8)[0] for one in slices_of(path, **options)]
+
+
+def test_dicom_slices_are_shown_in_their_window(tmp_path: Path) -> None:
+    (whole,) = pixels_of(dicom(tmp_path / "a.dcm", GREY))
+    values = np.floor(GREY)
+    assert np.allclose(whole, (values - values.min()) / (values.max() - values.min()) * 255, atol=1)
+    low, high = 40 - 200, 40 + 200
+    expected = ((values - low) / (high - low)).clip(0, 1) * 255
+    (chosen,) = pixels_of(tmp_path / "a.dcm", window=(40.0, 400.0))
+    (own,) = pixels_of(dicom(tmp_path / "b.dcm", GREY, WindowCenter=[40, 50], WindowWidth=[400, 90]))
+    (turned,) = pixels_of(
+        dicom(tmp_path / "c.dcm", GREY, WindowCenter=40, WindowWidth=400, PhotometricInterpretation="MONOCHROME1")
+    )
+    for found in (chosen, own, 255 - turned):
+        assert np.allclose(found, expected, atol=1)
+
+
+def test_nifti_volumes_give_slices_with_the_front_above(tmp_path: Path) -> None:
+    volume = np.zeros((8, 8, 5))
+    volume[6:, 7, 2] = 10.0  # right and front of the third slice; x grows to the right, y to the front
+    found = pixels_of(nifti(tmp_path / "a.nii.gz", volume))
+    assert len(found) == 5
+    assert [int(slice_.max()) for slice_ in found] == [0, 0, 255, 0, 0]
+    assert np.argwhere(found[2] == 255).tolist() == [[0, 0], [0, 1]]
+    (middle,) = pixels_of(tmp_path / "a.nii.gz", which="middle")
+    assert np.array_equal(middle, found[2])
+    with pytest.raises(UserError, match="4 axes"):
+        slices_of(nifti(tmp_path / "b.nii", np.zeros((2, 2, 2, 2))))
+
+
+def test_slices_of_a_patient_stay_together_and_are_predicted_by_name(tmp_path: Path) -> None:
+    for site in ("north", "south"):
+        for number, label in enumerate(("ill", "well")):
+            dicom(tmp_path / "ct" / site / label / "1.dcm", GREY, PatientID=f"p{number}")
+            dicom(tmp_path / "ct" / site / label / "2.dcm", GREY, PatientID=f"p{number}")
+            nifti(tmp_path / "ct" / site / label / "3.nii", np.random.default_rng(number).normal(size=(6, 6, 3)))
+    bad = tmp_path / "ct" / "north" / "ill" / "4.dcm"
+    bad.write_bytes(b"no image")
+    with pytest.raises(UserError, match=r"4\.dcm"):
+        ImageFolder(root=tmp_path / "ct", size=8).build()
+    data = ImageFolder(root=tmp_path / "ct", size=8, on_corrupt="skip", window=(0.0, 100.0)).build()
+    assert "4.dcm" in str(data.warnings)
+    assert data.input_shape == (1, 8, 8)
+    groups = {site: domain.groups for site, domain in data.domains.items()}
+    assert all([len(set(part)) for part in np.split(found, [2, 5, 7])] == [1] * 4 for found in groups.values())
+    assert not set(groups["north"]) & set(groups["south"])
+    names, inputs = load_for_prediction(tmp_path / "ct" / "south", data.preprocessing)
+    assert names[:3] == ["ill/1.dcm", "ill/2.dcm", "ill/3.nii[0]"]
+    assert np.array_equal(inputs, data.domains["south"].inputs)

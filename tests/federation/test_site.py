@@ -77,6 +77,27 @@ def test_steps_go_over_the_data_as_often_as_needed() -> None:
     assert rows(site_of(5).batches(steps=1)) == rows(site_of(5).batches(epochs=1))
 
 
+@pytest.mark.parametrize("weights", ["balanced", (1.0, 4.0, 2.0)])
+def test_classes_are_drawn_by_their_weights(weights: Any) -> None:
+    site = site_of(21, class_weights=weights, batch_size=7)
+    labels = site.data.labels = torch.tensor([0] * 14 + [1] * 5 + [2] * 2)
+    counts = torch.bincount(labels).double()
+    drawn = [row for batch in rows(site.batches(epochs=300)) for row in batch]
+    assert len(drawn) == 300 * 21
+    shares = torch.bincount(labels[drawn], minlength=3).double() / len(drawn)
+    wanted = torch.full((3,), 1 / 3).double() if weights == "balanced" else counts * torch.tensor(weights).double()
+    assert torch.allclose(shares, wanted / wanted.sum(), atol=0.02)
+    assert set(drawn) == set(range(21)), "every sample has its part"
+    again = site_of(21, class_weights=weights, batch_size=7)
+    again.data.labels = labels
+    assert rows(again.batches())[0] == drawn[:7]
+
+
+def test_a_target_without_labels_is_drawn_evenly() -> None:
+    site = site_of(21, class_weights="balanced", role="target")
+    assert rows(site.batches()) == rows(site_of(21, role="target").batches())
+
+
 def test_all_batches_are_in_order_and_free() -> None:
     site = site_of(21, left=0)
     assert rows(site.all_batches()) == [list(range(21))]

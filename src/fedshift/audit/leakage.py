@@ -33,7 +33,6 @@ from fedshift.experiment.protocol import taking_part, with_wrong_labels
 from fedshift.federation.remote.policy import Policy
 from fedshift.federation.site import Site
 from fedshift.federation.site_memory import SiteMemory
-from fedshift.models import registry as models
 from fedshift.models.network import Network
 
 EXCHANGES: tuple[Exchange, ...] = ("batch", "epoch")
@@ -187,7 +186,7 @@ def _target_and_site(plan: Plan, site: str | None) -> tuple[str, str]:
 
 
 def _network(experiment: Experiment, data: DataSet, seed: int, model: Path | None) -> Network:
-    network = models.build(experiment.model, data.input_shape, len(data.classes), seed)
+    network = experiment.training.network(experiment.model, data.input_shape, len(data.classes), seed)
     if model is None:
         return network
     trained = load_model(model)

@@ -167,11 +167,14 @@ def datasets(
     name: Annotated[
         str | None, typer.Argument(help="A data set.", metavar="[NAME]", autocompletion=names_of("data"))
     ] = None,
+    fetch: Annotated[
+        bool, typer.Option("--fetch", help="Download its files to FEDSHIFT_DATA, if it is free to have.")
+    ] = False,
 ) -> None:
     """List the data sets, or describe one: source, licence, layout, how to get it, whether its files are here."""
     from fedshift.cli.datasets import show_datasets
 
-    show_datasets(name)
+    show_datasets(name, fetch)
 
 
 @app.command()

@@ -6,13 +6,27 @@ from rich.table import Table
 
 from fedshift.cli.console import escape, safe_console
 from fedshift.cli.fields import options_table
-from fedshift.data import registry
+from fedshift.data import locate, registry
 from fedshift.data.locate import data_root, find, sha256_of
+from fedshift.errors import UserError
 
 
-def show_datasets(name: str | None) -> None:
-    """List all data sets, or print the manifest of one and whether its files are here."""
+def show_datasets(name: str | None, fetch: bool = False) -> None:
+    """List all data sets, or print the manifest of one and whether its files are here; or get its files first.
+
+    Raises:
+        UserError: there is no such data set, or it cannot be fetched.
+    """
     console = safe_console()
+    if fetch:
+        if name is None:
+            raise UserError("--fetch needs the name of a data set: fedshift datasets heart_disease --fetch")
+        written = locate.fetch(name, registry.source_class(name).manifest())
+        for path in written:
+            console.print(escape(f"written: {path}"))
+        if not written:
+            console.print("all its files are here already")
+        return
     if name is None:
         table = Table(box=None, pad_edge=False)
         for column in ("name", "data set", "licence"):

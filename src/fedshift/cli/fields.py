@@ -37,10 +37,16 @@ def show_fields(section: str | None) -> None:
     from fedshift.methods.composition.local import PLUG_INS
     from fedshift.methods.robust import RULES
     from fedshift.methods.server import OPTIMIZERS
+    from fedshift.models.adapters import Adapters
 
     sections: dict[str, dict[str, type[BaseModel]]] = {
         "protocol": {f"protocol, kind: {name}": kind for name, kind in PROTOCOLS.items()},
-        "training": {"training": Training, "training.augmentation": Augmentation, "training.privacy": Privacy},
+        "training": {
+            "training": Training,
+            "training.augmentation": Augmentation,
+            "training.privacy": Privacy,
+            "training.adapters": Adapters,
+        },
         "engine": {f"engine, name: {name}": kind for name, kind in ENGINES.items()},
         "evaluation": {"evaluation": Evaluation},
         "server": {f"server of a method, optimizer: {name}": kind for name, kind in OPTIMIZERS.items()},

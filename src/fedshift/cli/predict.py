@@ -34,10 +34,12 @@ def print_predictions(
             print(printable(f"{file}: {100 * share:.1f} % of the image"))
         return
     predictions = trained.predict(data)
+    labelled = any(p.label is not None for p in predictions)
     if format == "json":
         described = [
             {
                 "name": p.name,
+                **({"label": p.label} if labelled else {}),
                 "predicted": p.predicted,
                 "probabilities": dict(zip(trained.classes, p.probabilities, strict=True)),
             }
@@ -45,12 +47,23 @@ def print_predictions(
         ]
         print(json_text(described, indent=2))
     elif format == "csv":
-        rows = [[p.name, p.predicted, *(f"{value:.6f}" for value in p.probabilities)] for p in predictions]
-        sys.stdout.write(csv_text([["name", "predicted", *trained.classes], *rows]))
+        rows = [
+            [
+                p.name,
+                *([p.label or ""] if labelled else []),
+                p.predicted,
+                *(f"{value:.6f}" for value in p.probabilities),
+            ]
+            for p in predictions
+        ]
+        head = ["name", *(["label"] if labelled else []), "predicted"]
+        sys.stdout.write(csv_text([[*head, *trained.classes], *rows]))
     else:
         from rich.table import Table
 
-        table = Table("sample", "predicted", "probability", box=None, pad_edge=False)
+        head = ["sample", *(["label"] if labelled else []), "predicted", "probability"]
+        table = Table(*head, box=None, pad_edge=False)
         for p in predictions:
-            table.add_row(escape(p.name), escape(p.predicted), f"{max(p.probabilities):.3f}")
+            label = [escape(p.label or "")] if labelled else []
+            table.add_row(escape(p.name), *label, escape(p.predicted), f"{max(p.probabilities):.3f}")
         safe_console().print(table)

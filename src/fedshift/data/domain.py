@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
 from fedshift.errors import UserError
 
@@ -104,6 +104,7 @@ class Preprocessing(BaseModel):
         shape: shape of one stored sample, (channels, height, width) or (d,); `fedshift.data.checks.checked` sets it.
         table: the encoding of a table (see `fedshift.data.tables`).
         backbone: which frozen network made features from images, and how (see `fedshift.experiment.features`).
+        window: centre and width of the values of medical images that become black to white; None: each file's own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -116,11 +117,22 @@ class Preprocessing(BaseModel):
     shape: tuple[int, ...] | None = None
     table: dict[str, object] | None = None
     backbone: dict[str, object] | None = None
+    window: tuple[float, float] | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_absent_window(self, plain: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Files and caches that know no window stay as they are."""
+        written: dict[str, object] = plain(self)
+        return written if self.window is not None else {k: v for k, v in written.items() if k != "window"}
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a data set is and where it comes from. ``sha256`` maps file names to checksums; user data have none."""
+    """What a data set is and where it comes from.
+
+    ``sha256`` maps file names to checksums; user data have none. ``downloads`` maps public addresses to the files that
+    are there, or in the archive there, by their paths below ``FEDSHIFT_DATA``.
+    """
 
     title: str
     source: str
@@ -128,6 +140,7 @@ class Manifest:
     how_to_get: str
     layout: str
     sha256: Mapping[str, str] = field(default_factory=dict)
+    downloads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
     notes: str = ""
 
@@ -211,6 +224,10 @@ class DataSource(BaseModel):
                 f"data set {self.name} has the classes {data.classes}, the federation {classes}: use the same ones"
             )
         return replace(data, preprocessing=preprocessing)
+
+    def labelled_by(self) -> dict[str, Any] | None:
+        """How a table says the class of a row, for predictions: the fields of a `Labelling`."""
+        return None
 
     def without(self, unseen: str) -> DataSource:
         """This source, with a preprocessing that uses no statistics of ``unseen``. By default it uses none at all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import zipfile
 import zlib
@@ -20,6 +21,7 @@ from PIL import Image, ImageOps
 
 from fedshift.data.locate import cache_dir
 from fedshift.errors import UserError
+from fedshift.files import write_bytes
 
 SUFFIXES = frozenset(
     {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp", ".pgm", ".ppm", ".pbm", ".pnm"}
@@ -142,6 +144,32 @@ def size_of(file: ImageFile) -> tuple[int, int]:
             return (image.height, image.width) if turned else (image.width, image.height)
     except _UNREADABLE as error:
         raise _does_not_decode(file) from error
+
+
+def unreadable(files: Sequence[ImageFile]) -> list[str]:
+    """The names of the images that do not decode. What is found is kept in the cache."""
+    digest = hashlib.sha256(f"{_FORMAT} unreadable\n".encode())
+    for file in files:
+        digest.update(f"{file.name}\t{file.stamp}\n".encode())
+    target = cache_dir() / f"unreadable-{digest.hexdigest()[:24]}.json"
+    try:
+        known = json.loads(target.read_bytes())
+    except (OSError, ValueError):
+        known = None
+    if isinstance(known, list):
+        return [str(name) for name in known]
+
+    def fails(file: ImageFile) -> bool:
+        try:
+            decode(file, 1, 8, 8)
+        except UserError:
+            return True
+        return False
+
+    with ThreadPoolExecutor(_THREADS) as pool:
+        found = [file.name for file, failed in zip(files, pool.map(fails, files), strict=True) if failed]
+    write_bytes(target, json.dumps(found).encode())
+    return found
 
 
 def decoded(

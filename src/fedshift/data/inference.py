@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,13 @@ import numpy.typing as npt
 
 from fedshift.data.builders.arrays import readable_inputs
 from fedshift.data.builders.in_memory import InMemory
+from fedshift.data.builders.medical import is_medical, slices_of
+from fedshift.data.builders.table_labels import Labelling
 from fedshift.data.domain import Preprocessing
 from fedshift.data.images import ImageFile, decode, is_image, on_disk
 from fedshift.data.locate import load_npz
-from fedshift.data.table_files import PARQUET, from_columns
-from fedshift.data.tables import encode_rows
+from fedshift.data.table_files import PARQUET, Columns, from_columns, read_table
+from fedshift.data.tables import TableEncoding, encode_rows, form_of
 from fedshift.errors import UserError
 
 _TABLES = (".csv", ".tsv", ".txt", ".data", *PARQUET)
@@ -42,13 +45,13 @@ def load_for_prediction(path: Path, preprocessing: Preprocessing) -> tuple[list[
         return encode_rows(preprocessing, path)
     if path.is_file() and suffix == ".npz":
         return _arrays(path, preprocessing)
-    if path.is_file() and not is_image(path.name):
+    if path.is_file() and not is_image(path.name) and not is_medical(path.name):
         raise UserError(f"{path} cannot be predicted: give an image, a folder of images, an .npz or a .csv file")
     return _images(path, preprocessing)
 
 
-def samples_in_memory(samples: Any, preprocessing: Preprocessing) -> Stored:
-    """Prepare samples in memory as `load_for_prediction` prepares files.
+def samples_in_memory(samples: Any, preprocessing: Preprocessing) -> tuple[list[str], Stored]:
+    """Names and inputs of samples in memory, prepared as `load_for_prediction` prepares files.
 
     Args:
         samples: a data frame, or anything that numpy makes an array of: (n, d) numbers, or images as in data set
@@ -59,15 +62,68 @@ def samples_in_memory(samples: Any, preprocessing: Preprocessing) -> Stored:
         UserError: the samples are not what the model reads.
     """
     if preprocessing.kind == "table":
-        if not hasattr(samples, "columns"):
-            raise UserError("X: the model reads tables: give a data frame with their columns, or the path of a .csv")
-        return encode_rows(preprocessing, from_columns("X", InMemory(samples).columns("")))[1]
+        return encode_rows(preprocessing, _frame(samples))
     array = np.asarray(samples)
     if array.ndim == 2 and array.dtype.kind in "iub":
         array = array.astype(np.float64)
     inputs = readable_inputs("X", array)
     _check_shape("X", inputs, preprocessing)
-    return inputs
+    return [str(row) for row in range(len(inputs))], inputs
+
+
+def _frame(samples: Any) -> Columns:
+    if not hasattr(samples, "columns"):
+        raise UserError("X: the model reads tables: give a data frame with their columns, or the path of a .csv")
+    return from_columns("X", InMemory(samples).columns(""))
+
+
+def known_labels(
+    samples: Path | Any,
+    names: Sequence[str],
+    preprocessing: Preprocessing,
+    classes: Sequence[str],
+    by: Labelling | None,
+) -> list[str | None] | None:
+    """The class of each sample where the data say it.
+
+    A table says it in its label column, an ``.npz`` in ``y``, images by folders that are called like the classes.
+
+    Args:
+        samples: what `load_for_prediction` or `samples_in_memory` read.
+        names: what they call the samples.
+        preprocessing: the preprocessing saved with the model.
+        classes: names of the classes.
+        by: how the training tables said the class of a row.
+
+    Returns:
+        A class for each sample, None for one without a label; None if the data hold no labels.
+
+    Raises:
+        UserError: ``y`` has another length than the samples.
+    """
+    if preprocessing.kind == "table":
+        if by is None:
+            return None
+        if not isinstance(samples, Path):
+            return by.known(_frame(samples))
+        return by.known(read_table(samples, form_of(samples, TableEncoding.model_validate(preprocessing.table))))
+    if not isinstance(samples, Path):
+        return None
+    if samples.suffix.lower() == ".npz" and samples.is_file():
+        return _array_labels(samples, len(names), classes)
+    folders = [Path(name).parent.name for name in names]
+    return list(folders) if samples.is_dir() and set(folders) <= set(classes) else None
+
+
+def _array_labels(path: Path, samples: int, classes: Sequence[str]) -> list[str | None] | None:
+    labels = load_npz(path, [], ["y"]).get("y")
+    if labels is None:
+        return None
+    if labels.shape != (samples,):
+        raise UserError(f"data file {path}: x has {samples} samples but y has shape {labels.shape}: mend or remove y")
+    if labels.dtype.kind in "iub":
+        return [classes[label] if 0 <= label < len(classes) else None for label in map(int, labels.tolist())]
+    return [str(label) if str(label) in classes else None for label in labels.tolist()]
 
 
 def _images(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored]:
@@ -81,14 +137,22 @@ def _images(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored
         files = sorted(
             found
             for found in path.rglob("*")
-            if is_image(found.name)
+            if (is_image(found.name) or is_medical(found.name))
             and found.is_file()
             and not any(part.startswith(".") for part in found.relative_to(path).parts)
         )
     if not files:
         raise UserError(f"{path} holds no images: give an image or a folder of images")
-    names = [path.name if path.is_file() else file.relative_to(path).as_posix() for file in files]
-    entries: list[ImageFile] = [on_disk(file) for file in files]
+    names, entries = [], list[ImageFile]()
+    for file in files:
+        name = path.name if path.is_file() else file.relative_to(path).as_posix()
+        found = (
+            [one.image for one in slices_of(file, window=preprocessing.window)]
+            if is_medical(file.name)
+            else [on_disk(file)]
+        )
+        names += [name if len(found) == 1 else f"{name}[{number}]" for number in range(len(found))]
+        entries += found
     return names, np.stack([decode(entry, channels, height, width) for entry in entries])
 
 

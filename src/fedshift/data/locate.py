@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import zipfile
 import zlib
@@ -16,10 +17,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from fedshift.data.domain import Manifest
 from fedshift.errors import UserError
+from fedshift.files import write_bytes
 
 DATA_VARIABLE = "FEDSHIFT_DATA"
 CACHE_VARIABLE = "FEDSHIFT_CACHE"
+_LARGEST_DOWNLOAD = 512 << 20
 
 
 def data_root() -> Path | None:
@@ -126,6 +130,68 @@ def load_npz(
                 f"data file {path} holds Python objects, which are not read: save plain number arrays"
             ) from error
         raise UserError(f"data file {path} cannot be read (truncated or not an .npz): copy or make it again") from error
+
+
+def fetch(what: str, manifest: Manifest) -> list[Path]:
+    """Download a data set's files to ``FEDSHIFT_DATA``. Files that are there stay as they are.
+
+    Args:
+        what: name of the data set.
+        manifest: says what is where, and the checksum of each file.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        UserError: the data set names no address, ``FEDSHIFT_DATA`` is not set, an address cannot be reached, or a file
+            has another checksum. Nothing is written then.
+    """
+    if not manifest.downloads:
+        raise UserError(f"data set {what} cannot be fetched: {manifest.how_to_get}")
+    root = data_root()
+    if root is None:
+        raise UserError(f"{DATA_VARIABLE} is not set: set it to the folder that shall hold the data sets")
+    fetched: dict[Path, bytes] = {}
+    for address, names in manifest.downloads.items():
+        missing = [name for name in names if not (root / name).exists()]
+        content = _download(address) if missing else b""
+        for name in missing:
+            data = _member(content, Path(name).name, address)
+            if hashlib.sha256(data).hexdigest() != manifest.sha256[name]:
+                raise UserError(f"{Path(name).name} at {address} is not the version that fedshift knows: not written")
+            fetched[root / name] = data
+    for path, data in fetched.items():
+        write_bytes(path, data)
+    return list(fetched)
+
+
+def _download(address: str) -> bytes:
+    from urllib.error import URLError
+    from urllib.request import urlopen
+
+    try:
+        with urlopen(address, timeout=60) as answer:
+            data: bytes = answer.read(_LARGEST_DOWNLOAD + 1)
+    except (URLError, OSError, ValueError) as error:
+        said = getattr(error, "reason", None) or error
+        raise UserError(f"{address} cannot be fetched ({said}): try again later, or get it by hand") from error
+    if len(data) > _LARGEST_DOWNLOAD:
+        raise UserError(f"{address} is larger than {_LARGEST_DOWNLOAD >> 20} MiB: get it by hand")
+    return data
+
+
+def _member(content: bytes, name: str, address: str) -> bytes:
+    """A file of an archive, or the content itself if it is none."""
+    if not zipfile.is_zipfile(io.BytesIO(content)):
+        return content
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            found = next(info for info in archive.infolist() if Path(info.filename).name == name)
+            if found.file_size > _LARGEST_DOWNLOAD:
+                raise UserError(f"{name} at {address} is too large: get it by hand")
+            return archive.read(found)
+    except (StopIteration, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
+        raise UserError(f"the archive at {address} is damaged or holds no {name}: get it by hand") from error
 
 
 def sha256_of(path: Path) -> str:

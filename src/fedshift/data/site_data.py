@@ -183,18 +183,54 @@ def _take(inputs: Inputs, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8] 
     return inputs[rows]
 
 
-def epoch_batches(samples: int, batch_size: int, generator: torch.Generator) -> list[Tensor]:
+def epoch_batches(
+    samples: int, batch_size: int, generator: torch.Generator, chances: Tensor | None = None
+) -> list[Tensor]:
     """All rows 0 … samples - 1 in random order, in batches of ``batch_size``.
 
     BatchNorm cannot train on one sample. So a last batch of one sample is joined to the one before it, and a site with
     a single sample gets a batch that holds it twice.
+
+    Args:
+        samples: how many rows there are.
+        batch_size: rows in a batch.
+        generator: draws the order, on the CPU.
+        chances: (samples,). If given, as many rows are drawn, each one independently with chances in this proportion.
     """
     if samples == 1:
         return [torch.zeros(2, dtype=torch.int64)]
-    batches = list(torch.split(torch.randperm(samples, generator=generator), batch_size))
+    if chances is None:
+        order = torch.randperm(samples, generator=generator)
+    else:
+        ends = chances.double().cumsum(0)
+        drawn = torch.rand(samples, generator=generator, dtype=torch.float64) * ends[-1]
+        order = torch.searchsorted(ends, drawn, right=True).clamp_max(samples - 1)
+    batches = list(torch.split(order, batch_size))
     if batch_size > 1 and len(batches) > 1 and len(batches[-1]) == 1:
         batches[-2:] = [torch.cat(batches[-2:])]
     return batches
+
+
+def class_chances(labels: Tensor, weights: Sequence[float] | None) -> Tensor:
+    """In what proportion samples are drawn so that classes have these weights.
+
+    Args:
+        labels: (n,) class numbers.
+        weights: of each class, for each of its samples; None: all classes are drawn equally often.
+
+    Returns:
+        (n,) float64.
+
+    Example:
+        >>> class_chances(torch.tensor([0, 0, 0, 1]), None)
+        tensor([0.3333, 0.3333, 0.3333, 1.0000], dtype=torch.float64)
+        >>> class_chances(torch.tensor([0, 0, 0, 1]), [1.0, 5.0])
+        tensor([1., 1., 1., 5.], dtype=torch.float64)
+    """
+    numbers = labels.cpu()
+    if weights is None:
+        return (1 / numbers.bincount().double())[numbers]
+    return torch.tensor(list(weights), dtype=torch.float64)[numbers]
 
 
 def batches_per_epoch(samples: int, batch_size: int) -> int:

@@ -323,14 +323,14 @@ def encode_rows(preprocessing: Preprocessing, rows: Path | Columns) -> tuple[lis
         encoding = TableEncoding.model_validate(preprocessing.table)
     except ValidationError as error:
         raise UserError("the table encoding in the model file is damaged: use a run's model.safetensors") from error
-    table = rows if isinstance(rows, Columns) else read_table(rows, _form_of(rows, encoding))
+    table = rows if isinstance(rows, Columns) else read_table(rows, form_of(rows, encoding))
     names = [f"row {row}" for row in range(1, len(table) + 1)]
     if encoding.id is not None and encoding.id in table.cells:
         names = list(table.column(encoding.id))
     return names, encode(table, encoding)
 
 
-def _form_of(path: Path, encoding: TableEncoding) -> TableFormat:
+def form_of(path: Path, encoding: TableEncoding) -> TableFormat:
     """How a file to predict is written: as the training files were, or with a line of column names where they had none.
 
     New rows often lack the label, so the names of all columns in the training files may not fit them.

@@ -26,7 +26,6 @@ from fedshift.experiment.trial import try_method
 from fedshift.functional.losses import task_loss
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method, Traffic
-from fedshift.models import registry as models
 from fedshift.models.network import Network
 from fedshift.models.payload import payload
 
@@ -119,7 +118,7 @@ def check(experiment: Experiment) -> Check:
     warnings = [*check_fit(plan), *plan.warnings()]
     per_batch = _seconds_per_batch(experiment, data, device, threads)
     needs = _needs(plan, per_batch, warnings)
-    plain = payload(models.build(experiment.model, data.input_shape, len(data.classes), 0))
+    plain = payload(experiment.training.network(experiment.model, data.input_shape, len(data.classes), 0))
     return Check(
         data=data.name,
         fingerprint=plan.fingerprint,
@@ -250,8 +249,9 @@ def _seconds_per_batch(experiment: Experiment, data: DataSet, device: str, threa
         domain = max(data.domains.values(), key=len)
         rows = torch.arange(min(len(domain), experiment.training.batch_size * _TIMED_BATCHES)).numpy()
         view = SiteData([(domain, rows, 0)], data.preprocessing, experiment.training.augmentation, device)
-        network = models.build(experiment.model, data.input_shape, len(data.classes), 0).to(device).train()
-        network = experiment.training.prepared(network)
+        training = experiment.training
+        network = training.network(experiment.model, data.input_shape, len(data.classes), 0).to(device).train()
+        network = training.prepared(network)
         optimizer = experiment.training.build_optimizer(network.parameters(), experiment.training.lr)
         draws = torch.Generator().manual_seed(0)
         seconds = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 from fedshift.data.domain import DataSet
@@ -18,9 +19,11 @@ from fedshift.methods.base import Method
 from fedshift.methods.catalogue import SUMS
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.models import registry as models
+from fedshift.models.adapters import check_adapters, merged
 from fedshift.models.network import Network
 from fedshift.models.normalisation import batch_norms
 from fedshift.models.products import has_bf16_units
+from fedshift.weights import Weights
 
 
 def check_fit(plan: Plan) -> tuple[str, ...]:
@@ -48,6 +51,9 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
     if private and data.task != "classification":
         raise UserError(f"training.privacy: the loss of {data.task} is no mean over samples; it is for classification")
     models.check_task(experiment.model, data.task, data.name)
+    experiment.training.for_classes(data.classes)
+    if experiment.training.class_weights is not None and data.task != "classification":
+        raise UserError(f"training.class_weights: an image of data set {data.name} has no single class; leave it out")
     _check_headline(experiment, data)
     if experiment.evaluation.predictions and data.task == "classification" and not can_be_kept():
         warnings.append(MISSING)
@@ -62,6 +68,7 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
     if experiment.training.precision == "bf16" and not has_bf16_units(resolve_device(experiment.device)):
         warnings.append("training.precision: this device has no units for bf16, so it is no faster than float32")
     fewest = min(len(sources) for sources, _ in roles)
+    start = _start(experiment, data)
     for method in experiment.methods:
         if engine.sums_only:
             check_sums(method, fewest)
@@ -74,8 +81,10 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
                 f"for {data.task}: choose {', '.join(fitting)}"
             )
         for sources in sorted(numbers):
-            network = models.build(experiment.model, data.input_shape, len(data.classes), 0)
-            network = method.adapt_network(network, sources)
+            plain = None
+            if experiment.training.adapters is not None:
+                plain = models.build(experiment.model, data.input_shape, len(data.classes), 0)
+            network = _adapted(method, copy.deepcopy(start), plain, sources)
             method.check(network)
             if private:
                 check_private(method, network, data.input_shape)
@@ -104,6 +113,48 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
                 warnings.append(f"{refusal}: the site is left out of such exchanges")
         warnings += method.check_samples(data.input_shape)
     return (*warnings, *privacy_warnings(plan))
+
+
+def _start(experiment: Experiment, data: DataSet) -> Network:
+    """The network that runs start from; its weights are arbitrary.
+
+    Raises:
+        UserError: it cannot have the adapters of the experiment.
+    """
+    start = experiment.training.network(experiment.model, data.input_shape, len(data.classes), 0)
+    if experiment.training.adapters is not None:
+        check_adapters(start, data.input_shape)
+    return start
+
+
+def _adapted(method: Method, network: Network, plain: Network | None, sources: int) -> Network:
+    """What the sites of a method train.
+
+    Args:
+        method: the method.
+        network: the one that runs start from.
+        plain: the same without adapters; None if it has none.
+        sources: number of source domains.
+
+    Raises:
+        UserError: the method cannot change a network that has adapters.
+    """
+    if plain is None:
+        return method.adapt_network(network, sources)
+    fault = UserError(
+        f"training.adapters: {method.display} changes layers of the network, which it cannot where they are fixed: "
+        "write adapters.normalisation: true if these are BatchNorm, or choose another method, such as fedavg"
+    )
+    try:
+        adapted = method.adapt_network(network, sources)
+        evaluated = method.evaluated_network(adapted, sources)
+        found = merged(evaluated, Weights(evaluated.state_dict()))
+    except (RuntimeError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise fault from error
+    wanted = method.evaluated_network(method.adapt_network(plain, sources), sources).state_dict()
+    if {name: tensor.shape for name, tensor in found.items()} != {name: wanted[name].shape for name in wanted}:
+        raise fault
+    return adapted
 
 
 def _check_headline(experiment: Experiment, data: DataSet) -> None:

@@ -24,7 +24,6 @@ from fedshift.experiment.privacy import draws_of, privacy_of
 from fedshift.experiment.protocol import Split, roles_of, shortest_epochs, split_of, targets_of, with_wrong_labels
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.methods.base import Method
-from fedshift.models import registry as models
 from fedshift.models.network import Network
 
 POOL = "pool"
@@ -181,7 +180,7 @@ class PlannedRun:
         experiment, data = self.experiment, self.data
         return Setting(
             method=self.run.method,
-            training=experiment.training,
+            training=experiment.training.for_classes(data.classes),
             network=experiment.model,
             preprocessing=data.preprocessing,
             input_shape=data.input_shape,
@@ -207,8 +206,9 @@ class PlannedRun:
     def network(self) -> Network:
         """A network like that of the run's sites. Its weights are arbitrary."""
         data, sources = self.data, self.plan.roles(self.run.target)[0]
-        plain = models.build(self.experiment.model, data.input_shape, len(data.classes), 0)
-        return self.run.method.adapt_network(plain, len(sources))
+        training = self.experiment.training
+        network = training.network(self.experiment.model, data.input_shape, len(data.classes), 0)
+        return self.run.method.adapt_network(network, len(sources))
 
     @property
     def folder(self) -> Path:
@@ -257,6 +257,7 @@ def model_metadata(planned: PlannedRun) -> dict[str, Any]:
         "input_shape": list(data.input_shape),
         "classes": list(data.classes),
         "preprocessing": data.preprocessing.model_dump(mode="json"),
+        "labelled_by": experiment.data.labelled_by(),
         "sources": list(sources),
         "unseen" if isinstance(experiment.protocol, LeaveOneOut) else "adapted_to": "+".join(targets),
         "seed": run.seed,

@@ -18,8 +18,10 @@ from PIL import Image
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from fedshift.data.builders.mask_folder import mask_file
+from fedshift.data.builders.table_labels import Labelling
 from fedshift.data.domain import Preprocessing
-from fedshift.data.inference import Stored, load_for_prediction
+from fedshift.data.inference import Stored, known_labels, load_for_prediction, samples_in_memory
 from fedshift.data.transforms import to_network
 from fedshift.errors import UserError
 from fedshift.experiment.features import backbone_of
@@ -51,11 +53,13 @@ class Prediction:
         name: the sample's name.
         predicted: the class.
         probabilities: one per class, in the order of the classes; they sum to 1.
+        label: the class that the data say; None if they say none.
     """
 
     name: str
     predicted: str
     probabilities: tuple[float, ...]
+    label: str | None = None
 
 
 @dataclass(frozen=True)
@@ -69,19 +73,28 @@ class TrainedModel:
     metadata: dict[str, Any]
     options: NetworkOptions
 
-    def predict(self, data: Path) -> list[Prediction]:
-        """Predictions for an image, a folder of images, an .npz or a .csv, in order.
+    def predict(self, data: Path | Any) -> list[Prediction]:
+        """Predictions for an image, a folder of images, an .npz or a .csv, in order; or for samples in memory.
 
         With ``batch_norm_at_new_site`` the samples are taken for those of one new site.
 
         Raises:
             UserError: the data do not fit the model, or it is a model for segmentation (see `write_masks`).
         """
-        names, inputs = load_for_prediction(data, self.stored)
+        read = load_for_prediction if isinstance(data, Path) else samples_in_memory
+        names, inputs = read(data, self.stored)
+        probabilities = self.probabilities(inputs)
+        labels = known_labels(data, names, self.stored, self.classes, self.labelling) or [None] * len(names)
         return [
-            Prediction(name, self.classes[int(row.argmax())], tuple(row.tolist()))
-            for name, row in zip(names, self.probabilities(inputs), strict=True)
+            Prediction(name, self.classes[int(row.argmax())], tuple(row.tolist()), label)
+            for name, row, label in zip(names, probabilities, labels, strict=True)
         ]
+
+    @cached_property
+    def labelling(self) -> Labelling | None:
+        """How the training tables said the class of a row."""
+        said = self.metadata.get("labelled_by")
+        return None if said is None else Labelling.model_validate(said)
 
     @property
     def stored(self) -> Preprocessing:
@@ -168,7 +181,7 @@ class TrainedModel:
         if not isinstance(self.options, SegmentationOptions):
             raise UserError("this model predicts classes, not masks: leave out --masks")
         names, inputs = load_for_prediction(data, self.preprocessing)
-        files = {(structure, name): _mask_file(folder, structure, name) for name in names for structure in self.classes}
+        files = {(structure, name): mask_file(folder, structure, name) for name in names for structure in self.classes}
         out: list[tuple[Path, float]] = []
         for name, masks in zip(names, self.masks(inputs), strict=True):
             for structure, mask in zip(self.classes, masks, strict=True):
@@ -180,29 +193,6 @@ class TrainedModel:
                     raise UserError(f"cannot write the mask {file}: {error.strerror or error}") from None
                 out.append((file, float(mask.mean())))
         return out
-
-
-def _mask_file(folder: Path, structure: str, name: str) -> Path:
-    """The path of a mask.
-
-    A structure's name comes from the model file, which may not be trustworthy. So it must be a plain file name.
-
-    Raises:
-        UserError: the path is not below the folder.
-    """
-    if structure in ("", "..") or structure != Path(structure).name or set(structure) & {"/", "\\", "\0", "\n", "\r"}:
-        raise UserError(
-            f"the model file has a structure {structure!r}, which cannot be the name of a folder: use another model"
-        )
-    try:
-        file = (folder / structure / name).with_suffix(".png")
-        # Resolved, because one of the two may be a symbolic link.
-        below = file.resolve().is_relative_to(folder.resolve())
-    except (OSError, ValueError, RuntimeError):
-        below = False
-    if not below or ".." in Path(name).parts:
-        raise UserError(f"the mask {structure!r} of {name!r} would be written outside of {folder}: rename the image")
-    return file
 
 
 def load_model(path: Path, own_method: str | None = None, own_network: str | None = None) -> TrainedModel:
@@ -246,11 +236,13 @@ def load_model(path: Path, own_method: str | None = None, own_network: str | Non
                 _check_fit(shapes, *_networks(method, chosen, metadata))
             _, network = _networks(method, chosen, metadata)
             network.load_state_dict({name: opened.get_tensor(name) for name in shapes})
+            trained = TrainedModel(network.eval(), method, classes, preprocessing, metadata, chosen)
+            _ = trained.labelling
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError, OSError):
         raise UserError(
             f"{file} is damaged or was not written by fedshift: give the model.safetensors of a run"
         ) from None
-    return TrainedModel(network.eval(), method, classes, preprocessing, metadata, chosen)
+    return trained
 
 
 def _network(record: Mapping[str, Any], own_network: str | None, file: Path) -> NetworkOptions:

@@ -63,8 +63,9 @@ def passes_over(site: Site, purpose: str) -> Iterator[Iterable[Tensor]]:
     size = site.training.batch_size
     if site.draws is None:
         order = site.generator_for(purpose)
+        chances = site.training.chances(site.data.labels) if site.role == "source" else None
         while True:
-            yield epoch_batches(site.samples, size, order)
+            yield epoch_batches(site.samples, size, order, chances)
     order = site.draws.generator(site.envelope.exchange, purpose)
     while True:
         yield poisson_batches(site.data, size, site.batches_per_epoch, order)

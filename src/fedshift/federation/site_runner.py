@@ -18,7 +18,6 @@ from fedshift.federation.reply_bounds import About
 from fedshift.federation.site import Envelope, Role, Site
 from fedshift.federation.site_memory import SiteMemory
 from fedshift.federation.training import Training
-from fedshift.models import registry as models
 from fedshift.models.network import Network
 from fedshift.models.options import NetworkOptions
 
@@ -63,7 +62,7 @@ class Setting:
 
     def build_network(self) -> Network:
         """The network that the method trains, with weights drawn from the seed; the same in every process."""
-        network = models.build(self.network, self.input_shape, self.classes, self.seed)
+        network = self.training.network(self.network, self.input_shape, self.classes, self.seed)
         network = self.method.adapt_network(network, self.sources)
         return self.training.prepared(network)
 

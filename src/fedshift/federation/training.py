@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Literal, Self, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 from torch import Tensor, nn
 
+from fedshift.data.site_data import class_chances
 from fedshift.data.transforms import Augmentation, NamedAugmentation
+from fedshift.errors import UserError, nearest
 from fedshift.extras import compiler_comes_later
 from fedshift.functional import schedules
+from fedshift.models import registry as models
+from fedshift.models.adapters import Adapters, with_adapters
+from fedshift.models.network import Network
+from fedshift.models.options import NetworkOptions
 from fedshift.models.products import Precision, Products, with_precision, with_products
 
 M = TypeVar("M", bound=nn.Module)
+
+Weight = Annotated[float, Field(gt=0, le=1e6)]
+ClassWeights = Literal["balanced"] | dict[str, Weight] | tuple[Weight, ...]
 
 _EXPLODED = 1e4
 
@@ -22,6 +40,11 @@ _EXPLODED = 1e4
 def exploded(loss: float, before: float) -> bool:
     """Whether a loss is so far above an earlier one, or above 1, that training diverges though all is finite."""
     return loss > _EXPLODED * max(1.0, before)
+
+
+def _named_by_text(weights: object) -> object:
+    """Weights by the names of classes, which YAML may read as numbers."""
+    return {str(name): weight for name, weight in weights.items()} if isinstance(weights, Mapping) else weights
 
 
 class Privacy(BaseModel):
@@ -91,7 +114,16 @@ class Training(BaseModel):
     )
     augmentation: NamedAugmentation = Field(default_factory=Augmentation, description="a preset's name or its parts")
 
+    class_weights: Annotated[ClassWeights | None, BeforeValidator(_named_by_text)] = Field(
+        None,
+        description="samples are drawn so that classes have these weights: {class: weight}, 1 for those that are not "
+        "named; balanced: by each site's own counts, all its classes equally often; none: every sample once in an "
+        "epoch",
+    )
     privacy: Privacy | None = Field(None, description="differential privacy of every site's samples; none: no noise")
+    adapters: Adapters | None = Field(
+        None, description="train and send low-rank adapters and the head only (docs/own_network.md); none: everything"
+    )
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
@@ -102,6 +134,8 @@ class Training(BaseModel):
             raise ValueError("lr_warmup grows with every mini-batch: write lr_step: mini_batch beside it")
         if self.privacy is not None and self.clip_norm is not None:
             raise ValueError("clip_norm is for whole gradients; private training has privacy.clip_norm in its place")
+        if self.privacy is not None and self.class_weights is not None:
+            raise ValueError("class_weights draws some samples more often than privacy accounts for: leave it out")
         if self.privacy is not None and self.precision == "bf16":
             raise ValueError(
                 "precision: bf16 rounds the gradients of single samples, which privacy clips: leave it out"
@@ -118,6 +152,46 @@ class Training(BaseModel):
         elif self.lr_schedule == "inverse_power":
             rate = schedules.inverse_power(progress, self.lr)
         return rate * schedules.warm_up(progress, self.lr_warmup) if self.lr_warmup else rate
+
+    def chances(self, labels: Tensor) -> Tensor | None:
+        """In what proportion samples of these classes (n,) are drawn; None: each once in an epoch.
+
+        Weights by name are of no use here: see `for_classes`.
+        """
+        if self.class_weights is None:
+            return None
+        return class_chances(labels, self.class_weights if isinstance(self.class_weights, tuple) else None)
+
+    def for_classes(self, classes: Sequence[str]) -> Self:
+        """These settings with the weights of classes in the order of ``classes``.
+
+        Raises:
+            UserError: a weight is of no class, or there are not as many as classes.
+        """
+        weights = self.class_weights
+        if isinstance(weights, Mapping):
+            for name in weights:
+                if name not in classes:
+                    raise UserError(f"training.class_weights: there is no class '{name}'; {nearest(name, classes)}")
+            return self.model_copy(update={"class_weights": tuple(weights.get(name, 1.0) for name in classes)})
+        if isinstance(weights, tuple) and len(weights) != len(classes):
+            raise UserError(f"training.class_weights: {len(weights)} weights for {len(classes)} classes; name them")
+        return self
+
+    def network(self, options: NetworkOptions, input_shape: tuple[int, ...], classes: int, seed: int) -> Network:
+        """The network that a run starts from, with its adapters.
+
+        Args:
+            options: the network.
+            input_shape: shape of one sample.
+            classes: number of classes, or of structures for segmentation.
+            seed: what the weights are drawn from.
+
+        Raises:
+            UserError: the network cannot read such samples, or cannot have these adapters.
+        """
+        network = models.build(options, input_shape, classes, seed)
+        return network if self.adapters is None else with_adapters(network, self.adapters, input_shape, seed)
 
     def prepared(self, module: M) -> M:
         """A module that multiplies as these settings say; it is changed in place."""

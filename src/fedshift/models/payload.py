@@ -56,7 +56,8 @@ def forward_cost(network: nn.Module, input_shape: tuple[int, ...]) -> int:
             total += output.numel() * module.in_features
 
     handles = [module.register_forward_hook(count) for module in network.modules()]
-    shapes = {name: tensor.detach().to("meta") for name, tensor in network.state_dict().items()}
+    tensors = (*network.named_parameters(remove_duplicate=False), *network.named_buffers(remove_duplicate=False))
+    shapes = {name: tensor.detach().to("meta") for name, tensor in tensors}
     try:
         with torch.no_grad():
             functional_call(network, shapes, (torch.empty((samples, *input_shape), device="meta"),))

@@ -65,9 +65,11 @@ _SHA256 = {
     "processed.switzerland.data": "834a405ccf5b66ab4056bb77794adc8df0b7125186454c0a1d002d33c6c3b314",
     "processed.va.data": "e7c93d8d0d2acdadfa4c5e8de768e2191e7f618b952e29623f1f0d5949ff6b8f",
 }
+_ADDRESS = "https://archive.ics.uci.edu/static/public/45/heart+disease.zip"
 _HOW = (
-    "Get processed.cleveland.data, processed.hungarian.data, processed.switzerland.data and processed.va.data from "
-    "the UCI Machine Learning Repository (Heart Disease) and put them into heart_disease_uci below FEDSHIFT_DATA"
+    "Call fedshift datasets heart_disease --fetch, or get processed.cleveland.data, processed.hungarian.data, "
+    "processed.switzerland.data and processed.va.data from the UCI Machine Learning Repository (Heart Disease) and put "
+    "them into heart_disease_uci below FEDSHIFT_DATA"
 )
 
 
@@ -85,6 +87,7 @@ class HeartDisease(DataSource):
             how_to_get=_HOW,
             layout=", ".join(_CANDIDATES),
             sha256={f"heart_disease_uci/{name}": digest for name, digest in _SHA256.items()},
+            downloads={_ADDRESS: tuple(f"heart_disease_uci/processed.{hospital}.data" for hospital in HOSPITALS)},
             counts={"cleveland": 303, "hungarian": 294, "switzerland": 123, "va": 200},
             notes="Label: num > 0. Missing numbers: 0 after standardising, plus a 0/1 column that says so; missing "
             "categories: all zeros; chol = 0 and trestbps = 0 count as missing. Fixed scale constants.",

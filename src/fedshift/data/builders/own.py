@@ -48,6 +48,9 @@ class OwnData(DataSource):
     def shares(self) -> tuple[str, ...]:
         return self._source().shares
 
+    def labelled_by(self) -> dict[str, Any] | None:
+        return self._source().labelled_by()
+
     def without(self, unseen: str) -> DataSource:
         source = self._source()
         fewer = source.without(unseen)

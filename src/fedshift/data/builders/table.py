@@ -147,6 +147,10 @@ class Table(DataSource):
     def shares(self) -> tuple[str, ...]:
         return ("statistics",)
 
+    def labelled_by(self) -> dict[str, Any]:
+        chosen = {"positive": self.positive, "labels": self.labels}
+        return {"column": self.label_column, **{name: value for name, value in chosen.items() if value is not None}}
+
     def without(self, unseen: str) -> DataSource:
         chosen = self.statistics_from or (tuple(self.sites) if self.sites is not None else tuple(self._tables()))
         return self.model_copy(update={"statistics_from": tuple(site for site in chosen if site != unseen)})

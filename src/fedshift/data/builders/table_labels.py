@@ -7,6 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from pydantic import BaseModel, ConfigDict, field_validator
+
 from fedshift.data.table_files import Columns, canonical, is_missing
 from fedshift.errors import UserError, nearest
 
@@ -83,26 +85,71 @@ def classes_of(
     Raises:
         UserError: a label is missing, or has no class.
     """
-    classes = []
-    for row, cell in enumerate(table.column(column)):
-        where = f"{table.place(row)}, column '{column}'"
-        if is_missing(cell):
-            raise UserError(
-                f"{where}: the label is missing: fill or drop the row",
-                public=f"{table.place(row)}: the label is missing: fill or drop the row",
-            )
-        label = canonical(cell)
-        if condition is not None:
-            label = POSITIVE if condition.holds(table, row) else NEGATIVE
-        elif mapping is not None:
-            if label not in mapping:
-                raise UserError(
-                    f"{where}: data.labels has no class for '{label}'; {nearest(label, mapping)}",
-                    public=f"{table.place(row)}: data.labels has no class for the label",
-                )
-            label = mapping[label]
-        classes.append(label)
-    return classes
+    return [_class_of(table, row, cell, column, condition, mapping) for row, cell in enumerate(table.column(column))]
+
+
+def _class_of(
+    table: Columns,
+    row: int,
+    cell: str,
+    column: str,
+    condition: Condition | None,
+    mapping: Mapping[str, str] | None,
+) -> str:
+    where = f"{table.place(row)}, column '{column}'"
+    if is_missing(cell):
+        raise UserError(
+            f"{where}: the label is missing: fill or drop the row",
+            public=f"{table.place(row)}: the label is missing: fill or drop the row",
+        )
+    label = canonical(cell)
+    if condition is not None:
+        return POSITIVE if condition.holds(table, row) else NEGATIVE
+    if mapping is None:
+        return label
+    if label not in mapping:
+        raise UserError(
+            f"{where}: data.labels has no class for '{label}'; {nearest(label, mapping)}",
+            public=f"{table.place(row)}: data.labels has no class for the label",
+        )
+    return mapping[label]
+
+
+class Labelling(BaseModel):
+    """How the training tables said the class of a row. Saved with a model, so that predictions keep labels.
+
+    Attributes:
+        column: the column that holds the label.
+        positive: a condition that makes the classes negative and positive.
+        labels: label → class.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    column: str
+    positive: str | None = None
+    labels: dict[str, str] | None = None
+
+    @field_validator("positive")
+    @classmethod
+    def _is_condition(cls, positive: str | None) -> str | None:
+        if positive is not None:
+            Condition.parse(positive)
+        return positive
+
+    def known(self, table: Columns) -> list[str | None] | None:
+        """The class of each row, None for one without a label; None if the table has no such column."""
+        if self.column not in table.cells:
+            return None
+        condition = None if self.positive is None else Condition.parse(self.positive)
+
+        def known(row: int, cell: str) -> str | None:
+            try:
+                return _class_of(table, row, cell, self.column, condition, self.labels)
+            except UserError:
+                return None
+
+        return [known(row, cell) for row, cell in enumerate(table.column(self.column))]
 
 
 def as_written(mapping: object) -> object:

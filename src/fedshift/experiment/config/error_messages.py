@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from fedshift.errors import in_words, nearest
 
@@ -20,16 +21,14 @@ def describe(error: ValidationError, prefix: str, model: type[BaseModel]) -> str
     """
     faults = error.errors()
     fault = faults[0]
-    location = [
-        part for part in fault["loc"] if isinstance(part, int) or part in _all_fields(model) or len(fault["loc"]) == 1
-    ]
+    location, inside = _place(fault, model)
     parts = location or list(fault["loc"])
     path = prefix
     for part in parts:
         path += f"[{part}]" if isinstance(part, int) else (f".{part}" if path else str(part))
     more = f" ({len(faults) - 1} more)" if len({tuple(f["loc"][:1]) for f in faults}) > 1 else ""
     if fault["type"] == "extra_forbidden":
-        known = [name for name in model.model_fields if name != "name"]
+        known = [name for name in inside.model_fields if name != "name"]
         return f"{path}: there is no such field; {nearest(str(fault['loc'][-1]), known)}{more}"
     if fault["type"] == "missing":
         return f"{path}: this field is missing{more}"
@@ -49,8 +48,29 @@ def suggest_field(path: str) -> str:
     return f"write it as in the experiment file, such as training.rounds=10 (got '{path}')"
 
 
-def _all_fields(model: type[BaseModel]) -> set[str]:
-    return set(model.model_fields)
+def _place(fault: ErrorDetails, model: type[BaseModel]) -> tuple[list[int | str], type[BaseModel]]:
+    """The fields and numbers on the way to a fault, and the class of the innermost section.
+
+    The way also has names that pydantic gives to the types of a union. They are left out.
+    """
+    parts: list[int | str] = []
+    inside = model
+    for number, part in enumerate(fault["loc"]):
+        last = number == len(fault["loc"]) - 1
+        unknown = last and (number == 0 or (inside is not model and fault["type"] == "extra_forbidden"))
+        if isinstance(part, int) or part in inside.model_fields or unknown:
+            parts.append(part)
+        if part in inside.model_fields:
+            inside = _section(inside.model_fields[str(part)].annotation) or inside
+    return parts, inside
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, if it can be only one."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    found = {section for part in get_args(annotation) if (section := _section(part)) is not None}
+    return found.pop() if len(found) == 1 else None
 
 
 def _short(value: Any) -> str:

@@ -18,6 +18,7 @@ from fedshift.experiment.protocol import Split
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.methods.rounds import play_round
 from fedshift.methods.screening import screening_of
+from fedshift.models.adapters import merged
 from fedshift.weights import Weights
 
 
@@ -95,5 +96,6 @@ def _train(planned: PlannedRun, device: str) -> tuple[Weights, LocalFederation]:
             state = replace(state, averaged=averaging.after(state.averaged, state.weights, state.round / rounds))
         if federation.exhausted() or state.round >= rounds:
             mean = averaging.handed_out(state.averaged, last=True)
-            return state.weights if mean is None else mean, federation
+            evaluated = method.evaluated_network(network, len(planned.split.train))
+            return merged(evaluated, state.weights if mean is None else mean), federation
         state = play_round(method, federation, state)

@@ -26,6 +26,7 @@ from fedshift.federation.training import exploded
 from fedshift.methods.base import State
 from fedshift.methods.rounds import play_round
 from fedshift.methods.screening import Screening, screening_of
+from fedshift.models.adapters import merged
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -282,7 +283,7 @@ class _RunLoop:
         final = self.final or self.evaluator.final(network, model)  # killed between the last round and its result
         result = self._result(state, final)
         metadata = model_metadata(self.planned)
-        self.folder.save_model(model, metadata)
+        self.folder.save_model(merged(network, model), metadata)
         if final.predictions and self.planned.experiment.evaluation.predictions and can_be_kept():
             self.folder.save_predictions(as_parquet(final.predictions, result.classes, metadata))
         self.folder.finish(result)

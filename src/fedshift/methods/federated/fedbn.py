@@ -36,6 +36,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
 from fedshift.functional.averaging import is_buffer
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.models.adapters import has_adapters
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -53,7 +54,8 @@ class FedBN(FedAvg):
 
     def check(self, network: Network) -> None:
         if not normalisation_of(network.state_dict(), self.stays):
-            raise UserError(f"{self.name} needs a network with BatchNorm: choose another network, or fedavg")
+            more = ", or write training.adapters.normalisation: true" if has_adapters(network) else ""
+            raise UserError(f"{self.name} needs a network with BatchNorm: choose another network, or fedavg{more}")
 
     def stays(self, name: str) -> bool:
         """Whether a tensor of a BatchNorm layer stays at the site."""
