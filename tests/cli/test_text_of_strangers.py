@@ -104,7 +104,7 @@ def test_predictions_do_not_command_the_terminal(format: str, cli: Cli, hostile:
 
 def test_predictions_are_no_formulas(cli: Cli, hostile: tuple[Path, Path]) -> None:
     rows = list(csv.reader(io.StringIO(cli("predict", *hostile, "--format", "csv").out, newline="")))
-    assert rows[0][2:4] == ["'=HYPERLINK(1)", "'@no"]
+    assert rows[0][3:5] == ["'=HYPERLINK(1)", "'@no"]
     assert len(rows) > 5
     for row in rows[1:]:
         assert row[1].startswith("'")
