@@ -107,5 +107,6 @@ def test_predictions_are_no_formulas(cli: Cli, hostile: tuple[Path, Path]) -> No
     assert rows[0][3:5] == ["'=HYPERLINK(1)", "'@no"]
     assert len(rows) > 5
     for row in rows[1:]:
-        assert row[1].startswith("'") and row[2].startswith("'")  # the label, and what is predicted
+        assert row[1].startswith("'")
+        assert row[2].startswith("'")
         assert sum(float(cell) for cell in row[3:]) == pytest.approx(1, abs=1e-4)
