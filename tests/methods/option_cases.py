@@ -69,6 +69,12 @@ OPTIONS: dict[str, dict[str, tuple[Try, ...]]] = {
     "oracle": _POOLED,
     "alone": {"local_epochs": of(2)},
     "fedavg": _FEDERATED,
+    "recipe": {
+        **_FEDERATED,
+        "augmentation": of("none", {"shear": 0.2}),
+        "momentum": of(0.0, 0.5),
+        "dropout": of(0.0, 0.3, where="mlp"),
+    },
     "fedprox": {**_FEDERATED, "proximal_weight": of(0.0, 3.0)},
     "scaffold": {**_FEDERATED, "weighting": of("samples")},
     "fednova": {**_LOCAL, "proximal_weight": of(3.0)},

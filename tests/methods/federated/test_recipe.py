@@ -1,0 +1,59 @@
+"""The recipe is FedAvg composed with what suits the kind of data, and with nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tiny import CNN, MLP, run
+
+from fedshift.data.transforms import Augmentation
+from fedshift.methods import registry
+from fedshift.methods.composition.views import AugmentOption
+from fedshift.methods.federated.recipe import SHAPES, Recipe
+from fedshift.weights import Weights
+
+OFF = {"augmentation": "none", "momentum": 0, "dropout": 0}
+MOVED = {"name": "augment", "by": SHAPES.model_dump()}
+MOMENTUM = {"optimizer": "momentum", "beta": 0.9}
+
+
+def weights_of(network: dict[str, object], **options: Any) -> Weights:
+    return run(registry.parse({"name": "recipe", **options}), network=network, rounds=3)[0].weights
+
+
+def composed(network: dict[str, object], **options: Any) -> Weights:
+    return run(registry.parse({"name": "fedavg", **options}), network=network, rounds=3)[0].weights
+
+
+@pytest.mark.parametrize("network", [CNN, MLP], ids=["images", "vectors"])
+def test_with_everything_off_it_is_fedavg(network: dict[str, object]) -> None:
+    assert weights_of(network, **OFF) == composed(network)
+
+
+def test_on_images_it_is_fedavg_on_moved_images_with_momentum_at_the_server() -> None:
+    assert weights_of(CNN) == composed(CNN, local=[MOVED], server=MOMENTUM)
+
+
+def test_on_vectors_it_is_fedavg_with_dropout() -> None:
+    assert weights_of(MLP) == composed(MLP, local=["dropout"])
+
+
+def test_a_plug_in_that_is_named_takes_the_place_of_its_own() -> None:
+    mine = AugmentOption(by=Augmentation(shift=0.1))
+    assert Recipe(local=(mine,)).local_for((1, 8, 8)) == (mine,)
+    assert [one.name for one in Recipe(local=(mine,)).local_for((5,))] == ["dropout", "augment"]
+
+
+def test_a_wrapper_trains_on_what_the_recipe_makes_of_samples() -> None:
+    plain, moved = (
+        run(registry.parse({"name": "styles", "method": {"name": "recipe", **OFF, **options}}), network=CNN, rounds=1)
+        for options in ({}, {"augmentation": {"shear": 0.3}})
+    )
+    assert plain[0].weights != moved[0].weights
+
+
+def test_its_cost_is_that_of_its_plug_ins_for_these_samples() -> None:
+    assert Recipe().cost_of((5,)) == 1.0
+    assert Recipe().cost_of((1, 8, 8)) > 1.0
+    assert Recipe(augmentation="none").cost_of((1, 8, 8)) == 1.0
