@@ -32,7 +32,7 @@ from fedshift.data.domain import Task
 from fedshift.data.transforms import Augmentation, NamedAugmentation
 from fedshift.federation.federation import Federation
 from fedshift.methods.base import State
-from fedshift.methods.composition.averaging import SWA, Averaging
+from fedshift.methods.composition.averaging import SWA, Averaging, Kept
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.methods.composition.regularisers import DropoutOption, Rate
 from fedshift.methods.composition.views import AugmentOption
@@ -40,7 +40,7 @@ from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.server import Beta, Momentum, after_round
 from fedshift.weights import Weights
 
-SHAPES = Augmentation(shear=0.5, scale=0.15, shift=0.04)
+SHAPES = Augmentation(shear=0.5, scale=0.1, shift=0.04)
 _MOMENTUM = "momentum"
 
 
@@ -56,15 +56,16 @@ class Recipe(FedAvg):
     )
     momentum: Beta = Field(0.9, description="β of the server's step for networks with convolutions; 0: none")
     averaged: Annotated[float, Field(ge=0, le=1)] = Field(
-        0.25, description="the mean of this share of the rounds, the last ones, is handed out; 0: the last model"
+        0.25,
+        description="without convolutions the mean of this share of the rounds, the last, is handed out; 0: the last",
     )
     dropout: Rate = Field(0.5, description="share of the features left out in training where samples are vectors")
 
     @property
     def averaging(self) -> Averaging:
-        """The mean of the last rounds, unless ``average`` or ``average_rounds`` says otherwise."""
-        own = self.average is not None or self.average_rounds > 1 or self.averaged == 0
-        return super().averaging if own else SWA(start=1 - self.averaged)
+        """That of ``averaged``, unless ``average`` or ``average_rounds`` says otherwise."""
+        given = self.average is not None or self.average_rounds > 1 or self.averaged == 0
+        return super().averaging if given else _OfVectors(start=1 - self.averaged)
 
     def local_for(self, input_shape: tuple[int, ...]) -> tuple[LocalOption, ...]:
         """Its own plug-ins before those of ``local``. One that is named there takes the place of its own."""
@@ -83,6 +84,13 @@ class Recipe(FedAvg):
         kept = {"first": found} if isinstance(found := state.parts.get(_MOMENTUM), Weights) else {}
         weights, moments = after_round(Momentum(beta=self.momentum), state.weights, new.weights, kept)
         return replace(new, weights=weights, parts={_MOMENTUM: moments["first"]})
+
+
+class _OfVectors(SWA):
+    """The mean of the last rounds where the network has no convolution, and elsewhere the last model."""
+
+    def after(self, kept: Kept, model: Weights, done: float) -> Kept:
+        return kept if _reads_images(model) else super().after(kept, model, done)
 
 
 def _reads_images(model: Weights) -> bool:
