@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from tiny import CNN, MLP, run
 
 from fedshift.data.transforms import Augmentation
 from fedshift.methods import registry
+from fedshift.methods.composition.averaging import Kept
 from fedshift.methods.composition.views import AugmentOption
 from fedshift.methods.federated.recipe import SHAPES, Recipe
 from fedshift.weights import Weights
@@ -37,6 +39,30 @@ def test_on_images_it_is_fedavg_on_moved_images_with_momentum_at_the_server() ->
 
 def test_on_vectors_it_is_fedavg_with_dropout() -> None:
     assert weights_of(MLP) == composed(MLP, local=["dropout"])
+
+
+def handed_out(method: Recipe, shape: tuple[int, ...], rounds: int) -> float:
+    """The model after some rounds, whose models are 1, 2, 3 …"""
+    kept = Kept()
+    for number in range(1, rounds + 1):
+        made = Weights({"weight": torch.full(shape, float(number))})
+        kept = method.averaging.after(kept, made, number / rounds)
+    mean = method.averaging.handed_out(kept, last=True) or made
+    return float(mean["weight"].mean())
+
+
+def test_on_vectors_the_mean_of_the_last_rounds_is_handed_out_and_on_images_the_last_model() -> None:
+    assert handed_out(Recipe(), (2, 3), 8) == 7.5  # of 7 and 8
+    assert handed_out(Recipe(averaged=0.5), (2, 3), 8) == 6.5
+    assert handed_out(Recipe(averaged=0.0), (2, 3), 8) == 8
+    assert handed_out(Recipe(average_rounds=4), (2, 3), 8) == 6.5
+    assert handed_out(Recipe(), (2, 3, 1, 1), 8) == 8
+
+
+def test_a_wrapper_hands_out_what_the_recipe_would() -> None:
+    wrapped = registry.parse({"name": "styles", "method": "recipe"})
+    assert wrapped.averaging == Recipe().averaging
+    assert registry.parse({"name": "styles", "method": "recipe", "average": "ema"}).averaging.kind == "ema"
 
 
 def test_a_plug_in_that_is_named_takes_the_place_of_its_own() -> None:
