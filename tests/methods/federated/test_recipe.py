@@ -69,6 +69,11 @@ def test_a_plug_in_that_is_named_takes_the_place_of_its_own() -> None:
     assert [one.name for one in Recipe(local=(mine,)).local_for((5,))] == ["dropout", "augment"]
 
 
+def test_an_optimiser_of_the_server_that_is_named_takes_the_place_of_its_momentum() -> None:
+    server = {"optimizer": "momentum", "beta": 0.5}
+    assert trained("recipe", CNN, augmentation="none", server=server) == trained("fedavg", CNN, server=server)
+
+
 def test_a_wrapper_trains_on_what_the_recipe_makes_of_samples() -> None:
     plain, moved = (
         run(registry.parse({"name": "styles", "method": {"name": "recipe", **OFF, **options}}), network=CNN, rounds=1)

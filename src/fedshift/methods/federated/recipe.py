@@ -16,7 +16,7 @@ A site tells images by their shape; the server, which sees no samples, by a conv
 
 Where it fails
 * Where a sheared, scaled or shifted image belongs to another class, or images show no shapes: ``augmentation: none``.
-* Where rounds are few: momentum takes about 1/(1 − β) rounds to come up to its speed: ``momentum: 0`` below 20 rounds.
+* With few rounds: momentum takes about 1/(1 − β) of them to come up to its speed.
 
 Should reproduce: no published table. At ``augmentation: none``, ``momentum: 0`` and ``dropout: 0`` it is FedAvg.
 """
@@ -54,7 +54,7 @@ class Recipe(FedAvg):
     augmentation: NamedAugmentation = Field(
         SHAPES, description="how images are changed: a preset's name, its parts, or none"
     )
-    momentum: Beta = Field(0.9, description="β of the server's step for networks with convolutions; 0: none")
+    momentum: Beta = Field(0.9, description="β of the server's step for networks with convolutions, unless `server` is set")
     averaged: Annotated[float, Field(ge=0, le=1)] = Field(
         0.25,
         description="without convolutions the mean of this share of the rounds, the last, is handed out; 0: the last",
@@ -79,7 +79,7 @@ class Recipe(FedAvg):
 
     def round(self, federation: Federation, state: State) -> State:
         new = super().round(federation, state)
-        if not self.momentum or not _reads_images(state.weights):
+        if not self.momentum or self.server is not None or not _reads_images(state.weights):
             return new
         kept = {"first": found} if isinstance(found := state.parts.get(_MOMENTUM), Weights) else {}
         weights, moments = after_round(Momentum(beta=self.momentum), state.weights, new.weights, kept)
