@@ -300,7 +300,7 @@ def test_the_demo_needs_no_download(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("FEDSHIFT_DATA", raising=False)
     demo = fedshift.load(Path(fedshift.cli.__file__).with_name("demo.yaml"))
     assert demo.data.name == "rotated_digits"
-    assert [method.name for method in demo.methods] == ["deepall", "fedavg", "csac"]
+    assert [method.name for method in demo.methods] == ["deepall", "fedavg", "recipe", "csac"]
     assert len(demo.data.build().domains) == 6
     demo = fedshift.load(Path(fedshift.cli.__file__).with_name("demo.yaml"), "data.per_class=2", "data.angles=[0,30]")
     assert fedshift.check(demo).methods[0].runs == 2 * len(demo.protocol.seeds)

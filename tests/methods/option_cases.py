@@ -69,6 +69,12 @@ OPTIONS: dict[str, dict[str, tuple[Try, ...]]] = {
     "oracle": _POOLED,
     "alone": {"local_epochs": of(2)},
     "fedavg": _FEDERATED,
+    "recipe": {
+        **_FEDERATED,
+        "augmentation": of("none", {"shear": 0.2}),
+        "momentum": of(0.0, 0.5),
+        "dropout": of(0.0, 0.3, where="mlp"),
+    },
     "fedprox": {**_FEDERATED, "proximal_weight": of(0.0, 3.0)},
     "scaffold": {**_FEDERATED, "weighting": of("samples")},
     "fednova": {**_LOCAL, "proximal_weight": of(3.0)},
@@ -338,6 +344,7 @@ OPTIONS: dict[str, dict[str, tuple[Try, ...]]] = {
 ELSEWHERE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("csac", "mmd_constant"): (True,),  # in the loss alone
     ("mdfnet", "interaction"): ("literal",),  # without a lower bound: test_mdfnet has its value, training diverges
+    ("recipe", "averaged"): (0.0,),  # no part of a round: test_recipe
     ("cdan", "projection"): ("outer",),  # what `auto` means for small networks
     **{(name, "style_space"): ("vgg",) for name in ("ccst", "styles")},
     **{

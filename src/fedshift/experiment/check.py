@@ -191,7 +191,8 @@ def _need(planned: PlannedRun, network: Network, per_batch: float, dry: DryRun |
     method, engine = planned.run.method, planned.experiment.engine
     sites = 1 if method.pooled else len(planned.split.train)
     speed_up = engine.parallel_runs * min(engine.workers, sites)
-    seconds = sum(planned.budget.values()) * per_batch * method.cost / speed_up
+    cost = method.cost_of(planned.plan.data.input_shape)
+    seconds = sum(planned.budget.values()) * per_batch * cost / speed_up
     sent = traffic(planned, network, dry) if dry is not None else None
     return _Need(planned.rounds, planned.mini_batches, _per_round(planned), seconds, sent)
 

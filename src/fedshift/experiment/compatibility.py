@@ -88,7 +88,7 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
             method.check(network)
             if private:
                 check_private(method, network, data.input_shape)
-            for plug_in in method.local:
+            for plug_in in method.local_for(data.input_shape):
                 _check_plug_in(method, plug_in, network, data)
         if method.batch_norm_at_new_site is not None:
             _check_new_site(method, experiment, network)

@@ -243,10 +243,9 @@ class Method(Composed, ABC):
         """Names of the common model's parameters that each site has of its own, which no server's optimiser moves."""
         return ()
 
-    @property
-    def cost(self) -> float:
-        """`relative_cost` with what its plug-ins add."""
-        return self.relative_cost + sum(plug_in.cost for plug_in in self.local)
+    def cost_of(self, input_shape: tuple[int, ...]) -> float:
+        """`relative_cost` with what its plug-ins add for samples of this shape."""
+        return self.relative_cost + sum(plug_in.cost for plug_in in self.local_for(input_shape))
 
     @property
     def shares(self) -> tuple[str, ...]:

@@ -35,6 +35,7 @@ _ALL_DATA = ("raw_data", *_MODELS)
 ENTRIES: Mapping[str, Entry] = {
     "deepall": Entry(f"{_POOLED}.deepall:DeepAll", "unseen target, pooled", _ALL_DATA, "Li et al., ICCV 2017"),
     "fedavg": Entry(f"{_FEDERATED}.fedavg:FedAvg", "unseen target", _MODELS, "McMahan et al., AISTATS 2017"),
+    "recipe": Entry(f"{_FEDERATED}.recipe:Recipe", "unseen target", _MODELS, "fedshift 2026"),
     "fedprox": Entry(f"{_FEDERATED}.fedprox:FedProx", "unseen target", _MODELS, "Li et al., MLSys 2020"),
     "scaffold": Entry(f"{_FEDERATED}.scaffold:Scaffold", "unseen target", _MODELS, "Karimireddy et al., ICML 2020"),
     "fednova": Entry(f"{_FEDERATED}.fednova:FedNova", "unseen target", _MODELS, "Wang et al., NeurIPS 2020"),
@@ -160,6 +161,7 @@ RULES = ("norm_clipping", "median", "trimmed_mean", "krum", "trust")
 
 SUMS = (
     "fedavg",
+    "recipe",
     "fedprox",
     "scaffold",
     "feddyn",

@@ -16,6 +16,7 @@ from fedshift.federation.reply_bounds import About, Bounds
 from fedshift.federation.site import Site
 from fedshift.methods.base import Method, Reads, RunPlan, State, Traffic, calls_of, in_order
 from fedshift.methods.composition.averaging import Averaging
+from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.methods.robust import Averages
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -64,8 +65,9 @@ class Wrapper(Method):
 
     @property
     def averaging(self) -> Averaging:
-        """As set for the wrapper; ``average_rounds`` may be set for the inner method instead."""
-        return self.inner.averaging if self.inner.average_rounds > 1 else super().averaging
+        """As set for the wrapper, or else the inner method's."""
+        own = self.average is not None or self.average_rounds > 1
+        return super().averaging if own else self.inner.averaging
 
     @property
     def shares(self) -> tuple[str, ...]:
@@ -126,6 +128,9 @@ class Wrapper(Method):
     def relative_cost(self) -> float:  # type: ignore[override]
         """Seconds of a mini-batch beside plain cross-entropy."""
         return self.inner.relative_cost
+
+    def local_for(self, input_shape: tuple[int, ...]) -> tuple[LocalOption, ...]:
+        return (*self.inner.local_for(input_shape), *self.local)
 
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return self.inner.mini_batches(batches_per_epoch, rounds)

@@ -12,6 +12,7 @@ from fedshift.federation.plug_in import PlugIn
 from fedshift.federation.site import Site
 from fedshift.methods.composition.averaging import AverageOption, Averaging, LastRounds
 from fedshift.methods.composition.local import LocalPlugIns
+from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.methods.robust import RULES, Averages, RobustAggregation, unfit
 from fedshift.methods.server import ServerOptimizer
 from fedshift.methods.settings import PAPER, Settings, described, with_setting
@@ -98,7 +99,13 @@ class Composed(BaseModel, ABC):
 
     def plug_ins(self, site: Site) -> tuple[PlugIn, ...]:
         """The plug-ins at work in one exchange. A target without labels has none."""
-        return tuple(plug_in.at(site) for plug_in in self.local) if site.role == "source" else ()
+        if site.role != "source":
+            return ()
+        return tuple(plug_in.at(site) for plug_in in self.local_for(site.data.input_shape))
+
+    def local_for(self, input_shape: tuple[int, ...]) -> tuple[LocalOption, ...]:
+        """The plug-ins for samples of this shape: those of ``local``, and what a method adds by itself."""
+        return self.local
 
     @property
     def composition(self) -> tuple[str, ...]:

@@ -1,0 +1,97 @@
+"""The recipe: FedAvg with the means that measurement found to help at a site that nobody saw.
+
+fedshift, 2026. No paper's method, but a choice among what docs/composition.md lists, made by leaving sources out;
+docs/recipe.md has the numbers, what did not help, and on which data it was chosen.
+
+Setting: domain generalization, as FedAvg. The target is never seen.
+Wire: FedAvg's, byte for byte.
+
+Where samples are images, with β = 0.9 (``momentum``):
+    x ← x under a random shear, scale and shift    every image of every mini-batch, by draws of its own
+    m ← βm + (θ̄ − θ),  θ ← θ + m                   after the round; θ̄ is FedAvg's mean, θ what the round began with
+Where they are vectors, such as tables and frozen features (``dropout``):
+    z ← z with each number set to 0 with probability ½, the others doubled; z is what the classifier reads, in training
+
+A site tells images by their shape; the server, which sees no samples, by a convolution in the network.
+
+Where it fails
+* Where a sheared, scaled or shifted image belongs to another class, or images show no shapes: ``augmentation: none``.
+* With few rounds: momentum takes about 1/(1 − β) of them to come up to its speed.
+
+Should reproduce: no published table. At ``augmentation: none``, ``momentum: 0`` and ``dropout: 0`` it is FedAvg.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from fedshift.data.domain import Task
+from fedshift.data.transforms import Augmentation, NamedAugmentation
+from fedshift.federation.federation import Federation
+from fedshift.methods.base import State
+from fedshift.methods.composition.averaging import SWA, Averaging, Kept
+from fedshift.methods.composition.plug_in import LocalOption
+from fedshift.methods.composition.regularisers import DropoutOption, Rate
+from fedshift.methods.composition.views import AugmentOption
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.server import Beta, Momentum, after_round
+from fedshift.weights import Weights
+
+SHAPES = Augmentation(shear=0.5, scale=0.1, shift=0.04)
+_MOMENTUM = "momentum"
+
+
+class Recipe(FedAvg):
+    """FedAvg with what helps at an unseen site: moved images and momentum of the server, or dropout for vectors."""
+
+    name: ClassVar[str] = "recipe"
+    citation: ClassVar[str] = "fedshift 2026"
+    tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
+
+    augmentation: NamedAugmentation = Field(
+        SHAPES, description="how images are changed: a preset's name, its parts, or none"
+    )
+    momentum: Beta = Field(0.9, description="β of the server's step for networks with convolutions, unless `server` is set")
+    averaged: Annotated[float, Field(ge=0, le=1)] = Field(
+        0.25,
+        description="without convolutions the mean of this share of the rounds, the last, is handed out; 0: the last",
+    )
+    dropout: Rate = Field(0.5, description="share of the features left out in training where samples are vectors")
+
+    @property
+    def averaging(self) -> Averaging:
+        """That of ``averaged``, unless ``average`` or ``average_rounds`` says otherwise."""
+        given = self.average is not None or self.average_rounds > 1 or self.averaged == 0
+        return super().averaging if given else _OfVectors(start=1 - self.averaged)
+
+    def local_for(self, input_shape: tuple[int, ...]) -> tuple[LocalOption, ...]:
+        """Its own plug-ins before those of ``local``. One that is named there takes the place of its own."""
+        own: list[LocalOption] = []
+        if len(input_shape) == 3:
+            own += [] if self.augmentation.is_identity else [AugmentOption(by=self.augmentation)]
+        elif self.dropout:
+            own.append(DropoutOption(rate=self.dropout))
+        named = {plug_in.name for plug_in in self.local}
+        return (*(plug_in for plug_in in own if plug_in.name not in named), *self.local)
+
+    def round(self, federation: Federation, state: State) -> State:
+        new = super().round(federation, state)
+        if not self.momentum or self.server is not None or not _reads_images(state.weights):
+            return new
+        kept = {"first": found} if isinstance(found := state.parts.get(_MOMENTUM), Weights) else {}
+        weights, moments = after_round(Momentum(beta=self.momentum), state.weights, new.weights, kept)
+        return replace(new, weights=weights, parts={_MOMENTUM: moments["first"]})
+
+
+class _OfVectors(SWA):
+    """The mean of the last rounds where the network has no convolution, and elsewhere the last model."""
+
+    def after(self, kept: Kept, model: Weights, done: float) -> Kept:
+        return kept if _reads_images(model) else super().after(kept, model, done)
+
+
+def _reads_images(model: Weights) -> bool:
+    return any(tensor.dim() == 4 for tensor in model.values())

@@ -1,0 +1,88 @@
+"""The recipe is FedAvg composed with what suits the kind of data, and with nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import CNN, MLP, run
+
+from fedshift.data.transforms import Augmentation
+from fedshift.methods import registry
+from fedshift.methods.base import State
+from fedshift.methods.composition.averaging import EMA, Kept
+from fedshift.methods.composition.views import AugmentOption
+from fedshift.methods.federated.recipe import SHAPES, Recipe
+from fedshift.weights import Weights
+
+OFF = {"augmentation": "none", "momentum": 0, "dropout": 0}
+MOVED = {"name": "augment", "by": SHAPES.model_dump()}
+MOMENTUM = {"optimizer": "momentum", "beta": 0.9}
+
+
+def trained(name: str, network: dict[str, object], **options: Any) -> Weights:
+    state: State = run(registry.parse({"name": name, **options}), network=network, rounds=3)[0]
+    return state.weights
+
+
+@pytest.mark.parametrize("network", [CNN, MLP], ids=["images", "vectors"])
+def test_with_everything_off_it_is_fedavg(network: dict[str, object]) -> None:
+    assert trained("recipe", network, **OFF) == trained("fedavg", network)
+
+
+def test_on_images_it_is_fedavg_on_moved_images_with_momentum_at_the_server() -> None:
+    assert trained("recipe", CNN) == trained("fedavg", CNN, local=[MOVED], server=MOMENTUM)
+
+
+def test_on_vectors_it_is_fedavg_with_dropout() -> None:
+    assert trained("recipe", MLP) == trained("fedavg", MLP, local=["dropout"])
+
+
+def handed_out(method: Recipe, shape: tuple[int, ...], rounds: int) -> float:
+    """The model after some rounds, whose models are 1, 2, 3 …"""
+    kept = Kept()
+    for number in range(1, rounds + 1):
+        made = Weights({"weight": torch.full(shape, float(number))})
+        kept = method.averaging.after(kept, made, number / rounds)
+    mean = method.averaging.handed_out(kept, last=True) or made
+    return float(mean["weight"].mean())
+
+
+def test_on_vectors_the_mean_of_the_last_rounds_is_handed_out_and_on_images_the_last_model() -> None:
+    assert handed_out(Recipe(), (2, 3), 8) == 7.5  # of 7 and 8
+    assert handed_out(Recipe(averaged=0.5), (2, 3), 8) == 6.5
+    assert handed_out(Recipe(averaged=0.0), (2, 3), 8) == 8
+    assert handed_out(Recipe(average_rounds=4), (2, 3), 8) == 6.5
+    assert handed_out(Recipe(), (2, 3, 1, 1), 8) == 8
+
+
+def test_a_wrapper_hands_out_what_the_recipe_would() -> None:
+    wrapped = registry.parse({"name": "styles", "method": "recipe"})
+    assert wrapped.averaging == Recipe().averaging
+    assert registry.parse({"name": "styles", "method": "recipe", "average": "ema"}).averaging == EMA()
+
+
+def test_a_plug_in_that_is_named_takes_the_place_of_its_own() -> None:
+    mine = AugmentOption(by=Augmentation(shift=0.1))
+    assert Recipe(local=(mine,)).local_for((1, 8, 8)) == (mine,)
+    assert [one.name for one in Recipe(local=(mine,)).local_for((5,))] == ["dropout", "augment"]
+
+
+def test_an_optimiser_of_the_server_that_is_named_takes_the_place_of_its_momentum() -> None:
+    server = {"optimizer": "momentum", "beta": 0.5}
+    assert trained("recipe", CNN, augmentation="none", server=server) == trained("fedavg", CNN, server=server)
+
+
+def test_a_wrapper_trains_on_what_the_recipe_makes_of_samples() -> None:
+    plain, moved = (
+        run(registry.parse({"name": "styles", "method": {"name": "recipe", **OFF, **options}}), network=CNN, rounds=1)
+        for options in ({}, {"augmentation": {"shear": 0.3}})
+    )
+    assert plain[0].weights != moved[0].weights
+
+
+def test_its_cost_is_that_of_its_plug_ins_for_these_samples() -> None:
+    assert Recipe().cost_of((5,)) == 1.0
+    assert Recipe().cost_of((1, 8, 8)) > 1.0
+    assert Recipe(augmentation=Augmentation()).cost_of((1, 8, 8)) == 1.0
