@@ -119,6 +119,47 @@ def test_vectors_have_no_ssim(tmp_path: Path) -> None:
     assert pick(found, "batch", "analytic").correlation == pytest.approx([1.0], abs=1e-6)
 
 
+def four(folder: Path, kind: Any, **changes: Any) -> LeakageAudit:
+    """An audit where a sum has three sites."""
+    where = save(folder, a=kind(1, 20), b=kind(2, 24), c=kind(3, 20), d=kind(4, 48))
+    made = parse(experiment(where, model=MLP, **changes))
+    return audit_leakage(made, batches=(1,), iterations=2, starts=1)
+
+
+def test_a_sum_hides_what_a_single_site_shows(tmp_path: Path) -> None:
+    found = four(tmp_path, tiny)
+    assert [(case.exchange, case.sites, case.attack) for case in found.cases] == [
+        (exchange, sites, attack)
+        for sites in (1, 3)
+        for exchange in ("batch", "epoch")
+        for attack in ("l2", "cosine", "analytic")
+    ]
+    alone, summed = (case for case in found.cases if (case.exchange, case.attack) == ("batch", "analytic"))
+    assert fmean(alone.mse) < 1e-8
+    assert fmean(summed.mse) > 1e-3
+    searched = found.cases[6]
+    assert searched.reconstructions.shape == searched.originals.shape == (3, 1, 6, 6)  # one sample of each site
+    assert (len(searched.labels), len(searched.inferred)) == (3, 3)
+    assert alone.originals.tolist() in searched.originals[:, None].tolist()  # the single site's is among them
+    assert found.cases[9].steps > found.cases[3].steps == found.samples
+    assert picture(found.cases).startswith(b"\x89PNG")
+
+
+def test_the_sum_of_equal_samples_shows_the_sample(tmp_path: Path) -> None:
+    """What is attacked is the weighted mean of the sites: where all are equal, it is what each sends."""
+
+    def same(seed: int, samples: int) -> dict[str, Any]:
+        drawn = images(1, samples, size=6)
+        return {"x": np.repeat(drawn["x"][:1], samples, 0), "y": np.arange(samples) % 3}
+
+    found = four(tmp_path, same, training={"rounds": 1, "lr": 0.05, "momentum": 0.9})
+    for case in found.cases:
+        if case.attack == "analytic":
+            assert fmean(case.mse) < 1e-6
+    for alone, summed in zip(found.cases[:6], found.cases[6:], strict=True):
+        assert summed.guess_mse == pytest.approx(alone.guess_mse, abs=1e-9)
+
+
 def test_an_epoch_of_one_step_is_a_gradient(tmp_path: Path) -> None:
     """A site with a single mini-batch sends its gradient, whatever the exchange is called; momentum and weight decay
     hide nothing.
@@ -219,7 +260,10 @@ def test_after_training(tmp_path: Path) -> None:
 
 def test_what_else_is_sent_is_said(tmp_path: Path) -> None:
     found = audit(tmp_path, iterations=1, starts=1, methods=["fedavg", "deepall"])
-    assert found.notes == ("deepall sends the samples themselves: there is nothing to reconstruct",)
+    assert found.notes == (
+        "deepall sends the samples themselves: there is nothing to reconstruct",
+        "no sum was attacked: a sum needs 3 labelled sites, here are 2",
+    )
 
 
 def test_what_is_sent_more_often_than_once_an_epoch_is_said(tmp_path: Path) -> None:
@@ -227,10 +271,12 @@ def test_what_is_sent_more_often_than_once_an_epoch_is_said(tmp_path: Path) -> N
     shown = {"methods": often, "protocol": {"kind": "adapt_to_one", "targets": ["a"]}}
     found = audit_leakage(parse(options(tmp_path, **shown)), batches=(2,), iterations=1, starts=1)
     steps = next(case.steps for case in found.cases if case.exchange == "epoch")
-    (note,) = found.notes
+    note, *sums = found.notes
+    assert "no sum was attacked" in sums[0]
+    assert "kd3a cannot run with aggregation: secure" in sums[1]
     assert f"kd3a sends its model after {round(steps / 5)} of the {steps} mini-batches" in note
     shown["methods"] = [{"name": "kd3a"}]
-    assert not audit_leakage(parse(options(tmp_path, **shown)), batches=(2,), iterations=1, starts=1).notes
+    assert audit_leakage(parse(options(tmp_path, **shown)), batches=(2,), iterations=1, starts=1).notes == (*sums,)
 
 
 def test_sites(tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ def test_table_record_and_picture(cli: Cli, file: Path, tmp_path: Path, monkeypa
     assert said.code == 0, said.err
     assert "site c of arrays: 14 training samples; mlp, 323 parameters, weights: initial, seed 0" in said.out
     rows = [line.split() for line in said.out.splitlines() if line.startswith(("gradient", "epoch"))]
-    assert [row[:4] for row in rows] == [
-        [sent, size, steps, attack]
+    assert [row[:5] for row in rows] == [
+        [sent, "1", size, steps, attack]
         for size, every in (("1", ("l2", "cosine", "analytic")), ("3", ("l2", "cosine")))
         for sent, steps in (("gradient", "–"), ("epoch", "14" if size == "1" else "5"))
         for attack in every
@@ -47,7 +47,7 @@ def test_table_record_and_picture(cli: Cli, file: Path, tmp_path: Path, monkeypa
     assert {"versions", "threads", "device", "seconds", "fingerprint", "starts"} <= set(record)
     assert len(record["cases"]) == len(rows) == 10
     for case, row in zip(record["cases"], rows, strict=True):
-        assert (str(case["batch"]), case["attack"]) == (row[1], row[3])
+        assert (str(case["batch"]), case["attack"]) == (row[2], row[4])
         assert len(case["mse"]) == len(case["psnr"]) == len(case["ssim"]) == len(case["inferred"]) == case["batch"]
     with Image.open(folder / "leakage.png") as picture:
         assert picture.width > 500
@@ -86,7 +86,9 @@ def test_the_table_fits_a_terminal(cli: Cli, file: Path, tmp_path: Path, monkeyp
     monkeypatch.setenv("COLUMNS", "80")
     said = cli("audit", "leakage", file, "--batch", "2", *QUICK, "--out", tmp_path / "out")
     header = next(line for line in said.out.splitlines() if line.startswith("sent"))
-    assert header.split() == ["sent", "size", "steps", "attack", "MSE", "PSNR", "guess", "SSIM", "guess", "labels"]
+    assert header.split() == (
+        ["sent", "sites", "size", "steps", "attack", "MSE", "PSNR", "guess", "SSIM", "guess", "labels"]
+    )
     assert len(header) <= 80
 
 

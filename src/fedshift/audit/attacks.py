@@ -1,4 +1,4 @@
-"""Gradient-leakage attacks on one site: search, inversion of the first layer, and measures of what they recover."""
+"""Gradient-leakage attacks on a site or a sum of sites: searches, inversion of the first layer, measures of success."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import copy
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 from typing import Any
 
@@ -19,11 +19,14 @@ from torch import Tensor, nn
 
 from fedshift.audit.gradient_search import Attack, Attacked, Attempt, Exchange, Search, Sent, Space, Watcher
 from fedshift.data.domain import DataSet
+from fedshift.federation.messages import Update
 from fedshift.federation.randomness import generator
-from fedshift.federation.site import Envelope, Site
+from fedshift.federation.secure.sums import Total, Weighing, contribution
+from fedshift.federation.site import Batch, Envelope, Site
 from fedshift.functional import leakage
 from fedshift.models.network import Network
 from fedshift.models.wide import WideLinear
+from fedshift.weights import Weights
 
 _AT_ONCE = 256
 """Samples of the site that are compared at a time."""
@@ -31,22 +34,23 @@ _AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Case:
-    """The result of one attack on one exchange of a site.
+    """The result of one attack on one exchange of a site, or on the sum that secure aggregation shows of several.
 
-    Each reconstruction is compared with the original that it resembles most, no original twice: of the batch, or of all
-    training samples for an epoch. Pixels are in [0, 1], features as the network reads them.
+    Each reconstruction is compared with the original that it resembles most, no original twice: of the mini-batches, or
+    of all training samples for an epoch. Pixels are in [0, 1], features as the network reads them.
 
     Attributes:
-        exchange: what the site sent.
+        exchange: what the sites sent.
         attack: how it was attacked.
-        batch: samples in a mini-batch of the site.
-        steps: optimiser steps behind what was sent; 0 for a gradient.
+        sites: how many sites are in the sum; 1 for what a single site sent.
+        batch: samples in a mini-batch of a site.
+        steps: optimiser steps behind what was sent, of all sites together; 0 for gradients.
         distance: the lowest distance between the gradients that a search reached.
         mse: mean squared error of each reconstruction.
         psnr: peak signal-to-noise ratio of each reconstruction in dB; None for feature vectors.
         ssim: structural similarity of each reconstruction; None for feature vectors.
         correlation: correlation of each reconstruction; None for images.
-        guess_mse: what the site's mean sample scores in place of every reconstruction; likewise the other ``guess_…``.
+        guess_mse: what the sites' mean sample scores in place of every reconstruction; likewise the other ``guess_…``.
         labels: labels of the originals, in the order of the reconstructions.
         inferred: labels that the attacker inferred.
         labels_by: how the attacker inferred them.
@@ -59,6 +63,7 @@ class Case:
 
     exchange: Exchange
     attack: Attack
+    sites: int
     batch: int
     steps: int
     distance: float | None
@@ -94,63 +99,105 @@ class _Found:
 
 
 class Attacker:
-    """Attacks on one site at one size of mini-batch."""
+    """Attacks at one size of mini-batch: on what a site sends, or on the sum of what several send.
 
-    def __init__(self, site: Site, data: DataSet, size: int, iterations: int, starts: int, watcher: Watcher) -> None:
-        self.site, self.size = site, size
+    Args:
+        sites: one site, or all sites of a sum.
+        data: the data set.
+        size: samples in a mini-batch of a site.
+        iterations: evaluations of the gradient in each attempt.
+        starts: attempts from different noise.
+        watcher: reports progress.
+    """
+
+    def __init__(
+        self, sites: Sequence[Site], data: DataSet, size: int, iterations: int, starts: int, watcher: Watcher
+    ) -> None:
+        self.sites, self.site, self.size = sites, sites[0], size
         self.classes = data.classes
         self.iterations, self.starts, self.watcher = iterations, starts, watcher
-        network = seen_by_attacker(site.network)
+        network = seen_by_attacker(self.site.network)
         self.attacked = Attacked(
             network=network,
             trained=[parameter for parameter in network.parameters() if parameter.requires_grad],
-            space=Space(data.preprocessing, data.input_shape, site.device),
+            space=Space(data.preprocessing, data.input_shape, self.site.device),
             size=size,
             shape=data.input_shape,
             classes=len(data.classes),
-            device=site.device,
+            device=self.site.device,
         )
         self.first = _fully_connected(self.attacked.network, math.prod(data.input_shape)) if size == 1 else None
+        self.samples = sum(site.samples for site in sites)
 
     def cases(self, exchange: Exchange, searches: Sequence[Search]) -> Iterator[Case]:
         """Attack one exchange: by each search, then by inverting the first layer if it can be inverted."""
         cuda = [self.site.device] if self.site.device.type == "cuda" else []
         with torch.random.fork_rng(devices=cuda):
-            self.site.begin(Envelope(exchange=1, round=1, progress=0.0, mini_batches_left=2**31))
+            for site in self.sites:
+                site.begin(Envelope(exchange=1, round=1, progress=0.0, mini_batches_left=2**31))
             sent = self._batch() if exchange == "batch" else self._epoch()
+        whole, number = self.attacked, len(self.sites)
+        if exchange == "batch":  # in a sum, the samples of every site are searched for together
+            shares = tuple(site.samples / self.samples for site in self.sites)
+            self.attacked = replace(whole, size=self.size * number, shares=shares)
         attacks: list[Attack] = [*searches]
         if self.first is not None:
             attacks.append("analytic")
         for attack in attacks:
             began = time.perf_counter()
-            self.watcher.case(f"{exchange}, {self.size}, {attack}")
+            of = f", sum of {number} sites" if number > 1 else ""
+            self.watcher.case(f"{exchange}, {self.size}, {attack}{of}")
             found = self._inverted(sent) if attack == "analytic" else self._searched(attack, sent)
             yield self._measured(attack, sent, found, began)
+        self.attacked = whole
 
     def _batch(self) -> Sent:
-        """The gradient of cross-entropy on one mini-batch."""
-        rows = torch.randperm(self.site.samples, generator=self._draws("rows"))[: self.size]
-        inputs, labels, _ = self.site.data.batch(rows, self._draws("augmentation"))
-        model = self.site.model()
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        gradient = torch.autograd.grad(F.cross_entropy(model(inputs), labels), trained, materialize_grads=True)
-        return Sent("batch", [part.detach() for part in gradient], 0, (inputs, labels))
+        """The gradient of cross-entropy on one mini-batch of each site."""
+        gradients: list[list[Tensor]] = []
+        batches: list[tuple[Tensor, Tensor]] = []
+        for site in self.sites:
+            rows = torch.randperm(site.samples, generator=self._draws("rows", site))[: self.size]
+            inputs, labels, _ = site.data.batch(rows, self._draws("augmentation", site))
+            model = site.model()
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            found = torch.autograd.grad(F.cross_entropy(model(inputs), labels), trained, materialize_grads=True)
+            gradients.append([part.detach() for part in found])
+            batches.append((inputs, labels))
+        inputs, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        return Sent("batch", self._mean(gradients), 0, (inputs, labels))
 
     def _epoch(self) -> Sent:
-        """The model after one local epoch, turned into a mean gradient as the attacker does."""
-        site, training = self.site, self.site.training
-        model = site.model()
-        site.minimise(lambda batch: F.cross_entropy(model(batch.inputs), batch.targets), model, epochs=1)
-        after = [parameter.detach() for parameter in model.parameters() if parameter.requires_grad]
+        """The models after one local epoch, turned into a mean gradient as the attacker does."""
+        training = self.site.training
+        after: list[list[Tensor]] = []
+        number = 0.0
+        for site in self.sites:
+            model = site.model()
+            site.minimise(_cross_entropy(model), model, epochs=1)
+            after.append([parameter.detach() for parameter in model.parameters() if parameter.requires_grad])
+            gradients = (
+                leakage.gradients_in_update(site.mini_batches, training.momentum, training.nesterov)
+                if training.optimizer == "sgd"
+                else site.mini_batches  # Adam's steps do not show the gradients' scale
+            )
+            number += gradients * (site.samples / self.samples)
         before = [parameter.detach() for parameter in self.attacked.trained]
-        gradient = leakage.pseudo_gradient(before, after, site.learning_rate)
-        if training.optimizer == "sgd":
-            number = leakage.gradients_in_update(site.mini_batches, training.momentum, training.nesterov)
-        else:  # Adam's steps do not show the gradients' scale
-            number = site.mini_batches
+        gradient = leakage.pseudo_gradient(before, self._mean(after), self.site.learning_rate)
         decay = training.weight_decay
         gradient = [part / number - decay * weight for part, weight in zip(gradient, before, strict=True)]
-        return Sent("epoch", gradient, site.mini_batches, None)
+        return Sent("epoch", gradient, sum(site.mini_batches for site in self.sites), None)
+
+    def _mean(self, tensors: Sequence[list[Tensor]]) -> list[Tensor]:
+        """What the server sees of the sites' tensors: those of a single one, or the mean by secure aggregation."""
+        if len(self.sites) == 1:
+            return tensors[0]
+        total = Total()
+        weighing = Weighing.of("samples", [site.samples for site in self.sites])
+        for site, own in zip(self.sites, tensors, strict=True):
+            named = Weights({str(number): tensor.cpu() for number, tensor in enumerate(own)})
+            total.add(site.name, contribution(Update(named, site.samples, 0.0), weighing))
+        mean = total.mean().model()
+        return [mean[str(number)].to(self.site.device) for number in range(len(mean))]
 
     def _searched(self, attack: Search, sent: Sent) -> _Found:
         """Search for samples whose gradient is the one that was sent; return the best of several attempts.
@@ -159,7 +206,7 @@ class Attacker:
         (cosine). Otherwise they are searched for, too.
         """
         labels = self._labels(sent)
-        fixed = labels if self.size == 1 or attack == "cosine" else None
+        fixed = labels if self.attacked.size == 1 or attack == "cosine" else None
         best: Attempt | None = None
         for start in range(self.starts):
             draws = self._draws(f"{sent.exchange} {attack} {start}")
@@ -168,7 +215,7 @@ class Attacker:
             if best is None or attempt.distance < best.distance:
                 best = attempt
         assert best is not None
-        by = "optimised with the samples" if fixed is None else "sign" if self.size == 1 else "counts"
+        by = "optimised with the samples" if fixed is None else "sign" if self.attacked.size == 1 else "counts"
         return _Found(self.attacked.space.inputs(best.dummies), best.logits.argmax(1).tolist(), by, best.distance)
 
     def _inverted(self, sent: Sent) -> _Found:
@@ -179,7 +226,7 @@ class Attacker:
         assert bias is not None
         rows = weight.t() if isinstance(self.first, WideLinear) else weight
         inputs = leakage.invert_linear(rows, bias).view(1, *self.site.data.input_shape)
-        labels = self._labels(sent)
+        labels = self._labels(sent) if self.attacked.size == 1 else None
         return _Found(inputs, labels or [], "sign" if labels else "nothing", None)
 
     def _labels(self, sent: Sent) -> list[int] | None:
@@ -191,7 +238,7 @@ class Attacker:
         noise = torch.randn(64, *self.site.data.input_shape, generator=self._draws("noise")).to(self.site.device)
         with torch.no_grad():
             expected = self.attacked.network(self.attacked.space.inputs(noise)).softmax(1).mean(0)
-        return leakage.infer_labels(gradient, expected, self.size)
+        return leakage.infer_labels(gradient, expected, self.attacked.size)
 
     def _gradient(self, sent: Sent, parameter: Tensor | None) -> Tensor | None:
         """The gradient that was sent of one parameter of the attacker's network; None if it is not trained."""
@@ -199,11 +246,11 @@ class Attacker:
         return next((gradient for trained, gradient in pairs if trained is parameter), None)
 
     def _measured(self, attack: Attack, sent: Sent, found: _Found, began: float) -> Case:
-        """Compare reconstructions, and the site's mean sample, with the originals that they resemble most."""
+        """Compare reconstructions, and the sites' mean sample, with the originals that they resemble most."""
         images = self.attacked.space.images
         shown = self.attacked.space.shown(found.inputs)
-        sums = [self.attacked.space.shown(inputs).sum(0) for inputs, _, _ in self.site.data.all_batches(_AT_ONCE)]
-        guess = (torch.stack(sums).sum(0) / self.site.samples).expand_as(shown)
+        sums = [self.attacked.space.shown(inputs).sum(0) for inputs in self._all_inputs()]
+        guess = (torch.stack(sums).sum(0) / self.samples).expand_as(shown)
         originals, labels, number = self._beside(shown, sent)
         errors, likeness = _alike(shown, originals)
         guess_errors, guess_likeness = _alike(guess, self._beside(guess, sent)[0])
@@ -211,6 +258,7 @@ class Attacker:
         return Case(
             exchange=sent.exchange,
             attack=attack,
+            sites=len(self.sites),
             batch=self.size,
             steps=sent.steps,
             distance=found.distance,
@@ -237,16 +285,34 @@ class Attacker:
             originals, labels = self.attacked.space.shown(sent.batch[0]), sent.batch[1]
             found = leakage.best_match(leakage.mean_squared_errors(shown, originals)).to(labels.device)
             return originals[found], labels[found], len(labels)
-        data = self.site.data
         errors = [
-            leakage.mean_squared_errors(shown, self.attacked.space.shown(inputs))
-            for inputs, _, _ in data.all_batches(_AT_ONCE)
+            leakage.mean_squared_errors(shown, self.attacked.space.shown(inputs)) for inputs in self._all_inputs()
         ]
-        inputs, labels, _ = data.batch(leakage.best_match(torch.cat(errors, dim=1)))
-        return self.attacked.space.shown(inputs), labels, data.samples
+        originals, labels = [], []
+        for row in leakage.best_match(torch.cat(errors, dim=1)).tolist():
+            for site in self.sites:
+                if row < site.samples:
+                    break
+                row -= site.samples
+            inputs, label, _ = site.data.batch(torch.tensor([row]))
+            originals.append(self.attacked.space.shown(inputs))
+            labels.append(label)
+        return torch.cat(originals), torch.cat(labels), self.samples
 
-    def _draws(self, purpose: str) -> torch.Generator:
-        return generator(self.site.seed, self.site.name, "leakage", self.size, purpose)
+    def _all_inputs(self) -> Iterator[Tensor]:
+        """The samples of all sites, one site after the other."""
+        for site in self.sites:
+            for inputs, _, _ in site.data.all_batches(_AT_ONCE):
+                yield inputs
+
+    def _draws(self, purpose: str, site: Site | None = None) -> torch.Generator:
+        """The generator of a purpose: at a ``site``, or of the attacker."""
+        of = purpose if site is not None or len(self.sites) == 1 else f"sum {purpose}"
+        return generator(self.site.seed, (site or self.site).name, "leakage", self.size, of)
+
+
+def _cross_entropy(model: Network) -> Callable[[Batch], Tensor]:
+    return lambda batch: F.cross_entropy(model(batch.inputs), batch.targets)
 
 
 def seen_by_attacker(network: Network) -> Network:

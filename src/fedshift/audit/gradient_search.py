@@ -55,13 +55,13 @@ class Watcher:
 
 @dataclass(frozen=True)
 class Sent:
-    """What the site sent, as the attacker reads it.
+    """What one site sent, or the mean of what several did, as the attacker reads it.
 
     Attributes:
         exchange: what kind of exchange it was.
         gradient: the gradient of a mean loss, by parameter.
         steps: optimiser steps behind it.
-        batch: inputs and labels of the mini-batch behind it; None if all samples of the site are.
+        batch: inputs and labels of the mini-batches behind it; None if all samples of the sites are.
     """
 
     exchange: Exchange
@@ -73,7 +73,8 @@ class Sent:
 @dataclass(frozen=True)
 class Attacked:
     """What the attacker knows: the network in training mode, its trained parameters, and of the samples behind the
-    gradient the number (``size``), the shape and the number of classes.
+    gradient the number (``size``), the shape and the number of classes; and the ``shares`` of the sites in a mean, each
+    with an equal part of these samples in mini-batches of its own.
     """
 
     network: Network
@@ -83,6 +84,7 @@ class Attacked:
     shape: tuple[int, ...]
     classes: int
     device: torch.device
+    shares: tuple[float, ...] = (1.0,)
 
 
 class Attempt:
@@ -164,7 +166,9 @@ class Attempt:
         """The distance at the current samples. Its gradient goes to their ``grad``."""
         attacked = self._attacked
         targets = self._logits.softmax(1) if self._labels is None else self._labels
-        loss = F.cross_entropy(attacked.network(attacked.space.inputs(self._dummies)), targets)
+        inputs, sites = attacked.space.inputs(self._dummies), len(attacked.shares)
+        parts = zip(attacked.shares, inputs.chunk(sites), targets.chunk(sites), strict=True)
+        loss = torch.stack([share * F.cross_entropy(attacked.network(part), of) for share, part, of in parts]).sum()
         gradient = torch.autograd.grad(loss, attacked.trained, create_graph=True, materialize_grads=True)
         if self._attack == "l2":
             distance = leakage.squared_distance(gradient, self._sent.gradient)

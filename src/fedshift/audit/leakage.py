@@ -3,14 +3,15 @@
 Two exchanges are attacked: the gradient of one mini-batch, as methods send it that exchange every batch (FADA), and the
 change of the model in a local epoch, as methods send it that exchange models (FedAvg, KD3A). The attacker knows the
 network, the weights before, the learning rate, momentum and weight decay, the number of samples and the size of a
-mini-batch. A third attack sends crafted networks, whose answers the site's policy may refuse. An attack that fails
-proves nothing about better attacks.
+mini-batch. Both are also attacked in the sum over all labelled sites, which is what the server sees with
+``aggregation: secure``. A third attack sends crafted networks, whose answers the site's policy may refuse. An attack
+that fails proves nothing about better attacks.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from fedshift.experiment.plan import Plan
 from fedshift.experiment.predict import load_model
 from fedshift.experiment.protocol import taking_part, with_wrong_labels
 from fedshift.federation.remote.policy import Policy
+from fedshift.federation.secure.sums import SMALLEST_ROSTER
 from fedshift.federation.site import Site
 from fedshift.federation.site_memory import SiteMemory
 from fedshift.models.network import Network
@@ -87,7 +89,9 @@ def audit_leakage(
     policy: Policy | None = None,
     watcher: Watcher | None = None,
 ) -> LeakageAudit:
-    """Attack what a source site of the experiment sends, with the initial weights or those of a trained model.
+    """Attack what a source site of the experiment sends, alone and in the sum over all sources.
+
+    The weights attacked are the initial ones, or those of a trained model.
 
     The site is also sent crafted networks (`crafted`), whose answers its policy may refuse.
 
@@ -124,24 +128,32 @@ def audit_leakage(
     data, split = plan.data_for(target), plan.split(target, seed)
     shown = with_wrong_labels(experiment.protocol, data, split, seed)
     device, threads = resolve_device(experiment.device), experiment.engine.thread_count()
-    part = (shown.domains[name], split.train[name], 0)
-    view = SiteData([part], data.preprocessing, experiment.training.augmentation, device)
+    sources = [name, *(other for other in plan.roles(target)[0] if other != name)]
+    parts = {source: (shown.domains[source], split.train[source], 0) for source in sources}
+    views = {
+        source: SiteData([part], data.preprocessing, experiment.training.augmentation, device)
+        for source, part in parts.items()
+    }
+    view = views[name]
     network = _network(experiment, data, seed, model).to(device).train()
     _check_sizes(sizes, view, network, name)
     attacks = ATTACKS[attack]
-    watcher.begin(2 * len(sizes) * len(attacks) * iterations * starts)
+    summed = [size for size in sizes if not _no_sum(size, views)]
+    watcher.begin(2 * (len(sizes) + len(summed)) * len(attacks) * iterations * starts)
     with threads_set(threads):
         cases: list[Case] = []
         for size in sizes:
             training = experiment.training.model_copy(update={"batch_size": size})
-            here = Site(
-                name, "source", len(data.classes), 1, training, SiteMemory(()), seed, view.device, network, view
-            )
-            attacker = Attacker(here, data, size, iterations, starts, watcher)
-            for exchange in EXCHANGES:
-                cases += attacker.cases(exchange, attacks)
+            sites = [
+                Site(source, "source", len(data.classes), 1, training, SiteMemory(()), seed, own.device, network, own)
+                for source, own in views.items()
+            ]
+            for some in (sites[:1], sites) if size in summed else (sites[:1],):
+                attacker = Attacker(some, data, size, iterations, starts, watcher)
+                for exchange in EXCHANGES:
+                    cases += attacker.cases(exchange, attacks)
         watcher.case("crafted networks")
-        plain = SiteData([part], data.preprocessing, None, device)
+        plain = SiteData([parts[name]], data.preprocessing, None, device)
         rest = [(domain, np.arange(len(domain)), 0) for key, domain in shown.domains.items() if key != name]
         others = SiteData(rest, data.preprocessing, None, device)
         crafted = tuple(crafted_cases(plain, others, data, experiment.model, policy or Policy(), seed))
@@ -164,7 +176,7 @@ def audit_leakage(
         versions=versions(),
         seconds=time.perf_counter() - began,
         processor_seconds=time.process_time() - worked,
-        notes=tuple(_notes(experiment, view.samples, sizes)),
+        notes=(*_notes(experiment, view.samples, sizes), *_notes_on_sums(experiment, sizes, views)),
         cases=tuple(cases),
         crafted=crafted,
     )
@@ -230,3 +242,20 @@ def _notes(experiment: Experiment, samples: int, sizes: Sequence[int]) -> Iterat
                     f"{method.display} sends its model after {between} of the {epoch} mini-batches of an epoch "
                     f"(batches of {size}): what that shows lies between the exchanges 'batch' and 'epoch'"
                 )
+
+
+def _no_sum(size: int, views: Mapping[str, SiteData]) -> str:
+    """Why no sum of mini-batches of this size is attacked; empty if one is."""
+    if len(views) < SMALLEST_ROSTER:
+        return f"a sum needs {SMALLEST_ROSTER} labelled sites, here are {len(views)}"
+    few = [source for source, view in views.items() if view.samples < size]
+    return f"site '{few[0]}' has fewer than {size} training samples" if few else ""
+
+
+def _notes_on_sums(experiment: Experiment, sizes: Sequence[int], views: Mapping[str, SiteData]) -> Iterator[str]:
+    for why in dict.fromkeys(_no_sum(size, views) for size in sizes):
+        if why:
+            yield f"no sum was attacked: {why}"
+    for method in experiment.methods:
+        if method.reads != "sums" and not method.pooled:
+            yield f"{method.display} cannot run with aggregation: secure: its server sees what single sites send"

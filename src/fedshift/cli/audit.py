@@ -121,15 +121,16 @@ def _print(found: LeakageAudit) -> None:
     )
     likeness = ("PSNR", "guess", "SSIM", "guess") if found.images else ("guess", "correlation", "guess")
     table = Table(box=None, pad_edge=False)
-    for column in ("sent", "size", "steps", "attack", "MSE", *likeness, "labels"):
+    for column in ("sent", "sites", "size", "steps", "attack", "MSE", *likeness, "labels"):
         table.add_column(column, justify="left" if column in ("sent", "attack") else "right", no_wrap=True)
     for case in found.cases:
         table.add_row(*_row(case))
     console.print(table)
     console.print(
         "Means over the reconstructions, each beside the original that it resembles most: of the mini-batch, or of all "
-        "training samples of the site for an epoch. guess: the site's mean sample in place of a reconstruction. "
-        "labels: how many of the batch's were inferred. An attack that fails says nothing about better ones.",
+        "training samples of the sites for an epoch. sites: 1 is what the site itself sends, more are in the sum that "
+        "the server sees with aggregation: secure. guess: the sites' mean sample in place of a reconstruction. labels: "
+        "how many of the mini-batches' were inferred. An attack that fails says nothing about better ones.",
         **say,  # type: ignore[arg-type]
     )
     _print_crafted(console, found)
@@ -150,7 +151,8 @@ def _print_crafted(console: Console, found: LeakageAudit) -> None:
 
 
 def _row(case: Case) -> list[str]:
-    cells = ["gradient" if case.exchange == "batch" else "epoch", str(case.batch), str(case.steps or "–"), case.attack]
+    sent = "gradient" if case.exchange == "batch" else "epoch"
+    cells = [sent, str(case.sites), str(case.batch), str(case.steps or "–"), case.attack]
     cells.append(f"{fmean(case.mse):.4f}")
     if case.psnr is not None and case.ssim is not None:
         cells += [
@@ -161,4 +163,4 @@ def _row(case: Case) -> list[str]:
         ]
     elif case.correlation is not None:
         cells += [f"{case.guess_mse:.4f}", f"{fmean(case.correlation):.2f}", f"{case.guess_correlation:.2f}"]
-    return [*cells, "–" if case.labels_right is None else f"{case.labels_right}/{case.batch}"]
+    return [*cells, "–" if case.labels_right is None else f"{case.labels_right}/{len(case.labels)}"]

@@ -17,7 +17,9 @@ _TITLES = {"batch": "gradient of one mini-batch", "epoch": "model after one epoc
 
 
 def picture(cases: Sequence[Case]) -> bytes:
-    """A PNG with a row for each size and attack, and a column for each exchange: 8 originals above reconstructions.
+    """A PNG with a row for each size and attack, a column for each exchange and number of sites in the sum.
+
+    Each place shows 8 originals above their reconstructions.
 
     Args:
         cases: cases of images, not of vectors.
@@ -25,20 +27,22 @@ def picture(cases: Sequence[Case]) -> bytes:
     from matplotlib.figure import Figure
 
     rows = list(dict.fromkeys((case.batch, case.attack) for case in cases))
-    places = {(case.batch, case.attack, case.exchange): case for case in cases}
-    figure = Figure(figsize=(11, 0.6 + 1.6 * len(rows)), layout="constrained", facecolor=PAPER)
-    every = figure.subplots(len(rows), len(EXCHANGES), squeeze=False)
-    for axes, (size, attack, exchange) in zip(
-        every.flat, [(*row, exchange) for row in rows for exchange in EXCHANGES], strict=True
+    columns = list(dict.fromkeys((exchange, case.sites) for exchange in EXCHANGES for case in cases))
+    places = {(case.batch, case.attack, case.exchange, case.sites): case for case in cases}
+    figure = Figure(figsize=(5.5 * len(columns), 0.6 + 1.6 * len(rows)), layout="constrained", facecolor=PAPER)
+    every = figure.subplots(len(rows), len(columns), squeeze=False)
+    for axes, (size, attack, exchange, sites) in zip(
+        every.flat, [(*row, *column) for row in rows for column in columns], strict=True
     ):
         axes.set_axis_off()
-        case = places.get((size, attack, exchange))
+        case = places.get((size, attack, exchange, sites))
         if case is None:
             continue
         axes.imshow(_mosaic(case), vmin=0, vmax=1, cmap="gray", interpolation="nearest")
         assert case.ssim is not None
         score = sum(case.ssim) / len(case.ssim)
-        title = f"{_TITLES[exchange]}, size {size}, {attack}: SSIM {score:.2f}"
+        of = f", sum of {sites} sites" if sites > 1 else ""
+        title = f"{_TITLES[exchange]}{of}, size {size}, {attack}: SSIM {score:.2f}"
         axes.set_title(title, fontsize=8, color=INK, loc="left")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=130, metadata={"Software": None})
