@@ -69,9 +69,10 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
         warnings.append("training.precision: this device has no units for bf16, so it is no faster than float32")
     fewest = min(len(sources) for sources, _ in roles)
     start = _start(experiment, data)
+    fewest_unlabelled = 0 if unseen else min(len(others) for _, others in roles)
     for method in experiment.methods:
         if engine.sums_only:
-            check_sums(method, fewest)
+            check_sums(method, fewest, fewest_unlabelled)
         if data.task not in method.tasks:
             known = {name: registry.method_class(name).tasks for name in registry.names()}
             # A wrapper has the tasks of the method that it wraps, so its class has no list of them.
@@ -172,12 +173,13 @@ def _check_headline(experiment: Experiment, data: DataSet) -> None:
         )
 
 
-def check_sums(method: Method, sources: int) -> None:
+def check_sums(method: Method, sources: int, unlabelled: int = 0) -> None:
     """Raises UserError where secure aggregation cannot hide what a method's sites send.
 
     Args:
         method: of the run.
         sources: the fewest labelled sites of a run.
+        unlabelled: the fewest sites without labels.
     """
     if method.reads != "sums":
         why = "with robust aggregation " if method.robust is not None else ""
@@ -189,6 +191,11 @@ def check_sums(method: Method, sources: int) -> None:
         raise UserError(
             f"engine.aggregation: secure needs {SMALLEST_ROSTER} labelled sites, here a run has {sources}: of "
             "two sites each would know the other's model from the sum"
+        )
+    if method.needs_target and unlabelled < SMALLEST_ROSTER:
+        raise UserError(
+            f"engine.aggregation: secure needs {SMALLEST_ROSTER} sites without labels for {method.display}, which sums "
+            f"their models by themselves; here a run has {unlabelled}"
         )
 
 

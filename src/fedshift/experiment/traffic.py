@@ -110,6 +110,7 @@ def traffic(planned: PlannedRun, network: Network, dry: DryRun) -> Traffic:
         targets=len(split.unlabelled),
         rounds=planned.rounds,
         trained=round(trained),
+        sums_only=planned.experiment.engine.sums_only,
     )
     return planned.run.method.traffic(plan) + Traffic(up=sum(planned.pooled_bytes.values()), down=0)
 

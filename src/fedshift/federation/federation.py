@@ -18,7 +18,7 @@ from fedshift.federation.messages import KINDS, NUMBERS, Content, PerSite, Reply
 from fedshift.federation.plug_in import PlugIn
 from fedshift.federation.replies.checks import ReplyCheck, reply_type
 from fedshift.federation.reply_bounds import About, Bounds
-from fedshift.federation.secure.sums import By, SumOnly, Total, Weighing, contribution, threshold
+from fedshift.federation.secure.sums import SMALLEST_ROSTER, By, SumOnly, Total, Weighing, contribution, threshold
 from fedshift.federation.site import Envelope, Site
 from fedshift.models.network import Network
 
@@ -179,6 +179,11 @@ class Federation(ABC):
             raise FedshiftError("ask takes a call of the method itself, such as self.fit")
         self.progress.exchange += 1
         if self.sums_only and "weights" in promised_kinds(reply_type(self.method, call.__name__)).values():
+            if len(to) < SMALLEST_ROSTER:
+                raise FedshiftError(
+                    f"secure aggregation sums the replies of at least {SMALLEST_ROSTER} sites; {call.__name__} asks "
+                    f"{len(to)}"
+                )
             sums: Replies[R] = SumOnly(tuple(to), lambda by: self.summed(call.__name__, tuple(to), content, by))
             self._open = sums
             return sums

@@ -87,7 +87,7 @@ def progress_since(opened: int, done: int, rounds: int) -> float:
     return min(1.0, (done - opened) / max(1, rounds - 1 - opened))
 
 
-def names_few_classes(named: int, classes: int) -> bool:
+def names_few_classes(named: float, classes: int) -> bool:
     """Whether pseudo-labels name at most half of the classes: a sign that clusters have merged.
 
     Example:

@@ -84,6 +84,7 @@ class RunPlan:
         targets: sites without labels that take part.
         rounds: of the run.
         trained: samples in the mini-batches of the whole run, all sites together.
+        sums_only: whether models leave as contributions to sums (secure aggregation).
     """
 
     dry: Traffic
@@ -94,6 +95,7 @@ class RunPlan:
     targets: int
     rounds: int
     trained: int
+    sums_only: bool = False
 
 
 U = TypeVar("U", bound=Update)

@@ -179,6 +179,7 @@ SUMS = (
     "fedadg",
     "ccst",
     "styles",
+    "mdfnet",
 )
 """The methods whose server reads only sums of the sites' models, so that secure aggregation can hide each of them."""
 

@@ -16,7 +16,7 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.local.pool import WorkerPool
 from fedshift.federation.messages import Update
 from fedshift.federation.secure.sums import ALL, Layout, Total, Weighing, contribution, threshold
-from fedshift.federation.site import Site
+from fedshift.federation.site import Role, Site
 from fedshift.functional.fixed_point import FRACTION_BITS
 from fedshift.methods import registry
 from fedshift.methods.base import Method, Reads, State
@@ -25,6 +25,7 @@ from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.weights import Weights
 
 SIZES = {"large": 23, "middle": 12, "small": 9}
+UNLABELLED = {"other": 13, "target": 9, "third": 17}
 SMALL: dict[str, dict[str, Any]] = {
     "csac": {"acquisition_epochs": 1, "calibration_epochs": 1},
     "fedadg": {"task_epochs": 1, "adversarial_epochs": 1},
@@ -37,10 +38,16 @@ def played(
 ) -> tuple[State, Federation]:
     """A state after some rounds of a method at three sites."""
     pool = options.pop("pool", None)
+    lost: tuple[str, ...] = options.pop("lost", ())
     method = registry.parse({"name": name, **SMALL.get(name, {}), **options})
-    found = domains(network, SIZES)
-    where = federation(method, found, network, pool=pool, rounds=rounds)
+    targets = UNLABELLED if method.needs_target else {}
+    found = domains(network, {**SIZES, **targets})
+    roles: dict[str, Role] = dict.fromkeys(targets, "target")
+    where = federation(method, found, network, pool=pool, rounds=rounds, roles=roles)
     where.sums_only = secure
+    if lost:
+        where.quorum = 1
+        losing(where, *lost)
     state = method.start(where, start_of(method, found, network))
     where.settle()
     for _ in range(rounds):
@@ -78,6 +85,39 @@ def test_csac_from_sums_is_csac(options: dict[str, Any]) -> None:
         assert apart(plain.weights, fedavg.weights) > 1e-3
     asked = {entry.step for entry in where.ledger.entries}
     assert ("weigh" in asked) == (options.get("aggregation") != "average")
+
+
+@pytest.mark.parametrize(
+    "options", [{"setting": "practical", "readiness": 9.0, "lend": 0.5}, {"lost": ("large", "other")}]
+)
+def test_mdfnet_from_sums_is_mdfnet(options: dict[str, Any]) -> None:
+    """With both groups at work, mini-batches lent to labelled sites, and sites that are lost."""
+    plain, before = played("mdfnet", False, NORMED, rounds=3, r="round", **options)
+    secure, where = played("mdfnet", True, NORMED, rounds=3, r="round", **options)
+    assert apart(plain.weights, secure.weights) < 2e-5
+    assert before.progress == where.progress
+    assert {entry.step for entry in where.ledger.entries} == {"fit", "fit_unlabelled"}
+    assert plain.report["losses"].keys() >= {"middle", "target"}
+    assert set(secure.report["losses"]) == {ALL}
+    assert secure.report["aggregation_weights"] == {}
+    entropies = plain.report["cross_entropies"]
+    assert secure.report["cross_entropies"][ALL] == pytest.approx(sum(entropies.values()) / len(entropies), abs=1e-6)
+
+
+class Alone(FedAvg):
+    """Says that it reads sums, and asks for the sum of one."""
+
+    def round(self, federation: Federation, state: State) -> State:
+        replies = [federation.ask(self.fit, to=(site,), weights=state.weights) for site in federation.sources]
+        return state.advance(replies[0].mean().model())
+
+
+def test_a_sum_of_one_cannot_be_asked_for() -> None:
+    found, method = domains(NORMED, SIZES), Alone()
+    where = federation(method, found, NORMED)
+    where.sums_only = True
+    with pytest.raises(FedshiftError, match="at least 3 sites; fit asks 1"):
+        step_on(method, where, State(start_of(method, found, NORMED)))
 
 
 @pytest.mark.slow
@@ -255,6 +295,9 @@ def test_two_sites_are_too_few() -> None:
     check_sums(FedAvg(), 3)
     with pytest.raises(UserError, match="needs 3 labelled sites"):
         check_sums(FedAvg(), 2)
+    check_sums(registry.parse({"name": "mdfnet"}), 3, 3)
+    with pytest.raises(UserError, match="needs 3 sites without labels for mdfnet"):
+        check_sums(registry.parse({"name": "mdfnet"}), 3, 1)
 
 
 def test_a_method_of_a_stranger_reads_models_unless_it_says_otherwise() -> None:

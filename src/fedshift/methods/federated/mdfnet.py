@@ -17,6 +17,7 @@ With f the frozen features, enc and cls the network's features and classifier, �
     server           θ ← (1 − η)/L Σ θ_labelled + η/U Σ θ_unlabelled,   η = (1 − e^(−ρr)) / (2(1 + e^(−ρr)))
     every site       SGD momentum 0.9, lr = lr₀/(1 + 10r)^0.75, one epoch per round
 L and U count the sites that answered: with `engine.quorum` the unlabelled ones together keep the share η.
+With secure aggregation either mean is a sum, of three sites or more; the loss on record is that of labelled sites.
 
 Where the paper leaves things open or contradicts itself (and what is done here)
  1. Masks have size 2048 but the output 128. Here: masks on the encoder's output (``mask: embedding``), which fits the
@@ -32,7 +33,6 @@ Where the paper leaves things open or contradicts itself (and what is done here)
     builds on trains with one optimiser; ``keep_momentum: false`` leaves it to ``training``.
  7. τ = 0.1 admits nearly every sample: the largest of C probabilities is at least 1/C.
  8. A class whose cluster becomes empty keeps its last centroid; a class that is never predicted is left out in a round.
-``self_supervision: false`` is the ablation without pseudo-labels.
 ``setting: practical`` is not in the paper. While a model cannot tell classes apart, all clusters become one class, and
 this does not recover. So unlabelled sites wait (η = 0, lr = lr₀) until the labelled cross-entropy is below `readiness`
 · ln C; then r runs from 0 to 1 over the remaining rounds. Labelled sites train the mini-batches of waiting sites, and
@@ -73,7 +73,7 @@ from fedshift.functional.mdfnet_schedule import (
     progress_since,
     progressive_weight,
 )
-from fedshift.methods.base import Method, RunPlan, State, Traffic
+from fedshift.methods.base import Method, Reads, RunPlan, State, Traffic
 from fedshift.methods.heads import hand_over, with_block
 from fedshift.methods.masks import Mask, Private, parts, with_masked_inputs
 from fedshift.methods.robust import Averaged, Averages
@@ -93,6 +93,7 @@ _NEVER_READY = (
     "mdfnet: the labelled cross-entropy never fell far enough (readiness), so unlabelled sites did not take part: "
     "train more rounds, with a smaller batch_size or a larger lr"
 )
+Extra = int | Mapping[str, int]  # further mini-batches of a site, or of each site
 _FEW_STEPS = 20
 """With fewer mini-batches per epoch, the first clusters were seen to collapse without `readiness`."""
 
@@ -120,6 +121,7 @@ class MDFNet(Method):
     memory_names: ClassVar[tuple[str, ...]] = ("private", "optimizer")
     averages: ClassVar[Averages] = {"fit": Averaged(), "fit_unlabelled": Averaged(at="targets")}
     needs_target: ClassVar[bool] = True
+    server_reads: ClassVar[Reads] = "sums"
     settings: ClassVar[Settings] = {
         "practical": {"readiness": 0.25, "threshold": 0.9, "rho": 0.5, "lend": 0.9, "draw": False}
         | dict.fromkeys(("entropy_weight", "reconstruction_weight", "interaction_weight"), 0.0)
@@ -163,7 +165,11 @@ class MDFNet(Method):
         """At most: unlabelled sites that wait, as they do in a dry run, are not asked."""
         waiting = plan.rounds * plan.targets if self.readiness is not None else 0
         model, number = payload(plan.network).bytes, BYTES_PER_NUMBER
-        return plan.dry + Traffic(waiting * (model + 3 * number), waiting * (model + 2 * number))
+        up, down = model + 3 * number, model + 2 * number
+        if plan.sums_only:  # up: a one, N_k, loss, classes, the model; down: what each site lends
+            up = number * (4 + sum(tensor.numel() for tensor in plan.network.state_dict().values()))
+            down += number * (len(plan.samples) + plan.targets - 1)
+        return plan.dry + Traffic(waiting * up, waiting * down)
 
     def check_steps(self, steps: Mapping[str, int]) -> tuple[str, ...]:
         few = [f"{site} ({number})" for site, number in steps.items() if number < _FEW_STEPS]
@@ -187,25 +193,21 @@ class MDFNet(Method):
         opened = 0 if self.readiness is None else int(state.numbers.get("opened", _NOT_YET))
         waiting = opened == _NOT_YET
         r = 0.0 if waiting else self._r(opened, state.round, federation.rounds)
-        part = 1.0 if waiting else self.lend
-        extra = PerSite(hand_over(federation, federation.targets, federation.sources, part))
+        moved = hand_over(federation, federation.targets, federation.sources, 1.0 if waiting else self.lend)
+        extra = moved if federation.sums_only else PerSite(moved)  # the sites of a sum are sent the same
         content: dict[str, Any] = {"weights": state.weights, "r": r, "extra": extra}
-        labelled, unlabelled, mean = MeanAccumulator(), MeanAccumulator(), MeanAccumulator()
-        losses: dict[str, float] = {}
-        entropies: dict[str, float] = {}
-        named: dict[str, int] = {}
-        for site, update in federation.ask(self.fit, to=federation.sources, **content).items():
-            labelled.add(update.weights, 1.0)
-            losses[site], entropies[site] = update.loss, update.cross_entropy
-        others = () if waiting else federation.targets
-        for site, answer in federation.ask(self.fit_unlabelled, to=others, **content).items() if others else ():
-            unlabelled.add(answer.weights, 1.0)
-            losses[site], named[site] = answer.loss, answer.named
-        weight = progressive_weight(r, self.rho) if named else 0.0
-        shares = collaborative_shares(len(entropies), len(named) or len(federation.targets), weight)
-        mean.add(labelled.result(), 1 - weight)
-        if named:
-            mean.add(unlabelled.result(), weight)
+        groups = [federation.ask(self.fit, to=federation.sources, **content).mean("uniform")]
+        if not waiting and federation.targets:
+            groups.append(federation.ask(self.fit_unlabelled, to=federation.targets, **content).mean("uniform"))
+        labelled, *unlabelled = groups
+        weight = progressive_weight(r, self.rho) if unlabelled else 0.0
+        others = unlabelled[0].answered if unlabelled else len(federation.targets)
+        shares = collaborative_shares(labelled.answered, others, weight)
+        weights = {site: share for group, share in zip(groups, shares, strict=False) for site in group.shares}
+        mean = MeanAccumulator()
+        for group, part in zip(groups, (1 - weight, weight), strict=False):
+            mean.add(group.model(), part)
+        entropies, named = labelled.numbers["cross_entropy"], unlabelled[0].numbers["named"] if unlabelled else {}
         classes = list(state.weights.select("classifier").values())[-1].shape[0]  # C, of the classifier's last tensor
         numbers, warnings = self._guard(state, named, classes)
         if waiting and self.readiness is not None:
@@ -213,8 +215,8 @@ class MDFNet(Method):
             numbers["opened"] = state.round + 1 if ready else _NOT_YET
             warnings += [_NEVER_READY] if federation.round >= federation.rounds else []
         report = {
-            "losses": losses,
-            "aggregation_weights": dict.fromkeys(entropies, shares[0]) | dict.fromkeys(named, shares[1]),
+            "losses": {site: loss for group in (*groups, labelled) for site, loss in group.numbers["loss"].items()},
+            "aggregation_weights": weights,
             "cross_entropies": entropies,
             "named_classes": named,
             "warnings": warnings,
@@ -225,7 +227,7 @@ class MDFNet(Method):
         """r after ``done`` rounds, if unlabelled sites have taken part since round ``opened``."""
         return progress_since(opened, done, rounds) if self.r == "progress" else float(done - opened)
 
-    def _guard(self, state: State, named: Mapping[str, int], classes: int) -> tuple[dict[str, Number], list[str]]:
+    def _guard(self, state: State, named: Mapping[str, float], classes: int) -> tuple[dict[str, Number], list[str]]:
         """Count the rounds in which a site's pseudo-labels name few classes. Returns the counts and warnings."""
         numbers: dict[str, Number] = {}
         warnings = []
@@ -238,8 +240,8 @@ class MDFNet(Method):
 
     # Labelled site ------------------------------------------------------------------------------------------------
 
-    def fit(self, site: Site, weights: Weights, r: float, extra: int) -> LabelledUpdate:
-        """Train with cross-entropy at a labelled site. ``extra`` mini-batches are added to its epochs."""
+    def fit(self, site: Site, weights: Weights, r: float, extra: Extra) -> LabelledUpdate:
+        """Train with cross-entropy at a labelled site. ``extra`` mini-batches (by site) are added to its epochs."""
         seen: list[Tensor] = []
 
         def supervised(batch: Batch, logits: Tensor) -> Tensor:
@@ -254,7 +256,7 @@ class MDFNet(Method):
 
     # Unlabelled site ----------------------------------------------------------------------------------------------
 
-    def fit_unlabelled(self, site: Site, weights: Weights, r: float, extra: int) -> UnlabelledUpdate:
+    def fit_unlabelled(self, site: Site, weights: Weights, r: float, extra: Extra) -> UnlabelledUpdate:
         """Train with entropy, and cross-entropy on the clusters' classes, at an unlabelled site."""
         halves = _Halves(self, site, weights)
         labels = self._pseudo_labels(site, halves.model) if self.self_supervision else None
@@ -282,7 +284,7 @@ class MDFNet(Method):
     # Both ---------------------------------------------------------------------------------------------------------
 
     def _trained(
-        self, site: Site, halves: _Halves, loss_of: Callable[[Batch, Tensor], Tensor], r: float, extra: int
+        self, site: Site, halves: _Halves, loss_of: Callable[[Batch, Tensor], Tensor], r: float, extra: Extra
     ) -> tuple[Weights, float]:
         """Train the model and the private modules; keep the latter. Returns the model and the mean loss."""
         model, private = halves.model, halves.private
@@ -294,7 +296,8 @@ class MDFNet(Method):
             logits, common = halves(batch.inputs)
             return loss_of(batch, logits) + common
 
-        steps = self.local_epochs * site.batches_per_epoch + extra
+        steps = self.local_epochs * site.batches_per_epoch
+        steps += extra[site.name] if isinstance(extra, Mapping) else extra
         loss = site.minimise(whole, model, private, steps=steps, optimizers=[optimizer])
         site.remember_optimizer(optimizer, "optimizer", keep=self.keep_momentum)
         site.memory["private"] = site.weights_of(private)
