@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fedshift.errors import FedshiftError
+from fedshift.federation.secure.sums import threshold
 from fedshift.functional.fixed_point import from_fixed, to_fixed
 from fedshift.functional.pairwise_masks import masked, unmask
 from fedshift.functional.secret_sharing import PRIME, join_shares, split_secret
@@ -126,3 +127,29 @@ def test_masks_are_longer_than_a_piece_and_look_random() -> None:
     total = upload + other
     unmask(total, [b"1" * 32, b"3" * 32], {})
     assert torch.equal(total, numbers)
+
+
+@pytest.mark.parametrize("number", [3, 4, 5, 6, 7])
+def test_masks_come_off_for_every_set_of_survivors(number: int) -> None:
+    """Every pattern that the threshold allows: who is in the sum, and whose shares are used."""
+    names, draw = [f"s{place}" for place in range(number)], random.Random(number)
+    own = {name: draw.randbytes(32) for name in names}
+    pairs = {frozenset(pair): draw.randbytes(32) for pair in itertools.combinations(names, 2)}
+    numbers = {name: torch.tensor([1, draw.getrandbits(60), -draw.getrandbits(60)]) for name in names}
+    uploads = {}
+    for name in names:
+        seeds = {other: pairs[frozenset((name, other))] for other in names if other != name}
+        uploads[name] = masked(numbers[name], name, own[name], seeds)
+    needed = threshold(number)
+    for size in range(needed, number + 1):
+        for answered in itertools.combinations(names, size):
+            lost = [name for name in names if name not in answered]
+            between = {(name, other): pairs[frozenset((name, other))] for name in answered for other in lost}
+            total = torch.stack([uploads[name] for name in answered]).sum(0)
+            assert not (total == torch.stack([numbers[name] for name in answered]).sum(0)).any()
+            unmask(total, [own[name] for name in answered], between)
+            assert torch.equal(total, torch.stack([numbers[name] for name in answered]).sum(0))
+    shares = split_secret(own["s0"], number, needed)
+    for size in range(needed, number + 1):
+        for places in itertools.combinations(range(1, number + 1), size):
+            assert join_shares({place: shares[place - 1] for place in places}, needed) == own["s0"]

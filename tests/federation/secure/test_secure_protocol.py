@@ -83,6 +83,40 @@ def test_the_sum_is_the_plain_one_whoever_is_lost(tmp_path: Path, number: int) -
         assert torch.equal(total, where.plain(first))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [20, 50])
+def test_a_large_roster_with_as_many_lost_as_may_be(tmp_path: Path, number: int) -> None:
+    where, draw = Federation(tmp_path, number), random.Random(number)
+    first = draw.sample(where.names, number // 2 + 2)
+    second = draw.sample(first, number // 2 + 1)
+    assert torch.equal(where.summed(where.order(), first, second), where.plain(first))
+
+
+def test_the_masks_of_two_sums_have_nothing_in_common(five: Federation) -> None:
+    """Knowing all seeds of one sum, of the same key and roster, is of no use for the next."""
+    orders = [five.order(exchange=number) for number in (1, 2)] + [five.order(content="bb")]
+    seeds = [seed for order in orders for seed in _seeds(five, order, "s00").values()]
+    assert len(set(seeds)) == 3 * 4
+    uploads = [five.sites["s01"].mask(order, five.numbers["s01"]) for order in orders[:2]]
+    assert not set(uploads[0].commitments.values()) & set(uploads[1].commitments.values())
+
+
+def test_a_key_that_makes_masks_predictable_is_refused(five: Federation) -> None:
+    """A point of low order gives the same secret with every key; a site's signature does not make it a key."""
+    public = bytes(32)
+    card = KeyCard("s01", public, five.certificates["s01"].sign(signed_text("run", "s01", public)))
+    order = five.order()
+    with pytest.raises(Refused, match="the key of site 's01' is none"):
+        five.sites["s00"].mask(replace(order, cards=(order.cards[0], card, *order.cards[2:])), five.numbers["s00"])
+
+
+def test_what_remains_two_rosters_differ_by_a_model(five: Federation) -> None:
+    """Two sums of the same models, one site lost in the second: their difference is its model."""
+    both = five.summed(five.order(exchange=1), five.names, five.names)
+    fewer = five.summed(five.order(exchange=2), five.names[:4], five.names[:4])
+    assert torch.equal(both - fewer, five.numbers["s04"])
+
+
 def test_an_upload_tells_nothing_and_no_two_are_alike(five: Federation) -> None:
     uploads = [five.sites["s00"].mask(five.order(exchange=number), five.numbers["s00"]).numbers for number in (1, 2)]
     assert not (uploads[0] == uploads[1]).any()

@@ -1,0 +1,174 @@
+"""What secure sums cost, and what they change: ``python benchmarks/secure_sums.py [cost] [accuracy]``.
+
+``cost``: twelve million numbers among 5 and 20 sites, all in this process, with one site lost: seconds of processor at
+a site and at the server, and bytes of an upload. ``accuracy``: FedAvg and CSAC on Rotated MNIST and on heart disease,
+with ``aggregation: plain`` and ``secure``. Either writes its part of results/secure_sums/secure_sums.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from safetensors.torch import load_file
+
+import fedshift
+from fedshift.federation.messages import Masked, encode
+from fedshift.federation.secure.at_server import SecureSum
+from fedshift.federation.secure.at_site import SecureSite, Upload
+from fedshift.federation.secure.keys import Order
+from fedshift.functional.fixed_point import to_fixed
+from fedshift.weights import Weights
+
+RESULTS = Path(__file__).parent / "results" / "secure_sums" / "secure_sums.json"
+NUMBERS = 12_000_000
+ROSTERS = (5, 20)
+EXPERIMENTS: dict[str, dict[str, Any]] = {
+    "heart disease": {
+        "name": "heart",
+        "data": {"name": "heart_disease"},
+        "protocol": {"kind": "leave_one_out", "targets": "all", "seeds": [0, 1, 2], "test_fraction": 0.2},
+        "model": {"name": "mlp", "hidden": [16]},
+        "training": {"rounds": 20, "batch_size": 64, "lr": 0.1, "momentum": 0.0},
+        "methods": [
+            {"name": "fedavg", "local_epochs": 2},
+            {"name": "csac", "acquisition_epochs": 10, "calibration_epochs": 2},
+        ],
+    },
+    "Rotated MNIST": {
+        "name": "rotated",
+        "data": {"name": "rotated_mnist", "per_class": 30},
+        "protocol": {
+            "kind": "leave_one_out",
+            "targets": ["M0", "M45"],
+            "seeds": [0, 1, 2],
+            "test_fraction": 0.3,
+            "base_images": "disjoint",
+        },
+        "model": {"name": "mnist_cnn", "channels": [16, 32], "hidden": 128},
+        "training": {"rounds": 5, "batch_size": 64, "optimizer": "sgd", "lr": 0.01, "momentum": 0.5},
+        "methods": [{"name": "fedavg"}, {"name": "csac", "acquisition_epochs": 3, "calibration_epochs": 1}],
+    },
+}
+T = TypeVar("T")
+
+
+def timed(seconds: list[float], do: Callable[[], T]) -> T:
+    """The result; the seconds of processor go to the list."""
+    began = time.process_time()
+    found = do()
+    seconds.append(time.process_time() - began)
+    return found
+
+
+def bytes_of(upload: Upload, order: Order) -> int:
+    """Bytes of an upload as a message."""
+
+    def rows(of: Mapping[str, bytes]) -> torch.Tensor:
+        return torch.tensor([list(of[name]) for name in order.roster], dtype=torch.uint8)
+
+    tensors = {"sum": upload.numbers, "sealed": rows(upload.sealed), "commitments": rows(upload.commitments)}
+    return len(encode({"sum": Masked(tensors)}))
+
+
+def cost(sites: int, folder: Path) -> dict[str, Any]:
+    """Seconds and bytes of one sum. The last site is lost after the roster was made."""
+    names = [f"s{place:02d}" for place in range(sites)]
+    certificates = {name: Ed25519PrivateKey.generate() for name in names}
+
+    def verified(name: str, text: bytes, signature: bytes) -> bool:
+        try:
+            certificates[name].public_key().verify(signature, text)
+        except InvalidSignature:
+            return False
+        return True
+
+    everyone = {name: SecureSite(name, "run", folder / name, certificates[name].sign, verified) for name in names}
+    order = Order("run", 1, "fit", "00" * 32, tuple(site.card() for site in everyone.values()))
+    answered, weights = names[:-1], torch.randn(NUMBERS)
+    spent: dict[str, list[float]] = {part: [] for part in ("integers", "mask", "add", "reveal", "unmask")}
+    total, plain, size = SecureSum(order), torch.zeros(NUMBERS, dtype=torch.int64), 0
+    for name in answered:
+        numbers = timed(spent["integers"], lambda: to_fixed(weights, sites, 1 / sites))
+        plain += numbers
+        upload = timed(spent["mask"], lambda: everyone[name].mask(order, numbers))  # noqa: B023 - called at once
+        size = size or bytes_of(upload, order)
+        timed(spent["add"], lambda: total.add(name, upload))  # noqa: B023
+        everyone[name].forget_uploads(1)
+    told = {
+        name: timed(
+            spent["reveal"],
+            lambda: everyone[name].reveal(order, answered, total.sealed_for(name)),  # noqa: B023
+        )
+        for name in answered
+    }
+    found = timed(spent["unmask"], lambda: total.unmasked(told))
+    assert torch.equal(found, plain)
+    whole = len(encode({"weights": Weights({"weights": weights})}))
+    shares = sites * (28 + 33 * sites) + 32 * sites
+    return {
+        "sites": sites,
+        "lost": 1,
+        "numbers": NUMBERS,
+        "processor_seconds": {part: round(sum(each) / len(each), 4) for part, each in spent.items()},
+        "bytes": {"plain": whole, "secure": size, "formula": 8 * NUMBERS + shares, "shares": shares},
+        "ratio": round(size / whole, 5),
+    }
+
+
+def accuracy(options: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Each run with plain and secure aggregation: accuracy of the last round in percent, and how far models differ."""
+    found = {}
+    for aggregation in ("plain", "secure"):
+        engine = {"name": "local", "workers": 1, "threads": 1, "aggregation": aggregation}
+        found[aggregation] = fedshift.run({**options, "engine": engine, "device": "cpu"}, folder / aggregation)
+    others = {run.folder.parts[-3:]: run for run in found["secure"].collected.runs}
+    rows = []
+    for run in found["plain"].collected.runs:
+        other = others[run.folder.parts[-3:]]
+        plain, secure = (one.result.accuracy("last") for one in (run, other))
+        assert plain is not None
+        assert secure is not None
+        first, second = (load_file(one.folder / "model.safetensors") for one in (run, other))
+        apart = max((first[name].double() - second[name].double()).abs().max().item() for name in first)
+        names = {"method": run.result.method, "target": run.result.target, "seed": run.result.seed}
+        rows.append({**names, "plain": plain, "secure": secure, "difference": secure - plain, "models_apart": apart})
+    return rows
+
+
+def main(parts: Sequence[str]) -> None:
+    whole: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    torch.set_num_threads(1)
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        if "cost" in parts:
+            whole["cost"] = [cost(sites, Path(folder) / str(sites)) for sites in ROSTERS]
+            whole["machine"] = {
+                "cores": os.cpu_count(),
+                "load_average_before": round(load, 2),
+                "python": sys.version.split()[0],
+                "torch": torch.__version__,
+            }
+        if "accuracy" in parts:
+            whole["accuracy"] = {
+                name: {"experiment": options, "runs": accuracy(options, Path(folder) / options["name"])}
+                for name, options in EXPERIMENTS.items()
+            }
+    RESULTS.parent.mkdir(parents=True, exist_ok=True)
+    RESULTS.write_text(json.dumps(whole, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    arguments.add_argument("parts", nargs="*", default=["cost", "accuracy"], choices=["cost", "accuracy"])
+    main(arguments.parse_args().parts)
