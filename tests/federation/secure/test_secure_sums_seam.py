@@ -104,6 +104,17 @@ def test_mdfnet_from_sums_is_mdfnet(options: dict[str, Any]) -> None:
     assert secure.report["cross_entropies"][ALL] == pytest.approx(sum(entropies.values()) / len(entropies), abs=1e-6)
 
 
+def test_no_site_of_a_sum_can_be_told_to_do_nothing() -> None:
+    """What mdfnet moves between sites is the one thing that differs between them; a site that trains hides others."""
+    method = registry.parse({"name": "mdfnet"})
+    found = domains(NORMED, {**SIZES, **UNLABELLED})
+    where = federation(method, found, NORMED, roles=dict.fromkeys(UNLABELLED, "target"))
+    where.sums_only, start = True, start_of(method, found, NORMED)
+    idle = dict.fromkeys((*SIZES, *UNLABELLED), -1000)
+    where.ask(method.fit, to=where.sources, weights=start, r=0.0, extra=idle).mean("uniform")  # type: ignore[attr-defined]
+    assert all(where.progress.used[site] == 1 for site in SIZES)
+
+
 class Alone(FedAvg):
     """Says that it reads sums, and asks for the sum of one."""
 

@@ -94,8 +94,7 @@ _NEVER_READY = (
     "train more rounds, with a smaller batch_size or a larger lr"
 )
 Extra = int | Mapping[str, int]  # further mini-batches of a site, or of each site
-_FEW_STEPS = 20
-"""With fewer mini-batches per epoch, the first clusters were seen to collapse without `readiness`."""
+_FEW_STEPS = 20  # with fewer mini-batches per epoch, the first clusters were seen to collapse without `readiness`
 
 
 @dataclass(frozen=True)
@@ -297,7 +296,8 @@ class MDFNet(Method):
             return loss_of(batch, logits) + common
 
         steps = self.local_epochs * site.batches_per_epoch
-        steps += extra[site.name] if isinstance(extra, Mapping) else extra
+        # In a sum a site that does not train would hide nobody: the coordinator knows what it sent.
+        steps = max(1, steps + extra[site.name]) if isinstance(extra, Mapping) else steps + extra
         loss = site.minimise(whole, model, private, steps=steps, optimizers=[optimizer])
         site.remember_optimizer(optimizer, "optimizer", keep=self.keep_momentum)
         site.memory["private"] = site.weights_of(private)
