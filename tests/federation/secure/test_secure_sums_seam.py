@@ -88,7 +88,8 @@ def test_csac_from_sums_is_csac(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"setting": "practical", "readiness": 9.0, "lend": 0.5}, {"lost": ("large", "other")}]
+    "options",
+    [{"setting": "practical", "readiness": 9.0, "lend": 0.05, "local_epochs": 2}, {"lost": ("large", "other")}],
 )
 def test_mdfnet_from_sums_is_mdfnet(options: dict[str, Any]) -> None:
     """With both groups at work, mini-batches lent to labelled sites, and sites that are lost."""
