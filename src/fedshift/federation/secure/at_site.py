@@ -6,10 +6,12 @@ one update under two rosters, or tell shares for two sets of survivors.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,6 +88,10 @@ class SecureSite:
         Raises:
             Refused: the roster is too small, a key is not its site's, or this exchange was masked for another order.
         """
+        with self._alone():
+            return self._mask(order, numbers)
+
+    def _mask(self, order: Order, numbers: Tensor) -> Upload:
         self._check(order)
         record, upload = self._file(order, "masked.json"), self._file(order, "upload")
         if record.exists():
@@ -127,6 +133,10 @@ class SecureSite:
             Refused: this site did not mask for ``order``, the sum is of too few sites, or it helped already with
                 another set of sites.
         """
+        with self._alone():
+            return self._reveal(order, answered, sealed)
+
+    def _reveal(self, order: Order, answered: Sequence[str], sealed: Mapping[str, bytes]) -> Revealed:
         record, done = self._file(order, "masked.json"), self._file(order, "revealed.json")
         if not record.exists() or record.read_text() != order.binding.hex():
             raise Refused(f"site '{self.site}' did not mask its reply for this roster and content")
@@ -160,6 +170,13 @@ class SecureSite:
         for file in self._folder.glob("*-upload"):
             if int(file.name.split("-")[0]) <= exchange:
                 file.unlink()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other processes of this site out, or two that are asked at once would each find that it did nothing."""
+        with (self._folder / "lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def _check(self, order: Order) -> None:
         if order.run != self.run:

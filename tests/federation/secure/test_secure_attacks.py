@@ -1,0 +1,88 @@
+"""Attacks on secure sums of the literature, and those on the code: two requests at once, large rosters, bad keys."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_secure_protocol import Federation, seeds_of
+
+from fedshift.errors import Refused
+from fedshift.federation.secure import at_site
+from fedshift.federation.secure.at_server import SecureSum
+from fedshift.federation.secure.at_site import SecureSite
+from fedshift.federation.secure.keys import KeyCard, signed_text
+
+
+@pytest.fixture
+def five(tmp_path: Path) -> Federation:
+    return Federation(tmp_path, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [20, 50])
+def test_a_large_roster_with_as_many_lost_as_may_be(tmp_path: Path, number: int) -> None:
+    where, draw = Federation(tmp_path, number), random.Random(number)
+    first = draw.sample(where.names, number // 2 + 2)
+    second = draw.sample(first, number // 2 + 1)
+    assert torch.equal(where.summed(where.order(), first, second), where.plain(first))
+
+
+def test_the_masks_of_two_sums_have_nothing_in_common(five: Federation) -> None:
+    """Knowing all seeds of one sum, of the same key and roster, is of no use for the next."""
+    orders = [five.order(exchange=number) for number in (1, 2)] + [five.order(content="bb")]
+    seeds = [seed for order in orders for seed in seeds_of(five, order, "s00").values()]
+    assert len(set(seeds)) == 3 * 4
+    uploads = [five.sites["s01"].mask(order, five.numbers["s01"]) for order in orders[:2]]
+    assert not set(uploads[0].commitments.values()) & set(uploads[1].commitments.values())
+
+
+def test_a_key_that_makes_masks_predictable_is_refused(five: Federation) -> None:
+    """A point of low order gives the same secret with every key; a site's signature does not make it a key."""
+    public = bytes(32)
+    card = KeyCard("s01", public, five.certificates["s01"].sign(signed_text("run", "s01", public)))
+    order = five.order()
+    with pytest.raises(Refused, match="the key of site 's01' is none"):
+        five.sites["s00"].mask(replace(order, cards=(order.cards[0], card, *order.cards[2:])), five.numbers["s00"])
+
+
+def test_what_remains_two_rosters_differ_by_a_model(five: Federation) -> None:
+    """Two sums of the same models, one site lost in the second: their difference is its model."""
+    both = five.summed(five.order(exchange=1), five.names, five.names)
+    fewer = five.summed(five.order(exchange=2), five.names[:4], five.names[:4])
+    assert torch.equal(both - fewer, five.numbers["s04"])
+
+
+@pytest.mark.parametrize("exchange", ["mask", "reveal"])
+def test_two_processes_of_a_site_do_not_answer_twice(
+    five: Federation, exchange: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server asks the site twice at once: while one answer is made, the other waits, and is refused."""
+    order, total = five.order(), SecureSum(five.order())
+    for name in five.names if exchange == "reveal" else five.names[1:]:
+        total.add(name, five.sites[name].mask(order, five.numbers[name]))
+    site, twin = five.started("s00"), five.started("s00")
+
+    def asked(one: SecureSite, number: int) -> object:
+        if exchange == "mask":
+            return one.mask(five.order(five.names[:number]), five.numbers["s00"])
+        return one.reveal(order, five.names[:number], total.sealed_for("s00"))
+
+    write, pool = at_site.write_bytes, ThreadPoolExecutor(1)
+    second: list[Future[object]] = []
+
+    def slow(file: Path, *arguments: Any, **options: Any) -> None:
+        if not second and file.name.endswith(("masked.json", "revealed.json")):
+            second.append(pool.submit(asked, twin, 4))
+            assert not wait(second, timeout=0.3).done  # it does not end before this one has
+        write(file, *arguments, **options)
+
+    monkeypatch.setattr(at_site, "write_bytes", slow)
+    assert asked(site, 5)
+    with pytest.raises(Refused, match=r"masks it only once|for other sites already"):
+        second[0].result(timeout=10)
