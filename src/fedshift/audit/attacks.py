@@ -28,8 +28,7 @@ from fedshift.models.network import Network
 from fedshift.models.wide import WideLinear
 from fedshift.weights import Weights
 
-_AT_ONCE = 256
-"""Samples of the site that are compared at a time."""
+_AT_ONCE = 256  # samples that are compared at a time
 
 
 @dataclass(frozen=True)
@@ -288,16 +287,18 @@ class Attacker:
         errors = [
             leakage.mean_squared_errors(shown, self.attacked.space.shown(inputs)) for inputs in self._all_inputs()
         ]
-        originals, labels = [], []
-        for row in leakage.best_match(torch.cat(errors, dim=1)).tolist():
-            for site in self.sites:
-                if row < site.samples:
-                    break
-                row -= site.samples
-            inputs, label, _ = site.data.batch(torch.tensor([row]))
-            originals.append(self.attacked.space.shown(inputs))
-            labels.append(label)
-        return torch.cat(originals), torch.cat(labels), self.samples
+        beside = [self._original(row) for row in leakage.best_match(torch.cat(errors, dim=1)).tolist()]
+        originals, labels = (torch.cat(parts) for parts in zip(*beside, strict=True))
+        return originals, labels, self.samples
+
+    def _original(self, row: int) -> tuple[Tensor, Tensor]:
+        """A sample as it is compared, and its label; ``row`` counts over all sites."""
+        for site in self.sites:
+            if row < site.samples:
+                break
+            row -= site.samples
+        inputs, labels, _ = site.data.batch(torch.tensor([row]))
+        return self.attacked.space.shown(inputs), labels
 
     def _all_inputs(self) -> Iterator[Tensor]:
         """The samples of all sites, one site after the other."""

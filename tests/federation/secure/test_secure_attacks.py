@@ -17,6 +17,7 @@ from fedshift.federation.secure import at_site
 from fedshift.federation.secure.at_server import SecureSum
 from fedshift.federation.secure.at_site import SecureSite
 from fedshift.federation.secure.keys import KeyCard, signed_text
+from fedshift.files import write_bytes
 
 
 @pytest.fixture
@@ -73,14 +74,14 @@ def test_two_processes_of_a_site_do_not_answer_twice(
             return one.mask(five.order(five.names[:number]), five.numbers["s00"])
         return one.reveal(order, five.names[:number], total.sealed_for("s00"))
 
-    write, pool = at_site.write_bytes, ThreadPoolExecutor(1)
+    pool = ThreadPoolExecutor(1)
     second: list[Future[object]] = []
 
     def slow(file: Path, *arguments: Any, **options: Any) -> None:
         if not second and file.name.endswith(("masked.json", "revealed.json")):
             second.append(pool.submit(asked, twin, 4))
             assert not wait(second, timeout=0.3).done  # it does not end before this one has
-        write(file, *arguments, **options)
+        write_bytes(file, *arguments, **options)
 
     monkeypatch.setattr(at_site, "write_bytes", slow)
     assert asked(site, 5)
