@@ -73,6 +73,7 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
     for method in experiment.methods:
         if engine.sums_only:
             check_sums(method, fewest, fewest_unlabelled)
+            warnings += method.check_sums(fewest)
         if data.task not in method.tasks:
             known = {name: registry.method_class(name).tasks for name in registry.names()}
             # A wrapper has the tasks of the method that it wraps, so its class has no list of them.

@@ -220,6 +220,10 @@ class Method(Composed, ABC):
         """Warnings about these options where an epoch of each source has so many mini-batches (``steps``)."""
         return ()
 
+    def check_sums(self, sites: int) -> tuple[str, ...]:
+        """Warnings where secure aggregation among so many labelled sites hides less than it does for a mean."""
+        return ()
+
     def adapt_network(self, network: Network, sources: int) -> Network:
         """What do sites train? A network made from the experiment's, for so many source domains; for most, that one."""
         return network

@@ -150,6 +150,9 @@ class Wrapper(Method):
     def check_steps(self, steps: Mapping[str, int]) -> tuple[str, ...]:
         return self.inner.check_steps(steps)
 
+    def check_sums(self, sites: int) -> tuple[str, ...]:
+        return self.inner.check_sums(sites)
+
     def bounds(self, call: str, about: About) -> Bounds:
         return self.inner.bounds(call, about)
 

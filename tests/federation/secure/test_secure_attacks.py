@@ -8,9 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
+from scipy.optimize import fsolve
 from test_secure_protocol import Federation, seeds_of
+from torch import Tensor
 
 from fedshift.errors import Refused
 from fedshift.federation.secure import at_site
@@ -18,6 +22,10 @@ from fedshift.federation.secure.at_server import SecureSum
 from fedshift.federation.secure.at_site import SecureSite
 from fedshift.federation.secure.keys import KeyCard, signed_text
 from fedshift.files import write_bytes
+from fedshift.functional.divergence_weighting import distance_weighted, fused_from_sums
+from fedshift.methods.federated.csac import CSAC
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.weights import Weights
 
 
 @pytest.fixture
@@ -87,3 +95,37 @@ def test_two_processes_of_a_site_do_not_answer_twice(
     assert asked(site, 5)
     with pytest.raises(Refused, match=r"masks it only once|for other sites already"):
         second[0].result(timeout=10)
+
+
+def test_what_remains_one_of_three_sites_takes_csac_apart() -> None:
+    """From its own model, the mean A and the fused model F, which it gets, a site finds both others; so csac warns.
+
+    With u_k = G_k − A and f = F − A: Σ u_k = 0 and Σ d_k u_k = f · Σ d_k. So u_2 follows from d_2 and d_3, for which
+    the norms of u_2 and of u_3 = −u_1 − u_2 are two equations.
+    """
+    draw = torch.Generator().manual_seed(1)
+    models = [torch.randn(50, generator=draw, dtype=torch.float64) for _ in range(3)]
+    mean = torch.stack(models).mean(0)
+    parts = [distance_weighted(Weights({"w": model}), Weights({"w": mean})) for model in models]
+    weighted, distances = ({"w": torch.stack([part[side]["w"] for part in parts]).sum(0)} for side in (0, 1))
+    fused = fused_from_sums(Weights({"w": mean}), weighted, distances)["w"]
+
+    own, toward = models[0] - mean, fused - mean
+    length = own.norm().item()
+
+    def second(d_2: float, d_3: float) -> Tensor:
+        return ((length + d_2 + d_3) * toward + (d_3 - length) * own) / (d_2 - d_3)
+
+    def gaps(d: npt.NDArray[np.float64]) -> list[float]:
+        guess = second(*d)
+        return [guess.norm().item() - d[0], (own + guess).norm().item() - d[1]]
+
+    starts = [(a * length, b * length) for a in np.linspace(0.5, 1.5, 5) for b in np.linspace(0.55, 1.55, 5)]
+    solved = [found[0] for found in (fsolve(gaps, start, full_output=True) for start in starts) if found[2] == 1]
+    candidates = {tuple(np.round(d, 6)): mean + second(*d) for d in solved if max(map(abs, gaps(d))) < 1e-6}
+    assert len(candidates) <= 4  # two, each also with both sites in the other order
+    for other in models[1:]:
+        assert min((found - other).abs().max().item() for found in candidates.values()) < 1e-6
+    csac = CSAC()
+    assert "four labelled sites" in csac.check_sums(3)[0]
+    assert (csac.check_sums(4), CSAC(aggregation="average").check_sums(3), FedAvg().check_sums(3)) == ((), (), ())
