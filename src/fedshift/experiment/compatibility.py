@@ -72,8 +72,7 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
     fewest_unlabelled = 0 if unseen else min(len(others) for _, others in roles)
     for method in experiment.methods:
         if engine.sums_only:
-            check_sums(method, fewest, fewest_unlabelled)
-            warnings += method.check_sums(fewest)
+            warnings += check_sums(method, fewest, fewest_unlabelled)
         if data.task not in method.tasks:
             known = {name: registry.method_class(name).tasks for name in registry.names()}
             # A wrapper has the tasks of the method that it wraps, so its class has no list of them.
@@ -174,13 +173,19 @@ def _check_headline(experiment: Experiment, data: DataSet) -> None:
         )
 
 
-def check_sums(method: Method, sources: int, unlabelled: int = 0) -> None:
-    """Raises UserError where secure aggregation cannot hide what a method's sites send.
+def check_sums(method: Method, sources: int, unlabelled: int = 0) -> tuple[str, ...]:
+    """Whether secure aggregation hides what a method's sites send.
 
     Args:
         method: of the run.
         sources: the fewest labelled sites of a run.
         unlabelled: the fewest sites without labels.
+
+    Returns:
+        Warnings.
+
+    Raises:
+        UserError: it cannot be hidden.
     """
     if method.reads != "sums":
         why = "with robust aggregation " if method.robust is not None else ""
@@ -198,6 +203,14 @@ def check_sums(method: Method, sources: int, unlabelled: int = 0) -> None:
             f"engine.aggregation: secure needs {SMALLEST_ROSTER} sites without labels for {method.display}, which sums "
             f"their models by themselves; here a run has {unlabelled}"
         )
+    most = method.sums_per_model + 1
+    if sources > most:
+        return ()
+    return (
+        f"{method.display} with aggregation: secure among {sources} labelled sites: its sites learn "
+        f"{method.sums_per_model} sums of the same models a round, from which each of them can compute the models of "
+        f"the others; {most + 1} sites or more prevent it",
+    )
 
 
 def _check_plug_in(method: Method, plug_in: LocalOption, network: Network, data: DataSet) -> None:

@@ -220,10 +220,6 @@ class Method(Composed, ABC):
         """Warnings about these options where an epoch of each source has so many mini-batches (``steps``)."""
         return ()
 
-    def check_sums(self, sites: int) -> tuple[str, ...]:
-        """Warnings where secure aggregation among so many labelled sites hides less than it does for a mean."""
-        return ()
-
     def adapt_network(self, network: Network, sources: int) -> Network:
         """What do sites train? A network made from the experiment's, for so many source domains; for most, that one."""
         return network
@@ -266,6 +262,14 @@ class Method(Composed, ABC):
         if self.robust is not None:
             return "norms" if self.robust.rule == "norm_clipping" and self.server_reads != "models" else "models"
         return self.server_reads
+
+    @property
+    def sums_per_model(self) -> int:
+        """How many different sums of the same models every site learns in a round.
+
+        With S of them a site can solve for the models of S others, so secure aggregation needs S + 2 sites.
+        """
+        return 1
 
     def call_owner(self, call: str) -> Method:
         """The method that has the call of this name: itself, or the one that it wraps."""

@@ -100,6 +100,10 @@ class Wrapper(Method):
         return self.inner.averages
 
     @property
+    def sums_per_model(self) -> int:
+        return self.inner.sums_per_model
+
+    @property
     def server_reads(self) -> Reads:  # type: ignore[override]
         """What the server reads for the inner method."""
         return self.inner.reads
@@ -149,9 +153,6 @@ class Wrapper(Method):
 
     def check_steps(self, steps: Mapping[str, int]) -> tuple[str, ...]:
         return self.inner.check_steps(steps)
-
-    def check_sums(self, sites: int) -> tuple[str, ...]:
-        return self.inner.check_sums(sites)
 
     def bounds(self, call: str, about: About) -> Bounds:
         return self.inner.bounds(call, about)

@@ -17,14 +17,16 @@ from test_secure_protocol import Federation, seeds_of
 from torch import Tensor
 
 from fedshift.errors import Refused
+from fedshift.experiment.compatibility import check_sums
 from fedshift.federation.secure import at_site
 from fedshift.federation.secure.at_server import SecureSum
 from fedshift.federation.secure.at_site import SecureSite
 from fedshift.federation.secure.keys import KeyCard, signed_text
+from fedshift.federation.secure.sums import SMALLEST_ROSTER
 from fedshift.files import write_bytes
+from fedshift.functional.control_variates import next_control
 from fedshift.functional.divergence_weighting import distance_weighted, fused_from_sums
-from fedshift.methods.federated.csac import CSAC
-from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods import registry
 from fedshift.weights import Weights
 
 
@@ -98,7 +100,7 @@ def test_two_processes_of_a_site_do_not_answer_twice(
 
 
 def test_what_remains_one_of_three_sites_takes_csac_apart() -> None:
-    """From its own model, the mean A and the fused model F, which it gets, a site finds both others; so csac warns.
+    """From its own model, the mean A and the fused model F, which it gets, a site finds both others.
 
     With u_k = G_k − A and f = F − A: Σ u_k = 0 and Σ d_k u_k = f · Σ d_k. So u_2 follows from d_2 and d_3, for which
     the norms of u_2 and of u_3 = −u_1 − u_2 are two equations.
@@ -126,6 +128,31 @@ def test_what_remains_one_of_three_sites_takes_csac_apart() -> None:
     assert len(candidates) <= 4  # two, each also with both sites in the other order
     for other in models[1:]:
         assert min((found - other).abs().max().item() for found in candidates.values()) < 1e-6
-    csac = CSAC()
-    assert "four labelled sites" in csac.check_sums(3)[0]
-    assert (csac.check_sums(4), CSAC(aggregation="average").check_sums(3), FedAvg().check_sums(3)) == ((), (), ())
+
+
+def test_what_remains_one_of_three_sites_takes_scaffold_apart() -> None:
+    """The mean of control variates is another sum of the same models, with known factors 1/(T·η)."""
+    draw = torch.Generator().manual_seed(2)
+    start, *models = (Weights({"w": torch.randn(20, generator=draw, dtype=torch.float64)}) for _ in range(4))
+    paths, zero = (0.3, 0.5, 0.9), Weights({"w": torch.zeros(20, dtype=torch.float64)})
+    controls = [next_control(zero, zero, start, one, path)["w"] for one, path in zip(models, paths, strict=True)]
+    of_models, of_controls = (torch.stack(each).sum(0) for each in ([one["w"] for one in models], controls))
+    rest = of_models - models[0]["w"]
+    further = 2 * start["w"] - rest
+    second = (of_controls - controls[0] - further / paths[2]) / (1 / paths[1] - 1 / paths[2])  # x − y_2
+    assert torch.allclose(start["w"] - second, models[1]["w"], atol=1e-9)
+
+
+def test_methods_of_two_sums_warn_among_three_sites() -> None:
+    for options, few in (
+        ({"name": "csac"}, 3),
+        ({"name": "scaffold"}, 3),
+        ({"name": "styles", "method": {"name": "csac"}}, 3),
+        ({"name": "csac", "aggregation": "average"}, 2),
+        ({"name": "fedavg"}, 2),
+    ):
+        method = registry.parse(options)
+        assert check_sums(method, few + 1) == ()
+        if few >= SMALLEST_ROSTER:
+            (warning,) = check_sums(method, few)
+            assert "4 sites or more" in warning

@@ -55,7 +55,6 @@ from fedshift.federation.exchange import Replies
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply, Update
 from fedshift.federation.reply_bounds import About, Bounds, Tensors
-from fedshift.federation.secure.sums import SMALLEST_ROSTER
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.divergence_weighting import distance_weighted, divergence_aggregate, fused_from_sums
 from fedshift.functional.losses import smoothed_cross_entropy
@@ -111,15 +110,10 @@ class CSAC(Method, AlignmentOptions):
         """Shares by 1/d cannot be made of sums, since a distance of 0 takes them all."""
         return "norms" if self.aggregation == "similarity" and super().reads == "sums" else super().reads
 
-    def check_sums(self, sites: int) -> tuple[str, ...]:
-        """Of three sites each knows the mean and the fused model: two equations for the models of the two others."""
-        if self.aggregation == "average" or sites > SMALLEST_ROSTER:
-            return ()
-        return (
-            f"{self.display}: with aggregation: secure among {sites} sites each of them can compute the others' models "
-            "from the mean and the fused model, which it gets; four labelled sites or more prevent it, or aggregation: "
-            "average",
-        )
+    @property
+    def sums_per_model(self) -> int:
+        """Every site gets the mean and the fused model, another sum, whose shares follow from the models."""
+        return 1 if self.aggregation == "average" else 2
 
     def bounds(self, call: str, about: About) -> Bounds:
         if call != "weigh":

@@ -71,6 +71,11 @@ class Scaffold(LocalTraining):
 
     weighting: Literal["samples", "uniform"] = Field("uniform", description="shares 1/K (paper) or N_k/ΣN")
 
+    @property
+    def sums_per_model(self) -> int:
+        """c_i⁺ − c_i holds (x − y_i)/(T·η), so the means of the models and of these are two sums, where T differs."""
+        return 2
+
     def bounds(self, call: str, about: About) -> Bounds:
         if call != "train":
             return {}
