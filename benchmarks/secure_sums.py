@@ -48,7 +48,7 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
     },
     "Rotated MNIST": {
         "name": "rotated",
-        "data": {"name": "rotated_mnist", "per_class": 60},
+        "data": {"name": "rotated_mnist", "per_class": 30},
         "protocol": {
             "kind": "leave_one_out",
             "targets": ["M0", "M45"],
@@ -57,7 +57,7 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
             "base_images": "disjoint",
         },
         "model": {"name": "mnist_cnn", "channels": [16, 32], "hidden": 128},
-        "training": {"rounds": 10, "batch_size": 64, "optimizer": "sgd", "lr": 0.1, "momentum": 0.5},
+        "training": {"rounds": 5, "batch_size": 64, "optimizer": "sgd", "lr": 0.1, "momentum": 0.5},
         "methods": [{"name": "fedavg"}, {"name": "csac", "acquisition_epochs": 3, "calibration_epochs": 1}],
     },
 }
