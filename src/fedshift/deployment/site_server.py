@@ -141,7 +141,6 @@ class SiteProgram:
             shares = shared_kinds(self._method(wanted), header, header["on_refusal"])
             self.policy.check_method(self.name, wanted["name"], shares)
         if header.get("aggregation") == "secure":
-            self.policy.check_kind(self.name, MASKED, "secure aggregation")
             entry["certificate"] = self.sums.identity.fingerprint
         self._check_unchanged()
         self.policy.check_kind(self.name, "numbers", "how many samples it has")

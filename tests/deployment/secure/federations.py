@@ -69,9 +69,7 @@ def deploy_secure(
     return deploy(folder, options, sites=sites, engine=engine, **more)
 
 
-def simulate_secure(
-    folder: Path, options: dict[str, Any], sites: Mapping[str, int] = FOUR, **engine: Any
-) -> Path:
+def simulate_secure(folder: Path, options: dict[str, Any], sites: Mapping[str, int] = FOUR, **engine: Any) -> Path:
     """The same experiment in the local engine, or with ``workers`` in a pool."""
     files = write_data(folder / "data", {**sites, **UNSEEN})
     data = {"name": "arrays", "sites": files, "classes": ["0", "1", "2"]}

@@ -92,7 +92,9 @@ class SiteSums:
             if card.site != self.name
         }
         self._terms.check_peers(found)
-        return Summing(self.site(order.run, found), order, weighing, tuple(header["setting"]["input_shape"]))
+        site = self.site(order.run, found)
+        site.forget_uploads(int(header["checkpoint"]))
+        return Summing(site, order, weighing, tuple(header["setting"]["input_shape"]))
 
     def _check_work(self, header: Mapping[str, Any], order: Order) -> None:
         """Check what the others of the roster are asked for, which is the same for all or the masks do not cancel.

@@ -70,6 +70,8 @@ class SecureFederation(RemoteFederation):
         """Sites that gave no key in this run → error and reason."""
         self._answered: dict[str, list[str]] = {}
         """Exchange and call → the sites that their sum was said to be of."""
+        self._said: list[str] | None = None
+        """The sites that the sum under way was said to be of before the coordinator was killed."""
         self._weighing: Weighing | None = None
         self._sum: dict[str, Any] | None = None
         self._order: Order | None = None
@@ -81,17 +83,13 @@ class SecureFederation(RemoteFederation):
     def summed(self, call: str, to: tuple[str, ...], content: Mapping[str, Content | PerSite], by: By) -> Mean:
         self._fetch_keys(to)
         number = self.progress.exchange
-        said = self._answered.get(f"{number}-{call}")
+        self._said = self._answered.get(f"{number}-{call}")
         sums: dict[Layout, SecureSum] = {}
-        left_out: dict[str, str] = {}
         self._weighing = Weighing.of(by, [self.checks.samples_of(site) for site in to])
         self._shared.call = call
         try:
             for site, added in self._exchange(call, to, content, self._weighing):
                 assert self._order is not None  # as `deliver` made sure
-                if said is not None and site not in said:
-                    left_out[site] = "it answered after others were told whom the sum is of"
-                    continue
                 sum_ = sums.setdefault(added.layout, SecureSum(self._order))
                 upload, _ = upload_of({"sum": added.numbers}, self._order, added.layout.length)
                 sum_.add(site, upload)
@@ -100,18 +98,16 @@ class SecureFederation(RemoteFederation):
             self._weighing = self._sum = self._order = self._shared.call = None
         # Sites whose contribution is laid out otherwise than those of most are in no sum.
         layout = max(sums, key=lambda one: len(sums[one].answered), default=None)
-        for other, sum_ in sums.items():
-            if other != layout:
-                left_out |= dict.fromkeys(sum_.answered, "it contributes other tensors than most sites")
         answered = sums[layout].answered if layout is not None else []
-        for site, reason in left_out.items():
+        for site in (site for other, sum_ in sums.items() if other != layout for site in sum_.answered):
+            reason = "it contributes other tensors than most sites"
             self._record(call, site, "refused", reason)
             error = ReplyRefused(f"the reply of site '{site}' in round {self.round}: {reason}")
             self.go_on_without(Missing(site, error), len(to), len(to) - len(answered))
         self.check_number(answered, to)
         assert layout is not None
-        if said is not None and said != answered:
-            gone = next(site for site in said if site not in answered)
+        if self._said is not None and self._said != answered:
+            gone = next(site for site in self._said if site not in answered)
             raise FedshiftError(
                 f"round {self.round}, call {call}: site '{gone}' is in the sum that others may have unmasked already, "
                 "and did not answer: when it is back, continue with fedshift deploy resume"
@@ -133,9 +129,10 @@ class SecureFederation(RemoteFederation):
         self._sum = sum_entry(self._weighing, cards, envelopes)
         header = {"step": call, "envelope": vars(asked[0].envelope), **self._common(asked[0].site)}
         self._order, _ = order_in(header, self._outbox.write(call, ALL, first).body.sha256)
-        with closing(super().deliver(call, (one for one in asked if one.site in envelopes))) as answers:
+        told = [site for site in envelopes if self._said is None or site in self._said]
+        with closing(super().deliver(call, (request for request in asked if request.site in told))) as answers:
             for request in asked:
-                yield next(answers) if request.site in envelopes else self._keyless(request.site)
+                yield next(answers) if request.site in told else self._not_asked(request.site)
 
     def reply_of(
         self, kind: type[Reply], call: str, request: Request, header: Mapping[str, Any], content: Mapping[str, Any]
@@ -234,13 +231,18 @@ class SecureFederation(RemoteFederation):
         for number, site in enumerate(without, 1):
             self._record("key", site, "lost", without[site][1])
             self._without[site] = without[site]
-            self.go_on_without(self._keyless(site), len(sites), number)
+            self.go_on_without(self._not_asked(site), len(sites), number)
         if len(cards) < SMALLEST_ROSTER:
             raise FedshiftError(f"{len(cards)} sites gave a key for secure aggregation, which needs {SMALLEST_ROSTER}")
         self._cards = cards
         self._write()
 
-    def _keyless(self, site: str) -> Missing:
+    def _not_asked(self, site: str) -> Missing:
+        """A site that has no part in a sum."""
+        if site in self._cards:
+            return Missing(
+                site, FedshiftError(f"site '{site}' did not answer before others were told whom the sum is of")
+            )
         name, reason = self._without.get(site, ["", "it had no part in the run's first sum"])
         kind = next((one for one in (KindRefused, Refused, UserError) if one.__name__ == name), FedshiftError)
         said = reason if reason.startswith(f"site '{site}'") else f"site '{site}' gave no key in this run: {reason}"
