@@ -63,7 +63,7 @@ def _say_policy(config: SiteConfig, say: object) -> None:
     assert callable(say)
     policy = config.file.policy
     every = (*known_kinds(), ACCURACY, METRICS)
-    leaves = [kind for kind in every if policy.lets_out(kind)]
+    leaves = [kind for kind in dict.fromkeys((*policy.send, MASKED)) if policy.lets_out(kind)]
     say(f"may leave: {', '.join(leaves)}; of at least {policy.smallest_group} samples")
     say(f"never leaves: {', '.join(kind for kind in every if kind not in leaves)}")
     allowed = []

@@ -239,9 +239,8 @@ class SiteProgram:
         if before is not None:
             answer, held = before
             entry |= {"again": True, "sent": described(held)}
-            self.policy.check_sent(
-                self.name, entry["sent"], header["step"], runner.site.samples
-            )  # the policy may have changed
+            # The policy may have changed.
+            self.policy.check_sent(self.name, entry["sent"], header["step"], runner.site.samples)
             return answer
         memory = runner.site.memory
         self._remember(runner, folder, header["memory"])

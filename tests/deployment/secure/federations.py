@@ -12,10 +12,7 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
-from loopback import UNSEEN, Loopback, deploy, options_of, write_data
-
-from fedshift.experiment.config.experiment import parse
-from fedshift.experiment.runs.experiment_loop import run_experiment
+from loopback import Loopback, deploy, options_of, simulate
 
 FOUR = {"north": 41, "south": 17, "east": 26, "up": 22}
 SECURE = {"aggregation": "secure"}
@@ -70,8 +67,5 @@ def deploy_secure(
 
 
 def simulate_secure(folder: Path, options: dict[str, Any], sites: Mapping[str, int] = FOUR, **engine: Any) -> Path:
-    """The same experiment in the local engine, or with ``workers`` in a pool."""
-    files = write_data(folder / "data", {**sites, **UNSEEN})
-    data = {"name": "arrays", "sites": files, "classes": ["0", "1", "2"]}
-    experiment = parse({**options, "data": data, "engine": {"threads": 1, **SECURE, **engine}})
-    return run_experiment(experiment, folder / "simulated")
+    """The same experiment in the local engine."""
+    return simulate(folder, options, sites, **SECURE, **engine)

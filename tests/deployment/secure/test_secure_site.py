@@ -109,8 +109,8 @@ class Coordinator:
             total.add(name, upload_of(content, order, Layout.read(answer["layout"]).length)[0])
         return total
 
-    def unmask(self, site: str, total: SecureSum, answered: Sequence[str], **changes: Any) -> Answer:
-        header = {"do": "unmask", "order": order_entry(total.order), "answered": list(answered), **changes}
+    def unmask(self, site: str, total: SecureSum, survivors: Sequence[str], **changes: Any) -> Answer:
+        header = {"do": "unmask", "order": order_entry(total.order), "answered": list(survivors), **changes}
         return self.ask(site, header, sealed_content(total.sealed_for(site)))
 
 
