@@ -268,6 +268,7 @@ def test_try_spreads_data_so_that_each_site_has_its_own(tmp_path: Path) -> None:
         }
     )
     deployed, sites = spread(experiment, tmp_path)
+    assert deployed.engine.aggregation == "secure"
     assert list(sites) == ["D15", "D30", "D45", "D60", "D75"]
     for name, options in sites.items():
         data: Any = options["data"]

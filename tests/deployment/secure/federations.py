@@ -24,6 +24,7 @@ def key_of(name: str) -> rsa.RSAPrivateKey:
     return rsa.generate_private_key(65537, 1024)
 
 
+@functools.cache
 def certificate_of(name: str, key: rsa.RSAPrivateKey, authority: str = "authority", days: int = 9) -> x509.Certificate:
     """A certificate of ``name``, by an authority."""
     now = datetime.datetime.now(datetime.UTC)

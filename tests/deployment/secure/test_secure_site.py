@@ -229,6 +229,15 @@ def test_garbage_is_refused_in_a_line(changes: dict[str, Any], asking: Coordinat
     assert "request to mask" in answer["message"], answer
 
 
+def test_what_is_too_large_for_a_sum_is_refused_and_not_clipped(asking: Coordinator) -> None:
+    large = Weights({name: tensor + 1e10 for name, tensor in START.items()})
+    header, _ = asking.to_mask("north", envelope=IDLE, envelopes=dict.fromkeys(FOUR, IDLE))
+    answer, content = asking.ask("north", header, {"weights": large})
+    assert "too large for a sum" in answer["message"]
+    assert not content
+    assert not list(asking.sites["north"].config.memory.glob("r/sums/*masked*"))
+
+
 def test_required_means_that_no_model_leaves_alone(tmp_path: Path) -> None:
     asking = Coordinator(tmp_path, secure="required", peers=prints(tmp_path))
     header, _ = asking.to_mask("north")
@@ -259,7 +268,9 @@ def forged(asking: Coordinator, **certificate: Any) -> KeyCard:
 
 def test_a_key_that_its_site_did_not_sign_is_refused(asking: Coordinator) -> None:
     honest = asking.cards["south"]
+    of_before = card_of("south", asking.ask("south", {"do": "key", "run": "before"})[0]["card"])
     for card in (
+        of_before,
         replace(honest, signature=b"none"),
         replace(honest, certificate=b"none"),
         replace(honest, public=asking.cards["east"].public),  # the signature is of another key
