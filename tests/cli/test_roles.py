@@ -265,6 +265,7 @@ def test_try_spreads_data_so_that_each_site_has_its_own(tmp_path: Path) -> None:
             "protocol": {"targets": ["D0"], "seeds": [0]},
             "model": "linear",
             "methods": ["fedavg"],
+            "engine": {"aggregation": "secure"},
         }
     )
     deployed, sites = spread(experiment, tmp_path)
