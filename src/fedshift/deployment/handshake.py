@@ -200,6 +200,13 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
             for name, version in versions().items()
             if name in ("torch", "numpy") and card["versions"].get(name) != version
         )
+        if not experiment.engine.sums_only:  # such a site refuses to begin, unless engine.on_refusal leaves it out
+            warnings += tuple(
+                f"site '{site}' sends models only masked (rule policy.secure) and is left out: write "
+                "engine.aggregation: secure"
+                for site, card in cards.items()
+                if card["secure"] == "required"
+            )
         fingerprints = {site: str(card["fingerprint"]) for site, card in cards.items()}
         smallest = {site: int(card["smallest_sum"]) for site, card in cards.items()}
         grouped = {site: bool(card["grouped"]) for site, card in cards.items()}

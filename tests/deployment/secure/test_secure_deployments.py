@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from loopback import Loopback, Without, model, result, same, site_file, write_data
+from loopback import Loopback, Without, events, model, result, same, site_file, write_data
 
 pytest.importorskip("cryptography")
 from federations import FOUR, deploy_secure, secure_options, simulate_secure, write_kits
 
 from fedshift.deployment.secure.identity import Identity
+from fedshift.deployment.site_server import open_site
 from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.messages import Masked
 from fedshift.federation.remote.policy import AuditLog
@@ -220,8 +221,18 @@ def test_a_site_that_refuses_is_left_out_and_no_other(tmp_path: Path) -> None:
 
 
 def test_where_models_leave_masked_a_plain_run_is_refused_before_it_trains(tmp_path: Path) -> None:
+    plain = {"aggregation": "plain"}
     with pytest.raises(UserError, match=r"'north' sends a model only masked.*policy.secure: required"):
-        deploy_secure(tmp_path, secure_options(), engine={"aggregation": "plain"}, secure="required")
+        deploy_secure(tmp_path, secure_options(), engine=plain, secure="required")
+    other = tmp_path / "left out"
+    transport = between(other, losing(), FOUR)
+    transport.programs["up"] = open_site(site_file(other, "up", str(other / "data/up.npz"), secure="required"))
+    there, _ = deploy_secure(
+        other, secure_options(), transport=transport, engine={**plain, "on_refusal": "leave_out", "quorum": 3}
+    )
+    record = json.loads((there / "fedavg/west/seed-0/rounds.jsonl").read_text().splitlines()[-1])
+    assert list(record["extra"]["refused"]) == ["up"]
+    assert any("'up' sends models only masked" in str(event) for event in events(other))
 
 
 def test_a_run_of_fewer_sites_than_a_site_wants_is_refused_before_it_trains(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ class Identity:
             Refused: the authority issued this certificate to nobody of this name, or its key did not sign the text.
         """
         from cryptography import x509
-        from cryptography.exceptions import InvalidSignature
+        from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
         from cryptography.x509.oid import NameOID
 
         try:
@@ -80,7 +80,7 @@ class Identity:
                 raise ValueError
             public: Any = found.public_key()
             public.verify(signature, text, *signing())
-        except (ValueError, TypeError, AttributeError, InvalidSignature):
+        except (ValueError, TypeError, AttributeError, InvalidSignature, UnsupportedAlgorithm):
             raise Refused(
                 f"site '{self.site}': the key of '{site}' is not signed with a certificate that the federation's "
                 "authority issued to it and that is valid today"
