@@ -26,7 +26,7 @@ import fedshift
 from fedshift.federation.messages import Masked, encode
 from fedshift.federation.secure.at_server import SecureSum
 from fedshift.federation.secure.at_site import SecureSite, Upload
-from fedshift.federation.secure.keys import Order
+from fedshift.federation.secure.keys import KeyCard, Order
 from fedshift.functional.fixed_point import to_fixed
 from fedshift.weights import Weights
 
@@ -87,9 +87,9 @@ def cost(sites: int, folder: Path) -> dict[str, Any]:
     names = [f"s{place:02d}" for place in range(sites)]
     certificates = {name: Ed25519PrivateKey.generate() for name in names}
 
-    def verified(name: str, text: bytes, signature: bytes) -> bool:
+    def verified(card: KeyCard, text: bytes) -> bool:
         try:
-            certificates[name].public_key().verify(signature, text)
+            certificates[card.site].public_key().verify(card.signature, text)
         except InvalidSignature:
             return False
         return True

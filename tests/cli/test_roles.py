@@ -15,6 +15,7 @@ from calling import Cli as Command
 from fedshift.cli.project import spread
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.deployment_folder import Deployment
+from fedshift.deployment.secure.identity import Identity
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
 from fedshift.federation.remote.policy import AuditLog
@@ -134,12 +135,15 @@ def test_site_check_says_what_leaves(fedshift: Cli, kits: Path) -> None:
     assert code == 0, out
     assert "24 samples of 4" in out
     assert "well 12, ill 12" in out
-    assert "may leave: weights, numbers; of at least 10 samples" in out
+    assert "may leave: weights, numbers, masked; of at least 10 samples" in out
     assert "raw_data" in out.partition("never leaves:")[2].splitlines()[0]
     assert "accuracy" in out.partition("never leaves:")[2].splitlines()[0]
     assert "methods that can run: fedavg, csac; at most 9 rounds a day; at most 200 measurements a day" in out
     assert "models agreed to: none yet (rule policy.models: first)" in out
     assert "splits agreed to: none yet (rule policy.splits: 5)" in out
+    assert "peers agreed to: none yet (rule policy.peers: first)" in out
+    assert "secure aggregation: allowed; sums of at least 3 sites" in out
+    assert f"certificate: {Identity.of_kit(kits / 'sites' / 'north', 'north').fingerprint}" in out
     assert "audit log: 0 lines, unbroken" in out
     assert "kit: project federation, valid until" in out
     assert "coordinator: cannot be reached: localhost port 8002" in out
@@ -261,9 +265,11 @@ def test_try_spreads_data_so_that_each_site_has_its_own(tmp_path: Path) -> None:
             "protocol": {"targets": ["D0"], "seeds": [0]},
             "model": "linear",
             "methods": ["fedavg"],
+            "engine": {"aggregation": "secure"},
         }
     )
     deployed, sites = spread(experiment, tmp_path)
+    assert deployed.engine.aggregation == "secure"
     assert list(sites) == ["D15", "D30", "D45", "D60", "D75"]
     for name, options in sites.items():
         data: Any = options["data"]

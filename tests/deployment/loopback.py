@@ -121,12 +121,16 @@ class Without(LocalFederation):
 
 
 def simulate(
-    folder: Path, options: dict[str, Any], sites: Mapping[str, int] = SITES, unseen: Mapping[str, int] = UNSEEN
+    folder: Path,
+    options: dict[str, Any],
+    sites: Mapping[str, int] = SITES,
+    unseen: Mapping[str, int] = UNSEEN,
+    **engine: Any,
 ) -> Path:
     """The same experiment in the local engine."""
     files = write_data(folder / "data", {**sites, **unseen})
     data = {"name": "arrays", "sites": files, "classes": ["0", "1", "2"]}
-    experiment = parse({**options, "data": data, "engine": {"threads": 1}})
+    experiment = parse({**options, "data": data, "engine": {"threads": 1, **engine}})
     return run_experiment(experiment, folder / "simulated")
 
 

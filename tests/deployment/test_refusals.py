@@ -242,9 +242,3 @@ def test_a_run_of_sums_records_no_site_by_itself(tmp_path: Path) -> None:
         assert "weights" not in line["bytes"]["up"]
     with pytest.raises(UserError, match="aggregation"):  # not a continuation of the same run
         here(tmp_path, "fedavg")
-
-
-def test_no_deployment_runs_half_secure(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="a deployment cannot mask models yet") as told:
-        there(tmp_path, "fedavg", {}, aggregation="secure")
-    assert "\n" not in str(told.value)

@@ -205,7 +205,9 @@ def spread(experiment: Experiment, folder: Path) -> tuple[Experiment, dict[str, 
     engine = experiment.engine if isinstance(experiment.engine, FlareEngine) else FlareEngine(threads=threads)
     if isinstance(experiment.engine, LocalEngine):
         engine = engine.model_copy(
-            update={name: getattr(experiment.engine, name) for name in ("refuse", "quorum", "on_refusal")}
+            update={
+                name: getattr(experiment.engine, name) for name in ("refuse", "quorum", "on_refusal", "aggregation")
+            }
         )
     whole = experiment.dump() | {
         "data": {"name": "sites", "unseen": described(own) if own else None},

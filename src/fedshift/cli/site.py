@@ -14,12 +14,13 @@ from fedshift.cli.console import safe_console
 from fedshift.data.domain import SparseRows
 from fedshift.deployment.agreed_terms import AgreedTerms
 from fedshift.deployment.flare import roles
+from fedshift.deployment.secure.identity import Identity
 from fedshift.deployment.site_file import SiteConfig, load_site, read_holding
 from fedshift.encryption import KEY_FILE, present_key
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.environment import resolve_device, versions
 from fedshift.federation.federation import known_kinds
-from fedshift.federation.remote.policy import ACCURACY, METRICS, AuditLog
+from fedshift.federation.remote.policy import ACCURACY, MASKED, METRICS, WEIGHTS, AuditLog
 from fedshift.methods import registry as methods
 
 
@@ -62,18 +63,23 @@ def _say_policy(config: SiteConfig, say: object) -> None:
     assert callable(say)
     policy = config.file.policy
     every = (*known_kinds(), ACCURACY, METRICS)
-    say(f"may leave: {', '.join(policy.send)}; of at least {policy.smallest_group} samples")
-    say(f"never leaves: {', '.join(kind for kind in every if kind not in policy.send)}")
+    leaves = [kind for kind in dict.fromkeys((*policy.send, MASKED)) if policy.lets_out(kind)]
+    say(f"may leave: {', '.join(leaves)}; of at least {policy.smallest_group} samples")
+    say(f"never leaves: {', '.join(kind for kind in every if kind not in leaves)}")
     allowed = []
     for name in methods.names() if policy.methods == "all" else policy.methods:
         kind = methods.method_class(name)
-        if not kind.pooled and set(kind().shares) <= set(policy.send):
+        sums = kind().reads == "sums"
+        shares = {MASKED if sums and share == WEIGHTS else share for share in kind().shares}
+        if not kind.pooled and all(map(policy.lets_out, shares)):
             allowed.append(name)
     limits = ((policy.rounds_per_day, "rounds"), (policy.measurements_per_day, "measurements"))
     rate = "".join(f"; at most {most} {what} a day" for most, what in limits if most)
     say(f"methods that can run: {', '.join(allowed) or 'none'}{rate}")
     terms = AgreedTerms(config.memory, config.file.site, policy)
-    rules = {"models": policy.models, "splits": policy.splits}
+    say(f"secure aggregation: {policy.secure}; sums of at least {policy.smallest_sum} sites")
+    listed = f"{len(policy.peers)} listed" if policy.peers else "required" if policy.secure == "required" else "first"
+    rules = {"models": policy.models, "splits": policy.splits, "peers": listed}
     for what, agreed in terms.agreed().items():
         listed = "; ".join(map(_term, agreed)) or "none yet"
         say(f"{what} agreed to: {listed} (rule policy.{what}: {_rule(rules[what])})")
@@ -114,6 +120,7 @@ def _say_kit(config: SiteConfig, say: object) -> None:
     _same_name(config, kit.name)
     roles.check_settings(kit)
     say(f"kit: project {kit.project.name}, valid until {roles.expiry(kit)}, contact {kit.project.contact}")
+    say(f"certificate: {Identity.of_kit(kit.folder, kit.name).fingerprint} (SHA-256, for policy.peers of other sites)")
     reason = roles.unreachable(kit)
     say(f"coordinator: {'can be reached' if reason is None else f'cannot be reached: {reason}'}")
 

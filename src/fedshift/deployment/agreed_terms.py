@@ -1,4 +1,4 @@
-"""What a site has agreed to in its project: networks that it trains, splits of its data.
+"""What a site has agreed to in its project: networks that it trains, splits of its data, certificates of other sites.
 
 The first network whose update may leave, and the splits that the coordinator asks for first, are agreed to by
 themselves. Others are refused and noted, until a person at the site agrees to them with ``fedshift site agree``. The
@@ -20,7 +20,8 @@ from fedshift.models.options import NetworkOptions
 TERMS = "agreed.json"
 _MOST_ASKED = 20
 """Refused terms of a kind that are noted."""
-What = Literal["models", "splits"]
+What = Literal["models", "splits", "peers"]
+_ALL: tuple[What, ...] = ("models", "splits", "peers")
 
 
 class AgreedTerms:
@@ -46,15 +47,48 @@ class AgreedTerms:
             wanted = [{**shared, "seed": int(seed)} for seed in seeds]
             self._check("splits", wanted, rule, f"policy.splits: {rule}", True)
 
+    def check_peers(self, found: Mapping[str, str]) -> None:
+        """Raise Refused unless each site shows the certificate that this site knows of it.
+
+        Args:
+            found: site → SHA-256 of the certificate that it signs with.
+        """
+        terms = self._read()
+        known = {**{term["site"]: term["certificate"] for term in terms["peers"]["agreed"]}, **self._policy.peers}
+        first = {} if self._policy.secure == "required" else {site: found[site] for site in found if site not in known}
+        wrong = [site for site in found if {**first, **known}.get(site) != found[site]]
+        listed = [{"site": site, "certificate": found[site]} for site in wrong or first]
+        if first and not wrong:
+            terms["peers"]["agreed"] += listed
+            self._write(terms)
+        if not wrong:
+            return
+        if any(site in self._policy.peers for site in wrong):
+            site = next(site for site in wrong if site in self._policy.peers)
+            raise Refused(
+                f"site '{self._site}': the certificate of '{site}' is not the one that rule policy.peers lists: it was "
+                "issued anew, or somebody else uses its name"
+            )
+        self._note(terms, "peers", listed)
+        raise Refused(
+            f"site '{self._site}' has not agreed to the certificate of '{wrong[0]}' (rule policy.peers); a person "
+            "there may, with fedshift site agree, after comparing it with what fedshift site check shows at that site"
+        )
+
+    def _note(self, terms: dict[What, dict[str, list[Any]]], what: What, missing: Sequence[Any]) -> None:
+        """Write down what was asked for and is not agreed to."""
+        asked = terms[what]["asked"]
+        asked += [term for term in missing if term not in asked][: max(0, _MOST_ASKED - len(asked))]
+        self._write(terms)
+
     def _check(self, what: What, wanted: Sequence[Any], most: int, rule: str, agree: bool) -> None:
         terms = self._read()
-        agreed, asked = terms[what]["agreed"], terms[what]["asked"]
+        agreed = terms[what]["agreed"]
         missing = [term for term in wanted if term not in agreed]
         if not missing:
             return
         if agreed or len(missing) > most:
-            asked += [term for term in missing if term not in asked][: max(0, _MOST_ASKED - len(asked))]
-            self._write(terms)
+            self._note(terms, what, missing)
             raise Refused(
                 f"site '{self._site}' has not agreed to these {what} (rule {rule}); a person there may, with fedshift "
                 "site agree"
@@ -74,6 +108,8 @@ class AgreedTerms:
     def agree(self) -> None:
         """Agree to all that was asked."""
         terms = self._read()
+        anew = {term["site"] for term in terms["peers"]["asked"]}  # a site has one certificate at a time
+        terms["peers"]["agreed"] = [term for term in terms["peers"]["agreed"] if term["site"] not in anew]
         for term in terms.values():
             term["agreed"] += term["asked"]
             term["asked"] = []
@@ -81,10 +117,11 @@ class AgreedTerms:
 
     def _read(self) -> dict[What, dict[str, list[Any]]]:
         if not self._file.exists():
-            return {"models": {"agreed": [], "asked": []}, "splits": {"agreed": [], "asked": []}}
+            return {what: {"agreed": [], "asked": []} for what in _ALL}
         try:
             found: dict[What, dict[str, list[Any]]] = json.loads(self._file.read_text(encoding="utf-8"))
-            return {what: {key: list(found[what][key]) for key in ("agreed", "asked")} for what in ("models", "splits")}
+            found.setdefault("peers", {"agreed": [], "asked": []})  # an earlier fedshift did not write them
+            return {what: {key: list(found[what][key]) for key in ("agreed", "asked")} for what in _ALL}
         except (OSError, ValueError, KeyError, TypeError):
             raise UserError(f"{self._file}: cannot be read; remove it to agree anew to what is asked first") from None
 

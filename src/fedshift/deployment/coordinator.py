@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from fedshift.experiment.runs.evaluator import Evaluator, Final, Part
 from fedshift.experiment.runs.round_loop import train_and_evaluate
 from fedshift.experiment.runs.run_folder import RunFolder, run_folder, write_order
 from fedshift.federation.remote.remote_federation import RemoteFederation
+from fedshift.federation.remote.secure_federation import SecureFederation
 from fedshift.federation.remote.transport import Transport, ask_plain
 from fedshift.federation.setting_json import setting_recipe
 from fedshift.federation.site import Role
@@ -73,11 +75,6 @@ def check_deployable(experiment: Experiment) -> FlareEngine:
             )
     if isinstance(experiment.protocol, AdaptToOne) and experiment.protocol.wrong_labels:
         raise UserError("protocol.wrong_labels: only a simulation can make labels wrong; sites keep theirs")
-    if experiment.engine.sums_only:
-        raise UserError(
-            "engine.aggregation: secure works on one machine so far, where it shows what it costs; a deployment cannot "
-            "mask models yet, so its coordinator would see each of them: write plain, or leave it out"
-        )
     if experiment.training.privacy is not None:
         raise UserError(
             "training.privacy: only a simulation can train privately: in a deployment the coordinator would know each "
@@ -101,6 +98,7 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
             watch.warn(warning)
         plan = DeployedPlan(experiment, agreed)
         check_fit(plan)
+        _check_sums(plan)
         context = Context(resolve_device(experiment.device), torch.get_num_threads(), watch)
         runs = folder / "runs" / experiment.name
         write_order(plan, runs)
@@ -133,7 +131,8 @@ def _carry_out(
         plans = planned.sites(planned.data)
         name = f"{experiment.name}-{run.method.display}-{run.target}-seed-{run.seed}"
         numbers = {site.name: (site.role, site.parts[0][2]) for site in plans}
-        federation = RemoteFederation(
+        kind = partial(SecureFederation, memory=folder.memory) if engine.sums_only else RemoteFederation
+        federation = kind(
             run.method,
             transport,
             run=name,
@@ -159,6 +158,18 @@ def _carry_out(
         result = train_and_evaluate(context, planned, folder, federation, evaluator, network)
         ask_plain(transport, "end", name, {site: {} for site in sites}, engine.patience)
         watch.finished(run, result, resumed=False)
+
+
+def _check_sums(plan: DeployedPlan) -> None:
+    """Raise UserError where a site takes part only in sums of more sites than a run has."""
+    for planned in plan.runs if plan.experiment.engine.sums_only else ():
+        sources = [site.name for site in planned.sites(planned.data) if site.role == "source"]
+        for site in sources:
+            if plan.agreed.smallest_sums[site] > len(sources):
+                raise UserError(
+                    f"site '{site}' takes part in sums of at least {plan.agreed.smallest_sums[site]} sites (rule "
+                    f"policy.smallest_sum), and only {len(sources)} train when '{planned.run.target}' is the target"
+                )
 
 
 def _wait_for(folder: RunFolder) -> None:

@@ -43,6 +43,7 @@ class Agreed:
         rows: site → seed → numbers of training and held-out samples.
         grouped: whether a site keeps samples of one person together when it splits them.
         fingerprints: a checksum of each site's data.
+        smallest_sums: the fewest sites whose sum a site helps to unmask, by site.
         given: what each site gives for an encoding common to all, where there is one to agree on.
     """
 
@@ -51,6 +52,7 @@ class Agreed:
     rows: Mapping[str, Mapping[str, Sequence[int]]]
     grouped: Mapping[str, bool]
     fingerprints: Mapping[str, str]
+    smallest_sums: Mapping[str, int]
     given: Mapping[str, Mapping[str, Any]] | None
 
     @property
@@ -81,6 +83,7 @@ def agree(
         "split": split_rule(experiment),
         "seeds": list(experiment.protocol.seeds),
         "on_refusal": engine.on_refusal,
+        "aggregation": engine.aggregation,
     }
     asked = time.time()
     answers = ask_plain(transport, "hello", experiment.name, dict.fromkeys(sites, header), engine.deadline)
@@ -197,7 +200,15 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
             for name, version in versions().items()
             if name in ("torch", "numpy") and card["versions"].get(name) != version
         )
+        if not experiment.engine.sums_only:  # such a site refuses to begin, unless engine.on_refusal leaves it out
+            warnings += tuple(
+                f"site '{site}' sends models only masked (rule policy.secure) and is left out: write "
+                "engine.aggregation: secure"
+                for site, card in cards.items()
+                if card["secure"] == "required"
+            )
         fingerprints = {site: str(card["fingerprint"]) for site, card in cards.items()}
+        smallest = {site: int(card["smallest_sum"]) for site, card in cards.items()}
         grouped = {site: bool(card["grouped"]) for site, card in cards.items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FedshiftError(f"what a site says of itself cannot be read ({type(error).__name__})") from None
@@ -213,7 +224,7 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
         manifest=Manifest("Data at sites", "the sites", "the sites'", "", ""),
         warnings=warnings,
     )
-    return Agreed(data, own, rows, grouped, fingerprints, given or None)
+    return Agreed(data, own, rows, grouped, fingerprints, smallest, given or None)
 
 
 def _encoding(given: Mapping[str, Mapping[str, Any]], preprocessing: Preprocessing) -> Preprocessing:

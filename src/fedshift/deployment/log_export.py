@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedshift.chained_log import checked_lines, digest_of, lines_of
+from fedshift.deployment.secure.identity import signing
 from fedshift.errors import FedshiftError, UserError
 from fedshift.files import write_bytes
 from fedshift.text import one_line
@@ -76,7 +77,7 @@ def export_log(log: Path, kit: Kit, what: str, out: Path) -> int:
         "digests": [digest_of(line) for line in lines],
         "certificate": certificate,
     }
-    head["signature"] = base64.b64encode(key.sign(_signed(head), *_how())).decode()  # type: ignore[union-attr,call-arg]
+    head["signature"] = base64.b64encode(key.sign(_signed(head), *signing())).decode()  # type: ignore[union-attr,call-arg]
     write_bytes(out, "".join(f"{line}\n" for line in (json.dumps(head), *lines)).encode(), private=True)
     return len(lines)
 
@@ -116,7 +117,7 @@ def read_export(file: Path, authority: Path) -> Export:
     try:
         certificate.verify_directly_issued_by(root)
         public: Any = certificate.public_key()
-        public.verify(signature, _signed(head), *_how())
+        public.verify(signature, _signed(head), *signing())
     except (ValueError, TypeError, AttributeError, InvalidSignature):
         raise FedshiftError(
             f"{file}: the signature of its first line does not fit: it was changed, or is not by a kit of this project"
@@ -173,14 +174,6 @@ def verify_export(file: Path, authority: Path, log: Path | None = None) -> Expor
 
 def _signed(head: dict[str, Any]) -> bytes:
     return json.dumps({name: value for name, value in head.items() if name != "signature"}, sort_keys=True).encode()
-
-
-def _how() -> tuple[Any, Any]:
-    """How kits sign: their keys are RSA."""
-    from cryptography.hazmat.primitives import hashes
-    from cryptography.hazmat.primitives.asymmetric import padding
-
-    return padding.PSS(padding.MGF1(hashes.SHA256()), padding.PSS.DIGEST_LENGTH), hashes.SHA256()
 
 
 def _owner(certificate: x509.Certificate) -> str:

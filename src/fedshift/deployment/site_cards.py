@@ -18,6 +18,7 @@ from fedshift.deployment.site_file import Holding
 from fedshift.errors import UserError
 from fedshift.experiment.config.error_messages import describe
 from fedshift.experiment.environment import versions
+from fedshift.federation.remote.policy import Policy
 from fedshift.text import one_line
 
 MOST_SAMPLES = 50_000_000
@@ -91,6 +92,8 @@ class Card(_Part):
     grouped: bool
     fingerprint: Annotated[str, StringConstraints(min_length=1, max_length=100)]
     send: Annotated[tuple[Word, ...], Field(max_length=50)]
+    secure: Literal["allowed", "required"] = "allowed"
+    smallest_sum: Annotated[int, Field(ge=3, le=2**20)] = 3
     device: Word
     threads: Annotated[int, Field(ge=1, le=2**20)]
 
@@ -120,13 +123,13 @@ class Card(_Part):
         return self
 
 
-def card_of(holding: Holding, rows: Mapping[str, Sequence[int]], send: Sequence[str], device: str) -> dict[str, Any]:
+def card_of(holding: Holding, rows: Mapping[str, Sequence[int]], policy: Policy, device: str) -> dict[str, Any]:
     """Make a site's card.
 
     Args:
         holding: the site's data.
         rows: the numbers of training and held-out samples, by seed.
-        send: kinds that may leave the site.
+        policy: of the site.
         device: the site's device.
     """
     data, domain = holding.data, holding.domain
@@ -141,7 +144,9 @@ def card_of(holding: Holding, rows: Mapping[str, Sequence[int]], send: Sequence[
         "given": holding.given,
         "grouped": domain.groups is not None,
         "fingerprint": holding.fingerprint,
-        "send": list(send),
+        "send": list(policy.send),
+        "secure": policy.secure,
+        "smallest_sum": policy.smallest_sum,
         "device": device,
         "threads": torch.get_num_threads(),
     }

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import re
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 
-from fedshift.data.domain import DataSet, DataSource, Domain
+from fedshift.data.domain import DataSet, DataSource, Domain, Preprocessing
 from fedshift.deployment.sinks import Sink
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.data_section import data_source
@@ -99,6 +99,20 @@ class Holding:
     domain: Domain
     fingerprint: str
     given: dict[str, Any] | None
+
+    def encoded(self, preprocessing: Preprocessing, shape: Sequence[int]) -> Domain:
+        """The domain in an encoding that all sites share, where there is one.
+
+        Raises:
+            UserError: its samples have another shape than ``shape``.
+        """
+        domain = self.domain
+        if self.given is not None:
+            data = self.source.encoded(preprocessing, self.data.classes)
+            domain = replace(next(iter(data.domains.values())), name=domain.name)
+        if tuple(shape) != tuple(domain.inputs.shape[1:]):
+            raise UserError(f"site '{domain.name}': samples have the shape {tuple(domain.inputs.shape[1:])}")
+        return domain
 
 
 def read_holding(config: SiteConfig) -> Holding:

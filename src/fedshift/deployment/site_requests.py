@@ -16,11 +16,12 @@ from pydantic import BaseModel
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.messages import Content, Statistics
-from fedshift.federation.remote.policy import whole_number
+from fedshift.federation.remote.policy import MASKED, WEIGHTS, whole_number
 from fedshift.federation.remote.wire import Body, Message, Residuals, body_of, unseal
 from fedshift.federation.site import Envelope
 from fedshift.federation.site_memory import SiteMemory
 from fedshift.files import write_bytes
+from fedshift.methods.base import Method
 
 RESIDUALS = "wire-residuals"
 """The site memory that holds the rounding residuals of the models it sent."""
@@ -81,6 +82,17 @@ def digest_of(header: Mapping[str, Any]) -> str:
     """A digest of run, setting and part: requests with equal digests use the same runner."""
     own = [header["run"], header["setting"], header["part"]]
     return hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+
+
+def shared_kinds(method: Method, header: Mapping[str, Any], on_refusal: str) -> tuple[str, ...]:
+    """The kinds that may not be refused if a run of a method is to begin.
+
+    Under secure aggregation models leave masked; what one request asks for is checked besides.
+    """
+    if on_refusal == "leave_out":
+        return ()
+    secure = header.get("aggregation") == "secure"
+    return tuple(MASKED if secure and kind == WEIGHTS else kind for kind in method.shares)
 
 
 def audit_entry(header: Mapping[str, Any], message: Message) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import shutil
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,11 @@ import torch
 from pydantic import ValidationError
 
 from fedshift import __version__
-from fedshift.data.domain import Domain, Rows
+from fedshift.data.domain import Rows
 from fedshift.data.site_data import SiteData
 from fedshift.data.splits import part_rows
 from fedshift.deployment.agreed_terms import AgreedTerms
+from fedshift.deployment.secure.site_sums import SiteSums, without_body
 from fedshift.deployment.site_cards import card_of
 from fedshift.deployment.site_file import SiteConfig, file_stamp, load_site, read_holding
 from fedshift.deployment.site_measures import measured
@@ -41,6 +41,7 @@ from fedshift.deployment.site_requests import (
     kept_answer,
     narrowed,
     plain_name,
+    shared_kinds,
 )
 from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.experiment.config.error_messages import describe
@@ -48,7 +49,7 @@ from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.runs.evaluator import answering
 from fedshift.federation.messages import promised_kinds, reply_content
 from fedshift.federation.remote.exposure import ExposureWatch
-from fedshift.federation.remote.policy import ACCURACY, AuditLog, described, whole_number
+from fedshift.federation.remote.policy import ACCURACY, MASKED, AuditLog, described, whole_number
 from fedshift.federation.remote.transport import PROTOCOL, request_key
 from fedshift.federation.remote.wire import Message, body_of, error_answer, seal, unseal
 from fedshift.federation.replies.checks import reply_type
@@ -74,6 +75,7 @@ class SiteProgram:
         self.name = config.file.site
         self.policy = config.file.policy
         self.terms = AgreedTerms(config.memory, self.name, self.policy)
+        self.sums = SiteSums(config, self.terms)
         self.log = AuditLog(config.audit_log)
         self.device = resolve_device(config.file.device)
         if config.file.threads is not None:
@@ -100,9 +102,11 @@ class SiteProgram:
                     f"site '{self.name}' speaks version {PROTOCOL} of the requests, the coordinator "
                     f"{header.get('protocol')}: install the same fedshift at both"
                 )
-            if header.get("key") != request_key(header, hashlib.sha256(message.body).hexdigest()):
+            body = hashlib.sha256(message.body).hexdigest()
+            if header.get("key") != request_key(header, body):
                 raise FedshiftError("a request's key does not fit its content")
-            work = {"hello": self._hello, "step": self._step, "measure": self._measure, "end": self._end}
+            work = {"hello": self._hello, "measure": self._measure, "end": self._end}
+            work |= {"step": partial(self._step, body), "key": self.sums.key, "unmask": self.sums.unmask}
             do = header.get("do")
             if not isinstance(do, str) or do not in work:
                 raise UserError(f"site '{self.name}' does not know the request '{do}'")
@@ -134,9 +138,10 @@ class SiteProgram:
                 "version at both"
             )
         for wanted in header["methods"]:
-            method = self._method(wanted)
-            shares = () if header["on_refusal"] == "leave_out" else method.shares
+            shares = shared_kinds(self._method(wanted), header, header["on_refusal"])
             self.policy.check_method(self.name, wanted["name"], shares)
+        if header.get("aggregation") == "secure":
+            entry["certificate"] = self.sums.identity.fingerprint
         self._check_unchanged()
         self.policy.check_kind(self.name, "numbers", "how many samples it has")
         self.policy.check_group(self.name, "numbers", len(self.holding.domain), "the count of its samples")
@@ -154,7 +159,7 @@ class SiteProgram:
             for filled in counts if isinstance(counts, list) else [counts]:
                 self.policy.check_group(self.name, "statistics", filled, "the encoding of its data")
         self.terms.check_splits(header["split"], header["seeds"])
-        card = card_of(self.holding, rows, self.policy.send, self.device)
+        card = card_of(self.holding, rows, self.policy, self.device)
         given = {} if self.holding.given is None else {"encoding": {"kind": "statistics"}}
         entry["sent"] = {"card": {"kind": "numbers"}, **given}
         return seal({"answers": header["key"], "card": card, "time": time.time()}, body_of({}))
@@ -209,45 +214,55 @@ class SiteProgram:
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
-    def _step(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+    def _step(self, body: str, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
         """Run one call, or repeat the answer to the same request."""
         envelope = envelope_of(header["envelope"])
         run = plain_name(header["run"])
         folder = self.config.memory / run
         method = self._method(header["setting"]["method"])
-        leave_out = header["setting"]["on_refusal"] == "leave_out"
-        self.policy.check_method(self.name, header["setting"]["method"]["name"], () if leave_out else method.shares)
+        shares = shared_kinds(method, header, header["setting"]["on_refusal"])
+        self.policy.check_method(self.name, header["setting"]["method"]["name"], shares)
         self.log.check_rate(self.name, self.policy, run, envelope.round)
         # Check what the reply's type promises before the call runs, and the reply itself before it leaves.
-        for field, kind in promised_kinds(reply_type(method, header["step"])).items():
+        promised = promised_kinds(reply_type(method, header["step"]))
+        promised = {"sum": MASKED} if "sum" in header else promised
+        for field, kind in promised.items():
             self.policy.check_kind(self.name, kind, f"field '{field}' of call {header['step']}")
         self._check_unchanged(header["part"]["fingerprint"])
         self._check_terms(header, method, agree=False)
         runner = self._runner_for(header, method)
         drop_covered(folder, header)
+        summing = self.sums.begun(header, body)
         before = kept_answer(folder, header)
+        if before is not None and summing is not None:
+            before = summing.again(before[0])
         if before is not None:
             answer, held = before
             entry |= {"again": True, "sent": described(held)}
-            self._check_sent(entry["sent"], header["step"], runner.site.samples)  # the policy may have changed
+            # The policy may have changed.
+            self.policy.check_sent(self.name, entry["sent"], header["step"], runner.site.samples)
             return answer
         memory = runner.site.memory
         self._remember(runner, folder, header["memory"])
         self._runner = None  # a call that fails may leave its memory half written
         with ExposureWatch(runner.site) as watch:
             reply, mini_batches = runner.run(header["step"], envelope, content)
-        sent = reply_content(reply)
+        sent = reply_content(reply) if summing is None else summing.contribution(reply, header["step"], runner, content)
         entry["sent"] = described(sent)
-        self._check_sent(entry["sent"], header["step"], watch.samples())
+        self.policy.check_sent(self.name, entry["sent"], header["step"], watch.samples())
         if "features" not in self.policy.send or "features" not in method.shares:  # these show single samples anyway
             entry["exposure"] = round(watch.score(), 3)
             self.policy.check_exposure(self.name, header["step"], entry["exposure"], watch.samples())
         self._check_terms(header, method, agree=True)
-        body = narrowed(memory, header, sent)
-        files = memory.save(folder, envelope.exchange)
-        self._runner = (digest_of(header), runner, dict(files))
-        answer = seal({"answers": header["key"], "mini_batches": mini_batches, "memory": files}, body)
-        keep_answer(folder, header, answer)
+        told = {"answers": header["key"], "mini_batches": mini_batches}
+        if summing is not None:
+            sent, told["layout"] = summing.masked(), summing.layout
+            entry |= {"sent": described(sent), "roster": list(summing.order.roster)}
+        written = narrowed(memory, header, sent)
+        told["memory"] = memory.save(folder, envelope.exchange)
+        self._runner = (digest_of(header), runner, dict(told["memory"]))
+        answer = seal(told, written)
+        keep_answer(folder, header, answer if summing is None else without_body(answer))  # its upload is kept already
         return answer
 
     def _check_terms(self, header: Mapping[str, Any], method: Method, *, agree: bool) -> None:
@@ -259,12 +274,6 @@ class SiteProgram:
         split = header["part"]["split"]
         self.terms.check_splits(split, [split["seed"]])
 
-    def _check_sent(self, sent: Mapping[str, Any], call: str, samples: int) -> None:
-        """Raise Refused unless the policy lets a reply out that was made of so many ``samples``."""
-        for path, piece in sent.items():
-            self.policy.check_kind(self.name, piece["kind"], f"field '{path}' of call {call}")
-            self.policy.check_group(self.name, piece["kind"], samples, f"field '{path}'")
-
     def _runner_for(self, header: Mapping[str, Any], method: Method) -> SiteRunner:
         digest = digest_of(header)
         if self._runner is not None and self._runner[0] == digest:
@@ -272,7 +281,7 @@ class SiteProgram:
         part, recipe = header["part"], header["setting"]
         train, _ = self._rows(part["split"])
         setting = self._setting(recipe, method)
-        domain = self._encoded(setting)
+        domain = self.holding.encoded(setting.preprocessing, setting.input_shape)
         plan = SitePlan(self.name, part["role"], [(domain, train, int(part["number"]))])
         runner = SiteRunner(plan, setting, memory=(RESIDUALS,))
         self._runner = (digest, runner, {})
@@ -285,21 +294,6 @@ class SiteProgram:
         check_files(self.name, method)
         check_files(self.name, setting.network)
         return setting
-
-    def _encoded(self, setting: Setting) -> Domain:
-        """This site's domain in the encoding of a request.
-
-        Raises:
-            UserError: the samples have another shape.
-        """
-        if self.holding.given is not None:
-            data = self.holding.source.encoded(setting.preprocessing, self.holding.data.classes)
-            domain = replace(next(iter(data.domains.values())), name=self.name)
-        else:
-            domain = self.holding.domain
-        if tuple(setting.input_shape) != tuple(domain.inputs.shape[1:]):
-            raise UserError(f"site '{self.name}': samples have the shape {tuple(domain.inputs.shape[1:])}")
-        return domain
 
     def _remember(self, runner: SiteRunner, folder: Path, files: Mapping[str, str]) -> None:
         """Load the memory that the coordinator's request names, unless it is loaded already."""
@@ -331,7 +325,8 @@ class SiteProgram:
         if self._measurer is None or self._measurer[0] != digest:
             setting = self._setting(header["setting"], method)
             network = method.evaluated_network(setting.build_network(), setting.sources).to(self.device)
-            view = SiteData([(self._encoded(setting), held_out, 0)], setting.preprocessing, None, self.device)
+            domain = self.holding.encoded(setting.preprocessing, setting.input_shape)
+            view = SiteData([(domain, held_out, 0)], setting.preprocessing, None, self.device)
             self._measurer = (digest, network, view)
         _, network, view = self._measurer
         network.load_state_dict(dict(weights))

@@ -17,7 +17,9 @@ class Slow(FedAvg):
     name: ClassVar[str] = "slow_method:Slow"
 
     seconds: float = 0.0
+    only_at: str | None = None
+    """The site that waits; None: all."""
 
     def fit(self, site: Site, weights: Weights) -> Update:
-        time.sleep(self.seconds)
+        time.sleep(self.seconds if self.only_at in (None, site.name) else 0.0)
         return super().fit(site, weights)

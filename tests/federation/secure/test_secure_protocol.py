@@ -42,9 +42,9 @@ class Federation:
             name, self.run, self.folder / name, self.certificates[name].sign, self._verified, smallest_sum=3
         )
 
-    def _verified(self, name: str, text: bytes, signature: bytes) -> bool:
+    def _verified(self, card: KeyCard, text: bytes) -> bool:
         try:
-            self.certificates[name].public_key().verify(signature, text)
+            self.certificates[card.site].public_key().verify(card.signature, text)
         except (InvalidSignature, KeyError):
             return False
         return True

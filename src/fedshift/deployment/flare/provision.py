@@ -42,6 +42,8 @@ device: auto
 policy:
   send: [weights, numbers, accuracy, metrics]   # also: statistics, spectra, features
   smallest_group: 10
+  secure: allowed   # required: a model leaves only masked, as a part of a sum (docs/privacy.md)
+  smallest_sum: 3   # fewest sites of such a sum
   methods: all   # or a list, such as [fedavg, csac]
   models: first   # networks: the first one asked for; or a list, such as [{{name: mlp, hidden: [64, 32]}}]; or all
   splits: 5   # most splits of the first experiment; for others, and other networks: fedshift site agree SITE.yaml

@@ -10,16 +10,16 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
 
 from fedshift.chained_log import START, append_line, checked_lines, digest_of
 from fedshift.errors import FedshiftError, KindRefused, Refused, UserError, nearest
 from fedshift.federation.federation import known_kinds
-from fedshift.federation.messages import NUMBERS, Content, leaves
+from fedshift.federation.messages import NUMBERS, Content, Masked, leaves
 from fedshift.models import registry as networks
-from fedshift.weights import NamedTensors
+from fedshift.weights import NamedTensors, Weights
 
 ACCURACY = "accuracy"
 """The kind of a site's report after it measured a model on its held-out samples."""
@@ -28,7 +28,8 @@ METRICS = "metrics"
 _DAY = 24 * 3600
 _FEW, _MOST_EXPOSED = 16, 0.8
 """How fast the limit of exposure falls with the number of samples, and the most that it is at any site."""
-_AGGREGATES = ("statistics", "weights", NUMBERS, ACCURACY, METRICS)
+MASKED, WEIGHTS = Masked.kind, Weights.kind
+_AGGREGATES = ("statistics", WEIGHTS, MASKED, NUMBERS, ACCURACY, METRICS)
 """Kinds that summarise many samples: at least `Policy.smallest_group` of them."""
 
 
@@ -41,7 +42,19 @@ class Policy(BaseModel):
         ("weights", NUMBERS, ACCURACY, METRICS),
         description="kinds that may leave: weights, numbers (counts, losses), accuracy (of a model on held-out "
         "samples), metrics (of a run's last model: AUROC, calibration …), statistics (means, sums that encode a "
-        "table), styles, spectra, features",
+        "table), styles, spectra, features; masked (a part of a sum of models under secure aggregation) also wherever "
+        "weights may",
+    )
+    secure: Literal["allowed", "required"] = Field(
+        "allowed", description="required: a model leaves only masked, as a part of a sum (docs/privacy.md)"
+    )
+    smallest_sum: Annotated[int, Field(ge=3)] = Field(
+        3, description="fewest sites whose sum this site helps to unmask, and that train in the same exchange"
+    )
+    peers: dict[str, str] = Field(
+        default_factory=dict,
+        description="site → SHA-256 of its certificate, as fedshift site check shows it there; a site that is not "
+        "listed: the certificate that is seen first or, with secure: required, the one that fedshift site agree allows",
     )
     smallest_group: PositiveInt = Field(
         10, description="fewest samples that an exchange looks at before a model, statistic, count or accuracy leaves"
@@ -74,6 +87,15 @@ class Policy(BaseModel):
     requests_per_round: PositiveInt = Field(
         100, description="most requests of one round that train or measure; fada asks 2 more than its steps_per_round"
     )
+
+    @field_validator("peers")
+    @classmethod
+    def _fingerprints(cls, peers: dict[str, str]) -> dict[str, str]:
+        plain = {site: text.lower().replace(":", "").replace(" ", "") for site, text in peers.items()}
+        for site, text in plain.items():
+            if len(text) != 64 or not set(text) <= set("0123456789abcdef"):
+                raise ValueError(f"'{site}' is not given the SHA-256 of a certificate, 64 hexadecimal digits")
+        return plain
 
     @field_validator("send")
     @classmethod
@@ -111,9 +133,20 @@ class Policy(BaseModel):
         for kind in shares:
             self.check_kind(site, kind, f"method '{method}'")
 
+    def lets_out(self, kind: str) -> bool:
+        """Whether ``kind`` may leave. Where models may, they may leave masked, too."""
+        if kind == WEIGHTS and self.secure == "required":
+            return False
+        return kind in self.send or (kind == MASKED and WEIGHTS in self.send)
+
     def check_kind(self, site: str, kind: str, what: str) -> None:
         """Raise KindRefused unless ``kind`` may leave; ``what`` says in the message what holds it."""
-        if kind not in self.send:
+        if kind == WEIGHTS and self.secure == "required":
+            raise KindRefused(
+                f"site '{site}' sends a model only masked, as a part of a sum, and not for {what} (rule policy.secure: "
+                "required); write engine.aggregation: secure"
+            )
+        if not self.lets_out(kind):
             raise KindRefused(
                 f"site '{site}' refuses to send {kind} for {what} (rule policy.send: {', '.join(self.send)})"
             )
@@ -126,6 +159,12 @@ class Policy(BaseModel):
                 f"site '{site}' refuses to send {kind} of so few samples for {what} (rule policy.smallest_group: "
                 f"{self.smallest_group})"
             )
+
+    def check_sent(self, site: str, sent: Mapping[str, Any], call: str, samples: int) -> None:
+        """Raise Refused unless a reply may leave that was made of so many ``samples``; ``sent``: as `described`."""
+        for path, piece in sent.items():
+            self.check_kind(site, piece["kind"], f"field '{path}' of call {call}")
+            self.check_group(site, piece["kind"], samples, f"field '{path}'")
 
     def exposure_limit(self, samples: int) -> float:
         """The highest exposure of an update of so many samples: `exposure`, and more of a few samples.

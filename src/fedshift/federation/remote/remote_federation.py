@@ -24,6 +24,7 @@ from fedshift.federation.remote.reply_checks import checked_header, checked_meas
 from fedshift.federation.remote.transport import PROTOCOL, Lost, Sign, Transport, opened, request_key
 from fedshift.federation.remote.wire import Message, Residuals, Wire, body_of, seal
 from fedshift.federation.replies.checks import checked_reply, reply_type
+from fedshift.federation.replies.layouts import Layout
 from fedshift.federation.reply_bounds import About
 from fedshift.weights import NamedTensors, Weights
 
@@ -87,31 +88,26 @@ class RemoteFederation(Federation):
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         """Send all requests and yield the answers in the order asked."""
         self._outbox.clear()
-        asked: list[Request] = []
+        asked: dict[str, Request] = {}
         keys: dict[str, str] = {}
         residuals: dict[str, Residuals] = {}
-
-        def messages() -> Iterator[tuple[str, Message]]:
-            for request in requests:
-                asked.append(request)
-                written = self._outbox.write(call, request.site, request.content)
-                body, residuals[request.site] = written.body, written.residuals
-                header = {
-                    "do": "step",
-                    "step": call,
-                    "envelope": vars(request.envelope),
-                    "memory": self._memory.get(request.site, {}),
-                    **self._common(request.site),
-                }
-                keys[request.site] = header["key"] = request_key(header, body.sha256)
-                yield request.site, seal(header, body)
-
-        outgoing = list(messages())
+        outgoing: list[tuple[str, Message]] = []
+        for request in requests:
+            asked[request.site] = request
+            written = self._outbox.write(call, request.site, request.content)
+            body, residuals[request.site] = written.body, written.residuals
+            header = {
+                "do": "step",
+                "step": call,
+                "envelope": vars(request.envelope),
+                "memory": self._memory.get(request.site, {}),
+                **self._common(request.site),
+            }
+            keys[request.site] = header["key"] = request_key(header, body.sha256)
+            outgoing.append((request.site, seal(header, body)))
         self._outbox.clear()
         with Spool() as spool:
-            yield from self._received(
-                call, {request.site: request for request in asked}, outgoing, keys, residuals, spool
-            )
+            yield from self._received(call, asked, outgoing, keys, residuals, spool)
 
     def _received(
         self,
@@ -206,8 +202,7 @@ class RemoteFederation(Federation):
             mini_batches, memory = checked_header(
                 header, max(0, request.envelope.mini_batches_left), self.method.kept_at_sites
             )
-            reply = checked_reply(kind, content)
-            layout = self.checks.check(call, site, kind, content, request.content)
+            reply, layout = self.reply_of(kind, call, request, header, content)
         except Stop as stop:
             raise stop.reason from None
         except FedshiftError as error:
@@ -215,6 +210,12 @@ class RemoteFederation(Federation):
         except Exception as error:  # nothing that a site sends may end the run
             return self._refused(call, site, f"it cannot be read ({type(error).__name__})")
         return Taken(Answer(site, reply, mini_batches, crossed), memory, layout)
+
+    def reply_of(
+        self, kind: type[Reply], call: str, request: Request, header: Mapping[str, Any], content: Mapping[str, Any]
+    ) -> tuple[Reply, Layout | None]:
+        """The reply in a message, and the layout of its open fields; raises FedshiftError if it is not as declared."""
+        return checked_reply(kind, content), self.checks.check(call, request.site, kind, content, request.content)
 
     def _refused(self, call: str, site: str, reason: str) -> Lost:
         self._record(call, site, "refused", reason)

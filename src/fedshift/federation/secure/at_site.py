@@ -26,8 +26,8 @@ from fedshift.files import write_bytes
 from fedshift.functional.pairwise_masks import masked
 from fedshift.functional.secret_sharing import SECRET_BYTES, SHARE_BYTES, split_secret
 
-Verify = Callable[[str, bytes, bytes], bool]
-"""Whether a signature over a text (site, text, signature) is that of the site's certificate."""
+Verify = Callable[[KeyCard, bytes], bool]
+"""Whether a card's signature over a text is that of the certificate of the card's site."""
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,49 @@ class SecureSite:
         run: the run's name.
         folder: where it keeps its key and what it did, until the run ends.
         sign: makes a signature that the site's certificate verifies.
-        verify: checks the signature of another site.
+        verify: checks the signature on the card of a site.
         smallest_sum: the fewest sites whose sum it helps to unmask.
+        certificate: of the key that ``sign`` uses.
     """
 
     def __init__(
-        self, site: str, run: str, folder: Path, sign: Callable[[bytes], bytes], verify: Verify, smallest_sum: int = 3
+        self,
+        site: str,
+        run: str,
+        folder: Path,
+        sign: Callable[[bytes], bytes],
+        verify: Verify,
+        smallest_sum: int = 3,
+        certificate: bytes = b"",
     ) -> None:
         self.site, self.run, self.smallest_sum = site, run, smallest_sum
-        self._folder, self._sign, self._verify = folder, sign, verify
+        self._folder, self._sign, self._verify, self._certificate = folder, sign, verify, certificate
         folder.mkdir(parents=True, exist_ok=True)
         self._key = PrivateKey.of(folder / "key")
 
     def card(self) -> KeyCard:
         """Its signed key."""
-        return KeyCard(self.site, self._key.public, self._sign(signed_text(self.run, self.site, self._key.public)))
+        signature = self._sign(signed_text(self.run, self.site, self._key.public))
+        return KeyCard(self.site, self._key.public, signature, self._certificate)
+
+    def kept(self, order: Order) -> Upload | None:
+        """The upload that was made for this order; None if this exchange was not masked yet.
+
+        Raises:
+            Refused: the roster is too small, a key is not its site's, or this exchange was masked for another order.
+        """
+        self._check(order)
+        record, upload = self._file(order, "masked.json"), self._file(order, "upload")
+        if not record.exists():
+            return None
+        if record.read_text() != order.binding.hex():
+            raise Refused(
+                f"site '{self.site}' has masked its reply of exchange {order.exchange} for another roster or content, "
+                "and masks it only once"
+            )
+        if not upload.exists():
+            raise Refused(f"site '{self.site}' has answered exchange {order.exchange}, which is over")
+        return _read(read_private(upload))
 
     def mask(self, order: Order, numbers: Tensor) -> Upload:
         """The first exchange.
@@ -92,17 +120,9 @@ class SecureSite:
             return self._mask(order, numbers)
 
     def _mask(self, order: Order, numbers: Tensor) -> Upload:
-        self._check(order)
-        record, upload = self._file(order, "masked.json"), self._file(order, "upload")
-        if record.exists():
-            if record.read_text() != order.binding.hex():
-                raise Refused(
-                    f"site '{self.site}' has masked its reply of exchange {order.exchange} for another roster or "
-                    "content, and masks it only once"
-                )
-            if not upload.exists():
-                raise Refused(f"site '{self.site}' has answered exchange {order.exchange}, which is over")
-            return _read(read_private(upload))
+        before = self.kept(order)
+        if before is not None:
+            return before
         own = os.urandom(SECRET_BYTES)  # never from the run's seed, which the server knows
         others = [card for card in order.cards if card.site != self.site]
         seeds = {card.site: self._key.mask_seed(order, self.site, card) for card in others}
@@ -117,8 +137,8 @@ class SecureSite:
             },
             {name: commitment(order.binding, secret) for name, secret in {self.site: own, **seeds}.items()},
         )
-        write_private(upload, _written(whole))
-        write_bytes(record, order.binding.hex().encode(), private=True)
+        write_private(self._file(order, "upload"), _written(whole))
+        write_bytes(self._file(order, "masked.json"), order.binding.hex().encode(), private=True)
         return whole
 
     def reveal(self, order: Order, answered: Sequence[str], sealed: Mapping[str, bytes]) -> Revealed:
@@ -186,7 +206,7 @@ class SecureSite:
         if len(order.roster) < self.smallest_sum:
             raise Refused(f"site '{self.site}' takes part in sums of at least {self.smallest_sum} sites")
         for card in order.cards:
-            if not self._verify(card.site, signed_text(self.run, card.site, card.public), card.signature):
+            if not self._verify(card, signed_text(self.run, card.site, card.public)):
                 raise Refused(f"site '{self.site}': the key of '{card.site}' is not signed by its certificate")
         pins = self._folder / "pins.json"
         known = json.loads(pins.read_text()) if pins.exists() else {}

@@ -33,11 +33,12 @@ _KEY = 32
 
 @dataclass(frozen=True)
 class KeyCard:
-    """A site's public key for one run, with its signature over run, name and key."""
+    """A site's public key for one run, with its signature over run, name and key, and the certificate (DER) of that."""
 
     site: str
     public: bytes
     signature: bytes
+    certificate: bytes = b""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,9 @@ class Recipe(FedAvg):
     augmentation: NamedAugmentation = Field(
         SHAPES, description="how images are changed: a preset's name, its parts, or none"
     )
-    momentum: Beta = Field(0.9, description="β of the server's step for networks with convolutions, unless `server` is set")
+    momentum: Beta = Field(
+        0.9, description="β of the server's step for networks with convolutions, unless `server` is set"
+    )
     averaged: Annotated[float, Field(ge=0, le=1)] = Field(
         0.25,
         description="without convolutions the mean of this share of the rounds, the last, is handed out; 0: the last",

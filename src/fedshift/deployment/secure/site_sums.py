@@ -1,0 +1,187 @@
+"""What a deployed site does for secure sums: it gives its key, masks its contribution, and helps to unmask the sum."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor
+
+from fedshift.deployment.agreed_terms import AgreedTerms
+from fedshift.deployment.secure.identity import Identity
+from fedshift.deployment.site_file import SiteConfig
+from fedshift.deployment.site_requests import plain_name
+from fedshift.errors import FedshiftError, Refused
+from fedshift.federation.messages import Content, Reply, reply_content
+from fedshift.federation.remote.policy import MASKED, described
+from fedshift.federation.remote.wire import Message, body_of, seal, unseal
+from fedshift.federation.replies.checks import ReplyCheck
+from fedshift.federation.reply_bounds import About
+from fedshift.federation.secure.at_site import SecureSite
+from fedshift.federation.secure.keys import Order, signed_text
+from fedshift.federation.secure.orders import (
+    card_entry,
+    order_in,
+    order_of,
+    revealed_content,
+    sealed_of,
+    upload_content,
+)
+from fedshift.federation.secure.sums import Weighing, contribution
+from fedshift.federation.site_runner import SiteRunner
+
+FOLDER = "sums"
+"""In the site's memory of a run: its key, the keys of others, and what it masked and unmasked."""
+
+
+class SiteSums:
+    """The part of a site's program that knows of secure sums.
+
+    Args:
+        config: the site's file.
+        terms: what the site has agreed to, among it the certificates of other sites.
+    """
+
+    def __init__(self, config: SiteConfig, terms: AgreedTerms) -> None:
+        self.name, self.policy = config.file.site, config.file.policy
+        self._config, self._terms = config, terms
+
+    @cached_property
+    def identity(self) -> Identity:
+        """The certificate and key of the site's kit. Raises UserError if there is none."""
+        return Identity.of_kit(self._config.kit, self.name)
+
+    def site(self, run: str, verified: Collection[str] = ()) -> SecureSite:
+        """The protocol at this site for a run; ``verified``: sites whose cards were checked."""
+        return SecureSite(
+            self.name,
+            run,
+            self._config.memory / plain_name(run) / FOLDER,
+            self.identity.sign,
+            lambda card, text: card.site in (self.name, *verified),  # its own key it knows
+            self.policy.smallest_sum,
+            self.identity.certificate,
+        )
+
+    # Requests ---------------------------------------------------------------------------------------------------------
+
+    def key(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+        """Answer with the signed key of a run, which is made if the run has none here."""
+        self.policy.check_kind(self.name, MASKED, "secure aggregation")
+        card = self.site(header["run"]).card()
+        entry["key"] = card.public.hex()
+        return seal({"answers": header["key"], "card": card_entry(card)}, body_of({}))
+
+    def begun(self, header: Mapping[str, Any], body_sha256: str) -> Summing | None:
+        """The sum that a request to run a call asks for; None if it asks for the reply itself.
+
+        Raises:
+            Refused: the sum is not one that this site takes part in.
+        """
+        if "sum" not in header:
+            return None
+        order, weighing = order_in(header, body_sha256)
+        self._check_work(header, order)
+        found = {
+            card.site: self.identity.check(
+                card.site, card.certificate, signed_text(order.run, card.site, card.public), card.signature
+            )
+            for card in order.cards
+            if card.site != self.name
+        }
+        self._terms.check_peers(found)
+        site = self.site(order.run, found)
+        site.forget_uploads(int(header["checkpoint"]))
+        return Summing(site, order, weighing, tuple(header["setting"]["input_shape"]))
+
+    def _check_work(self, header: Mapping[str, Any], order: Order) -> None:
+        """Check what the others of the roster are asked for, which is the same for all or the masks do not cancel.
+
+        Who is asked to do no work contributes what it was sent, which the coordinator knows.
+
+        Raises:
+            Refused: too few of them train while this site does, or they are asked for another round.
+        """
+        envelopes, own = header["sum"]["envelopes"], dict(header["envelope"])
+        try:
+            asked = {site: dict(envelope) for site, envelope in envelopes.items()}
+            working = [site for site, one in asked.items() if one["mini_batches_left"] > 0 and one["progress"] < 1]
+            alike = {(one["exchange"], one["round"]) for one in asked.values()} == {(own["exchange"], own["round"])}
+        except (TypeError, ValueError, KeyError, AttributeError):
+            raise Refused(f"site '{self.name}': a request to mask does not say what each site is asked for") from None
+        if not alike or asked.get(self.name) != own or set(asked) != set(order.roster):
+            raise Refused(f"site '{self.name}': the sites of the roster are not asked for the same")
+        if self.name in working and len(working) < self.policy.smallest_sum:
+            raise Refused(
+                f"site '{self.name}' takes part in sums in which at least {self.policy.smallest_sum} sites train, not "
+                f"{len(working)} (rule policy.smallest_sum)"
+            )
+
+    def unmask(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+        """Answer with the shares that take the masks off a sum."""
+        self.policy.check_kind(self.name, MASKED, "secure aggregation")
+        order, answered = order_of(header["run"], header["order"]), header["answered"]
+        if not isinstance(answered, list) or not all(isinstance(site, str) for site in answered):
+            raise Refused(f"site '{self.name}': a request to unmask does not say who answered")
+        entry |= {"step": order.step[:100], "exchange": order.exchange, "answered": answered[: len(order.roster)]}
+        told = self.site(order.run).reveal(order, answered, sealed_of(content))
+        sent = revealed_content(told, order, answered)
+        entry["sent"] = described(sent)
+        return seal({"answers": header["key"]}, body_of(sent))
+
+
+class Summing:
+    """One request to a site that asks for a masked contribution.
+
+    Raises:
+        Refused: the roster is too small, has another key than before, or this exchange was masked for another one.
+    """
+
+    def __init__(self, site: SecureSite, order: Order, weighing: Weighing, input_shape: tuple[int, ...]) -> None:
+        self.order = order
+        self._site, self._weighing, self._input_shape = site, weighing, input_shape
+        self._kept = site.kept(order)
+        self._numbers: Tensor | None = None
+        self.layout: list[Any] = []
+        """What the integers stand for."""
+
+    def contribution(
+        self, reply: Reply, call: str, runner: SiteRunner, sent: Mapping[str, Content]
+    ) -> dict[str, Content]:
+        """A reply as integers, not masked yet, after the check that the server makes of replies that it can read.
+
+        Raises:
+            FedshiftError: the reply is not what the call promises, or holds a number that is too large for a sum.
+        """
+        site = runner.site
+        about = About(site.network, site.samples, self._input_shape, site.classes, site.training)
+        try:
+            ReplyCheck(runner.method, {site.name: about}).check(
+                call, site.name, type(reply), reply_content(reply), sent
+            )
+            found = contribution(reply, self._weighing)
+        except FedshiftError as error:
+            raise type(error)(f"site '{site.name}': its reply to call {call}: {error}") from None
+        self._numbers = found.numbers["sum"]
+        self.layout = [list(found.layout.numbers), [list(one) for one in found.layout.tensors]]
+        return {"sum": found.numbers}
+
+    def masked(self) -> dict[str, Content]:
+        """What leaves in place of the contribution. It is on the disk before this returns."""
+        assert self._numbers is not None  # made by `contribution`
+        return {"sum": upload_content(self._kept or self._site.mask(self.order, self._numbers), self.order)}
+
+    def again(self, answer: Message) -> tuple[Message, Mapping[str, Content]] | None:
+        """The answer to a request that comes again, from its kept header and upload; None if it was not kept."""
+        if self._kept is None:
+            return None
+        content: dict[str, Content] = {"sum": upload_content(self._kept, self.order)}
+        header, _, _ = unseal(answer)
+        return seal(header, body_of(content)), content
+
+
+def without_body(answer: Message) -> Message:
+    """An answer to keep, where what it holds is kept elsewhere."""
+    return seal(json.loads(answer.header), body_of({}))

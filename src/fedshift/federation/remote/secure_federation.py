@@ -1,0 +1,300 @@
+"""A remote federation that reads sums of its sites' models only: keys, masked answers, and the shares that unmask.
+
+Which keys a run has, and which sites a sum was said to be of, is on the disk before a site is told. So a coordinator
+that was killed asks for the same sums again, and gets the answers that the sites kept.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from fedshift.errors import FedshiftError, KindRefused, Refused, ReplyRefused, UserError
+from fedshift.federation.exchange import Answer, Mean, Missing, Request
+from fedshift.federation.messages import Content, PerSite, Reply
+from fedshift.federation.remote.incoming import Grace
+from fedshift.federation.remote.outbox import HERE, Outbox, Written
+from fedshift.federation.remote.remote_federation import RemoteFederation
+from fedshift.federation.remote.transport import PROTOCOL, Lost, Sign, ask_plain, opened, request_key
+from fedshift.federation.remote.wire import Message, Residuals, body_of, seal
+from fedshift.federation.replies.layouts import Layout as OpenFields
+from fedshift.federation.secure.at_server import SecureSum
+from fedshift.federation.secure.at_site import Revealed
+from fedshift.federation.secure.keys import KeyCard, Order
+from fedshift.federation.secure.orders import (
+    card_entry,
+    card_of,
+    order_entry,
+    order_in,
+    revealed_of,
+    sealed_content,
+    sum_entry,
+    upload_of,
+)
+from fedshift.federation.secure.sums import (
+    ALL,
+    SMALLEST_ROSTER,
+    By,
+    Contribution,
+    Layout,
+    Total,
+    Weighing,
+    threshold,
+)
+from fedshift.files import write_bytes
+
+RECORD = "sums.json"
+"""The file of keys and sums, in the coordinator's own folder of a run's memory."""
+_ENTRY = "sums"
+_TENSORS = 2
+"""Of an answer to a request to unmask."""
+
+
+class SecureFederation(RemoteFederation):
+    """Sites behind a `Transport`, whose models are read as masked sums.
+
+    Args:
+        memory: the folder of the run's memory, where the keys and the sums under way are written down.
+        arguments: as for `RemoteFederation`.
+    """
+
+    def __init__(self, *arguments: Any, memory: Path, **options: Any) -> None:
+        super().__init__(*arguments, sums_only=True, **options)
+        self._shared = self._outbox = _SharedOutbox(self.wire)
+        self._file = memory / HERE / RECORD
+        self._cards: dict[str, KeyCard] = {}
+        self._without: dict[str, list[str]] = {}
+        """Sites that gave no key in this run → error and reason."""
+        self._answered: dict[str, list[str]] = {}
+        """Exchange and call → the sites that their sum was said to be of."""
+        self._said: list[str] | None = None
+        """The sites that the sum under way was said to be of before the coordinator was killed."""
+        self._weighing: Weighing | None = None
+        self._sum: dict[str, Any] | None = None
+        self._order: Order | None = None
+        if self._file.exists():
+            self._read()
+
+    # The first exchange: masked answers -------------------------------------------------------------------------------
+
+    def summed(self, call: str, to: tuple[str, ...], content: Mapping[str, Content | PerSite], by: By) -> Mean:
+        self._fetch_keys(to)
+        number = self.progress.exchange
+        self._said = self._answered.get(f"{number}-{call}")
+        sums: dict[Layout, SecureSum] = {}
+        self._weighing = Weighing.of(by, [self.checks.samples_of(site) for site in to])
+        self._shared.call = call
+        try:
+            for site, added in self._exchange(call, to, content, self._weighing):
+                assert self._order is not None  # as `deliver` made sure
+                sum_ = sums.setdefault(added.layout, SecureSum(self._order))
+                upload, _ = upload_of({"sum": added.numbers}, self._order, added.layout.length)
+                sum_.add(site, upload)
+                del added, upload  # before the next is read
+        finally:
+            self._weighing = self._sum = self._order = self._shared.call = None
+        # Sites whose contribution is laid out otherwise than those of most are in no sum.
+        layout = max(sums, key=lambda one: len(sums[one].answered), default=None)
+        answered = sums[layout].answered if layout is not None else []
+        for site in (site for other, sum_ in sums.items() if other != layout for site in sum_.answered):
+            reason = "it contributes other tensors than most sites"
+            self._record(call, site, "refused", reason)
+            error = ReplyRefused(f"the reply of site '{site}' in round {self.round}: {reason}")
+            self.go_on_without(Missing(site, error), len(to), len(to) - len(answered))
+        self.check_number(answered, to)
+        assert layout is not None
+        if self._said is not None and self._said != answered:
+            gone = next(site for site in self._said if site not in answered)
+            raise FedshiftError(
+                f"round {self.round}, call {call}: site '{gone}' is in the sum that others may have unmasked already, "
+                "and did not answer: when it is back, continue with fedshift deploy resume"
+            )
+        self._answered[f"{number}-{call}"] = answered
+        self._write()
+        return self._unmasked(call, sums[layout], layout)
+
+    def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
+        if self._weighing is None:
+            yield from super().deliver(call, requests)
+            return
+        asked = list(requests)
+        first = asked[0].content
+        if any(request.content[name] is not first[name] for request in asked for name in first):
+            raise FedshiftError(f"call {call} sends sites different things, so a sum of its replies cannot be masked")
+        envelopes = {request.site: vars(request.envelope) for request in asked if request.site in self._cards}
+        cards = {site: self._cards[site] for site in envelopes}
+        self._sum = sum_entry(self._weighing, cards, envelopes)
+        header = {"step": call, "envelope": vars(asked[0].envelope), **self._common(asked[0].site)}
+        self._order, _ = order_in(header, self._outbox.write(call, ALL, first).body.sha256)
+        told = [site for site in envelopes if self._said is None or site in self._said]
+        with closing(super().deliver(call, (request for request in asked if request.site in told))) as answers:
+            for request in asked:
+                yield next(answers) if request.site in told else self._not_asked(request.site)
+
+    def reply_of(
+        self, kind: type[Reply], call: str, request: Request, header: Mapping[str, Any], content: Mapping[str, Any]
+    ) -> tuple[Reply, OpenFields | None]:
+        if self._order is None:
+            return super().reply_of(kind, call, request, header, content)
+        layout = Layout.read(header.get("layout"))
+        _, masked = upload_of(content, self._order, layout.length)
+        return Contribution(masked, layout), None
+
+    def _common(self, site: str) -> dict[str, Any]:
+        more = {} if self._sum is None else {"sum": self._sum}
+        return {**super()._common(site), "aggregation": "secure", **more}
+
+    # The second exchange: shares --------------------------------------------------------------------------------------
+
+    def _unmasked(self, call: str, masked: SecureSum, layout: Layout) -> Mean:
+        """The mean of a sum, once enough of its sites told their shares; raises FedshiftError if too few did."""
+        told, reasons = self._shares(masked)
+        total = Total()
+        total.sites, total.layout = masked.answered, layout
+        try:
+            total.numbers = masked.unmasked(told)
+            return total.mean()
+        except FedshiftError as error:
+            more = "".join(f"; {reason}" for reason in reasons)
+            raise FedshiftError(f"round {self.round}, call {call}: {error}{more}") from None
+
+    def _shares(self, masked: SecureSum) -> tuple[dict[str, Revealed], list[str]]:
+        """What sites reveal, by site, and why others reveal nothing."""
+        order, answered = masked.order, masked.answered
+        outgoing: list[tuple[str, Message]] = []
+        keys: dict[str, str] = {}
+        for site in answered:
+            body = body_of(sealed_content(masked.sealed_for(site)))
+            header = {
+                "do": "unmask",
+                "protocol": PROTOCOL,
+                "run": self.run,
+                "round": self.round,
+                "order": order_entry(order),
+                "answered": answered,
+            }
+            keys[site] = header["key"] = request_key(header, body.sha256)
+            outgoing.append((site, seal(header, body)))
+            self.ledger.record(order.exchange, "unmask", site, "down", body.content)
+        told: dict[str, Revealed] = {}
+        reasons: list[str] = []
+        # Enough shares are enough: further sites are waited for a while, in case that some of the shares are wrong.
+        seconds = self.patience if self.grace is None else self.grace
+        grace, missing = Grace(seconds, threshold(len(order.roster)), len(answered), ()), set(answered)
+        for site, message in self._arrivals("unmask", outgoing):
+            if isinstance(message, Sign):
+                if message is Sign.QUIET and grace.over(missing):
+                    break
+                continue
+            try:
+                if site not in missing:
+                    raise FedshiftError("a second answer, or one that nobody asked for")
+                missing.discard(site)
+                if isinstance(message, Lost):
+                    self._lost.add(site)
+                    raise FedshiftError(message.reason)
+                found, content, _ = opened(message, keys[site], _TENSORS)
+                if "error" in found:
+                    raise FedshiftError(str(found.get("message"))[:2000])
+                told[site] = revealed_of(content, order, answered)
+                self.ledger.record(order.exchange, "unmask", site, "up", content)
+            except FedshiftError as error:
+                self._record("unmask", site, "lost" if isinstance(message, Lost) else "refused", str(error))
+                reasons.append(f"site '{site}': {error}")
+            grace.answered(usable=site in told)
+        return told, reasons
+
+    # Keys -------------------------------------------------------------------------------------------------------------
+
+    def _fetch_keys(self, sites: Sequence[str]) -> None:
+        """Ask for the key of each site, once a run.
+
+        Raises:
+            FedshiftError: a site gives none, and the run cannot go on without it.
+        """
+        if self._cards:
+            return
+        cards, without = {}, {}
+        answers = ask_plain(self.transport, "key", self.run, {site: {} for site in sites}, self.deadline)
+        for site in sites:
+            answer = answers.get(site, Lost("did not answer"))
+            if isinstance(answer, Lost):
+                without[site] = [answer.error, answer.reason]
+                continue
+            try:
+                cards[site] = card_of(site, answer.get("card"))
+            except FedshiftError as error:
+                without[site] = [ReplyRefused.__name__, str(error)]
+        for number, site in enumerate(without, 1):
+            self._record("key", site, "lost", without[site][1])
+            self._without[site] = without[site]
+            self.go_on_without(self._not_asked(site), len(sites), number)
+        if len(cards) < SMALLEST_ROSTER:
+            raise FedshiftError(f"{len(cards)} sites gave a key for secure aggregation, which needs {SMALLEST_ROSTER}")
+        self._cards = cards
+        self._write()
+
+    def _not_asked(self, site: str) -> Missing:
+        """A site that has no part in a sum."""
+        if site in self._cards:
+            return Missing(
+                site, FedshiftError(f"site '{site}' did not answer before others were told whom the sum is of")
+            )
+        name, reason = self._without.get(site, ["", "it had no part in the run's first sum"])
+        kind = next((one for one in (KindRefused, Refused, UserError) if one.__name__ == name), FedshiftError)
+        said = reason if reason.startswith(f"site '{site}'") else f"site '{site}' gave no key in this run: {reason}"
+        return Missing(site, kind(said), "" if name else "when it is back, continue with fedshift deploy resume")
+
+    # The record -------------------------------------------------------------------------------------------------------
+
+    def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:
+        before = self._checkpoint
+        files = super().save_memory(folder)
+        if self._file.exists():
+            # What the checkpoint before covers is over, also if the one that is written now does not come about.
+            self._answered = {name: sites for name, sites in self._answered.items() if _exchange_of(name) > before}
+            self._write()
+            files.setdefault(HERE, {})[_ENTRY] = self._file.name
+        return files
+
+    def load_memory(self, folder: Path, files: Mapping[str, Mapping[str, str]]) -> None:
+        own = {name: file for name, file in files.get(HERE, {}).items() if name != _ENTRY}
+        super().load_memory(folder, {**files, HERE: own})
+
+    def _write(self) -> None:
+        whole = {
+            "cards": {site: card_entry(card) for site, card in self._cards.items()},
+            "without": self._without,
+            "answered": self._answered,
+        }
+        write_bytes(self._file, json.dumps(whole).encode(), private=True)
+
+    def _read(self) -> None:
+        try:
+            whole = json.loads(self._file.read_text(encoding="utf-8"))
+            self._cards = {site: card_of(site, entry) for site, entry in whole["cards"].items()}
+            self._without, self._answered = whole["without"], whole["answered"]
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, FedshiftError):
+            raise UserError(f"{self._file} is damaged: delete the run's folder and run again") from None
+
+
+class _SharedOutbox(Outbox):
+    """An outbox that writes the content of one call alike for all sites: they are told apart by no rounding.
+
+    With a rounded wire a site gets the residual of what was sent before, also if it missed that.
+    """
+
+    call: str | None = None
+
+    def write(self, call: str, site: str, content: Mapping[str, Content]) -> Written:
+        return super().write(call, ALL if call == self.call else site, content)
+
+    def delivered(self, call: str, site: str, residuals: Residuals) -> None:
+        super().delivered(call, ALL if call == self.call else site, residuals)
+
+
+def _exchange_of(name: str) -> int:
+    return int(name.split("-")[0])

@@ -1,0 +1,80 @@
+"""Masks across processes: a site and the coordinator are killed between the two exchanges of a sum."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from loopback import model, options_of, same, simulate
+
+pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
+
+from network import Network, environment
+
+from fedshift.deployment.flare.deployment_folder import Deployment
+from fedshift.deployment.secure.identity import Identity
+from fedshift.federation.remote.policy import AuditLog
+
+pytestmark = pytest.mark.slow
+
+WAITS = {"name": "slow_method:Slow", "label": "slow", "seconds": 4.0, "only_at": "south"}
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    """Three sites that send no model but masked, and know each other's certificates."""
+    started = Network(tmp_path_factory.mktemp("network"))
+    peers = {name: Identity.of_kit(kit, name).fingerprint for name, kit in started.made.sites.items()}
+    policy: dict[str, Any] = {"smallest_group": 1, "methods": ["slow_method:Slow"], "secure": "required"}
+    for name in started.names:
+        started.write_site(name, policy={**policy, "peers": peers})
+    with environment(started):
+        try:
+            started.start()
+            yield started
+        finally:
+            started.stop()
+
+
+def happened(deployment: Deployment, what: str, outcome: str, round_number: int, site: str) -> bool:
+    wanted = {"what": what, "is": outcome, "round": round_number, "site": site}
+    return any(wanted.items() <= event.items() for event in deployment.events())
+
+
+def halt(network: Network, deployment: Deployment, round_number: int) -> list[int]:
+    """Halt the job of a site that has answered the first exchange of a round, and wait until the second has begun.
+
+    It lasts until `engine.patience` is over, since this site tells no shares.
+    """
+    network.wait(deployment, lambda: happened(deployment, "fit", "answered", round_number, "east"))
+    jobs = [one.pid for one in network.processes(network.made.sites["east"]) if "worker_process" in str(one.cmdline())]
+    for job in jobs:
+        os.kill(job, signal.SIGSTOP)
+    network.wait(deployment, lambda: happened(deployment, "unmask", "asked", round_number, "east"))
+    assert not happened(deployment, "unmask", "answered", round_number, "east")
+    return jobs
+
+
+def test_killed_between_the_exchanges_a_run_ends_in_the_same_bits(network: Network, tmp_path: Path) -> None:
+    options = options_of(WAITS, name="sums")
+    deployment = network.deploy(options, aggregation="secure", patience=60.0)
+    assert halt(network, deployment, 1)
+    assert network.kill(network.made.sites["east"], only="worker_process") == 1
+
+    jobs = halt(network, deployment, 2)
+    assert network.kill(network.coordinator) >= 2
+    for job in jobs:
+        os.kill(job, signal.SIGCONT)
+    network.start("coordinator")
+    there = network.finish(deployment)
+    here = simulate(tmp_path, {**options, "methods": [{**WAITS, "seconds": 0.0}]}, aggregation="secure")
+    assert same(model(here, "slow", "west"), model(there, "slow", "west"))
+    for name in network.names:
+        lines, _ = AuditLog.check(network.made.sites[name] / "memory" / "audit.jsonl")
+        steps = [line for line in lines if line["do"] == "step"]
+        assert {line["round"] for line in steps if line.get("again")} >= {1, 2}, "kept answers are given again"
+        assert {piece["kind"] for line in steps for piece in line["sent"].values()} == {"masked"}
