@@ -194,6 +194,8 @@ def test_a_method_below_the_most_frequent_class_is_not_recommended(share: float,
     assert against.gain == pytest.approx(70 - share, abs=1.5)
     assert first_sentence(found).startswith("Take none") != worth_it
     assert found.looks == 3, "each method is compared with the most frequent class too"
+    once = verdict(simulated(np.random.default_rng(6), truth, own_sd=0.5, sites=guessed(share), seeds=1))
+    assert first_sentence(once).startswith("Take none") == (share > 80), "one seed is no evidence against a method"
 
 
 def test_who_trains_better_alone_need_not_federate() -> None:

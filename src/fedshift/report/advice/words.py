@@ -33,8 +33,9 @@ def first_sentence(verdict: Verdict) -> str:
         return "No method has results at every target, so none can be recommended."
     number = f"{_quantity(verdict.measure.name)} {expected.mean:.2f} %"
     majority, alone = verdict.best_of("majority"), verdict.best_of("alone")
-    if majority is not None and not (majority.shown and majority.gain > 0):
-        how = "is worse than" if majority.shown else "is not shown to be better than"
+    if majority is not None and (majority.gain <= 0 or (majority.p is not None and not majority.shown)):
+        how = "is not shown to be better than" if majority.gain > 0 else "is no better than"
+        how = "is worse than" if majority.gain < 0 and majority.shown else how
         return (
             f"Take none of these methods yet: {method}, the best ({number}), {how} always naming a site's most "
             f"frequent class, which is right for {expected.mean - majority.gain:.2f} %."
@@ -42,16 +43,18 @@ def first_sentence(verdict: Verdict) -> str:
     if alone is not None and alone.shown and alone.gain < 0:
         how = "Do not federate yet: models" if alone.shown_elsewhere else "At these targets, models"
         return f"{how} that the sites train alone are better than {method} ({number}) by {_points(-alone.gain)}."
+    name = _quantity(verdict.measure.name)
+    expect = f"{'an' if name[0] in 'aeiouA' else 'a'} {name} of {expected.mean:.2f} %"
     where = _interval(verdict)
     if verdict.role == "pooled":
-        return f"All methods pool the samples, which is not private; the best is {method}: expect {number}{where}."
+        return f"All methods pool the samples, which is not private; the best is {method}: expect {expect}{where}."
     if not verdict.rivals:
-        return f"{method} is the only method to choose from: expect {number}{where}."
+        return f"{method} is the only method to choose from: expect {expect}{where}."
     if all(one.shown_elsewhere and one.gain > 0 for one in verdict.rivals):
-        return f"Take {method}: expect {number}{where}."
+        return f"Take {method}: expect {expect}{where}."
     if not verdict.equals:
-        return f"{method} is the best method at these targets: expect {number}{where}."
-    return f"{method} has the best average, but is not shown to be the best method: expect {number}{where}."
+        return f"{method} is the best method at these targets: expect {expect}{where}."
+    return f"{method} has the best average, but is not shown to be the best method: expect {expect}{where}."
 
 
 def _interval(verdict: Verdict) -> str:
@@ -69,8 +72,9 @@ def _interval(verdict: Verdict) -> str:
 def _second_sentence(verdict: Verdict) -> str:
     """The comparison that matters most, and what is unknown."""
     parts = []
-    if verdict.rivals:
-        parts.append(comparison(verdict.rivals[0], verdict.looks))
+    nearest = verdict.rivals[0] if verdict.rivals else verdict.best_of("alone")
+    if nearest is not None:
+        parts.append(comparison(nearest, verdict.looks))
     pooled = verdict.best_of("pooled") if verdict.role != "pooled" else None
     if pooled is not None:
         parts.append(comparison(pooled, verdict.looks if not parts else 0))
