@@ -122,7 +122,8 @@ def experiment_file(collected: Collected) -> dict[str, Any]:
             named = {result.target: [result.labelled, result.unlabelled] for result in results}
             whole["protocol"]["pairs"] = list(named.values())
     first = {method: next(one for one in results if one.method == method) for method in order.methods}
-    methods = [one.options["method"] for one in first.values() if "method" in one.options]
+    own = [one.options["method"] for one in first.values() if "method" in one.options]
+    methods = [{"name": one.get("name"), **one} for one in own]  # packing does not keep the order of options
     return whole | ({"methods": methods} if methods else {})
 
 
