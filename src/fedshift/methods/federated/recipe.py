@@ -1,7 +1,7 @@
 """The recipe: FedAvg with the means that measurement found to help at a site that nobody saw.
 
 fedshift, 2026. No paper's method, but a choice among what docs/composition.md lists, made by leaving sources out;
-docs/recipe.md has the numbers, what did not help, and on which data it was chosen.
+benchmarks/recipe.md has the numbers, what did not help, and on which data it was chosen.
 
 Setting: domain generalization, as FedAvg. The target is never seen.
 Wire: FedAvg's, byte for byte.
@@ -11,14 +11,19 @@ Where samples are images, with β = 0.9 (``momentum``):
     m ← βm + (θ̄ − θ),  θ ← θ + m                   after the round; θ̄ is FedAvg's mean, θ what the round began with
 Where they are vectors, such as tables and frozen features (``dropout``):
     z ← z with each number set to 0 with probability ½, the others doubled; z is what the classifier reads, in training
+    the model that is handed out is the mean of the last quarter of rounds (``averaged``)
 
 A site tells images by their shape; the server, which sees no samples, by a convolution in the network.
+
+What the parts are worth (benchmarks/recipe.md): at M0 of Rotated MNIST, one seed, FedAvg has 84.5, momentum alone
+87.8, moved images alone 93.7, both 96.4; pooled training on such images 99.2. On vectors no gain or loss is shown.
 
 Where it fails
 * Where a sheared, scaled or shifted image belongs to another class, or images show no shapes: ``augmentation: none``.
 * With few rounds: momentum takes about 1/(1 − β) of them to come up to its speed.
 
-Should reproduce: no published table. At ``augmentation: none``, ``momentum: 0`` and ``dropout: 0`` it is FedAvg.
+Should reproduce: no published table. With ``augmentation: none``, ``momentum: 0``, ``dropout: 0`` and
+``averaged: 0`` it is FedAvg.
 """
 
 from __future__ import annotations
