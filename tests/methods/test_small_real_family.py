@@ -10,7 +10,8 @@ Measured, unseen dim and bright: FedAvg 89.5 and 82.5, CCST 92.5 and 90.5, with 
 looks at bright, where there is more to gain.
 
 Adaptation: the options of `test_small_real_adaptation`, D0 and D75. Measured, seeds 0 and 1: FedAvg 43.1, COPA without
-the target 43.5, with it 48.1 (threshold 0.8: 49.3), KD3A 48.9. The test's seed 1 alone: FedAvg 40.3, COPA 46.1.
+the target 43.5, with it 48.1 (threshold 0.8: 49.3), KD3A 48.9. The test looks at D75 with seed 1: FedAvg 29.4, COPA
+41.7; at D0 they are equal.
 """
 
 from __future__ import annotations
@@ -72,5 +73,5 @@ def test_styles_bridge_looks(tmp_path: Path) -> None:
 
 def test_copa_adapts(tmp_path: Path) -> None:
     methods = ["fedavg", {"name": "copa", "local_epochs": 1, "adaptation": True}]
-    rows = averages(fedshift.run(options(methods, ["D0", "D75"], seeds=[1]), tmp_path))
-    assert rows["fedavg"]["average"] + 2 < rows["copa"]["average"] < 75
+    rows = averages(fedshift.run(options(methods, ["D75"], seeds=[1]), tmp_path))
+    assert rows["fedavg"]["D75"] + 6 < rows["copa"]["D75"] < 75
