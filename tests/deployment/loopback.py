@@ -172,8 +172,10 @@ SETTING: dict[str, Any] = {
 }
 
 
-def request(program: SiteProgram, **changes: Any) -> dict[str, Any]:
-    """What a site answers to a request for a call with something in it changed."""
+def answered(
+    program: SiteProgram, weights: Weights, sender: str = "someone", **changes: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a site answers to a request for a call with something in it changed: the header, and the content."""
     header = {
         "do": "step",
         "protocol": 1,
@@ -194,7 +196,12 @@ def request(program: SiteProgram, **changes: Any) -> dict[str, Any]:
         },
         **changes,
     }
+    body = body_of({"weights": weights})
+    answer, content, _ = unseal(program.handle(seal({"key": request_key(header, body.sha256), **header}, body), sender))
+    return answer, content
+
+
+def request(program: SiteProgram, **changes: Any) -> dict[str, Any]:
+    """The header of what a site `answered`, to a linear model of zeros."""
     start = Weights({"classifier.weight": torch.zeros(3, 5), "classifier.bias": torch.zeros(3)})
-    body = body_of({"weights": start})
-    answer, _, _ = unseal(program.handle(seal({"key": request_key(header, body.sha256), **header}, body), "someone"))
-    return answer
+    return answered(program, start, **changes)[0]

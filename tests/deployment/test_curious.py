@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from loopback import SETTING, request
+from loopback import SETTING, answered, request
 from test_hostile_coordinator import hello, program_of
 
 from fedshift.audit.crafted import LAYOUTS, Layout, craft, read_off, samples_read
@@ -23,8 +23,6 @@ from fedshift.deployment.site_file import load_site
 from fedshift.deployment.site_server import SiteProgram, open_site
 from fedshift.errors import UserError
 from fedshift.federation.remote.policy import Policy
-from fedshift.federation.remote.transport import request_key
-from fedshift.federation.remote.wire import body_of, seal, unseal
 from fedshift.models import registry as models
 from fedshift.weights import Weights
 
@@ -52,33 +50,17 @@ def asked(
     program: SiteProgram, weights: Weights, network: Mapping[str, Any], exchange: int = 1, **training: Any
 ) -> tuple[dict[str, Any], Weights | None]:
     """What FedAvg's step answers to these weights: the header, and the model if there is one."""
-    header = {
-        "do": "step",
-        "protocol": 1,
-        "run": "r",
-        "step": "fit",
-        "envelope": {"exchange": exchange, "round": exchange, "progress": 0.0, "mini_batches_left": 10**6},
-        "memory": {},
-        "kept": {},
-        "checkpoint": 0,
-        "wire": "float32",
-        "setting": {
+    answer, content = answered(
+        program,
+        weights,
+        "curious",
+        envelope={"exchange": exchange, "round": exchange, "progress": 0.0, "mini_batches_left": 10**6},
+        setting={
             **SETTING,
             "network": dict(network),
             "input_shape": [WIDTH],
             "training": {**ALL_AT_ONCE, **training},
         },
-        "part": {
-            "role": "source",
-            "number": 0,
-            "whole": False,
-            "fingerprint": program.holding.fingerprint,
-            "split": {"test_fraction": 0.3, "split": "auto", "seed": 0},
-        },
-    }
-    body = body_of({"weights": weights})
-    answer, content, _ = unseal(
-        program.handle(seal({"key": request_key(header, body.sha256), **header}, body), "curious")
     )
     model = content.get("weights")
     return answer, model if isinstance(model, Weights) else None

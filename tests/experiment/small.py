@@ -204,7 +204,7 @@ def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited too long"
-        time.sleep(0.005)
+        time.sleep(0.02)
 
 
 def lines(path: Path) -> int:

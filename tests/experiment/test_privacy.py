@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from fedshift.errors import UserError
 from fedshift.evaluation.records import RunResult
 from fedshift.experiment.config.experiment import parse
 
-pytest.importorskip("opacus")
+# Importing it takes longer than these tests, and would be done by every worker.
+pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="opacus is not installed")
 NOISE = {"noise_multiplier": 4.0, "delta": 0.01}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ from fedshift.methods.federated.fedprox import FedProx
 from fedshift.models import registry as models
 from fedshift.weights import Weights
 
-pytest.importorskip("opacus")
+# Importing it takes longer than these tests, and would be done by every worker.
+pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="opacus is not installed")
 PRIVATE = Privacy(noise_multiplier=1.0, clip_norm=1e6)
 
 

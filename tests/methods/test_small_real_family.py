@@ -1,7 +1,7 @@
 """Small real runs of the family of federated generalization, bounded on both sides: handwritten digits (scikit-learn).
 
-Angles: the data, network and batches of `test_small_real_run`, 10 rounds of 2 epochs, unseen D0 and D45, seed 1.
-Measured: FedAvg 60.6, FedADG 66.7; with seed 0 61.7 and 63.3.
+Angles: the data, network and batches of `test_small_real_run`, 10 rounds of 2 epochs, unseen D0, seed 1.
+Measured: FedAvg 45.6, FedADG 53.3; at D45 85.6 and 88.9.
 FedSR, FedL2R and FedCMI with one epoch or 5 mini-batches a round are within noise of FedAvg there (seeds 0 to 2: FedAvg
 58.2, FedSR 58.7, FedL2R 54.8, FedCMI 57.0).
 
@@ -10,7 +10,8 @@ Measured, unseen dim and bright: FedAvg 89.5 and 82.5, CCST 92.5 and 90.5, with 
 looks at bright, where there is more to gain.
 
 Adaptation: the options of `test_small_real_adaptation`, D0 and D75. Measured, seeds 0 and 1: FedAvg 43.1, COPA without
-the target 43.5, with it 48.1 (threshold 0.8: 49.3), KD3A 48.9. The test's seed 1 alone: FedAvg 40.3, COPA 46.1.
+the target 43.5, with it 48.1 (threshold 0.8: 49.3), KD3A 48.9. The test looks at D75 with seed 1: FedAvg 29.4, COPA
+41.7; at D0 they are equal.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def test_fedadg_beats_fedavg(tmp_path: Path) -> None:
     experiment: dict[str, Any] = {
         "name": "angles",
         "data": {"name": "rotated_digits", "per_class": 30},
-        "protocol": {"targets": ["D0", "D45"], "seeds": [1], "test_fraction": 0.3},
+        "protocol": {"targets": ["D0"], "seeds": [1], "test_fraction": 0.3},
         "model": {"name": "mnist_cnn", "channels": [8, 16], "hidden": 32},
         "training": {"rounds": 10, "batch_size": 16, "lr": 0.1, "momentum": 0.5},
         "methods": [
@@ -42,8 +43,8 @@ def test_fedadg_beats_fedavg(tmp_path: Path) -> None:
         "device": "cpu",
     }
     rows = averages(fedshift.run(experiment, tmp_path))
-    assert rows["fedavg"]["average"] + 1 < rows["fedadg"]["average"] < 90
-    assert rows["fedavg"]["average"] > 45
+    assert rows["fedavg"]["D0"] + 2 < rows["fedadg"]["D0"] < 90
+    assert rows["fedavg"]["D0"] > 30
 
 
 def test_styles_bridge_looks(tmp_path: Path) -> None:
@@ -72,5 +73,5 @@ def test_styles_bridge_looks(tmp_path: Path) -> None:
 
 def test_copa_adapts(tmp_path: Path) -> None:
     methods = ["fedavg", {"name": "copa", "local_epochs": 1, "adaptation": True}]
-    rows = averages(fedshift.run(options(methods, ["D0", "D75"], seeds=[1]), tmp_path))
-    assert rows["fedavg"]["average"] + 2 < rows["copa"]["average"] < 75
+    rows = averages(fedshift.run(options(methods, ["D75"], seeds=[1]), tmp_path))
+    assert rows["fedavg"]["D75"] + 6 < rows["copa"]["D75"] < 75

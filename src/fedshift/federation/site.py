@@ -242,10 +242,10 @@ class Site:
     def _endless(self, data: SiteData, rows: Tensor | None, purpose: str) -> Iterator[Batch]:
         """Mini-batches of ``rows``, or of all rows, pass after pass. Unlabelled data give no labels."""
         order, augmentation = self.generator_for(f"{purpose} order"), self.generator_for(f"{purpose} augmentation")
-        labels = data.labels.cpu() if rows is None else data.labels.cpu()[rows]
-        chances = None if data is self.unlabelled else self.training.chances(labels)
+        whole = data.labels.cpu() if rows is None else data.labels.cpu()[rows]
+        chances = None if data is self.unlabelled else self.training.chances(whole)
         while True:
-            for places in epoch_batches(len(labels), self.training.batch_size, order, chances):
+            for places in epoch_batches(len(whole), self.training.batch_size, order, chances):
                 chosen = places if rows is None else rows[places]
                 inputs, labels, domains = data.batch(chosen, augmentation)
                 yield Batch(inputs, None if data is self.unlabelled else labels, domains, chosen)

@@ -112,10 +112,8 @@ def _by_axis(rules: list[tuple[int, int, int]]) -> tuple[tuple[int, int], tuple[
 
 def _initialised(module: _Module, generator: torch.Generator | None) -> _Module:
     """Give ``module`` memory and PyTorch's default initial weights, uniform in ±1/√fan_in, drawn from ``generator``."""
-    module = module.to_empty(device="cpu")
-    weight = module.get_parameter("weight")
-    bound = weight[0].numel() ** -0.5
-    with torch.no_grad():
-        for parameter in (weight, module.get_parameter("bias")):
-            parameter.uniform_(-bound, bound, generator=generator)
+    bound = module.get_parameter("weight")[0].numel() ** -0.5
+    for name in ("weight", "bias"):  # `to_empty` of a module on the meta device imports parts of torch's compiler
+        drawn = torch.empty(module.get_parameter(name).shape).uniform_(-bound, bound, generator=generator)
+        setattr(module, name, torch.nn.Parameter(drawn))
     return module

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedshift.errors import FedshiftError, UserError
+from fedshift.evaluation.packed import DUMPER
 from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.stored import FAILURE, ORDER, RESULT, ROUNDS, SETTINGS, pack_of, run_folders, stored
@@ -130,7 +131,7 @@ class RunFolder:
         """Write the run's settings. From then on the folder belongs to this run."""
         (self.path / FAILURE).unlink(missing_ok=True)
         if not (self.path / SETTINGS).exists() or self._is_replaced():
-            text = yaml.safe_dump(self.identity, sort_keys=False, allow_unicode=True)
+            text = yaml.dump(self.identity, Dumper=DUMPER, sort_keys=False, allow_unicode=True)
             write_bytes(self.path / SETTINGS, text.encode())
 
     def note_failure(self, error: Exception) -> None:

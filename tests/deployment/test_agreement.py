@@ -1,0 +1,162 @@
+"""What sites and coordinator agree on before training: encodings and scales, shapes, classes, clocks, versions."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from loopback import SITES, Loopback, deploy, events, model, options_of, result, same, site_file, write_data
+
+from fedshift.deployment.coordinator import coordinate
+from fedshift.deployment.site_file import load_site
+from fedshift.deployment.site_server import SiteProgram
+from fedshift.errors import UserError
+from fedshift.experiment.config.experiment import parse
+from fedshift.experiment.runs.experiment_loop import run_experiment
+from fedshift.federation.remote.wire import body_of, seal, unseal
+
+TABLE = {"name": "table", "label": "outcome", "numeric": ["age", "pressure"], "categorical": ["sex"]}
+
+
+def write_tables(folder: Path) -> dict[str, str]:
+    """A CSV file per site; a missing value and a category that only one site has."""
+    draws = np.random.default_rng(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, site in enumerate((*SITES, "west")):
+        rows = ["age,pressure,sex,outcome"]
+        for row in range(24 + 3 * number):
+            pressure = "" if site == "south" and row == 3 else f"{draws.normal(100 + number, 9):.3f}"
+            age, sex = f"{draws.normal(50 + 20 * (row % 2), 9):.2f}", "fmx"[row % (2 + (site == "east"))]
+            rows.append(f"{age},{pressure},{sex},{'ny'[row % 2]}")
+        (folder / f"{site}.csv").write_text("\n".join(rows) + "\n")
+    return {site: str(folder / f"{site}.csv") for site in (*SITES, "west")}
+
+
+def begin(folder: Path, options: dict[str, Any], unseen: dict[str, Any] | None) -> Path:
+    """A deployment's folder."""
+    place = folder / "deployment"
+    place.mkdir()
+    whole = {**options, "data": {"name": "sites", "unseen": unseen}, "engine": {"name": "flare", "threads": 1}}
+    (place / "experiment.json").write_text(json.dumps(parse(whole).dump()))
+    return place
+
+
+def simulated(folder: Path, options: dict[str, Any], data: dict[str, Any]) -> Path:
+    return run_experiment(parse({**options, "data": data, "engine": {"threads": 1}}), folder / "simulated")
+
+
+@pytest.mark.parametrize("target", ["west", "east"])
+def test_tables_agree_on_one_encoding_without_an_unseen_target(target: str, tmp_path: Path) -> None:
+    """The target at the coordinator, or a site that is left out: the bits of a simulation either way."""
+    files = write_tables(tmp_path / "tables")
+    places = {}
+    for site in SITES:
+        places[site] = site_file(tmp_path, site, "", send=["weights", "numbers", "accuracy", "statistics"])
+        whole = yaml.safe_load(places[site].read_text())
+        whole |= {"data": {**TABLE, "sites": {site: files[site]}}, "classes": ["n", "y"]}
+        places[site].write_text(yaml.safe_dump(whole))
+    own = {"west": files["west"]} if target == "west" else {}
+    options = options_of({"name": "fedavg"}, protocol={"targets": [target], "seeds": [0], "test_fraction": 0.3})
+    here = simulated(tmp_path, options, {**TABLE, "sites": {**{site: files[site] for site in SITES}, **own}})
+    place = begin(tmp_path, options, {**TABLE, "sites": own} if own else None)
+    coordinate(place, Loopback(places), list(SITES))
+    there = place / "runs" / "tiny"
+    assert same(model(here, "fedavg", target), model(there, "fedavg", target))
+    assert result(here, "fedavg", target)["selected"] == result(there, "fedavg", target)["selected"]
+
+    places["north"].write_text(places["north"].read_text().replace("- statistics", "- spectra"))
+    with pytest.raises(UserError, match=r"refuses to send statistics for the encoding .*policy.send"):
+        coordinate(place, Loopback(places), list(SITES))
+
+
+def test_standardised_arrays_agree_on_one_scale(tmp_path: Path) -> None:
+    files = write_data(tmp_path / "data", {**SITES, "west": 30})
+    arrays = {"name": "arrays", "standardise": True, "classes": ["0", "1", "2"]}
+    places = {}
+    for site in SITES:
+        places[site] = site_file(tmp_path, site, "", send=["weights", "numbers", "accuracy", "statistics"])
+        whole = yaml.safe_load(places[site].read_text()) | {"data": {**arrays, "sites": {site: files[site]}}}
+        places[site].write_text(yaml.safe_dump(whole))
+    options = options_of({"name": "fedavg"})
+    here = simulated(tmp_path, options, {**arrays, "sites": files})
+    place = begin(tmp_path, options, {**arrays, "sites": {"west": files["west"]}})
+    coordinate(place, Loopback(places), list(SITES))
+    assert same(model(here, "fedavg", "west"), model(place / "runs" / "tiny", "fedavg", "west"))
+
+
+# Found before training ----------------------------------------------------------------------------------------------
+
+
+def test_sites_that_differ_are_found_before_training(tmp_path: Path) -> None:
+    files = write_data(tmp_path / "data", SITES)
+
+    def spoiled(**arrays: Any) -> Loopback:
+        with np.load(files["south"]) as found:
+            np.savez(tmp_path / "other.npz", **{"x": found["x"], "y": found["y"], **arrays})
+        places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
+        places["south"] = site_file(tmp_path, "south", str(tmp_path / "other.npz"))
+        return Loopback(places)
+
+    wider = spoiled(x=np.zeros((17, 9), dtype=np.float32))
+    with pytest.raises(UserError, match=r"sites differ in a sample's shape: 'north' has 5, 'south' has 9"):
+        deploy(tmp_path, options_of({"name": "fedavg"}), transport=wider)
+    assert {what for _, what in wider.asked} == {"hello"}
+
+    other = Loopback({site: site_file(tmp_path, site, files[site]) for site in SITES})
+    place = site_file(tmp_path, "south", files["south"])
+    place.write_text(place.read_text().replace("- '2'", "- '2'\n- '3'"))
+    other.programs["south"] = SiteProgram(load_site(place))
+    with pytest.raises(UserError, match=r"sites differ in classes: 'north' has 0, 1, 2, 'south' has 0, 1, 2, 3"):
+        deploy(tmp_path, options_of({"name": "fedavg"}), transport=other)
+
+
+@pytest.mark.parametrize(("off", "said"), [(-3600.0, "behind"), (3600.0, "ahead of"), (20.0, None)])
+def test_clocks_that_differ_are_said(off: float, said: str | None, tmp_path: Path) -> None:
+    def wrong(site: str, header: dict[str, Any], answer: Any) -> Any:
+        if site != "south" or header["do"] != "hello":
+            return answer
+        found, content, _ = unseal(answer)
+        return seal({**found, "time": found["time"] + off}, body_of(content))
+
+    files = write_data(tmp_path / "data", SITES)
+    places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
+    deploy(tmp_path, options_of({"name": "fedavg"}), transport=Loopback(places, wrong))
+    found = [event["message"] for event in events(tmp_path) if event["what"] == "warning"]
+    if said is None:
+        assert found == []
+    else:
+        (line,) = found
+        assert re.fullmatch(rf"site 'south': its clock is 3[56]\d\d s {said} the coordinator's: [^\n]*", line)
+
+
+def test_another_version_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedshift.deployment.handshake.__version__", "9.9")
+    with pytest.raises(UserError, match=r"9\.9.* same version"):
+        deploy(tmp_path, options_of({"name": "fedavg"}))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"methods": [{"name": "deepall"}]}, "all samples in one place"),
+        ({"data": "rotated_digits"}, "lies on this machine"),
+        ({"engine": {"name": "local"}}, "engine: {name: flare}"),
+        ({"protocol": {"targets": ["nowhere"]}}, "no site is called 'nowhere'"),
+    ],
+)
+def test_experiments_that_cannot_be_deployed_are_explained(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    files = write_data(tmp_path / "data", SITES)
+    transport = Loopback({site: site_file(tmp_path, site, files[site]) for site in SITES})
+    options = {**options_of({"name": "fedavg"}), "data": {"name": "sites"}, "engine": {"name": "flare"}, **change}
+    place = tmp_path / "deployment"
+    place.mkdir()
+    (place / "experiment.json").write_text(json.dumps(parse(options).dump()))
+    with pytest.raises(UserError, match=message):
+        coordinate(place, transport, list(SITES))
