@@ -11,21 +11,6 @@ folder = f"{os.environ.get('FEDSHIFT_DATA', 'data')}/heart_disease_uci"
 files = {site: f"{folder}/processed.{site}.data" for site in ("cleveland", "hungarian", "switzerland", "va")}
 numeric, categorical = "age trestbps chol thalach oldpeak ca", "sex cp fbs restecg exang slope thal"
 columns = "age sex cp trestbps chol fbs restecg thalach exang oldpeak slope ca thal num"
-    "age",
-    "sex",
-    "cp",
-    "trestbps",
-    "chol",
-    "fbs",
-    "restecg",
-    "thalach",
-    "exang",
-    "oldpeak",
-    "slope",
-    "ca",
-    "thal",
-    "num",
-]
 data = {"name": "table", "sites": files, "header": "none", "columns": columns.split(), "positive": "num > 0"}
 data |= {"numeric": numeric.split(), "categorical": categorical.split(), "missing_values": {"chol": 0, "trestbps": 0}}
 training = {"rounds": 10, "batch_size": 32, "lr": 0.1}
