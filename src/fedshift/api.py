@@ -26,7 +26,7 @@ from fedshift.model import Model, Samples
 from fedshift.report.advice.verdict import verdict
 from fedshift.report.collect import Collected, collect, read_rounds
 from fedshift.report.other_tools.trackers import tracker
-from fedshift.report.page import table_html
+from fedshift.report.page import table_html, write_page
 from fedshift.report.table import table_of
 from fedshift.report.table_formats import markdown
 
@@ -151,6 +151,14 @@ class Results:
             UserError: the choice is not of one run, or the samples are not what the model reads.
         """
         return self.model(method, target, seed).predict(X)
+
+    def page(self) -> Path:
+        """Write the page, ``report.html`` in the experiment's folder: tables, figures, warnings and settings.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        return write_page(self.folder, self.collected)
 
     def __str__(self) -> str:
         return self.markdown()

@@ -72,7 +72,8 @@ def test_a_file_is_not_deployed(tmp_path: Path) -> None:
 @pytest.mark.slow  # the import of peft takes seconds
 def test_sites_train_adapters_as_in_a_simulation(tmp_path: Path) -> None:
     pytest.importorskip("peft")
-    training = {"rounds": 2, "batch_size": 8, "lr": 0.1, "adapters": {"rank": 2, "second_only": True}}
+    training: dict[str, Any] = {"rounds": 2, "batch_size": 8, "lr": 0.1, "class_weights": {"0": 3}}
+    training["adapters"] = {"rank": 2, "second_only": True}
     options = options_of({"name": "fedavg"}, model={"name": "mlp", "hidden": [6]}, training=training)
     deployed, _ = deploy(tmp_path, options, sites=SITES)
     assert same(model(deployed, "fedavg", "west"), model(simulate(tmp_path, options, SITES), "fedavg", "west"))

@@ -157,7 +157,9 @@ def test_a_run_sends_adapters_and_head_and_writes_a_merged_model(method: Any, tm
     size = sum(tensor.numel() * 4 for tensor in adapted.state_dict().values())
     uploads = run.result.rounds + (method == CSAC)
     assert run.result.bytes_up["weights"] == 2 * uploads * size
-    assert fedshift.check(options).payload == size
+    checked = fedshift.check(options)
+    assert checked.payload == size
+    assert any("drawn at random" in warning for warning in checked.warnings)
     plain = models.build(network, (1, 12, 12), 3, 0).state_dict()
     written = load_file(run.folder / "model.safetensors")
     assert {name: tensor.shape for name, tensor in written.items()} == {name: t.shape for name, t in plain.items()}

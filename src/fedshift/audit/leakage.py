@@ -143,7 +143,7 @@ def audit_leakage(
     with threads_set(threads):
         cases: list[Case] = []
         for size in sizes:
-            training = experiment.training.model_copy(update={"batch_size": size})
+            training = experiment.training.for_classes(data.classes).model_copy(update={"batch_size": size})
             sites = [
                 Site(source, "source", len(data.classes), 1, training, SiteMemory(()), seed, own.device, network, own)
                 for source, own in views.items()

@@ -22,6 +22,9 @@ from fedshift.models import registry as models
 from fedshift.models.adapters import check_adapters, merged
 from fedshift.models.network import Network
 from fedshift.models.normalisation import batch_norms
+from fedshift.models.options import NetworkOptions
+from fedshift.models.own.libraries import NAMES as LIBRARIES
+from fedshift.models.own.options import OwnNetwork
 from fedshift.models.products import has_bf16_units
 from fedshift.weights import Weights
 
@@ -67,6 +70,11 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
         )
     if experiment.training.precision == "bf16" and not has_bf16_units(resolve_device(experiment.device)):
         warnings.append("training.precision: this device has no units for bf16, so it is no faster than float32")
+    if experiment.training.adapters is not None and _starts_at_random(experiment.model):
+        warnings.append(
+            "training.adapters: the weights that stay fixed are drawn at random; give model.pretrained to adapt a "
+            "trained network"
+        )
     fewest = min(len(sources) for sources, _ in roles)
     start = _start(experiment, data)
     fewest_unlabelled = 0 if unseen else min(len(others) for _, others in roles)
@@ -114,6 +122,13 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
                 warnings.append(f"{refusal}: the site is left out of such exchanges")
         warnings += method.check_samples(data.input_shape)
     return (*warnings, *privacy_warnings(plan))
+
+
+def _starts_at_random(model: NetworkOptions) -> bool:
+    """Whether a network could have pre-trained weights and has none. Of a user's own code nobody knows."""
+    if not isinstance(model, OwnNetwork):
+        return not getattr(model, "pretrained", False)
+    return model.name.partition(":")[0] in LIBRARIES and not model.options.get("pretrained")
 
 
 def _start(experiment: Experiment, data: DataSet) -> Network:

@@ -154,13 +154,12 @@ class Training(BaseModel):
         return rate * schedules.warm_up(progress, self.lr_warmup) if self.lr_warmup else rate
 
     def chances(self, labels: Tensor) -> Tensor | None:
-        """In what proportion samples of these classes (n,) are drawn; None: each once in an epoch.
-
-        Weights by name are of no use here: see `for_classes`.
-        """
-        if self.class_weights is None:
+        """In what proportion samples of these classes (n,) are drawn; None: each once in an epoch."""
+        weights = self.class_weights
+        if weights is None:
             return None
-        return class_chances(labels, self.class_weights if isinstance(self.class_weights, tuple) else None)
+        assert not isinstance(weights, dict)  # `for_classes` has put them in order
+        return class_chances(labels, None if weights == "balanced" else weights)
 
     def for_classes(self, classes: Sequence[str]) -> Self:
         """These settings with the weights of classes in the order of ``classes``.
