@@ -44,6 +44,7 @@ policy:
   smallest_group: 10
   secure: allowed   # required: a model leaves only masked, as a part of a sum (docs/privacy.md)
   smallest_sum: 3   # fewest sites of such a sum
+  peers: {{}}   # site: SHA-256 of its certificate, as `fedshift site check` shows it there; else the first one seen
   methods: all   # or a list, such as [fedavg, csac]
   models: first   # networks: the first one asked for; or a list, such as [{{name: mlp, hidden: [64, 32]}}]; or all
   splits: 5   # most splits of the first experiment; for others, and other networks: fedshift site agree SITE.yaml
