@@ -13,10 +13,7 @@ from calling import Cli
 from small import Stop, StopAfter, experiment, outcome, sites, write
 
 import fedshift
-from fedshift.deployment.coordinator import check_deployable
-from fedshift.errors import UserError
 from fedshift.evaluation.records import RunResult
-from fedshift.experiment.config.experiment import parse
 
 # Importing it takes longer than these tests, and would be done by every worker.
 pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="opacus is not installed")
@@ -75,11 +72,3 @@ def test_a_result_has_its_privacy_and_a_table_shows_it(tmp_path: Path, cli: Cli)
     (other,) = (tmp_path / "runs").rglob("model.safetensors")
     (own,) = (tmp_path / "whole").rglob("model.safetensors")
     assert own.read_bytes() != other.read_bytes()
-
-
-def test_a_deployment_is_not_private_yet(tmp_path: Path) -> None:
-    options = private(tmp_path) | {"data": {"name": "sites"}, "engine": {"name": "flare"}}
-    with pytest.raises(UserError, match=r"training\.privacy"):
-        check_deployable(parse(options))
-    options["training"].pop("privacy")
-    check_deployable(parse(options))

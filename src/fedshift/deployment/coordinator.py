@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from fedshift.data.builders.at_sites import AtSites
-from fedshift.deployment.deployed_plan import DeployedPlan
+from fedshift.deployment.deployed_plan import DeployedPlan, check_budgets
 from fedshift.deployment.event_log import Watch
-from fedshift.deployment.handshake import agree, split_rule
+from fedshift.deployment.handshake import CARDS, agree, split_rule
 from fedshift.errors import FedshiftError, UserError
 from fedshift.evaluation.records import SiteMetrics
 from fedshift.evaluation.site_metrics import common_threshold
@@ -75,11 +75,6 @@ def check_deployable(experiment: Experiment) -> FlareEngine:
             )
     if isinstance(experiment.protocol, AdaptToOne) and experiment.protocol.wrong_labels:
         raise UserError("protocol.wrong_labels: only a simulation can make labels wrong; sites keep theirs")
-    if experiment.training.privacy is not None:
-        raise UserError(
-            "training.privacy: only a simulation can train privately: in a deployment the coordinator would know each "
-            "site's noise; leave it out"
-        )
     return experiment.engine
 
 
@@ -91,6 +86,7 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
     experiment = parse(json.loads((folder / EXPERIMENT).read_text(encoding="utf-8")))
     engine = check_deployable(experiment)
     watch = Watch(folder / PROGRESS)
+    begun = (folder / CARDS).exists()
     dropped = () if isinstance(experiment.protocol, SourceTarget) else experiment.protocol.drop
     with threads_set(engine.thread_count()):
         agreed = agree(experiment, transport, [site for site in sites if site not in dropped], folder, engine, watch)
@@ -99,6 +95,7 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
         plan = DeployedPlan(experiment, agreed)
         check_fit(plan)
         _check_sums(plan)
+        check_budgets(plan, begun=begun)
         context = Context(resolve_device(experiment.device), torch.get_num_threads(), watch)
         runs = folder / "runs" / experiment.name
         write_order(plan, runs)
@@ -187,6 +184,8 @@ def _recipe(setting: Setting) -> dict[str, Any]:
     assert isinstance(setting.method, Method)
     recipe["method"] = {"name": method_name(setting.method), "options": recipe["method"]["options"]}
     del recipe["device"]
+    # Each site draws its noise from a secret of its own, so only its amount is told.
+    recipe["draws"] = {site: {**draws, "stream": ""} for site, draws in recipe["draws"].items()}
     return recipe
 
 

@@ -12,8 +12,9 @@ from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut, SourceTarget
 from fedshift.experiment.environment import data_fingerprint
-from fedshift.experiment.plan import Plan
+from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.protocol import Split, domain_rows, unseen_rows
+from fedshift.functional.differential_privacy import NoisySteps, adaptive_epsilon
 
 EVERY_SITE = "sites"
 """The target that leaves no site out: the model is measured on the held-out samples of all sites."""
@@ -64,6 +65,10 @@ class DeployedPlan(Plan):
         """None, since the samples are not here."""
         return ()
 
+    def in_groups(self, site: str, rows: Rows) -> bool:
+        """As in `Plan`, as the site's card says."""
+        return self.agreed.grouped.get(site, False)
+
     def _split(self, target: str, seed: int) -> Split:
         """How many rows each site has for what, and which rows of the coordinator's own set are measured."""
         protocol, agreed = self.experiment.protocol, self.agreed
@@ -97,3 +102,57 @@ class DeployedPlan(Plan):
 
     def _data_for(self, target: str) -> DataSet:
         return encoded_for(self.experiment, self.agreed, target)
+
+
+def check_budgets(plan: DeployedPlan, *, begun: bool) -> None:
+    """Check that every site with a budget can pay for the whole experiment, and measures what it is asked to.
+
+    Args:
+        plan: the plan.
+        begun: whether the experiment was begun before. Then what it cost is among what the sites have spent already,
+            and they alone decide.
+
+    Raises:
+        UserError: the message names the site.
+    """
+    if plan.agreed.privacy and not all(one.split.measured for one in plan.runs):
+        raise UserError(
+            "protocol.targets: no site measures the model, since those with a budget of privacy hold no samples out "
+            "for it: name data.unseen, or sites set privacy.measurement_noise"
+        )
+    for site, budget in plan.agreed.privacy.items():
+        target = next((one.run.target for one in plan.runs if _measures(one, site)), None)
+        if target is not None and budget["measurement_noise"] is None:
+            raise UserError(
+                f"protocol.targets: '{target}' is measured at site '{site}', which has a budget of privacy and "
+                "measures no model: measure elsewhere (data.unseen), or the site sets privacy.measurement_noise"
+            )
+        if begun:
+            continue
+        before = [NoisySteps(*kind) for kind in budget["spent"]]
+        asked = [steps for one in plan.runs for steps in _cost(one, site, budget["measurement_noise"])]
+        epsilon, delta = budget["epsilon"], budget["delta"]
+        whole = adaptive_epsilon([*before, *asked], epsilon, delta)
+        if whole > epsilon:
+            raise UserError(
+                f"training.privacy: site '{site}' has spent ε = {adaptive_epsilon(before, epsilon, delta):.3g} of "
+                f"{epsilon:g} at δ = {delta:g}; with this experiment it would be {whole:.3g}: ask for more noise, "
+                "fewer rounds, methods, targets or seeds, or measure less often (training.measure_every)"
+            )
+
+
+def _measures(planned: PlannedRun, site: str) -> bool:
+    return site in planned.split.measured
+
+
+def _cost(planned: PlannedRun, site: str, deviation: float | None) -> list[NoisySteps]:
+    """What a run costs a site: its training, and the measurements of the model on its samples."""
+    found = []
+    if site in planned.privacy:
+        one = planned.privacy[site]
+        found.append(NoisySteps(one.noise_multiplier, one.sample_rate, one.steps))
+    held_out = len(planned.split.held_out.get(site, ()))
+    if deviation is not None and (held_out or _measures(planned, site)):
+        before_last = (max(1, planned.rounds) - 1) // planned.experiment.training.measure_every
+        found.append(NoisySteps(deviation, 1.0, before_last + 1))
+    return found

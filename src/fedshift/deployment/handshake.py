@@ -45,6 +45,7 @@ class Agreed:
         fingerprints: a checksum of each site's data.
         smallest_sums: the fewest sites whose sum a site helps to unmask, by site.
         given: what each site gives for an encoding common to all, where there is one to agree on.
+        privacy: the budget of each site that has one, and what it has spent, as its card says.
     """
 
     data: DataSet
@@ -54,6 +55,7 @@ class Agreed:
     fingerprints: Mapping[str, str]
     smallest_sums: Mapping[str, int]
     given: Mapping[str, Mapping[str, Any]] | None
+    privacy: Mapping[str, Mapping[str, Any]]
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -84,6 +86,7 @@ def agree(
         "seeds": list(experiment.protocol.seeds),
         "on_refusal": engine.on_refusal,
         "aggregation": engine.aggregation,
+        "private": experiment.training.privacy is not None,
     }
     asked = time.time()
     answers = ask_plain(transport, "hello", experiment.name, dict.fromkeys(sites, header), engine.deadline)
@@ -210,6 +213,7 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
         fingerprints = {site: str(card["fingerprint"]) for site, card in cards.items()}
         smallest = {site: int(card["smallest_sum"]) for site, card in cards.items()}
         grouped = {site: bool(card["grouped"]) for site, card in cards.items()}
+        privacy = {site: card["privacy"] for site, card in cards.items() if card["privacy"] is not None}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FedshiftError(f"what a site says of itself cannot be read ({type(error).__name__})") from None
     own = _own_set(experiment, shape, classes, preprocessing)
@@ -224,7 +228,7 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
         manifest=Manifest("Data at sites", "the sites", "the sites'", "", ""),
         warnings=warnings,
     )
-    return Agreed(data, own, rows, grouped, fingerprints, smallest, given or None)
+    return Agreed(data, own, rows, grouped, fingerprints, smallest, given or None, privacy)
 
 
 def _encoding(given: Mapping[str, Mapping[str, Any]], preprocessing: Preprocessing) -> Preprocessing:

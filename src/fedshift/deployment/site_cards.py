@@ -11,7 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    StringConstraints,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from fedshift.data.domain import Preprocessing, SparseRows
 from fedshift.deployment.site_file import Holding
@@ -31,6 +40,7 @@ Name = Annotated[str, StringConstraints(max_length=500)]
 """Name of a class, a column or a category."""
 Word = Annotated[str, StringConstraints(max_length=100)]
 Count = Annotated[int, Field(ge=0, le=MOST_SAMPLES)]
+Share = Annotated[float, Field(gt=0, le=1)]
 Size = Annotated[int, Field(ge=1, le=LARGEST_SAMPLE)]
 # The squares of sums must not overflow.
 Sums = Annotated[tuple[Annotated[float, Field(ge=-1e150, le=1e150)], ...], Field(max_length=MOST_COLUMNS)]
@@ -74,11 +84,21 @@ class GivenTable(_Part):
         return self
 
 
+class GivenPrivacy(_Part):
+    """A site's budget of privacy, and what it has spent: (noise multiplier, sample rate, steps) by kind of step."""
+
+    epsilon: PositiveFloat
+    delta: Annotated[float, Field(gt=0, lt=1)]
+    measurement_noise: PositiveFloat | None
+    spent: Annotated[tuple[tuple[PositiveFloat, Share, Count], ...], Field(max_length=10_000)]
+
+
 class Card(_Part):
     """One site: its versions, the form of its samples, its classes, how many samples it has.
 
     Attributes:
         rows: the numbers of training and held-out samples, by seed.
+        privacy: its budget, if it has one.
     """
 
     versions: Annotated[dict[Word, Word], Field(max_length=50)]
@@ -96,6 +116,7 @@ class Card(_Part):
     smallest_sum: Annotated[int, Field(ge=3, le=2**20)] = 3
     device: Word
     threads: Annotated[int, Field(ge=1, le=2**20)]
+    privacy: GivenPrivacy | None = None
 
     @field_validator("shape")
     @classmethod

@@ -9,11 +9,11 @@ import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from fedshift.data.domain import DataSet, DataSource, Domain, Preprocessing
 from fedshift.deployment.sinks import Sink
@@ -21,7 +21,7 @@ from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.data_section import data_source
 from fedshift.experiment.config.error_messages import describe
 from fedshift.experiment.environment import data_fingerprint
-from fedshift.federation.remote.policy import Policy
+from fedshift.federation.remote.policy import Policy, PrivacyBudget
 from fedshift.files import edited_yaml
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -47,6 +47,16 @@ class SiteFile(BaseModel):
     memory: Path = Field(Path("memory"), description="where the site remembers, relative to this file")
     sink: Sink | None = Field(None, description="where a copy of each line of the audit log goes: file, syslog or http")
     policy: Policy = Field(default_factory=Policy)
+    privacy: PrivacyBudget | None = Field(
+        None,
+        description="what all answers may cost the site's samples: ε and δ for the life of the project; none = any",
+    )
+
+    @model_validator(mode="after")
+    def _tells_no_classes(self) -> Self:
+        if self.privacy is not None and self.classes is None:
+            raise ValueError("privacy: list all classes under classes: which of them this site has may not be told")
+        return self
 
 
 @dataclass(frozen=True)

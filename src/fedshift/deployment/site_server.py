@@ -24,12 +24,11 @@ from pydantic import ValidationError
 from fedshift import __version__
 from fedshift.data.domain import Rows
 from fedshift.data.site_data import SiteData
-from fedshift.data.splits import part_rows
 from fedshift.deployment.agreed_terms import AgreedTerms
+from fedshift.deployment.privacy.site_rules import SiteRules
 from fedshift.deployment.secure.site_sums import SiteSums, without_body
 from fedshift.deployment.site_cards import card_of
 from fedshift.deployment.site_file import SiteConfig, file_stamp, load_site, read_holding
-from fedshift.deployment.site_measures import measured
 from fedshift.deployment.site_requests import (
     RESIDUALS,
     audit_entry,
@@ -46,7 +45,6 @@ from fedshift.deployment.site_requests import (
 from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.experiment.config.error_messages import describe
 from fedshift.experiment.environment import resolve_device
-from fedshift.experiment.runs.evaluator import answering
 from fedshift.federation.messages import promised_kinds, reply_content
 from fedshift.federation.remote.exposure import ExposureWatch
 from fedshift.federation.remote.policy import ACCURACY, MASKED, AuditLog, described, whole_number
@@ -77,11 +75,12 @@ class SiteProgram:
         self.terms = AgreedTerms(config.memory, self.name, self.policy)
         self.sums = SiteSums(config, self.terms)
         self.log = AuditLog(config.audit_log)
+        self.rules = SiteRules(config)
         self.device = resolve_device(config.file.device)
         if config.file.threads is not None:
             torch.set_num_threads(config.file.threads)
         self._stamp = self._stamp_now()
-        self.holding = read_holding(config)
+        self.holding = self.rules.shown(read_holding(config))
         self._runner: tuple[str, SiteRunner, dict[str, str]] | None = None
         self._measurer: tuple[str, Network, SiteData] | None = None
 
@@ -143,6 +142,7 @@ class SiteProgram:
         if header.get("aggregation") == "secure":
             entry["certificate"] = self.sums.identity.fingerprint
         self._check_unchanged()
+        self.rules.check_hello(header.get("private"), self.holding)
         self.policy.check_kind(self.name, "numbers", "how many samples it has")
         self.policy.check_group(self.name, "numbers", len(self.holding.domain), "the count of its samples")
         rows = {
@@ -159,16 +159,13 @@ class SiteProgram:
             for filled in counts if isinstance(counts, list) else [counts]:
                 self.policy.check_group(self.name, "statistics", filled, "the encoding of its data")
         self.terms.check_splits(header["split"], header["seeds"])
-        card = card_of(self.holding, rows, self.policy, self.device)
+        card = card_of(self.holding, rows, self.policy, self.device) | self.rules.told(rows)
         given = {} if self.holding.given is None else {"encoding": {"kind": "statistics"}}
         entry["sent"] = {"card": {"kind": "numbers"}, **given}
         return seal({"answers": header["key"], "card": card, "time": time.time()}, body_of({}))
 
     def _rows(self, split: Mapping[str, Any]) -> tuple[Rows, Rows]:
-        domain = self.holding.domain
-        official = domain.train_rows is not None and domain.test_rows is not None
-        own = split["split"] == "official" or (split["split"] == "auto" and official)
-        return part_rows(domain, float(split["test_fraction"]), int(split["seed"]), "official" if own else "random")
+        return self.rules.rows(self.holding.domain, split)
 
     def _method(self, recipe: Mapping[str, Any]) -> Method:
         """The method that a request names.
@@ -204,7 +201,7 @@ class SiteProgram:
     def _check_unchanged(self, fingerprint: str | None = None) -> None:
         """Raise UserError if the data are not those that the run began with."""
         stamp = self._stamp_now()
-        if stamp != self._stamp and read_holding(self.config).fingerprint == self.holding.fingerprint:
+        if stamp != self._stamp and self.rules.shown(read_holding(self.config)).fingerprint == self.holding.fingerprint:
             self._stamp = stamp  # the files were rewritten with the same content
         if stamp != self._stamp or (fingerprint is not None and fingerprint != self.holding.fingerprint):
             raise UserError(
@@ -245,12 +242,14 @@ class SiteProgram:
         memory = runner.site.memory
         self._remember(runner, folder, header["memory"])
         self._runner = None  # a call that fails may leave its memory half written
-        with ExposureWatch(runner.site) as watch:
+        with self.rules.paid(header, method, runner.site), ExposureWatch(runner.site) as watch:
             reply, mini_batches = runner.run(header["step"], envelope, content)
         sent = reply_content(reply) if summing is None else summing.contribution(reply, header["step"], runner, content)
         entry["sent"] = described(sent)
-        self.policy.check_sent(self.name, entry["sent"], header["step"], watch.samples())
-        if "features" not in self.policy.send or "features" not in method.shares:  # these show single samples anyway
+        looked = runner.site.samples if self.rules.budget else watch.samples()
+        self.policy.check_sent(self.name, entry["sent"], header["step"], looked)
+        singles = "features" in self.policy.send and "features" in method.shares  # they show single samples anyway
+        if not (singles or self.rules.budget):  # with a budget, noise covers samples, and a refusal would tell of them
             entry["exposure"] = round(watch.score(), 3)
             self.policy.check_exposure(self.name, header["step"], entry["exposure"], watch.samples())
         self._check_terms(header, method, agree=True)
@@ -308,6 +307,7 @@ class SiteProgram:
     def _measure(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
         """Answer with this site's accuracy under the given weights, on samples that no call trains on."""
         self.policy.check_kind(self.name, ACCURACY, "measuring a model")
+        self.rules.check_measures()
         run, number = plain_name(header["run"]), whole_number(header["round"])
         self.log.check_rate(self.name, self.policy, run, number, measures=True)
         method = self._method(header["setting"]["method"])
@@ -331,10 +331,9 @@ class SiteProgram:
         _, network, view = self._measurer
         network.load_state_dict(dict(weights))
         network.eval()
-        network = answering(network, view, method.batch_norm_at_new_site if unseen else None)
-        groups, classes = self.holding.domain.groups, len(self.holding.data.classes)
+        prior, groups = method.batch_norm_at_new_site if unseen else None, self.holding.domain.groups
         groups = None if groups is None else groups[held_out]
-        measures, entry["sent"] = measured(network, view, classes, self.policy, groups, header.get("whole"))
+        measures, entry["sent"] = self.rules.measured(header, network, view, groups, prior)
         return seal({"answers": header["key"], "measures": measures}, body_of({}))
 
     def _end(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:

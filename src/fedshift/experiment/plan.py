@@ -12,7 +12,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from fedshift.data.domain import DataSet, SparseRows
+import numpy as np
+
+from fedshift.data.domain import DataSet, Rows, SparseRows
 from fedshift.data.site_differences import site_differences
 from fedshift.evaluation.records import SitePrivacy
 from fedshift.experiment.budgets import budgets, rounds_needed
@@ -98,6 +100,11 @@ class Plan:
         if (target, seed) not in self._splits:
             self._splits[target, seed] = self._split(target, seed)
         return self._splits[target, seed]
+
+    def in_groups(self, site: str, rows: Rows) -> bool:
+        """Whether some of a site's ``rows`` belong together, such as those of one patient."""
+        groups = self.data.domains[site].groups
+        return groups is not None and len(np.unique(groups[rows])) < len(rows)
 
     def data_for(self, target: str) -> DataSet:
         """The data in the encoding of this target: sites that are unseen or not in the pair do not influence it."""

@@ -7,8 +7,6 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-import numpy as np
-
 from fedshift.errors import UserError
 from fedshift.evaluation.records import SitePrivacy
 from fedshift.federation.private_training import Draws, check_network
@@ -33,8 +31,7 @@ def privacy_of(planned: PlannedRun) -> dict[str, SitePrivacy]:
         return {}
     found = {}
     for site, rows in planned.split.train.items():
-        groups = planned.plan.data.domains[site].groups
-        grouped = groups is not None and len(np.unique(groups[rows])) < len(rows)
+        grouped = planned.plan.in_groups(site, rows)
         try:
             found[site] = _cost(training, len(rows), planned.budget[site], "group" if grouped else "sample")
         except UserError as error:

@@ -16,8 +16,8 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from fedshift.data.site_data import SiteData, epoch_batches
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.federation.randomness import drawn_from, generator
 from fedshift.functional.differential_privacy import clipped_sum, gaussian, sample_rate
+from fedshift.functional.secret_noise import SecretStream, Source, uniform
 from fedshift.models.network import Network
 from fedshift.models.products import OneDnnLinear
 from fedshift.models.wide import WideLinear
@@ -48,14 +49,28 @@ class Draws:
         noise_multiplier: σ.
         stream: names the run and the site. No two runs have the same noise: the difference of two models with the same
             noise would show what lies beneath it.
+        compares: whether each batch's gradient is compared with that of its samples. A failure of this check, and so
+            the error, depends on samples.
     """
 
     noise_multiplier: float
     stream: str
+    compares: ClassVar[bool] = True
 
-    def generator(self, exchange: int, purpose: str) -> torch.Generator:
-        """A generator for one purpose in one exchange. A repeated exchange draws the same numbers again."""
+    def generator(self, exchange: int, purpose: str) -> Source:
+        """A source for one purpose in one exchange. A repeated exchange draws the same numbers again."""
         return generator(self.stream, exchange, "private", purpose)
+
+
+@dataclass(frozen=True)
+class SecretDraws(Draws):
+    """The same from a secret of the site, which nobody else knows."""
+
+    secret: bytes = field(default=b"", repr=False)
+    compares: ClassVar[bool] = False
+
+    def generator(self, exchange: int, purpose: str) -> Source:
+        return SecretStream(self.secret, f"{self.stream}\x1f{exchange}\x1f{purpose}")
 
 
 def passes_over(site: Site, purpose: str) -> Iterator[Iterable[Tensor]]:
@@ -66,17 +81,17 @@ def passes_over(site: Site, purpose: str) -> Iterator[Iterable[Tensor]]:
         chances = site.training.chances(site.data.labels) if site.role == "source" else None
         while True:
             yield epoch_batches(site.samples, size, order, chances)
-    order = site.draws.generator(site.envelope.exchange, purpose)
+    draws = site.draws.generator(site.envelope.exchange, purpose)
     while True:
-        yield poisson_batches(site.data, size, site.batches_per_epoch, order)
+        yield poisson_batches(site.data, size, site.batches_per_epoch, draws)
 
 
-def poisson_batches(data: SiteData, batch_size: int, number: int, draws: torch.Generator) -> Iterator[Tensor]:
+def poisson_batches(data: SiteData, batch_size: int, number: int, draws: Source) -> Iterator[Tensor]:
     """The rows of ``number`` mini-batches, each unit in each of them with probability q = B/N; a batch may be empty."""
     rate = sample_rate(data.samples, batch_size)
     units = data.samples if data.groups is None else int(data.groups.max()) + 1
     for _ in range(number):
-        chosen = torch.rand(units, generator=draws, dtype=torch.float64) < rate
+        chosen = uniform(units, draws) < rate
         yield torch.nonzero(chosen if data.groups is None else chosen[data.groups]).flatten()
 
 
@@ -120,7 +135,7 @@ def minimise_privately(
                 optimizer.zero_grad(set_to_none=True)
             if len(batch.rows):
                 loss_of(batch).backward()  # type: ignore[no-untyped-call]
-                gradients = gradients_of(parameters, len(batch.rows))
+                gradients = gradients_of(parameters, len(batch.rows), compared=draws.compares)
                 groups = None if data.groups is None else data.groups[batch.rows]
                 sums = clipped_sum(gradients, privacy.clip_norm, groups)
             else:
@@ -190,8 +205,13 @@ def _of_wide_layer(layer: WideLinear, inputs: list[Tensor], gradient: Tensor) ->
     return {layer.weight: torch.einsum("ni,no->nio", inputs[0], gradient), layer.bias: gradient}
 
 
-def gradients_of(parameters: list[nn.Parameter], samples: int) -> list[Tensor]:
+def gradients_of(parameters: list[nn.Parameter], samples: int, *, compared: bool = True) -> list[Tensor]:
     """For each parameter the gradients of all samples, after a backward pass.
+
+    Args:
+        parameters: the parameters.
+        samples: how many samples the batch has.
+        compared: whether they are compared with the gradient of the batch.
 
     Raises:
         FedshiftError: together they are not the gradient of the batch.
@@ -204,6 +224,8 @@ def gradients_of(parameters: list[nn.Parameter], samples: int) -> list[Tensor]:
         if not isinstance(each, Tensor) or len(each) != samples:
             raise FedshiftError("a layer gives no gradient for each sample")
         found.append(each.detach())
+    if not compared:
+        return found
     apart = [mean.sub(value.grad) for mean, value in zip((g.mean(0) for g in found), parameters, strict=True)
              if value.grad is not None]  # fmt: skip
     most = math.sqrt(sum(float(each.flatten(1).norm(dim=1).mean()) ** 2 for each in found))

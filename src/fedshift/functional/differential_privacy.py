@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from fedshift.errors import UserError
+from fedshift.functional.secret_noise import Source, normal
 
 _Spent = tuple[tuple[float, float, int], ...]
 """(σ, q, steps) of each kind of step."""
@@ -85,7 +86,7 @@ def clipped_sum(gradients: Sequence[Tensor], clip_norm: float, groups: Tensor | 
     return [(factors @ row).view(gradient.shape[1:]) for row, gradient in zip(rows, gradients, strict=True)]
 
 
-def gaussian(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+def gaussian(shape: Sequence[int], source: Source) -> Tensor:
     """Standard normal noise, float64: the sum of four draws, halved.
 
     A single draw in floating point cannot take every value, and which values it can take may betray the sum beneath it
@@ -97,7 +98,7 @@ def gaussian(shape: Sequence[int], generator: torch.Generator) -> Tensor:
         >>> noise.dtype, round(noise.std().item(), 1)
         (torch.float64, 1.0)
     """
-    return torch.randn((4, *shape), generator=generator, dtype=torch.float64).sum(0) / 2
+    return normal((4, *shape), source).sum(0) / 2
 
 
 def epsilon(spent: Sequence[NoisySteps], delta: float) -> float:
@@ -114,11 +115,65 @@ def epsilon(spent: Sequence[NoisySteps], delta: float) -> float:
         >>> [round(epsilon([steps], 1e-5), 1) for steps in (one, four)]  # four steps need twice the noise
         [4.4, 4.4]
     """
+    return _epsilon(_by_kind(spent), delta)
+
+
+def together(spent: Iterable[NoisySteps]) -> list[NoisySteps]:
+    """The same steps, those of one kind added up.
+
+    Example:
+        >>> together([NoisySteps(1.0, 0.5, 2), NoisySteps(1.0, 0.5, 3)])
+        [NoisySteps(noise_multiplier=1.0, sample_rate=0.5, steps=5)]
+    """
+    return [NoisySteps(*kind) for kind in _by_kind(spent)]
+
+
+def adaptive_epsilon(spent: Iterable[NoisySteps], target: float, delta: float) -> float:
+    """An upper bound of ε at δ that also holds where each step was chosen after seeing what came before.
+
+    Someone who is answered may choose the noise and the number of the next steps by the answers. Then the sum of the
+    Rényi divergences bounds the loss if it is taken at one order that was fixed in advance (Feldman and Zrnic:
+    Individual Privacy Accounting via a Rényi Filter, NeurIPS 2021). The order here is the one at which a budget of
+    ``target`` lasts longest under Gaussian noise.
+
+    Args:
+        spent: the steps.
+        target: the ε of the budget; it sets the order, and is no bound of the result.
+        delta: δ.
+
+    Raises:
+        UserError: Opacus is not installed.
+
+    Example:
+        >>> steps = [NoisySteps(4.0, 0.2, 300)]
+        >>> adaptive_epsilon(steps, 2.0, 1e-5) >= epsilon(steps, 1e-5)
+        True
+    """
+    return _at_order(_by_kind(spent), delta, _order_for(target, delta))
+
+
+@functools.lru_cache(maxsize=512)
+def _order_for(target: float, delta: float) -> int:
+    """The order α at which the Gaussian mechanism, whose divergence is ρα, may have the largest ρ within a budget."""
+
+    def largest(order: int) -> float:
+        spared: float = (math.log(delta) + math.log(order)) / (order - 1) - math.log1p(-1 / order)
+        return (target + spared) / order
+
+    return int(max(_ORDERS, key=largest))
+
+
+@functools.lru_cache(maxsize=4096)
+def _at_order(spent: _Spent, delta: float, order: int) -> float:
+    return _epsilon_by("rdp", spent, delta, (order,))
+
+
+def _by_kind(spent: Iterable[NoisySteps]) -> _Spent:
     kinds: dict[tuple[float, float], int] = {}
     for one in spent:
         kind = one.noise_multiplier, one.sample_rate
         kinds[kind] = kinds.get(kind, 0) + one.steps
-    return _epsilon(tuple(sorted((*kind, steps) for kind, steps in kinds.items() if steps)), delta)
+    return tuple(sorted((*kind, steps) for kind, steps in kinds.items() if steps))
 
 
 @functools.lru_cache(maxsize=512)
@@ -167,7 +222,7 @@ def _epsilon(spent: _Spent, delta: float) -> float:
     return bound if bound > _MOST_EXACT or bound == 0 else min(bound, _epsilon_by("prv", spent, delta))
 
 
-def _epsilon_by(accountant: str, spent: _Spent, delta: float) -> float:
+def _epsilon_by(accountant: str, spent: _Spent, delta: float, orders: Sequence[int] = _ORDERS) -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Opacus says when the largest order of divergence was the best one
         try:
@@ -178,4 +233,4 @@ def _epsilon_by(accountant: str, spent: _Spent, delta: float) -> float:
         found.history = list(spent)
         if not found.history:
             return 0.0
-        return float(found.get_epsilon(delta, **({"alphas": _ORDERS} if accountant == "rdp" else {})))
+        return float(found.get_epsilon(delta, **({"alphas": list(orders)} if accountant == "rdp" else {})))

@@ -1,4 +1,4 @@
-"""A site's policy, and its audit log of every exchange.
+"""A site's policy and budget of privacy, and its audit log of every exchange.
 
 Both belong to the site. The coordinator learns enough of the policy to report early that a run cannot work. The site
 checks every exchange itself, whatever the coordinator says.
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
 
 from fedshift.chained_log import START, append_line, checked_lines, digest_of
 from fedshift.errors import FedshiftError, KindRefused, Refused, UserError, nearest
@@ -181,6 +181,22 @@ class Policy(BaseModel):
                 f"policy.exposure: {self.exposure:g}); a network that is wide for so few samples does so, and one that "
                 "was crafted to"
             )
+
+
+class PrivacyBudget(BaseModel):
+    """What all that a site answers may cost its samples, for the life of a project."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    epsilon: PositiveFloat = Field(description="ε: what all answers together may cost; then the site answers no more")
+    delta: Annotated[float, Field(gt=0, lt=1)] = Field(
+        1e-5, description="δ: probability with which ε may not hold; far below one over the site's samples"
+    )
+    measurement_noise: Annotated[float, Field(ge=1, le=1e6)] | None = Field(
+        None,
+        description="deviation of the noise on how many samples a measured model gets right; each measurement costs "
+        "ε; none = the site measures no model",
+    )
 
 
 def _installed(name: str) -> None:

@@ -1,0 +1,121 @@
+"""The ledger of what a site has spent of its budget of privacy."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fedshift.chained_log import append_line, checked_lines
+from fedshift.encryption import read_private, write_private
+from fedshift.errors import Refused, UserError
+from fedshift.federation.remote.policy import PrivacyBudget
+from fedshift.functional.differential_privacy import NoisySteps, adaptive_epsilon, together
+from fedshift.functional.secret_noise import SECRET_BYTES
+
+LEDGER, SECRET, LOCK = "privacy.jsonl", "privacy.secret", "privacy.lock"
+
+
+class PrivacyLedger:
+    """What a site spent, in a file of its memory: a line for each exchange, written before its answer leaves.
+
+    An exchange has a *mark*, computed with the site's secret from all that decides its answer. An exchange that is
+    repeated has the same mark, the same noise and the same answer, and is not counted again. Any other has other noise.
+    """
+
+    def __init__(self, memory: Path, site: str, budget: PrivacyBudget | None) -> None:
+        """``budget``: None counts without a limit."""
+        self.site, self.budget = site, budget
+        self._memory, self._file = memory, memory / LEDGER
+
+    def secret(self) -> bytes:
+        """The site's secret, which the operating system draws when it is first asked for.
+
+        Raises:
+            UserError: its file cannot be read.
+        """
+        file = self._memory / SECRET
+        with self._alone():
+            if not file.exists():
+                write_private(file, os.urandom(SECRET_BYTES))
+        try:
+            secret = read_private(file)
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read: {error.strerror}") from None
+        if len(secret) != SECRET_BYTES:
+            raise UserError(f"{file}: holds {len(secret)} bytes, not {SECRET_BYTES}: put the file back as it was")
+        return secret
+
+    def mark(self, **of: Any) -> str:
+        """A name that nobody without the secret can compute: of an exchange, or of the site's data."""
+        text = json.dumps(of, sort_keys=True)
+        return hmac.digest(self.secret(), f"mark\x1f{text}".encode(), hashlib.sha256).hex()
+
+    def spent(self) -> list[NoisySteps]:
+        """All steps that were ever answered for.
+
+        Raises:
+            FedshiftError: the ledger was changed.
+        """
+        return together(steps for _, steps in self._lines())
+
+    def check(self, mark: str, steps: NoisySteps) -> None:
+        """Raise Refused unless these steps could be paid for, or were."""
+        lines = list(self._lines())
+        if all(known != mark for known, _ in lines):
+            self._check_all([one for _, one in lines], steps)
+
+    def pay(self, mark: str, steps: NoisySteps, **what: Any) -> None:
+        """Write down what an exchange cost, unless it stands there already.
+
+        Args:
+            mark: of the exchange.
+            steps: its noisy steps.
+            what: for people who read the file.
+
+        Raises:
+            Refused: the budget does not reach. Then nothing is written, and nothing may leave the site.
+        """
+        with self._alone():
+            lines = list(self._lines())
+            if any(known == mark for known, _ in lines):
+                return
+            self._check_all([one for _, one in lines], steps)
+            try:
+                append_line(self._file, {"mark": mark, **vars(steps), **what}, flush=True)
+            except OSError as error:
+                raise UserError(f"cannot write {self._file}: {error.strerror}; nothing was sent") from None
+
+    def epsilon(self, *further: NoisySteps) -> float:
+        """ε of all that was spent, and of ``further`` steps. Without a budget, that of 8 sets the order."""
+        budget = self.budget or PrivacyBudget(epsilon=8)
+        return adaptive_epsilon([*self.spent(), *further], budget.epsilon, budget.delta)
+
+    def _check_all(self, spent: list[NoisySteps], steps: NoisySteps) -> None:
+        if self.budget is None:
+            return
+        epsilon, delta = self.budget.epsilon, self.budget.delta
+        if adaptive_epsilon([*spent, steps], epsilon, delta) > epsilon:
+            before = adaptive_epsilon(spent, epsilon, delta)
+            raise Refused(
+                f"site '{self.site}' has spent ε = {before:.3g} of {epsilon:g} at δ = {delta:g}, and what is asked "
+                "costs more than is left (rule privacy.epsilon)"
+            )
+
+    def _lines(self) -> Iterator[tuple[str, NoisySteps]]:
+        for line in map(json.loads, checked_lines(self._file)):
+            yield line["mark"], NoisySteps(line["noise_multiplier"], line["sample_rate"], line["steps"])
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Wait until no other process of this site writes its ledger or draws its secret."""
+        self._memory.mkdir(parents=True, exist_ok=True)
+        with open(os.open(self._memory / LOCK, os.O_RDWR | os.O_CREAT, 0o600), "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield

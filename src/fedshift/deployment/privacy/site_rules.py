@@ -1,0 +1,204 @@
+"""What a site does otherwise if it has a budget of privacy, or is asked to train privately.
+
+With a budget, all that leaves the site is public (shapes, numbers of samples), or has noise and is counted, or is
+refused. Neighbours are two data sets of the same size that differ in what one sample holds, or the samples of one
+group; so the number of samples is public.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fedshift.data.domain import Domain, Rows
+from fedshift.data.site_data import SiteData
+from fedshift.data.splits import part_rows, random_split
+from fedshift.deployment.privacy.ledger import PrivacyLedger
+from fedshift.deployment.site_file import Holding, SiteConfig
+from fedshift.deployment.site_measures import measured
+from fedshift.errors import Refused, UserError
+from fedshift.experiment.environment import versions
+from fedshift.experiment.privacy import check_private
+from fedshift.experiment.runs.evaluator import answering, predictions
+from fedshift.federation.private_training import SecretDraws
+from fedshift.federation.remote.policy import ACCURACY
+from fedshift.federation.remote.wire import body_of
+from fedshift.federation.site import Site
+from fedshift.functional.differential_privacy import NoisySteps, gaussian, sample_rate
+from fedshift.functional.secret_noise import SecretStream
+from fedshift.methods.base import Method
+from fedshift.models.network import Network
+
+_LEAST_NOISE, _MOST_NOISE = 0.05, 1e5
+_LEAST_NORM, _MOST_NORM = 1e-6, 1e6
+"""Clipping norms between which products in float32 keep their precision, on which the bound of the sum rests."""
+
+
+class SiteRules:
+    """The rules of one site, over all jobs of its project."""
+
+    def __init__(self, config: SiteConfig) -> None:
+        self.site, self.budget = config.file.site, config.file.privacy
+        self.ledger = PrivacyLedger(config.memory, self.site, self.budget)
+        self._policy = config.file.policy
+        self._fit: tuple[Method, Network] | None = None
+
+    # What is told of the data -----------------------------------------------------------------------------------------
+
+    def shown(self, holding: Holding) -> Holding:
+        """The data with a fingerprint that tells nobody else what they are, if the site has a budget."""
+        if self.budget is None:
+            return holding
+        return replace(holding, fingerprint=self.ledger.mark(data=holding.fingerprint)[:32])
+
+    def check_hello(self, private: object, holding: Holding) -> None:
+        """Raise Refused unless the site can take part in an experiment that trains privately, or that does not."""
+        if private is not True:
+            self._refuse_without_noise()
+        if self.budget is not None and holding.given is not None:
+            raise Refused(
+                f"site '{self.site}' refuses to send statistics for the encoding of its data, which have no noise "
+                "(rule privacy.epsilon): give it data that are encoded already, such as arrays"
+            )
+
+    def _refuse_without_noise(self) -> None:
+        if self.budget is not None:
+            raise Refused(
+                f"site '{self.site}' has a budget of privacy and trains with noise only: write training.privacy (rule "
+                f"privacy.epsilon: {self.budget.epsilon:g})"
+            )
+
+    def rows(self, domain: Domain, split: Mapping[str, Any]) -> tuple[Rows, Rows]:
+        """Training and held-out rows of a request's split.
+
+        With a budget, a random split does not look at labels: one that does moves other samples when one changes. With
+        groups it looks at their numbers alone.
+        """
+        fraction, seed = float(split["test_fraction"]), int(split["seed"])
+        official = domain.train_rows is not None and domain.test_rows is not None
+        own = split["split"] == "official" or (split["split"] == "auto" and official)
+        if self.budget is not None and not own and domain.groups is None:
+            return random_split(len(domain), fraction, seed)
+        return part_rows(domain, fraction, seed, "official" if own else "random")
+
+    def told(self, rows: Mapping[str, list[int]]) -> dict[str, Any]:
+        """What a card says beside the usual if the site has a budget. Without measurements nothing is held out."""
+        if self.budget is None:
+            return {}
+        if self.budget.measurement_noise is None:
+            rows = {seed: [train, 0] for seed, (train, _) in rows.items()}
+        spent = [[one.noise_multiplier, one.sample_rate, one.steps] for one in self.ledger.spent()]
+        return {"rows": dict(rows), "privacy": {**self.budget.model_dump(), "spent": spent}}
+
+    # Training ---------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def paid(self, header: Mapping[str, Any], method: Method, site: Site) -> Iterator[None]:
+        """Let a call train inside the block with noise that only this site knows, and count it, also if it fails.
+
+        Args:
+            header: the request.
+            method: its method.
+            site: the site of the run, with its memory loaded.
+
+        Raises:
+            Refused: the request trains without noise, or the budget does not reach.
+            UserError: method, network or noise cannot be private.
+        """
+        privacy, asked = site.training.privacy, site.draws
+        if privacy is None:
+            self._refuse_without_noise()
+            yield
+            return
+        sigma = asked.noise_multiplier if asked is not None else None
+        if not isinstance(sigma, float | int) or not _LEAST_NOISE <= sigma <= _MOST_NOISE:
+            raise UserError(f"site '{self.site}': a request to train privately does not say how much noise")
+        if not _LEAST_NORM <= privacy.clip_norm <= _MOST_NORM:
+            raise UserError(f"site '{self.site}': training.privacy.clip_norm is not in [{_LEAST_NORM}, {_MOST_NORM:g}]")
+        if self._fit is None or self._fit[0] != method or self._fit[1] is not site.network:
+            check_private(method, site.network, site.data.input_shape)
+            self._fit = method, site.network
+        mark = self._mark(header, site.device, memory=body_of(dict(site.memory)).sha256)
+        rate = sample_rate(site.data.samples, site.training.batch_size)
+
+        def cost(steps: int) -> NoisySteps:
+            return NoisySteps(float(sigma), rate, steps)
+
+        wanted = method.mini_batches(site.batches_per_epoch, 2) - method.mini_batches(site.batches_per_epoch, 1)
+        self.ledger.check(mark, cost(max(1, min(wanted, int(header["envelope"]["mini_batches_left"])))))
+        site.draws = SecretDraws(float(sigma), mark, self.ledger.secret())
+        site.mini_batches = 0
+        try:
+            yield
+        finally:
+            if site.mini_batches:
+                place = {"run": header["run"], "round": header["envelope"]["round"], "step": header["step"]}
+                self.ledger.pay(mark, cost(site.mini_batches), **place)
+
+    def _mark(self, header: Mapping[str, Any], device: torch.device, **of: str) -> str:
+        """The mark of an exchange. The request's key covers run, round, step, content and the data's fingerprint."""
+        # Last bits depend on these, and two answers with the same noise may not differ in any.
+        here = {"versions": versions(), "device": str(device), "threads": torch.get_num_threads()}
+        if device.type != "cpu":  # sums in any order
+            here["once"] = os.urandom(16).hex()
+        return self.ledger.mark(request=header["key"], here=here, **of)
+
+    # Measuring --------------------------------------------------------------------------------------------------------
+
+    def check_measures(self) -> None:
+        """Raise Refused if the site has a budget and measures no model."""
+        if self.budget is not None and self.budget.measurement_noise is None:
+            raise Refused(
+                f"site '{self.site}' measures no model: it has a budget of privacy and no noise for measurements (rule "
+                "privacy.measurement_noise)"
+            )
+
+    def measured(
+        self,
+        header: Mapping[str, Any],
+        network: Network,
+        view: SiteData,
+        groups: NDArray[np.int64] | None,
+        prior: int | None,
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the site reports of a model, and what its audit log says of it; with a budget an accuracy with noise.
+
+        With a budget each group has one vote, the share of its samples that the model gets right; without groups each
+        sample has. BatchNorm then keeps its statistics, so that no sample changes the prediction of another.
+
+        Args:
+            header: the request.
+            network: the model, in evaluation mode.
+            view: the measured samples.
+            groups: which of them belong together; None if all are apart.
+            prior: as of `answering`.
+        """
+        classes = int(header["setting"]["classes"])
+        if self.budget is None:
+            network = answering(network, view, prior)
+            return measured(network, view, classes, self._policy, groups, header.get("whole"))
+        self.check_measures()
+        deviation = float(self.budget.measurement_noise or 0)
+        right = (predictions(network, view) == view.labels.cpu().numpy()).astype(float)
+        if groups is not None:
+            _, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
+            right = np.bincount(place, right) / sizes
+        mark = self._mark(header, view.device)
+        noise = float(gaussian((1,), SecretStream(self.ledger.secret(), f"{mark}\x1fmeasurement")))
+        share = (float(right.sum()) + deviation * noise) / len(right)
+        cost = NoisySteps(deviation, 1.0, 1)
+        self.ledger.pay(mark, cost, run=header["run"], round=header["round"], step="measure")
+        measures = {
+            "accuracy": 100.0 * min(1.0, max(0.0, share)),
+            "samples": view.samples,
+            "classes": [None] * classes,
+            "metrics": None,
+        }
+        return measures, {"measures": {"kind": ACCURACY}}
