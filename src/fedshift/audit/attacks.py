@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedshift.audit.gradient_search import Attack, Attacked, Attempt, Exchange, Search, Sent, Space, Watcher
+from fedshift.audit.sent_gradient import gradient_of
 from fedshift.data.domain import DataSet
 from fedshift.federation.messages import Update
 from fedshift.federation.randomness import generator
@@ -157,10 +158,7 @@ class Attacker:
         for site in self.sites:
             rows = torch.randperm(site.samples, generator=self._draws("rows", site))[: self.size]
             inputs, labels, _ = site.data.batch(rows, self._draws("augmentation", site))
-            model = site.model()
-            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            found = torch.autograd.grad(F.cross_entropy(model(inputs), labels), trained, materialize_grads=True)
-            gradients.append([part.detach() for part in found])
+            gradients.append(gradient_of(site, inputs, labels))
             batches.append((inputs, labels))
         inputs, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
         return Sent("batch", self._mean(gradients), 0, (inputs, labels))

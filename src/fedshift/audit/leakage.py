@@ -28,8 +28,9 @@ from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.environment import resolve_device, threads_set, versions
 from fedshift.experiment.features import built
-from fedshift.experiment.plan import Plan
+from fedshift.experiment.plan import Plan, PlannedRun, Run
 from fedshift.experiment.predict import load_model
+from fedshift.experiment.privacy import draws_of
 from fedshift.experiment.protocol import taking_part, with_wrong_labels
 from fedshift.federation.remote.policy import Policy
 from fedshift.federation.secure.sums import SMALLEST_ROSTER
@@ -93,7 +94,8 @@ def audit_leakage(
 
     The weights attacked are the initial ones, or those of a trained model.
 
-    The site is also sent crafted networks (`crafted`), whose answers its policy may refuse.
+    Under ``training.privacy`` the gradient and the epoch are clipped and noisy, with the noise of the experiment's own
+    size of mini-batch. The site is also sent crafted networks (`crafted`), whose answers its policy may refuse.
 
     A network that begins with a fully connected layer is also inverted analytically, at mini-batches of 1.
 
@@ -123,7 +125,7 @@ def audit_leakage(
     whole = plan.data
     if whole.task != "classification":
         raise UserError(f"data set {whole.name} is for {whole.task}, and the audit only attacks classification")
-    target, name = _target_and_site(plan, site)
+    target, name = target_and_site(plan, site)
     seed = experiment.protocol.seeds[0]
     data, split = plan.data_for(target), plan.split(target, seed)
     shown = with_wrong_labels(experiment.protocol, data, split, seed)
@@ -137,6 +139,7 @@ def audit_leakage(
     view = views[name]
     network = _network(experiment, data, seed, model).to(device).train()
     _check_sizes(sizes, view, network, name)
+    draws = draws_of(PlannedRun(plan, Run(experiment.methods[0], target, seed)))
     attacks = ATTACKS[attack]
     summed = [size for size in sizes if not _no_sum(size, views)]
     watcher.begin(2 * (len(sizes) + len(summed)) * len(attacks) * iterations * starts)
@@ -145,7 +148,19 @@ def audit_leakage(
         for size in sizes:
             training = experiment.training.for_classes(data.classes).model_copy(update={"batch_size": size})
             sites = [
-                Site(source, "source", len(data.classes), 1, training, SiteMemory(()), seed, own.device, network, own)
+                Site(
+                    source,
+                    "source",
+                    len(data.classes),
+                    1,
+                    training,
+                    SiteMemory(()),
+                    seed,
+                    own.device,
+                    network,
+                    own,
+                    draws=draws.get(source),
+                )
                 for source, own in views.items()
             ]
             for some in (sites[:1], sites) if size in summed else (sites[:1],):
@@ -182,7 +197,7 @@ def audit_leakage(
     )
 
 
-def _target_and_site(plan: Plan, site: str | None) -> tuple[str, str]:
+def target_and_site(plan: Plan, site: str | None) -> tuple[str, str]:
     """The first target for which ``site`` is a source, and the site; None means any site."""
     targets, data = plan.targets, plan.data
     if site is not None and site not in data.domains:

@@ -304,6 +304,29 @@ def leakage(
     )
 
 
+@audit.command()
+def membership(
+    experiment: ExperimentFile,
+    overrides: Overrides = None,
+    site: Annotated[str | None, typer.Option("--site", help="The source to attack. [the first]")] = None,
+    trainings: Annotated[int, typer.Option("--trainings", min=2, help="How many times the method is trained.")] = 8,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder of the results. [RUNS/NAME/audit]", metavar="DIR")
+    ] = None,
+    runs: Runs = Path("runs"),
+) -> None:
+    """Try to tell from a trained model which samples of a site it was trained on, and bound ε from below by it.
+
+    The experiment's first method is trained with other samples each time. With training.privacy, the bound is compared
+    with the ε that the training claims.
+
+    Example: fedshift audit membership hearts.yaml --site cleveland --trainings 16
+    """
+    from fedshift.cli.audit import membership_file
+
+    membership_file(experiment, overrides or [], out, runs=runs, site=site, trainings=trainings)
+
+
 @app.command()
 def deploy(
     what: Annotated[

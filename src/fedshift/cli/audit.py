@@ -1,4 +1,4 @@
-"""``fedshift audit leakage``."""
+"""``fedshift audit leakage`` and ``fedshift audit membership``."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ from rich.table import Table
 from fedshift.audit.attacks import Case
 from fedshift.audit.gradient_search import Watcher
 from fedshift.audit.leakage import LeakageAudit, audit_leakage
+from fedshift.audit.membership import MembershipAudit, audit_membership
 from fedshift.cli.console import safe_console
 from fedshift.deployment.site_file import load_site
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import load
 from fedshift.files import write_bytes
 
-RECORD, PICTURE = "leakage.json", "leakage.png"
+RECORD, PICTURE, MEMBERSHIP = "leakage.json", "leakage.png", "membership.json"
 
 
 def audit_file(
@@ -164,3 +165,53 @@ def _row(case: Case) -> list[str]:
     elif case.correlation is not None:
         cells += [f"{case.guess_mse:.4f}", f"{fmean(case.correlation):.2f}", f"{case.guess_correlation:.2f}"]
     return [*cells, "–" if case.labels_right is None else f"{case.labels_right}/{len(case.labels)}"]
+
+
+# Membership -----------------------------------------------------------------------------------------------------------
+
+
+def membership_file(
+    path: Path, overrides: Sequence[str], out: Path | None, *, runs: Path, site: str | None, trainings: int
+) -> None:
+    """Attack the models of an experiment; print the table and write the record. Arguments as of `audit_file`."""
+    errors = safe_console(stderr=True)
+    experiment = load(path, overrides)
+    folder = out or runs / experiment.name / "audit"
+    _make(folder)
+
+    def trained(number: int) -> None:
+        errors.print(f"training {number + 1} of {trainings} is done", highlight=False)
+
+    try:
+        found = audit_membership(experiment, site=site, trainings=trainings, trained=trained)
+    except KeyboardInterrupt:
+        errors.print("interrupted: nothing was written", highlight=False)
+        sys.exit(130)
+    record = {"command": shlex.join(["fedshift", *sys.argv[1:]]), **found.record()}
+    write_bytes(folder / MEMBERSHIP, (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode())
+    _print_membership(found)
+    errors.print(f"wrote {folder / MEMBERSHIP}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _print_membership(found: MembershipAudit) -> None:
+    console = safe_console()
+    say: dict[str, Any] = {"markup": False, "highlight": False, "soft_wrap": True}
+    claimed = "no privacy" if found.claimed is None else f"ε ≤ {found.claimed[0]:.2f} at δ = {found.claimed[1]:g}"
+    console.print(
+        f"site {found.site} of {found.data}, {found.method}, {claimed}: {found.trainings} trainings on half of "
+        f"{found.units} {found.unit}s; accuracy {found.accuracy_of_members:.1f} on those that trained, "
+        f"{found.accuracy_of_others:.1f} on the others",
+        **say,
+    )
+    table = Table(box=None, pad_edge=False)
+    for column in ("attack", "guesses", "right", "95 % bounds", "AUC", "ε at least"):
+        table.add_column(column, justify="left" if column == "attack" else "right", no_wrap=True)
+    for one in found.attacks:
+        share, bounds = 100 * one.right / one.guesses, f"{100 * one.low:.1f} to {100 * one.high:.1f}"
+        table.add_row(one.name, str(one.guesses), f"{share:.1f} %", bounds, f"{one.auc:.1f}", f"{one.epsilon:.2f}")
+    console.print(table)
+    console.print(
+        "Of each training the fifth of the samples that looks most like members is guessed to be, and the fifth that "
+        "looks least like them not to be; 50 % right is chance. An attack that fails says nothing about better ones.",
+        **say,
+    )

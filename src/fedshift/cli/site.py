@@ -14,6 +14,7 @@ from fedshift.cli.console import safe_console
 from fedshift.data.domain import SparseRows
 from fedshift.deployment.agreed_terms import AgreedTerms
 from fedshift.deployment.flare import roles
+from fedshift.deployment.privacy.ledger import PrivacyLedger
 from fedshift.deployment.secure.identity import Identity
 from fedshift.deployment.site_file import SiteConfig, load_site, read_holding
 from fedshift.encryption import KEY_FILE, present_key
@@ -50,6 +51,15 @@ def check_site(path: Path) -> None:
     say(f"at rest: {'encrypted' if present_key() else f'not encrypted ({KEY_FILE} is not set)'}")
     say(f"device: {resolve_device(config.file.device)}; " + ", ".join(f"{k} {v}" for k, v in versions().items()))
     _say_policy(config, say)
+    if config.file.privacy is not None:
+        budget, ledger = config.file.privacy, PrivacyLedger(config.memory, config.file.site, config.file.privacy)
+        measures = budget.measurement_noise
+        say(
+            f"privacy: ε = {ledger.epsilon():.3g} of {budget.epsilon:g} spent at δ = {budget.delta:g}; trains with "
+            f"noise only, {'measures no model' if measures is None else f'measures with noise of {measures:g} samples'}"
+        )
+        if holding.given is not None:
+            say("warning: its data give statistics without noise for a common encoding, which it refuses to send")
     try:
         lines, last = AuditLog.check(config.audit_log)
         sink = f"; a copy goes to a sink ({config.file.sink.kind})" if config.file.sink else ""

@@ -103,8 +103,12 @@ class Plan:
 
     def in_groups(self, site: str, rows: Rows) -> bool:
         """Whether some of a site's ``rows`` belong together, such as those of one patient."""
+        return self.largest_group(site, rows) > 1
+
+    def largest_group(self, site: str, rows: Rows) -> int:
+        """The number of ``rows`` in a site's largest group of samples; 1 where all are apart."""
         groups = self.data.domains[site].groups
-        return groups is not None and len(np.unique(groups[rows])) < len(rows)
+        return 1 if groups is None else int(np.unique(groups[rows], return_counts=True)[1].max(initial=1))
 
     def data_for(self, target: str) -> DataSet:
         """The data in the encoding of this target: sites that are unseen or not in the pair do not influence it."""

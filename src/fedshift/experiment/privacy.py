@@ -130,9 +130,18 @@ def privacy_warnings(plan: Plan) -> tuple[str, ...]:
         return ()
     found = []
     sizes: dict[str, int] = {}
+    groups: dict[str, int] = {}
     for planned in plan.runs:
         for site, rows in planned.split.train.items():
             sizes[site] = min(sizes.get(site, len(rows)), len(rows))
+            groups[site] = max(groups.get(site, 1), plan.largest_group(site, rows))
+    batch = plan.experiment.training.batch_size
+    for site, size in sorted(groups.items()):
+        if size > batch:
+            found.append(
+                f"training.batch_size: site '{site}' has a group of {size} samples, more than a mini-batch of {batch}: "
+                "it is in a mini-batch as a whole, which is then larger"
+            )
     for site, size in sorted(sizes.items()):
         if privacy.delta * size >= 1:
             found.append(

@@ -220,8 +220,15 @@ def _traffic(result: RunResult) -> Iterator[str]:
         ],
     )
     yield ""
-    yield "All sites and rounds together. No differential privacy was used, so there is no ε that bounds what this"
-    yield "model tells about a sample."
+    yield "All sites and rounds together."
+    yield ""
+    if result.guarantee is None:
+        yield "No differential privacy was used, so there is no ε that bounds what this model tells about a sample."
+        return
+    units = sorted({f"{one.unit}s" for one in result.privacy.values()})
+    yield f"Differential privacy of each site's training {' or '.join(units)}: {result.guarantee}, for the site that"
+    yield "paid most. It bounds what the models of this run tell about one of them, and covers neither the other runs of the"
+    yield "experiment nor the measures above."
 
 
 def _size(number: float) -> str:
@@ -241,7 +248,8 @@ def _limits(trained: TrainedModel, result: RunResult | None) -> Iterator[str]:
     else:
         yield "* It was not measured at any site outside of its training."
     yield "* One run with one seed: the experiment's table has the means and standard errors over seeds."
-    yield "* A model is not anonymous: something about single samples may be learned from its weights."
+    if result is None or result.guarantee is None:
+        yield "* A model is not anonymous: something about single samples may be learned from its weights."
     yield "* It was not examined as a medical device or for any other regulated use."
     for warning in result.warnings if result is not None else ():
         yield f"* Warning of the run: {text(warning)}."
