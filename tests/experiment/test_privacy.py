@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from calling import Cli
-from small import Stop, StopAfter, experiment, outcome, sites, write
+from small import Stop, StopAfter, experiment, features, outcome, save, sites, write
 
 import fedshift
 from fedshift.evaluation.records import RunResult
@@ -72,3 +74,61 @@ def test_a_result_has_its_privacy_and_a_table_shows_it(tmp_path: Path, cli: Cli)
     (other,) = (tmp_path / "runs").rglob("model.safetensors")
     (own,) = (tmp_path / "whole").rglob("model.safetensors")
     assert own.read_bytes() != other.read_bytes()
+
+
+def grouped(folder: Path) -> dict[str, str]:
+    """The three sites; at b and c, patients have four samples each, one of them at b twelve."""
+    made = {name: features(seed, number) for name, seed, number in (("a", 1, 30), ("b", 2, 24), ("c", 3, 32))}
+    made["b"]["groups"] = np.array([0] * 12 + [1] * 4 + [2] * 4 + [3] * 4)
+    made["c"]["groups"] = np.repeat(np.arange(8), 4)
+    return save(folder, **made)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("shared_workers")
+def test_a_pool_of_workers_ends_in_the_same_bits(tmp_path: Path) -> None:
+    """Also where a group is larger than a mini-batch, which is said."""
+    options = private(tmp_path) | {"data": {"name": "arrays", "sites": grouped(tmp_path)}}
+    options["training"]["momentum"], options["training"]["reset_optimizer_each_round"] = 0.9, False
+    fedshift.run(options, tmp_path / "one")
+    options["engine"] = {"name": "local", "threads": 1, "workers": 2}
+    fedshift.run(options, tmp_path / "two")
+    assert outcome(tmp_path / "one") == outcome(tmp_path / "two")
+
+
+def test_a_group_larger_than_a_mini_batch_is_said(tmp_path: Path) -> None:
+    options = private(tmp_path) | {"data": {"name": "arrays", "sites": grouped(tmp_path)}}
+    options["protocol"] = {"targets": ["a"], "seeds": [0], "test_fraction": 0.0, "base_images": "shared"}
+    said = " ".join(fedshift.check(options).warnings)
+    assert "'b' has a group of 12 samples" in said
+    assert "'c'" not in said.partition("group of")[2]
+    assert "mini-batch of 8" in said
+
+
+def test_a_model_card_says_what_was_paid(tmp_path: Path) -> None:
+    """The sentence that there is no differential privacy is for models without it."""
+    fedshift.run(private(tmp_path), tmp_path / "runs")
+    plain = private(tmp_path) | {"name": "plain"}
+    plain["training"].pop("privacy")
+    fedshift.run(plain, tmp_path / "runs")
+    cards = {}
+    for name in ("small", "plain"):
+        (place,) = (tmp_path / "runs" / name).rglob("seed-0")
+        model = fedshift.Model.load(place)
+        cards[name] = model.card()
+        assert model.result is not None
+        assert (model.result.guarantee or "No differential privacy") in cards[name]
+    assert "No differential privacy" not in cards["small"]
+    assert "not anonymous" not in cards["small"]
+    assert "not anonymous" in cards["plain"]
+
+
+def test_check_says_what_noise_costs_in_accuracy(tmp_path: Path, cli: Cli) -> None:
+    """With so much noise a linear model is no better than chance, and without it nearly always right."""
+    training = {"rounds": 8, "batch_size": 8, "lr": 0.1, "privacy": {"noise_multiplier": 50.0, "delta": 0.01}}
+    file = write(tmp_path / "e.yaml", private(tmp_path) | {"training": training})
+    said = cli("check", file, "--noise-cost").out
+    (line,) = [line for line in said.splitlines() if line.startswith("fedavg → a")]
+    with_noise, without = map(float, re.findall(r"([\d.]+) %", line))
+    assert with_noise < 70 < without
+    assert "training.privacy" in cli("check", file, "training.privacy=null", "--noise-cost").error()

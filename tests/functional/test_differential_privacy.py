@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from fedshift.functional.differential_privacy import NoisySteps, clipped_sum, epsilon, gaussian, noise_multiplier
+from fedshift.functional.differential_privacy import (
+    NoisySteps,
+    adaptive_epsilon,
+    clipped_sum,
+    epsilon,
+    gaussian,
+    noise_multiplier,
+)
 
 
 def norm_of(parts: list[torch.Tensor]) -> float:
@@ -83,3 +90,25 @@ def test_the_noise_is_what_epsilon_takes_and_little_more() -> None:
     assert 2.95 < epsilon([NoisySteps(sigma, 1.0, 20)], 1e-5) <= 3.0
     assert epsilon([NoisySteps(sigma, 1.0, 10)] * 2, 1e-5) == epsilon([NoisySteps(sigma, 1.0, 20)], 1e-5)
     assert epsilon([NoisySteps(sigma, 1.0, 0)], 1e-5) == 0
+
+
+@pytest.mark.parametrize("target", [0.5, 3.0, 20.0])
+def test_what_may_be_chosen_as_one_goes_costs_one_order_of_divergence(target: float) -> None:
+    """All samples in 30 steps: a divergence of α·30/2σ² at order α, which is turned into ε as a sum by hand.
+
+    The noise is such that the budget is just spent; no other whole order may then allow much less of it.
+    """
+    pytest.importorskip("opacus")
+    delta, steps = 1e-5, 30
+
+    def by_hand(order: int, sigma: float) -> float:
+        spared = (math.log(delta) + math.log(order)) / (order - 1)
+        return order * steps / (2 * sigma**2) - spared + math.log((order - 1) / order)
+
+    sigma = noise_multiplier(target, delta, 1.0, steps) * 1.1
+    found = adaptive_epsilon([NoisySteps(sigma, 1.0, steps)], target, delta)
+    costs = [by_hand(order, sigma) for order in range(2, 65)]
+    assert min(abs(found - cost) for cost in costs) < 1e-6 * found
+    assert min(costs) <= found < 1.02 * min(costs)
+    assert found > epsilon([NoisySteps(sigma, 1.0, steps)], delta)
+    assert adaptive_epsilon([], target, delta) == 0

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 import typer.main
 
-from fedshift.cli.federation import KitFolder, Overrides, Runs, coordinator, project, site
+from fedshift.cli.audits import audit
+from fedshift.cli.federation import ExperimentFile, KitFolder, Overrides, Runs, coordinator, project, site
 from fedshift.cli.results import results
 from fedshift.cli.security import security
 
@@ -33,7 +34,6 @@ def names_of(room: str) -> Callable[[], list[str]]:
     return names
 
 
-ExperimentFile = Annotated[Path, typer.Argument(help="The experiment file.", metavar="EXPERIMENT.yaml")]
 OwnMethod = Annotated[str | None, typer.Option("--method", help="FILE.py:Class, if your own method trained the model.")]
 OwnNetwork = Annotated[
     str | None, typer.Option("--network", help="FILE.py:Class, if the model is of your own network.")
@@ -84,14 +84,24 @@ def search(
 
 
 @app.command()
-def check(experiment: ExperimentFile, overrides: Overrides = None, runs: Runs = Path("runs")) -> None:
+def check(
+    experiment: ExperimentFile,
+    overrides: Overrides = None,
+    runs: Runs = Path("runs"),
+    noise_cost: Annotated[
+        bool,
+        typer.Option("--noise-cost", help="Train once with training.privacy and once without; say both accuracies."),
+    ] = False,
+) -> None:
     """Report what is known before training: data, classes, sizes, compatibility, the expected hours and bytes.
 
     Also says how many of its runs are finished, or that the folder of its runs belongs to another experiment.
+
+    Example: fedshift check hearts.yaml 'data={name: heart_disease}' --noise-cost
     """
     from fedshift.cli.check import check_file
 
-    check_file(experiment, overrides or [], runs)
+    check_file(experiment, overrides or [], runs, noise_cost=noise_cost)
 
 
 @app.command()
@@ -247,84 +257,12 @@ def export(
     export_run(model, to, out, method, network)
 
 
-audit = typer.Typer(
-    help="Measure what an attacker could learn from what leaves a site.",
-    no_args_is_help=True,
-)
 app.add_typer(audit, name="audit")
 app.add_typer(results, name="results")
 app.add_typer(project, name="project")
 app.add_typer(coordinator, name="coordinator")
 app.add_typer(site, name="site")
 app.add_typer(security, name="security")
-
-
-@audit.command()
-def leakage(
-    experiment: ExperimentFile,
-    overrides: Overrides = None,
-    site: Annotated[str | None, typer.Option("--site", help="The source to attack. [the first]")] = None,
-    batch: Annotated[
-        list[int] | None,
-        typer.Option("--batch", min=1, help="Samples in a mini-batch; repeat for several sizes. [1, 4, 8]"),
-    ] = None,
-    attack: Annotated[str, typer.Option("--attack", help="l2, cosine or both.")] = "both",
-    iterations: Annotated[int, typer.Option("--iterations", min=1, help="Gradient evaluations of each attempt.")] = 300,
-    starts: Annotated[int, typer.Option("--starts", min=1, help="Attempts of each attack; the best counts.")] = 4,
-    model: Annotated[
-        Path | None, typer.Option("--model", help="A finished run's folder: attack its trained model.", metavar="RUN")
-    ] = None,
-    policy: Annotated[
-        Path | None,
-        typer.Option("--policy", help="A site's file, whose policy crafted networks meet.", metavar="SITE.yaml"),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder of the results. [RUNS/NAME/audit]", metavar="DIR")
-    ] = None,
-    runs: Runs = Path("runs"),
-) -> None:
-    """Try to reconstruct a site's samples: from a mini-batch's gradient, from an epoch's model, by crafted networks.
-
-    Example: fedshift audit leakage digits.yaml --site D15 --batch 1 --batch 4
-    """
-    from fedshift.cli.audit import audit_file
-
-    audit_file(
-        experiment,
-        overrides or [],
-        out,
-        policy,
-        runs=runs,
-        site=site,
-        batches=batch or (1, 4, 8),
-        attack=attack,
-        iterations=iterations,
-        starts=starts,
-        model=model,
-    )
-
-
-@audit.command()
-def membership(
-    experiment: ExperimentFile,
-    overrides: Overrides = None,
-    site: Annotated[str | None, typer.Option("--site", help="The source to attack. [the first]")] = None,
-    trainings: Annotated[int, typer.Option("--trainings", min=2, help="How many times the method is trained.")] = 8,
-    out: Annotated[
-        Path | None, typer.Option("--out", help="Folder of the results. [RUNS/NAME/audit]", metavar="DIR")
-    ] = None,
-    runs: Runs = Path("runs"),
-) -> None:
-    """Try to tell from a trained model which samples of a site it was trained on, and bound ε from below by it.
-
-    The experiment's first method is trained with other samples each time. With training.privacy, the bound is compared
-    with the ε that the training claims.
-
-    Example: fedshift audit membership hearts.yaml --site cleveland --trainings 16
-    """
-    from fedshift.cli.audit import membership_file
-
-    membership_file(experiment, overrides or [], out, runs=runs, site=site, trainings=trainings)
 
 
 @app.command()

@@ -10,13 +10,16 @@ from rich.table import Table
 from fedshift.cli.console import escape, safe_console
 from fedshift.errors import UserError
 from fedshift.evaluation.stored import is_finished, run_folders
-from fedshift.experiment.check import MethodCheck, check
+from fedshift.experiment.check import MethodCheck, check, noise_costs
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.runs.run_folder import check_place
 
 
-def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs")) -> None:
-    """Print what is known about an experiment before it trains, and what of it is finished in the folder ``runs``."""
+def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), *, noise_cost: bool = False) -> None:
+    """Print what is known about an experiment before it trains, and what of it is finished in the folder ``runs``.
+
+    ``noise_cost``: also train with and without noise, and print the accuracies.
+    """
     experiment = load(path, overrides)
     found = check(experiment)
     console = safe_console()
@@ -81,6 +84,13 @@ def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs")) 
         for site, spent in found.privacy.items():
             privacy.add_row(escape(site), f"{spent.run:.2f}", f"{spent.together:.2f}")
         console.print(privacy)
+    for cost in noise_costs(experiment) if noise_cost else ():
+        what = f"{escape(cost.method)} → {escape(cost.target)}, seed {experiment.protocol.seeds[0]}"
+        console.print(
+            f"{what}: {cost.private:.2f} % with noise, {cost.plain:.2f} % without",
+            highlight=False,
+            soft_wrap=True,
+        )
     begun = run_folders(runs / experiment.name)
     if begun:
         planned = sum(method.runs for method in found.methods)

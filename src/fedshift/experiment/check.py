@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -13,6 +15,7 @@ from fedshift.data.checks import absent_classes
 from fedshift.data.domain import DataSet
 from fedshift.data.site_data import SiteData, batches_per_epoch, epoch_batches
 from fedshift.errors import UserError
+from fedshift.evaluation.records import RunResult
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment, method_record
 from fedshift.experiment.config.sections import SourceTarget
@@ -21,6 +24,8 @@ from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.privacy import Spent, spent_by_experiment
 from fedshift.experiment.protocol import taking_part
+from fedshift.experiment.runs.context import Reporter
+from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.traffic import DryRun, dry_run_of, traffic
 from fedshift.experiment.trial import try_method
 from fedshift.functional.losses import task_loss
@@ -136,6 +141,38 @@ def check(experiment: Experiment) -> Check:
         encoding_shares=experiment.data.shares,
         privacy=spent_by_experiment(plan),
     )
+
+
+@dataclass(frozen=True)
+class NoiseCost:
+    """Accuracy in percent of one method at one target: with the experiment's noise, and without it."""
+
+    method: str
+    target: str
+    private: float
+    plain: float
+
+
+def noise_costs(experiment: Experiment, reporter: Reporter | None = None) -> list[NoiseCost]:
+    """Train with the first seed, with ``training.privacy`` and without, and keep only the accuracies.
+
+    Its data should be public or made up: each training looks at them, and nobody counts what it costs them.
+
+    Raises:
+        UserError: the experiment is not private, or cannot run.
+    """
+    if experiment.training.privacy is None:
+        raise UserError("training.privacy: write it, or there is no noise whose cost could be measured")
+    seeds = {"seeds": experiment.protocol.seeds[:1]}
+    experiment = experiment.model_copy(update={"protocol": experiment.protocol.model_copy(update=seeds)})
+    plain = experiment.training.model_copy(update={"privacy": None})
+    found: list[dict[tuple[str, str], float]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for number, one in enumerate((experiment, experiment.model_copy(update={"training": plain}))):
+            place = run_experiment(one, Path(folder, str(number)), reporter)
+            results = [RunResult.model_validate_json(file.read_bytes()) for file in place.rglob("result.json")]
+            found.append({(result.method, result.target): result.accuracy() or 0.0 for result in results})
+    return [NoiseCost(*run, accuracy, found[1][run]) for run, accuracy in found[0].items()]
 
 
 @dataclass(frozen=True)

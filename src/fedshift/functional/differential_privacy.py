@@ -233,4 +233,5 @@ def _epsilon_by(accountant: str, spent: _Spent, delta: float, orders: Sequence[i
         found.history = list(spent)
         if not found.history:
             return 0.0
-        return float(found.get_epsilon(delta, **({"alphas": list(orders)} if accountant == "rdp" else {})))
+        bound = float(found.get_epsilon(delta, **({"alphas": list(orders)} if accountant == "rdp" else {})))
+        return max(0.0, bound)  # a bound below 0 says that δ alone is enough

@@ -93,6 +93,8 @@ class WorkerPool:
             np.save(folder / "labels.npy", domain.labels)
             if domain.masks is not None:
                 np.save(folder / "masks.npy", domain.masks)
+            if domain.groups is not None:
+                np.save(folder / "groups.npy", domain.groups)
             self._shared[id(domain)] = (domain, str(folder))  # keep the domain, so that its id stays unique
         return self._shared[id(domain)][1]
 

@@ -95,15 +95,17 @@ class Worker:
 def read_domain(name: str, folder: Path) -> Domain:
     """Read the domain that `WorkerPool.share` wrote; its arrays are mapped into memory."""
     labels = np.load(folder / "labels.npy", mmap_mode="r", allow_pickle=False)
+    grouped = (folder / "groups.npy").exists()
+    groups = np.load(folder / "groups.npy", mmap_mode="r", allow_pickle=False) if grouped else None
     if (folder / "inputs.npy").exists():
         inputs = np.load(folder / "inputs.npy", mmap_mode="r", allow_pickle=False)
         masked = (folder / "masks.npy").exists()
         masks = np.load(folder / "masks.npy", mmap_mode="r", allow_pickle=False) if masked else None
-        return Domain(name, inputs, labels, masks=masks)
+        return Domain(name, inputs, labels, groups, masks=masks)
     data, indices, indptr = (
         np.load(folder / f"{part}.npy", mmap_mode="r", allow_pickle=False) for part in ("data", "indices", "indptr")
     )
-    return Domain(name, SparseRows(data, indices, indptr, int((folder / "width").read_text())), labels)
+    return Domain(name, SparseRows(data, indices, indptr, int((folder / "width").read_text())), labels, groups)
 
 
 def main() -> None:

@@ -227,8 +227,8 @@ def _traffic(result: RunResult) -> Iterator[str]:
         return
     units = sorted({f"{one.unit}s" for one in result.privacy.values()})
     yield f"Differential privacy of each site's training {' or '.join(units)}: {result.guarantee}, for the site that"
-    yield "paid most. It bounds what the models of this run tell about one of them, and covers neither the other runs of the"
-    yield "experiment nor the measures above."
+    yield "paid most. It bounds what the models of this run tell about one of them; neither other runs of the"
+    yield "experiment nor the measures above are counted."
 
 
 def _size(number: float) -> str:
