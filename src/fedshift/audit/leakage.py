@@ -243,6 +243,8 @@ def _check_sizes(sizes: Sequence[int], view: SiteData, network: Network, name: s
 
 
 def _notes(experiment: Experiment, samples: int, sizes: Sequence[int]) -> Iterator[str]:
+    if experiment.training.privacy is not None:
+        yield "crafted networks meet a site that trains without noise: one with a budget of privacy refuses to"
     for method in experiment.methods:
         if "raw_data" in method.shares:
             yield f"{method.display} sends the samples themselves: there is nothing to reconstruct"
