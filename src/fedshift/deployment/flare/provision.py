@@ -52,6 +52,7 @@ policy:
   rounds_per_day: 200
   measurements_per_day: 200
   requests_per_round: 100
+# privacy: {{epsilon: 8, delta: 1.0e-5}}   # what all answers of the project may cost (docs/differential_privacy.md)
 """
 
 
