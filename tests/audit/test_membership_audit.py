@@ -56,7 +56,7 @@ def test_under_noise_it_finds_less_than_is_claimed(tmp_path: Path) -> None:
 
 
 def test_noise_keeps_a_gradient_from_giving_a_sample_away(tmp_path: Path) -> None:
-    """The first layer of a linear model is divided by its bias: clipping alone leaves the sample readable, noise does not."""
+    """The first layer of a linear model is divided by its bias: clipping alone leaves it readable, noise does not."""
     pytest.importorskip("opacus")
     errors = []
     for sigma in (0.05, 2.0):
