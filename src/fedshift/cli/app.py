@@ -115,8 +115,7 @@ def table(
         typer.Option(
             "--metric",
             help="accuracy, balanced_accuracy, auroc, auprc, sensitivity, specificity, brier or calibration_error; "
-            "for masks dice or hausdorff; for other tasks rmse, mae, r2, concordance, label_accuracy or f1. "
-            "[the experiment's headline]",
+            "dice, hausdorff, rmse, mae, r2, concordance, label_accuracy and f1 by task. [the experiment's headline]",
         ),
     ] = "",
 ) -> None:

@@ -52,8 +52,7 @@ class Prediction:
 
     Attributes:
         name: the sample's name.
-        predicted: the class, for regression the value in the label's unit, for several labels the
-            names of those that it has.
+        predicted: the class, the names of the labels that it has, or the value in the label's unit.
         probabilities: one per class, in the order of the classes; none for regression.
         label: the class that the data say; None if they say none.
     """
@@ -131,11 +130,7 @@ class TrainedModel:
         return backbone_of(self.preprocessing)
 
     def probabilities(self, inputs: Stored) -> npt.NDArray[np.float32]:
-        """The probability of each class (n, classes), or of each label; ``inputs`` as of `scores`.
-
-        Raises:
-            UserError: it is a model for another task.
-        """
+        """`scores` of a model that gives probabilities; UserError for any other."""
         if not self.objective.has_probabilities:
             raise UserError(f"this model is for {self.objective.task} and gives no probabilities: ask for predictions")
         return self.scores(inputs)
@@ -170,9 +165,6 @@ class TrainedModel:
     @torch.no_grad()
     def masks(self, inputs: Stored) -> Iterator[npt.NDArray[np.bool_]]:
         """The predicted masks of each sample, (structures, height, width).
-
-        Args:
-            inputs: images as `fedshift.data.inference` makes them.
 
         Raises:
             UserError: it is a model for classification.

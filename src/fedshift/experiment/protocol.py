@@ -216,7 +216,9 @@ def with_wrong_labels(protocol: Protocol, data: DataSet, split: Split, seed: int
     if not isinstance(protocol, AdaptToOne) or not protocol.wrong_labels:
         return data
     if data.task != "classification":
-        raise UserError(f"protocol.wrong_labels: labels of {data.task} have no other class to replace; leave it out")
+        raise UserError(
+            "protocol.wrong_labels: masks, numbers and times have no other class to replace the true one; leave it out"
+        )
     domains = dict(data.domains)
     for name, share in protocol.wrong_labels.items():
         if name not in split.train:  # not a source in this run

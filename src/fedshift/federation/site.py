@@ -344,9 +344,5 @@ class Site:
 
     def weights_of(self, module: nn.Module) -> Weights:
         """Copy a module's weights and buffers as content that can be sent."""
-        return Weights(
-            {
-                key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-                for key, tensor in module.state_dict().items()
-            }
-        )
+        state, form = module.state_dict().items(), torch.contiguous_format
+        return Weights({key: tensor.detach().cpu().clone(memory_format=form) for key, tensor in state})

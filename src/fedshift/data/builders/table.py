@@ -99,9 +99,7 @@ class Table(TaskFields):
             raise ValueError("label: task time_to_event has time and event in its place; leave it out")
         several = self.label is not None and not isinstance(self.label, str)
         if several != (self.task == "multi_label") or (several and len(self.label_columns) < 2):
-            raise ValueError(
-                "label: a list of two columns or more goes with task: multi_label, and one column with others"
-            )
+            raise ValueError("label: task multi_label needs a list of two columns or more, other tasks one column")
         if not of_times and (self.label is None) == (self.positive is None):
             raise ValueError("give either label, the column of the class, or positive, such as num > 0")
         if self.task != "classification" and (self.positive is not None or self.labels is not None):
@@ -180,7 +178,9 @@ class Table(TaskFields):
     def shares(self) -> tuple[str, ...]:
         return ("statistics",)
 
-    def labelled_by(self) -> dict[str, Any]:
+    def labelled_by(self) -> dict[str, Any] | None:
+        if not self.has_classes:
+            return None
         chosen = {"positive": self.positive, "labels": self.labels}
         return {"column": self.label_column, **{name: value for name, value in chosen.items() if value is not None}}
 

@@ -143,7 +143,7 @@ def _shares(results: Sequence[RunResult]) -> dict[str, list[float]]:
     best: dict[str, tuple[int, list[float]]] = {}
     for result in results:
         for site in result.sites:
-            if None not in site.support and site.samples > best.get(site.site, (0, []))[0]:
+            if site.support and None not in site.support and site.samples > best.get(site.site, (0, []))[0]:
                 shares = [100 * (count or 0) / site.samples for count in site.support]
                 best[site.site] = site.samples, shares
     return {site: shares for site, (_, shares) in best.items()}
