@@ -82,8 +82,7 @@ class TrainedModel:
         Raises:
             UserError: the data do not fit the model, or it is a model for segmentation (see `write_masks`).
         """
-        read = load_for_prediction if isinstance(data, Path) else samples_in_memory
-        names, inputs = read(data, self.stored)
+        names, inputs = (load_for_prediction if isinstance(data, Path) else samples_in_memory)(data, self.stored)
         scores, objective = self.scores(inputs), self.objective
         said = objective.said(scores, np.array(self.classes, dtype=object)).tolist()
         told = scores.tolist() if objective.has_probabilities else [()] * len(names)

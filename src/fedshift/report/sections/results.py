@@ -92,7 +92,7 @@ def entry(cell: Cell | None) -> Entry:
     """A cell of a table of results."""
     if cell is None:
         return Entry(MISSING)
-    seeds = ", ".join(f"{value:.2f}" for value in cell.row.seeds)
+    seeds = ", ".join(map(cell.shown, cell.row.seeds))
     error = f"± {cell.error}" if cell.error else ""
     return Entry(cell.mean, error, f"seeds: {seeds}", cell.best, cell.row.mean)
 
