@@ -112,7 +112,7 @@ def triggered(images: Any) -> Any:
 def poisoned(domain: Domain, attack: str, seed: int) -> Domain:
     """A bad site's data: every label the next class, or every other image with the trigger and its class."""
     if attack in ("label_flip", "scaled"):
-        return replace(domain, labels=wrong_labels(domain.labels, 1.0, 10, seed, "shift"))
+        return replace(domain, labels=wrong_labels(domain.labels.astype(np.int64), 1.0, 10, seed, "shift"))
     if attack == "backdoor":
         rows = np.random.default_rng(seed).permutation(len(domain))[: len(domain) // 2]
         images, labels = np.array(domain.inputs), domain.labels.copy()

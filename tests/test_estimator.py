@@ -17,14 +17,14 @@ from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import fedshift
 from fedshift.errors import UserError
-from fedshift.estimator import FederatedClassifier
+from fedshift.estimator import FederatedClassifier, FederatedRegressor
 
 SITES = np.repeat(["a", "b", "c"], [20, 16, 24])
 TRAINING = {"rounds": 3, "batch_size": 8, "lr": 0.05}
 
 
-@parametrize_with_checks([FederatedClassifier(rounds=5)])
-def test_scikit_learn_accepts_it(estimator: FederatedClassifier, check: Any) -> None:
+@parametrize_with_checks([FederatedClassifier(rounds=5), FederatedRegressor(rounds=5)])
+def test_scikit_learn_accepts_it(estimator: Any, check: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         check(estimator)
@@ -128,3 +128,13 @@ def test_its_model_can_be_saved_and_loaded(samples: tuple[np.ndarray, np.ndarray
 def test_mistakes_are_named(options: dict[str, Any], word: str, samples: tuple[np.ndarray, np.ndarray]) -> None:
     with pytest.raises(UserError, match=word):
         FederatedClassifier(**options).fit(*samples)
+
+
+def test_a_regressor_learns_at_each_site_and_is_scored_at_a_new_one() -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(len(SITES), 3))
+    y = 1000 + 50 * x[:, 0]
+    estimator = FederatedRegressor("fedavg", "linear", rounds=15, loss="huber")
+    scores = cross_val_score(estimator, x, y, groups=SITES, cv=LeaveOneGroupOut(), params={"sites": SITES})
+    assert min(scores) > 0.9
+    assert estimator.fit(x, y, sites=SITES).predict(x[:2]) == pytest.approx(y[:2], rel=0.05)

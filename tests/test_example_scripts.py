@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 import warnings
@@ -48,6 +49,12 @@ def test_your_table_and_reading_results(play: Callable[[str], str], place: Path)
     assert all(f"{run.score():.2f}"[:4] in read for run in results.runs)
     worst = min(results.runs, key=lambda run: run.score() or 0)
     assert results.model(worst.method, worst.target, worst.seed).card() in read
+
+
+def test_time_to_event(play: Callable[[str], str]) -> None:
+    pytest.importorskip("pandas")
+    line = next(line for line in play("time_to_event.py").splitlines() if "fedavg" in line)
+    assert float(re.findall(r"\d+\.\d+", line)[0]) > 60
 
 
 def test_your_images(play: Callable[[str], str], place: Path) -> None:

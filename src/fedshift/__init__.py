@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedshift.api import check, load, results, run
     from fedshift.data.builders.own import OwnData
-    from fedshift.estimator import FederatedClassifier
+    from fedshift.estimator import FederatedClassifier, FederatedRegressor
     from fedshift.experiment.config.experiment import Experiment
     from fedshift.experiment.runs.context import Callback
     from fedshift.methods.base import Method
@@ -22,6 +22,7 @@ __all__ = [
     "Callback",
     "Experiment",
     "FederatedClassifier",
+    "FederatedRegressor",
     "Method",
     "Model",
     "OwnData",
@@ -38,6 +39,7 @@ _MODULES = {
     "results": "fedshift.api",
     "Callback": "fedshift.experiment.runs.context",
     "FederatedClassifier": "fedshift.estimator",
+    "FederatedRegressor": "fedshift.estimator",
     "Experiment": "fedshift.experiment.config.experiment",
     "Method": "fedshift.methods.base",
     "OwnData": "fedshift.data.builders.own",

@@ -1,4 +1,4 @@
-"""Federated training as a scikit-learn classifier."""
+"""Federated training as a scikit-learn classifier and regressor."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
-from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_consistent_length, check_is_fitted, validate_data
@@ -24,7 +24,75 @@ ALL = "all"
 """The name of the only site if no sites are given."""
 
 
-class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
+class _Federated(BaseEstimator):  # type: ignore[misc]
+    """What both estimators share: their options, and training."""
+
+    def __init__(
+        self,
+        method: str | Mapping[str, Any] = "fedavg",
+        model: str | Mapping[str, Any] = "mlp",
+        *,
+        rounds: int = 40,
+        batch_size: int = 32,
+        lr: float = 0.1,
+        training: Mapping[str, Any] | None = None,
+        standardise: bool = True,
+        random_state: int | np.random.RandomState | None = 0,
+        device: str = "cpu",
+    ) -> None:
+        self.method = method
+        self.model = model
+        self.rounds = rounds
+        self.batch_size = batch_size
+        self.lr = lr
+        self.training = training
+        self.standardise = standardise
+        self.random_state = random_state
+        self.device = device
+
+    def _train(
+        self, X: npt.NDArray[Any], labels: npt.NDArray[Any], places: npt.NDArray[Any], names: tuple[str, ...]
+    ) -> None:
+        """Train on checked samples.
+
+        Args:
+            X: features (n, d).
+            labels: class numbers, or quantities (n,).
+            places: the site of each sample (n,).
+            names: the classes, or the name of a quantity.
+        """
+        self.sites_ = np.unique(places)
+        held = {str(site): InMemory(X[places == site], labels[places == site]) for site in self.sites_}
+        source = Arrays(sites=held, classes=names, standardise=self.standardise, **self._task())
+        experiment = parse(
+            {
+                "name": "estimator",
+                "data": source,
+                "protocol": {"seeds": [int(check_random_state(self.random_state).randint(2**31))], "test_fraction": 0},
+                "model": self.model,
+                "training": {
+                    "rounds": self.rounds,
+                    "batch_size": self.batch_size,
+                    "lr": self.lr,
+                    **(self.training or {}),
+                },
+                "methods": [self.method],
+                "device": self.device,
+            }
+        )
+        trained = train_everywhere(experiment, source.build())
+        for warning in trained.warnings:
+            warnings.warn(warning, stacklevel=2)
+        self.model_ = Model(from_weights(trained.weights, trained.metadata, experiment.methods[0], experiment.model))
+        self.bytes_up_ = trained.bytes_up
+        self.n_iter_ = trained.rounds
+
+    def _task(self) -> dict[str, Any]:
+        """The fields of the data that say what is learned."""
+        return {}
+
+
+class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
     """A network that is trained across sites, with scikit-learn's interface.
 
     ``fit(X, y, sites=…)`` takes the site of each sample. Every site trains on its own samples by the method, as in a
@@ -56,29 +124,6 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         n_iter_: the rounds that were done.
     """
 
-    def __init__(
-        self,
-        method: str | Mapping[str, Any] = "fedavg",
-        model: str | Mapping[str, Any] = "mlp",
-        *,
-        rounds: int = 40,
-        batch_size: int = 32,
-        lr: float = 0.1,
-        training: Mapping[str, Any] | None = None,
-        standardise: bool = True,
-        random_state: int | np.random.RandomState | None = 0,
-        device: str = "cpu",
-    ) -> None:
-        self.method = method
-        self.model = model
-        self.rounds = rounds
-        self.batch_size = batch_size
-        self.lr = lr
-        self.training = training
-        self.standardise = standardise
-        self.random_state = random_state
-        self.device = device
-
     def fit(self, X: Any, y: Any, sites: Any = None) -> Self:
         """Train on samples at sites.
 
@@ -99,30 +144,8 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         self.classes_, numbers = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError("y holds one class only: a classifier needs samples of at least two classes")
-        self.sites_ = np.unique(places)
-        source = self._source(X, numbers, places)
-        experiment = parse(
-            {
-                "name": "estimator",
-                "data": source,
-                "protocol": {"seeds": [int(check_random_state(self.random_state).randint(2**31))], "test_fraction": 0},
-                "model": self.model,
-                "training": {
-                    "rounds": self.rounds,
-                    "batch_size": self.batch_size,
-                    "lr": self.lr,
-                    **(self.training or {}),
-                },
-                "methods": [self.method],
-                "device": self.device,
-            }
-        )
-        trained = train_everywhere(experiment, source.build())
-        for warning in trained.warnings:
-            warnings.warn(warning, stacklevel=2)
-        self.model_ = Model(from_weights(trained.weights, trained.metadata, experiment.methods[0], experiment.model))
-        self.bytes_up_ = trained.bytes_up
-        self.n_iter_ = trained.rounds
+        names = tuple(str(name) for name in self.classes_)
+        self._train(X, numbers.astype(np.int64), places, names)
         return self
 
     def predict_proba(self, X: Any) -> npt.NDArray[np.float32]:
@@ -136,8 +159,82 @@ class FederatedClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         found: npt.NDArray[Any] = self.classes_[chosen]
         return found
 
-    def _source(self, X: npt.NDArray[Any], numbers: npt.NDArray[Any], places: npt.NDArray[Any]) -> Arrays:
-        """The samples by site, as in an experiment on samples in memory."""
-        names = tuple(str(name) for name in self.classes_)
-        held = {str(site): InMemory(X[places == site], numbers[places == site]) for site in self.sites_}
-        return Arrays(sites=held, classes=names, standardise=self.standardise)
+
+class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
+    """A network that predicts a quantity, trained across sites, with scikit-learn's interface.
+
+    It is used as `FederatedClassifier` is. The quantity is standardised by its mean and deviation over the sites, and
+    predictions come back in its own unit.
+
+    Args:
+        method: the name of a method for regression, or a mapping of its name and options.
+        model: the name of a network, or a mapping of its name and options.
+        loss: ``squared``, ``absolute`` or ``huber``.
+        rounds: as ``training.rounds``.
+        batch_size: as ``training.batch_size``.
+        lr: as ``training.lr``.
+        training: further fields of ``training``.
+        standardise: scale every column by mean and deviation, computed from sums of all sites.
+        random_state: the seed, or a random state that draws it.
+        device: where sites train, such as ``cpu``, ``cuda`` or ``auto``.
+
+    Attributes:
+        sites_: the sites that trained.
+        model_: the trained model, a `fedshift.Model`.
+        bytes_up_: bytes that left the sites, by kind.
+        n_iter_: the rounds that were done.
+    """
+
+    def __init__(
+        self,
+        method: str | Mapping[str, Any] = "fedavg",
+        model: str | Mapping[str, Any] = "mlp",
+        *,
+        loss: str = "squared",
+        rounds: int = 40,
+        batch_size: int = 32,
+        lr: float = 0.1,
+        training: Mapping[str, Any] | None = None,
+        standardise: bool = True,
+        random_state: int | np.random.RandomState | None = 0,
+        device: str = "cpu",
+    ) -> None:
+        super().__init__(
+            method,
+            model,
+            rounds=rounds,
+            batch_size=batch_size,
+            lr=lr,
+            training=training,
+            standardise=standardise,
+            random_state=random_state,
+            device=device,
+        )
+        self.loss = loss
+
+    def fit(self, X: Any, y: Any, sites: Any = None) -> Self:
+        """Train on samples at sites.
+
+        Args:
+            X: features (n, d).
+            y: quantities (n,).
+            sites: the site of each sample (n,); None: all at one site.
+
+        Raises:
+            ValueError: the samples, quantities or sites are not what scikit-learn's regressors take.
+            UserError: an option, the method or the network does not fit.
+            TrainingDiverged: weights or losses are no longer finite.
+        """
+        X, y = validate_data(self, X, y, y_numeric=True)
+        places = np.full(len(y), ALL) if sites is None else np.asarray(sites).astype(str)
+        check_consistent_length(X, places)
+        self._train(X, y.astype(np.float32), places, ("y",))
+        return self
+
+    def predict(self, X: Any) -> npt.NDArray[Any]:
+        """The quantity of each sample (n,)."""
+        check_is_fitted(self)
+        return self.model_.predict(validate_data(self, X, reset=False))
+
+    def _task(self) -> dict[str, Any]:
+        return {"task": "regression", "loss": self.loss}

@@ -86,21 +86,22 @@ class Model:
         return model_card(self.trained, self.result)
 
     def predict(self, X: Samples) -> npt.NDArray[Any]:
-        """The class of each sample (n,), by name; for segmentation masks (n, structures, height, width) of bool.
+        """The class of each sample (n,), by name; for segmentation masks (n, structures, height, width) of bool; for
+        regression the value (n,) in the label's unit; for time to event the logarithm of the relative hazard (n,); for
+        several labels 0 and 1 (n, labels).
 
         Raises:
             UserError: the samples are not what the model reads.
         """
         if self.trained.segments:
             return np.stack(list(self.trained.masks(self._stored(X))))
-        names: npt.NDArray[Any] = self.classes_[self.predict_proba(X).argmax(axis=1)]
-        return names
+        return self.trained.objective.said(self.trained.scores(self._stored(X)), self.classes_)
 
     def predict_proba(self, X: Samples) -> npt.NDArray[np.float32]:
-        """The probability of each class (n, classes), in the order of ``classes_``.
+        """The probability of each class (n, classes), or of each label, in the order of ``classes_``.
 
         Raises:
-            UserError: the samples are not what the model reads, or it is a model for segmentation.
+            UserError: the samples are not what the model reads, or it is a model for segmentation or regression.
         """
         return self.trained.probabilities(self._stored(X))
 

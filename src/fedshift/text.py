@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -71,3 +72,19 @@ def from_csv_cell(cell: str) -> str:
         ('=1+1', '-0.5', "'tis")
     """
     return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
+
+
+def in_unit(value: float, like: float | None = None) -> str:
+    """A number in the unit of a label: at least two decimals, and three digits that count.
+
+    Args:
+        value: the number.
+        like: a number that stands beside it, whose decimals it gets; None: its own.
+
+    Example:
+        >>> in_unit(1234.5), in_unit(0.00123456), in_unit(0.0), in_unit(0.00764, like=1.19)
+        ('1234.50', '0.00123', '0.00', '0.01')
+    """
+    size = abs(value if like is None else like)
+    decimals = 2 if not size or not math.isfinite(size) else max(2, 2 - math.floor(math.log10(size)))
+    return f"{value:.{decimals}f}"

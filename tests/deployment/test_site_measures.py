@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from loopback import (
+    SETTING,
     deploy,
     options_of,
     request,
@@ -113,8 +114,8 @@ GOOD: dict[str, Any] = {"accuracy": 50.0, "samples": 4, "classes": [[1, 2], None
 )
 def test_measures_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(FedshiftError, match="measure"):
-        checked_measures({**GOOD, **changes}, 3)
-    assert checked_measures(GOOD, 3) == {**GOOD, "classes": [(1, 2), None, (1, 2)], "metrics": None}
+        checked_measures({**GOOD, **changes}, SETTING)
+    assert checked_measures(GOOD, SETTING) == {**GOOD, "classes": [(1, 2), None, (1, 2)], "metrics": None}
 
 
 METRICS: dict[str, Any] = {
@@ -149,8 +150,8 @@ METRICS: dict[str, Any] = {
 )
 def test_metrics_that_cannot_be_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(FedshiftError, match="metrics"):
-        checked_measures({**GOOD, "metrics": {**METRICS, **changes}}, 3)
-    found = checked_measures({**GOOD, "metrics": METRICS}, 3)["metrics"]
+        checked_measures({**GOOD, "metrics": {**METRICS, **changes}}, SETTING)
+    found = checked_measures({**GOOD, "metrics": METRICS}, SETTING)["metrics"]
     assert (found.values, found.support) == ({"accuracy": 50.0, "brier": 20.0}, [2, None, 2])
 
 
@@ -165,7 +166,7 @@ def whole(tmp_path: Path, asked: Any = WHOLE, **policy: object) -> dict[str, Any
 def test_a_site_reports_all_metrics_when_it_is_asked(tmp_path: Path) -> None:
     """A model of zeros says class 0 with a probability of a third: its Brier score is ½(4/9 + 1/9 + 1/9)."""
     measures = whole(tmp_path, smallest_group=1)["measures"]
-    metrics = checked_measures(measures, 3)["metrics"]
+    metrics = checked_measures(measures, SETTING)["metrics"]
     assert metrics.values["brier"] == pytest.approx(100 / 3, abs=1e-4)
     assert metrics.values["auroc"] == pytest.approx(50.0)
     assert metrics.values["accuracy"] == measures["accuracy"]
@@ -205,6 +206,6 @@ def test_measures_of_no_class_leave_the_run_whole(tmp_path: Path) -> None:
 def test_an_accuracy_lies_between_0_and_100(accuracy: float) -> None:
     good = {"accuracy": 100.0, "samples": 4, "classes": [[2, 2], [2, 2]]}
     for possible in (0, 100):
-        assert checked_measures({**good, "accuracy": possible}, 2)["accuracy"] == possible
+        assert checked_measures({**good, "accuracy": possible}, {**SETTING, "classes": 2})["accuracy"] == possible
     with pytest.raises(FedshiftError, match="accuracy"):
-        checked_measures({**good, "accuracy": accuracy}, 2)
+        checked_measures({**good, "accuracy": accuracy}, {**SETTING, "classes": 2})

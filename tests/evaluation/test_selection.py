@@ -111,6 +111,8 @@ def test_records_refuse_what_cannot_be() -> None:
     for bad in (-1.0, 100.1, math.nan):
         with pytest.raises(ValidationError):
             record(1, bad)
+    assert record(1, 50.0).model_copy(update={"metric": "rmse"}).model_dump()["metric"] == "rmse"
+    assert "metric" not in record(1, 50.0).model_dump()
     with pytest.raises(ValidationError, match="last"):
         RunResult(
             method="m", target="t", seed=0, selected={"last": None}, classes=["a"], rounds=1, seconds=1.0,

@@ -11,7 +11,7 @@ import pytest
 
 from fedshift.methods import registry, robust
 from fedshift.methods.advice import GROUPS
-from fedshift.methods.catalogue import ENTRIES, LOCAL, ROBUST, RULES, SERVER, reads
+from fedshift.methods.catalogue import ENTRIES, LOCAL, ROBUST, RULES, SERVER, reads, tasks
 from fedshift.methods.composition.options import goes_with_server, robust_rules
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -27,6 +27,7 @@ def test_an_entry_is_its_class(name: str) -> None:
     assert entry.settings == tuple(kind.settings)
     assert ROBUST.get(name, ()) == robust_rules(kind())
     assert reads(name) == kind().reads
+    assert tasks(name) == kind().tasks
     assert (name in SERVER) == goes_with_server(kind())
     assert (name in LOCAL) == (not kind.pooled and kind().takes_plug_ins)
 

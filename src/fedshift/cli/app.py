@@ -125,7 +125,7 @@ def table(
         typer.Option(
             "--metric",
             help="accuracy, balanced_accuracy, auroc, auprc, sensitivity, specificity, brier or calibration_error; "
-            "for masks dice or hausdorff. [the experiment's headline]",
+            "dice, hausdorff, rmse, mae, r2, concordance, label_accuracy and f1 by task. [the experiment's headline]",
         ),
     ] = "",
 ) -> None:

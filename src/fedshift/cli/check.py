@@ -25,7 +25,7 @@ def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), 
     console = safe_console()
     shape = "×".join(str(size) for size in found.input_shape)
     console.print(
-        f"data {escape(found.data)} ({found.fingerprint}): {len(found.classes)} classes, samples of {shape}",
+        f"data {escape(found.data)} ({found.fingerprint}): {escape(found.learned)}, samples of {shape}",
         highlight=False,
     )
     domains = Table(box=None, pad_edge=False)

@@ -18,6 +18,7 @@ from fedshift.deployment.coordinator import EXPERIMENT, check_deployable
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
 from fedshift.errors import FedshiftError, UserError
+from fedshift.evaluation.records import with_unit
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.runs.run_folder import RunFolder, check_place
 from fedshift.files import write_bytes
@@ -143,7 +144,8 @@ def _show(console: Console, event: dict[str, Any]) -> None:
     what, state = event.get("what"), event.get("is")
     where = f"round {event['round']}, {what}" if "round" in event and "exchange" in event else what
     if what == "round":
-        accuracy = "" if event.get("accuracy") is None else f": {event['accuracy']:.2f} %"
+        said = event.get("accuracy")
+        accuracy = "" if said is None else f": {with_unit(event.get('metric', 'accuracy'), said)}"
         text = f"{event['method']} → {event['target']}, seed {event['seed']}, round {event['round']}{accuracy}"
     elif state in ("lost", "refused"):
         text = f"{where}: site {event['site']} {state}: {event.get('reason', '')}"

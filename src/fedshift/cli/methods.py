@@ -12,7 +12,7 @@ from rich.text import Text
 from fedshift.cli.console import escape, safe_console
 from fedshift.cli.fields import options_table, written
 from fedshift.methods.advice import GROUPS
-from fedshift.methods.catalogue import ENTRIES, LOCAL, ROBUST, RULES, SERVER, reads
+from fedshift.methods.catalogue import ENTRIES, LOCAL, ROBUST, RULES, SERVER, reads, tasks
 from fedshift.methods.settings import PAPER
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ def _group(title: str, members: Mapping[str, str]) -> Table:
         options += ["local"] if name in LOCAL else []
         facts = [
             entry.citation,
+            "for: " + ", ".join(tasks(name)),
             "leaves a site: " + ", ".join(entry.shares),
             f"the server reads: {reads(name)}",
             "goes with: " + (", ".join(options) or "none of robust, server, local"),

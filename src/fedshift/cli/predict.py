@@ -41,7 +41,11 @@ def print_predictions(
                 "name": p.name,
                 **({"label": p.label} if labelled else {}),
                 "predicted": p.predicted,
-                "probabilities": dict(zip(trained.classes, p.probabilities, strict=True)),
+                **(
+                    {"probabilities": dict(zip(trained.classes, p.probabilities, strict=True))}
+                    if p.probabilities
+                    else {}
+                ),
             }
             for p in predictions
         ]
@@ -51,19 +55,23 @@ def print_predictions(
             [
                 p.name,
                 *([p.label or ""] if labelled else []),
-                p.predicted,
+                str(p.predicted),
                 *(f"{value:.6f}" for value in p.probabilities),
             ]
             for p in predictions
         ]
         head = ["name", *(["label"] if labelled else []), "predicted"]
-        sys.stdout.write(csv_text([[*head, *trained.classes], *rows]))
+        names = trained.classes if trained.objective.has_probabilities else ()
+        sys.stdout.write(csv_text([[*head, *names], *rows]))
     else:
         from rich.table import Table
 
         head = ["sample", *(["label"] if labelled else []), "predicted", "probability"]
+        if not trained.objective.has_probabilities:
+            head = [*head[:-2], trained.objective.described(trained.classes)]
         table = Table(*head, box=None, pad_edge=False)
         for p in predictions:
             label = [escape(p.label or "")] if labelled else []
-            table.add_row(escape(p.name), *label, escape(p.predicted), f"{max(p.probabilities):.3f}")
+            said = f"{p.predicted:.6g}" if isinstance(p.predicted, float) else escape(p.predicted)
+            table.add_row(escape(p.name), *label, said, *([f"{max(p.probabilities):.3f}"] if p.probabilities else []))
         safe_console().print(table)

@@ -21,7 +21,7 @@ from rich.progress import (
 from fedshift.cli.console import escape, safe_console
 from fedshift.cli.features import FeatureBar
 from fedshift.errors import TrainingDiverged
-from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.evaluation.records import RoundRecord, RunResult, with_unit
 from fedshift.evaluation.stored import is_finished, run_folders
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.plan import Run
@@ -127,7 +127,9 @@ class Bars(Reporter):
 
     def round(self, run: Run, record: RoundRecord) -> None:
         if record.target_mean is not None:
-            name = escape(f"{run.method.display} → {run.target}, seed {run.seed}: {record.target_mean:.2f} %")
+            name = escape(
+                f"{run.method.display} → {run.target}, seed {run.seed}: {with_unit(run.metric, record.target_mean)}"
+            )
             self._progress.update(self._current, description=name)
 
     def finished(self, run: Run, result: RunResult, resumed: bool) -> None:

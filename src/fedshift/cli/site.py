@@ -37,8 +37,11 @@ def check_site(path: Path) -> None:
     domain, data = holding.domain, holding.data
     shape = "×".join(map(str, domain.inputs.shape[1:]))
     say(f"site {config.file.site}: {len(domain)} samples of {shape}, data fingerprint {holding.fingerprint}")
-    counts = np.bincount(domain.labels, minlength=len(data.classes))
-    say("classes: " + ", ".join(f"{name} {count}" for name, count in zip(data.classes, counts, strict=True)))
+    if data.task == "classification":
+        counts = np.bincount(domain.labels, minlength=len(data.classes))
+        say("classes: " + ", ".join(f"{name} {count}" for name, count in zip(data.classes, counts, strict=True)))
+    else:
+        say(f"task: {data.task} of {', '.join(data.classes)}")
     if not isinstance(domain.inputs, SparseRows) and domain.inputs.dtype == np.float32:
         constant = int((domain.inputs.reshape(len(domain), -1).std(axis=0) == 0).sum())
         missing = int((~np.isfinite(domain.inputs)).sum())

@@ -5,13 +5,14 @@ A simulation gives the same numbers: it also computes each site's part separatel
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from fedshift.data.domain import Preprocessing
 from fedshift.data.tables import TableStatistics, agreed_encoding, moments
+from fedshift.data.tasks.fields import scaled
 from fedshift.errors import UserError
 
 MOMENTS, TABLE = "moments", "table"
@@ -31,12 +32,15 @@ def table_given(statistics: TableStatistics, numeric: Sequence[str], categorical
     }
 
 
-def agreed(given: Mapping[str, Mapping[str, Any]], preprocessing: Preprocessing) -> Preprocessing:
+def agreed(
+    given: Mapping[str, Mapping[str, Any]], preprocessing: Preprocessing, labelled: Collection[str] | None = None
+) -> Preprocessing:
     """The encoding that all sites use.
 
     Args:
         given: site → what it sent (`DataSource.gives`).
         preprocessing: the preprocessing of any site; the agreed numbers are filled in.
+        labelled: the sites whose labels scale a regression; None: all.
 
     Raises:
         UserError: sites describe different columns (the message names the site), or a column has no value anywhere.
@@ -49,6 +53,12 @@ def agreed(given: Mapping[str, Mapping[str, Any]], preprocessing: Preprocessing)
                     f"sites differ in {what} columns: '{first_name}' has {first.get(what)}, '{site}' {one.get(what)}; "
                     "list the same columns at every site"
                 )
+    objective = preprocessing.objective
+    if objective is not None:
+        sums = [one.get("label") for site, one in given.items() if labelled is None or site in labelled]
+        if None in sums:
+            raise UserError("a site gives no sums of its labels: all sites must name the same data.task")
+        objective = scaled(objective, [one for one in sums if one is not None])
     if first["kind"] == TABLE:
         statistics = [
             TableStatistics(
@@ -61,7 +71,11 @@ def agreed(given: Mapping[str, Mapping[str, Any]], preprocessing: Preprocessing)
             for one in given.values()
         ]
         encoding = agreed_encoding(statistics, first["numeric"], first["categorical"])
-        return encoding.preprocessing().model_copy(update={"shape": (encoding.width,)})
+        shaped = {"shape": (encoding.width,), "objective": objective}
+        return encoding.preprocessing().model_copy(update=shaped)
+    preprocessing = preprocessing.model_copy(update={"objective": objective})
+    if not first["total"]:  # there are no inputs to standardise
+        return preprocessing
     count = sum(int(one["count"]) for one in given.values())
     total, squares = (
         sum(np.array(one[what], dtype=np.float64) for one in given.values()) for what in ("total", "squares")

@@ -42,6 +42,7 @@ def checked(dataset: DataSet) -> DataSet:
     first = next(iter(dataset.domains.values()))
     for name, domain in dataset.domains.items():
         _check_domain(f"{where}, site '{name}'", domain, len(dataset.classes))
+        _check_labels(f"{where}, site '{name}'", domain, dataset)
         if (domain.masks is None) != (first.masks is None):
             with_masks, without = (domain, first) if first.masks is None else (first, domain)
             raise UserError(
@@ -90,12 +91,6 @@ def _check_domain(where: str, domain: Domain, classes: int) -> None:
             raise UserError(
                 f"{where}: masks are {domain.masks.dtype} {domain.masks.shape}, expected uint8 {expected} of 0 and 1"
             )
-    if domain.labels.dtype != np.int64:
-        raise UserError(f"{where}: labels are {domain.labels.dtype}, expected int64")
-    lowest, highest = int(domain.labels.min()), int(domain.labels.max())
-    if lowest < 0 or highest >= classes:
-        wrong = lowest if lowest < 0 else highest
-        raise UserError(f"{where}: label {wrong} is out of range: labels must be 0 to {classes - 1}")
     for title, rows in (("training", domain.train_rows), ("test", domain.test_rows)):
         if rows is not None and len(rows) and (int(rows.min()) < 0 or int(rows.max()) >= samples):
             raise UserError(f"{where}: the {title} rows go beyond its {samples} samples")
@@ -106,6 +101,26 @@ def _check_domain(where: str, domain: Domain, classes: int) -> None:
         check_finite(where, domain.inputs)
     elif domain.inputs.dtype != np.uint8:
         raise UserError(f"{where}: inputs are {domain.inputs.dtype}, expected uint8 images or float32 features")
+
+
+def _check_labels(where: str, domain: Domain, dataset: DataSet) -> None:
+    classes = len(dataset.classes)
+    expected = "int64" if dataset.preprocessing.objective is None else "float32"
+    if domain.labels.dtype != expected:
+        raise UserError(f"{where}: labels are {domain.labels.dtype}, expected {expected}")
+    if expected == "float32":
+        first = next(iter(dataset.domains.values()))
+        if domain.labels.shape[1:] != first.labels.shape[1:]:
+            raise UserError(
+                f"{where}: it has {domain.labels.shape[1:]} labels of a sample, '{first.name}' {first.labels.shape[1:]}"
+            )
+        if not np.isfinite(domain.labels).all():
+            raise UserError(f"{where}: labels hold NaN or infinite values: fill or drop such rows")
+        return
+    lowest, highest = int(domain.labels.min()), int(domain.labels.max())
+    if lowest < 0 or highest >= classes:
+        wrong = lowest if lowest < 0 else highest
+        raise UserError(f"{where}: label {wrong} is out of range: labels must be 0 to {classes - 1}")
 
 
 def check_finite(where: str, features: npt.NDArray[np.generic]) -> None:
@@ -150,7 +165,9 @@ def _warnings(dataset: DataSet) -> list[str]:
 
 
 def absent_classes(dataset: DataSet, domain: Domain) -> tuple[str, ...]:
-    """The classes, or structures for segmentation, of which a domain has no sample."""
+    """The classes, or structures for segmentation, of which a domain has no sample; none for other labels."""
+    if dataset.preprocessing.objective is not None:
+        return ()
     if domain.masks is None:
         counts = np.bincount(domain.labels, minlength=len(dataset.classes))
     else:
@@ -199,8 +216,8 @@ def _check_no_quantity(found: Mapping[str, Collection[str]], what: str, allow_mi
     if (broken and len(names) > _MOST_BROKEN) or (differ and len(names) > _MOST_WHOLE):
         example = min(broken or names, key=len)
         raise UserError(
-            f"{what} are {len(names)} different numbers, such as {example}: are they a quantity? fedshift tells "
-            "classes apart and predicts no quantities; make classes of them, such as low and high"
+            f"{what} are {len(names)} different numbers, such as {example}: are they a quantity? For regression write "
+            "data.task: regression; or make classes of them, such as low and high"
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,12 @@ from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model
 from fedshift.errors import UserError
 
 Rows = npt.NDArray[np.int64]
-Task = Literal["classification", "segmentation"]
-"""What is predicted: the class of a sample, or a mask of every structure in an image."""
+Task = Literal["classification", "segmentation", "regression", "time_to_event", "multi_label"]
+"""What is predicted: the class of a sample, a mask of every structure in an image, a quantity, who has an event
+sooner, or which of several labels a sample has."""
+
+ALL_TASKS: tuple[Task, ...] = get_args(Task)
+WITHOUT_MASKS: tuple[Task, ...] = tuple(task for task in ALL_TASKS if task != "segmentation")
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,7 @@ class SparseRows:
         return out
 
 
+Labels = npt.NDArray[np.int64] | npt.NDArray[np.float32]
 Inputs = npt.NDArray[np.uint8] | npt.NDArray[np.float32] | SparseRows
 
 
@@ -65,7 +70,9 @@ class Domain:
     Attributes:
         name: name of the domain.
         inputs: uint8 images (n, channels, height, width), float32 features (n, d) or `SparseRows`.
-        labels: int64 (n,), class numbers in the order of the data set's ``classes``; all 0 if there are masks.
+        labels: int64 (n,), class numbers in the order of the data set's ``classes``; all 0 if there are masks. For
+            regression float32 (n,), in the label's own unit; for time to event float32 (n, 2): the time until the event
+            or the end of observation, and 1 where the event happened; for multi-label float32 (n, labels) of 0 and 1.
         groups: int64 (n,) or None. Rows with the same number, in *any* domain, show the same base sample (Rotated
             MNIST). A split must keep such rows on one side.
         train_rows: training rows of the data set's own split, if it has one.
@@ -78,7 +85,7 @@ class Domain:
 
     name: str
     inputs: Inputs
-    labels: npt.NDArray[np.int64]
+    labels: Labels
     groups: npt.NDArray[np.int64] | None = None
     train_rows: Rows | None = None
     test_rows: Rows | None = None
@@ -87,6 +94,10 @@ class Domain:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+
+_LATER = ("window", "objective")
+"""Fields of a preprocessing that are written only if they are set."""
 
 
 class Preprocessing(BaseModel):
@@ -105,6 +116,7 @@ class Preprocessing(BaseModel):
         table: the encoding of a table (see `fedshift.data.tables`).
         backbone: which frozen network made features from images, and how (see `fedshift.experiment.features`).
         window: centre and width of the values of medical images that become black to white; None: each file's own.
+        objective: what is learned, if labels are no classes (see `fedshift.data.tasks.objective`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -117,13 +129,14 @@ class Preprocessing(BaseModel):
     shape: tuple[int, ...] | None = None
     table: dict[str, object] | None = None
     backbone: dict[str, object] | None = None
+    objective: dict[str, object] | None = None
     window: tuple[float, float] | None = None
 
     @model_serializer(mode="wrap")
-    def _without_absent_window(self, plain: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Files and caches that know no window stay as they are."""
+    def _without_absent(self, plain: SerializerFunctionWrapHandler) -> dict[str, object]:
+        """Files and caches that know no window and no objective stay as they are."""
         written: dict[str, object] = plain(self)
-        return written if self.window is not None else {k: v for k, v in written.items() if k != "window"}
+        return {name: value for name, value in written.items() if value is not None or name not in _LATER}
 
 
 @dataclass(frozen=True)
@@ -147,7 +160,10 @@ class Manifest:
 
 @dataclass(frozen=True)
 class DataSet:
-    """Domains that share classes and input shape. Built by `DataSource.build`, checked by `checked`."""
+    """Domains that share classes and input shape. Built by `DataSource.build`, checked by `checked`.
+
+    ``classes`` names what a network has an output for: classes, structures, or for regression the one label.
+    """
 
     name: str
     domains: Mapping[str, Domain]
@@ -158,7 +174,9 @@ class DataSet:
 
     @property
     def task(self) -> Task:
-        """Segmentation if the domains have masks, else classification."""
+        """What the preprocessing says; else segmentation if the domains have masks, and classification if not."""
+        if self.preprocessing.objective is not None:
+            return cast(Task, self.preprocessing.objective["task"])
         return "classification" if next(iter(self.domains.values())).masks is None else "segmentation"
 
     @property
@@ -231,6 +249,10 @@ class DataSource(BaseModel):
 
     def without(self, unseen: str) -> DataSource:
         """This source, with a preprocessing that uses no statistics of ``unseen``. By default it uses none at all."""
+        return self
+
+    def without_labels(self, site: str) -> DataSource:
+        """This source, with a preprocessing that uses nothing of the labels of ``site``. By default it uses none."""
         return self
 
 

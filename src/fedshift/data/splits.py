@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +14,7 @@ _BLOCK = 10
 
 
 def stratified_split(
-    labels: npt.NDArray[np.int64], fraction: float, seed: int, groups: npt.NDArray[np.int64] | None = None
+    labels: npt.NDArray[Any], fraction: float, seed: int, groups: npt.NDArray[np.int64] | None = None
 ) -> tuple[Rows, Rows]:
     """Hold out the share ``fraction`` of every class.
 
@@ -43,7 +43,7 @@ def stratified_split(
     return np.flatnonzero(~held).astype(np.int64), np.flatnonzero(held).astype(np.int64)
 
 
-def _rows_held_out(labels: npt.NDArray[np.int64], fraction: float, seed: int) -> npt.NDArray[np.bool_]:
+def _rows_held_out(labels: npt.NDArray[Any], fraction: float, seed: int) -> npt.NDArray[np.bool_]:
     held = np.zeros(len(labels), dtype=np.bool_)
     for label in np.unique(labels):
         rows = np.flatnonzero(labels == label)
@@ -86,7 +86,8 @@ def random_split(number: int, fraction: float, seed: int) -> tuple[Rows, Rows]:
 def part_rows(domain: Domain, fraction: float, seed: int, split: Literal["random", "official"]) -> tuple[Rows, Rows]:
     """Training and held-out rows of one domain.
 
-    A random split holds out a share of every class. If this holds out nothing, as with few samples per class, it draws
+    A random split holds out a share of every class, or of all samples if labels are no classes. If this holds out
+    nothing, as with few samples per class, it draws
     rows whatever their class.
 
     Args:
@@ -102,7 +103,8 @@ def part_rows(domain: Domain, fraction: float, seed: int, split: Literal["random
         UserError: the domain has no split of its own.
     """
     if split == "random":
-        train, held_out = stratified_split(domain.labels, fraction, seed, domain.groups)
+        classes = domain.labels if domain.labels.dtype.kind == "i" else np.zeros(len(domain), dtype=np.int64)
+        train, held_out = stratified_split(classes, fraction, seed, domain.groups)
         if len(held_out) or domain.groups is not None:
             return train, held_out
         return random_split(len(domain), fraction, seed)

@@ -254,7 +254,8 @@ class _AtSites:
         if self._here is not None:
             return {"source_accuracy": sources}
         targets = [found[site] for site in self._targets if site in found]
-        pairs = [[target["classes"][number] for target in targets] for number in range(self._classes)]
+        counted = self._classes if all(target["classes"] for target in targets) else 0  # of a quantity there are none
+        pairs = [[target["classes"][number] for target in targets] for number in range(counted)]
         return {
             "target_accuracy": {site: found[site]["accuracy"] for site in self._targets if site in found},
             "source_accuracy": sources,

@@ -33,7 +33,8 @@ class Watch(Reporter):
 
     def round(self, run: Run, record: RoundRecord) -> None:
         accuracy, sources = record.target_mean, record.source_mean
-        self.event({"what": "round", **_name(run), "round": record.round, "accuracy": accuracy, "sources": sources})
+        measured = {"metric": run.metric, "accuracy": accuracy, "sources": sources}
+        self.event({"what": "round", **_name(run), "round": record.round, **measured})
 
     def finished(self, run: Run, result: Any, resumed: bool) -> None:
         self.event({"what": "run", "is": "finished", **_name(run), "accuracy": result.accuracy(), "before": resumed})

@@ -182,6 +182,11 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
                         f"sites differ in {what}: '{first_name}' has {_short(first[key])}, '{site}' has "
                         f"{_short(card[key])}; agree on them in each SITE.yaml (classes: lists all of the federation)"
                     )
+            if _learned(card) != _learned(first):
+                raise UserError(
+                    f"sites differ in what is learned: '{first_name}' has {_learned(first)}, '{site}' has "
+                    f"{_learned(card)}; agree on data.task and data.loss in each SITE.yaml"
+                )
             if card["preprocessing"] != first["preprocessing"] and not given:
                 raise UserError(
                     f"sites differ in how inputs are prepared: '{first_name}' has {_short(first['preprocessing'])}, "
@@ -231,10 +236,20 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
     return Agreed(data, own, rows, grouped, fingerprints, smallest, given or None, privacy)
 
 
-def _encoding(given: Mapping[str, Mapping[str, Any]], preprocessing: Preprocessing) -> Preprocessing:
+def _learned(card: Mapping[str, Any]) -> str:
+    """The task and the loss of a site's data; the scale of a label differs from site to site until it is agreed."""
+    objective = card["preprocessing"].get("objective")
+    if objective is None:
+        return "classification"
+    return one_line(", ".join(f"{name} {objective[name]}" for name in sorted(objective) if name not in ("mean", "std")))
+
+
+def _encoding(
+    given: Mapping[str, Mapping[str, Any]], preprocessing: Preprocessing, labelled: Sequence[str] | None = None
+) -> Preprocessing:
     """As `agreement.agreed`; what it raises holds names that sites gave."""
     try:
-        return agreement.agreed(given, preprocessing)
+        return agreement.agreed(given, preprocessing, labelled)
     except UserError as error:
         raise UserError(one_line(str(error))) from None
 
@@ -245,7 +260,8 @@ def encoded_for(experiment: Experiment, agreed: Agreed, target: str) -> DataSet:
         return agreed.data
     unseen = isinstance(experiment.protocol, LeaveOneOut)
     given = {site: one for site, one in agreed.given.items() if not (unseen and site == target)}
-    preprocessing = _encoding(given, agreed.data.preprocessing)
+    labelled = [site for site in given if site != target]
+    preprocessing = _encoding(given, agreed.data.preprocessing, labelled)
     shape = preprocessing.shape or agreed.data.input_shape
     own = _own_set(experiment, shape, agreed.data.classes, preprocessing)
     domains = {site: _without_samples(site, len(agreed.data.domains[site]), shape) for site in agreed.sites}

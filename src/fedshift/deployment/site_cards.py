@@ -23,6 +23,7 @@ from pydantic import (
 )
 
 from fedshift.data.domain import Preprocessing, SparseRows
+from fedshift.data.tasks.objective import objective_of
 from fedshift.deployment.site_file import Holding
 from fedshift.errors import UserError
 from fedshift.experiment.config.error_messages import describe
@@ -51,6 +52,14 @@ class _Part(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class GivenLabel(_Part):
+    """Sums of a label that is a quantity, for its scale."""
+
+    count: Count
+    total: Annotated[float, Field(ge=-1e150, le=1e150)]
+    squares: Annotated[float, Field(ge=0, le=1e300)]
+
+
 class GivenMoments(_Part):
     """Sums and sums of squares per column or channel, for standardising."""
 
@@ -58,6 +67,7 @@ class GivenMoments(_Part):
     count: Annotated[int, Field(ge=1, le=2**62)]
     total: Sums
     squares: Sums
+    label: GivenLabel | None = None
 
 
 class GivenTable(_Part):
@@ -71,6 +81,7 @@ class GivenTable(_Part):
     squares: Sums
     any_missing: Annotated[tuple[bool, ...], Field(max_length=MOST_COLUMNS)]
     categories: Annotated[tuple[tuple[Name, ...], ...], Field(max_length=MOST_COLUMNS)]
+    label: GivenLabel | None = None
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
@@ -134,12 +145,24 @@ class Card(_Part):
             raise ValueError(f"samples have the shape {self.shape}, preprocessing {self.preprocessing.shape}")
         if self.given is not None and isinstance(self.given, GivenTable) != (self.preprocessing.kind == "table"):
             raise ValueError(f"given is of the kind {self.given.kind}, preprocessing {self.preprocessing.kind}")
+        objective = self.preprocessing.objective
+        label = None if self.given is None else self.given.label
+        if (label is None) != (objective is None or objective.get("task") != "regression"):
+            raise ValueError("given has sums of the label, and preprocessing a regression, or neither")
+        if label is not None and label.count != self.samples:
+            raise ValueError(f"given counts {label.count} labels of {self.samples} samples")
+        if objective is not None:
+            try:
+                objective_of(self.preprocessing)
+            except UserError as error:
+                raise ValueError(str(error)) from None
         if isinstance(self.given, GivenTable) and any(count > self.samples for count in self.given.count):
             raise ValueError(f"given counts more values than there are samples ({self.samples})")
         if isinstance(self.given, GivenMoments):
             if self.given.count > self.samples * math.prod(self.shape):
                 raise ValueError(f"given counts more values than there are in {self.samples} samples")
-            if not len(self.given.total) == len(self.given.squares) == self.shape[0]:
+            columns = len(self.given.total), len(self.given.squares)
+            if columns != (self.shape[0],) * 2 and (columns != (0, 0) or self.given.label is None):
                 raise ValueError(f"given has not one sum for each of {self.shape[0]} columns or channels")
         return self
 

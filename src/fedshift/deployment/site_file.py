@@ -135,7 +135,7 @@ def read_holding(config: SiteConfig) -> Holding:
     if config.file.classes is not None and "classes" in type(source).model_fields:
         source = source.model_copy(update={"classes": config.file.classes})
     data = source.build()
-    if data.task != "classification":
+    if data.task == "segmentation":
         raise UserError(f"{config.path}: data: '{data.name}' is for {data.task}, which a deployment cannot train yet")
     name = config.file.domain or (config.file.site if config.file.site in data.domains else None)
     if name is None and len(data.domains) == 1:
@@ -147,6 +147,8 @@ def read_holding(config: SiteConfig) -> Holding:
     if source.shares and len(data.domains) > 1:
         raise UserError(f"{config.path}: data.sites: name only this site's own file; the encoding is made of all of it")
     domain = replace(data.domains[name], name=config.file.site)
+    if config.file.classes is not None and data.task != "classification":
+        raise UserError(f"{config.path}: classes: the data are for {data.task}: leave it out")
     if config.file.classes is not None and data.classes != config.file.classes:
         domain, data = _renumbered(config, data, domain)
     own = replace(data, domains={config.file.site: domain})

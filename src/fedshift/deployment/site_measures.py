@@ -9,9 +9,10 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedshift.data.site_data import SiteData
-from fedshift.errors import FedshiftError
-from fedshift.evaluation.metrics import accuracy, counts_by_class
-from fedshift.evaluation.site_metrics import site_metrics
+from fedshift.data.tasks.objective import Objective
+from fedshift.errors import FedshiftError, Refused
+from fedshift.evaluation.metrics import counts_by_class
+from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.runs.evaluator import predictions, scored
 from fedshift.federation.remote.policy import ACCURACY, METRICS, Policy
 from fedshift.models.network import Network
@@ -37,6 +38,7 @@ def measured(
     network: Network,
     view: SiteData,
     classes: int,
+    objective: Objective,
     policy: Policy,
     groups: NDArray[np.int64] | None,
     asked: Any,
@@ -47,6 +49,7 @@ def measured(
         network: the model.
         view: the measured samples.
         classes: how many classes there are.
+        objective: what the run learns.
         policy: the site's policy, which may hold back classes of few samples, and all metrics but the accuracy.
         groups: which of the samples belong together; None if all are apart.
         asked: the coordinator's request for all metrics, as it came; None after rounds before the last.
@@ -55,19 +58,20 @@ def measured(
         FedshiftError: the request cannot be read.
     """
     sent = {"measures": {"kind": ACCURACY}}
+    measuring = measuring_of(objective)
     labels = view.labels.cpu().numpy()
     metrics = None
     if asked is None or METRICS not in policy.send:
-        found = predictions(network, view)
+        found = predictions(network, view, objective)
     else:
         try:
             whole = Whole.model_validate(asked)
         except ValidationError:
             raise FedshiftError("a request for metrics cannot be read") from None
-        scores = scored(network, view, groups)
+        scores = scored(network, view, objective, groups)
         found = scores.predicted
         limits = whole.resamples if whole.part == "target" else 0
-        metrics = site_metrics(
+        metrics = measuring.at_site(
             "",
             whole.part,
             scores,
@@ -76,6 +80,15 @@ def measured(
             smallest_group=policy.smallest_group,
         ).model_dump(mode="json")
         sent["metrics"] = {"kind": METRICS}
-    pairs = counts_by_class(found, labels, classes, policy.smallest_group)
-    measures = {"accuracy": accuracy(found, labels), "samples": len(labels), "classes": pairs, "metrics": metrics}
+    pairs = counts_by_class(found, labels, classes, policy.smallest_group) if measuring.counts_classes else []
+    value = measuring.value(found, labels)
+    if value is None or measuring.shows_few(labels, policy.smallest_group):
+        # Of tasks without classes there is no part that could be kept back alone.
+        raise Refused("too few of the measured samples can be compared (rule policy.smallest_group)")
+    measures = {
+        "accuracy": value,
+        "samples": len(labels),
+        "classes": pairs,
+        "metrics": metrics,
+    }
     return measures, sent

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from fedshift import __version__
 from fedshift.data.domain import Rows
 from fedshift.data.site_data import SiteData
+from fedshift.data.tasks.objective import objective_of
 from fedshift.deployment.agreed_terms import AgreedTerms
 from fedshift.deployment.privacy.site_rules import SiteRules
 from fedshift.deployment.secure.site_sums import SiteSums, without_body
@@ -156,7 +157,7 @@ class SiteProgram:
             self.policy.check_kind(self.name, "statistics", "the encoding of its data")
             # A column may have values for only a few of the samples.
             counts = self.holding.given["count"]
-            for filled in counts if isinstance(counts, list) else [counts]:
+            for filled in [len(self.holding.domain), *(counts if isinstance(counts, list) else [counts])]:
                 self.policy.check_group(self.name, "statistics", filled, "the encoding of its data")
         self.terms.check_splits(header["split"], header["seeds"])
         card = card_of(self.holding, rows, self.policy, self.device) | self.rules.told(rows)
@@ -332,8 +333,8 @@ class SiteProgram:
         network.load_state_dict(dict(weights))
         network.eval()
         prior, groups = method.batch_norm_at_new_site if unseen else None, self.holding.domain.groups
-        groups = None if groups is None else groups[held_out]
-        measures, entry["sent"] = self.rules.measured(header, network, view, groups, prior)
+        groups, objective = None if groups is None else groups[held_out], objective_of(view.preprocessing)
+        measures, entry["sent"] = self.rules.measured(header, network, view, objective, groups, prior)
         return seal({"answers": header["key"], "measures": measures}, body_of({}))
 
     def _end(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:

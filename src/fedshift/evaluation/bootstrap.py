@@ -7,7 +7,7 @@ longer than a small run trains. With equal weights the results are scikit-learn'
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from fedshift.evaluation.records import SiteMetric
 
 Numbers = NDArray[np.float64]
-_LIMITS = (2.5, 97.5)
+LIMITS = (2.5, 97.5)
+"""The percentiles that bound an interval of 95 %."""
 _MOST, _FEWEST = 3_000_000, 200
 """Scores that are added up for one site, and the fewest resamples: large sites have fewer, since they vary less."""
 _AT_ONCE = 1 << 20
@@ -93,16 +94,35 @@ def intervals(
         [72, 88]
     """
     n, classes = outcomes.scores.shape
-    number = min(resamples, max(_FEWEST, _MOST // (n * classes)))
-    drawn = [weighted(outcomes, metrics, weights) for weights in _draws(n, groups, number)]
+    drawn = resampled(lambda weights: weighted(outcomes, metrics, weights), n, groups, resamples, classes)
     found: dict[SiteMetric, tuple[float, float]] = {}
-    for metric in drawn[0]:
-        values = np.concatenate([part[metric] for part in drawn])
-        values = values[np.isfinite(values)]  # a resample may lack a class
+    for metric, values in drawn.items():
         if len(values):
-            low, high = np.clip(np.percentile(values, _LIMITS), 0.0, 100.0)
+            low, high = np.clip(np.percentile(values, LIMITS), 0.0, 100.0)
             found[metric] = float(low), float(high)
     return found
+
+
+def resampled(
+    weighted_metrics: Callable[[Numbers], dict[SiteMetric, Numbers]],
+    n: int,
+    groups: NDArray[np.int64] | None,
+    resamples: int,
+    width: int = 1,
+) -> dict[SiteMetric, Numbers]:
+    """The metrics of bootstrap resamples, without those that are not finite: a resample may lack a class.
+
+    Args:
+        weighted_metrics: the metrics (b,) of samples with the weights (b, n).
+        n: samples.
+        groups: (n,) or None. Samples of one group are drawn together.
+        resamples: how many; fewer if the site is large.
+        width: numbers per sample that are added up for a metric.
+    """
+    number = min(resamples, max(_FEWEST, _MOST // (n * width)))
+    drawn = [weighted_metrics(weights) for weights in _draws(n, groups, number)]
+    joined = {metric: np.concatenate([part[metric] for part in drawn]) for metric in drawn[0]}
+    return {metric: values[np.isfinite(values)] for metric, values in joined.items()}
 
 
 def _draws(n: int, groups: NDArray[np.int64] | None, resamples: int) -> Iterator[Numbers]:

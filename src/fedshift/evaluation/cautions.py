@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 
-from fedshift.evaluation.records import RunResult, SiteMetrics
+from fedshift.evaluation.records import ERRORS, Metric, RunResult, SiteMetrics, shown
 
+BASELINES: dict[Metric, str] = {
+    "accuracy": "Always saying a target's most frequent class would be right for",
+    "rmse": "Always saying the mean of the sources would be off by",
+    "concordance": "Ordering by chance would be right for",
+    "label_accuracy": "Always saying the more frequent answer to each label would be right for",
+}
+"""What a model without inputs would do, in words, by what runs are compared by."""
+_WORSE: dict[Metric, str] = {
+    "accuracy": "is less accurate than always saying the most frequent class",
+    "rmse": "is further off than always saying the mean of the sources",
+    "concordance": "orders worse than chance",
+    "label_accuracy": "is less accurate than always saying the more frequent answer to each label",
+}
 _RATES_APART = 25.0
 """Percentage points between a class's shares at two sites from which they differ in rate."""
 _ENOUGH = 30
@@ -22,7 +35,7 @@ def cautions(results: Sequence[RunResult]) -> list[str]:
         >>> print(*cautions([run]))
         measured on one class only, so nothing shows whether the model tells classes apart: a (cat)
     """
-    return [*_below_majority(results), *_one_class(results), *_rates(results)]
+    return [*_worse_than_baseline(results), *_one_class(results), *_rates(results)]
 
 
 def warnings_of(results: Sequence[RunResult]) -> list[str]:
@@ -38,6 +51,11 @@ def warnings_of(results: Sequence[RunResult]) -> list[str]:
     return list(dict.fromkeys([*cautions(results), *said]))
 
 
+def baselines(results: Sequence[RunResult]) -> dict[str, float]:
+    """Target → what a model without inputs would reach there: `majorities`, or for errors the baselines on record."""
+    return majorities(results) or _mean_at_targets(results, lambda site: site.baseline)
+
+
 def majorities(results: Sequence[RunResult]) -> dict[str, float]:
     """Target → share of its most frequent class in percent, mean over runs, where records say it.
 
@@ -46,32 +64,42 @@ def majorities(results: Sequence[RunResult]) -> dict[str, float]:
         >>> majorities([RunResult.model_construct(target="a", sites=[site])])
         {'a': 90.0}
     """
+    return _mean_at_targets(results, lambda site: site.majority)
+
+
+def _mean_at_targets(
+    results: Sequence[RunResult], number_of: Callable[[SiteMetrics], float | None]
+) -> dict[str, float]:
     found: dict[str, list[float]] = {}
     for result in results:
-        shares = [site.majority for site in result.targets if site.majority is not None]
-        if shares and len(shares) == len(result.targets):
-            found.setdefault(result.target, []).append(fmean(shares))
-    return {target: fmean(shares) for target, shares in found.items()}
+        known = [number for site in result.targets if (number := number_of(site)) is not None]
+        if known and len(known) == len(result.targets):
+            found.setdefault(result.target, []).append(fmean(known))
+    return {target: fmean(numbers) for target, numbers in found.items()}
 
 
-def _below_majority(results: Sequence[RunResult]) -> Iterator[str]:
-    majority = majorities(results)
+def _worse_than_baseline(results: Sequence[RunResult]) -> Iterator[str]:
+    limits = baselines(results)
+    metric: Metric = results[0].metric if results else "accuracy"
+    errors = metric in ERRORS
     for method in dict.fromkeys(result.method for result in results):
         below = []
-        for target, share in majority.items():
+        for target, limit in limits.items():
             runs = [result for result in results if (result.method, result.target) == (method, target)]
             found = [value for run in runs if (value := run.accuracy()) is not None]
-            if found and fmean(found) < share:
-                below.append(f"{target} ({fmean(found):.2f} < {share:.2f})")
+            if found and (fmean(found) > limit if errors else fmean(found) < limit):
+                below.append(
+                    f"{target} ({shown(metric, fmean(found))} {'>' if errors else '<'} {shown(metric, limit)})"
+                )
         if below:
-            yield f"{method} is less accurate than always saying the most frequent class at {', '.join(below)}"
+            yield f"{method} {_WORSE[metric]} at {', '.join(below)}"
 
 
 def _one_class(results: Sequence[RunResult]) -> Iterator[str]:
     named: dict[str, None] = {}
     for result in results:
         for site in result.targets:
-            if max((count or 0 for count in site.support), default=0) == site.samples:
+            if site.support and site.baseline is None and max(count or 0 for count in site.support) == site.samples:
                 named.setdefault(f"{site.site} ({result.classes[site.support.index(site.samples)]})")
     if named:
         listing = ", ".join(named)
@@ -86,7 +114,7 @@ def _rates(results: Sequence[RunResult]) -> Iterator[str]:
     for result in results:
         for site in result.sites:
             known = sites.get(site.site)
-            if None not in site.support and (known is None or site.samples > known.samples):
+            if site.support and None not in site.support and (known is None or site.samples > known.samples):
                 sites[site.site] = site
     shares = {
         name: [100.0 * (count or 0) / site.samples for count in site.support]
@@ -105,3 +133,34 @@ def _rates(results: Sequence[RunResult]) -> Iterator[str]:
             f"labels differ in rate between sites: {label} is {shares[low][number]:.1f} % of the samples at {low} and "
             f"{shares[high][number]:.1f} % at {high}"
         )
+
+
+def settings_note(results: Iterable[RunResult], methods: Sequence[str]) -> Iterator[str]:
+    """A note with the setting of each method that did not run with the paper's, if records say so."""
+    results, named = list(results), dict[str, dict[str, None]]()
+    for result in results:
+        if result.setting not in ("", "paper"):
+            named.setdefault(result.method, {})[result.setting] = None
+    if named:
+        rows = (f"{method}: {' / '.join(named[method])}" for method in methods if method in named)
+        rest = ", the paper's where nothing is said" if all(result.setting for result in results) else " on record"
+        yield f"Settings{rest}: {'; '.join(rows)}."
+
+
+def privacy_note(results: Iterable[RunResult], methods: Sequence[str]) -> Iterator[str]:
+    """A note with the differential privacy of each method's runs, if some have any; it names the run with the least."""
+    least: dict[str, RunResult] = {}
+    plain: set[str] = set()
+    for result in results:
+        most = max((one.epsilon for one in result.privacy.values()), default=None)
+        if most is None:
+            plain.add(result.method)
+        elif result.method not in least or most > max(one.epsilon for one in least[result.method].privacy.values()):
+            least[result.method] = result
+    named = {method: str(result.guarantee) for method, result in least.items() if method not in plain}
+    if not named:
+        return
+    said = dict.fromkeys(named.values())
+    whole = next(iter(said)) if len(said) == 1 and not plain else None
+    rows = "; ".join(f"{method}: {named[method]}" for method in methods if method in named)
+    yield f"Differential privacy of each site's training samples, in each run: {whole or rows}."

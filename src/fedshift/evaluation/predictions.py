@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -53,7 +53,10 @@ def can_be_kept() -> bool:
 def as_parquet(sites: Sequence[SitePredictions], classes: Sequence[str], about: Mapping[str, Any]) -> bytes:
     """The content of the file: a line for each sample.
 
-    The columns are site, part, row, id (empty if the data have none), label, predicted, and ``score_<class>``.
+    The columns are site, part, row, id (empty if the data have none), label, predicted, and ``score_<class>``. Of a
+    regression, label and predicted are numbers, and there is no score. Of times to an event, the columns time and event
+    take the place of label, and predicted is the logarithm of the relative hazard. Of several labels there are
+    ``label_<name>`` and ``predicted_<name>``, 0 or 1, for each.
 
     Args:
         sites: the samples.
@@ -73,25 +76,40 @@ def as_parquet(sites: Sequence[SitePredictions], classes: Sequence[str], about: 
     def joined(parts: Sequence[NDArray[Any]]) -> NDArray[Any]:
         return np.concatenate(parts) if parts else np.empty(0)
 
-    def names(numbers: NDArray[np.int64]) -> Any:
+    def names(numbers: NDArray[Any]) -> Any:
+        if numbers.dtype.kind == "f":
+            return numbers
         return pa.DictionaryArray.from_arrays(numbers.astype(np.int32), pa.array(list(classes), pa.string()))
 
     scored = [site.scored for site in sites]
     repeats = [len(site.rows) for site in sites]
+    labels, predicted = joined([one.labels for one in scored]), joined([one.predicted for one in scored])
     columns: dict[str, Any] = {
         "site": pa.array([name for site, n in zip(sites, repeats, strict=True) for name in [site.site] * n]),
         "part": pa.array([name for site, n in zip(sites, repeats, strict=True) for name in [site.part] * n]),
         "row": joined([site.rows for site in sites]),
         "id": pa.array([name for site in sites for name in _names(site)], pa.string()),
-        "label": names(joined([one.labels for one in scored])),
-        "predicted": names(joined([one.predicted for one in scored])),
+        **_named(labels, predicted, classes, names),
     }
     scores = joined([one.scores for one in scored])
-    columns |= {f"score_{name}": scores[:, number] for number, name in enumerate(classes)}
+    if labels.dtype.kind != "f" or predicted.ndim == 2:
+        columns |= {f"score_{name}": scores[:, number] for number, name in enumerate(classes)}
     table = pa.table(columns).replace_schema_metadata({"fedshift": json.dumps(about)})
     file = io.BytesIO()
     pq.write_table(table, file, compression="zstd")
     return file.getvalue()
+
+
+def _named(
+    labels: NDArray[Any], predicted: NDArray[Any], classes: Sequence[str], names: Callable[[NDArray[Any]], Any]
+) -> dict[str, Any]:
+    """The columns of labels and predictions."""
+    if predicted.ndim == 2:
+        columns = {f"label_{name}": labels[:, number] for number, name in enumerate(classes)}
+        return columns | {f"predicted_{name}": predicted[:, number] for number, name in enumerate(classes)}
+    if labels.ndim == 2:
+        return {"time": labels[:, 0], "event": labels[:, 1], "predicted": predicted}
+    return {"label": names(labels), "predicted": names(predicted)}
 
 
 def _names(site: SitePredictions) -> Sequence[str | None]:

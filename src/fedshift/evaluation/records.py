@@ -3,25 +3,60 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import fmean
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from fedshift.evaluation.metrics import harmonic_mean
+from fedshift.text import in_unit
 
 Selection = Literal["last", "source", "oracle"]
-Metric = Literal["accuracy", "dice"]
-"""What the fields called accuracy hold, in percent: accuracy, or for segmentation the Dice coefficient."""
-SiteMetric = Literal[
+Metric = Literal["accuracy", "dice", "rmse", "concordance", "label_accuracy"]
+"""What the fields called accuracy hold: accuracy in percent; for segmentation the Dice coefficient in percent; for
+regression the root mean squared error in the label's unit; for time to event Harrell's concordance in percent;
+for several labels the share of labels that are right, in percent."""
+OfClasses = Literal[
     "accuracy", "balanced_accuracy", "auroc", "auprc", "sensitivity", "specificity", "brier", "calibration_error"
 ]
-"""What is computed once, from the scores of the last round's model (see `site_metrics`)."""
+SiteMetric = Literal[OfClasses, "rmse", "mae", "r2", "concordance", "label_accuracy", "f1"]
+"""What is computed once, from the scores of the last round's model (see `site_metrics`). All but the errors of a
+regression, which are in the label's unit, are in percent; ``r2`` may be below 0."""
+OF_CLASSES: tuple[SiteMetric, ...] = get_args(OfClasses)
+ERRORS: frozenset[str] = frozenset({"brier", "calibration_error", "rmse", "mae"})
+"""The metrics of which less is better."""
+IN_UNITS: frozenset[str] = frozenset({"rmse", "mae"})
+"""The metrics in the label's unit; all others are in percent."""
+_NO_SHARES: frozenset[str] = frozenset({"rmse", "mae", "r2"})
+"""The metrics that need not lie between 0 and 100."""
 Percent = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
+Number = Annotated[float, Field(allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+"""A metric of the rounds: percent, or an error in the label's unit."""
 Count = Annotated[int, Field(ge=0)]
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Pixels = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+def shown(metric: str, number: float) -> str:
+    """A number of a metric as a table has it.
+
+    Example:
+        >>> shown("accuracy", 70.126), shown("rmse", 0.0123456)
+        ('70.13', '0.0123')
+    """
+    return in_unit(number) if metric in IN_UNITS else f"{number:.2f}"
+
+
+def with_unit(metric: str, number: float) -> str:
+    """The same with its unit.
+
+    Example:
+        >>> with_unit("accuracy", 70.126), with_unit("rmse", 0.0123456)
+        ('70.13 %', 'RMSE 0.0123')
+    """
+    return f"RMSE {shown(metric, number)}" if metric in IN_UNITS else f"{number:.2f} %"
 
 
 class _Record(BaseModel):
@@ -37,17 +72,20 @@ class RoundRecord(_Record):
     """One line of `rounds.jsonl`, written after the round was evaluated."""
 
     round: Count = Field(description="number of rounds done when this was measured")
-    target_accuracy: dict[str, Percent] = Field(
-        description="accuracy at each measured target or unseen domain, percent"
+    target_accuracy: dict[str, NotNegative] = Field(
+        description="the run's metric at each measured target or unseen domain: accuracy in percent, an error, …"
     )
-    source_accuracy: dict[str, Percent] = Field(
-        default_factory=dict, description="accuracy on the held-out part of each source that has one, percent"
+    source_accuracy: dict[str, NotNegative] = Field(
+        default_factory=dict, description="the same on the held-out part of each source that has one"
     )
     per_class: list[Percent | None] = Field(
         default_factory=list, description="accuracy per class at the target(s), percent; None where a class is absent"
     )
     target_hausdorff: dict[str, Pixels] = Field(
         default_factory=dict, description="for segmentation: Hausdorff distance at each target, in pixels"
+    )
+    metric: Metric = Field(
+        default="accuracy", description="what the fields called accuracy hold; written only if it is no percentage"
     )
     losses: dict[str, float] = Field(default_factory=dict, description="mean training loss of the round per site")
     aggregation_weights: dict[str, Any] = Field(
@@ -59,6 +97,19 @@ class RoundRecord(_Record):
         default_factory=_no_bytes, description="bytes of this round per kind of content, all sites together"
     )
     extra: dict[str, Any] = Field(default_factory=dict, description="further values that the method reports")
+
+    @model_validator(mode="after")
+    def _shares_are_percent(self) -> RoundRecord:
+        if self.metric not in _NO_SHARES:
+            _check_percent(self.metric, (*self.target_accuracy.values(), *self.source_accuracy.values()))
+        return self
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = plain(self)
+        if self.metric not in _NO_SHARES:
+            written.pop("metric", None)
+        return written
 
     @property
     def target_mean(self) -> float | None:
@@ -93,6 +144,13 @@ class RoundRecord(_Record):
         return None if at_source is None else harmonic_mean(at_source, at_target)
 
 
+def _check_percent(metric: str, values: Iterable[float]) -> None:
+    """Raise ValueError for a value that is no percentage."""
+    for value in values:
+        if not 0 <= value <= 100:
+            raise ValueError(f"{metric} is {value}, which is no percentage")
+
+
 def _numbers(path: str, value: Any) -> Iterator[tuple[str, float]]:
     if isinstance(value, Mapping):
         parts = [(str(name), part) for name, part in value.items()]
@@ -110,15 +168,17 @@ class SelectedRound(_Record):
     """The round that a selection rule chose, and what was measured in it."""
 
     round: Count
-    accuracy: Percent = Field(description="mean over the measured targets, percent")
-    source_accuracy: Percent | None = Field(default=None, description="mean over the sources' held-out parts, percent")
-    sites: dict[str, Percent] = Field(default_factory=dict, description="each target and each source that was measured")
+    accuracy: NotNegative = Field(description="the run's metric, mean over the measured targets")
+    source_accuracy: NotNegative | None = Field(default=None, description="mean over the sources' held-out parts")
+    sites: dict[str, NotNegative] = Field(
+        default_factory=dict, description="each target and each source that was measured"
+    )
     per_class: list[Percent | None] = Field(default_factory=list)
     hausdorff: Pixels | None = Field(default=None, description="for segmentation: mean over the measured targets")
 
 
 class SiteMetrics(_Record):
-    """What was measured at one site with the model of the last round. All metrics are in percent.
+    """What was measured at one site with the model of the last round (see `SiteMetric` for the units).
 
     A deployed site leaves out what would show fewer samples than its smallest group.
     """
@@ -128,9 +188,11 @@ class SiteMetrics(_Record):
         description="the target's measured samples, or a source's held-out ones"
     )
     samples: Count
-    support: list[Count | None] = Field(description="samples of each class; None where a site does not say")
-    values: dict[SiteMetric, Percent] = Field(description="metric → value; without those that cannot be measured here")
-    intervals: dict[SiteMetric, tuple[Percent, Percent]] = Field(
+    support: list[Count | None] = Field(
+        description="samples of each class; None where a site does not say; empty if labels are no classes"
+    )
+    values: dict[SiteMetric, Number] = Field(description="metric → value; without those that cannot be measured here")
+    intervals: dict[SiteMetric, tuple[Number, Number]] = Field(
         default_factory=dict, description="metric → 95 % interval over samples (bootstrap), at targets"
     )
     threshold: Annotated[float, Field(ge=0, le=1)] | None = Field(
@@ -141,9 +203,25 @@ class SiteMetrics(_Record):
         default_factory=list, description="mean score, share that is right, and samples of each bin of scores"
     )
 
+    baseline: NotNegative | None = Field(
+        default=None,
+        description="what a model without inputs reaches: for regression the error of always saying the mean of the "
+        "sources, for time to event 50 by chance, for several labels always saying the more frequent answer",
+    )
+
+    @model_validator(mode="after")
+    def _shares_are_percent(self) -> SiteMetrics:
+        bounds = ((metric, bound) for metric, pair in self.intervals.items() for bound in pair)
+        for metric, value in (*self.values.items(), *bounds):
+            if metric not in _NO_SHARES:
+                _check_percent(metric, (value,))
+        return self
+
     @property
     def majority(self) -> float | None:
         """Share of the most frequent class in percent; None where a site does not say it."""
+        if not self.support or self.baseline is not None:
+            return None
         known = [count for count in self.support if count is not None]
         largest = max(known, default=0)
         return 100.0 * largest / self.samples if largest >= self.samples - sum(known) else None
@@ -172,7 +250,7 @@ class RunResult(_Record):
     labelled: list[str] = Field(default_factory=list, description="labelled sites, where both sides are measured")
     unlabelled: list[str] = Field(default_factory=list, description="unlabelled sites, likewise")
     seed: int
-    metric: Metric = Field(default="accuracy", description="what the fields called accuracy hold, in percent")
+    metric: Metric = Field(default="accuracy", description="what the fields called accuracy hold")
     headline: Literal["last"] = Field(default="last", description="the selection rule of the reported number")
     selected: dict[Selection, SelectedRound | None] = Field(description="the round per rule; None if unavailable")
     sites: list[SiteMetrics] = Field(
@@ -198,7 +276,14 @@ class RunResult(_Record):
     def _has_a_headline(self) -> RunResult:
         if self.selected.get(self.headline) is None:
             raise ValueError("selected: the last round is missing")
+        if self.metric not in _NO_SHARES:
+            _check_percent(self.metric, (one.accuracy for one in self.selected.values() if one))
         return self
+
+    @property
+    def less_is_better(self) -> bool:
+        """Whether the fields called accuracy hold an error."""
+        return self.metric in ERRORS
 
     @property
     def guarantee(self) -> str | None:
@@ -209,19 +294,19 @@ class RunResult(_Record):
         return f"ε ≤ {math.ceil(most.epsilon * 10 - 1e-9) / 10:.1f} at δ = {most.delta:g}"
 
     def accuracy(self, select: Selection = "last") -> float | None:
-        """Accuracy at the target(s) in the selected round, in percent; None if the rule selected none."""
+        """The run's metric at the target(s) in the selected round; None if the rule selected none."""
         chosen = self.selected.get(select)
         return None if chosen is None else chosen.accuracy
 
     def source_accuracy(self, select: Selection = "last") -> float | None:
-        """Accuracy on the sources' held-out parts in the selected round, in percent; None if not measured."""
+        """The same on the sources' held-out parts; None if not measured."""
         chosen = self.selected.get(select)
         return None if chosen is None else chosen.source_accuracy
 
     def score(self, select: Selection = "last") -> float | None:
         """The number that methods are compared by; None if not measured.
 
-        It is the accuracy. Where labelled and unlabelled sites are both measured, it is the harmonic mean of the two.
+        It is the run's metric; where labelled and unlabelled sites are both measured, the harmonic mean of the two.
         """
         at_target, at_source = self.accuracy(select), self.source_accuracy(select)
         if not self.labelled or at_target is None:
@@ -239,7 +324,7 @@ class RunResult(_Record):
         return [site for site in self.sites if site.part == "target"]
 
     def site_metric(self, metric: SiteMetric, select: Selection = "last") -> float | None:
-        """Mean over the target(s) in percent; None unless each has it. Only the last round is measured so."""
+        """Mean over the target(s); None unless each has it. Only the last round is measured so."""
         values = [site.values.get(metric) for site in self.targets] if select == "last" else []
         known = [value for value in values if value is not None]
         return fmean(known) if known and len(known) == len(values) else None

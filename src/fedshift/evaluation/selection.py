@@ -20,13 +20,14 @@ class SelectionRule(Protocol):
     name: ClassVar[Selection]
     description: ClassVar[str]
 
-    def select(self, rounds: Sequence[RoundRecord]) -> int | None:
+    def select(self, rounds: Sequence[RoundRecord], less_is_better: bool = False) -> int | None:
         """The index in ``rounds`` of the chosen round; None if no round can be chosen."""
 
 
-def _first_best(scores: Sequence[float | None]) -> int | None:
-    """The index of the highest score, the first of equal ones; None if there is no score."""
-    known = [(score, -index) for index, score in enumerate(scores) if score is not None]
+def _first_best(scores: Sequence[float | None], less_is_better: bool) -> int | None:
+    """The index of the best score, the first of equal ones; None if there is no score."""
+    sign = -1.0 if less_is_better else 1.0
+    known = [(sign * score, -index) for index, score in enumerate(scores) if score is not None]
     return -max(known)[1] if known else None
 
 
@@ -37,13 +38,13 @@ class LastRound:
     name: ClassVar[Selection] = "last"
     description: ClassVar[str] = "last round"
 
-    def select(self, rounds: Sequence[RoundRecord]) -> int | None:
+    def select(self, rounds: Sequence[RoundRecord], less_is_better: bool = False) -> int | None:
         return len(rounds) - 1 if rounds else None
 
 
 @dataclass(frozen=True)
 class SourceValidation:
-    """The round with the highest mean accuracy on the sources' held-out parts, the first of equal ones.
+    """The round with the best mean on the sources' held-out parts, the first of equal ones.
 
     There is none if no source has a held-out part. Rounds in which the target was not measured cannot be chosen.
     """
@@ -51,19 +52,20 @@ class SourceValidation:
     name: ClassVar[Selection] = "source"
     description: ClassVar[str] = "round with the best mean accuracy on the sources' held-out parts"
 
-    def select(self, rounds: Sequence[RoundRecord]) -> int | None:
-        return _first_best([record.source_mean if record.target_accuracy else None for record in rounds])
+    def select(self, rounds: Sequence[RoundRecord], less_is_better: bool = False) -> int | None:
+        known = [record.source_mean if record.target_accuracy else None for record in rounds]
+        return _first_best(known, less_is_better)
 
 
 @dataclass(frozen=True)
 class Oracle:
-    """The round with the highest mean accuracy at the target, the first of equal ones. It looks at target labels."""
+    """The round with the best mean at the target, the first of equal ones. It looks at target labels."""
 
     name: ClassVar[Selection] = "oracle"
     description: ClassVar[str] = "oracle: best round by the target's own labels, an upper bound and not a result"
 
-    def select(self, rounds: Sequence[RoundRecord]) -> int | None:
-        return _first_best([record.target_mean for record in rounds])
+    def select(self, rounds: Sequence[RoundRecord], less_is_better: bool = False) -> int | None:
+        return _first_best([record.target_mean for record in rounds], less_is_better)
 
 
 RULES: dict[Selection, SelectionRule] = {rule.name: rule for rule in (LastRound(), SourceValidation(), Oracle())}
@@ -85,11 +87,14 @@ def selection_rule(name: str) -> SelectionRule:
     raise UserError(f"unknown selection rule '{name}': {nearest(name, RULES)}")
 
 
-def selected_rounds(rounds: Sequence[RoundRecord]) -> dict[Selection, SelectedRound | None]:
+def selected_rounds(
+    rounds: Sequence[RoundRecord], less_is_better: bool = False
+) -> dict[Selection, SelectedRound | None]:
     """The round that each rule chooses: the field `selected` of a `RunResult`.
 
     Args:
         rounds: the records of a run, in order.
+        less_is_better: whether they hold errors.
 
     Raises:
         ValueError: there is no round, or the last round was not measured.
@@ -105,7 +110,7 @@ def selected_rounds(rounds: Sequence[RoundRecord]) -> dict[Selection, SelectedRo
     """
     if not rounds or not rounds[-1].target_accuracy:
         raise ValueError("a run needs a last round in which the target was measured")
-    return {name: _selected(rounds, rule.select(rounds)) for name, rule in RULES.items()}
+    return {name: _selected(rounds, rule.select(rounds, less_is_better)) for name, rule in RULES.items()}
 
 
 def _selected(rounds: Sequence[RoundRecord], index: int | None) -> SelectedRound | None:

@@ -29,14 +29,14 @@ class Scored:
     """The samples of one site and what a model says of them.
 
     Attributes:
-        labels: class numbers (n,).
-        predicted: class numbers (n,).
-        scores: probabilities (n, classes).
+        labels: class numbers (n,), or what else the task's labels are.
+        predicted: class numbers (n,), or values in the label's unit.
+        scores: probabilities (n, classes), or values (n, 1).
         groups: (n,) or None. Samples with the same number, such as those of one patient, are drawn together.
     """
 
-    labels: NDArray[np.int64]
-    predicted: NDArray[np.int64]
+    labels: NDArray[Any]
+    predicted: NDArray[Any]
     scores: NDArray[np.float32]
     groups: NDArray[np.int64] | None = None
 

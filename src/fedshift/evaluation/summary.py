@@ -24,7 +24,8 @@ class Row(BaseModel):
     ``seeds`` holds the value of every seed, in the order of the seeds' numbers: the accuracy, or what else the table
     reports, such as a Dice coefficient in percent or a Hausdorff distance in pixels. ``n``, ``mean`` and
     ``standard_error`` follow from it. ``interval`` is over the target's samples, the mean of its bounds over seeds, and
-    ``majority`` the share of the target's most frequent class; None where records do not say.
+    ``majority`` the share of the target's most frequent class, for other tasks ``baseline`` what a model without
+    inputs reaches; None where records do not say.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -38,13 +39,14 @@ class Row(BaseModel):
     seeds: list[float]
     interval: tuple[float, float] | None = None
     majority: float | None = None
+    baseline: float | None = None
 
     def plain(self) -> dict[str, Any]:
-        """The fields for a file; without ``interval`` and ``majority`` where they are not known."""
+        """The fields for a file; without ``interval`` and baselines where they are not known."""
         return {
             name: value
             for name, value in self.model_dump(mode="json").items()
-            if value is not None or name not in ("interval", "majority")
+            if value is not None or name not in ("interval", "majority", "baseline")
         }
 
 
@@ -139,7 +141,9 @@ def with_samples(found: Iterable[Row], results: Iterable[RunResult], metric: Sit
         ((60.0, 80.0), 90.0)
     """
     by_place: dict[tuple[str, str], list[SiteMetrics]] = {}
+    of_round = False  # whether the metric is what rounds are measured by, of which the baselines are
     for result in results:
+        of_round = result.metric == metric
         if len(result.targets) == 1:
             by_place.setdefault((result.method, result.target), []).append(result.targets[0])
     out = []
@@ -152,6 +156,9 @@ def with_samples(found: Iterable[Row], results: Iterable[RunResult], metric: Sit
             more["interval"] = fmean(low for low, _ in limits), fmean(high for _, high in limits)
         if shares:
             more["majority"] = fmean(shares)
+        without_inputs = [site.baseline for site in sites if site.baseline is not None] if of_round else []
+        if without_inputs:
+            more["baseline"] = fmean(without_inputs)
         out.append(row.model_copy(update=more))
     return out
 

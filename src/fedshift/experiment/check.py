@@ -14,6 +14,7 @@ import torch
 from fedshift.data.checks import absent_classes
 from fedshift.data.domain import DataSet
 from fedshift.data.site_data import SiteData, batches_per_epoch, epoch_batches
+from fedshift.data.tasks.objective import objective_of
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RunResult
 from fedshift.experiment.compatibility import check_fit
@@ -28,7 +29,6 @@ from fedshift.experiment.runs.context import Reporter
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.traffic import DryRun, dry_run_of, traffic
 from fedshift.experiment.trial import try_method
-from fedshift.functional.losses import task_loss
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method, Traffic
 from fedshift.models.network import Network
@@ -91,10 +91,12 @@ class MethodCheck:
 class Check:
     """The result of `check`.
 
-    ``payload`` is the bytes of one model, ``found`` what is known of its parts, ``privacy`` what private sites pay.
+    ``learned`` is the task in words, ``payload`` the bytes of one model, ``found`` what is known of its parts, and
+    ``privacy`` what private sites pay.
     """
 
     data: str
+    learned: str
     fingerprint: str
     classes: tuple[str, ...]
     input_shape: tuple[int, ...]
@@ -126,6 +128,7 @@ def check(experiment: Experiment) -> Check:
     plain = payload(experiment.training.network(experiment.model, data.input_shape, len(data.classes), 0))
     return Check(
         data=data.name,
+        learned=_learned(data),
         fingerprint=plan.fingerprint,
         classes=data.classes,
         input_shape=data.input_shape,
@@ -279,6 +282,13 @@ def _domain(plan: Plan, name: str) -> DomainCheck:
     )
 
 
+def _learned(data: DataSet) -> str:
+    """Such as "3 classes" or "regression of pressure"."""
+    if data.preprocessing.objective is None:
+        return f"{len(data.classes)} classes"
+    return f"{data.task} of {', '.join(data.classes)}"
+
+
 def _seconds_per_batch(experiment: Experiment, data: DataSet, device: str, threads: int) -> float:
     """Seconds of one mini-batch: the median over mini-batches of the largest domain, with the task's loss."""
     before = torch.get_num_threads()
@@ -292,13 +302,13 @@ def _seconds_per_batch(experiment: Experiment, data: DataSet, device: str, threa
         network = training.prepared(network)
         optimizer = experiment.training.build_optimizer(network.parameters(), experiment.training.lr)
         draws = torch.Generator().manual_seed(0)
-        seconds = []
+        seconds, loss = [], objective_of(data.preprocessing).loss
         for _ in range(2):  # the first pass warms up
             for batch in epoch_batches(view.samples, experiment.training.batch_size, draws):
                 began = time.perf_counter()
                 inputs, labels, _ = view.batch(batch, draws)
                 optimizer.zero_grad(set_to_none=True)
-                task_loss(network(inputs), labels).backward()  # type: ignore[no-untyped-call]
+                loss(network(inputs), labels).backward()  # type: ignore[no-untyped-call]
                 optimizer.step()
                 if device.startswith("cuda"):
                     torch.cuda.synchronize()

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
+from fedshift.data.builders.at_sites import AtSites
 from fedshift.data.domain import DataSet
+from fedshift.data.tasks.objective import objective_of
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.predictions import MISSING, can_be_kept
+from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.config.experiment import Experiment
-from fedshift.experiment.config.sections import LeaveOneOut
+from fedshift.experiment.config.sections import LeaveOneOut, SourceTarget
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.privacy import check_private, privacy_warnings
@@ -52,14 +55,23 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
             )
     private = experiment.training.privacy is not None
     if private and data.task != "classification":
-        raise UserError(f"training.privacy: the loss of {data.task} is no mean over samples; it is for classification")
+        raise UserError(
+            f"training.privacy: only classification trains privately so far, and the data are for {data.task}: leave "
+            "it out"
+        )
+    if isinstance(experiment.protocol, SourceTarget) and data.preprocessing.objective is not None:
+        raise UserError(
+            f"protocol.kind: source_target compares by the harmonic mean of two accuracies, which {data.task} has not: "
+            "use leave_one_out or adapt_to_one"
+        )
     models.check_task(experiment.model, data.task, data.name)
     experiment.training.for_classes(data.classes)
     if experiment.training.class_weights is not None and data.task != "classification":
         raise UserError(f"training.class_weights: an image of data set {data.name} has no single class; leave it out")
     _check_headline(experiment, data)
-    if experiment.evaluation.predictions and data.task == "classification" and not can_be_kept():
+    if experiment.evaluation.predictions and data.task != "segmentation" and not can_be_kept():
         warnings.append(MISSING)
+    _check_measurable(plan)
     numbers = {len(sources) for sources, _ in roles}
     unseen = isinstance(experiment.protocol, LeaveOneOut)
     most = max(len(sources) + (0 if unseen else len(others)) for sources, others in roles)
@@ -181,11 +193,32 @@ def _check_headline(experiment: Experiment, data: DataSet) -> None:
             f"evaluation.headline: {headline} is a measure of classification, but data set {data.name} is for "
             "segmentation, which is compared by the Dice coefficient: leave it out"
         )
+    measuring = measuring_of(objective_of(data.preprocessing))
+    if headline not in ("accuracy", *measuring.metrics):
+        raise UserError(
+            f"evaluation.headline: {headline} is no measure of {data.task}, which data set {data.name} is for: choose "
+            f"{' or '.join(measuring.metrics)}"
+        )
     if headline in ("sensitivity", "specificity") and len(data.classes) != 2:
         raise UserError(
             f"evaluation.headline: {headline} needs two classes, but data set {data.name} has {len(data.classes)}: "
             "choose balanced_accuracy or auroc"
         )
+
+
+def _check_measurable(plan: Plan) -> None:
+    """Raises UserError where nothing can be measured at a target."""
+    measuring = measuring_of(objective_of(plan.data.preprocessing))
+    if measuring.metric != "concordance" or isinstance(plan.experiment.data, AtSites):
+        return
+    for target in plan.targets:
+        for site, rows in plan.split(target, plan.experiment.protocol.seeds[0]).measured.items():
+            labels = plan.data.domains[site].labels[rows]
+            if measuring.value(labels[:, 0], labels) is None:
+                raise UserError(
+                    f"data: at target '{site}' no two samples can be compared, since no event was seen before another "
+                    "time: take more samples, or leave it out of protocol.targets"
+                )
 
 
 def check_sums(method: Method, sources: int, unlabelled: int = 0) -> tuple[str, ...]:

@@ -1,7 +1,8 @@
 """A trained model in formats that other programs run, from stored samples to probabilities.
 
 What is exported reads float32 samples as they are stored: images (n, c, h, w) of 0 to 255, features (n, d), or the
-encoded columns of a table. It gives probabilities (n, classes), or for segmentation (n, structures, h, w).
+encoded columns of a table. It gives probabilities (n, classes), for segmentation (n, structures, h, w), and for
+regression values (n, 1) in the label's unit.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class _Whole(nn.Module):
     def __init__(self, trained: TrainedModel) -> None:
         super().__init__()
         self.network, self.extractor = trained.network, trained.extractor
-        self.preprocessing, self.segments = trained.preprocessing, trained.segments
+        self.preprocessing, self.segments, self.objective = trained.preprocessing, trained.segments, trained.objective
 
     def forward(self, samples: Tensor) -> Tensor:
         if self.extractor is not None:
@@ -60,7 +61,7 @@ class _Whole(nn.Module):
         else:
             values = samples / 255 if self.preprocessing.kind == "image" else samples
         scores: Tensor = self.network(normalised(values, self.preprocessing))
-        return scores.sigmoid() if self.segments else scores.softmax(dim=1)
+        return scores.sigmoid() if self.segments else self.objective.scores(scores)
 
 
 def export(trained: TrainedModel, to: str, folder: Path) -> Exported:
@@ -107,7 +108,7 @@ def _own(trained: TrainedModel, samples: Floats) -> Floats:
     """The probabilities that fedshift itself computes."""
     stored = samples.astype(np.uint8) if trained.stored.kind == "image" else samples
     if not trained.segments:
-        return trained.probabilities(stored)
+        return trained.scores(stored)
     with torch.no_grad():
         scores = trained.network(to_network(torch.from_numpy(stored), trained.preprocessing, "cpu"))
     return np.asarray(scores.sigmoid())
@@ -138,7 +139,7 @@ def _onnx(trained: TrainedModel, whole: nn.Module) -> Written:
             whole,
             (torch.from_numpy(_samples(trained, 3)),),
             input_names=["samples"],
-            output_names=["probabilities"],
+            output_names=["probabilities" if trained.objective.has_probabilities else "values"],
             dynamic_shapes=({0: torch.export.Dim("n")},),
             dynamo=True,
             verbose=False,

@@ -16,7 +16,9 @@ import numpy as np
 
 from fedshift.data.domain import DataSet, Rows, SparseRows
 from fedshift.data.site_differences import site_differences
-from fedshift.evaluation.records import SitePrivacy
+from fedshift.data.tasks.objective import objective_of
+from fedshift.evaluation.records import Metric, SitePrivacy
+from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.budgets import budgets, rounds_needed
 from fedshift.experiment.config.experiment import Experiment, data_record, method_record
 from fedshift.experiment.config.sections import EXTENT, FlareEngine, LeaveOneOut
@@ -34,11 +36,15 @@ POOL = "pool"
 
 @dataclass(frozen=True)
 class Run:
-    """One run of an experiment: a method, a target (a domain, or the name of a pair) and a seed."""
+    """One run of an experiment: a method, a target (a domain, or the name of a pair) and a seed.
+
+    ``metric`` is what its rounds are measured by.
+    """
 
     method: Method
     target: str
     seed: int
+    metric: Metric = "accuracy"
 
 
 class Plan:
@@ -69,11 +75,18 @@ class Plan:
     def runs(self) -> tuple[PlannedRun, ...]:
         """All runs, in order. The seed is the outer loop, so that early results cover all targets and methods."""
         return tuple(
-            PlannedRun(self, Run(method, target, seed))
+            PlannedRun(self, Run(method, target, seed, self.metric))
             for seed in self.experiment.protocol.seeds
             for target in self.targets
             for method in self.experiment.methods
         )
+
+    @cached_property
+    def metric(self) -> Metric:
+        """What rounds are measured by."""
+        if self.data.task == "segmentation":
+            return "dice"
+        return measuring_of(objective_of(self.data.preprocessing)).metric
 
     @cached_property
     def fingerprint(self) -> str:
@@ -127,14 +140,15 @@ class Plan:
         return split_of(self.experiment.protocol, self.data, target, seed)
 
     def _data_for(self, target: str) -> DataSet:
-        """As `data_for`. A target that trains without labels influences the encoding as the sources do."""
+        """As `data_for`. A target that trains without labels influences the encoding as the sources do, but with its
+        inputs only."""
         sources, targets = self.roles(target)
         protocol = self.experiment.protocol
         unseen = isinstance(protocol, LeaveOneOut)
         source = self.experiment.data
         for name in (*self.data.domains, *(protocol.drop if isinstance(protocol, LeaveOneOut) else ())):
-            if name not in sources and (unseen or name not in targets):
-                source = source.without(name)
+            if name not in sources:
+                source = source.without(name) if unseen or name not in targets else source.without_labels(name)
         return self.data if source == self.experiment.data else built(self.experiment, source)
 
 

@@ -22,6 +22,7 @@ from fedshift.data.builders.mask_folder import mask_file
 from fedshift.data.builders.table_labels import Labelling
 from fedshift.data.domain import Preprocessing
 from fedshift.data.inference import Stored, known_labels, load_for_prediction, samples_in_memory
+from fedshift.data.tasks.objective import Objective, objective_of
 from fedshift.data.transforms import to_network
 from fedshift.errors import UserError
 from fedshift.experiment.features import backbone_of
@@ -51,13 +52,13 @@ class Prediction:
 
     Attributes:
         name: the sample's name.
-        predicted: the class.
-        probabilities: one per class, in the order of the classes; they sum to 1.
+        predicted: the class, the names of the labels that it has, or the value in the label's unit.
+        probabilities: one per class, in the order of the classes; none for regression.
         label: the class that the data say; None if they say none.
     """
 
     name: str
-    predicted: str
+    predicted: str | float
     probabilities: tuple[float, ...]
     label: str | None = None
 
@@ -81,13 +82,14 @@ class TrainedModel:
         Raises:
             UserError: the data do not fit the model, or it is a model for segmentation (see `write_masks`).
         """
-        read = load_for_prediction if isinstance(data, Path) else samples_in_memory
-        names, inputs = read(data, self.stored)
-        probabilities = self.probabilities(inputs)
+        names, inputs = (load_for_prediction if isinstance(data, Path) else samples_in_memory)(data, self.stored)
+        scores, objective = self.scores(inputs), self.objective
+        said = objective.said(scores, np.array(self.classes, dtype=object)).tolist()
+        told = scores.tolist() if objective.has_probabilities else [()] * len(names)
         labels = known_labels(data, names, self.stored, self.classes, self.labelling) or [None] * len(names)
         return [
-            Prediction(name, self.classes[int(row.argmax())], tuple(row.tolist()), label)
-            for name, row, label in zip(names, probabilities, labels, strict=True)
+            Prediction(name, objective.in_words(one, self.classes), tuple(row), label)
+            for name, one, row, label in zip(names, said, told, labels, strict=True)
         ]
 
     @cached_property
@@ -96,9 +98,14 @@ class TrainedModel:
         said = self.metadata.get("labelled_by")
         return None if said is None else Labelling.model_validate(said)
 
+    @cached_property
+    def objective(self) -> Objective:
+        """What the network learned."""
+        return objective_of(self.preprocessing)
+
     @property
     def stored(self) -> Preprocessing:
-        """The preprocessing of what `probabilities` reads: with a frozen backbone that of its images."""
+        """The preprocessing of what `scores` reads: with a frozen backbone that of its images."""
         return self._backbone[1]
 
     @property
@@ -121,9 +128,15 @@ class TrainedModel:
     def _backbone(self) -> tuple[Extractor | None, Preprocessing]:
         return backbone_of(self.preprocessing)
 
-    @torch.no_grad()
     def probabilities(self, inputs: Stored) -> npt.NDArray[np.float32]:
-        """The probability of each class (n, classes), whose rows sum to 1.
+        """`scores` of a model that gives probabilities; UserError for any other."""
+        if not self.objective.has_probabilities:
+            raise UserError(f"this model is for {self.objective.task} and gives no probabilities: ask for predictions")
+        return self.scores(inputs)
+
+    @torch.no_grad()
+    def scores(self, inputs: Stored) -> npt.NDArray[np.float32]:
+        """What the model says of each sample: the probability of each class (n, classes), or the value (n, 1).
 
         Args:
             inputs: samples as `fedshift.data.inference` makes them.
@@ -146,14 +159,11 @@ class TrainedModel:
         if prior is not None and len(inputs):
             network = adapted_to(network, batches(), prior)
         none = np.zeros((0, len(self.classes)), dtype=np.float32)
-        return np.concatenate([none, *(network(batch).softmax(dim=1).numpy() for batch in batches())])
+        return np.concatenate([none, *(self.objective.scores(network(batch)).numpy() for batch in batches())])
 
     @torch.no_grad()
     def masks(self, inputs: Stored) -> Iterator[npt.NDArray[np.bool_]]:
         """The predicted masks of each sample, (structures, height, width).
-
-        Args:
-            inputs: images as `fedshift.data.inference` makes them.
 
         Raises:
             UserError: it is a model for classification.
@@ -291,6 +301,7 @@ def _networks(method: Method, options: NetworkOptions, metadata: Mapping[str, An
     sources = len(metadata["sources"])
     built = models.build(options, tuple(metadata["input_shape"]), len(metadata["classes"]), 0)
     trained = method.adapt_network(built, sources)
+    trained.objective = objective_of(Preprocessing.model_validate(metadata["preprocessing"]))
     return trained, method.evaluated_network(trained, sources)
 
 

@@ -211,18 +211,21 @@ def with_wrong_labels(protocol: Protocol, data: DataSet, split: Split, seed: int
     """The data with a share of wrong training labels at malicious sources. Held-out labels stay true.
 
     Raises:
-        UserError: the data are for segmentation.
+        UserError: the labels are no classes.
     """
     if not isinstance(protocol, AdaptToOne) or not protocol.wrong_labels:
         return data
-    if data.task == "segmentation":
-        raise UserError("protocol.wrong_labels: masks have no other class to replace the true one; leave it out")
+    if data.task != "classification":
+        raise UserError(
+            "protocol.wrong_labels: masks, numbers and times have no other class to replace the true one; leave it out"
+        )
     domains = dict(data.domains)
     for name, share in protocol.wrong_labels.items():
         if name not in split.train:  # not a source in this run
             continue
         labels = domains[name].labels.copy()
         rows = split.train[name]
-        labels[rows] = wrong_labels(labels[rows], share, len(data.classes), seed, protocol.wrong_labels_rule)
+        true = labels[rows].astype(np.int64)
+        labels[rows] = wrong_labels(true, share, len(data.classes), seed, protocol.wrong_labels_rule)
         domains[name] = replace(domains[name], labels=labels)
     return replace(data, domains=domains)

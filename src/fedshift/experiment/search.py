@@ -8,6 +8,7 @@ Source: Jamieson & Talwalkar, AISTATS 2016.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -105,7 +106,9 @@ def ranked(methods: Sequence[Method], results: Iterable[RunResult]) -> list[tupl
     """The methods with their mean over sources and seeds, the best first; those that diverged come last, with None."""
     found: dict[str, list[float]] = {}
     runs: dict[str, int] = {}
+    errors = False
     for result in results:
+        errors = result.less_is_better
         score = result.score()
         runs[result.method] = runs.get(result.method, 0) + 1
         if score is not None:
@@ -113,7 +116,8 @@ def ranked(methods: Sequence[Method], results: Iterable[RunResult]) -> list[tupl
     whole = max(runs.values(), default=0)
     means: Mapping[str, float] = {name: fmean(scores) for name, scores in found.items() if len(scores) == whole}
     listed = [(method, means.get(method.display)) for method in methods]
-    return sorted(listed, key=lambda entry: -1.0 if entry[1] is None else entry[1], reverse=True)
+    sign = -1.0 if errors else 1.0
+    return sorted(listed, key=lambda entry: -math.inf if entry[1] is None else sign * entry[1], reverse=True)
 
 
 def going_on(ranking: Sequence[tuple[Method, float | None]], first: Method, number: int) -> tuple[Method, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fedshift.data.domain import Domain, Inputs, Rows, SparseRows
+from fedshift.data.domain import Domain, Inputs, Labels, Rows, SparseRows
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.experiment.plan import PlannedRun
 from fedshift.experiment.traffic import dry_run
@@ -81,5 +81,7 @@ def _made_up(domain: Domain, classes: int) -> Domain:
     masks = None
     if domain.masks is not None:
         masks = draws.integers(0, 2, (_SAMPLES, *domain.masks.shape[1:]), dtype=np.uint8)
-    labels = np.arange(_SAMPLES, dtype=np.int64) % classes if masks is None else np.zeros(_SAMPLES, dtype=np.int64)
+    labels: Labels = np.arange(_SAMPLES) % classes if masks is None else np.zeros(_SAMPLES, dtype=np.int64)
+    if domain.labels.dtype.kind == "f":  # 0 and 1 by turns are labels of every task
+        labels = np.resize(np.array([0, 1], dtype=np.float32), (*domain.labels.shape[1:], _SAMPLES)).T.copy()
     return Domain(domain.name, inputs, labels, masks=masks)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedshift.data.site_data import SiteData, batches_per_epoch, epoch_batches
+from fedshift.data.tasks.objective import CLASSES, Objective
 from fedshift.data.transforms import normalised, to_pixels
 from fedshift.errors import FedshiftError, TrainingDiverged
 from fedshift.federation.plug_in import PlugIn, plugged, regularised
@@ -33,7 +34,7 @@ class Batch:
 
     Attributes:
         inputs: (b, …) float32.
-        labels: (b,) int64, or masks; None at an unlabelled target.
+        labels: (b,) int64, masks, or float32 values in the label's unit; None at an unlabelled target.
         domains: (b,) int64, the number of each sample's domain; all equal unless the site is a pool.
         rows: (b,) int64, the samples' numbers at this site.
     """
@@ -84,6 +85,7 @@ class Site:
     scratch: dict[str, Any] = field(default_factory=dict, repr=False)
     plug_ins: Sequence[PlugIn] = ()
     exchanges_per_epoch: int = 1
+    objective: Objective = CLASSES
     draws: Draws | None = None
     mini_batches: int = 0
     _orders: int = 0
@@ -342,9 +344,5 @@ class Site:
 
     def weights_of(self, module: nn.Module) -> Weights:
         """Copy a module's weights and buffers as content that can be sent."""
-        return Weights(
-            {
-                key: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-                for key, tensor in module.state_dict().items()
-            }
-        )
+        state, form = module.state_dict().items(), torch.contiguous_format
+        return Weights({key: tensor.detach().cpu().clone(memory_format=form) for key, tensor in state})

@@ -10,6 +10,7 @@ import torch
 
 from fedshift.data.domain import Domain, Preprocessing, Rows
 from fedshift.data.site_data import SiteData
+from fedshift.data.tasks.objective import objective_of
 from fedshift.errors import FedshiftError, KindRefused
 from fedshift.federation.federation import CallOwner, OnRefusal
 from fedshift.federation.messages import Reply, pieces, promised_kinds, reply_content, returned
@@ -64,6 +65,7 @@ class Setting:
         """The network that the method trains, with weights drawn from the seed; the same in every process."""
         network = self.training.network(self.network, self.input_shape, self.classes, self.seed)
         network = self.method.adapt_network(network, self.sources)
+        network.objective = objective_of(self.preprocessing)
         return self.training.prepared(network)
 
 
@@ -113,6 +115,7 @@ class SiteRunner:
             seed=setting.seed,
             device=device,
             network=network,
+            objective=objective_of(setting.preprocessing),
             exchanges_per_epoch=setting.method.exchanges_per_epoch,
             draws=setting.draws.get(plan.name),
             data=SiteData(plan.parts, setting.preprocessing, setting.training.augmentation, device),

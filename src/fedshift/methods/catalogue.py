@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fedshift.data.domain import ALL_TASKS, WITHOUT_MASKS
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -202,6 +204,34 @@ LOCAL = tuple(
     name for name, entry in ENTRIES.items() if "raw_data" not in entry.shares and name not in ("fada", "fedadg")
 )
 """The methods that plug-ins of local training go with."""
+
+
+_EVERY_TASK = (
+    "deepall",
+    "fedavg",
+    "fedprox",
+    "scaffold",
+    "fednova",
+    "feddyn",
+    "fedbn",
+    "silobn",
+    "fedsam",
+    "feddg_ga",
+    "fedomg",
+    "elcfs",
+    "ccst",
+    "styles",
+    "source_only",
+    "oracle",
+)
+_NO_MASKS = ("moon", "gperxan", "csac", "alone")
+
+
+def tasks(name: str) -> tuple[str, ...]:
+    """The tasks that a method's equations allow; the others of the list are for classification."""
+    if name == "recipe":  # its moved images and dropout were only tried with these
+        return ("classification", "segmentation")
+    return ALL_TASKS if name in _EVERY_TASK else WITHOUT_MASKS if name in _NO_MASKS else ("classification",)
 
 
 def reads(name: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from fedshift.data.tasks.objective import CLASSES, Objective
 from fedshift.errors import UserError, nearest
 
 
@@ -27,6 +28,8 @@ class Network(nn.Module):
             a block draws it from this seed and never from the weights: their last bits differ between processors.
     """
 
+    objective: Objective = CLASSES
+    """What it learns; a run sets it."""
     channels_last = True
     """Whether it reads images in the channels-last memory format. A user's own network may not."""
 

@@ -96,7 +96,7 @@ def parse(
 
 
 def check_task(options: NetworkOptions, task: Task, what: str) -> None:
-    """Check that a network is for the task of a data set.
+    """Check that a network is for the task of a data set: masks need one of their own.
 
     Args:
         options: the network.
@@ -106,8 +106,9 @@ def check_task(options: NetworkOptions, task: Task, what: str) -> None:
     Raises:
         UserError: the network is for another task.
     """
-    if options.task != task:
-        fitting = [name for name in names() if options_class(name).task == task]
+    masks = task == "segmentation"
+    if (options.task == "segmentation") != masks:
+        fitting = [name for name in names() if (options_class(name).task == "segmentation") == masks]
         raise UserError(
             f"model.name: '{options.display}' is a network for {options.task}, but data set {what} is for {task}: "
             f"choose {' or '.join(fitting)}"
@@ -124,18 +125,16 @@ def build(options: NetworkOptions, input_shape: tuple[int, ...], classes: int, s
     Args:
         options: the network.
         input_shape: shape of one sample, (channels, height, width) or (d,).
-        classes: number of classes, or of structures for segmentation.
+        classes: number of classes, of structures for segmentation, or 1 for a quantity.
         seed: what the weights are drawn from; the network keeps it as ``seed``.
 
     Raises:
-        UserError: the network cannot read such samples, or a classifier has fewer than two classes.
+        UserError: the network cannot read such samples, or there is no class.
     """
     import torch
 
-    if classes < 2 and options.task == "classification":
-        raise UserError(
-            f"model '{options.display}': a classifier needs at least 2 classes, but the data set has {classes}"
-        )
+    if classes < 1:
+        raise UserError(f"model '{options.display}': it needs something to predict, but the data set has no class")
     with torch.random.fork_rng(devices=[]):
         # The CPU generator alone: torch.manual_seed would also reset every accelerator's generator.
         torch.default_generator.manual_seed(seed)

@@ -119,7 +119,7 @@ def _formula(played: Played) -> str:
     model = next((_honest_run(played) / "fedavg").rglob("model.safetensors"))
     trained = load_model(model)
     predicted = trained.predict(played.sites[LIAR] / "data.npz")
-    rows = csv.reader(io.StringIO(csv_text([trained.classes, [one.predicted for one in predicted]]), newline=""))
+    rows = csv.reader(io.StringIO(csv_text([trained.classes, [str(one.predicted) for one in predicted]]), newline=""))
     cells = [cell for row in rows for cell in row]
     expect(any("HYPERLINK" in cell for cell in cells), "the formula is not there")
     expect(not any(cell.startswith(("=", "+", "-", "@", "\t", "\r")) for cell in cells), "a cell is a formula")

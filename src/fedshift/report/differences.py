@@ -10,7 +10,7 @@ from fedshift.evaluation.significance import Comparison, TTest, compare, holm
 from fedshift.evaluation.summary import Value
 from fedshift.report.measures import Measure
 from fedshift.report.table import MISSING
-from fedshift.text import printable
+from fedshift.text import in_unit, printable
 
 LEVEL = 0.05
 """A target's difference is marked if its p is below this after Holm's correction."""
@@ -72,13 +72,15 @@ def head(targets: Sequence[str], measure: Measure) -> list[str]:
     return ["difference", "average", f"{measure.repeat}s", "t", "p", "p (Holm)", *targets]
 
 
-def line(difference: Difference, targets: Sequence[str]) -> list[str]:
-    """The cells of one difference as plain text, in the order of `head`."""
+def line(difference: Difference, targets: Sequence[str], unit: str = "%") -> list[str]:
+    """The cells of one difference as plain text, in the order of `head`; ``unit``: as in `Measure`."""
     average, by_target = difference.comparison.average, difference.comparison.targets
-    cells = [difference.name, _mean(average), str(average.n) if average else MISSING]
+    cells = [difference.name, _mean(average, unit), str(average.n) if average else MISSING]
     cells.append(MISSING if average is None or average.t is None else _signed(average.t))
     cells += [p_value(average.p if average else None), p_value(difference.corrected)]
-    return cells + [_mean(by_target.get(target)) + ("*" if target in difference.marked else "") for target in targets]
+    return cells + [
+        _mean(by_target.get(target), unit) + ("*" if target in difference.marked else "") for target in targets
+    ]
 
 
 def p_value(p: float | None) -> str:
@@ -94,19 +96,25 @@ def p_value(p: float | None) -> str:
 def note(measure: Measure) -> str:
     """A sentence below the table that explains its numbers."""
     repeats = f"{measure.repeat}s"
+    unit = "Percentage points" if measure.unit else "In the label's unit"
     columns = "pairs of sites" if measure.repeat == "split" else "targets"
     return (
-        f"Percentage points, mean ± standard error over {repeats}. t and p: Student's paired t-test over "
+        f"{unit}, mean ± standard error over {repeats}. t and p: Student's paired t-test over "
         f"{repeats} of the average over {columns} ({repeats} − 1 degrees of freedom, two-sided); p (Holm) is corrected "
         f"for all differences of this table. * p < {LEVEL} by the same test in that column alone, Holm's correction "
         "over the columns of a line."
     )
 
 
-def _mean(test: TTest | None) -> str:
+def _mean(test: TTest | None, unit: str) -> str:
     if test is None:
         return MISSING
-    return _signed(test.mean) + ("" if test.standard_error is None else f" ± {test.standard_error:.2f}")
+    error = test.standard_error
+    if not unit:
+        like = max(abs(test.mean), error or 0.0)
+        sign = "−" if test.mean < 0 else "+"
+        return f"{sign}{in_unit(abs(test.mean), like)}" + ("" if error is None else f" ± {in_unit(error, like)}")
+    return _signed(test.mean) + ("" if error is None else f" ± {error:.2f}")
 
 
 def _signed(value: float) -> str:
@@ -116,7 +124,11 @@ def _signed(value: float) -> str:
 def markdown(found: Sequence[Difference], targets: Sequence[str], measure: Measure) -> str:
     """The table in Markdown."""
     names = head(targets, measure)
-    lines = [names, ["---", *("---:" for _ in names[1:])], *(line(difference, targets) for difference in found)]
+    lines = [
+        names,
+        ["---", *("---:" for _ in names[1:])],
+        *(line(difference, targets, measure.unit) for difference in found),
+    ]
     return "\n".join("| " + " | ".join(_escaped(cell) for cell in cells) + " |" for cells in lines) + "\n"
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fedshift.errors import UserError, nearest
-from fedshift.evaluation.records import Metric, RunResult, Selection, SiteMetric
+from fedshift.evaluation.records import OF_CLASSES, Metric, RunResult, Selection, SiteMetric
 from fedshift.evaluation.summary import Value
 
 
@@ -25,6 +25,7 @@ class Measure:
         notes: the notes below the table.
         meaning: an explanation for readers who do not know the metric.
         metric: the name by which records of the last round have it by site; "" if they do not.
+        unit: of the numbers, for axes and notes; "" for that of the label.
     """
 
     name: str
@@ -36,6 +37,12 @@ class Measure:
     notes: tuple[str, ...] = ()
     meaning: str = ""
     metric: SiteMetric | Literal[""] = ""
+    unit: str = "%"
+
+    @property
+    def axis(self) -> str:
+        """The label of an axis."""
+        return f"{self.name.lower()}, {self.unit}" if self.unit else f"{self.name}, in the label's unit"
 
 
 ACCURACY = Measure(
@@ -59,18 +66,56 @@ HAUSDORFF = Measure(
     "Hausdorff distance in pixels (less is better)",
     "Hausdorff distance",
     less_is_better=True,
+    unit="pixels",
 )
-METRICS: dict[Metric, Measure] = {"accuracy": ACCURACY, "dice": DICE}
+RMSE = Measure(
+    "RMSE",
+    RunResult.accuracy,
+    "Root mean squared error in the label's unit (less is better)",
+    less_is_better=True,
+    meaning="Each column is a target; the number is the root of the mean squared error of its samples, in the label's "
+    "unit, last round. The last column is the unweighted mean over targets.",
+    metric="rmse",
+    unit="",
+)
+CONCORDANCE = Measure(
+    "Concordance",
+    RunResult.accuracy,
+    "Harrell's concordance in percent",
+    meaning="Each column is a target; the number is the share of comparable pairs of its samples of whom the one with "
+    "the earlier event was said to be at higher risk, last round: 50 is chance. The last column is the unweighted mean "
+    "over targets.",
+    metric="concordance",
+)
+LABELS = Measure(
+    "Label accuracy",
+    RunResult.accuracy,
+    "Share of labels that are right, in percent",
+    meaning="Each column is a target; the number is the share of labels that are right, over its samples and labels, "
+    "last round. The last column is the unweighted mean over targets.",
+    metric="label_accuracy",
+)
+METRICS: dict[Metric, Measure] = {
+    "accuracy": ACCURACY,
+    "dice": DICE,
+    "rmse": RMSE,
+    "concordance": CONCORDANCE,
+    "label_accuracy": LABELS,
+}
 
 
-def _at_the_end(metric: SiteMetric, name: str, meaning: str, *, less_is_better: bool = False) -> Measure:
+def _at_the_end(
+    metric: SiteMetric, name: str, meaning: str, *, less_is_better: bool = False, unit: str = "%"
+) -> Measure:
     """A measure of the last round's scores."""
 
     def value(result: RunResult, select: Selection) -> float | None:
         return result.site_metric(metric, select)
 
-    what = f"{name} in percent" + (" (less is better)" if less_is_better else "")
-    return Measure(name, value, what, less_is_better=less_is_better, meaning=meaning, metric=metric)
+    what = f"{name} in {'percent' if unit else 'the unit of the label'}" + (
+        " (less is better)" if less_is_better else ""
+    )
+    return Measure(name, value, what, less_is_better=less_is_better, meaning=meaning, metric=metric, unit=unit)
 
 
 _OF_SCORES = (
@@ -84,7 +129,8 @@ _OF_SCORES = (
         "auroc",
         "AUROC",
         "It is how often a sample of the class has a higher score than one of another class: 50 for "
-        "guessing. With more than two classes it is the mean over the classes at the target.",
+        "guessing. With more than two classes it is the mean over the classes at the target, with several "
+        "labels the mean over labels.",
     ),
     _at_the_end(
         "auprc",
@@ -118,13 +164,34 @@ _OF_SCORES = (
         less_is_better=True,
     ),
 )
+_OF_QUANTITIES = (
+    _at_the_end("mae", "MAE", "It is the mean absolute error.", less_is_better=True, unit=""),
+    _at_the_end(
+        "r2",
+        "R²",
+        "It is the share of the variance of the target's labels that is explained: 0 for always saying the target's "
+        "own mean, and below 0 for worse than that.",
+    ),
+)
 MEASURES: dict[str, Measure] = {
     "accuracy": ACCURACY,
     "dice": DICE,
     "hausdorff": HAUSDORFF,
-    **{measure.metric: measure for measure in _OF_SCORES},
+    "rmse": RMSE,
+    "concordance": CONCORDANCE,
+    "label_accuracy": LABELS,
+    "f1": _at_the_end("f1", "F1", "It is the mean over labels of the harmonic mean of precision and sensitivity."),
+    **{measure.metric: measure for measure in (*_OF_SCORES, *_OF_QUANTITIES)},
 }
 """By the name that `--metric` and `evaluation.headline` take."""
+_NAMES: dict[Metric, tuple[str, ...]] = {
+    "accuracy": OF_CLASSES,
+    "dice": ("dice", "hausdorff"),
+    "rmse": ("rmse", "mae", "r2"),
+    "concordance": ("concordance",),
+    "label_accuracy": ("label_accuracy", "auroc", "auprc", "f1"),
+}
+"""By what the runs of a task are compared by."""
 
 
 def measure_of(name: str, results: Sequence[RunResult]) -> Measure:
@@ -133,8 +200,8 @@ def measure_of(name: str, results: Sequence[RunResult]) -> Measure:
     Raises:
         UserError: these results cannot have it.
     """
-    masks = any(result.metric == "dice" for result in results)
-    known = [known for known in MEASURES if (known in ("dice", "hausdorff")) == masks]
+    of_task = {name for result in results for name in _NAMES[result.metric]}
+    known = [known for known in MEASURES if known in of_task]
     if name not in known:
         raise UserError(f"--metric: these results have no '{name}'; {nearest(name, known)}")
     return MEASURES[name]

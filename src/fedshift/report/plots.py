@@ -14,6 +14,7 @@ import numpy as np
 
 from fedshift.evaluation.summary import AVERAGE
 from fedshift.report.html import render
+from fedshift.report.measures import ACCURACY, Measure
 from fedshift.report.table import Table
 from fedshift.text import printable
 
@@ -34,40 +35,40 @@ Curve = tuple[Sequence[float], Sequence[float], Sequence[float] | None]
 """x, mean and standard deviation (None for one seed) of a line."""
 
 
-def accuracy_over_rounds(curves: Mapping[str, Mapping[str, Curve]], quantity: str = "Accuracy") -> Figure:
+def accuracy_over_rounds(curves: Mapping[str, Mapping[str, Curve]], measure: Measure = ACCURACY) -> Figure:
     """Curves of methods, with a panel for each horizontal axis. The band is one standard deviation over seeds.
 
     Args:
         curves: label of the horizontal axis → method → curve, in percent.
-        quantity: name of the vertical axis.
+        measure: what the vertical axis shows.
     """
     figure, panels = _figure(9.6, 3.6, len(curves))
     for axes, (label, lines) in zip(panels, curves.items(), strict=True):
-        _draw(axes, lines, 100)
+        _draw(axes, lines, 100 if measure.unit else np.inf)
         axes.set_xlabel(label)
-    panels[0].set_ylabel(f"{quantity.lower()}, %")
+    panels[0].set_ylabel(measure.axis)
     _share_height(panels)
     _legend(figure, panels[0])
     return figure
 
 
-def accuracy_at_targets(curves: Mapping[str, Mapping[str, Curve]], quantity: str = "Accuracy") -> Figure:
+def accuracy_at_targets(curves: Mapping[str, Mapping[str, Curve]], measure: Measure = ACCURACY) -> Figure:
     """Curves of methods over rounds, with a panel for each target, three in a row.
 
     Args:
         curves: target → method → curve, in percent.
-        quantity: name of the vertical axis.
+        measure: what the vertical axis shows.
     """
     rows = -(-len(curves) // _COLUMNS)
     figure, panels = _figure(9.6, 0.6 + 2.2 * rows, len(curves), min(_COLUMNS, len(curves)))
     methods = list(dict.fromkeys(method for lines in curves.values() for method in lines))
     for number, (axes, (target, lines)) in enumerate(zip(panels, curves.items(), strict=True)):
-        _draw(axes, lines, 100, methods)
+        _draw(axes, lines, 100 if measure.unit else np.inf, methods)
         axes.set_title(target, color=INK, fontsize="medium")
         if number >= len(curves) - _COLUMNS:
             axes.set_xlabel("round")
         if number % _COLUMNS == 0:
-            axes.set_ylabel(f"{quantity.lower()}, %")
+            axes.set_ylabel(measure.axis)
     _share_height(panels, _COLUMNS)
     _legend(figure, *panels)
     return figure
@@ -145,7 +146,7 @@ def accuracy_per_target(table: Table) -> Figure:
     axes.get_xticklabels()[table.columns.index(AVERAGE)].set_fontweight("bold")
     axes.grid(axis="x", visible=False)
     axes.set_xlim(-0.5, len(columns) - 0.5)
-    axes.set_ylabel(f"{table.measure.name.lower()}, %")
+    axes.set_ylabel(table.measure.axis)
     _legend(figure, axes)
     return figure
 

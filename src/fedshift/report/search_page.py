@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fedshift.evaluation.records import RunResult
+from fedshift.evaluation.records import RunResult, shown
 from fedshift.evaluation.significance import TTest, compare, holm
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.search import Rung, ranked
 from fedshift.methods.base import Method
 from fedshift.report.differences import p_value
+from fedshift.report.table import headline
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ def search_page(climbed: Sequence[Climbed], out: Sequence[str], budget: int) -> 
             strict=True,
         )
     )
+    metric = next((result.metric for step in climbed for result in step.results), "accuracy")
     first = climbed[0].experiment.methods[0].display
     sites = f"Not read at all: {', '.join(out)}." if out else "All sites took part: the result is for one that did not."
     lines = [
@@ -60,18 +62,27 @@ def search_page(climbed: Sequence[Climbed], out: Sequence[str], budget: int) -> 
             test = next((test for at, other, test in tests if at is step and other is method), None)
             cells = ["", "", ""]
             if test is not None:
-                error = "" if test.standard_error is None else f" ± {test.standard_error:.2f}"
-                cells = [f"{test.mean:+.2f}{error}", p_value(test.p), p_value(corrected[step.rung.number, name])]
-            score = "diverged" if mean is None else f"{mean:.2f}"
+                error = "" if test.standard_error is None else f" ± {shown(metric, test.standard_error)}"
+                cells = [
+                    f"{'-' if test.mean < 0 else '+'}{shown(metric, abs(test.mean))}{error}",
+                    p_value(test.p),
+                    p_value(corrected[step.rung.number, name]),
+                ]
+            score = "diverged" if mean is None else shown(metric, mean)
             lines.append(f"| {name} | {score} | {' | '.join(cells)} | {'yes' if method in step.going_on else ''} |")
         lines.append("")
     looks = sum(test is not None and test.p is not None for _, _, test in tests)
     lines.append(
-        "Mean in percent over sources and seeds; the difference's standard error and p are over seeds, p (Holm) is for "
-        f"all {looks} differences of this page together. A rung's best was chosen by its number, "
+        f"{_quantity(climbed)}, mean over sources and seeds; the difference's standard error and p are over seeds, "
+        f"p (Holm) is for all {looks} differences of this page together. A rung's best was chosen by its number, "
         "so that number is a little too good: the experiment file beside this page measures it again."
     )
     return "\n".join(lines) + "\n"
+
+
+def _quantity(climbed: Sequence[Climbed]) -> str:
+    results = [result for step in climbed for result in step.results]
+    return headline(results).what
 
 
 def _difference(step: Climbed, method: Method) -> TTest | None:

@@ -8,13 +8,14 @@ from functools import partial
 from statistics import fmean
 
 from fedshift.errors import UserError
-from fedshift.evaluation.cautions import majorities, warnings_of
+from fedshift.evaluation.cautions import BASELINES, baselines, privacy_note, settings_note, warnings_of
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.selection import RULES
 from fedshift.evaluation.summary import AVERAGE, Row, row_of, rows, with_samples
 from fedshift.report import pairs
 from fedshift.report.collect import Collected
 from fedshift.report.measures import ACCURACY, HAUSDORFF, MEASURES, METRICS, Measure, measure_of
+from fedshift.text import in_unit
 
 MISSING = "–"
 WORST, GAP = "worst site", "gap between sites"
@@ -29,19 +30,28 @@ class Cell:
         row: the numbers.
         best: whether its mean, as printed, is the best of its column.
         partial: whether it is an average over fewer targets than the table has.
+        unit: as in `Measure`.
     """
 
     row: Row
     best: bool
     partial: bool
+    unit: str = "%"
 
     @property
     def mean(self) -> str:
-        return f"{self.row.mean:.2f}" + ("*" if self.partial else "")
+        return self.shown(self.row.mean) + ("*" if self.partial else "")
 
     @property
     def error(self) -> str | None:
-        return None if self.row.standard_error is None else f"{self.row.standard_error:.2f}"
+        error = self.row.standard_error
+        if error is None:
+            return None
+        return self.shown(error) if self.unit else in_unit(error, like=self.row.mean)
+
+    def shown(self, number: float) -> str:
+        """A number of this entry as it is printed."""
+        return _shown(number, self.unit)
 
 
 class IntervalCell(Cell):
@@ -50,7 +60,7 @@ class IntervalCell(Cell):
     @property
     def mean(self) -> str:
         low, high = self.row.interval or (0.0, 0.0)
-        return f"{low:.2f} to {high:.2f}"
+        return f"{self.shown(low)} to {self.shown(high)}"
 
     @property
     def error(self) -> None:
@@ -122,26 +132,27 @@ def table(
     partial = {
         method for method in names if any((method, target) not in by_place for target in columns[:-1])
     }  # averages over different targets cannot be compared, so these are never the best
-    best = _best(found, partial, min if measure.less_is_better else max)
+    best = _best(found, partial, min if measure.less_is_better else max, measure.unit)
     cells: dict[str, dict[str, Cell | None]] = {method: {} for method in names}
     for method in names:
         for column in columns:
             row = by_place.get((method, column))
             average_of_fewer = column == AVERAGE and method in partial
-            cells[method][column] = Cell(row, (method, column) in best, average_of_fewer) if row else None
+            cells[method][column] = Cell(row, (method, column) in best, average_of_fewer, measure.unit) if row else None
     notes = tuple(_notes(select, cells, columns, progress, measure)) if measure.what else measure.notes
     return Table(select, measure, names, columns, cells, tuple(found), notes)
 
 
 def headline(results: Sequence[RunResult]) -> Measure:
-    """What methods are compared by in these results: accuracy, Dice coefficient, or a harmonic mean of either.
+    """What methods are compared by in these results: accuracy, Dice coefficient, a harmonic mean of either, or RMSE.
 
     Raises:
-        UserError: some runs classify and others segment.
+        UserError: the runs are of several tasks.
     """
     if len({result.metric for result in results}) > 1:
         raise UserError(
-            "some of these results are accuracies and some Dice coefficients: keep their runs in separate folders"
+            "these results are of several tasks, such as accuracies and Dice coefficients: keep their runs in separate "
+            "folders"
         )
     if not results:
         return ACCURACY
@@ -185,7 +196,7 @@ def _measure(collected: Collected, select: Selection, metric: str) -> Measure:
     """The measure that was asked for, else the experiment's headline as far as it was measured in these rounds."""
     if metric:
         found = measure_of(metric, collected.results)
-        if select != "last" and found.metric not in ("", "accuracy"):
+        if select != "last" and found.metric not in ("", collected.results[0].metric):
             raise UserError(f"--metric: {metric} is measured in the last round only: leave out --select")
         return found
     named, usual = collected.order.headline, headline(collected.results)
@@ -193,11 +204,11 @@ def _measure(collected: Collected, select: Selection, metric: str) -> Measure:
 
 
 def _site_notes(results: Sequence[RunResult], measure: Measure) -> Iterator[str]:
-    """The majority class of every target, and warnings."""
-    shares = majorities(results)
-    if shares and measure.metric == "accuracy":
-        listing = ", ".join(f"{target} {share:.2f}" for target, share in shares.items())
-        yield f"Always saying a target's most frequent class would be right for: {listing}."
+    """What a model without inputs would reach at every target, and warnings."""
+    found = baselines(results)
+    if found and measure.metric == results[0].metric:
+        listing = ", ".join(f"{target} {_shown(number, measure.unit)}" for target, number in found.items())
+        yield f"{BASELINES[results[0].metric]}: {listing}."
     yield from (f"Warning: {text}." for text in warnings_of(results))
 
 
@@ -206,7 +217,9 @@ def _intervals(whole: Table) -> Iterator[Table]:
     columns = whole.columns[:-1]
     cells: dict[str, dict[str, Cell | None]] = {
         method: {
-            column: IntervalCell(cell.row, False, False) if (cell := line[column]) and cell.row.interval else None
+            column: IntervalCell(cell.row, False, False, cell.unit)
+            if (cell := line[column]) and cell.row.interval
+            else None
             for column in columns
         }
         for method, line in whole.cells.items()
@@ -242,12 +255,16 @@ def _worst(whole: Table, results: Sequence[RunResult]) -> Iterator[Table]:
             gaps = [abs(best(one.values()) - worst(one.values())) for one in complete]
             found.append(row_of(method, GAP, whole.select, gaps))
     if found:
-        top = _best([row for row in found if row.target == WORST], set(), best)
-        top |= _best([row for row in found if row.target == GAP], set(), min)
+        top = _best([row for row in found if row.target == WORST], set(), best, measure.unit)
+        top |= _best([row for row in found if row.target == GAP], set(), min, measure.unit)
         by_place = {(row.method, row.target): row for row in found}
         cells: dict[str, dict[str, Cell | None]] = {
             method: {
-                column: Cell(row, (method, column) in top, False) if (row := by_place.get((method, column))) else None
+                column: (
+                    Cell(row, (method, column) in top, False, measure.unit)
+                    if (row := by_place.get((method, column)))
+                    else None
+                )
                 for column in (WORST, GAP)
             }
             for method in whole.methods
@@ -259,38 +276,13 @@ def _worst(whole: Table, results: Sequence[RunResult]) -> Iterator[Table]:
         yield Table(whole.select, shown, whole.methods, (WORST, GAP), cells, (), shown.notes)
 
 
-def settings_note(results: Iterable[RunResult], methods: Sequence[str]) -> Iterator[str]:
-    """A note with the setting of each method that did not run with the paper's, if records say so."""
-    results, named = list(results), dict[str, dict[str, None]]()
-    for result in results:
-        if result.setting not in ("", "paper"):
-            named.setdefault(result.method, {})[result.setting] = None
-    if named:
-        rows = (f"{method}: {' / '.join(named[method])}" for method in methods if method in named)
-        rest = ", the paper's where nothing is said" if all(result.setting for result in results) else " on record"
-        yield f"Settings{rest}: {'; '.join(rows)}."
+def _shown(number: float, unit: str) -> str:
+    return f"{number:.2f}" if unit else in_unit(number)
 
 
-def privacy_note(results: Iterable[RunResult], methods: Sequence[str]) -> Iterator[str]:
-    """A note with the differential privacy of each method's runs, if some have any; it names the run with the least."""
-    least: dict[str, RunResult] = {}
-    plain: set[str] = set()
-    for result in results:
-        most = max((one.epsilon for one in result.privacy.values()), default=None)
-        if most is None:
-            plain.add(result.method)
-        elif result.method not in least or most > max(one.epsilon for one in least[result.method].privacy.values()):
-            least[result.method] = result
-    named = {method: str(result.guarantee) for method, result in least.items() if method not in plain}
-    if not named:
-        return
-    said = dict.fromkeys(named.values())
-    whole = next(iter(said)) if len(said) == 1 and not plain else None
-    rows = "; ".join(f"{method}: {named[method]}" for method in methods if method in named)
-    yield f"Differential privacy of each site's training samples, in each run: {whole or rows}."
-
-
-def _best(found: Sequence[Row], partial: set[str], choose: Callable[[Iterable[float]], float]) -> set[tuple[str, str]]:
+def _best(
+    found: Sequence[Row], partial: set[str], choose: Callable[[Iterable[float]], float], unit: str
+) -> set[tuple[str, str]]:
     """(method, column) of the best mean of each column, as printed. Equal means are all best; a single entry is not."""
     columns: dict[str, list[Row]] = {}
     for row in found:
@@ -299,8 +291,8 @@ def _best(found: Sequence[Row], partial: set[str], choose: Callable[[Iterable[fl
     best = set()
     for column, entries in columns.items():
         if len(entries) > 1:
-            top = choose(round(row.mean, 2) for row in entries)
-            best |= {(row.method, column) for row in entries if round(row.mean, 2) == top}
+            top = choose(float(_shown(row.mean, unit)) for row in entries)
+            best |= {(row.method, column) for row in entries if float(_shown(row.mean, unit)) == top}
     return best
 
 
@@ -321,7 +313,8 @@ def _notes(
     progress: str | None,
     measure: Measure,
 ) -> Iterable[str]:
-    yield f"Selection: {RULES[select].description}."
+    said = RULES[select].description
+    yield f"Selection: {said if measure.unit else said.replace('accuracy', measure.name)}."
     present = [cell for line in cells.values() for cell in line.values() if cell is not None]
     if not present:
         yield (

@@ -12,13 +12,13 @@ from typing import Any
 
 from fedshift.deployment.json_files import read_object
 from fedshift.errors import UserError
-from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.evaluation.records import IN_UNITS, RoundRecord, RunResult, with_unit
 from fedshift.evaluation.stored import FAILURE, ORDER, RESULT, ROUNDS, SETTINGS, is_finished, run_folders
 from fedshift.files import plain_yaml
 from fedshift.report.collect import read_order, read_result, read_rounds
 from fedshift.report.html import render
 from fedshift.report.page import DARK, LIGHT
-from fedshift.report.sections.blocks import Block, Cells, Grid, Listing, Section, Text, grid, number, section
+from fedshift.report.sections.blocks import Block, Cells, Entry, Grid, Listing, Section, Text, grid, number, section
 from fedshift.text import one_line
 
 REFRESH = 5
@@ -182,10 +182,14 @@ def _runs(caption: str, runs: Sequence[WatchedRun]) -> Grid:
     for run in runs:
         last = run.rounds[-1] if run.rounds else None
         score: Any = run.result.score() if run.result else last.target_mean if last else None
+        metric = run.result.metric if run.result else last.metric if last else "accuracy"
+        told = (
+            number(score) if metric not in IN_UNITS or score is None else Entry(with_unit(metric, score), value=score)
+        )
         done = run.result.rounds if run.result else last.round if last else 0
         of = f" of {run.planned_rounds}" if run.planned_rounds else ""
         when = "" if run.age is None else f"{_clock(run.age)} ago"
-        rows.append([run.names[0], run.names[1], run.names[2].removeprefix("seed-"), f"{done}{of}", number(score)])
+        rows.append([run.names[0], run.names[1], run.names[2].removeprefix("seed-"), f"{done}{of}", told])
         rows[-1] += [number(run.sent / 1e6), run.failure or when]
     head = ["method", "target", "seed", "round", "measured, %", "MB sent", "last round"]
     return grid(caption, head, rows, css="classes")

@@ -18,6 +18,7 @@ from fedshift.data.domain import DataSet, DataSource, Domain, Inputs, Manifest, 
 from fedshift.data.images import as_channels_first
 from fedshift.data.locate import load_npz
 from fedshift.data.tables import moments
+from fedshift.data.tasks.fields import TaskFields, flags, label_sums, quantities, times
 from fedshift.errors import UserError, nearest
 
 _LAYOUT = (
@@ -29,7 +30,7 @@ _LARGE = 10.0
 """A column with a larger root mean square gives a warning."""
 
 
-class Arrays(DataSource):
+class Arrays(TaskFields):
     """One ``.npz`` file per site."""
 
     name: Literal["arrays"] = "arrays"
@@ -71,20 +72,37 @@ class Arrays(DataSource):
 
     @property
     def shares(self) -> tuple[str, ...]:
-        return ("statistics",) if self.standardise else ()
+        return ("statistics",) if self.standardise or self.scales_labels else ()
 
     def without(self, unseen: str) -> DataSource:
         if not self.standardise:
-            return self
+            return self.without_labels(unseen)
         chosen = self.statistics_from or tuple(self.sites)
-        return self.model_copy(update={"statistics_from": tuple(site for site in chosen if site != unseen)})
+        fewer = self.model_copy(update={"statistics_from": tuple(site for site in chosen if site != unseen)})
+        return fewer if self.label_statistics_from is None else fewer.without_labels(unseen)
+
+    def without_labels(self, site: str) -> DataSource:
+        if not self.scales_labels:
+            return self
+        chosen = self.label_statistics_from or self.statistics_from or tuple(self.sites)
+        return self.model_copy(update={"label_statistics_from": tuple(name for name in chosen if name != site)})
 
     def gives(self) -> dict[str, Any] | None:
-        if not self.standardise:
+        if not self.shares:
             return None
-        (inputs,) = (readable_inputs(str(held), _arrays(site, held)["x"]) for site, held in self.sites.items())
-        count, total, squares = _sums(inputs)
-        return {"kind": MOMENTS, "count": count, "total": total.tolist(), "squares": squares.tolist()}
+        ((site, held),) = self.sites.items()
+        arrays = _arrays(site, held)
+        count, total, squares = len(arrays["y"]), np.zeros(0), np.zeros(0)
+        if self.standardise:
+            count, total, squares = _sums(readable_inputs(str(held), arrays["x"]))
+        given = {"kind": MOMENTS, "count": count, "total": total.tolist(), "squares": squares.tolist()}
+        if self.scales_labels:
+            given["label"] = label_sums(quantities(str(held), arrays["y"]))
+        return given
+
+    def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
+        self.check_objective(preprocessing)
+        return super().encoded(preprocessing, classes)
 
     def build(self) -> DataSet:
         """Domains of uint8 images (n, c, h, w) or float32 features (n, d).
@@ -93,8 +111,8 @@ class Arrays(DataSource):
             UserError: a file cannot be used; names it.
         """
         read = {site: _arrays(site, held) for site, held in self.sites.items()}
-        named = self.classes or _named({site: arrays["y"] for site, arrays in read.items()})
-        domains = {site: _domain(site, self.sites[site], arrays, named) for site, arrays in read.items()}
+        named = self._named({site: arrays["y"] for site, arrays in read.items()})
+        domains = {site: self._domain(site, arrays, named) for site, arrays in read.items()}
         classes = named or _numbered(domains)
         first = next(iter(domains.values()))
         shape = first.inputs.shape[1:]
@@ -108,6 +126,9 @@ class Arrays(DataSource):
             if len(self.mean) != shape[0]:
                 raise UserError(f"data.mean: {len(self.mean)} numbers for samples of {shape[0]} channels or columns")
             preprocessing = preprocessing.model_copy(update={"mean": self.mean, "std": self.std})
+        scaling = sites_for_statistics(self.label_statistics_from or self.statistics_from, domains)
+        objective = self.objective([label_sums(domains[site].labels) for site in scaling] if self.scales_labels else [])
+        preprocessing = preprocessing.model_copy(update={"objective": objective})
         dataset = checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
         if not self.standardise:
             return replace(dataset, warnings=(*dataset.warnings, *_unscaled(dataset)))
@@ -115,6 +136,38 @@ class Arrays(DataSource):
         mean, std = _moments([domains[site].inputs for site in chosen])
         scaled = dataset.preprocessing.model_copy(update={"mean": tuple(mean.tolist()), "std": tuple(std.tolist())})
         return DataSet(dataset.name, domains, classes, scaled, dataset.manifest, dataset.warnings)
+
+    def _named(self, labels: Mapping[str, Array]) -> tuple[str, ...] | None:
+        """What networks have an output for, if it is named: the classes, or what a regression predicts."""
+        if self.has_classes:
+            return self.classes or _named(labels)
+        first = next(iter(labels.values()))
+        number = first.shape[1] if self.task == "multi_label" and first.ndim == 2 else 1
+        if self.classes is not None and len(self.classes) != number:
+            raise UserError(f"data.classes: {self.task} needs {number} name(s) here, not {len(self.classes)}")
+        return self.classes or (("y",) if number == 1 else tuple(f"label {place}" for place in range(number)))
+
+    def _domain(self, site: str, arrays: Mapping[str, Array], named: tuple[str, ...] | None) -> Domain:
+        held = self.sites[site]
+        where = f"data file {held} (site '{site}')" if isinstance(held, Path) else f"data of site '{site}'"
+        inputs = readable_inputs(where, arrays["x"])
+        y = arrays["y"]
+        groups = _integers(where, "groups", arrays["groups"], len(inputs)) if "groups" in arrays else None
+        if not self.has_classes:
+            read = {"time_to_event": times, "multi_label": flags}.get(self.task, quantities)
+            return Domain(site, inputs, read(where, y), groups)
+        if _is_text(y) and not isinstance(held, Path):
+            number_of = {name: number for number, name in enumerate(named or ())}
+            unknown = next((name for name in y.tolist() if str(name) not in number_of), None)
+            if unknown is not None:
+                raise UserError(
+                    f"{where}: label '{unknown}' is none of data.classes; {nearest(str(unknown), number_of)}"
+                )
+            y = np.array([number_of[str(name)] for name in y.tolist()], dtype=np.int64)
+        labels = _integers(where, "y", y, len(inputs), "; for regression write data.task: regression")
+        if len(labels) and labels.min() < 0:
+            raise UserError(f"{where}: label {labels.min()} is out of range: labels must be 0 or more")
+        return Domain(site, inputs, labels, groups)
 
 
 def _unscaled(dataset: DataSet) -> tuple[str, ...]:
@@ -178,23 +231,6 @@ def _as_stored(where: str, x: Array) -> Array:
     return x.astype(np.uint8) if x.dtype.kind == "b" else x
 
 
-def _domain(site: str, held: Path | InMemory, arrays: Mapping[str, Array], named: tuple[str, ...] | None) -> Domain:
-    where = f"data file {held} (site '{site}')" if isinstance(held, Path) else f"data of site '{site}'"
-    inputs = readable_inputs(where, arrays["x"])
-    y = arrays["y"]
-    if _is_text(y) and not isinstance(held, Path):
-        number_of = {name: number for number, name in enumerate(named or ())}
-        unknown = next((name for name in y.tolist() if str(name) not in number_of), None)
-        if unknown is not None:
-            raise UserError(f"{where}: label '{unknown}' is none of data.classes; {nearest(str(unknown), number_of)}")
-        y = np.array([number_of[str(name)] for name in y.tolist()], dtype=np.int64)
-    labels = _integers(where, "y", y, len(inputs))
-    if len(labels) and labels.min() < 0:
-        raise UserError(f"{where}: label {labels.min()} is out of range: labels must be 0 or more")
-    groups = _integers(where, "groups", arrays["groups"], len(inputs)) if "groups" in arrays else None
-    return Domain(site, inputs, labels, groups)
-
-
 def _is_text(y: Array) -> bool:
     return y.dtype.kind == "U" and y.ndim == 1
 
@@ -236,7 +272,7 @@ def readable_inputs(where: str, x: Array) -> npt.NDArray[np.uint8] | npt.NDArray
     return features
 
 
-def _integers(where: str, name: str, values: Array, samples: int) -> npt.NDArray[np.int64]:
+def _integers(where: str, name: str, values: Array, samples: int, advice: str = "") -> npt.NDArray[np.int64]:
     if values.ndim != 1:
         raise UserError(f"{where}: {name} has shape {values.shape}, expected one number per sample ({samples},)")
     if len(values) != samples:
@@ -245,7 +281,7 @@ def _integers(where: str, name: str, values: Array, samples: int) -> npt.NDArray
         raise UserError(f"{where}: {name} is {values.dtype}, expected integers")
     numbers = values.astype(np.float64)
     if not (np.isfinite(numbers) & (numbers == np.floor(numbers))).all():
-        raise UserError(f"{where}: {name} holds values that are not whole numbers")
+        raise UserError(f"{where}: {name} holds values that are not whole numbers{advice}")
     return values.astype(np.int64)
 
 

@@ -26,6 +26,9 @@ class OwnData(DataSource):
     statistics_from: tuple[str, ...] | None = Field(
         None, description="the sites whose statistics define the encoding; unset: all"
     )
+    label_statistics_from: tuple[str, ...] | None = Field(
+        None, description="task regression: the sites whose sums scale the label; unset: those of statistics_from"
+    )
     options: ClassVar[Mapping[str, Any]] = {}
     """Further fields of data set ``arrays`` or ``table``, such as ``{"standardise": True}``."""
     _samples: Mapping[str, Any] | None = PrivateAttr(None)
@@ -52,11 +55,17 @@ class OwnData(DataSource):
         return self._source().labelled_by()
 
     def without(self, unseen: str) -> DataSource:
-        source = self._source()
-        fewer = source.without(unseen)
-        if fewer == source:
+        return self._with(self._source().without(unseen))
+
+    def without_labels(self, site: str) -> DataSource:
+        return self._with(self._source().without_labels(site))
+
+    def _with(self, fewer: DataSource) -> DataSource:
+        """This source with the statistics of ``fewer``."""
+        if fewer == self._source():
             return self
-        return self.model_copy(update={"statistics_from": getattr(fewer, "statistics_from", None)})
+        names = ("statistics_from", "label_statistics_from")
+        return self.model_copy(update={name: getattr(fewer, name, None) for name in names})
 
     def build(self) -> DataSet:
         """The samples as the data set `arrays` or `table` has them.
@@ -87,8 +96,9 @@ class OwnData(DataSource):
             if not isinstance(self._samples, Mapping) or not self._samples:
                 raise UserError(f"data: {type(self).__name__}.read() must return a mapping {{site: samples}}")
         fields = described(self._samples, **self.options)
-        if self.statistics_from is not None:
-            fields["statistics_from"] = self.statistics_from
+        for name in ("statistics_from", "label_statistics_from"):
+            if getattr(self, name) is not None:
+                fields[name] = getattr(self, name)
         kinds: dict[str, type[DataSource]] = {"arrays": Arrays, "table": Table}
         try:
             return kinds[fields["name"]].model_validate(fields)
@@ -120,12 +130,13 @@ def described(sites: Mapping[str, Any], **options: Any) -> dict[str, Any]:
     if len(frames) < len(held) or not frames:
         return {"name": "arrays", "sites": held, **options}
     fields: dict[str, Any] = {"name": "table", "sites": held, **options}
-    if condition is None and "label" not in fields:
+    if condition is None and not fields.keys() & {"label", "time", "event"}:
         if any(one.labels is None for one in frames):
             raise UserError("data: data frames without labels need label, the name of their label column")
         fields["label"] = "label" if "label" not in frames[0].samples.columns else "label of the sample"
     if "numeric" not in fields and "categorical" not in fields:
         taken = {condition.column if condition is not None else fields.get("label"), fields.get("id")}
+        taken |= {fields.get("time"), fields.get("event")}
         first = frames[0].samples
         names = [name for name in first.columns if str(name) not in taken]
         fields["numeric"] = [str(name) for name in names if _is_numeric(first[name])]

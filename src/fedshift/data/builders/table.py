@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -12,9 +12,17 @@ from pydantic import BeforeValidator, Field, ValidationError, model_validator
 from fedshift.data.agreement import table_given
 from fedshift.data.builders.arrays import sites_for_statistics
 from fedshift.data.builders.in_memory import InMemory, SiteSamples
-from fedshift.data.builders.table_labels import CLASSES, Condition, as_written, classes_of
+from fedshift.data.builders.table_labels import (
+    CLASSES,
+    Condition,
+    as_numbers,
+    as_written,
+    classes_of,
+    labels_of,
+    quantities_of,
+)
 from fedshift.data.checks import agreed_classes, checked
-from fedshift.data.domain import DataSet, DataSource, Domain, Manifest, Preprocessing
+from fedshift.data.domain import DataSet, DataSource, Domain, Labels, Manifest, Preprocessing
 from fedshift.data.table_files import (
     PLAIN,
     Columns,
@@ -25,24 +33,28 @@ from fedshift.data.table_files import (
     read_table,
 )
 from fedshift.data.tables import TableEncoding, agreed_encoding, encode, site_statistics
+from fedshift.data.tasks.fields import TaskFields, label_sums
 from fedshift.errors import UserError, nearest
 
 
-def _as_numbers(mapping: object) -> object:
-    """A mapping to lists of numbers, where a single number is a list of one."""
-    if not isinstance(mapping, Mapping):
-        return mapping
-    return {key: (value,) if isinstance(value, int | float) else value for key, value in mapping.items()}
-
-
-class Table(DataSource):
+class Table(TaskFields):
     """CSV or Parquet files with a label column, numeric columns and categorical columns."""
 
     name: Literal["table"] = "table"
     sites: dict[str, SiteSamples] | None = Field(None, min_length=1, description="site name: its CSV or Parquet file")
     file: Path | None = Field(None, description="one CSV or Parquet file of all sites, instead of sites")
     site_column: str | None = Field(None, description="with file: the column that holds the name of each row's site")
-    label: str | None = Field(None, description="the column that holds the class")
+    label: str | tuple[str, ...] | None = Field(
+        None,
+        description="the column that holds the class, or for regression the quantity; for multi_label the list of "
+        "columns that hold 1 where a sample has the label, else 0",
+    )
+    time: str | None = Field(
+        None, description="task time_to_event: the column of times until the event or the last look"
+    )
+    event: str | None = Field(
+        None, description="task time_to_event: the column with 1 where the event happened, else 0"
+    )
     positive: str | None = Field(
         None,
         description="instead of label: a condition on a column, such as num > 0, that makes the classes negative and "
@@ -54,7 +66,7 @@ class Table(DataSource):
     numeric: tuple[str, ...] = Field((), description="columns of numbers, standardised over the sites")
     categorical: tuple[str, ...] = Field((), description="columns of categories, one 0/1 column per category")
     id: str | None = Field(None, description="the column that names each row; predictions give it back")
-    missing_values: Annotated[dict[str, tuple[float, ...]], BeforeValidator(_as_numbers)] = Field(
+    missing_values: Annotated[dict[str, tuple[float, ...]], BeforeValidator(as_numbers)] = Field(
         default_factory=dict, description="numeric column: numbers that mean missing, such as {cholesterol: 0}"
     )
     impute: Literal["mean", "drop"] | dict[str, float | str] = Field(
@@ -80,8 +92,18 @@ class Table(DataSource):
             raise ValueError("give either sites, a file for each, or file, one for all")
         if (self.file is None) != (self.site_column is None):
             raise ValueError("file and site_column go together: the file of all sites, and its column of their names")
-        if (self.label is None) == (self.positive is None):
+        of_times = self.task == "time_to_event"
+        if any((column is not None) != of_times for column in (self.time, self.event)):
+            raise ValueError("time and event go together with task: time_to_event, which needs both columns")
+        if of_times and self.label is not None:
+            raise ValueError("label: task time_to_event has time and event in its place; leave it out")
+        several = self.label is not None and not isinstance(self.label, str)
+        if several != (self.task == "multi_label") or (several and len(self.label_columns) < 2):
+            raise ValueError("label: task multi_label needs a list of two columns or more, other tasks one column")
+        if not of_times and (self.label is None) == (self.positive is None):
             raise ValueError("give either label, the column of the class, or positive, such as num > 0")
+        if self.task != "classification" and (self.positive is not None or self.labels is not None):
+            raise ValueError(f"positive and labels make classes, and task is {self.task}: leave them out")
         if self.labels is not None and self.label is None:
             raise ValueError("labels needs label, the column whose values it maps to classes")
         if self.columns and self.header != "none":
@@ -90,17 +112,17 @@ class Table(DataSource):
 
     @model_validator(mode="after")
     def _columns_once(self) -> Self:
-        columns = [self.label_column, *self.numeric, *self.categorical]
+        columns = [*self.label_columns, *self.numeric, *self.categorical]
         twice = next((name for name in columns if columns.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"column '{twice}' is listed more than once among label, numeric and categorical")
-        if len(columns) == 1:
+        if len(columns) == len(self.label_columns):
             raise ValueError("name at least one column under numeric or categorical")
         for name in self.missing_values:
             if name not in self.numeric:
                 raise ValueError(f"missing_values: '{name}' is not listed under numeric")
         for name, value in self._fills.items():
-            if name not in columns[1:]:
+            if name not in columns[len(self.label_columns) :]:
                 raise ValueError(f"impute: '{name}' is not listed under numeric or categorical")
             if name in self.numeric and not isinstance(value, float):
                 raise ValueError(f"impute: '{name}' is numeric, and '{value}' is not a number")
@@ -108,9 +130,18 @@ class Table(DataSource):
 
     @property
     def label_column(self) -> str:
-        """The column that holds the class."""
+        """The column that holds the label."""
+        return self.label_columns[0]
+
+    @property
+    def label_columns(self) -> tuple[str, ...]:
+        """The columns that labels are made of."""
         condition = self._condition
-        return str(self.label) if condition is None else condition.column
+        if self.time is not None and self.event is not None:
+            return self.time, self.event
+        if condition is not None:
+            return (condition.column,)
+        return (self.label,) if isinstance(self.label, str) else tuple(self.label or ())
 
     @property
     def _condition(self) -> Condition | None:
@@ -147,13 +178,25 @@ class Table(DataSource):
     def shares(self) -> tuple[str, ...]:
         return ("statistics",)
 
-    def labelled_by(self) -> dict[str, Any]:
+    def labelled_by(self) -> dict[str, Any] | None:
+        if not self.has_classes:
+            return None
         chosen = {"positive": self.positive, "labels": self.labels}
         return {"column": self.label_column, **{name: value for name, value in chosen.items() if value is not None}}
 
     def without(self, unseen: str) -> DataSource:
-        chosen = self.statistics_from or (tuple(self.sites) if self.sites is not None else tuple(self._tables()))
-        return self.model_copy(update={"statistics_from": tuple(site for site in chosen if site != unseen)})
+        chosen = tuple(site for site in self._giving(self.statistics_from) if site != unseen)
+        fewer = self.model_copy(update={"statistics_from": chosen})
+        return fewer if self.label_statistics_from is None else fewer.without_labels(unseen)
+
+    def without_labels(self, site: str) -> DataSource:
+        if not self.scales_labels:
+            return self
+        chosen = self._giving(self.label_statistics_from or self.statistics_from)
+        return self.model_copy(update={"label_statistics_from": tuple(name for name in chosen if name != site)})
+
+    def _giving(self, chosen: tuple[str, ...] | None) -> tuple[str, ...]:
+        return chosen or (tuple(self.sites) if self.sites is not None else tuple(self._tables()))
 
     def build(self) -> DataSet:
         """Domains of float32 features (n, d).
@@ -162,32 +205,41 @@ class Table(DataSource):
             UserError: a file cannot be used; names file, line and column.
         """
         tables = self._tables()
-        labels = {site: self._labels(table) for site, table in tables.items()}
-        allow = self.missing_classes == "allow"
-        classes = agreed_classes(
-            {site: set(found) for site, found in labels.items()},
-            what=f"labels in column '{self.label_column}'",
-            allow_missing=allow or self.positive is not None,
-        )
-        if self.positive is not None:
-            classes = CLASSES
+        named = {} if not self.has_classes else {site: self._labels(table) for site, table in tables.items()}
+        classes = self._classes(named)
+        labels = {site: self._numbered(table, named.get(site, ()), classes) for site, table in tables.items()}
         chosen = sites_for_statistics(self.statistics_from, tables)
         statistics = [site_statistics(tables[site], self.numeric, self.categorical) for site in chosen]
         encoding = agreed_encoding(statistics, self.numeric, self.categorical)
         self._check_fills(encoding)
         form = None if self._form == PLAIN else self._form
         encoding = encoding.with_choices(self.missing_values, self._fills, form, self.id)
-        number_of = {name: number for number, name in enumerate(classes)}
         domains = {
-            site: Domain(
-                site,
-                encode(table, encoding),
-                np.array([number_of[name] for name in labels[site]], dtype=np.int64),
-                ids=self._ids(table),
-            )
+            site: Domain(site, encode(table, encoding), labels[site], ids=self._ids(table))
             for site, table in tables.items()
         }
-        return checked(DataSet(self.name, domains, classes, encoding.preprocessing(), self.manifest()))
+        scaling = sites_for_statistics(self.label_statistics_from or self.statistics_from, tables)
+        objective = self.objective([label_sums(labels[site]) for site in scaling] if self.scales_labels else [])
+        preprocessing = encoding.preprocessing().model_copy(update={"objective": objective})
+        return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
+
+    def _classes(self, labels: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+        """What networks have an output for: the classes of all sites together, or the column of a quantity."""
+        if not self.has_classes:
+            return self.label_columns if self.task == "multi_label" else self.label_columns[:1]
+        found = agreed_classes(
+            {site: set(names) for site, names in labels.items()},
+            what=f"labels in column '{self.label_column}'",
+            allow_missing=self.missing_classes == "allow" or self.positive is not None,
+        )
+        return found if self.positive is None else CLASSES
+
+    def _numbered(self, table: Columns, labels: Sequence[str], classes: Sequence[str]) -> Labels:
+        """The labels of a table's rows as a domain holds them; ``labels``: their names, where they are classes."""
+        if not self.has_classes:
+            return labels_of(table, self.task, self.label_columns)
+        number_of = {name: number for number, name in enumerate(classes)}
+        return np.array([number_of[name] for name in labels], dtype=np.int64)
 
     def gives(self) -> dict[str, Any] | None:
         if self.missing_values or self._fills:
@@ -196,7 +248,10 @@ class Table(DataSource):
                 "file, or write the values there"
             )
         (table,) = self._tables().values()
-        return table_given(site_statistics(table, self.numeric, self.categorical), self.numeric, self.categorical)
+        given = table_given(site_statistics(table, self.numeric, self.categorical), self.numeric, self.categorical)
+        if self.scales_labels:
+            given["label"] = label_sums(quantities_of(table, self.label_column))
+        return given
 
     def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
         """The tables in the agreed encoding. The coordinator can choose the encoding, and it sees the error messages.
@@ -206,6 +261,7 @@ class Table(DataSource):
                 no cell and no name of a column that is not listed here.
         """
         encoding = self._own_encoding(preprocessing)
+        self.check_objective(preprocessing)
         try:
             return self._encoded(encoding, preprocessing, classes)
         except UserError as error:
@@ -236,14 +292,14 @@ class Table(DataSource):
     def _encoded(self, encoding: TableEncoding, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
         domains: dict[str, Domain] = {}
         for site, table in self._tables().items():
-            labels, path = self._labels(table), table.path
+            labels, path = () if not self.has_classes else self._labels(table), table.path
             unknown = sorted(set(labels) - set(classes))
             if unknown:
                 raise UserError(
                     f"{path}: label '{unknown[0]}' is none of the federation's classes ({', '.join(classes)})",
                     public=f"{path}: a label is none of the federation's classes ({', '.join(classes)})",
                 )
-            numbers = np.array([classes.index(name) for name in labels], dtype=np.int64)
+            numbers = self._numbered(table, labels, classes)
             with np.errstate(over="ignore", invalid="ignore"):
                 features = encode(table, encoding)
             # `checked` would name row and column: with chosen means, that reveals a cell.
@@ -263,7 +319,7 @@ class Table(DataSource):
         else:
             tables = {site: self._table(site, held) for site, held in (self.sites or {}).items()}
         for site, table in tables.items():
-            for column in (self.label_column, *self.numeric, *self.categorical, *([self.id] if self.id else [])):
+            for column in (*self.label_columns, *self.numeric, *self.categorical, *([self.id] if self.id else [])):
                 table.column(column)
             table = table.without_codes(self.missing_values)
             if self.impute == "drop":

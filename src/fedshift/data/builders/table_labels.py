@@ -1,15 +1,17 @@
-"""The classes of a table's rows: a column's values, a map of them, or a condition on a column."""
+"""The labels of a table's rows: classes from a column, a map or a condition on a column; or quantities."""
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, field_validator
 
-from fedshift.data.table_files import Columns, canonical, is_missing
+from fedshift.data.table_files import Columns, canonical, has_decimal_comma, is_missing
 from fedshift.errors import UserError, nearest
 
 CLASSES = NEGATIVE, POSITIVE = ("negative", "positive")
@@ -152,6 +154,75 @@ class Labelling(BaseModel):
         return [known(row, cell) for row, cell in enumerate(table.column(self.column))]
 
 
+def quantities_of(table: Columns, column: str) -> npt.NDArray[np.float32]:
+    """The number in a column of each row, (n,).
+
+    Raises:
+        UserError: a label is missing, or is not a finite number.
+    """
+    out = np.empty(len(table), dtype=np.float32)
+    for row, cell in enumerate(table.column(column)):
+        where = f"{table.place(row)}, column '{column}'"
+        number = None if is_missing(cell) else _number(cell)
+        with np.errstate(over="ignore"):
+            out[row] = np.nan if number is None else number
+        if not np.isfinite(out[row]):
+            what = "is missing" if is_missing(cell) else f"'{cell}' is not a finite number, which this task needs"
+            advice = "for decimal commas, set data.decimal: ','" if has_decimal_comma(cell) else "fill or drop the row"
+            raise UserError(
+                f"{where}: the label {what}: {advice}",
+                public=f"{table.place(row)}: the label is missing or no number: fill or drop the row",
+            )
+    return out
+
+
+def times_of(table: Columns, time: str, event: str) -> npt.NDArray[np.float32]:
+    """The time and the event of each row, (n, 2).
+
+    Raises:
+        UserError: a time is missing or negative, or an event is not 0 or 1.
+    """
+    out = np.stack([quantities_of(table, time), quantities_of(table, event)], axis=1)
+    for column, wrong, wanted in (
+        (time, out[:, 0] < 0, "a time of 0 or more"),
+        (event, ~np.isin(out[:, 1], (0, 1)), "1 where the event happened, else 0"),
+    ):
+        if wrong.any():
+            where = table.place(int(np.flatnonzero(wrong)[0]))
+            raise UserError(
+                f"{where}, column '{column}': task time_to_event needs {wanted}: mend or drop the row",
+                public=f"{where}: task time_to_event needs {wanted}",
+            )
+    return out
+
+
+def flags_of(table: Columns, columns: Sequence[str]) -> npt.NDArray[np.float32]:
+    """The cells of columns of 0 and 1, (n, columns).
+
+    Raises:
+        UserError: a cell is something else.
+    """
+    out = np.stack([quantities_of(table, column) for column in columns], axis=1)
+    for row, place in np.argwhere(~np.isin(out, (0, 1))):
+        where = table.place(int(row))
+        raise UserError(
+            f"{where}, column '{columns[place]}': task multi_label needs 0 or 1: mend the cell",
+            public=f"{where}: a label is not 0 or 1",
+        )
+    return out
+
+
+def labels_of(table: Columns, task: str, columns: Sequence[str]) -> npt.NDArray[np.float32]:
+    """The labels of each row for a task whose labels are no classes.
+
+    Raises:
+        UserError: a cell does not fit the task.
+    """
+    if task == "time_to_event":
+        return times_of(table, *columns)
+    return flags_of(table, columns) if task == "multi_label" else quantities_of(table, columns[0])
+
+
 def as_written(mapping: object) -> object:
     """A mapping of labels with the keys and values that a text file would hold: the number 1.0 becomes "1".
 
@@ -163,6 +234,13 @@ def as_written(mapping: object) -> object:
     if any(isinstance(part, bool) for pair in mapping.items() for part in pair):
         raise ValueError("YAML reads yes, no, on and off as true or false: write such words in quotes")
     return {canonical(str(key)): canonical(str(value)) for key, value in mapping.items()}
+
+
+def as_numbers(mapping: object) -> object:
+    """A mapping to lists of numbers, where a single number is a list of one."""
+    if not isinstance(mapping, Mapping):
+        return mapping
+    return {key: (value,) if isinstance(value, int | float) else value for key, value in mapping.items()}
 
 
 def _number(text: str) -> float | None:

@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 from fedshift.data.domain import Domain, Rows
 from fedshift.data.site_data import SiteData
 from fedshift.data.splits import part_rows, random_split
+from fedshift.data.tasks.objective import Objective
 from fedshift.deployment.privacy.ledger import PrivacyLedger
 from fedshift.deployment.site_file import Holding, SiteConfig
 from fedshift.deployment.site_measures import measured
 from fedshift.errors import Refused, UserError
+from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.environment import versions
 from fedshift.experiment.privacy import check_private
 from fedshift.experiment.runs.evaluator import answering, predictions
@@ -165,6 +167,7 @@ class SiteRules:
         header: Mapping[str, Any],
         network: Network,
         view: SiteData,
+        objective: Objective,
         groups: NDArray[np.int64] | None,
         prior: int | None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -177,16 +180,22 @@ class SiteRules:
             header: the request.
             network: the model, in evaluation mode.
             view: the measured samples.
+            objective: what the run learns.
             groups: which of them belong together; None if all are apart.
             prior: as of `answering`.
         """
         classes = int(header["setting"]["classes"])
         if self.budget is None:
             network = answering(network, view, prior)
-            return measured(network, view, classes, self._policy, groups, header.get("whole"))
+            return measured(network, view, classes, objective, self._policy, groups, header.get("whole"))
         self.check_measures()
+        if not measuring_of(objective).counts_classes:
+            raise Refused(
+                f"site '{self.site}' has a budget of privacy and measures classification only: an error in the label's "
+                "unit has no bound that noise could hide (rule privacy.measurement_noise)"
+            )
         deviation = float(self.budget.measurement_noise or 0)
-        right = (predictions(network, view) == view.labels.cpu().numpy()).astype(float)
+        right = (predictions(network, view, objective) == view.labels.cpu().numpy()).astype(float)
         if groups is not None:
             _, place, sizes = np.unique(groups, return_inverse=True, return_counts=True)
             right = np.bincount(place, right) / sizes

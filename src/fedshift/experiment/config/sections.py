@@ -167,7 +167,9 @@ EXTENT = ("targets", "seeds", "pairs", "splits")
 class Evaluation(Section):
     """What is measured with the model of a run's last round, and what is kept of it."""
 
-    headline: SiteMetric = Field("accuracy", description="the measure of the first table and of the page")
+    headline: SiteMetric = Field(
+        "accuracy", description="the measure of the first table and of the page; accuracy: that of the task"
+    )
     predictions: bool = Field(
         True, description="keep the scores of every measured sample in each run's predictions.parquet (needs pyarrow)"
     )

@@ -12,11 +12,12 @@ from numpy.typing import NDArray
 
 from fedshift.data.domain import DataSet, Rows
 from fedshift.data.site_data import SiteData
+from fedshift.data.tasks.objective import CLASSES, Objective, objective_of
 from fedshift.evaluation import segmentation
-from fedshift.evaluation.metrics import accuracy, per_class_accuracy
 from fedshift.evaluation.predictions import SitePredictions
 from fedshift.evaluation.records import SiteMetrics
-from fedshift.evaluation.site_metrics import Scored, common_threshold, site_metrics
+from fedshift.evaluation.site_metrics import Scored, common_threshold
+from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.protocol import Split
 from fedshift.models.network import Network
 from fedshift.models.normalisation import adapted_to
@@ -79,13 +80,16 @@ class Evaluator:
         self._domains = data.domains
         self._trained_at = sorted(split.train)
         self._classes = len(data.classes)
+        self._objective = objective_of(data.preprocessing)
+        self._measuring = measuring_of(self._objective)
         self._model = model
         self._resamples, self._prior = resamples, prior
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
         """Accuracy in percent: at each target, on each source's held-out rows, and of each class over the targets.
 
-        For segmentation, the Dice coefficient takes its place, and the Hausdorff distance at each target is added.
+        For other tasks their own metric takes its place: for segmentation the Dice coefficient, and the Hausdorff
+        distance at each target is added.
 
         Args:
             network: the network that ``weights`` belong to. It is changed.
@@ -98,8 +102,11 @@ class Evaluator:
         if isinstance(self._model, SegmentationOptions):
             return self._measure_masks(network, self._model)
         return self._record(
-            {name: predictions(answering(network, view, self._prior), view) for name, view in self._targets.items()},
-            {name: predictions(self._at(network, name), view) for name, view in self._sources.items()},
+            {
+                name: predictions(answering(network, view, self._prior), view, self._objective)
+                for name, view in self._targets.items()
+            },
+            {name: predictions(self._at(network, name), view, self._objective) for name, view in self._sources.items()},
         )
 
     def final(self, network: Network, weights: Weights, threshold: float | None = None) -> Final:
@@ -118,9 +125,10 @@ class Evaluator:
             for name, view in self._targets.items()
         ]
         kept += [self._kept("held_out", name, self._at(network, name), view) for name, view in self._sources.items()]
-        held_out = [site_metrics(one.site, "held_out", one.scored) for one in kept if one.part == "held_out"]
+        at_site = self._measuring.at_site
+        held_out = [at_site(one.site, "held_out", one.scored) for one in kept if one.part == "held_out"]
         measured = [
-            site_metrics(
+            at_site(
                 one.site,
                 "target",
                 one.scored,
@@ -144,22 +152,17 @@ class Evaluator:
         ids: Sequence[str] | None = getattr(domain, "ids", None)
         groups = None if domain.groups is None else domain.groups[rows]
         names = None if ids is None else [ids[row] for row in rows]
-        return SitePredictions(name, part, rows, names, scored(network, view, groups))
+        return SitePredictions(name, part, rows, names, scored(network, view, self._objective, groups))
 
-    def _record(
-        self, targets: Mapping[str, NDArray[np.int64]], sources: Mapping[str, NDArray[np.int64]]
-    ) -> dict[str, Any]:
-        """The fields of a `RoundRecord`, from the predicted class of every sample."""
-        labels = {name: view.labels.cpu().numpy() for name, view in self._targets.items()}
+    def _record(self, targets: Mapping[str, NDArray[Any]], sources: Mapping[str, NDArray[Any]]) -> dict[str, Any]:
+        """The fields of a `RoundRecord`, from the prediction for every sample."""
+        pairs = {name: (targets[name], view.labels.cpu().numpy()) for name, view in self._targets.items()}
+        value = self._measuring.value
+        held_out = {name: (said, self._sources[name].labels.cpu().numpy()) for name, said in sources.items()}
         return {
-            "target_accuracy": {name: accuracy(targets[name], labels[name]) for name in labels},
-            "source_accuracy": {
-                name: accuracy(predicted, self._sources[name].labels.cpu().numpy())
-                for name, predicted in sources.items()
-            },
-            "per_class": per_class_accuracy(
-                np.concatenate(list(targets.values())), np.concatenate(list(labels.values())), self._classes
-            ),
+            "target_accuracy": {name: found for name, pair in pairs.items() if (found := value(*pair)) is not None},
+            "source_accuracy": {name: found for name, pair in held_out.items() if (found := value(*pair)) is not None},
+            "per_class": self._measuring.by_class(pairs, self._classes),
         }
 
     def _measure_masks(self, network: Network, model: SegmentationOptions) -> dict[str, Any]:
@@ -198,21 +201,21 @@ def answering(network: Network, view: SiteData, prior: int | None) -> Network:
 
 
 @torch.no_grad()
-def scored(network: Network, view: SiteData, groups: NDArray[np.int64] | None) -> Scored:
-    """Label, predicted class and probability of each class, of every sample of ``view`` in order.
+def scored(network: Network, view: SiteData, objective: Objective, groups: NDArray[np.int64] | None) -> Scored:
+    """Label, prediction and scores of every sample of ``view`` in order; for classes the probability of each.
 
     ``groups`` says which of the samples belong together; None if all are apart.
     """
     outputs = torch.cat([network(inputs) for inputs, _, _ in view.all_batches(_BATCH)]).cpu()
-    scores = outputs.double().softmax(dim=1).float()
-    return Scored(view.labels.cpu().numpy(), outputs.argmax(dim=1).numpy(), scores.numpy(), groups)
+    scores = objective.scores(outputs.double()).float()
+    return Scored(view.labels.cpu().numpy(), objective.predicted(outputs).numpy(), scores.numpy(), groups)
 
 
 @torch.no_grad()
-def predictions(network: Network, view: SiteData) -> NDArray[np.int64]:
-    """The class number of every sample of ``view``, in order (n,)."""
-    scores = [network(inputs).argmax(dim=1) for inputs, _, _ in view.all_batches(_BATCH)]
-    return torch.cat(scores).cpu().numpy()
+def predictions(network: Network, view: SiteData, objective: Objective = CLASSES) -> NDArray[Any]:
+    """The prediction for every sample of ``view``, in order (n,): class numbers, or values in the label's unit."""
+    said = [objective.predicted(network(inputs)) for inputs, _, _ in view.all_batches(_BATCH)]
+    return torch.cat(said).cpu().numpy()
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from fedshift.evaluation.records import RunResult
+from fedshift.evaluation.records import RunResult, with_unit
 from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Reporter
 
@@ -50,7 +50,7 @@ class Lines(Reporter):
     def finished(self, run: Run, result: RunResult, resumed: bool) -> None:
         self._pass()
         if not resumed:
-            self._line(f"{_name(run)}: {result.score():.2f} %")
+            self._line(f"{_name(run)}: {with_unit(result.metric, result.score() or 0.0)}")
 
     def diverged(self, run: Run) -> None:
         self._pass()

@@ -12,7 +12,7 @@ import torch
 
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.evaluation.predictions import as_parquet, can_be_kept
-from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.evaluation.records import ERRORS, RoundRecord, RunResult
 from fedshift.evaluation.selection import selected_rounds
 from fedshift.experiment.config.sections import SourceTarget
 from fedshift.experiment.environment import versions
@@ -31,7 +31,7 @@ from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 
-class Measuring(Protocol):
+class Evaluating(Protocol):
     """Evaluates a model after a round."""
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def train_and_evaluate(
     planned: PlannedRun,
     folder: RunFolder,
     federation: Federation,
-    evaluator: Measuring,
+    evaluator: Evaluating,
     network: Network,
 ) -> RunResult:
     """Training loop of one run: round, evaluate, log, checkpoint.
@@ -93,7 +93,7 @@ class _RunLoop:
     planned: PlannedRun
     folder: RunFolder
     federation: Federation
-    evaluator: Measuring
+    evaluator: Evaluating
     records: list[RoundRecord] = field(default_factory=list)
     seconds: float = 0.0
     screening: Screening | None = None
@@ -181,7 +181,8 @@ class _RunLoop:
         elif measured:
             results = self.evaluator.measure(network, model)
         if not last:
-            state = replace(state, averaged=averaging.judged(state.averaged, results.get("source_accuracy", {})))
+            judged = averaging.judged(state.averaged, results.get("source_accuracy", {}), self.run.metric in ERRORS)
+            state = replace(state, averaged=judged)
         _, page = self.federation.ledger.settle()
         now = time.perf_counter()
         seconds, self.clock = now - self.clock, now
@@ -190,6 +191,7 @@ class _RunLoop:
         self._check_losses(report.get("losses", {}), state.round)
         record = RoundRecord(
             round=state.round,
+            metric=self.run.metric,
             seconds=seconds,
             mini_batches=self._mini_batches(),
             bytes=page,
@@ -299,8 +301,8 @@ class _RunLoop:
             labelled=list(labelled) if both else [],
             unlabelled=list(unlabelled) if both else [],
             seed=run.seed,
-            metric="accuracy" if data.task == "classification" else "dice",
-            selected=selected_rounds(self.records),
+            metric=run.metric,
+            selected=selected_rounds(self.records, self.run.metric in ERRORS),
             sites=list(final.sites),
             classes=list(data.classes),
             rounds=state.round,

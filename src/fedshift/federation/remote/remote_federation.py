@@ -318,7 +318,7 @@ class RemoteFederation(Federation):
                     continue
                 if site in found:
                     raise FedshiftError("a second reply to one request")
-                found[site] = checked_measures(header.get("measures"), int(self._recipe["classes"]))
+                found[site] = checked_measures(header.get("measures"), self._recipe)
             except Stop as stop:
                 raise stop.reason from None
             except FedshiftError as error:

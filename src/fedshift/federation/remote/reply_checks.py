@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from pydantic import ValidationError
 
+from fedshift.data.domain import Preprocessing
+from fedshift.data.tasks.objective import objective_of
 from fedshift.errors import FedshiftError
-from fedshift.evaluation.records import SiteMetrics
+from fedshift.evaluation.records import IN_UNITS, SiteMetrics
 from fedshift.evaluation.site_metrics import BINS
+from fedshift.evaluation.tasks.measuring import Measuring, measuring_of
 from fedshift.federation.messages import Statistics
 from fedshift.federation.remote.policy import ACCURACY
 from fedshift.federation.replies.checks import fits
@@ -68,12 +72,12 @@ def report_bytes(report: Mapping[str, Any]) -> Measured:
     return measured_bytes(8 * numbers)
 
 
-def checked_measures(value: Any, classes: int) -> dict[str, Any]:
+def checked_measures(value: Any, recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Check a site's report of a measurement.
 
     Args:
         value: what the site sent.
-        classes: how many classes the experiment has.
+        recipe: the run's setting, of which the classes and the task count.
 
     Returns:
         ``{accuracy, samples, classes, metrics}``; ``classes`` holds (right, of) per class, or None where it is kept
@@ -90,15 +94,20 @@ def checked_measures(value: Any, classes: int) -> dict[str, Any]:
     counts = [samples, *(number for pair in pairs if pair for number in pair)]
     if not (fits(said, float) and all(fits(count, int) for count in counts)):
         raise FedshiftError("its measurement cannot be read")
-    if not (0 <= said <= 100 and samples >= 1 and all(0 <= pair[0] <= pair[1] <= samples for pair in pairs if pair)):
+    measuring = measuring_of(objective_of(Preprocessing.model_validate(recipe["preprocessing"])))
+    most = math.inf if measuring.metric in IN_UNITS else 100
+    if not (0 <= said <= most and samples >= 1 and all(0 <= pair[0] <= pair[1] <= samples for pair in pairs if pair)):
         raise FedshiftError("its measurement is not an accuracy")
-    if len(pairs) != classes:
-        raise FedshiftError(f"it measured {len(pairs)} classes, the experiment has {classes}")
-    metrics = _checked_metrics(value.get("metrics"), samples, classes)
+    counted = int(recipe["classes"]) if measuring.counts_classes else 0
+    if len(pairs) != counted:
+        raise FedshiftError(f"it measured {len(pairs)} classes, the experiment has {counted}")
+    metrics = _checked_metrics(value.get("metrics"), samples, int(recipe["classes"]), measuring)
+    if metrics is not None and not set(measuring.metrics).issuperset((*metrics.values, *metrics.intervals)):
+        raise FedshiftError("its metrics are of another task")
     return {"accuracy": float(said), "samples": samples, "classes": pairs, "metrics": metrics}
 
 
-def _checked_metrics(value: Any, samples: int, classes: int) -> SiteMetrics | None:
+def _checked_metrics(value: Any, samples: int, classes: int, measuring: Measuring) -> SiteMetrics | None:
     if value is None:
         return None
     try:
@@ -107,9 +116,13 @@ def _checked_metrics(value: Any, samples: int, classes: int) -> SiteMetrics | No
         raise FedshiftError("its metrics cannot be read or are impossible") from None
     counts = [count for count in found.support if count is not None]
     of_bins = [count for *_, count in found.reliability]
-    if len(found.support) != classes or len(of_bins) > BINS:
+    if len(found.support) != (classes if measuring.tells_support else 0) or len(of_bins) > BINS:
         raise FedshiftError("its metrics are of another number of classes or bins than they were asked for")
-    if found.samples != samples or sum(counts) > samples or sum(of_bins) > samples:
+    if (
+        found.samples != samples
+        or (sum(counts) if measuring.counts_classes else max(counts, default=0)) > samples
+        or sum(of_bins) > samples
+    ):
         raise FedshiftError("its metrics are of another number of samples than it measured")
     if any(low > high for low, high in found.intervals.values()):
         raise FedshiftError("its metrics have an interval that is none")

@@ -62,8 +62,14 @@ class Averaging(BaseModel, ABC):
     def after(self, kept: Kept, model: Weights, done: float) -> Kept:
         """What is remembered after a round that made ``model``; ``done`` is the share of the rounds that are over."""
 
-    def judged(self, kept: Kept, accuracies: Mapping[str, float]) -> Kept:
-        """What is remembered once the round's model was measured at the sources, in percent. Not after the last one."""
+    def judged(self, kept: Kept, measured: Mapping[str, float], less_is_better: bool = False) -> Kept:
+        """What is remembered once the round's model was measured at the sources. Not after the last one.
+
+        Args:
+            kept: what is remembered so far.
+            measured: source → percent, or with ``less_is_better`` an error.
+            less_is_better: whether they are errors.
+        """
         return kept
 
     @abstractmethod
@@ -112,7 +118,8 @@ class EMA(Averaging):
 class SWAD(Averaging):
     """The mean of the models of a dense window of rounds, which the sources' held-out parts choose.
 
-    The loss is the share of held-out samples that are predicted wrongly, since sites report accuracies. Each round is
+    The loss is the share of held-out samples that are predicted wrongly, since sites report accuracies; or the error
+    that they report, such as the RMSE. Each round is
     measured by its own model; the mean is measured and handed out after the last round. If no window has begun by
     then, the last round's model is handed out.
     """
@@ -127,11 +134,12 @@ class SWAD(Averaging):
     def after(self, kept: Kept, model: Weights, done: float) -> Kept:
         return kept if self._window(kept)[1] is not None else replace(kept, recent=(*kept.recent, model))
 
-    def judged(self, kept: Kept, accuracies: Mapping[str, float]) -> Kept:
-        if not accuracies:  # no source answered: the round counts like the one before
+    def judged(self, kept: Kept, measured: Mapping[str, float], less_is_better: bool = False) -> Kept:
+        if not measured:  # no source answered: the round counts like the one before
             loss = kept.losses[-1] if kept.losses else 100.0
         else:
-            loss = 100 - sum(accuracies.values()) / len(accuracies)
+            mean = sum(measured.values()) / len(measured)
+            loss = mean if less_is_better else 100 - mean
         kept = replace(kept, losses=(*kept.losses, loss))
         start, end = self._window(kept)
         number = len(kept.losses)

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 
+from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
@@ -33,11 +33,12 @@ from fedshift.weights import Weights
 
 
 class Alone(Method):
-    """Cross-entropy at every labelled site, and no exchange."""
+    """The task's loss at every labelled site, and no exchange."""
 
     name: ClassVar[str] = "alone"
     citation: ClassVar[str] = "reference row of the win-win gain, fedshift 2026"
     memory_names: ClassVar[tuple[str, ...]] = ("model", "optimizer")
+    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     trains_privately: ClassVar[bool] = True
 
     local_epochs: PositiveInt = Field(1, description="passes over a site's data per round")
@@ -61,7 +62,7 @@ class Alone(Method):
         """Train with cross-entropy from the site's own model; in its first round from the common start."""
         model = site.model(site.memory.weights("model") if "model" in site.memory else None)
         loss = site.minimise(
-            lambda batch: F.cross_entropy(model(batch.inputs), batch.targets),
+            lambda batch: site.objective.loss(model(batch.inputs), batch.targets),
             model,
             epochs=self.local_epochs,
             remember="optimizer",

@@ -46,10 +46,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
+from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.errors import UserError, nearest
 from fedshift.federation.exchange import Replies
 from fedshift.federation.federation import Federation
@@ -57,7 +57,6 @@ from fedshift.federation.messages import Reply, Update
 from fedshift.federation.reply_bounds import About, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.divergence_weighting import distance_weighted, divergence_aggregate, fused_from_sums
-from fedshift.functional.losses import smoothed_cross_entropy
 from fedshift.methods.base import Method, Reads, State
 from fedshift.methods.federated.csac_alignment import Aligner, AlignmentOptions
 from fedshift.methods.robust import Averaged, Averages
@@ -86,6 +85,7 @@ class CSAC(Method, AlignmentOptions):
     averages: ClassVar[Averages] = {"acquire": Averaged(), "calibrate": Averaged()}
     server_reads: ClassVar[Reads] = "sums"
     relative_cost: ClassVar[float] = 1.5
+    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     settings: ClassVar[Settings] = {
         "released": {"label_smoothing": 0.0, "stages": (), "logit_mmd": True},
         "practical": {"distance_power": 2.0, "alignment_weight": 0.0},
@@ -194,10 +194,10 @@ class CSAC(Method, AlignmentOptions):
         return Weighed(weighted, found)
 
     def acquire(self, site: Site, keep: bool = False) -> Update:
-        """Local acquisition: train on smoothed cross-entropy from the common start, and keep a frozen copy as L^h."""
+        """Local acquisition: train on smoothed labels from the common start, and keep a frozen copy as L^h."""
         model = site.model()
         loss = site.minimise(
-            lambda batch: smoothed_cross_entropy(model(batch.inputs), batch.targets, self.label_smoothing),
+            lambda batch: site.objective.smoothed(model(batch.inputs), batch.targets, self.label_smoothing),
             model,
             epochs=self.acquisition_epochs,
             steps=self.acquisition_steps,
@@ -222,10 +222,10 @@ class CSAC(Method, AlignmentOptions):
 
         def loss(batch: Batch) -> Tensor:
             if aligner is None:
-                return F.cross_entropy(model(batch.inputs), batch.targets)
+                return site.objective.loss(model(batch.inputs), batch.targets)
             logits, features = model.with_stages(batch.inputs, aligner.stages)
             alignment: Tensor = self.alignment_weight * aligner(logits, features, batch)
-            return F.cross_entropy(logits, batch.targets) + alignment if self.cross_entropy else alignment
+            return site.objective.loss(logits, batch.targets) + alignment if self.cross_entropy else alignment
 
         if self.reset_projection_each_round:
             site.memory.pop("optimizer", None)  # its momentum belongs to other projections

@@ -54,13 +54,12 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor
 from torch.func import functional_call
 
-from fedshift.data.domain import Task
+from fedshift.data.domain import ALL_TASKS, Task
 from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import PerSite, Reply, Spectra, Update
 from fedshift.federation.reply_bounds import About, Between, Bounds, Tensors
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.losses import task_loss
 from fedshift.functional.meta_learning import inner_step, with_gradient
 from fedshift.functional.segmentation import boundary_loss
 from fedshift.functional.source_weights import rounded_shares
@@ -100,7 +99,7 @@ class ELCFS(Method):
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "bank")
     averages: ClassVar[Averages] = {"fit": Averaged()}
     server_reads: ClassVar[Reads] = "sums"
-    tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
+    tasks: ClassVar[tuple[Task, ...]] = ALL_TASKS
     settings: ClassVar[Settings] = {
         "released": {
             "window": 0.0,
@@ -250,12 +249,12 @@ class ELCFS(Method):
         second = self.meta_gradient == "second"
 
         def loss_of(batch: Batch) -> Tensor:
-            loss = task_loss(model(batch.inputs), batch.targets)
+            loss = site.objective.loss(model(batch.inputs), batch.targets)
             gradients = torch.autograd.grad(
                 loss, list(parameters.values()), create_graph=second, materialize_grads=True
             )
             ahead = inner_step(parameters, gradients, self.inner_rate, self.clip, second_order=second)
-            meta = self._meta_loss(model, ahead, batch, foreign.copies(batch.inputs))
+            meta = self._meta_loss(site, model, ahead, batch, foreign.copies(batch.inputs))
             if self.meta_gradient == "none":
                 meta = meta.detach()
             # At first order, the gradient that made θ̂ is the whole gradient of this loss, so it is used again.
@@ -264,16 +263,18 @@ class ELCFS(Method):
         loss = site.minimise(loss_of, model, epochs=self.local_epochs, remember="optimizer")
         return Update(site.weights_of(model), site.samples, loss)
 
-    def _meta_loss(self, model: Network, ahead: Mapping[str, Tensor], batch: Batch, copies: Tensor) -> Tensor:
+    def _meta_loss(
+        self, site: Site, model: Network, ahead: Mapping[str, Tensor], batch: Batch, copies: Tensor
+    ) -> Tensor:
         """L(t; θ̂), and for segmentation γ·L_boundary(x, t; θ̂)."""
         targets = batch.targets.repeat(len(copies) // len(batch.inputs), *[1] * (batch.targets.dim() - 1))
-        if targets.dim() == 1 or self.boundary_weight == 0:
-            return task_loss(functional_call(model, dict(ahead), (copies,)), targets)
+        if targets.dim() < 4 or self.boundary_weight == 0:
+            return site.objective.loss(functional_call(model, dict(ahead), (copies,)), targets)
         own = len(batch.inputs)
         maps = functional_call(model.features, _below("features", ahead), (torch.cat([batch.inputs, copies]),))
         scores = functional_call(model.classifier, _below("classifier", ahead), (maps[own:],))
         boundary = boundary_loss(maps, torch.cat([batch.targets, targets]), self.temperature)
-        return task_loss(scores, targets) + self.boundary_weight * boundary
+        return site.objective.loss(scores, targets) + self.boundary_weight * boundary
 
 
 class _Bank:

@@ -26,11 +26,10 @@ from typing import ClassVar, Literal
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from fedshift.data.domain import Task
+from fedshift.data.domain import ALL_TASKS, Task
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.losses import task_loss
 from fedshift.methods.base import Method, Reads, State, trained_mean
 from fedshift.methods.robust import Averaged, Averages
 from fedshift.models.network import Network
@@ -43,7 +42,7 @@ class LocalTraining(Method):
     A subclass with another loss overrides `loss_at` or `regulariser_at`, and names in ``tasks`` the tasks of that loss.
     """
 
-    tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
+    tasks: ClassVar[tuple[Task, ...]] = ALL_TASKS
 
     local_epochs: PositiveInt = Field(1, description="E: passes over a site's data per round")
     steps_per_round: PositiveInt | None = Field(None, description="mini-batches per round instead of whole epochs")
@@ -65,14 +64,14 @@ class LocalTraining(Method):
         return Update(site.weights_of(model), site.samples, loss)
 
     def loss_at(self, site: Site, model: Network, weights: Weights) -> Callable[[Batch], Tensor]:
-        """The loss of a mini-batch: cross-entropy, or the Dice loss for segmentation.
+        """The loss of a mini-batch: that of the task, such as cross-entropy.
 
         Args:
             site: the site that trains.
             model: the network that is trained.
             weights: the common model from which it starts.
         """
-        return lambda batch: task_loss(model(batch.inputs), batch.targets)
+        return lambda batch: site.objective.loss(model(batch.inputs), batch.targets)
 
     def regulariser_at(self, site: Site, model: Network, weights: Weights) -> Callable[[], Tensor] | None:
         """What the loss has beside the part that depends on samples; None: nothing. Arguments as of `loss_at`."""

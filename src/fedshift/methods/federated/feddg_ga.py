@@ -34,7 +34,6 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
 from fedshift.federation.reply_bounds import NotNegative
 from fedshift.federation.site import Site
-from fedshift.functional.losses import task_loss
 from fedshift.functional.source_weights import adjusted_shares
 from fedshift.methods.base import Reads, State, trained_mean
 from fedshift.methods.federated.fedavg import LocalTraining
@@ -99,5 +98,6 @@ class GeneralizationAdjustment(LocalTraining):
 def loss_of(site: Site, weights: Weights) -> float:
     """The mean loss of a model on a site's training samples, without augmentation."""
     model = site.model(weights).eval()
-    total = sum(float(task_loss(model(b.inputs), b.targets)) * len(b.inputs) for b in site.all_batches())
+    loss = site.objective.loss
+    total = sum(float(loss(model(b.inputs), b.targets)) * len(b.inputs) for b in site.all_batches())
     return total / site.samples

@@ -28,9 +28,8 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 from torch.func import functional_call
 
-from fedshift.data.domain import Task
+from fedshift.data.domain import ALL_TASKS, Task
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.losses import task_loss
 from fedshift.functional.sharpness import worst_nearby
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.settings import Settings
@@ -43,7 +42,7 @@ class FedSAM(FedAvg):
 
     name: ClassVar[str] = "fedsam"
     citation: ClassVar[str] = "Caldarola et al., ECCV 2022"
-    tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
+    tasks: ClassVar[tuple[Task, ...]] = ALL_TASKS
     settings: ClassVar[Settings] = {"asam": {"adaptive": True, "radius": 0.5}}
     relative_cost: ClassVar[float] = 2.0
 
@@ -55,11 +54,11 @@ class FedSAM(FedAvg):
         parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
 
         def loss(batch: Batch) -> Tensor:
-            here = task_loss(model(batch.inputs), batch.targets)
+            here = site.objective.loss(model(batch.inputs), batch.targets)
             if self.radius == 0:
                 return here
             gradients = torch.autograd.grad(here, list(parameters.values()))
             there = worst_nearby(parameters, gradients, self.radius, adaptive=self.adaptive, eta=self.eta)
-            return task_loss(functional_call(model, there, (batch.inputs,)), batch.targets)
+            return site.objective.loss(functional_call(model, there, (batch.inputs,)), batch.targets)
 
         return loss

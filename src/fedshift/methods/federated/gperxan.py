@@ -28,11 +28,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
-import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from fedshift.data.domain import Task
+from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.averaging import is_buffer
 from fedshift.methods.federated.fedbn import FedBN
@@ -46,7 +45,7 @@ class GPerXAN(FedBN):
 
     name: ClassVar[str] = "gperxan"
     citation: ClassVar[str] = "Le et al., CVPR 2024"
-    tasks: ClassVar[tuple[Task, ...]] = ("classification",)
+    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     relative_cost: ClassVar[float] = 1.2
 
     guide_weight: NonNegativeFloat = Field(0.5, description="β: weight of the common classifier's loss")
@@ -62,9 +61,9 @@ class GPerXAN(FedBN):
 
         def loss(batch: Batch) -> Tensor:
             features = model.features(batch.inputs)
-            own = F.cross_entropy(model.classifier(features), batch.targets)
+            own = site.objective.loss(model.classifier(features), batch.targets)
             if self.guide_weight == 0:
                 return own
-            return own + self.guide_weight * F.cross_entropy(guide(features), batch.targets)
+            return own + self.guide_weight * site.objective.loss(guide(features), batch.targets)
 
         return loss

@@ -26,11 +26,10 @@ import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
-from fedshift.data.domain import Task
+from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.contrastive import model_contrastive_loss
-from fedshift.functional.losses import task_loss
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.heads import with_block
 from fedshift.models.network import Network
@@ -42,7 +41,7 @@ class Moon(FedAvg):
 
     name: ClassVar[str] = "moon"
     citation: ClassVar[str] = "Li et al., CVPR 2021"
-    tasks: ClassVar[tuple[Task, ...]] = ("classification",)
+    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "previous")
     relative_cost: ClassVar[float] = 1.7
 
@@ -73,6 +72,6 @@ class Moon(FedAvg):
             with torch.no_grad():
                 references = common.features(batch.inputs), previous.features(batch.inputs)
             contrast = model_contrastive_loss(features, *references, self.temperature)
-            return task_loss(model.classifier(features), batch.targets) + self.contrastive_weight * contrast
+            return site.objective.loss(model.classifier(features), batch.targets) + self.contrastive_weight * contrast
 
         return loss

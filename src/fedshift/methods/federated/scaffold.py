@@ -42,7 +42,6 @@ from fedshift.federation.site import Batch, Site
 from fedshift.federation.training import Training
 from fedshift.functional.averaging import parameters_of
 from fedshift.functional.control_variates import linear_term, next_control, normalising_factor
-from fedshift.functional.losses import task_loss
 from fedshift.methods.base import Reads, State
 from fedshift.methods.federated.fedavg import LocalTraining
 from fedshift.methods.robust import Averaged, Averages
@@ -103,7 +102,7 @@ class Scaffold(LocalTraining):
         model = site.model(weights)
         before = site.mini_batches
         loss = site.minimise(
-            self.loss_along(model, correction),
+            self.loss_along(site, model, correction),
             model,
             epochs=self.local_epochs,
             steps=self.steps_per_round,
@@ -116,11 +115,11 @@ class Scaffold(LocalTraining):
         change = Weights({name: value - own[name] for name, value in new.items()})
         return Controlled(trained, site.samples, loss, change)
 
-    def loss_along(self, model: Network, correction: Mapping[str, Tensor]) -> Callable[[Batch], Tensor]:
+    def loss_along(self, site: Site, model: Network, correction: Mapping[str, Tensor]) -> Callable[[Batch], Tensor]:
         """The task's loss, whose gradient is g − c_i + c (3)."""
 
         def loss(batch: Batch) -> Tensor:
-            plain = task_loss(model(batch.inputs), batch.targets)
+            plain = site.objective.loss(model(batch.inputs), batch.targets)
             term = linear_term(dict(model.named_parameters()), correction)
             return plain + (term - term.detach())
 

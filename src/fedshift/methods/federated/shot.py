@@ -41,7 +41,6 @@ Should reproduce: as KD3A reports it with several sources, Digit-5 90.2, Office-
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, cast
@@ -231,7 +230,7 @@ class SHOT(Method):
 
 
 class Ensemble(Network):
-    """K networks whose prediction is the logarithm of the mean of their probabilities.
+    """K networks that answer together: with the logarithm of the mean of their probabilities, or the mean value.
 
     A member is used if its entry of ``counted`` is 1. For a source that sent no model it is 0.
     """
@@ -248,13 +247,13 @@ class Ensemble(Network):
             alignment_stages=(),
             seed=network.seed,
         )
+        self.objective = network.objective
         self.members = nn.ModuleList(copy.deepcopy(network) for _ in range(members))
         self.register_buffer("counted", torch.ones(members))
 
     def forward(self, inputs: Tensor) -> Tensor:
         used = [member for member, counts in zip(self.members, self.counted.tolist(), strict=True) if counts]
-        each = torch.stack([member(inputs).log_softmax(1) for member in used])
-        return each.logsumexp(0) - math.log(len(used))
+        return self.objective.together(torch.stack([member(inputs) for member in used]))
 
 
 def ensemble_weights(models: Mapping[str, Weights], sources: Sequence[str]) -> Weights:

@@ -20,22 +20,21 @@ from typing import ClassVar
 
 from pydantic import Field, PositiveInt
 
-from fedshift.data.domain import Task
+from fedshift.data.domain import ALL_TASKS, Task
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
-from fedshift.functional.losses import task_loss
 from fedshift.methods.base import Method, State
 from fedshift.weights import Weights
 
 
 class DeepAll(Method):
-    """Cross-entropy on the pooled data of all sources."""
+    """The task's loss on the pooled data of all sources."""
 
     name: ClassVar[str] = "deepall"
     citation: ClassVar[str] = "Li et al., ICCV 2017"
     pooled: ClassVar[bool] = True
-    tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
+    tasks: ClassVar[tuple[Task, ...]] = ALL_TASKS
 
     local_epochs: PositiveInt = Field(
         1, description="passes over the data per round, when no other method asks for more"
@@ -55,7 +54,7 @@ class DeepAll(Method):
         """Train on this round's mini-batches in the pool."""
         model = site.model(weights)
         loss = site.minimise(
-            lambda batch: task_loss(model(batch.inputs), batch.targets),
+            lambda batch: site.objective.loss(model(batch.inputs), batch.targets),
             model,
             steps=steps,
             remember="optimizer",

@@ -57,4 +57,4 @@ def next_site(method: str, able: Sequence[str], table: Table) -> Expected:
         others = {name: fmean(row.mean for at, row in line.items() if at != target) for name, line in rows.items()}
         elsewhere.append(rows[best(others, key=others.__getitem__)][target].mean)
     low, high = min(mean, fmean(elsewhere)) - half, max(mean, fmean(elsewhere)) + half
-    return Expected(mean, max(0.0, low), min(100.0, high), k)
+    return Expected(mean, max(0.0, low), min(100.0, high) if table.measure.unit else high, k)

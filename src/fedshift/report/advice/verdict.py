@@ -46,6 +46,7 @@ class Against:
         better_at: number of targets at which the chosen method is better.
         sites: number of targets that both have.
         p_sites: the same test over targets, for sites that were not measured; None where there is no test.
+        unit: of the measure; with "" the gain is in the label's unit.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Against:
     better_at: int
     sites: int
     p_sites: float | None
+    unit: str = "%"
 
     @property
     def shown(self) -> bool:
@@ -244,11 +246,11 @@ def _against(
     for other in (*roles, MAJORITY):
         ours, theirs = tests.get(f"{method} − {other}"), tests.get(f"{other} − {method}")
         difference, p_sites = ours or theirs or (None, None)
-        better = -1 if measure.less_is_better else 1
+        better, unit = -1 if measure.less_is_better else 1, measure.unit
         if difference is None or difference.comparison.average is None:
             if other in means and other != method:
                 gain = better * (means[method].mean - means[other].mean)
-                yield Against(other, roles[other], gain, seeds=0, p=None, better_at=0, sites=0, p_sites=None)
+                yield Against(other, roles[other], gain, seeds=0, p=None, better_at=0, sites=0, p_sites=None, unit=unit)
             continue
         sign = better if ours else -better
         targets = difference.comparison.targets.values()
@@ -261,6 +263,7 @@ def _against(
             better_at=sum(sign * test.mean > 0 for test in targets),
             sites=len(targets),
             p_sites=p_sites,
+            unit=unit,
         )
 
 

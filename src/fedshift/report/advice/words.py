@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from fedshift.report.advice.verdict import MAJORITY, Against, Verdict
+from fedshift.report.measures import Measure
+from fedshift.text import in_unit
 
 KINDS: Mapping[str, str] = {
     "weights": "models",
@@ -31,7 +33,7 @@ def first_sentence(verdict: Verdict) -> str:
     method, expected = verdict.method, verdict.expected
     if method is None or expected is None:
         return "No method has results at every target, so none can be recommended."
-    number = f"{_quantity(verdict.measure.name)} {expected.mean:.2f} %"
+    number = _measured(verdict.measure, expected.mean)
     majority, alone = verdict.best_of("majority"), verdict.best_of("alone")
     if majority is not None and (majority.gain <= 0 or (majority.p is not None and not majority.shown)):
         how = "is not shown to be better than" if majority.gain > 0 else "is no better than"
@@ -42,9 +44,11 @@ def first_sentence(verdict: Verdict) -> str:
         )
     if alone is not None and alone.shown and alone.gain < 0:
         how = "Do not federate yet: models" if alone.shown_elsewhere else "At these targets, models"
-        return f"{how} that the sites train alone are better than {method} ({number}) by {_points(-alone.gain)}."
+        by = _points(-alone.gain, alone.unit)
+        return f"{how} that the sites train alone are better than {method} ({number}) by {by}."
     name = _quantity(verdict.measure.name)
-    expect = f"{'an' if name[0] in 'aeiouA' else 'a'} {name} of {expected.mean:.2f} %"
+    article = "an" if name[0] in "aeiouA" or name == "RMSE" else "a"
+    expect = f"{article} {name} of {_value(verdict.measure, expected.mean)}"
     where = _interval(verdict)
     if verdict.role == "pooled":
         return f"All methods pool the samples, which is not private; the best is {method}: expect {expect}{where}."
@@ -64,6 +68,9 @@ def _interval(verdict: Verdict) -> str:
     where = "pair of sites" if verdict.measure.repeat == "split" else "site"
     if expected.low is None or expected.high is None:
         return f" at the next {where}, with no interval" + ("" if expected.sites > 1 else " from a single target")
+    if not verdict.measure.unit:
+        low, high = in_unit(max(0.0, expected.low)), in_unit(expected.high)
+        return f" at the next {where} ({low} to {high} for 95 of 100 such sites)"
     if expected.low <= 0 and expected.high >= 100:
         return f" at the next {where}, where it can be anything: {expected.sites} targets are too few for an interval"
     return f" at the next {where} ({expected.low:.0f} to {expected.high:.0f} for 95 of 100 such sites)"
@@ -87,7 +94,7 @@ def comparison(one: Against, looks: int = 0) -> str:
     name = {"majority": f"always naming the {MAJORITY}", "pooled": f"{one.name} (pooled, not private)"}.get(
         one.role, one.name
     )
-    what = f"{_points(abs(one.gain))} {'better' if one.gain >= 0 else 'worse'} than {name}"
+    what = f"{_points(abs(one.gain), one.unit)} {'better' if one.gain >= 0 else 'worse'} than {name}"
     if one.p is None:
         return f"{what}, which nothing here can tell from chance"
     p = "p < 0.001" if one.p < 0.001 else f"p = {one.p:.3f}"
@@ -106,8 +113,17 @@ def _quantity(name: str) -> str:
     return name if first.isupper() or first in ("Dice", "Brier") else name.lower()
 
 
-def _points(points: float) -> str:
-    return f"{points:.2f} points"
+def _measured(measure: Measure, number: float) -> str:
+    """The name of a measure and a number of it."""
+    return f"{_quantity(measure.name)} {_value(measure, number)}"
+
+
+def _value(measure: Measure, number: float) -> str:
+    return f"{number:.2f} {measure.unit}" if measure.unit else in_unit(number)
+
+
+def _points(points: float, unit: str) -> str:
+    return f"{points:.2f} points" if unit else f"{in_unit(points)} (in the label's unit)"
 
 
 def left_sites(verdict: Verdict) -> str:
@@ -140,7 +156,7 @@ def paragraphs(verdict: Verdict) -> Iterator[tuple[str, list[str]]]:
         looks = f"p is corrected for all {verdict.looks} comparisons together." if verdict.looks else ""
         yield "By how much", [*lines, *filter(None, [looks])]
     if verdict.method is not None and verdict.expected is not None:
-        number = f"{_quantity(verdict.measure.name)} {verdict.expected.mean:.2f} %"
+        number = _measured(verdict.measure, verdict.expected.mean)
         text = f"{verdict.method}: {number}{_interval(verdict)}."
         yield "What to expect at the next site", [text, "The first number is the average over the targets."]
         yield "What left the sites", [left_sites(verdict)]

@@ -8,10 +8,12 @@ from typing import Any
 import yaml
 
 from fedshift.data import registry as datasets
-from fedshift.evaluation.records import RunResult
+from fedshift.evaluation.records import IN_UNITS, RunResult, shown
 from fedshift.evaluation.selection import RULES
 from fedshift.experiment.predict import TrainedModel
+from fedshift.report.measures import METRICS
 from fedshift.report.table_formats import escape_markdown as text
+from fedshift.text import in_unit
 
 _TASKS = {"table": "tabular-classification", "features": "tabular-classification", "image": "image-classification"}
 _UNITS = ("bytes", "kB", "MB", "GB", "TB")
@@ -46,7 +48,10 @@ def _target(trained: TrainedModel) -> tuple[str, str]:
 
 
 def _task(trained: TrainedModel) -> str:
-    return "image-segmentation" if trained.segments else _TASKS[trained.stored.kind]
+    if trained.segments:
+        return "image-segmentation"
+    found = _TASKS[trained.stored.kind]
+    return found if trained.objective.has_probabilities else found.replace("classification", "regression")
 
 
 def _name(trained: TrainedModel) -> str:
@@ -72,7 +77,13 @@ def _head(trained: TrainedModel, result: RunResult | None) -> dict[str, Any]:
     measured = {
         "task": {"type": task},
         "dataset": {"type": data, "name": _title(data), "split": target},
-        "metrics": [{"type": result.metric, "value": round(accuracy / 100, 6), "name": name}],
+        "metrics": [
+            {
+                "type": result.metric,
+                "value": round(accuracy if result.metric in IN_UNITS else accuracy / 100, 6),
+                "name": name,
+            }
+        ],
     }
     return head | {"metrics": [result.metric], "model-index": [{"name": _name(trained), "results": [measured]}]}
 
@@ -96,7 +107,10 @@ def _intro(trained: TrainedModel, result: RunResult | None) -> Iterator[str]:
     yield ""
     yield f"* Network: {text(said['model']['name'])}, {_numbers(trained):,} parameters."
     yield f"* Input: {_input(trained)}."
-    yield f"* Output: probabilities of the {what} {', '.join(map(text, trained.classes))}."
+    if trained.objective.has_probabilities:
+        yield f"* Output: probabilities of the {what} {', '.join(map(text, trained.classes))}."
+    else:
+        yield f"* Output: {trained.objective.described([text(name) for name in trained.classes])}."
 
 
 def _numbers(trained: TrainedModel) -> int:
@@ -120,7 +134,8 @@ def _use(trained: TrainedModel) -> Iterator[str]:
     yield "import fedshift"
     yield ""
     yield 'model = fedshift.Model.load("model.safetensors")'
-    yield "model.predict(X), model.predict_proba(X)  # X: an array, a data frame, or the path of data"
+    proba = ", model.predict_proba(X)" if trained.objective.has_probabilities else ""
+    yield f"model.predict(X){proba}  # X: an array, a data frame, or the path of data"
     yield "```"
 
 
@@ -169,13 +184,17 @@ def _method(trained: TrainedModel, result: RunResult | None) -> Iterator[str]:
 def _measures(trained: TrainedModel, result: RunResult) -> Iterator[str]:
     yield "## Measures"
     yield ""
-    name = {"accuracy": "Accuracy", "dice": "Dice coefficient"}[result.metric]
-    yield f"{name} in percent, of one run with one seed."
+    yield f"{METRICS[result.metric].what}, of one run with one seed."
     yield ""
     yield from _pipes(
         ["round", "number", "target", "held-out samples of the sources"],
         [
-            [rule.description, str(chosen.round), f"{chosen.accuracy:.2f}", _percent(chosen.source_accuracy)]
+            [
+                rule.description.replace("accuracy", METRICS[result.metric].name),
+                str(chosen.round),
+                shown(result.metric, chosen.accuracy),
+                _number(result.metric, chosen.source_accuracy),
+            ]
             for select, rule in RULES.items()
             if (chosen := result.selected.get(select)) is not None
         ],
@@ -186,27 +205,35 @@ def _measures(trained: TrainedModel, result: RunResult) -> Iterator[str]:
         yield f"At the target, last round, by {'structure' if trained.segments else 'class'}:"
         yield ""
         yield from _pipes(
-            ["name", "percent"], [[text(n), _percent(v)] for n, v in zip(result.classes, last.per_class, strict=True)]
+            ["name", "percent"],
+            [[text(n), _number("accuracy", v)] for n, v in zip(result.classes, last.per_class, strict=True)],
         )
     for site in result.sites:
         if site.part == "target" and site.values:
             majority = (
                 "" if site.majority is None else f", of whom {site.majority:.1f} % are of the most frequent class"
             )
+            if result.metric == "rmse" and site.baseline is not None:
+                majority = f" (always saying the mean of the sources: RMSE {in_unit(site.baseline)})"
+            unit = "in the label's unit, R² in percent," if result.metric == "rmse" else "percent"
             yield ""
-            yield f"At {text(site.site)}, {site.samples} samples{majority}, percent with 95 % intervals over samples:"
+            yield f"At {text(site.site)}, {site.samples} samples{majority}, {unit} with 95 % intervals over samples:"
             yield ""
             yield from _pipes(
                 ["metric", "value", "from", "to"],
                 [
-                    [text(name), f"{value:.2f}", *(map(_percent, site.intervals.get(name, (None, None))))]
+                    [
+                        text(name),
+                        shown(name, value),
+                        *(_number(name, one) for one in site.intervals.get(name, (None, None))),
+                    ]
                     for name, value in site.values.items()
                 ],
             )
 
 
-def _percent(value: float | None) -> str:
-    return "–" if value is None else f"{value:.2f}"
+def _number(metric: str, value: float | None) -> str:
+    return "–" if value is None else shown(metric, value)
 
 
 def _traffic(result: RunResult) -> Iterator[str]:

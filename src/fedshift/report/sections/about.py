@@ -41,7 +41,7 @@ def facts(collected: Collected) -> list[tuple[str, str]]:
         ("methods", ", ".join(order.methods)),
         ("targets", ", ".join(order.targets)),
         ("seeds", ", ".join(map(str, order.seeds))),
-        ("structures" if unit_of(results) == "structure" else "classes", str(len(results[0].classes))),
+        _learned(results),
         ("runs", f"{len(results)} finished{missing}"),
     ]
     return [(what, said) for what, said in found if said]
@@ -158,3 +158,10 @@ def settings_section(collected: Collected) -> Section:
     blocks.append(settings("Data", results[0].data))
     blocks += [settings(f"Settings of {method}", result.options) for method, result in first.items()]
     return section("settings", "Settings and versions", *blocks)
+
+
+def _learned(results: Sequence[RunResult]) -> tuple[str, str]:
+    """A fact: how many classes there are, or which label is predicted."""
+    if results[0].metric in ("rmse", "concordance"):
+        return "predicted", ", ".join(results[0].classes)
+    return {"class": "classes"}.get(unit_of(results), f"{unit_of(results)}s"), str(len(results[0].classes))

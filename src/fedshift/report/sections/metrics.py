@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from fedshift.evaluation.cautions import majorities
-from fedshift.evaluation.records import RunResult, SiteMetric
+from fedshift.evaluation.cautions import baselines
+from fedshift.evaluation.records import Metric, RunResult, SiteMetric, shown
 from fedshift.report import plots
 from fedshift.report.averages import mean_per_class, mean_site_metrics, pooled_reliability
 from fedshift.report.sections.blocks import MISSING, Block, Cells, Entry, Section, Text, figure, grid, number, section
@@ -14,7 +14,7 @@ from fedshift.report.table import Table
 _MOST_NAMED = 20
 """Classes whose samples are counted in a note."""
 _MOST_CLASSES = 20
-_COLUMNS: dict[SiteMetric, str] = {
+_OF_CLASSES: dict[SiteMetric, str] = {
     "accuracy": "accuracy",
     "balanced_accuracy": "balanced",
     "auroc": "AUROC",
@@ -24,17 +24,47 @@ _COLUMNS: dict[SiteMetric, str] = {
     "brier": "Brier",
     "calibration_error": "calibration error",
 }
+_COLUMNS: dict[Metric, dict[SiteMetric, str]] = {
+    "accuracy": _OF_CLASSES,
+    "dice": _OF_CLASSES,
+    "rmse": {"rmse": "RMSE", "mae": "MAE", "r2": "R², %"},
+    "concordance": {"concordance": "concordance"},
+    "label_accuracy": {"label_accuracy": "label accuracy", "auroc": "AUROC", "auprc": "AUPRC", "f1": "F1"},
+}
+_NOTES: dict[Metric, tuple[str, str]] = {
+    "rmse": (
+        "mean of the sources",
+        "Last round, mean over seeds. RMSE and MAE are in the label's unit, and less is better. Mean of the sources: "
+        "the RMSE of always saying the mean that the label has at the sources. R² compares with the target's own mean.",
+    ),
+    "concordance": ("chance", "Last round, percent, mean over seeds. Harrell's concordance; chance is 50."),
+    "label_accuracy": (
+        "most frequent answers",
+        "Last round, percent, mean over seeds. AUROC, AUPRC and F1 are means over labels. Most frequent answers: the "
+        "label accuracy of always saying the more frequent answer to each label.",
+    ),
+}
+"""The name of the baseline, and the note below the numbers, of tasks without classes."""
 
 
 def metrics_section(results: Sequence[RunResult], methods: Sequence[str]) -> Section | None:
     """All metrics of the last round; None if the results have none."""
     if not any(result.targets for result in results):
         return None
-    shares = majorities(results)
+    metric = results[0].metric
+    shares, columns = baselines(results), _COLUMNS[metric]
     lines: list[Cells] = []
     for method, target in dict.fromkeys((result.method, result.target) for result in results):
         values = mean_site_metrics([one for one in results if (one.method, one.target) == (method, target)])
-        lines.append([method, target, number(shares.get(target)), *(number(values.get(metric)) for metric in _COLUMNS)])
+        told = [(metric, shares.get(target)), *((name, values.get(name)) for name in columns)]
+        lines.append([method, target, *(_entry(name, value) for name, value in told)])
+    if metric in _NOTES:
+        baseline, note = _NOTES[metric]
+        head = ["method", "target", baseline, *columns.values()]
+        notes = [note, *_base_rates(results)]
+        return section(
+            "metrics", "Further metrics at each target", grid("Metrics of the last round", head, lines, notes)
+        )
     support: dict[str, str] = {}
     for result in results:
         for site in result.targets:
@@ -46,13 +76,32 @@ def metrics_section(results: Sequence[RunResult], methods: Sequence[str]) -> Sec
         "class. Sensitivity and specificity are at the threshold that the sources' held-out samples choose. Brier "
         f"score and calibration error: less is better. Samples of each class: {'; '.join(support.values())}."
     )
-    head = ["method", "target", "most frequent", *_COLUMNS.values()]
+    head = ["method", "target", "most frequent", *columns.values()]
     return section(
         "metrics",
         "Further metrics at each target",
         grid("Metrics of the last round", head, lines, [note], "classes"),
         *_reliability(results, methods),
     )
+
+
+def _entry(metric: str, value: float | None) -> Entry:
+    return Entry(MISSING) if value is None else Entry(shown(metric, value), value=value)
+
+
+def _base_rates(results: Sequence[RunResult]) -> Iterator[str]:
+    """How many of a target's samples have each label, where there are several."""
+    said: dict[str, str] = {}
+    for result in results:
+        for site in result.targets:
+            pairs = zip(result.classes[:_MOST_NAMED], site.support, strict=False)
+            rates = ", ".join(
+                f"{name} {100 * count / site.samples:.1f} %" for name, count in pairs if count is not None
+            )
+            if rates:
+                said.setdefault(site.site, f"{site.site}: {rates}")
+    if said:
+        yield f"Base rates: {'; '.join(said.values())}."
 
 
 def _reliability(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[Block]:
@@ -70,12 +119,14 @@ def _reliability(results: Sequence[RunResult], methods: Sequence[str]) -> Iterat
 
 
 def unit_of(results: Sequence[RunResult]) -> str:
-    """What the page calls a class: "class", or for segmentation "structure"."""
-    return "structure" if results[0].metric == "dice" else "class"
+    """What the page calls a class: "class", for segmentation "structure", for several labels "label"."""
+    return {"dice": "structure", "label_accuracy": "label"}.get(results[0].metric, "class")
 
 
-def classes_section(results: Sequence[RunResult], table: Table) -> Section:
-    """Accuracy by class, at each method's worst target."""
+def classes_section(results: Sequence[RunResult], table: Table) -> Section | None:
+    """Accuracy by class, at each method's worst target; None where there are no classes."""
+    if results[0].metric in ("rmse", "concordance"):
+        return None
     title = f"Per {unit_of(results)}, at each method's worst target"
     lines = []
     for method in table.methods:
@@ -93,6 +144,8 @@ def classes_section(results: Sequence[RunResult], table: Table) -> Section:
     note = "Last round: percent of a class's samples recognised, mean over seeds; – where the target lacks the class."
     if unit_of(results) == "structure":
         note = "Last round: Dice coefficient of each structure in percent, mean over seeds."
+    if unit_of(results) == "label":
+        note = "Last round: percent of samples for which each label is right, mean over seeds."
     if len(classes) > _MOST_CLASSES:
         hardest = sorted(
             shown, key=lambda index: min((a[index] for *_, a in lines if a.get(index) is not None), default=101)

@@ -55,7 +55,11 @@ class Predicted:
 def predictions_section(runs: Sequence[FinishedRun], method: str | None) -> Section | None:
     """What the stored predictions show, the mistakes of ``method``; None if there are none."""
     classes = runs[0].result.classes
-    if not find_spec("pyarrow") or any(run.result.classes != classes for run in runs):
+    if (
+        runs[0].result.metric != "accuracy"
+        or not find_spec("pyarrow")
+        or any(run.result.classes != classes for run in runs)
+    ):
         return None
     found = [predicted for run in runs if (predicted := _read(run, classes)) is not None]
     if not found:

@@ -92,7 +92,7 @@ def entry(cell: Cell | None) -> Entry:
     """A cell of a table of results."""
     if cell is None:
         return Entry(MISSING)
-    seeds = ", ".join(f"{value:.2f}" for value in cell.row.seeds)
+    seeds = ", ".join(map(cell.shown, cell.row.seeds))
     error = f"± {cell.error}" if cell.error else ""
     return Entry(cell.mean, error, f"seeds: {seeds}", cell.best, cell.row.mean)
 
@@ -143,7 +143,7 @@ def _shares(results: Sequence[RunResult]) -> dict[str, list[float]]:
     best: dict[str, tuple[int, list[float]]] = {}
     for result in results:
         for site in result.sites:
-            if None not in site.support and site.samples > best.get(site.site, (0, []))[0]:
+            if site.support and None not in site.support and site.samples > best.get(site.site, (0, []))[0]:
                 shares = [100 * (count or 0) / site.samples for count in site.support]
                 best[site.site] = site.samples, shares
     return {site: shares for site, (_, shares) in best.items()}

@@ -10,6 +10,7 @@ from fedshift.evaluation.records import RoundRecord
 from fedshift.report import plots
 from fedshift.report.averages import mean_over_targets, moving, weights_by_layer, weights_over_rounds
 from fedshift.report.collect import FinishedRun
+from fedshift.report.measures import Measure
 from fedshift.report.sections.blocks import Block, Section, Text, curve_rows, figure, section
 from fedshift.report.table import Table
 from fedshift.report.table import headline as usual_measure
@@ -23,7 +24,8 @@ Runs = Sequence[FinishedRun]
 
 def curves_section(runs: Runs, records: Records, table: Table) -> Section:
     """The main metric over rounds: mean over targets, then at each target."""
-    quantity = usual_measure([run.result for run in runs]).name
+    measure = usual_measure([run.result for run in runs])
+    quantity = measure.name
     title = f"{quantity} over training"
     curves: dict[str, dict[str, plots.Curve]] = {"round": {}, "local mini-batches per site": {}}
     for method in table.methods:
@@ -35,7 +37,7 @@ def curves_section(runs: Runs, records: Records, table: Table) -> Section:
         return section("curves", title, Text(text, "note"))
     mean = figure(
         "accuracy-over-rounds",
-        plots.accuracy_over_rounds(curves, quantity),
+        plots.accuracy_over_rounds(curves, measure),
         f"{quantity} over rounds and over local mini-batches",
         "Mean over targets; the band is one standard deviation over seeds. "
         "The right panel compares at equal work, which includes what a method does before its first round.",
@@ -44,7 +46,7 @@ def curves_section(runs: Runs, records: Records, table: Table) -> Section:
             {(axis, method): curve for axis, lines in curves.items() for method, curve in lines.items()},
         ),
     )
-    return section("curves", title, mean, *_at_each_target(runs, records, table, quantity))
+    return section("curves", title, mean, *_at_each_target(runs, records, table, measure))
 
 
 def _curve(
@@ -61,7 +63,7 @@ def _curve(
     return (numbers, mean, band), (batches, mean, band)
 
 
-def _at_each_target(runs: Runs, records: Records, table: Table, quantity: str) -> Iterator[Block]:
+def _at_each_target(runs: Runs, records: Records, table: Table, measure: Measure) -> Iterator[Block]:
     targets = table.columns[:-1]
     if len(targets) < 2:
         return
@@ -75,8 +77,8 @@ def _at_each_target(runs: Runs, records: Records, table: Table, quantity: str) -
     more = f" The first {_MOST_SITES} of {len(targets)} targets." if len(targets) > _MOST_SITES else ""
     yield figure(
         "accuracy-per-site",
-        plots.accuracy_at_targets(curves, quantity),
-        f"{quantity} over rounds at each target",
+        plots.accuracy_at_targets(curves, measure),
+        f"{measure.name} over rounds at each target",
         f"Mean over seeds at each target; the band is one standard deviation over seeds.{more}",
         curve_rows(
             ["target", "method", "round", "mean", "standard_deviation"],

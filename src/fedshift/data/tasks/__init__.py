@@ -1,0 +1,1 @@
+"""Tasks beside classification and segmentation: how they are declared, read, learned and predicted."""

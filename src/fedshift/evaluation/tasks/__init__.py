@@ -1,0 +1,1 @@
+"""How each task is measured."""

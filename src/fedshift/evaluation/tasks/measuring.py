@@ -1,0 +1,166 @@
+"""What is measured of a task: after every round, and once at the end of a run."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedshift.data.domain import Task
+from fedshift.data.tasks.objective import Objective, Regression
+from fedshift.evaluation.metrics import accuracy, per_class_accuracy
+from fedshift.evaluation.records import OF_CLASSES, Metric, SiteMetric, SiteMetrics
+from fedshift.evaluation.site_metrics import Scored, site_metrics
+from fedshift.evaluation.tasks import multi_label, regression, survival
+
+Predicted = NDArray[Any]
+Pair = tuple[Predicted, NDArray[Any]]
+"""The predictions for the samples of a site, and their labels."""
+
+
+class Measuring(ABC):
+    """Base: how a task is measured.
+
+    Attributes:
+        metric: what is measured after every round, and what methods are compared by.
+        metrics: all that is measured at the end.
+        counts_classes: whether labels are classes, so that right predictions of each can be counted.
+        tells_support: whether a site says how many samples have each class or label.
+    """
+
+    metric: ClassVar[Metric]
+    metrics: ClassVar[tuple[SiteMetric, ...]]
+    counts_classes: ClassVar[bool] = False
+    tells_support: ClassVar[bool] = False
+
+    @abstractmethod
+    def value(self, predicted: Predicted, labels: NDArray[Any]) -> float | None:
+        """The metric of some samples; None where it cannot be measured."""
+
+    def by_class(self, pairs: Mapping[str, Pair], classes: int) -> list[float | None]:
+        """The same for each class over all sites; empty if labels are no classes."""
+        return []
+
+    def shows_few(self, labels: NDArray[Any], smallest_group: int) -> bool:
+        """Whether the metric would be made of fewer than ``smallest_group`` of the samples."""
+        return False
+
+    @abstractmethod
+    def at_site(
+        self,
+        site: str,
+        part: Literal["target", "held_out"],
+        scored: Scored,
+        *,
+        threshold: float | None = None,
+        resamples: int = 0,
+        smallest_group: int = 0,
+    ) -> SiteMetrics:
+        """All metrics of a site's samples. The arguments are those of `site_metrics`."""
+
+
+class OfClasses(Measuring):
+    """Classification."""
+
+    metric: ClassVar[Metric] = "accuracy"
+    metrics: ClassVar[tuple[SiteMetric, ...]] = OF_CLASSES
+    counts_classes: ClassVar[bool] = True
+    tells_support: ClassVar[bool] = True
+
+    def value(self, predicted: Predicted, labels: NDArray[Any]) -> float:
+        return accuracy(predicted, labels)
+
+    def by_class(self, pairs: Mapping[str, Pair], classes: int) -> list[float | None]:
+        predicted, labels = (np.concatenate([pair[place] for pair in pairs.values()]) for place in (0, 1))
+        return per_class_accuracy(predicted, labels, classes)
+
+    def at_site(self, site: str, part: Literal["target", "held_out"], scored: Scored, **options: Any) -> SiteMetrics:
+        return site_metrics(site, part, scored, **options)
+
+
+class OfQuantities(Measuring):
+    """Regression. ``mean``: of the label at the sources, which is what a model without inputs would say."""
+
+    metric: ClassVar[Metric] = "rmse"
+    metrics: ClassVar[tuple[SiteMetric, ...]] = regression.METRICS
+
+    def __init__(self, mean: float) -> None:
+        self._mean = mean
+
+    def value(self, predicted: Predicted, labels: NDArray[Any]) -> float:
+        return regression.rmse(predicted, labels)
+
+    def at_site(
+        self,
+        site: str,
+        part: Literal["target", "held_out"],
+        scored: Scored,
+        *,
+        threshold: float | None = None,
+        resamples: int = 0,
+        smallest_group: int = 0,
+    ) -> SiteMetrics:
+        return regression.regression_metrics(site, part, scored, self._mean, resamples)
+
+
+class OfTimes(Measuring):
+    """Time to event."""
+
+    metric: ClassVar[Metric] = "concordance"
+    metrics: ClassVar[tuple[SiteMetric, ...]] = survival.METRICS
+
+    def value(self, predicted: Predicted, labels: NDArray[Any]) -> float | None:
+        return survival.concordance(predicted, labels)
+
+    def shows_few(self, labels: NDArray[Any], smallest_group: int) -> bool:
+        return int(labels[:, 1].sum()) < smallest_group
+
+    def at_site(
+        self,
+        site: str,
+        part: Literal["target", "held_out"],
+        scored: Scored,
+        *,
+        threshold: float | None = None,
+        resamples: int = 0,
+        smallest_group: int = 0,
+    ) -> SiteMetrics:
+        return survival.survival_metrics(site, part, scored, resamples)
+
+
+class OfLabels(Measuring):
+    """Multi-label classification."""
+
+    metric: ClassVar[Metric] = "label_accuracy"
+    metrics: ClassVar[tuple[SiteMetric, ...]] = multi_label.METRICS
+    tells_support: ClassVar[bool] = True
+
+    def value(self, predicted: Predicted, labels: NDArray[Any]) -> float | None:
+        return multi_label.label_accuracy(predicted, labels)
+
+    def by_class(self, pairs: Mapping[str, Pair], classes: int) -> list[float | None]:
+        predicted, labels = (np.concatenate([pair[place] for pair in pairs.values()]) for place in (0, 1))
+        return [multi_label.label_accuracy(predicted[:, n], labels[:, n]) for n in range(classes)]
+
+    def at_site(
+        self,
+        site: str,
+        part: Literal["target", "held_out"],
+        scored: Scored,
+        *,
+        threshold: float | None = None,
+        resamples: int = 0,
+        smallest_group: int = 0,
+    ) -> SiteMetrics:
+        return multi_label.label_metrics(site, part, scored, resamples, smallest_group)
+
+
+def measuring_of(objective: Objective) -> Measuring:
+    """How the task of an objective is measured."""
+    if isinstance(objective, Regression):
+        return OfQuantities(objective.mean)
+    kinds: Mapping[Task, type[Measuring]] = {"time_to_event": OfTimes, "multi_label": OfLabels}
+    return kinds.get(objective.task, OfClasses)()

@@ -1,0 +1,98 @@
+"""How well each of several labels is told, by scikit-learn, with intervals by the bootstrap."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedshift.evaluation.bootstrap import LIMITS, Outcomes, resampled, weighted
+from fedshift.evaluation.records import SiteMetric, SiteMetrics
+from fedshift.evaluation.site_metrics import Scored
+
+Numbers = NDArray[np.float64]
+METRICS: tuple[SiteMetric, ...] = ("label_accuracy", "auroc", "auprc", "f1")
+
+
+def label_accuracy(predicted: NDArray[Any], labels: NDArray[Any]) -> float:
+    """The share of labels that are right, over samples and labels, in percent.
+
+    Example:
+        >>> label_accuracy(np.array([[1, 0], [1, 1]]), np.array([[1, 0], [0, 1]]))
+        75.0
+    """
+    return 100.0 * float(np.mean(predicted == labels))
+
+
+def label_metrics(
+    site: str,
+    part: Literal["target", "held_out"],
+    scored: Scored,
+    resamples: int = 0,
+    smallest_group: int = 0,
+) -> SiteMetrics:
+    """The share of right labels; AUROC, average precision and F1, each the mean over labels, in percent.
+
+    AUROC and average precision are the mean over the labels that some samples have and others have not. ``support`` is
+    how many samples have each label. A site keeps it back where fewer than ``smallest_group`` have the label or have it
+    not, and then keeps back what looks at labels one by one, too.
+
+    Args:
+        site: name of the site.
+        part: what its samples are.
+        scored: the samples.
+        resamples: bootstrap samples of the intervals; 0: no intervals.
+        smallest_group: the fewest samples that a number may be made of.
+    """
+    from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
+
+    labels, predicted, scores = scored.labels.astype(np.int64), scored.predicted.astype(np.int64), scored.scores
+    counts, n = labels.sum(axis=0), len(labels)
+    hidden = [0 < min(count, n - count) < smallest_group for count in counts.tolist()]
+    values: dict[SiteMetric, float] = {"label_accuracy": label_accuracy(predicted, labels)}
+    mixed = (counts > 0) & (counts < n)
+    if not any(hidden):
+        values["f1"] = 100.0 * float(f1_score(labels, predicted, average="macro", zero_division=0))
+        if mixed.any() and np.isfinite(scores).all():
+            values["auroc"] = 100.0 * float(roc_auc_score(labels[:, mixed], scores[:, mixed], average="macro"))
+            values["auprc"] = 100.0 * float(
+                average_precision_score(labels[:, mixed], scores[:, mixed], average="macro")
+            )
+    limits: dict[SiteMetric, tuple[float, float]] = {}
+    if resamples:
+        drawn = resampled(
+            lambda weights: _weighted(labels, predicted, scores, weights), n, scored.groups, resamples, labels.shape[1]
+        )
+        for metric in values:
+            low, high = np.clip(np.percentile(drawn[metric], LIMITS), 0.0, 100.0)
+            limits[metric] = float(low), float(high)
+    rates = counts / n
+    return SiteMetrics(
+        site=site,
+        part=part,
+        samples=n,
+        support=[None if hide else count for hide, count in zip(hidden, counts.tolist(), strict=True)],
+        values=values,
+        intervals=limits,
+        baseline=None if any(hidden) else 100.0 * float(np.maximum(rates, 1 - rates).mean()),
+    )
+
+
+def _weighted(
+    labels: NDArray[np.int64], predicted: NDArray[np.int64], scores: NDArray[np.float32], weights: Numbers
+) -> dict[SiteMetric, Numbers]:
+    """The metrics of weighted samples; ``weights``: one for each sample, (b, n)."""
+    right = (predicted == labels).mean(axis=1)
+    found: dict[SiteMetric, Numbers] = {"label_accuracy": 100.0 * (weights @ right) / weights.sum(axis=1)}
+    hits, said, true = weights @ (labels * predicted), weights @ predicted, weights @ labels
+    with np.errstate(invalid="ignore", divide="ignore"):
+        found["f1"] = 100.0 * np.nan_to_num(2 * hits / (said + true)).mean(axis=1)
+        parts = []
+        for number in np.flatnonzero((labels.min(axis=0) == 0) & (labels.max(axis=0) == 1)):
+            pair = np.stack([1 - scores[:, number], scores[:, number]], axis=1)
+            outcomes = Outcomes.of(labels[:, number], predicted[:, number], pair, None)
+            parts.append(weighted(outcomes, ["auroc", "auprc"], weights))
+        for metric in ("auroc", "auprc") if parts else ():
+            found[metric] = np.nanmean([part[metric] for part in parts], axis=0)
+    return found
