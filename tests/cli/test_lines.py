@@ -25,7 +25,7 @@ def part(seed: int) -> Any:
     return SimpleNamespace(method=SimpleNamespace(display="fedavg"), target="west", seed=seed)
 
 
-RESULT: Any = SimpleNamespace(score=lambda: 81.5)
+RESULT: Any = SimpleNamespace(metric="accuracy", score=lambda: 81.5)
 
 
 def test_lines_in_between_come_at_intervals_and_estimate_the_rest() -> None:

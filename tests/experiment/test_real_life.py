@@ -108,7 +108,7 @@ def test_images_of_all_sorts_in_one_folder(cli: Cli, tmp_path: Path, monkeypatch
     assert result["data"]["measured_samples"] == {"a site with blanks": 14}
     model = tmp_path / "runs/small/csac/north/seed-0"
     said = cli("predict", model, tmp_path / "photos" / "south", "--format", "csv")
-    assert said.out.splitlines()[0] == "name,predicted,cat,dog"
+    assert said.out.splitlines()[0] == "name,label,predicted,cat,dog"
     assert len(said.out.splitlines()) == 15
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tiny import federation, images, start_of
 from torch import Tensor, nn
 
 from fedshift.data.domain import Domain
+from fedshift.data.tasks.objective import Classes
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Batch
 from fedshift.methods.federated.elcfs import ELCFS, _Bank
@@ -84,7 +86,7 @@ def test_the_meta_loss_of_masks(weight: float) -> None:
     method, model = ELCFS(boundary_weight=weight, temperature=0.3), network()
     whole, copies = batch()
     ahead = {name: value + 0.1 * torch.randn_like(value) for name, value in model.named_parameters()}
-    found = method._meta_loss(model, ahead, whole, copies)
+    found = method._meta_loss(SimpleNamespace(objective=Classes()), model, ahead, whole, copies)
     moved = {name: value.detach() for name, value in ahead.items()}
 
     def maps_of(values: Tensor) -> Tensor:
