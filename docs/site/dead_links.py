@@ -28,7 +28,8 @@ class _Page(HTMLParser):
 
 def dead_links(site: Path) -> Iterator[str]:
     """One sentence for each link to a file of the site, or to a place in it, that is not there."""
-    files = [path for path in sorted(site.rglob("*.html")) if "_static" not in path.parts]  # there: the theme's templates
+    # In _static the theme has templates, whose links are not links yet.
+    files = [path for path in sorted(site.rglob("*.html")) if "_static" not in path.parts]
     pages = {path.resolve(): _Page(path.read_text(encoding="utf-8")) for path in files}
     for path, page in pages.items():
         for link in dict.fromkeys(page.links):
