@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 FEDSHIFT_WORKERS ?= 3
 MUTATION_JOBS ?= 2
 
-.PHONY: demo test mutation test-fast test-processors check-results lint audit sbom lock bench clean
+.PHONY: demo docs test mutation test-fast test-processors check-results lint audit sbom lock bench clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +36,9 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 
 audit: $(READY)  ## known flaws in the pinned packages (asks the package index), and in our own code
 	$(BIN)/bandit --quiet --recursive src --configfile pyproject.toml
@@ -50,5 +53,11 @@ lock:  ## pin every package of every platform by its hashes: requirements.lock; 
 bench: $(READY)  ## ratios measured in one run, written to benchmarks/results/bench.json
 	$(BIN)/python benchmarks/bench.py
 
+docs: $(READY)  ## the documentation site, build/docs/html/index.html; a warning or a dead link within it is a failure
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	PYTHONPATH=benchmarks $(BIN)/python docs/site/assemble.py build/docs/source
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --fresh-env -q -c docs/site build/docs/source build/docs/html
+	$(BIN)/python docs/site/dead_links.py build/docs/html
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build/docs .pytest_cache .mypy_cache .ruff_cache

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fedshift.methods.base import Method
     from fedshift.model import Model
 
-__version__ = "0.1.0"
+    __version__: str
 __all__ = [
     "Callback",
     "Experiment",
@@ -47,8 +47,20 @@ _MODULES = {
 }
 
 
+def _version() -> str:
+    """The version that was installed, which the tags of the repository give."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("fedshift")
+    except PackageNotFoundError:  # run from its folder, without an installation
+        return "0+unknown"
+
+
 def __getattr__(name: str) -> Any:
     # Imported on first use: torch takes seconds to import, and --version and --help do not need it.
+    if name == "__version__":
+        return _version()
     if name not in _MODULES:
         raise AttributeError(f"module 'fedshift' has no attribute '{name}'")
     import importlib

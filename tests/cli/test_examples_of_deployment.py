@@ -13,7 +13,7 @@ from calling import Cli
 
 ROOT = Path(__file__).resolve().parents[2]
 UNITS = sorted((ROOT / "examples" / "deploy").glob("*.service"))
-CONTAINER = ROOT / "examples" / "deploy" / "Containerfile"
+CONTAINERS = (ROOT / "Containerfile", ROOT / "examples" / "deploy" / "Containerfile")
 
 pytestmark = pytest.mark.skipif(not UNITS, reason="examples/ is not beside these tests")
 
@@ -46,9 +46,10 @@ def test_the_command_of_a_unit_is_one_of_ours(unit: Path, cli: Cli) -> None:
     assert any(word.startswith(writable) for word in words)
 
 
-def test_the_container_takes_the_package_and_nothing_that_lies_beside_it() -> None:
+@pytest.mark.parametrize("file", CONTAINERS, ids=lambda file: file.parent.name)
+def test_the_container_takes_the_package_and_nothing_that_lies_beside_it(file: Path) -> None:
     """Kits and data in the folder must not get into a layer, where deleting them later leaves them."""
-    lines = CONTAINER.read_text(encoding="utf-8").splitlines()
+    lines = file.read_text(encoding="utf-8").splitlines()
     sources = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
     assert sorted(sources) == ["README.md", "constraints.txt", "pyproject.toml", "src"]
     assert all((ROOT / source).exists() for source in sources)

@@ -18,7 +18,7 @@ def projection_layer(
     size: tuple[int, int],
     generator: torch.Generator | None = None,
 ) -> nn.Module:
-    """A module that maps features (n, *shape) to (n, channels, *size).
+    """A module that maps features ``(n, *shape)`` to ``(n, channels, *size)``.
 
     Maps (c, h, w) go through `projection_convolution`. Vectors (d,) go through one linear layer whose outputs are
     viewed as a map. Other networks than the paper's have two further shapes: volumes (c, d, h, w) are averaged over
@@ -58,7 +58,7 @@ def projection_convolution(
     size_to: tuple[int, int],
     generator: torch.Generator | None = None,
 ) -> nn.Module:
-    """A convolution from (n, in_channels, *size_from) to (n, channels, *size_to), by the rule of CSAC's released code.
+    """A convolution from ``(n, in_channels, *size_from)`` to ``(n, channels, *size_to)``, by CSAC's released code.
 
     Along each axis, from size s to t:
 

@@ -21,8 +21,8 @@ def discriminator_loss(
     """Loss of the discriminator, a scalar. Both forms are least at D(h') = 1, D(h) = 0.
 
     Args:
-        generated: D(h'|y), any shape.
-        extracted: D(h|y), any shape.
+        generated: ``D(h'|y)``, any shape.
+        extracted: ``D(h|y)``, any shape.
         form: ``"least_squares"`` is ``E (1 − D(h'))² + E D(h)²`` (PACS code). ``"formula"`` is
             ``−E[D(h')² + (1 − D(h))²]`` (paper and VLCS code).
 
@@ -43,7 +43,7 @@ def alignment_loss(extracted: Tensor) -> Tensor:
     """Loss of the feature extractor while D is fixed, ``E (1 − D(h|y))²``, a scalar.
 
     Args:
-        extracted: D(h|y), any shape.
+        extracted: ``D(h|y)``, any shape.
 
     Raises:
         UserError: it is empty.
@@ -60,7 +60,7 @@ def reference_loss(generated: Tensor, form: Literal["formula", "towards_features
     """Loss of the generator while D is fixed, a scalar.
 
     Args:
-        generated: D(h'|y), any shape.
+        generated: ``D(h'|y)``, any shape.
         form: ``"formula"`` is ``E (1 − D(h'))²``. ``"towards_features"`` is ``E D(h')²`` (PACS code), which moves the
             reference to where the features of all sites are.
 

@@ -1,0 +1,96 @@
+"""Lays out the pages of the documentation site: ``python docs/site/assemble.py FOLDER``.
+
+The folder then has what Sphinx reads: the pages of docs/ and benchmarks/ at the places where their links expect them,
+the site's own pages, and those made from the code: methods, data sets, networks, commands, experiment files.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import measured
+import reference
+from gallery import titled
+
+from fedshift.data import registry as datasets
+from fedshift.methods.advice import GROUPS
+
+ROOT = Path(__file__).resolve().parents[2]
+OWN = Path(__file__).parent / "pages"
+AT_THE_ROOT = ("CHANGELOG.md", "CONTRIBUTING.md", "CODE_OF_CONDUCT.md", "SECURITY.md")
+LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def assemble(out: Path) -> None:
+    """Write every page below ``out``, which is emptied first."""
+    shutil.rmtree(out, ignore_errors=True)
+    shutil.copytree(OWN, out)
+    pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "benchmarks").glob("*.md"), *(ROOT / name for name in AT_THE_ROOT)]
+    for page in pages:
+        place = out / page.relative_to(ROOT)
+        place.parent.mkdir(exist_ok=True)
+        place.write_text(with_links(page, set(pages)), encoding="utf-8")
+    for picture in (ROOT / "benchmarks").glob("*.png"):
+        shutil.copy(picture, out / "benchmarks")
+    _examples(out)
+    results = measured.read(ROOT / "benchmarks")
+    for group in GROUPS.values():
+        for name, advice in group.items():
+            _write(out / "methods" / f"{name}.md", reference.method_page(name, advice, results.get(name, "")))
+    _write(out / "methods" / "index.md", reference.methods_index())
+    for name in datasets.names():
+        _write(out / "datasets" / f"{name}.md", reference.dataset_page(name))
+    _write(out / "datasets" / "index.md", reference.datasets_index())
+    _write(out / "reference" / "command_line.md", reference.command_line())
+    _write(out / "reference" / "experiment_file.md", reference.experiment_file())
+    _write(out / "reference" / "networks.md", reference.networks())
+    _write(out / "reference" / "functional.md", reference.functional())
+    design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    _write(out / "glossary.md", "# Glossary\n" + design.partition("\n## Glossary\n")[2])
+
+
+def with_links(page: Path, pages: Iterable[Path]) -> str:
+    """The text of a page. A link to a file that is no page of the site becomes the file's name.
+
+    Raises:
+        FileNotFoundError: a link leads nowhere.
+    """
+
+    def replaced(link: re.Match[str]) -> str:
+        text, place = link[1], link[2]
+        if "://" in place:
+            return link[0]
+        target = (page.parent / place).resolve()
+        if not target.exists():
+            raise FileNotFoundError(f"{page.name} links to {place}")
+        if target in pages:
+            return link[0]
+        name = target.relative_to(ROOT).as_posix()
+        return f"{text} (`{name}`)" if text.strip("`") not in (name, target.name) else f"`{name}`"
+
+    parts = re.split(r"(^```.*?^```)", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    return "".join(part if part.startswith("```") else LINK.sub(replaced, part) for part in parts)
+
+
+def _examples(out: Path) -> None:
+    shutil.copytree(ROOT / "examples", out / "examples")
+    scripts = out / "examples" / "python"
+    for script in scripts.glob("*.py"):
+        script.write_text(titled(script.read_text(encoding="utf-8")), encoding="utf-8")
+    (scripts / "GALLERY_HEADER.rst").write_text(
+        "Gallery\n=======\n\nEach script runs as it stands: ``python examples/python/your_table.py``.\n",
+        encoding="utf-8",
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text.rstrip() + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    assemble(Path(sys.argv[1]))

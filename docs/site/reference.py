@@ -1,0 +1,181 @@
+"""Pages made from the code: methods, data sets, networks, commands, the sections of an experiment file."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import sys
+from collections.abc import Collection, Iterable
+
+import typer
+from pydantic import BaseModel
+from typer.cli import get_docs_for_click
+
+import fedshift.functional
+from fedshift.cli.app import app
+from fedshift.cli.fields import written
+from fedshift.data import registry as datasets
+from fedshift.data.transforms import Augmentation
+from fedshift.experiment.config.experiment import Experiment
+from fedshift.experiment.config.sections import ENGINES, PROTOCOLS, Evaluation
+from fedshift.federation.training import Privacy, Training
+from fedshift.methods import registry as methods
+from fedshift.methods.advice import GROUPS
+from fedshift.methods.base import Method
+from fedshift.methods.catalogue import ENTRIES, LOCAL, ROBUST, SERVER, reads
+from fedshift.methods.composition.averaging import AVERAGES
+from fedshift.methods.composition.local import PLUG_INS
+from fedshift.methods.robust import RULES
+from fedshift.methods.server import OPTIMIZERS
+from fedshift.models import registry as models
+from fedshift.models.adapters import Adapters
+
+
+def method_page(name: str, advice: str, results: str) -> str:
+    """A method: where it is from, what leaves a site, its docstring with its equations, options, measured results."""
+    kind, entry = methods.method_class(name), ENTRIES[name]
+    common = Method.model_fields.keys() & kind.model_fields.keys()
+    also = [what for what, known in (("robust", ROBUST), ("server", SERVER), ("local", LOCAL)) if name in known]
+    lines = [
+        f"# {name}",
+        f"{entry.citation}. {literal(advice)}",
+        f"* Scenario: {entry.scenario}",
+        f"* Leaves a site: {', '.join(entry.shares)}; the server reads: {reads(name)}",
+        f"* Goes with: {', '.join(f'`{one}`' for one in also) or 'none of robust, server, local'}",
+        f"* Settings: {', '.join(f'`{one}`' for one in ('paper', *entry.settings))}",
+        "",
+        "## Description",
+        preformatted((sys.modules[kind.__module__].__doc__ or "").strip()),
+    ]
+    if own := kind.model_fields.keys() - common:
+        lines += ["## Options of its own", fields(kind, without=common)]
+    lines += ["## Options of every method", fields(kind, without=own)]
+    lines += ["## Measured", results or "No committed result has this method."]
+    return "\n\n".join(lines).replace("\n\n* ", "\n* ").replace("\n* Scenario", "\n\n* Scenario")
+
+
+def methods_index() -> str:
+    """The methods by group, with what each is for."""
+    parts = ["# Methods", "What each is for, and the page with its equations, options and results."]
+    for title, members in GROUPS.items():
+        parts.append(f"## {title[0].upper()}{title[1:]}")
+        parts.append("\n".join(f"* [{name}]({name}.md): {literal(advice)}" for name, advice in members.items()))
+    return "\n\n".join([*parts, tree(name for members in GROUPS.values() for name in members)])
+
+
+def dataset_page(name: str) -> str:
+    """A data set: its manifest and its options."""
+    source = datasets.source_class(name)
+    about = source.manifest()
+    facts = {
+        "Source": about.source,
+        "Licence": about.licence,
+        "How to get it": about.how_to_get,
+        "Layout": about.layout,
+        "Notes": about.notes,
+        "Samples": ", ".join(f"{domain} {count}" for domain, count in about.counts.items()),
+    }
+    lines = [
+        f"# {name}",
+        literal(about.title),
+        *(f"**{what}:** {literal(text)}" for what, text in facts.items() if text),
+    ]
+    if about.sha256:
+        sums = "\n".join(f"{checksum}  {file}" for file, checksum in about.sha256.items())
+        lines += ["## Files and their SHA-256", preformatted(sums)]
+    return "\n\n".join([*lines, "## Options", fields(source, without=("name",))])
+
+
+def datasets_index() -> str:
+    """The data sets with their licences."""
+    rows = ["| name | data set | licence |", "|---|---|---|"]
+    for name in datasets.names():
+        about = datasets.source_class(name).manifest()
+        rows.append(f"| [{name}]({name}.md) | {cell(about.title)} | {cell(about.licence)} |")
+    return "\n\n".join(["# Data sets", "\n".join(rows), tree(datasets.names())])
+
+
+def networks() -> str:
+    """Every network with its options."""
+    parts = ["# Networks"]
+    for name in models.names():
+        kind = models.options_class(name)
+        parts += [f"## {name}", preformatted((kind.__doc__ or "").strip()), fields(kind, without=("name",))]
+    return "\n\n".join(parts)
+
+
+def experiment_file() -> str:
+    """Every section of an experiment file."""
+    kinds: dict[str, type[BaseModel]] = {
+        "The file": Experiment,
+        **{f"protocol, kind {name}": kind for name, kind in PROTOCOLS.items()},
+        "training": Training,
+        "training.augmentation": Augmentation,
+        "training.privacy": Privacy,
+        "training.adapters": Adapters,
+        **{f"engine, name {name}": kind for name, kind in ENGINES.items()},
+        "evaluation": Evaluation,
+        **{f"a method's server, optimizer {name}": kind for name, kind in OPTIMIZERS.items()},
+        **{f"a method's average, kind {name}": kind for name, kind in AVERAGES.items()},
+        **{f"a method's local, name {name}": kind for name, kind in PLUG_INS.items()},
+        **{f"a method's robust, rule {name}": kind for name, kind in RULES.items()},
+    }
+    parts = [
+        "# Experiment file",
+        "The fields of `data` are on the page of each [data set](../datasets/index.md), those of `methods` on "
+        "the page of each [method](../methods/index.md), those of `model` on the page of [networks](networks.md).",
+    ]
+    for title, kind in kinds.items():
+        parts += [f"## {title}", fields(kind)]
+    return "\n\n".join(parts)
+
+
+def command_line() -> str:
+    """Every command with its arguments and options, as ``--help`` has them."""
+    command = typer.main.get_command(app)
+    text = get_docs_for_click(obj=command, ctx=typer.Context(command, info_name="fedshift"), name="fedshift")
+    return "# Command line\n\n" + text.partition("\n")[2].replace("```console", "```text").replace("<", "&lt;")
+
+
+def functional() -> str:
+    """One section per module of equations."""
+    parts = ["# fedshift.functional", "One pure function per equation."]
+    for found in pkgutil.iter_modules(fedshift.functional.__path__):
+        name = f"fedshift.functional.{found.name}"
+        importlib.import_module(name)
+        parts.append(f"## {found.name}\n\n```{{eval-rst}}\n.. automodule:: {name}\n   :members:\n```")
+    return "\n\n".join(parts)
+
+
+def fields(kind: type[BaseModel], without: Collection[str] = ()) -> str:
+    """The fields of a model as a table: name, default, meaning."""
+    rows = ["| field | default | meaning |", "|---|---|---|"]
+    for name, info in kind.model_fields.items():
+        if name not in without:
+            value = "required" if info.is_required() else written(info.get_default(call_default_factory=True))
+            rows.append(f"| `{name}` | {cell(value)} | {cell(info.description or '')} |")
+    return "\n".join(rows) if len(rows) > 2 else "It has none."
+
+
+def tree(names: Iterable[str]) -> str:
+    """A hidden table of contents, which gives the pages their place in the site."""
+    return "```{toctree}\n:hidden:\n\n" + "\n".join(names) + "\n```"
+
+
+def preformatted(text: str) -> str:
+    """``text`` in a block that is shown as it is."""
+    return f"```text\n{text}\n```"
+
+
+def literal(text: str) -> str:
+    """``text`` without a meaning as markup, except for its words in backticks."""
+    parts = text.split("`")
+    for place in range(0, len(parts), 2):
+        parts[place] = "".join(f"\\{letter}" if letter in "\\*_[]<>|#$" else letter for letter in parts[place])
+    return "`".join(parts)
+
+
+def cell(text: str) -> str:
+    """``text`` for a cell of a table, where a bar would end the cell, also in backticks."""
+    parts = literal(text).replace("\n", " ").split("`")
+    return "`".join(part.replace("|", "\\|") if place % 2 else part for place, part in enumerate(parts))

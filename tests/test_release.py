@@ -1,0 +1,80 @@
+"""What a release is made of: the files that the package holds, its version, the workflows that publish it."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import fedshift
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "src" / "fedshift"
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+pytestmark = pytest.mark.skipif(
+    not PACKAGE.is_dir() or not WORKFLOWS, reason="the repository is not around these tests"
+)
+
+
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_the_wheel_has_every_file_of_the_package() -> None:
+    """As setuptools lists them: modules of folders with ``__init__.py``, and what package-data names."""
+    files = {path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    modules = {path for path in files if path.suffix == ".py" and (path.parent / "__init__.py").exists()}
+    data = {
+        path
+        for pattern in project()["tool"]["setuptools"]["package-data"]["fedshift"]
+        for path in PACKAGE.glob(pattern)
+    }
+    assert sorted(map(str, files - modules - data)) == []
+    assert {"demo.yaml", "try.yaml", "py.typed"} <= {path.name for path in data}
+    for path in modules:
+        assert all((folder / "__init__.py").exists() for folder in path.parents if PACKAGE in (folder, *folder.parents))
+
+
+def test_the_version_is_that_of_the_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.metadata.version", lambda name: f"1.2.3 of {name}")
+    assert fedshift.__version__ == "1.2.3 of fedshift"
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", missing)
+    assert "unknown" in fedshift.__version__
+
+
+def test_a_copy_without_tags_has_the_version_that_the_changelog_starts_with() -> None:
+    first = re.search(r"^## (\d+\.\d+\.\d+)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), flags=re.M)
+    assert first
+    assert project()["tool"]["setuptools_scm"]["fallback_version"] in (first[1], f"{first[1]}.dev0")
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == first[1]
+
+
+@pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
+def test_what_a_workflow_runs_exists(file: Path) -> None:
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M)
+    extras = project()["project"]["optional-dependencies"]
+    workflow = yaml.safe_load(file.read_text(encoding="utf-8"))
+    text = file.read_text(encoding="utf-8")
+    for target in re.findall(r"run: make ([\w-]+)", text):
+        assert target in targets, target
+    for names in re.findall(r" -e \.\[([\w,]+)\]", text):
+        assert set(names.split(",")) <= set(extras)
+    assert workflow["permissions"] == {"contents": "read"}
+    for name, job in workflow["jobs"].items():
+        assert job.get("permissions", {}).get("id-token") != "write" or name == "publish"
+
+
+def test_what_is_published_was_built_and_tried() -> None:
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))["jobs"]
+    assert jobs["publish"]["needs"] == "build"
+    assert "tag" in jobs["publish"]["if"]
+    assert any('fedshift" demo' in step.get("run", "") for step in jobs["build"]["steps"])

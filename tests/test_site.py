@@ -1,0 +1,103 @@
+"""The documentation site: the functions that make its pages. ``make docs`` builds it from them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from fedshift.experiment.config.sections import PROTOCOLS
+from fedshift.methods.federated.csac import CSAC
+
+ROOT = Path(__file__).resolve().parents[1]
+SITE = ROOT / "docs" / "site"
+pytestmark = pytest.mark.skipif(not SITE.is_dir(), reason="docs/ is not beside these tests")
+
+
+@pytest.fixture(scope="module")
+def assemble() -> Iterator[ModuleType]:
+    """The program that lays out the pages, with what it imports beside it."""
+    places = [str(SITE), str(ROOT / "benchmarks")]
+    sys.path[:0] = places
+    import assemble
+
+    yield assemble
+    for place in places:
+        sys.path.remove(place)
+
+
+def test_a_method_has_its_equations_options_and_results(assemble: ModuleType) -> None:
+    page = assemble.reference.method_page("csac", "Use `practical` | [it].", "the results")
+    assert sys.modules[CSAC.__module__].__doc__.strip() in page
+    assert "Use `practical` \\| \\[it\\]." in page
+    for option in CSAC.model_fields:
+        assert page.count(f"\n| `{option}` |") == 1, option
+    assert page.endswith("## Measured\n\nthe results")
+    assert "No committed result" in assemble.reference.method_page("fedavg", "", "")
+
+
+def test_results_stand_beside_the_published_row(assemble: ModuleType) -> None:
+    found = assemble.measured.collect(ROOT / "benchmarks" / "results" / "rotated_mnist_ablation")
+    rows = assemble.measured.rows_of(found)
+    lines = rows["csac"].splitlines()
+    labels = [label for label in found.order.methods if label.startswith("csac")]
+    assert [re.sub(r"\\", "", line.split(" | ")[0][2:]) for line in lines[2 : 2 + len(labels)]] == labels
+    table = assemble.measured.table_of(found)
+    assert f"| {table.cells[labels[0]]['average'].mean} ± " in lines[2]
+    entry = {"source": "a paper", "rows": {"ELCFS (FedDG)": {"M0": [73.07, 0.67], "average": [88.6, None]}}}
+    assert "| ELCFS (FedDG) | 73.07 ± 0.67 | 88.60 |" in assemble.measured.published_row("elcfs", entry)
+    assert assemble.measured.published_row("csac", entry) == ""
+
+
+def test_a_data_set_and_the_experiment_file_name_every_field(assemble: ModuleType) -> None:
+    page = assemble.reference.dataset_page("rotated_digits")
+    assert "| `per_class` |" in page
+    assert "**Licence:**" in page
+    file = assemble.reference.experiment_file()
+    for kind, section in PROTOCOLS.items():
+        part = file.partition(f"## protocol, kind {kind}\n")[2].partition("\n## ")[0]
+        assert all(f"| `{field}` |" in part for field in section.model_fields)
+
+
+def test_bars_in_a_cell_do_not_end_it(assemble: ModuleType) -> None:
+    assert assemble.reference.cell("a|b `c|d`\n*e*") == "a\\|b `c\\|d` \\*e\\*"
+
+
+def test_links_to_files_that_are_no_pages_become_their_names(assemble: ModuleType, tmp_path: Path) -> None:
+    page = ROOT / "docs" / "design.md"
+    text = assemble.with_links(page, {page, ROOT / "docs" / "deploy.md"})
+    assert "(deploy.md)" in text
+    assert "(../tests/test_layering.py)" not in text
+    assert "`tests/test_layering.py`" in text
+    (tmp_path / "page.md").write_text("[there](nowhere.md)", encoding="utf-8")
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.md"):
+        assemble.with_links(tmp_path / "page.md", set())
+
+
+def test_scripts_get_a_title_and_keep_their_code(assemble: ModuleType) -> None:
+    script = '"""Your table: does it work?\n\nMore."""\n\nx = """y"""\n'
+    titled = '"""\nYour table\n==========\n\nDoes it work?\n\nMore.\n"""\n\nx = """y"""\n'
+    assert assemble.titled(script) == titled
+
+
+def test_dead_links_are_found(assemble: ModuleType, tmp_path: Path) -> None:
+    import dead_links
+
+    (tmp_path / "b.html").write_text('<h1 id="here"></h1><img src="no.png">', encoding="utf-8")
+    links = ("b.html", "b.html#here", "#top", "https://example.org/x", "b.html#there", "c.html")
+    (tmp_path / "a.html").write_text("".join(f'<a href="{link}">' for link in links), encoding="utf-8")
+    assert list(dead_links.dead_links(tmp_path)) == [
+        "a.html links to b.html#there",
+        "a.html links to c.html",
+        "b.html links to no.png",
+    ]
+
+
+def test_every_page_of_docs_is_in_a_table_of_contents() -> None:
+    listed = "".join(page.read_text(encoding="utf-8") for page in (SITE / "pages").rglob("*.md"))
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"\ndocs/{page.stem}\n" in listed, page.name
