@@ -257,7 +257,7 @@ class Site:
         return self._in_order(self.data, max(self.training.batch_size, 256))
 
     def held_out_batches(self) -> Iterator[Batch]:
-        """The held-out samples, as `all_batches`. None unless the method ``uses_held_out`` and the protocol has some."""
+        """Held-out samples, as `all_batches`. None unless the method ``uses_held_out`` and the protocol has any."""
         return self._in_order(self.held_out, 256) if self.held_out is not None else iter(())
 
     def _in_order(self, data: SiteData, size: int) -> Iterator[Batch]:

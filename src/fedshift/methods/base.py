@@ -236,7 +236,7 @@ class Method(Composed, ABC):
         """What a site's reply to one of its calls may hold, where only the method knows: shapes and ranges, by field.
 
         Models need not be declared. A model that the site was sent must come back with the same tensors. A model that
-        it was not sent must be the network, or look as at most sites. Other tensors that are not declared must be finite.
+        it was not sent must be the network, or look as at most sites. Other undeclared tensors must be finite.
         """
         return {}
 
