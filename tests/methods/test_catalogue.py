@@ -41,6 +41,13 @@ def test_the_rules_are_those_that_exist() -> None:
     assert tuple(robust.RULES) == RULES
 
 
+def test_the_page_of_rules_says_what_they_do_to_every_method() -> None:
+    page = BENCHMARKS.with_name("docs") / "robust_aggregation.md"
+    section = page.read_text(encoding="utf-8").partition("## Which method")[2].partition("\n## ")[0]
+    lacking = [name for name, entry in ENTRIES.items() if entry.rules and f"`{name}`" not in section]
+    assert not lacking, "add them to the second table of docs/robust_aggregation.md"
+
+
 def test_every_method_is_in_one_group_with_advice() -> None:
     members = [name for group in GROUPS.values() for name in group]
     assert len(set(members)) == len(members)
