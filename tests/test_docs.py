@@ -328,7 +328,7 @@ def test_pages_name_all_models_and_the_data_sets_for_own_data() -> None:
 
 
 def test_class_attributes_that_the_page_names_exist() -> None:
-    table = (ROOT / "docs" / "add_a_method.md").read_text().partition("## What else a class may say")[2]
+    table = (ROOT / "docs" / "add_a_method.md").read_text().partition("## Optional members of the class")[2]
     named = re.findall(r"^\| `(\w+)", table.partition("\n## ")[0], flags=re.M)
     assert len(named) >= 8
     for name in named:

@@ -14,8 +14,9 @@ from calling import Cli
 from small import experiment, sites, write
 
 import fedshift
-from fedshift.cli.app import names_of
+from fedshift.cli.app import command, names_of
 from fedshift.methods import registry as methods
+from fedshift.report.measures import MEASURES
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,12 @@ def test_a_table_as_csv_has_the_rows_of_json(cli: Cli, trained: tuple[Path, Path
     wanted = json.loads(cli("table", trained[1], "--format", "json").out)
     assert {name for row in wanted for name in row} <= set(rows[0])
     assert rows == [{name: _cell(row.get(name)) for name in rows[0]} for row in wanted]
+
+
+def test_the_help_of_table_names_every_measure() -> None:
+    (option,) = [option for option in command().commands["table"].params if option.name == "metric"]
+    lacking = [name for name in MEASURES if name not in option.help]
+    assert not lacking, "say it in the help of --metric, in cli/app.py"
 
 
 def _cell(value: Any) -> str:

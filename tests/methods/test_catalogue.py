@@ -11,7 +11,7 @@ import pytest
 
 from fedshift.methods import registry, robust
 from fedshift.methods.advice import GROUPS
-from fedshift.methods.catalogue import ENTRIES, LOCAL, ROBUST, RULES, SERVER, reads, tasks
+from fedshift.methods.catalogue import ENTRIES, RULES, Entry
 from fedshift.methods.composition.options import goes_with_server, robust_rules
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -19,26 +19,39 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.mark.parametrize("name", registry.names())
 def test_an_entry_is_its_class(name: str) -> None:
-    entry, kind = ENTRIES[name], registry.method_class(name)
+    kind = registry.method_class(name)
+    method = kind()
+    wanted = Entry(
+        place=f"{kind.__module__}:{kind.__name__}",
+        scenario=kind.scenario + (", pooled" if kind.pooled else ""),
+        shares=method.shares,
+        citation=kind.citation,
+        settings=tuple(kind.settings),
+        reads=method.reads,
+        rules=robust_rules(method),
+        server=goes_with_server(method),
+        local=not kind.pooled and method.takes_plug_ins,
+        tasks=method.tasks,
+    )
     assert kind.name == name
-    assert entry.scenario == kind.scenario + (", pooled" if kind.pooled else "")
-    assert entry.shares == kind().shares
-    assert entry.citation == kind.citation
-    assert entry.settings == tuple(kind.settings)
-    assert ROBUST.get(name, ()) == robust_rules(kind())
-    assert reads(name) == kind().reads
-    assert tasks(name) == kind().tasks
-    assert (name in SERVER) == goes_with_server(kind())
-    assert (name in LOCAL) == (not kind.pooled and kind().takes_plug_ins)
+    assert ENTRIES[name] == wanted, f"in methods/catalogue.py '{name}' must give {wanted}"
 
 
 def test_the_rules_are_those_that_exist() -> None:
     assert tuple(robust.RULES) == RULES
 
 
+def test_the_page_of_rules_says_what_they_do_to_every_method() -> None:
+    page = BENCHMARKS.with_name("docs") / "robust_aggregation.md"
+    section = page.read_text(encoding="utf-8").partition("## Which method")[2].partition("\n## ")[0]
+    lacking = [name for name, entry in ENTRIES.items() if entry.rules and f"`{name}`" not in section]
+    assert not lacking, "add them to the second table of docs/robust_aggregation.md"
+
+
 def test_every_method_is_in_one_group_with_advice() -> None:
     members = [name for group in GROUPS.values() for name in group]
-    assert sorted(members) == sorted(registry.names())
+    assert len(set(members)) == len(members)
+    assert set(members) == set(registry.names()), "every method has one sentence in GROUPS of methods/advice.py"
     assert all(advice.endswith(".") for group in GROUPS.values() for advice in group.values())
 
 

@@ -107,9 +107,10 @@ def test_it_says_what_it_is(name: str) -> None:
 
 @every_method
 def test_its_file_reads_like_its_paper(name: str) -> None:
-    text = sys.modules[registry.method_class(name).__module__].__doc__ or ""
-    for part in ("Setting", "ire:", "Where", "Should reproduce"):
-        assert part in text, f"the module's docstring lacks '{part}'"
+    module = sys.modules[registry.method_class(name).__module__]
+    text = (module.__doc__ or "").lower()
+    for part in ("setting", "wire:", "where", "should reproduce"):
+        assert part in text, f"the docstring of {module.__file__} lacks '{part}': see 'How to' in docs/design.md"
 
 
 @every_method

@@ -116,7 +116,8 @@ CASES = [
 @pytest.mark.parametrize("name", registry.names())
 def test_every_option_has_a_case(name: str) -> None:
     elsewhere = {option for method, option in ELSEWHERE if method == name}
-    assert OPTIONS[name].keys() | elsewhere == fields(name)
+    here = OPTIONS.get(name, {}).keys()
+    assert here | elsewhere == fields(name), f"OPTIONS['{name}'] of option_cases.py must have a case for each option"
 
 
 @pytest.mark.parametrize("name", registry.names())
@@ -124,7 +125,10 @@ def test_every_value_that_may_be_chosen_is_tried(name: str) -> None:
     """All values of options that are one of a few."""
     for option, described in registry.method_class(name).model_fields.items():
         tried = {
-            value for one in OPTIONS[name].get(option, ()) for value in one.values if isinstance(value, str | bool)
+            value
+            for one in OPTIONS.get(name, {}).get(option, ())
+            for value in one.values
+            if isinstance(value, str | bool)
         }
         tried |= set(ELSEWHERE.get((name, option), ()))
         if get_origin(described.annotation) is Literal:

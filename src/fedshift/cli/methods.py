@@ -12,7 +12,7 @@ from rich.text import Text
 from fedshift.cli.console import escape, safe_console
 from fedshift.cli.fields import options_table, written
 from fedshift.methods.advice import GROUPS
-from fedshift.methods.catalogue import ENTRIES, LOCAL, ROBUST, RULES, SERVER, reads, tasks
+from fedshift.methods.catalogue import ENTRIES, RULES
 from fedshift.methods.settings import PAPER
 
 if TYPE_CHECKING:
@@ -56,15 +56,16 @@ def _group(title: str, members: Mapping[str, str]) -> Table:
     table.add_column("name", no_wrap=True)
     table.add_column("what", overflow="fold")
     for name, advice in members.items():
-        entry, rules = ENTRIES[name], ROBUST.get(name, ())
-        options = [f"robust ({'all rules' if rules == RULES else ', '.join(rules)})"] if rules else []
-        options += ["server"] if name in SERVER else []
-        options += ["local"] if name in LOCAL else []
+        entry = ENTRIES[name]
+        rules = "all rules" if entry.rules == RULES else ", ".join(entry.rules)
+        options = [f"robust ({rules})"] if entry.rules else []
+        options += ["server"] if entry.server else []
+        options += ["local"] if entry.local else []
         facts = [
             entry.citation,
-            "for: " + ", ".join(tasks(name)),
+            "for: " + ", ".join(entry.tasks),
             "leaves a site: " + ", ".join(entry.shares),
-            f"the server reads: {reads(name)}",
+            f"the server reads: {entry.reads}",
             "goes with: " + (", ".join(options) or "none of robust, server, local"),
             "settings: " + ", ".join((PAPER, *entry.settings)),
         ]

@@ -16,9 +16,9 @@ def budgets(method: Method, methods: Sequence[Method], training: Training, split
     """Mini-batches that each site may train on in a run of ``method``.
 
     The total over all sites is what the most demanding of ``methods`` needs, or `training.mini_batches` times the
-    number of sources. So it is the same for every method. It is divided in the proportions in which the method uses it,
-    so that all sites finish in the same round. A site that finished early would keep sending a model that it no longer
-    trains. Mini-batches at an unlabelled target count like any other.
+    number of sources. So it is the same for every method. It is divided so that all sites
+    finish in the same round: a site that finished early would keep sending a model that it no longer trains.
+    Mini-batches at an unlabelled target count like any other.
 
     Args:
         method: the method of the run.

@@ -159,7 +159,7 @@ class NoiseCost:
 def noise_costs(experiment: Experiment, reporter: Reporter | None = None) -> list[NoiseCost]:
     """Train with the first seed, with ``training.privacy`` and without, and keep only the accuracies.
 
-    Its data should be public or made up: each training looks at them, and nobody counts what it costs them.
+    Use public or made-up data: each training looks at them, and this cost in ε is not counted.
 
     Raises:
         UserError: the experiment is not private, or cannot run.
@@ -210,7 +210,7 @@ def _needs(plan: Plan, per_batch: float, warnings: list[str]) -> dict[str, list[
 
 
 def _dry_run(planned: PlannedRun, network: Network, warnings: list[str]) -> DryRun | None:
-    """The dry run of a planned run; None, and a warning, where the method fails for want of samples or training.
+    """The dry run of a planned run; None, with a warning, if it fails for lack of samples or training.
 
     Raises:
         UserError: the method cannot work as it is set up.

@@ -137,7 +137,7 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
 
 
 def _starts_at_random(model: NetworkOptions) -> bool:
-    """Whether a network could have pre-trained weights and has none. Of a user's own code nobody knows."""
+    """Whether a network could have pre-trained weights and has none; False for a user's own code."""
     if not isinstance(model, OwnNetwork):
         return not getattr(model, "pretrained", False)
     return model.name.partition(":")[0] in LIBRARIES and not model.options.get("pretrained")
@@ -222,7 +222,7 @@ def _check_measurable(plan: Plan) -> None:
 
 
 def check_sums(method: Method, sources: int, unlabelled: int = 0) -> tuple[str, ...]:
-    """Whether secure aggregation hides what a method's sites send.
+    """Check that secure aggregation can hide what a method's sites send.
 
     Args:
         method: of the run.

@@ -31,7 +31,7 @@ from fedshift.weights import Weights
 
 Floats = npt.NDArray[np.float32]
 _TOLERANCE = 1e-4
-"""Largest difference of a probability. Runtimes add numbers in another order."""
+"""Largest accepted difference of a probability. Runtimes add numbers in another order."""
 
 
 @dataclass(frozen=True)

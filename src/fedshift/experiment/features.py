@@ -52,7 +52,7 @@ class Watcher:
         """This many further images are done."""
 
     def warn(self, message: str) -> None:
-        """A warning for the user. Nothing stops."""
+        """A warning for the user. The extraction continues."""
 
 
 @dataclass(frozen=True)
@@ -256,9 +256,9 @@ def _read(path: Path, header: Mapping[str, str], watcher: Watcher) -> Half | Non
 
 
 def backbone_of(preprocessing: Preprocessing) -> tuple[Extractor | None, Preprocessing]:
-    """What a trained model needs in front of it.
+    """The frozen backbone and the preprocessing of a trained model.
 
-    The model file may be anybody's: nothing is downloaded because it says so.
+    The model file may come from a stranger, so nothing is downloaded for it.
 
     Returns:
         The frozen backbone that computed the model's features, None for a model without one; and the preprocessing of

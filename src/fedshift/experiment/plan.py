@@ -95,7 +95,7 @@ class Plan:
 
     @cached_property
     def site_differences(self) -> tuple[str, ...]:
-        """Warnings about what only shows when sites are compared."""
+        """Warnings about problems that show only when sites are compared."""
         return site_differences(self.data)
 
     def roles(self, target: str) -> tuple[tuple[str, ...], tuple[str, ...]]:

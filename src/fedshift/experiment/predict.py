@@ -43,7 +43,7 @@ _MASKS = 16
 _LARGEST_SAMPLE = 2**25
 """Numbers in a sample that a model file may ask for: an image of 3,300 by 3,300 pixels in colour."""
 _PARTS, _SMALL = 4, 10_000_000
-"""A network may hold that many times the numbers that its file holds, and so many more."""
+"""A network may hold this many times the numbers in its file, plus this many."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class TrainedModel:
 
     @cached_property
     def labelling(self) -> Labelling | None:
-        """How the training tables said the class of a row."""
+        """How the training tables named the class of a row."""
         said = self.metadata.get("labelled_by")
         return None if said is None else Labelling.model_validate(said)
 
@@ -209,7 +209,7 @@ def load_model(path: Path, own_method: str | None = None, own_network: str | Non
     """Load a trained model.
 
     A model file never decides which code runs: it may name a method that comes with fedshift, and no other. Nor does it
-    decide how much memory is taken: its tensors are compared with the network before either is made.
+    decide how much memory is used: its tensors are compared with the network before either is allocated.
 
     Args:
         path: a run's folder or a ``model.safetensors``.
@@ -297,7 +297,7 @@ def from_weights(
 
 
 def _networks(method: Method, options: NetworkOptions, metadata: Mapping[str, Any]) -> tuple[Network, Network]:
-    """What the sites of the run trained, and what answers."""
+    """The network that the sites of the run trained, and the one that predicts."""
     sources = len(metadata["sources"])
     built = models.build(options, tuple(metadata["input_shape"]), len(metadata["classes"]), 0)
     trained = method.adapt_network(built, sources)
@@ -320,9 +320,9 @@ def _check_sizes(metadata: Mapping[str, Any], preprocessing: Preprocessing, shap
 
 
 def _check_fit(shapes: Mapping[str, tuple[int, ...]], trained: Network, evaluated: Network) -> None:
-    """Raise ValueError unless a file holds the tensors of the network that answers, and the other one is alike in size.
+    """Raise ValueError unless a file holds the tensors of the network that predicts, and the other is of similar size.
 
-    Both networks are without memory here. What sites train may have a part that the file lacks, such as a generator.
+    Neither network is allocated here. What sites train may have a part that the file lacks, such as a generator.
     """
     if shapes != {name: tuple(tensor.shape) for name, tensor in evaluated.state_dict().items()}:
         raise ValueError("the tensors are not those of the network")

@@ -1,4 +1,4 @@
-"""A search among the methods of an experiment by successive halving, without a look at the sites kept out.
+"""A search among the methods of an experiment by successive halving. It never reads the sites that are kept out.
 
 Every source in turn is left out and measured, so that the choice is made as if one of them were the next site. All
 methods begin with a part of the budget; the best go on with a larger part, until two or three are left with all of it.
@@ -41,8 +41,8 @@ class Rung:
 def rungs(methods: int, factor: int) -> tuple[Rung, ...]:
     """The steps of a search: each has ``factor`` times the budget of the one before, for that part of its methods.
 
-    The last has at most ``factor`` methods, beside the first of the list, which stays to the end: the others are
-    measured by it.
+    The last rung has at most ``factor`` methods, besides the first of the list. That one stays to the end, because the
+    others are compared with it.
 
     Args:
         methods: how many there are in the beginning, the first included.

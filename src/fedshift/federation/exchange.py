@@ -49,7 +49,7 @@ class Missing:
     Attributes:
         site: its name.
         error: why.
-        advice: what to do if the run ends for it, as the end of a sentence.
+        advice: what the user can do if this ends the run, as the end of a sentence.
     """
 
     site: str
@@ -57,7 +57,7 @@ class Missing:
     advice: str = ""
 
     def ending(self, *more: str) -> FedshiftError:
-        """The error that ends the run: the site's own, with ``more`` and the advice."""
+        """The error that ends the run: the site's own error, ``more``, then the advice."""
         said = [text for text in (*more, self.advice) if text]
         return type(self.error)("; ".join([str(self.error), *said])) if said else self.error
 
@@ -198,7 +198,7 @@ class Replies(Generic[R]):
 
 
 class _Kept(Generic[R]):
-    """Replies for several passes: the first in memory, the others in temporary files that go with this object."""
+    """Replies for several passes: the first in memory, the others in temporary files, deleted with this object."""
 
     def __init__(self) -> None:
         self._memory: list[tuple[str, R]] = []

@@ -51,12 +51,12 @@ class CallOwner(Protocol):
 
 
 class Screening(Protocol):
-    """What may come between the replies of an exchange and the method: robust aggregation."""
+    """Screens the replies of an exchange before the method reads them: robust aggregation."""
 
     def screened(
         self, call: str, content: Mapping[str, Content | PerSite], answers: Generator[tuple[str, R], None, None]
     ) -> Generator[tuple[str, R], None, None]:
-        """The replies as the method reads them: fewer, or with other models in them."""
+        """The replies that the method reads: some may be left out, or have other models."""
         ...
 
 
@@ -71,8 +71,8 @@ class Progress:
 class Federation(ABC):
     """The sites that take part in a run. Methods ask with `ask`; engines subclass this and implement `deliver`.
 
-    Every reply is checked (`replies`). An engine that does so itself, since it reads messages from other machines,
-    sets ``checks_replies``.
+    Every reply is checked (`replies`). An engine that reads messages from other machines checks them itself and sets
+    ``checks_replies``.
 
     Args:
         method: the method of the run.
@@ -82,8 +82,8 @@ class Federation(ABC):
         budget: mini-batches that each site may train on in the whole run.
         rounds: planned rounds.
         seed: of the run, for what the server draws.
-        quorum: sites that must answer an exchange, of those asked, for the run to continue without the others,
-            whatever they answered; None means all.
+        quorum: sites that must answer an exchange, of those asked, for the run to continue without the others;
+            None means all.
         on_refusal: whether a site that refuses to send a kind may take part, which `SiteRunner` asks before training.
         on_answer: called with each site that answered and the mini-batches it trained on.
         sums_only: whether replies that hold models are read only as sums (secure aggregation).
@@ -195,7 +195,7 @@ class Federation(ABC):
         return replies
 
     def ask_further(self, call: Callable[..., R], *, to: Sequence[str], **content: Content | PerSite) -> Replies[R]:
-        """As `ask`, but a further part of the last exchange: what later exchanges draw at random stays the same."""
+        """As `ask`, but as a part of the last exchange, so that later exchanges draw the same random numbers."""
         self.settle()
         self.progress.exchange -= 1
         return self.ask(call, to=to, **content)
@@ -207,7 +207,7 @@ class Federation(ABC):
             open_replies.drain()
 
     def summed(self, call: str, to: tuple[str, ...], content: Mapping[str, Content | PerSite], by: By) -> Mean:
-        """The mean of the replies, added as integers so that no order and no engine changes a bit.
+        """The mean of the replies, added as integers: the order of sites and the engine change no bit.
 
         Raises:
             FedshiftError: fewer sites answered than a sum over a network needs.
@@ -313,8 +313,8 @@ class Federation(ABC):
         """Charge an absent site the mean share of the budget that the others spent in this exchange.
 
         Without the charge, the absent site would have work left when the others have used their budgets. No share
-        counts as more than twice the median, or one site that says it spent everything would take the absent site's
-        later rounds away.
+        counts as more than twice the median. Otherwise one site could claim that it spent everything, and the absent
+        site would lose its later rounds.
 
         Args:
             site: the absent site.

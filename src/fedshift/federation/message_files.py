@@ -19,8 +19,8 @@ def write_message(path: Path, content: Mapping[str, Content], header: Mapping[st
 def mapped_message(path: Path) -> dict[str, Content]:
     """The content that `write_message` wrote to a file of this process.
 
-    Numbers are read when they are used, so rules that look at pieces of many models read no more than these. A file
-    that is encrypted is read as a whole.
+    Tensors are read from the file when they are used, so a rule that compares pieces of many models reads only these
+    pieces. An encrypted file is read as a whole.
     """
     return read_message(path)[0] if present_key() is not None else decode_file(path)
 

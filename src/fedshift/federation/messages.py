@@ -30,11 +30,11 @@ DTYPES = (
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
-"""Types of numbers that may travel. torch cannot look for the extremes of others, such as 8-bit floats."""
+"""Number types that may travel. torch cannot compute the extremes of others, such as 8-bit floats."""
 _DTYPES = frozenset(("F32", "F64", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL"))
-"""The same as safetensors calls them."""
+"""Their names in safetensors."""
 MOST_TENSORS = 100_000
-"""Tensors in one message."""
+"""The most tensors in one message."""
 _BYTES_OF_NAME = 2_000
 """Bytes that a message may use to name and describe one tensor."""
 BYTES_PER_NUMBER = 8
@@ -54,13 +54,13 @@ class Styles(NamedTensors):
 
 
 class Spectra(NamedTensors):
-    """Amplitude spectra of single images. They tell about each image."""
+    """Amplitude spectra of single images. They reveal something of each image."""
 
     kind: ClassVar[str] = "spectra"
 
 
 class Features(NamedTensors):
-    """A network's outputs for single samples, or gradients with respect to them. They tell about each sample."""
+    """A network's outputs for single samples, or gradients with respect to them. They reveal something of each."""
 
     kind: ClassVar[str] = "features"
 
@@ -72,7 +72,7 @@ class RawData(NamedTensors):
 
 
 class Masked(NamedTensors):
-    """What a site adds to a sum under secure aggregation: integers that tell nothing without the other sites'."""
+    """What a site adds to a sum under secure aggregation: integers that reveal nothing without the other sites'."""
 
     kind: ClassVar[str] = "masked"
 

@@ -45,11 +45,11 @@ class PlugIn:
         return None
 
     def attached(self, model: Network) -> AbstractContextManager[object]:
-        """What surrounds the training of ``model``."""
+        """A context in which ``model`` trains."""
         return nullcontext()
 
     def loss(self, loss_of: LossOf, batch: Batch) -> Tensor:
-        """The loss of a mini-batch, made of the method's."""
+        """The loss of a mini-batch, computed with the method's loss."""
         return loss_of(batch)
 
     def begin(self, model: Network) -> None:
@@ -81,7 +81,7 @@ class PlugIn:
 
 
 def regularised(loss_of: Callable[[Any], Tensor], regulariser: Callable[[], Tensor] | None) -> Callable[[Any], Tensor]:
-    """A loss with what is added to it that depends on no sample; None: nothing."""
+    """A loss plus a regulariser that depends on no sample; None: no regulariser."""
     if regulariser is None:
         return loss_of
 
@@ -104,7 +104,7 @@ def plugged(
         loss_of: the method's loss of a mini-batch.
 
     Raises:
-        FedshiftError: the method trains something else than a whole network.
+        FedshiftError: the method does not train a whole network.
     """
     with ExitStack() as attached:
         for plug_in in plug_ins:  # all heads first: one may hold a copy of the model, which must have no hooks

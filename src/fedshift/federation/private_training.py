@@ -270,5 +270,5 @@ def check_network(network: Network, input_shape: tuple[int, ...]) -> None:
 
 
 def _forget(value: nn.Parameter) -> None:
-    """Drop the samples' gradients, which Opacus would otherwise add the next ones to."""
+    """Delete the samples' gradients. Otherwise Opacus would add the next ones to them."""
     value.grad_sample = None  # type: ignore[attr-defined]

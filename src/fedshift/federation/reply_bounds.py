@@ -1,7 +1,7 @@
 """What a reply may hold beyond the types of its fields: shapes of tensors, ranges of numbers and of values.
 
-A range that never changes stands in the reply's class, ``Annotated[float, Between(0, 1)]``. What depends on the run is
-given by the method's `bounds`. What neither says follows from the request and the network, see `checks`.
+The reply's class declares a range that never changes: ``Annotated[float, Between(0, 1)]``. The method's `bounds` gives
+what depends on the run. The rest follows from the request and the network, see `checks`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LARGEST_INTEGER = 2**53
 LARGEST_NUMBER = 3.4028235e38
 """The largest float32. A loss beyond it is no loss, and a sum of such numbers would overflow."""
 LARGEST_VALUE = 1e6
-"""Values of tensors other than models, unless a method says otherwise. No network here trains on larger ones."""
+"""Largest value in tensors other than models, unless a method sets another. No network trains on larger values."""
 
 
 @dataclass(frozen=True)

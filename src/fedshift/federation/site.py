@@ -58,7 +58,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Envelope:
-    """What the engine tells a site beside the content: exchange, round, share of the budget used, batches left."""
+    """What the engine tells a site besides the content: exchange, round, share of the budget used, batches left."""
 
     exchange: int
     round: int
@@ -68,7 +68,7 @@ class Envelope:
 
 @dataclass
 class Site:
-    """The site that a step runs at. An engine makes it, and a method cannot tell which engine."""
+    """The site that a call runs at. The engine makes it; a method cannot tell which engine it is."""
 
     name: str
     role: Role
@@ -114,7 +114,7 @@ class Site:
 
     @property
     def fixed_inputs(self) -> bool:
-        """Whether a training sample always looks the same, so that what is computed from it can be kept."""
+        """Whether no augmentation changes the training samples, so that a call may keep what it computed from them."""
         return self.data.deterministic and not any(plug_in.changes_inputs for plug_in in self.plug_ins)
 
     @property
@@ -168,7 +168,7 @@ class Site:
         return optimizer
 
     def remember_optimizer(self, optimizer: torch.optim.Optimizer, memory: str, keep: bool = False) -> None:
-        """Keep momentum for the next exchange, if the experiment or ``keep`` asks."""
+        """Keep momentum for the next exchange, if the experiment does so or ``keep`` is true."""
         if keep or not self.training.reset_optimizer_each_round:
             self.memory[memory] = optimizer_state(optimizer)
 
@@ -257,7 +257,7 @@ class Site:
         return self._in_order(self.data, max(self.training.batch_size, 256))
 
     def held_out_batches(self) -> Iterator[Batch]:
-        """The held-out samples, likewise: none unless the method ``uses_held_out`` and the protocol holds some out."""
+        """Held-out samples, as `all_batches`. None unless the method ``uses_held_out`` and the protocol has any."""
         return self._in_order(self.held_out, 256) if self.held_out is not None else iter(())
 
     def _in_order(self, data: SiteData, size: int) -> Iterator[Batch]:

@@ -38,7 +38,7 @@ _EXPLODED = 1e4
 
 
 def exploded(loss: float, before: float) -> bool:
-    """Whether a loss is so far above an earlier one, or above 1, that training diverges though all is finite."""
+    """Whether a finite loss is so far above an earlier one, or above 1, that training diverges."""
     return loss > _EXPLODED * max(1.0, before)
 
 
@@ -50,8 +50,8 @@ def _named_by_text(weights: object) -> object:
 class Privacy(BaseModel):
     """Differential privacy of the training samples of each site: noisy steps, which cost ε at δ in a run.
 
-    ``epsilon`` is what a run may cost each site, which then adds as much noise as that takes; or ``noise_multiplier``
-    is the noise, and every site pays what it costs.
+    With ``epsilon``, the most that a run may cost, each site adds the noise that this takes. With ``noise_multiplier``
+    all sites add the same noise, and the cost of each follows from it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

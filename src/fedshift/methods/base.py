@@ -35,14 +35,14 @@ from fedshift.weights import Weights
 
 @dataclass(frozen=True)
 class State:
-    """Where a run stands after a round: plain data, so it can be saved and the run goes on from the file.
+    """The state of a run after a round. It is plain data, so a run can be resumed from its file.
 
     Attributes:
         weights: the model that is evaluated and handed out.
-        parts: what travels or stays beside it (a generator, a bank of statistics).
-        numbers: anything small.
-        report: what the round wants to say in ``rounds.jsonl``, not carried over; its ``warnings``, a list of
-            sentences, are also shown once and kept in the run's result.
+        parts: further content that travels or is kept (a generator, a bank of statistics).
+        numbers: small values, such as a threshold.
+        report: what the round writes to ``rounds.jsonl``; the next round starts with an empty one. Its ``warnings``, a
+            list of sentences, are also shown once and kept in the run's result.
         averaged: what the average over rounds remembers; the run keeps it.
         server: what the server's optimiser remembers; the run keeps it.
     """
@@ -125,12 +125,12 @@ class Method(Composed, ABC):
         supervised_target: whether it trains on the target's labels alone, an upper bound.
         uses_held_out: whether sites choose by their held-out parts.
         averages: the calls whose models it averages over sites, which robust aggregation can screen.
-        needs_every_model: whether it does more with these models than average them, such as let them vote.
-        has_server_step: whether the option ``server`` goes with it; by default if it averages.
-        takes_plug_ins: whether plug-ins of local training go with it: its sites train one network with `Site.minimise`.
-        trains_privately: whether it goes with ``training.privacy``: its sites train with `Site.minimise` alone, send
+        needs_every_model: whether it also uses these models one by one, for instance to let them vote.
+        has_server_step: whether it takes the option ``server``; by default if it averages.
+        takes_plug_ins: whether it takes plug-ins of local training: its sites train one network with `Site.minimise`.
+        trains_privately: whether it takes ``training.privacy``: its sites train with `Site.minimise` alone, send
             nothing else that is computed from samples, and its loss is a mean over samples and a ``regulariser``. A
-            subclass has to say so for itself.
+            subclass must set it again.
         relative_cost: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
         server_reads: what the server's code reads of the replies that hold models: ``sums`` (``replies.mean``) can be
             hidden by secure aggregation; ``norms`` are sums and numbers of single sites; ``models`` are single models.
@@ -187,7 +187,7 @@ class Method(Composed, ABC):
     def traffic(self, plan: RunPlan) -> Traffic:
         """Bytes of a run, for `fedshift check`: by default those of a dry run.
 
-        A method overrides it whose bytes depend on how many samples there are, or on what is trained.
+        Override it if the bytes depend on the number of samples, or on what is trained.
         """
         return plan.dry
 
@@ -196,14 +196,14 @@ class Method(Composed, ABC):
         return State(weights)
 
     def check(self, network: Network) -> None:
-        """Look at the options beside the network, before any training.
+        """Check that the options fit the network, before any training.
 
         Raises:
-            UserError: they do not fit.
+            UserError: they do not.
         """
 
     def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
-        """Look at the options beside the samples, before any training.
+        """Check that the options fit the samples, before any training.
 
         Args:
             input_shape: of one sample.
@@ -221,28 +221,27 @@ class Method(Composed, ABC):
         return ()
 
     def adapt_network(self, network: Network, sources: int) -> Network:
-        """What do sites train? A network made from the experiment's, for so many source domains; for most, that one."""
+        """The network that sites train, made from the experiment's for so many source domains; by default the same."""
         return network
 
     def evaluated_network(self, network: Network, sources: int) -> Network:
-        """What answers? A network made from the one that sites train, which takes ``state.weights``.
+        """The network that predicts, made from the one that sites train. It takes ``state.weights``.
 
-        It maps a batch of inputs to class scores (n, classes), whose softmax are the probabilities. Its ``at`` gives
-        what answers at one of the sources, where that is another network.
+        It maps a batch of inputs to class scores (n, classes), whose softmax is the probabilities. If another
+        network predicts at the sources, its ``at`` gives that of a source.
         """
         return network
 
     def bounds(self, call: str, about: About) -> Bounds:
         """What a site's reply to one of its calls may hold, where only the method knows: shapes and ranges, by field.
 
-        A model that a site was sent comes back with the same tensors, and one that it was not sent is the network, or
-        alike at most sites. Neither need be declared. Other tensors that are not declared are only checked to be
-        finite.
+        Models need not be declared. A model that the site was sent must come back with the same tensors. A model that
+        it was not sent must be the network, or look as at most sites. Other undeclared tensors must be finite.
         """
         return {}
 
     def personal(self, weights: Weights) -> Collection[str]:
-        """Names of the common model's parameters that each site has of its own, which no server's optimiser moves."""
+        """Parameters of the common model that each site has of its own. A server's optimiser leaves them alone."""
         return ()
 
     def cost_of(self, input_shape: tuple[int, ...]) -> float:
@@ -303,7 +302,7 @@ def calls_of(kind: type[Method]) -> Mapping[str, type[Reply]]:
 
 
 def in_order(kinds: Collection[str]) -> tuple[str, ...]:
-    """Kinds of content, in the order in which they are listed: samples, models, numbers, what else there is."""
+    """Kinds of content in the order of lists: samples, models, numbers, then the others."""
     return tuple(kind for kind in dict.fromkeys(("raw_data", "weights", NUMBERS, *KINDS)) if kind in kinds)
 
 
@@ -314,7 +313,7 @@ def trained_mean(
 
     Args:
         updates: what the sites sent.
-        by: ``samples`` weighs sites by N_k/ΣN (FedAvg), ``uniform`` by 1/K, a mapping by what it gives each site.
+        by: ``samples`` weights sites by N_k/ΣN (FedAvg), ``uniform`` by 1/K, a mapping by its value for each site.
 
     Returns:
         The mean model, every site's share of it, and every site's loss; under secure aggregation no shares, and the

@@ -1,19 +1,23 @@
 """The list of methods, with facts about each that can be read without importing torch.
 
-A test compares every entry with its class.
+A test compares every entry with its class, and prints the entry that the class should have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
-from fedshift.data.domain import ALL_TASKS, WITHOUT_MASKS
+from fedshift.data.domain import ALL_TASKS, WITHOUT_MASKS, Task
+
+RULES = ("norm_clipping", "median", "trimmed_mean", "krum", "trust")
+"""The rules of robust aggregation."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of ``fedshift methods``.
+    """One line of ``fedshift methods``. `federated` and `pooled` make it with what most such methods have.
 
     Args:
         place: ``module:Class``.
@@ -21,219 +25,184 @@ class Entry:
         shares: kinds of content that leave a site.
         citation: where it was published.
         settings: named settings beside the paper's.
+        reads: what the server reads of the sites' models. Secure aggregation needs ``sums``.
+        rules: the rules of robust aggregation that the method takes.
+        server: whether it takes a server's optimiser.
+        local: whether it takes plug-ins of local training.
+        tasks: what its equations can learn.
     """
 
     place: str
     scenario: str
     shares: tuple[str, ...]
     citation: str
-    settings: tuple[str, ...] = ()
+    settings: tuple[str, ...]
+    reads: Literal["sums", "norms", "models"]
+    rules: tuple[str, ...]
+    server: bool
+    local: bool
+    tasks: tuple[Task, ...]
 
 
-_FEDERATED, _POOLED = "fedshift.methods.federated", "fedshift.methods.pooled"
 _MODELS = ("weights", "numbers")
-_ALL_DATA = ("raw_data", *_MODELS)
+_CLASSES: tuple[Task, ...] = ("classification",)
+
+
+def federated(
+    place: str,
+    citation: str,
+    settings: tuple[str, ...] = (),
+    *,
+    scenario: str = "unseen target",
+    sends: tuple[str, ...] = (),
+    reads: Literal["sums", "norms", "models"] = "sums",
+    rules: tuple[str, ...] = RULES,
+    server: bool = True,
+    local: bool = True,
+    tasks: tuple[Task, ...] = _CLASSES,
+) -> Entry:
+    """An entry with the defaults of a method derived from `FedAvg`.
+
+    Args:
+        place: ``file:Class`` in ``methods/federated``.
+        sends: kinds of content that leave a site besides a model and numbers.
+        citation, settings, scenario, reads, rules, server, local, tasks: see `Entry`.
+    """
+    module = f"fedshift.methods.federated.{place}"
+    return Entry(module, scenario, (*_MODELS, *sends), citation, settings, reads, rules, server, local, tasks)
+
+
+def pooled(
+    place: str,
+    citation: str,
+    settings: tuple[str, ...] = (),
+    *,
+    scenario: str = "unseen target",
+    tasks: tuple[Task, ...] = _CLASSES,
+) -> Entry:
+    """An entry of a method that trains on all samples in one place.
+
+    Args:
+        place: ``file:Class`` in ``methods/pooled``.
+        citation, settings, tasks: see `Entry`.
+        scenario: what sites there are, without ``, pooled``.
+    """
+    module, shares = f"fedshift.methods.pooled.{place}", ("raw_data", *_MODELS)
+    reads: Literal["models"] = "models"
+    return Entry(module, f"{scenario}, pooled", shares, citation, settings, reads, (), False, False, tasks)
+
+
+_NO_LABELS = "target without labels"
+_EACH_MODEL = ("norm_clipping", "krum")
+"""The rules that leave single models to the method."""
 
 ENTRIES: Mapping[str, Entry] = {
-    "deepall": Entry(f"{_POOLED}.deepall:DeepAll", "unseen target, pooled", _ALL_DATA, "Li et al., ICCV 2017"),
-    "fedavg": Entry(f"{_FEDERATED}.fedavg:FedAvg", "unseen target", _MODELS, "McMahan et al., AISTATS 2017"),
-    "recipe": Entry(f"{_FEDERATED}.recipe:Recipe", "unseen target", _MODELS, "fedshift 2026"),
-    "fedprox": Entry(f"{_FEDERATED}.fedprox:FedProx", "unseen target", _MODELS, "Li et al., MLSys 2020"),
-    "scaffold": Entry(f"{_FEDERATED}.scaffold:Scaffold", "unseen target", _MODELS, "Karimireddy et al., ICML 2020"),
-    "fednova": Entry(f"{_FEDERATED}.fednova:FedNova", "unseen target", _MODELS, "Wang et al., NeurIPS 2020"),
-    "feddyn": Entry(f"{_FEDERATED}.feddyn:FedDyn", "unseen target", _MODELS, "Acar et al., ICLR 2021"),
-    "moon": Entry(f"{_FEDERATED}.moon:Moon", "unseen target", _MODELS, "Li et al., CVPR 2021"),
-    "fedbn": Entry(f"{_FEDERATED}.fedbn:FedBN", "unseen target", _MODELS, "Li et al., ICLR 2021"),
-    "silobn": Entry(f"{_FEDERATED}.fedbn:SiloBN", "unseen target", _MODELS, "Andreux et al., MICCAI DCL 2020"),
-    "fedsam": Entry(f"{_FEDERATED}.fedsam:FedSAM", "unseen target", _MODELS, "Caldarola et al., ECCV 2022", ("asam",)),
-    "fediir": Entry(f"{_FEDERATED}.fediir:FedIIR", "unseen target", _MODELS, "Guo et al., ICML 2023"),
-    "feddg_ga": Entry(
-        f"{_FEDERATED}.feddg_ga:GeneralizationAdjustment",
-        "unseen target",
-        _MODELS,
-        "Zhang et al., CVPR 2023",
-        ("released",),
+    "deepall": pooled("deepall:DeepAll", "Li et al., ICCV 2017", tasks=ALL_TASKS),
+    "fedavg": federated("fedavg:FedAvg", "McMahan et al., AISTATS 2017", tasks=ALL_TASKS),
+    "recipe": federated("recipe:Recipe", "fedshift 2026", tasks=("classification", "segmentation")),
+    "fedprox": federated("fedprox:FedProx", "Li et al., MLSys 2020", tasks=ALL_TASKS),
+    "scaffold": federated("scaffold:Scaffold", "Karimireddy et al., ICML 2020", tasks=ALL_TASKS),
+    "fednova": federated("fednova:FedNova", "Wang et al., NeurIPS 2020", reads="models", rules=(), tasks=ALL_TASKS),
+    "feddyn": federated("feddyn:FedDyn", "Acar et al., ICLR 2021", tasks=ALL_TASKS),
+    "moon": federated("moon:Moon", "Li et al., CVPR 2021", tasks=WITHOUT_MASKS),
+    "fedbn": federated("fedbn:FedBN", "Li et al., ICLR 2021", tasks=ALL_TASKS),
+    "silobn": federated("fedbn:SiloBN", "Andreux et al., MICCAI DCL 2020", tasks=ALL_TASKS),
+    "fedsam": federated("fedsam:FedSAM", "Caldarola et al., ECCV 2022", ("asam",), tasks=ALL_TASKS),
+    "fediir": federated("fediir:FedIIR", "Guo et al., ICML 2023"),
+    "feddg_ga": federated(
+        "feddg_ga:GeneralizationAdjustment", "Zhang et al., CVPR 2023", ("released",), reads="norms", tasks=ALL_TASKS
     ),
-    "gperxan": Entry(f"{_FEDERATED}.gperxan:GPerXAN", "unseen target", _MODELS, "Le et al., CVPR 2024"),
-    "fedomg": Entry(f"{_FEDERATED}.fedomg:FedOMG", "unseen target", _MODELS, "Nguyen et al., ICLR 2025", ("released",)),
-    "csac": Entry(
-        f"{_FEDERATED}.csac:CSAC", "unseen target", _MODELS, "Yuan et al., IEEE TKDE 2023", ("released", "practical")
+    "gperxan": federated("gperxan:GPerXAN", "Le et al., CVPR 2024", tasks=WITHOUT_MASKS),
+    "fedomg": federated(
+        "fedomg:FedOMG", "Nguyen et al., ICLR 2025", ("released",), reads="models", rules=_EACH_MODEL, tasks=ALL_TASKS
     ),
-    "elcfs": Entry(
-        f"{_FEDERATED}.elcfs:ELCFS",
-        "unseen target",
-        (*_MODELS, "spectra"),
-        "Liu et al., CVPR 2021",
-        ("released", "ccst_port", "light"),
+    "csac": federated("csac:CSAC", "Yuan et al., IEEE TKDE 2023", ("released", "practical"), tasks=WITHOUT_MASKS),
+    "elcfs": federated(
+        "elcfs:ELCFS", "Liu et al., CVPR 2021", ("released", "ccst_port", "light"), sends=("spectra",), tasks=ALL_TASKS
     ),
-    "fedsr": Entry(f"{_FEDERATED}.fedsr:FedSR", "unseen target", _MODELS, "Nguyen et al., NeurIPS 2022", ("released",)),
-    "fedl2r": Entry(
-        f"{_FEDERATED}.fedsr:FedL2R", "unseen target", _MODELS, "Nguyen et al., NeurIPS 2022", ("released",)
+    "fedsr": federated("fedsr:FedSR", "Nguyen et al., NeurIPS 2022", ("released",)),
+    "fedl2r": federated("fedsr:FedL2R", "Nguyen et al., NeurIPS 2022", ("released",)),
+    "fedcmi": federated("fedsr:FedCMI", "Nguyen et al., NeurIPS 2022", ("released",)),
+    "fedadg": federated(
+        "fedadg:FedADG", "Zhang et al., arXiv 2021", ("released", "released_vlcs", "least_squares"), local=False
     ),
-    "fedcmi": Entry(
-        f"{_FEDERATED}.fedsr:FedCMI", "unseen target", _MODELS, "Nguyen et al., NeurIPS 2022", ("released",)
+    "ccst": federated("ccst:CCST", "Chen et al., WACV 2023", ("vgg", "released"), sends=("styles",), tasks=ALL_TASKS),
+    "styles": federated(
+        "ccst:StyleTransfer", "Chen et al., WACV 2023", ("vgg", "released"), sends=("styles",), tasks=ALL_TASKS
     ),
-    "fedadg": Entry(
-        f"{_FEDERATED}.fedadg:FedADG",
-        "unseen target",
-        _MODELS,
-        "Zhang et al., arXiv 2021",
-        ("released", "released_vlcs", "least_squares"),
-    ),
-    "ccst": Entry(
-        f"{_FEDERATED}.ccst:CCST", "unseen target", (*_MODELS, "styles"), "Chen et al., WACV 2023", ("vgg", "released")
-    ),
-    "styles": Entry(
-        f"{_FEDERATED}.ccst:StyleTransfer",
-        "unseen target",
-        (*_MODELS, "styles"),
-        "Chen et al., WACV 2023",
-        ("vgg", "released"),
-    ),
-    "copa": Entry(
-        f"{_FEDERATED}.copa:COPA",
-        "unseen target, or one without labels",
-        _MODELS,
+    "copa": federated(
+        "copa:COPA",
         "Wu and Gong, ICCV 2021",
         ("batch_norm",),
+        scenario="unseen target, or one without labels",
+        reads="models",
     ),
-    "jigen": Entry(f"{_POOLED}.jigen:JiGen", "unseen target, pooled", _ALL_DATA, "Carlucci et al., CVPR 2019"),
-    "masf": Entry(f"{_POOLED}.masf:MASF", "unseen target, pooled", _ALL_DATA, "Dou et al., NeurIPS 2019"),
-    "dger": Entry(f"{_POOLED}.dger:DGER", "unseen target, pooled", _ALL_DATA, "Zhao et al., NeurIPS 2020"),
-    "dmg": Entry(f"{_POOLED}.dmg:DMG", "unseen target, pooled", _ALL_DATA, "Chattopadhyay et al., ECCV 2020"),
-    "fact": Entry(f"{_POOLED}.fact:FACT", "unseen target, pooled", _ALL_DATA, "Xu et al., CVPR 2021", ("released",)),
-    "epi_fcr": Entry(f"{_POOLED}.epi_fcr:EpiFCR", "unseen target, pooled", _ALL_DATA, "Li et al., ICCV 2019"),
-    "mixstyle": Entry(f"{_POOLED}.mixstyle:MixStyle", "unseen target, pooled", _ALL_DATA, "Zhou et al., ICLR 2021"),
-    "eisnet": Entry(f"{_POOLED}.eisnet:EISNet", "unseen target, pooled", _ALL_DATA, "Wang et al., ECCV 2020"),
-    "crossgrad": Entry(
-        f"{_POOLED}.crossgrad:CrossGrad", "unseen target, pooled", _ALL_DATA, "Shankar et al., ICLR 2018"
+    "jigen": pooled("jigen:JiGen", "Carlucci et al., CVPR 2019"),
+    "masf": pooled("masf:MASF", "Dou et al., NeurIPS 2019"),
+    "dger": pooled("dger:DGER", "Zhao et al., NeurIPS 2020"),
+    "dmg": pooled("dmg:DMG", "Chattopadhyay et al., ECCV 2020"),
+    "fact": pooled("fact:FACT", "Xu et al., CVPR 2021", ("released",)),
+    "epi_fcr": pooled("epi_fcr:EpiFCR", "Li et al., ICCV 2019"),
+    "mixstyle": pooled("mixstyle:MixStyle", "Zhou et al., ICLR 2021"),
+    "eisnet": pooled("eisnet:EISNet", "Wang et al., ECCV 2020"),
+    "crossgrad": pooled("crossgrad:CrossGrad", "Shankar et al., ICLR 2018"),
+    "metareg": pooled("metareg:MetaReg", "Balaji et al., NeurIPS 2018"),
+    "feature_critic": pooled("feature_critic:FeatureCritic", "Li et al., ICML 2019"),
+    "source_only": pooled("source_only:SourceOnly", "as in Feng et al., ICML 2021", tasks=ALL_TASKS),
+    "oracle": federated(
+        "oracle:Oracle",
+        "as in Feng et al., ICML 2021",
+        scenario="target with labels, an upper bound",
+        reads="models",
+        rules=(),
+        server=False,
+        tasks=ALL_TASKS,
     ),
-    "metareg": Entry(f"{_POOLED}.metareg:MetaReg", "unseen target, pooled", _ALL_DATA, "Balaji et al., NeurIPS 2018"),
-    "feature_critic": Entry(
-        f"{_POOLED}.feature_critic:FeatureCritic", "unseen target, pooled", _ALL_DATA, "Li et al., ICML 2019"
+    "kd3a": federated(
+        "kd3a:KD3A", "Feng et al., ICML 2021", ("released",), scenario=_NO_LABELS, reads="models", rules=_EACH_MODEL
     ),
-    "source_only": Entry(
-        f"{_POOLED}.source_only:SourceOnly", "unseen target, pooled", _ALL_DATA, "as in Feng et al., ICML 2021"
+    "alone": federated(
+        "alone:Alone",
+        "reference row of the win-win gain, fedshift 2026",
+        reads="models",
+        rules=(),
+        server=False,
+        tasks=WITHOUT_MASKS,
     ),
-    "oracle": Entry(
-        f"{_FEDERATED}.oracle:Oracle", "target with labels, an upper bound", _MODELS, "as in Feng et al., ICML 2021"
+    "shot": federated(
+        "shot:SHOT",
+        "Liang et al., ICML 2020",
+        ("digits", "pretrained"),
+        scenario=_NO_LABELS,
+        reads="models",
+        rules=(),
+        server=False,
     ),
-    "kd3a": Entry(f"{_FEDERATED}.kd3a:KD3A", "target without labels", _MODELS, "Feng et al., ICML 2021", ("released",)),
-    "alone": Entry(
-        f"{_FEDERATED}.alone:Alone", "unseen target", _MODELS, "reference row of the win-win gain, fedshift 2026"
-    ),
-    "shot": Entry(
-        f"{_FEDERATED}.shot:SHOT", "target without labels", _MODELS, "Liang et al., ICML 2020", ("digits", "pretrained")
-    ),
-    "fada": Entry(
-        f"{_FEDERATED}.fada:FADA",
-        "target without labels",
-        (*_MODELS, "features"),
+    "fada": federated(
+        "fada:FADA",
         "Peng et al., ICLR 2020",
         ("every_step",),
+        scenario=_NO_LABELS,
+        sends=("features",),
+        reads="models",
+        rules=_EACH_MODEL,
+        local=False,
     ),
-    "mdfnet": Entry(
-        f"{_FEDERATED}.mdfnet:MDFNet",
-        "labelled and unlabelled sites",
-        _MODELS,
+    "mdfnet": federated(
+        "mdfnet:MDFNet",
         "P²MDCL, anonymous, ICLR 2022 submission",
         ("practical",),
+        scenario="labelled and unlabelled sites",
+        rules=("norm_clipping", "median", "trimmed_mean", "krum"),
     ),
-    "mdan": Entry(f"{_POOLED}.mdan:MDAN", "target without labels, pooled", _ALL_DATA, "Zhao et al., NeurIPS 2018"),
-    "m3sda": Entry(
-        f"{_POOLED}.m3sda:M3SDA",
-        "target without labels, pooled",
-        _ALL_DATA,
-        "Peng et al., ICCV 2019",
-        ("reimplementation",),
-    ),
-    "dael": Entry(f"{_POOLED}.dael:DAEL", "target without labels, pooled", _ALL_DATA, "Zhou et al., IEEE TIP 2021"),
-    "cmss": Entry(f"{_POOLED}.cmss:CMSS", "target without labels, pooled", _ALL_DATA, "Yang et al., ECCV 2020"),
-    "dsbn": Entry(f"{_POOLED}.dsbn:DSBN", "target without labels, pooled", _ALL_DATA, "Chang et al., CVPR 2019"),
-    "cdan": Entry(
-        f"{_POOLED}.cdan:CDAN", "target without labels, pooled", _ALL_DATA, "Long et al., NeurIPS 2018", ("released",)
-    ),
-    "srdc": Entry(
-        f"{_POOLED}.srdc:SRDC", "target without labels, pooled", _ALL_DATA, "Tang et al., CVPR 2020", ("released",)
-    ),
+    "mdan": pooled("mdan:MDAN", "Zhao et al., NeurIPS 2018", scenario=_NO_LABELS),
+    "m3sda": pooled("m3sda:M3SDA", "Peng et al., ICCV 2019", ("reimplementation",), scenario=_NO_LABELS),
+    "dael": pooled("dael:DAEL", "Zhou et al., IEEE TIP 2021", scenario=_NO_LABELS),
+    "cmss": pooled("cmss:CMSS", "Yang et al., ECCV 2020", scenario=_NO_LABELS),
+    "dsbn": pooled("dsbn:DSBN", "Chang et al., CVPR 2019", scenario=_NO_LABELS),
+    "cdan": pooled("cdan:CDAN", "Long et al., NeurIPS 2018", ("released",), scenario=_NO_LABELS),
+    "srdc": pooled("srdc:SRDC", "Tang et al., CVPR 2020", ("released",), scenario=_NO_LABELS),
 }
 
-RULES = ("norm_clipping", "median", "trimmed_mean", "krum", "trust")
-"""The rules of robust aggregation."""
-
-SUMS = (
-    "fedavg",
-    "recipe",
-    "fedprox",
-    "scaffold",
-    "feddyn",
-    "moon",
-    "fedbn",
-    "silobn",
-    "fedsam",
-    "fediir",
-    "gperxan",
-    "csac",
-    "elcfs",
-    "fedsr",
-    "fedl2r",
-    "fedcmi",
-    "fedadg",
-    "ccst",
-    "styles",
-    "mdfnet",
-)
+SUMS = tuple(name for name, entry in ENTRIES.items() if entry.reads == "sums")
 """The methods whose server reads only sums of the sites' models, so that secure aggregation can hide each of them."""
-
-NORMS = ("feddg_ga",)
-"""Those whose server reads sums, and numbers of single sites."""
-
-ROBUST: Mapping[str, tuple[str, ...]] = {
-    **dict.fromkeys((*SUMS, *NORMS, "copa"), RULES),
-    "fedomg": ("norm_clipping", "krum"),
-    "kd3a": ("norm_clipping", "krum"),
-    "fada": ("norm_clipping", "krum"),
-    "mdfnet": ("norm_clipping", "median", "trimmed_mean", "krum"),
-}
-"""Which rules go with a method; those that are not named average no models of sites, or cannot do it with bad sites."""
-
-SERVER = (*ROBUST, "fednova")
-"""The methods that a server's optimiser goes with."""
-
-LOCAL = tuple(
-    name for name, entry in ENTRIES.items() if "raw_data" not in entry.shares and name not in ("fada", "fedadg")
-)
-"""The methods that plug-ins of local training go with."""
-
-
-_EVERY_TASK = (
-    "deepall",
-    "fedavg",
-    "fedprox",
-    "scaffold",
-    "fednova",
-    "feddyn",
-    "fedbn",
-    "silobn",
-    "fedsam",
-    "feddg_ga",
-    "fedomg",
-    "elcfs",
-    "ccst",
-    "styles",
-    "source_only",
-    "oracle",
-)
-_NO_MASKS = ("moon", "gperxan", "csac", "alone")
-
-
-def tasks(name: str) -> tuple[str, ...]:
-    """The tasks that a method's equations allow; the others of the list are for classification."""
-    if name == "recipe":  # its moved images and dropout were only tried with these
-        return ("classification", "segmentation")
-    return ALL_TASKS if name in _EVERY_TASK else WITHOUT_MASKS if name in _NO_MASKS else ("classification",)
-
-
-def reads(name: str) -> str:
-    """What the server reads of the sites' models: ``sums``, ``norms`` or ``models``."""
-    return "sums" if name in SUMS else "norms" if name in NORMS else "models"

@@ -23,7 +23,7 @@ def named(value: Any, path: str) -> dict[str, Any]:
 
     Args:
         value: the section.
-        path: where it stands in the file, for messages.
+        path: its place in the file, for messages.
 
     Raises:
         UserError: it is neither.

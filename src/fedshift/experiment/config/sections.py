@@ -29,7 +29,7 @@ class Section(BaseModel):
 
 
 class _OneTarget(Section):
-    """What protocols share in which the domains are the target in turn."""
+    """Base of the protocols in which each domain in turn is the target."""
 
     kind: str = Field(description="the protocol")
     targets: Literal["all"] | tuple[str, ...] = Field("all", description="the domains that are the target in turn")

@@ -43,8 +43,8 @@ class Reporter(Watcher):
 class Callback:
     """Is called while an experiment runs. A subclass overrides what it needs.
 
-    Runs that further processes carry out (``engine.parallel_runs``) are passed on when all runs are done, with all
-    their rounds. Runs that were finished before are not passed on.
+    Runs of further processes (``engine.parallel_runs``) are reported when all runs are done, with all their rounds.
+    Runs that were finished before are not reported.
     """
 
     def after_round(self, run: Run, record: RoundRecord, folder: Path) -> None:

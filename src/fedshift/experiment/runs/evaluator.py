@@ -194,7 +194,7 @@ def _load(network: Network, weights: Weights) -> None:
 
 
 def answering(network: Network, view: SiteData, prior: int | None) -> Network:
-    """What answers at a new site: the network, or with a ``prior`` one whose BatchNorm has seen the site's samples."""
+    """The network that predicts at a new site; with a ``prior`` one whose BatchNorm has seen the site's samples."""
     if prior is None:
         return network
     return adapted_to(network, (inputs for inputs, _, _ in view.all_batches(_BATCH)), prior)

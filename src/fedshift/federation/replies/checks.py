@@ -26,8 +26,8 @@ from fedshift.weights import NamedTensors, Weights
 GROWTH = 20.0
 """How far a model may be from the one that the site was sent, in parts of its norm plus 1.
 
-Honest ones of the golden runs are at most 0.72 of the norm away. Without a limit one finite model of 3e38 would be in
-the mean that all sites go on with, and their training would diverge in its place.
+Honest models of the golden runs are at most 0.72 of the norm away. Without a limit, one finite model of 3e38 would
+enter the mean, and training would diverge at all other sites.
 """
 LARGEST_MEAN, LARGEST_VARIANCE, LARGEST_COUNTER = 1e9, 1e18, 2**31
 """Of BatchNorm's running statistics, which depend on the scale of the data and not on training."""
