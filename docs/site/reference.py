@@ -22,7 +22,7 @@ from fedshift.federation.training import Privacy, Training
 from fedshift.methods import registry as methods
 from fedshift.methods.advice import GROUPS
 from fedshift.methods.base import Method
-from fedshift.methods.catalogue import ENTRIES, LOCAL, ROBUST, SERVER, reads
+from fedshift.methods.catalogue import ENTRIES
 from fedshift.methods.composition.averaging import AVERAGES
 from fedshift.methods.composition.local import PLUG_INS
 from fedshift.methods.robust import RULES
@@ -35,12 +35,13 @@ def method_page(name: str, advice: str, results: str) -> str:
     """A method: where it is from, what leaves a site, its docstring with its equations, options, measured results."""
     kind, entry = methods.method_class(name), ENTRIES[name]
     common = Method.model_fields.keys() & kind.model_fields.keys()
-    also = [what for what, known in (("robust", ROBUST), ("server", SERVER), ("local", LOCAL)) if name in known]
+    with_it = {"robust": bool(entry.rules), "server": entry.server, "local": entry.local}
+    also = [what for what, goes in with_it.items() if goes]
     lines = [
         f"# {name}",
         f"{entry.citation}. {literal(advice)}",
         f"* Scenario: {entry.scenario}",
-        f"* Leaves a site: {', '.join(entry.shares)}; the server reads: {reads(name)}",
+        f"* Leaves a site: {', '.join(entry.shares)}; the server reads: {entry.reads}",
         f"* Goes with: {', '.join(f'`{one}`' for one in also) or 'none of robust, server, local'}",
         f"* Settings: {', '.join(f'`{one}`' for one in ('paper', *entry.settings))}",
         "",
