@@ -135,7 +135,7 @@ def test_site_check_says_what_leaves(fedshift: Cli, kits: Path) -> None:
     assert code == 0, out
     assert "24 samples of 4" in out
     assert "well 12, ill 12" in out
-    assert "may leave: weights, numbers, masked; of at least 10 samples" in out
+    assert "may leave: weights, numbers, masked, sealed; of at least 10 samples" in out
     assert "raw_data" in out.partition("never leaves:")[2].splitlines()[0]
     assert "accuracy" in out.partition("never leaves:")[2].splitlines()[0]
     assert "methods that can run: fedavg, csac; at most 9 rounds a day; at most 200 measurements a day" in out

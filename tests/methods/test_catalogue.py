@@ -11,7 +11,7 @@ import pytest
 
 from fedshift.methods import registry, robust
 from fedshift.methods.advice import GROUPS
-from fedshift.methods.catalogue import ENTRIES, RULES, Entry
+from fedshift.methods.catalogue import ENTRIES, ROUTED, RULES, Entry
 from fedshift.methods.composition.options import goes_with_server, robust_rules
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -35,6 +35,7 @@ def test_an_entry_is_its_class(name: str) -> None:
     )
     assert kind.name == name
     assert ENTRIES[name] == wanted, f"in methods/catalogue.py '{name}' must give {wanted}"
+    assert (name in ROUTED) == bool(getattr(method, "routed", {}))
 
 
 def test_the_rules_are_those_that_exist() -> None:

@@ -12,11 +12,13 @@ from rich.text import Text
 from fedshift.cli.console import escape, safe_console
 from fedshift.cli.fields import options_table, written
 from fedshift.methods.advice import GROUPS
-from fedshift.methods.catalogue import ENTRIES, RULES
+from fedshift.methods.catalogue import ENTRIES, ROUTED, RULES
 from fedshift.methods.settings import PAPER
 
 if TYPE_CHECKING:
     from fedshift.methods.base import Method
+
+SEALABLE = "; with engine.routing: sealed no single one, it hands them on to the target"
 
 
 def show_methods(name: str | None) -> None:
@@ -65,7 +67,7 @@ def _group(title: str, members: Mapping[str, str]) -> Table:
             entry.citation,
             "for: " + ", ".join(entry.tasks),
             "leaves a site: " + ", ".join(entry.shares),
-            f"the server reads: {entry.reads}",
+            f"the server reads: {entry.reads}" + (SEALABLE if name in ROUTED else ""),
             "goes with: " + (", ".join(options) or "none of robust, server, local"),
             "settings: " + ", ".join((PAPER, *entry.settings)),
         ]

@@ -21,7 +21,7 @@ from fedshift.encryption import KEY_FILE, present_key
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.environment import resolve_device, versions
 from fedshift.federation.federation import known_kinds
-from fedshift.federation.remote.policy import ACCURACY, MASKED, METRICS, WEIGHTS, AuditLog
+from fedshift.federation.remote.policy import ACCURACY, MASKED, METRICS, SEALED, WEIGHTS, AuditLog
 from fedshift.methods import registry as methods
 
 
@@ -76,14 +76,15 @@ def _say_policy(config: SiteConfig, say: object) -> None:
     assert callable(say)
     policy = config.file.policy
     every = (*known_kinds(), ACCURACY, METRICS)
-    leaves = [kind for kind in dict.fromkeys((*policy.send, MASKED)) if policy.lets_out(kind)]
+    leaves = [kind for kind in dict.fromkeys((*policy.send, MASKED, SEALED)) if policy.lets_out(kind)]
     say(f"may leave: {', '.join(leaves)}; of at least {policy.smallest_group} samples")
     say(f"never leaves: {', '.join(kind for kind in every if kind not in leaves)}")
     allowed = []
     for name in methods.names() if policy.methods == "all" else policy.methods:
         kind = methods.method_class(name)
-        sums = kind().reads == "sums"
-        shares = {MASKED if sums and share == WEIGHTS else share for share in kind().shares}
+        method = kind()
+        models = MASKED if method.reads == "sums" else SEALED if method.routed else WEIGHTS
+        shares = {models if share == WEIGHTS else share for share in method.shares}
         if not kind.pooled and all(map(policy.lets_out, shares)):
             allowed.append(name)
     limits = ((policy.rounds_per_day, "rounds"), (policy.measurements_per_day, "measurements"))

@@ -35,6 +35,7 @@ from fedshift.experiment.runs.evaluator import Evaluator, Final, Part
 from fedshift.experiment.runs.round_loop import train_and_evaluate
 from fedshift.experiment.runs.run_folder import RunFolder, run_folder, write_order
 from fedshift.federation.remote.remote_federation import RemoteFederation
+from fedshift.federation.remote.sealed_federation import SealedFederation
 from fedshift.federation.remote.secure_federation import SecureFederation
 from fedshift.federation.remote.transport import Transport, ask_plain
 from fedshift.federation.setting_json import setting_recipe
@@ -128,7 +129,8 @@ def _carry_out(
         plans = planned.sites(planned.data)
         name = f"{experiment.name}-{run.method.display}-{run.target}-seed-{run.seed}"
         numbers = {site.name: (site.role, site.parts[0][2]) for site in plans}
-        kind = partial(SecureFederation, memory=folder.memory) if engine.sums_only else RemoteFederation
+        plain = SealedFederation if engine.routing == "sealed" else RemoteFederation
+        kind = partial(SecureFederation, memory=folder.memory) if engine.sums_only else plain
         federation = kind(
             run.method,
             transport,

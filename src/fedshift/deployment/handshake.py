@@ -87,6 +87,7 @@ def agree(
         "on_refusal": engine.on_refusal,
         "aggregation": engine.aggregation,
         "private": experiment.training.privacy is not None,
+        "routing": engine.routing,
     }
     asked = time.time()
     answers = ask_plain(transport, "hello", experiment.name, dict.fromkeys(sites, header), engine.deadline)

@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.messages import Content, Statistics
-from fedshift.federation.remote.policy import MASKED, WEIGHTS, whole_number
+from fedshift.federation.remote.policy import MASKED, SEALED, WEIGHTS, whole_number
 from fedshift.federation.remote.wire import Body, Message, Residuals, body_of, unseal
 from fedshift.federation.site import Envelope
 from fedshift.federation.site_memory import SiteMemory
@@ -87,12 +87,14 @@ def digest_of(header: Mapping[str, Any]) -> str:
 def shared_kinds(method: Method, header: Mapping[str, Any], on_refusal: str) -> tuple[str, ...]:
     """The kinds that may not be refused if a run of a method is to begin.
 
-    Under secure aggregation models leave masked; what one request asks for is checked besides.
+    Under secure aggregation models leave masked, with sealed routing some leave sealed; what one request asks for is
+    checked besides.
     """
     if on_refusal == "leave_out":
         return ()
-    secure = header.get("aggregation") == "secure"
-    return tuple(MASKED if secure and kind == WEIGHTS else kind for kind in method.shares)
+    sealed = header.get("routing") == "sealed" and method.routed
+    models = MASKED if header.get("aggregation") == "secure" else SEALED if sealed else WEIGHTS
+    return tuple(models if kind == WEIGHTS else kind for kind in method.shares)
 
 
 def audit_entry(header: Mapping[str, Any], message: Message) -> dict[str, Any]:

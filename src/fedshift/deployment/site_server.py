@@ -27,6 +27,7 @@ from fedshift.data.site_data import SiteData
 from fedshift.data.tasks.objective import objective_of
 from fedshift.deployment.agreed_terms import AgreedTerms
 from fedshift.deployment.privacy.site_rules import SiteRules
+from fedshift.deployment.secure.site_seals import SiteSeals
 from fedshift.deployment.secure.site_sums import SiteSums, without_body
 from fedshift.deployment.site_cards import card_of
 from fedshift.deployment.site_file import SiteConfig, file_stamp, load_site, read_holding
@@ -75,6 +76,7 @@ class SiteProgram:
         self.policy = config.file.policy
         self.terms = AgreedTerms(config.memory, self.name, self.policy)
         self.sums = SiteSums(config, self.terms)
+        self.seals = SiteSeals(config, self.terms, self.sums)
         self.log = AuditLog(config.audit_log)
         self.rules = SiteRules(config)
         self.device = resolve_device(config.file.device)
@@ -105,7 +107,7 @@ class SiteProgram:
             body = hashlib.sha256(message.body).hexdigest()
             if header.get("key") != request_key(header, body):
                 raise FedshiftError("a request's key does not fit its content")
-            work = {"hello": self._hello, "measure": self._measure, "end": self._end}
+            work = {"hello": self._hello, "measure": self._measure, "end": self._end, "sealing_key": self.seals.key}
             work |= {"step": partial(self._step, body), "key": self.sums.key, "unmask": self.sums.unmask}
             do = header.get("do")
             if not isinstance(do, str) or do not in work:
@@ -224,6 +226,8 @@ class SiteProgram:
         # Check what the reply's type promises before the call runs, and the reply itself before it leaves.
         promised = promised_kinds(reply_type(method, header["step"]))
         promised = {"sum": MASKED} if "sum" in header else promised
+        if (sealing := self.seals.begun(header, method, entry)) is not None:
+            promised = sealing.promised(promised)
         for field, kind in promised.items():
             self.policy.check_kind(self.name, kind, f"field '{field}' of call {header['step']}")
         self._check_unchanged(header["part"]["fingerprint"])
@@ -243,9 +247,11 @@ class SiteProgram:
         memory = runner.site.memory
         self._remember(runner, folder, header["memory"])
         self._runner = None  # a call that fails may leave its memory half written
+        content = self.seals.opened(header, runner, method, content, entry)
         with self.rules.paid(header, method, runner.site), ExposureWatch(runner.site) as watch:
             reply, mini_batches = runner.run(header["step"], envelope, content)
         sent = reply_content(reply) if summing is None else summing.contribution(reply, header["step"], runner, content)
+        sent = sent if sealing is None else sealing.sealed(reply, header, runner, content)
         entry["sent"] = described(sent)
         looked = runner.site.samples if self.rules.budget else watch.samples()
         self.policy.check_sent(self.name, entry["sent"], header["step"], looked)

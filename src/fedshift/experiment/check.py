@@ -72,7 +72,7 @@ class MethodCheck:
         bytes_up: bytes that leave the sites in all its runs; None where they are not known.
         bytes_down: bytes that reach the sites in all its runs; None where they are not known.
         shares: kinds of content that leave a site.
-        reads: what the server reads of the sites' models: sums, norms or models.
+        reads: what the server reads of the sites' models: sums, norms or models; of sealed ones the target's.
     """
 
     label: str
@@ -139,7 +139,10 @@ def check(experiment: Experiment) -> Check:
         payload=plain.bytes,
         device=device,
         threads=threads,
-        methods=tuple(_method(method, needs[method.display]) for method in experiment.methods),
+        methods=tuple(
+            _method(method, needs[method.display], experiment.engine.routing == "sealed")
+            for method in experiment.methods
+        ),
         warnings=(*data.warnings, *plan.site_differences, *warnings),
         encoding_shares=experiment.data.shares,
         privacy=spent_by_experiment(plan),
@@ -246,7 +249,7 @@ def _per_round(planned: PlannedRun) -> float:
     return sum(method.mini_batches(epoch, 2) - method.mini_batches(epoch, 1) for epoch in epochs) / len(epochs)
 
 
-def _method(method: Method, needs: Sequence[_Need]) -> MethodCheck:
+def _method(method: Method, needs: Sequence[_Need], sealed: bool) -> MethodCheck:
     sent = [need.traffic for need in needs if need.traffic is not None]
     known = len(sent) == len(needs)
     longest = max(needs, key=lambda need: need.rounds)
@@ -260,7 +263,7 @@ def _method(method: Method, needs: Sequence[_Need]) -> MethodCheck:
         bytes_up=sum(one.up for one in sent) if known else None,
         bytes_down=sum(one.down for one in sent) if known else None,
         shares=method.shares,
-        reads=method.reads,
+        reads="the target's model; sources' are sealed for it" if sealed else method.reads,
     )
 
 

@@ -19,7 +19,7 @@ from fedshift.experiment.privacy import check_private, privacy_warnings
 from fedshift.federation.secure.sums import SMALLEST_ROSTER
 from fedshift.methods import registry
 from fedshift.methods.base import Method
-from fedshift.methods.catalogue import SUMS
+from fedshift.methods.catalogue import ROUTED, SUMS
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.models import registry as models
 from fedshift.models.adapters import check_adapters, merged
@@ -91,6 +91,8 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
     start = _start(experiment, data)
     fewest_unlabelled = 0 if unseen else min(len(others) for _, others in roles)
     for method in experiment.methods:
+        if engine.routing == "sealed":
+            check_routed(method)
         if engine.sums_only:
             warnings += check_sums(method, fewest, fewest_unlabelled)
         if data.task not in method.tasks:
@@ -259,6 +261,20 @@ def check_sums(method: Method, sources: int, unlabelled: int = 0) -> tuple[str, 
         f"{method.sums_per_model} sums of the same models a round, from which each of them can compute the models of "
         f"the others; {most + 1} sites or more prevent it",
     )
+
+
+def check_routed(method: Method) -> None:
+    """Raise UserError unless a method hands models on that its server does not read."""
+    if not method.routed:
+        raise UserError(
+            f"engine.routing: sealed hides models that the server only hands on from site to site, and "
+            f"{method.display} has none: choose {', '.join(ROUTED)}, or leave it out"
+        )
+    if method.robust is not None:
+        raise UserError(
+            f"engine.routing: sealed hides the models that robust aggregation looks at: leave out one of them "
+            f"({method.display})"
+        )
 
 
 def _check_plug_in(method: Method, plug_in: LocalOption, network: Network, data: DataSet) -> None:

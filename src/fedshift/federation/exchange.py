@@ -63,6 +63,21 @@ class Missing:
 
 
 @dataclass(frozen=True)
+class Routed:
+    """A model in the replies to a call that the server only hands on, in the next exchange, to the target.
+
+    Attributes:
+        field: of the reply.
+        to: the call that is given the models.
+        argument: of that call: the models by site.
+    """
+
+    field: str
+    to: str
+    argument: str
+
+
+@dataclass(frozen=True)
 class Mean:
     """Weighted means over the replies of an exchange.
 

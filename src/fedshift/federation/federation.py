@@ -12,7 +12,7 @@ from statistics import median_low
 from typing import Any, ClassVar, Literal, Protocol
 
 from fedshift.errors import FedshiftError, KindRefused, ReplyRefused, TrainingDiverged, nearest
-from fedshift.federation.exchange import Answer, Mean, Missing, R, Replies, Request
+from fedshift.federation.exchange import Answer, Mean, Missing, R, Replies, Request, Routed
 from fedshift.federation.ledger import Ledger
 from fedshift.federation.messages import KINDS, NUMBERS, Content, PerSite, Reply, promised_kinds, reply_content
 from fedshift.federation.plug_in import PlugIn
@@ -36,6 +36,9 @@ class CallOwner(Protocol):
 
     @property
     def exchanges_per_epoch(self) -> int: ...
+
+    @property
+    def routed(self) -> Mapping[str, Routed]: ...
 
     def adapt_network(self, network: Network, sources: int) -> Network: ...
 

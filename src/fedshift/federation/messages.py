@@ -77,8 +77,14 @@ class Masked(NamedTensors):
     kind: ClassVar[str] = "masked"
 
 
+class Sealed(NamedTensors):
+    """A model that one site sealed for another: bytes that only the receiver can open."""
+
+    kind: ClassVar[str] = "sealed"
+
+
 KINDS: dict[str, type[NamedTensors]] = {
-    cls.kind: cls for cls in (Weights, Statistics, Styles, Spectra, Features, RawData, Masked)
+    cls.kind: cls for cls in (Weights, Statistics, Styles, Spectra, Features, RawData, Masked, Sealed)
 }
 
 Number = int | float | bool | str

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from pydantic import model_validator
 
 from fedshift.data.domain import Task
-from fedshift.federation.exchange import Replies
+from fedshift.federation.exchange import Replies, Routed
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import (
     KINDS,
@@ -134,6 +134,8 @@ class Method(Composed, ABC):
         relative_cost: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
         server_reads: what the server's code reads of the replies that hold models: ``sums`` (``replies.mean``) can be
             hidden by secure aggregation; ``norms`` are sums and numbers of single sites; ``models`` are single models.
+        routed: the calls whose replies hold models that the server only hands on to the target, so that they can be
+            sealed for it (``engine.routing: sealed``).
     """
 
     citation: ClassVar[str]
@@ -146,6 +148,7 @@ class Method(Composed, ABC):
     trains_privately: ClassVar[bool] = False
     relative_cost: ClassVar[float] = 1.0
     server_reads: ClassVar[Reads] = "models"
+    routed: ClassVar[Mapping[str, Routed]] = {}
 
     @model_validator(mode="after")
     def _epochs_to_divide(self) -> Self:

@@ -206,3 +206,6 @@ ENTRIES: Mapping[str, Entry] = {
 
 SUMS = tuple(name for name, entry in ENTRIES.items() if entry.reads == "sums")
 """The methods whose server reads only sums of the sites' models, so that secure aggregation can hide each of them."""
+
+ROUTED = ("kd3a", "fada")
+"""Those whose server only hands the sites' models on to the target, for which they can be sealed."""

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 from pydantic import model_validator
 
 from fedshift.data.domain import Task
+from fedshift.federation.exchange import Routed
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply
 from fedshift.federation.reply_bounds import About, Bounds
@@ -102,6 +103,11 @@ class Wrapper(Method):
     @property
     def sums_per_model(self) -> int:
         return self.inner.sums_per_model
+
+    @property
+    def routed(self) -> Mapping[str, Routed]:  # type: ignore[override]
+        """What the server only hands on for the inner method."""
+        return self.inner.routed
 
     @property
     def server_reads(self) -> Reads:  # type: ignore[override]

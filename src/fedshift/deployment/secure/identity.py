@@ -52,7 +52,7 @@ class Identity:
         signature: bytes = self._key.sign(text, *signing())
         return signature
 
-    def check(self, site: str, certificate: bytes, text: bytes, signature: bytes) -> str:
+    def check(self, site: str, certificate: bytes, text: bytes, signature: bytes, what: str = "the key") -> str:
         """Check who signed a text.
 
         Args:
@@ -60,6 +60,7 @@ class Identity:
             certificate: DER, as it came with the signature.
             text: what was signed.
             signature: of it.
+            what: what a message calls the text.
 
         Returns:
             The certificate's fingerprint. Whether it is the right one the site knows, and not the authority alone.
@@ -82,7 +83,7 @@ class Identity:
             public.verify(signature, text, *signing())
         except (ValueError, TypeError, AttributeError, InvalidSignature, UnsupportedAlgorithm):
             raise Refused(
-                f"site '{self.site}': the key of '{site}' is not signed with a certificate that the federation's "
+                f"site '{self.site}': {what} of '{site}' is not signed with a certificate that the federation's "
                 "authority issued to it and that is valid today"
             ) from None
         return fingerprint(certificate)

@@ -213,6 +213,12 @@ class EngineSection(Section):
         "for methods of which it reads sums only",
     )
 
+    routing: Literal["plain", "sealed"] = Field(
+        "plain",
+        description="sealed: models that the server only hands on from sites to the target (kd3a, fada) are sealed for "
+        "the target, and the coordinator cannot read them (docs/privacy.md); a simulation has the same bits",
+    )
+
     @property
     def sums_only(self) -> bool:
         """Whether the server reads the sites' models only as sums."""

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, f
 from fedshift.chained_log import START, append_line, checked_lines, digest_of
 from fedshift.errors import FedshiftError, KindRefused, Refused, UserError, nearest
 from fedshift.federation.federation import known_kinds
-from fedshift.federation.messages import NUMBERS, Content, Masked, leaves
+from fedshift.federation.messages import NUMBERS, Content, Masked, Sealed, leaves
 from fedshift.models import registry as networks
 from fedshift.weights import NamedTensors, Weights
 
@@ -28,8 +28,8 @@ METRICS = "metrics"
 _DAY = 24 * 3600
 _FEW, _MOST_EXPOSED = 16, 0.8
 """How fast the limit of exposure falls with the number of samples, and the most that it is at any site."""
-MASKED, WEIGHTS = Masked.kind, Weights.kind
-_AGGREGATES = ("statistics", WEIGHTS, MASKED, NUMBERS, ACCURACY, METRICS)
+MASKED, SEALED, WEIGHTS = Masked.kind, Sealed.kind, Weights.kind
+_AGGREGATES = ("statistics", WEIGHTS, MASKED, SEALED, NUMBERS, ACCURACY, METRICS)
 """Kinds that summarise many samples: at least `Policy.smallest_group` of them."""
 
 
@@ -42,8 +42,8 @@ class Policy(BaseModel):
         ("weights", NUMBERS, ACCURACY, METRICS),
         description="kinds that may leave: weights, numbers (counts, losses), accuracy (of a model on held-out "
         "samples), metrics (of a run's last model: AUROC, calibration …), statistics (means, sums that encode a "
-        "table), styles, spectra, features; masked (a part of a sum of models under secure aggregation) also wherever "
-        "weights may",
+        "table), styles, spectra, features; masked (a part of a sum of models under secure aggregation) and "
+        "sealed (a model that only another site can open) also wherever weights may",
     )
     secure: Literal["allowed", "required"] = Field(
         "allowed", description="required: a model leaves only masked, as a part of a sum (docs/privacy.md)"
@@ -134,14 +134,14 @@ class Policy(BaseModel):
             self.check_kind(site, kind, f"method '{method}'")
 
     def lets_out(self, kind: str) -> bool:
-        """Whether ``kind`` may leave. Where models may, they may leave masked, too."""
-        if kind == WEIGHTS and self.secure == "required":
+        """Whether ``kind`` may leave. Where models may, they may leave masked or sealed, too."""
+        if kind in (WEIGHTS, SEALED) and self.secure == "required":
             return False
-        return kind in self.send or (kind == MASKED and WEIGHTS in self.send)
+        return kind in self.send or (kind in (MASKED, SEALED) and WEIGHTS in self.send)
 
     def check_kind(self, site: str, kind: str, what: str) -> None:
         """Raise KindRefused unless ``kind`` may leave; ``what`` says in the message what holds it."""
-        if kind == WEIGHTS and self.secure == "required":
+        if kind in (WEIGHTS, SEALED) and self.secure == "required":
             raise KindRefused(
                 f"site '{site}' sends a model only masked, as a part of a sum, and not for {what} (rule policy.secure: "
                 "required); write engine.aggregation: secure"

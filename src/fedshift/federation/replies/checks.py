@@ -120,6 +120,16 @@ class ReplyCheck:
         self._start = {name: tensor.detach().cpu() for name, tensor in start.items()}
         self._models = TensorCheck(self._start)
 
+    @property
+    def start(self) -> Weights:
+        """The model that the run starts from."""
+        return Weights(self._start)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Bytes and number of the network's tensors."""
+        return self.start.nbytes, len(self._start)
+
     def samples_of(self, site: str) -> int:
         """Training samples of a site, as it said when it joined."""
         return self._about[site].samples
@@ -158,6 +168,18 @@ class ReplyCheck:
         for name, value in content.items():
             self._check_values(name, value, sent.get(name), name in bounds)
         return layout
+
+    def check_model(self, call: str, kind: type[Reply], field: str, model: Weights, sent: Mapping[str, Any]) -> None:
+        """Check the model in one field of a reply whose other fields are not here; arguments as for `check`.
+
+        Raises:
+            FedshiftError: it is not what the call promises.
+        """
+        layout = self._models.check(call, kind, {field: model}, sent)
+        odd = self._models.odd_ones(call, {"": layout}, 1) if layout is not None else {}
+        for reason in odd.values():
+            raise FedshiftError(reason)
+        self._check_values(field, model, sent.get(field), False)
 
     def odd_ones(self, call: str, layouts: Mapping[str, Layout], asked: int) -> dict[str, str]:
         """Find the replies whose open fields differ from those of most sites, see `TensorCheck.odd_ones`."""

@@ -62,6 +62,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from fedshift.errors import UserError
+from fedshift.federation.exchange import Routed
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Features, PerSite, Reply, Update
 from fedshift.federation.randomness import derive_seed
@@ -105,6 +106,7 @@ class FADA(Method):
     takes_plug_ins: ClassVar[bool] = False
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "disentangler")
     averages: ClassVar[Averages] = {"finish": Averaged()}
+    routed: ClassVar[Mapping[str, Routed]] = {"finish": Routed("weights", to="aggregate", argument="models")}
     needs_every_model: ClassVar[bool] = True
     needs_target: ClassVar[bool] = True
     one_target: ClassVar[bool] = True

@@ -63,7 +63,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
 from fedshift.errors import TrainingDiverged, UserError
-from fedshift.federation.exchange import Missing
+from fedshift.federation.exchange import Missing, Routed
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply, Update
 from fedshift.federation.reply_bounds import Share
@@ -116,6 +116,7 @@ class KD3A(Method):
         }
     }
     averages: ClassVar[Averages] = {"fit": Averaged()}
+    routed: ClassVar[Mapping[str, Routed]] = {"fit": Routed("weights", to="distil", argument="models")}
     needs_every_model: ClassVar[bool] = True
     needs_target: ClassVar[bool] = True
     one_target: ClassVar[bool] = True
