@@ -163,44 +163,6 @@ def test_names_and_places(tmp_path: Path) -> None:
     assert len(resolved.data.build().domains) == 3
 
 
-def test_methods(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "250")
-    listed = cli("methods")
-    assert listed.code == 0
-    for name in ("deepall", "fedavg", "fedprox", "csac"):
-        assert any(line.split()[:1] == [name] for line in listed.out.splitlines()), name
-        one = cli("methods", name).out
-        assert "Where papers and code differ" in one or "Where the paper" in one
-        assert "label" in one
-    csac = cli("methods", "csac").out
-    for word in ("acquisition_epochs", "alignment_weight", "λ", "0.6", "divergence"):
-        assert word in csac, word
-    assert "shapley, leave_one_out, samples, h_divergence, information_gain" in cli("methods", "kd3a").out
-
-
-def test_datasets(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("FEDSHIFT_DATA", raising=False)
-    listed = cli("datasets").out
-    for name in ("rotated_digits", "rotated_mnist", "five_digits", "pacs", "image_folder", "arrays", "table"):
-        assert any(line.split()[:1] == [name] for line in listed.splitlines()), name
-        assert cli("datasets", name).code == 0
-    mnist = cli("datasets", "rotated_mnist").out
-    for word in ("Ghifary", "layout", "angles", "per_class", "M75 1000", "FEDSHIFT_DATA is not set"):
-        assert word in mnist, word
-
-
-def test_the_state_of_a_data_file(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedshift.data.registry import source_class
-
-    manifest = source_class("rotated_mnist").manifest()
-    monkeypatch.setenv("FEDSHIFT_DATA", str(tmp_path))
-    assert "not found below" in cli("datasets", "rotated_mnist").out
-    file = tmp_path / next(iter(manifest.sha256))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_bytes(b"something else")
-    assert "another version" in cli("datasets", "rotated_mnist").out
-
-
 def test_check(cli: Cli, finished: tuple[Path, dict[str, Any]], tmp_path: Path) -> None:
     _, options = finished
     said = cli("check", write(tmp_path / "e.yaml", options))
@@ -337,24 +299,3 @@ def test_exit_codes_of_the_process() -> None:
     assert (wrong.returncode, out) == (2, "")
     assert err.startswith(f"error: {__file__} exists")
     assert err.count("\n") == 1
-
-
-def test_help(cli: Cli) -> None:
-    text = cli("--help").out
-    for command in ("run", "check", "table", "methods", "datasets", "demo", "predict"):
-        assert command in text
-        assert cli(command, "--help").code == 0
-    nothing = cli()
-    assert (nothing.code, "Usage" in nothing.out + nothing.err) == (2, True)
-
-
-def test_fields_of_every_section(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")
-    whole = cli("fields").out
-    for field in ("wrong_labels_rule", "labelled_test_fraction", "clip_norm", "lr_schedule", "crop_scale", "refuse_at"):
-        assert field in whole
-    training = cli("fields", "training").out
-    assert "inverse_power" in training
-    assert "wrong_labels" not in training
-    assert "did you mean 'training'" in cli("fields", "trainin").error()
-    assert "fedshift models NAME" in cli("fields", "model").error()

@@ -1,4 +1,7 @@
-"""Another value for every option of every method, and a small set-up in which it must matter."""
+"""Another value for every option of every method, and a small set-up in which it must matter.
+
+Those of methods on pooled data are in `pooled_option_cases`.
+"""
 
 from __future__ import annotations
 
@@ -61,12 +64,8 @@ _STYLES = {
     "half_width": of(0, style_space="lowfreq"),
     "stage": of("conv2", style_space="feature"),
 }
-_POOLED = {"local_epochs": of(2, where="plan")}  # all of a pool's work is what the most demanding method needs
 
-OPTIONS: dict[str, dict[str, tuple[Try, ...]]] = {
-    "deepall": _POOLED,
-    "source_only": _POOLED,
-    "oracle": _POOLED,
+FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
     "alone": {"local_epochs": of(2)},
     "fedavg": _FEDERATED,
     "recipe": {
@@ -213,131 +212,6 @@ OPTIONS: dict[str, dict[str, tuple[Try, ...]]] = {
         "keep_momentum": of(False, where="normed with momentum"),
         "readiness": of(0.9, 0.01),
         "lend": of(0.25, 0.5),
-    },
-    "mdan": {**_POOLED, "rule": of("maxmin"), "mu": of(0.0, 0.5), "gamma": of(0.5), "reversal": of(0.0, 0.3, mu=0.5)},
-    "m3sda": {**_POOLED, "moment_weight": of(0.0, 3.0), "moments": of("mean_variance"), "generator_steps": of(0, 1)},
-    "dael": {
-        **_POOLED,
-        "threshold": of(0.3),
-        "unlabelled_weight": of(0.0, 2.0, threshold=0.3),
-        "consensus_weight": of(0.0, 3.0),
-        "strong": of({"brightness": 0.1}),
-    },
-    "cmss": {**_POOLED, "reversal": of(0.0, 3.0), "ramp": of(True), "width": of(8)},
-    "dsbn": {
-        **_POOLED,
-        "first_stage": of(0.2, 1.0),
-        # A new student forgets what stage 1 did but for its labels, so these are looked at without stage 2.
-        "adversarial_weight": of(0.0, 1.0, first_stage=1.0),
-        "semantic_weight": of(0.0, 5.0, first_stage=1.0),
-        "centroid_momentum": of(0.1, first_stage=1.0),
-        "student": of("teacher", first_stage=0.2),
-        "width": of(8, first_stage=1.0),
-    },
-    "cdan": {
-        **_POOLED,
-        "entropy_conditioning": of(False),
-        "adversarial_weight": of(0.0, 3.0),
-        "ramp_share": of(0.1, 0.5),
-        "projection": of("random"),
-        "projected": of(64, projection="random"),
-        "width": of(8),
-        "dropout": of(0.0),
-    },
-    "mixstyle": {
-        **_POOLED,
-        "probability": of(0.0, 1.0),
-        "alpha": of(5.0, probability=1.0),
-        "partners": of("cross_domain", probability=1.0),
-        "stages": of(("conv2",), (), probability=1.0),
-    },
-    "crossgrad": {
-        **_POOLED,
-        "perturbation": of(0.0, 10.0),
-        "clip": of(1e-3),
-        "label_share": of(0.0, 1.0),
-        "domain_share": of(0.0, 1.0),
-    },
-    "fact": {
-        **_POOLED,
-        "strength": of(0.0, 0.3),
-        "cross_entropy_weight": of(0.5),
-        "consistency_weight": of(0.0, 20.0),
-        "ramp_epochs": of(0.0, 1.0),
-        "temperature": of(1.0, ramp_epochs=0.0),
-        "momentum": of(0.0, 0.5),
-    },
-    "jigen": {
-        **_POOLED,
-        "jigsaw_weight": of(0.0, 3.0),
-        "permutations": of(4),
-        "ordered": of(0.2, 1.0),
-        "class_on": of("all", ordered=0.5),
-        "tile_greyscale": of(0.0, 1.0, where="colour", ordered=0.2),
-    },
-    "eisnet": {
-        **_POOLED,
-        "jigsaw_weight": of(0.0, 3.0),
-        "metric_weight": of(0.0, 2.0),
-        "metric_weight_end": of(0.0, 5.0),
-        "permutations": of(4),
-        "ordered": of(0.2, 1.0),
-        "tile_greyscale": of(0.0, 1.0, where="colour", ordered=0.2),
-        "embedding": of(8),
-        "queue": of(4, 9),
-        "hard_negatives": of(1),
-        "margin": of(0.0),
-        "momentum": of(0.0, 0.5),
-    },
-    "dmg": {**_POOLED, "overlap_weight": of(0.0, 3.0)},
-    "dger": {
-        **_POOLED,
-        "reversal": of(0.0, 3.0),
-        "agreement_weight": of(0.0, 1.0),
-        "entropy_reversal": of(0.0, 1.0),
-        "heads_rate": of(1.0),
-        "warm_up": of(0.0, 1.0, where="images for long"),
-        "hidden": of((8,), ()),
-    },
-    "epi_fcr": {
-        **_POOLED,
-        "feature_weight": of(0.0, 0.5),
-        "classifier_weight": of(0.0, 1.0),
-        "random_weight": of(0.0, 1.0),
-        "warm_up": of(0.0, 1.0),
-    },
-    "masf": {
-        **_POOLED,
-        "inner_rate": of(1.0),
-        "inner_clip": of(1e-3, inner_rate=1.0),
-        "global_weight": of(0.0, 10.0),
-        "local_weight": of(0.0, 1.0),
-        "temperature": of(1.0),
-        "margin": of(0.5, local_weight=1.0, where="images for long"),
-        "embedding": of(4),
-    },
-    "metareg": {
-        **_POOLED,
-        "meta_share": of(0.0, 1.0),
-        "inner_steps": of(1),
-        "inner_rate": of(1.0),
-        "regulariser_rate": of(20.0),
-    },
-    "feature_critic": {
-        **_POOLED,
-        "critic_weight": of(0.0, 1.0),
-        "critic_rate": of(20.0, critic_weight=1.0),
-        "hidden": of(8),
-        "warm_up": of(0.5, 1.0),
-    },
-    "srdc": {
-        **_POOLED,
-        "beta": of(0.0, 0.5),
-        "auxiliary": of("batch"),
-        "detach": of(False, auxiliary="batch"),
-        "embedding_weight": of(0.0, 3.0),
-        "source_selection": of(False),
-        "centre_rate": of(1.0),
     },
 }
 

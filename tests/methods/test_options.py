@@ -1,7 +1,7 @@
 """One contract for every option of every method: another value gives another result, where it must matter.
 
 That an option does the right thing is for the tests of its method. This one is run over the registry: a new method, a
-new option, or a new value of one fails here until it has a place in `option_cases`.
+new option, or a new value of one fails here until it has a place in `option_cases` or `pooled_option_cases`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any, Literal, get_args, get_origin
 import numpy as np
 import pytest
 import torch
-from option_cases import BASE, ELSEWHERE, OPTIONS, WHERE, Try
+from option_cases import BASE, ELSEWHERE, FEDERATED_METHODS, WHERE, Try
+from pooled_option_cases import POOLED_METHODS
 from test_ccst import coloured
 from test_ccst_samples import vgg_files
 from test_fedadg import held_out
@@ -33,6 +34,7 @@ from fedshift.models.unet import UNet
 from fedshift.weights import Weights
 
 __all__ = ["vgg_files"]  # a fixture
+OPTIONS = FEDERATED_METHODS | POOLED_METHODS
 Result = tuple[Weights, Any, list[list[float]]]
 """Weights, what travels beside them, and what the model says of a few inputs."""
 

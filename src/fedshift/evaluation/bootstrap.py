@@ -118,6 +118,12 @@ def resampled(
         groups: (n,) or None. Samples of one group are drawn together.
         resamples: how many; fewer if the site is large.
         width: numbers per sample that are added up for a metric.
+
+    Example:
+        >>> right = np.array([1.0, 1.0, 1.0, 0.0])
+        >>> drawn = resampled(lambda weights: {"accuracy": 100 * weights @ right / 4}, 4, None, 1000)["accuracy"]
+        >>> len(drawn), np.unique(drawn).tolist()
+        (1000, [0.0, 25.0, 50.0, 75.0, 100.0])
     """
     number = min(resamples, max(_FEWEST, _MOST // (n * width)))
     drawn = [weighted_metrics(weights) for weights in _draws(n, groups, number)]

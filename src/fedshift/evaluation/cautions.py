@@ -52,7 +52,13 @@ def warnings_of(results: Sequence[RunResult]) -> list[str]:
 
 
 def baselines(results: Sequence[RunResult]) -> dict[str, float]:
-    """Target → what a model without inputs would reach there: `majorities`, or for errors the baselines on record."""
+    """Target → what a model without inputs would reach there: `majorities`, or for errors the baselines on record.
+
+    Example:
+        >>> site = SiteMetrics(site="a", part="target", samples=10, support=[], values={}, baseline=3.5)
+        >>> baselines([RunResult.model_construct(target="a", sites=[site])])
+        {'a': 3.5}
+    """
     return majorities(results) or _mean_at_targets(results, lambda site: site.baseline)
 
 
@@ -136,7 +142,14 @@ def _rates(results: Sequence[RunResult]) -> Iterator[str]:
 
 
 def settings_note(results: Iterable[RunResult], methods: Sequence[str]) -> Iterator[str]:
-    """A note with the setting of each method that did not run with the paper's, if records say so."""
+    """A note with the setting of each method that did not run with the paper's, if records say so.
+
+    Example:
+        >>> settings = {"csac": "released", "fedavg": "paper"}
+        >>> runs = [RunResult.model_construct(method=name, setting=setting) for name, setting in settings.items()]
+        >>> print(*settings_note(runs, list(settings)))
+        Settings, the paper's where nothing is said: csac: released.
+    """
     results, named = list(results), dict[str, dict[str, None]]()
     for result in results:
         if result.setting not in ("", "paper"):
@@ -148,7 +161,14 @@ def settings_note(results: Iterable[RunResult], methods: Sequence[str]) -> Itera
 
 
 def privacy_note(results: Iterable[RunResult], methods: Sequence[str]) -> Iterator[str]:
-    """A note with the differential privacy of each method's runs, if some have any; it names the run with the least."""
+    """A note with the differential privacy of each method's runs, if some have any; it names the run with the least.
+
+    Example:
+        >>> from fedshift.evaluation.records import SitePrivacy
+        >>> spent = {"a": SitePrivacy.model_construct(epsilon=8.0, delta=1e-5)}
+        >>> print(*privacy_note([RunResult.model_construct(method="m", privacy=spent)], ["m"]))
+        Differential privacy of each site's training samples, in each run: ε ≤ 8.0 at δ = 1e-05.
+    """
     least: dict[str, RunResult] = {}
     plain: set[str] = set()
     for result in results:

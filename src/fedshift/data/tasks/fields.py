@@ -92,8 +92,8 @@ def scaled(objective: Mapping[str, object], sums: Sequence[Sums]) -> dict[str, o
     """An objective whose label has the mean and deviation that follow from the sums of sites.
 
     Example:
-        >>> scaled({"task": "regression"}, [label_sums(np.array([1.0, 3.0])), label_sums(np.array([5.0]))])
-        {'task': 'regression', 'mean': 3.0, 'std': 1.632993161855452}
+        >>> scaled({"task": "regression"}, [label_sums(np.array([1.0, 1.0])), label_sums(np.array([5.0, 5.0]))])
+        {'task': 'regression', 'mean': 3.0, 'std': 2.0}
 
     Raises:
         UserError: the labels are too large to be squared.
