@@ -9,7 +9,7 @@ import numpy as np
 
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.errors import UserError
-from fedshift.experiment.traffic import SAMPLES, dry_run
+from fedshift.experiment.costs import SAMPLES, dry_run
 from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.local.pool import PoolFederation, WorkerPool

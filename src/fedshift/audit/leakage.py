@@ -139,7 +139,8 @@ def audit_leakage(
     view = views[name]
     network = _network(experiment, data, seed, model).to(device).train()
     _check_sizes(sizes, view, network, name)
-    draws = draws_of(PlannedRun(plan, Run(experiment.methods[0], target, seed)))
+    planned = PlannedRun(plan, Run(experiment.methods[0], target, seed))
+    draws = draws_of(planned.privacy, planned.identity) if planned.privacy else {}
     attacks = ATTACKS[attack]
     summed = [size for size in sizes if not _no_sum(size, views)]
     watcher.begin(2 * (len(sizes) + len(summed)) * len(attacks) * iterations * starts)

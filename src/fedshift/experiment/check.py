@@ -20,14 +20,13 @@ from fedshift.evaluation.records import RunResult
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment, method_record
 from fedshift.experiment.config.sections import SourceTarget
+from fedshift.experiment.costs import DryRun, Spent, dry_run_of, spent_by_experiment, traffic
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan, PlannedRun
-from fedshift.experiment.privacy import Spent, spent_by_experiment
 from fedshift.experiment.protocol import taking_part
 from fedshift.experiment.runs.context import Reporter
 from fedshift.experiment.runs.experiment_loop import run_experiment
-from fedshift.experiment.traffic import DryRun, dry_run_of, traffic
 from fedshift.experiment.trial import try_method
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method, Traffic

@@ -13,9 +13,10 @@ from fedshift.evaluation.predictions import MISSING, can_be_kept
 from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.config.sections import LeaveOneOut, SourceTarget
+from fedshift.experiment.costs import privacy_warnings
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.plan import Plan
-from fedshift.experiment.privacy import check_private, privacy_warnings
+from fedshift.experiment.privacy import check_private
 from fedshift.federation.secure.sums import SMALLEST_ROSTER
 from fedshift.methods import registry
 from fedshift.methods.base import Method

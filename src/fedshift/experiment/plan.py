@@ -24,7 +24,7 @@ from fedshift.experiment.config.experiment import Experiment, data_record, metho
 from fedshift.experiment.config.sections import EXTENT, FlareEngine, LeaveOneOut
 from fedshift.experiment.environment import data_fingerprint, versions
 from fedshift.experiment.features import built
-from fedshift.experiment.privacy import draws_of, privacy_of
+from fedshift.experiment.privacy import draws_of, site_privacy
 from fedshift.experiment.protocol import Split, roles_of, shortest_epochs, split_of, targets_of, with_wrong_labels
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.methods.base import Method
@@ -215,13 +215,23 @@ class PlannedRun:
             device=device,
             refuse=frozenset(experiment.engine.refuse),
             on_refusal=experiment.engine.on_refusal,
-            draws=draws_of(self),
+            draws=draws_of(self.privacy, self.identity if self.privacy else {}),
         )
 
     @cached_property
     def privacy(self) -> dict[str, SitePrivacy]:
-        """What the run costs each site; empty unless it is private."""
-        return privacy_of(self)
+        """What the run costs each site; empty unless it is private.
+
+        Raises:
+            UserError: the ε that is asked for cannot be reached.
+        """
+        training = self.experiment.training
+        if training.privacy is None:
+            return {}
+        return {
+            site: site_privacy(training, site, len(rows), self.budget[site], grouped=self.plan.in_groups(site, rows))
+            for site, rows in self.split.train.items()
+        }
 
     @property
     def pooled_bytes(self) -> dict[str, int]:

@@ -1,11 +1,11 @@
-"""What privacy an experiment's runs give their sites, and at what ε."""
+"""What ε a private run costs a site, where its noise comes from, and what can be trained privately."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
 from fedshift.errors import UserError
 from fedshift.evaluation.records import SitePrivacy
@@ -16,27 +16,24 @@ from fedshift.methods import registry
 from fedshift.methods.base import Method
 from fedshift.models.network import Network
 
-if TYPE_CHECKING:
-    from fedshift.experiment.plan import Plan, PlannedRun
 
+def site_privacy(training: Training, site: str, samples: int, steps: int, *, grouped: bool) -> SitePrivacy:
+    """What a private run costs a site.
 
-def privacy_of(planned: PlannedRun) -> dict[str, SitePrivacy]:
-    """What a run costs each site; empty where it is not private.
+    Args:
+        training: the experiment's; private.
+        site: its name.
+        samples: on which it trains.
+        steps: mini-batches of the run.
+        grouped: whether the samples of a group, such as a patient, are protected together.
 
     Raises:
         UserError: the ε that is asked for cannot be reached.
     """
-    training = planned.experiment.training
-    if training.privacy is None:
-        return {}
-    found = {}
-    for site, rows in planned.split.train.items():
-        grouped = planned.plan.in_groups(site, rows)
-        try:
-            found[site] = _cost(training, len(rows), planned.budget[site], "group" if grouped else "sample")
-        except UserError as error:
-            raise UserError(f"training.privacy: site '{site}': {error}") from None
-    return found
+    try:
+        return _cost(training, samples, steps, "group" if grouped else "sample")
+    except UserError as error:
+        raise UserError(f"training.privacy: site '{site}': {error}") from None
 
 
 def _cost(training: Training, samples: int, steps: int, unit: Literal["sample", "group"]) -> SitePrivacy:
@@ -58,50 +55,19 @@ def _cost(training: Training, samples: int, steps: int, unit: Literal["sample", 
     )
 
 
-def draws_of(planned: PlannedRun) -> dict[str, Draws]:
-    """Where each site of a private run draws its noise from: from the run and the site, so a resumed run repeats it."""
-    privacy = planned.privacy
+def draws_of(privacy: Mapping[str, SitePrivacy], identity: Mapping[str, Any]) -> dict[str, Draws]:
+    """Where each site of a private run draws its noise from: from the run and the site, so a resumed run repeats it.
+
+    Args:
+        privacy: what the run costs each site; empty unless it is private.
+        identity: of the run.
+    """
     if not privacy:
         return {}
-    identity = {key: value for key, value in planned.identity.items() if key not in ("engine", "device", "versions")}
-    identity["data"] = {key: value for key, value in identity["data"].items() if key not in ("root", "sites")}  # paths
-    run = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+    of = {key: value for key, value in identity.items() if key not in ("engine", "device", "versions")}
+    of["data"] = {key: value for key, value in of["data"].items() if key not in ("root", "sites")}  # paths
+    run = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
     return {site: Draws(one.noise_multiplier, f"{run} {site}") for site, one in privacy.items()}
-
-
-@dataclass(frozen=True)
-class Spent:
-    """What an experiment costs a site.
-
-    Attributes:
-        run: ε of its most expensive run.
-        together: ε of all runs, for someone who sees the models of all.
-        delta: δ of both.
-    """
-
-    run: float
-    together: float
-    delta: float
-
-
-def spent_by_experiment(plan: Plan) -> dict[str, Spent]:
-    """What an experiment costs each site; empty where it is not private."""
-    privacy = plan.experiment.training.privacy
-    if privacy is None:
-        return {}
-    runs: dict[str, list[SitePrivacy]] = {}
-    for planned in plan.runs:
-        for site, one in planned.privacy.items():
-            runs.setdefault(site, []).append(one)
-    delta = privacy.delta
-    return {
-        site: Spent(
-            max(one.epsilon for one in all_runs),
-            epsilon([NoisySteps(one.noise_multiplier, one.sample_rate, one.steps) for one in all_runs], delta),
-            delta,
-        )
-        for site, all_runs in sorted(runs.items())
-    }
 
 
 def check_private(method: Method, network: Network, input_shape: tuple[int, ...]) -> None:
@@ -121,35 +87,3 @@ def check_private(method: Method, network: Network, input_shape: tuple[int, ...]
         check_network(network, input_shape)
     except UserError as error:
         raise UserError(f"training.privacy: {error}") from None
-
-
-def privacy_warnings(plan: Plan) -> tuple[str, ...]:
-    """What a reader of ε should know about these data."""
-    privacy = plan.experiment.training.privacy
-    if privacy is None:
-        return ()
-    found = []
-    sizes: dict[str, int] = {}
-    groups: dict[str, int] = {}
-    for planned in plan.runs:
-        for site, rows in planned.split.train.items():
-            sizes[site] = min(sizes.get(site, len(rows)), len(rows))
-            groups[site] = max(groups.get(site, 1), plan.largest_group(site, rows))
-    batch = plan.experiment.training.batch_size
-    for site, size in sorted(groups.items()):
-        if size > batch:
-            found.append(
-                f"training.batch_size: site '{site}' has a group of {size} samples, more than a mini-batch of {batch}: "
-                "it is in a mini-batch as a whole, which is then larger"
-            )
-    for site, size in sorted(sizes.items()):
-        if privacy.delta * size >= 1:
-            found.append(
-                f"training.privacy.delta: {privacy.delta:g} is not below 1/{size}, one over the samples of '{site}'"
-            )
-    if plan.experiment.data.shares:
-        found.append(
-            f"training.privacy: ε does not count the {' and '.join(plan.experiment.data.shares)} that sites send for a "
-            "common encoding"
-        )
-    return tuple(found)

@@ -11,8 +11,8 @@ import numpy as np
 
 from fedshift.data.domain import Domain, Inputs, Labels, Rows, SparseRows
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
+from fedshift.experiment.costs import dry_run
 from fedshift.experiment.plan import PlannedRun
-from fedshift.experiment.traffic import dry_run
 from fedshift.models.network import Network
 
 _SAMPLES = 8

@@ -1,4 +1,7 @@
-"""Bytes that a run will send, known before it trains: its exchanges are carried out once on a few samples."""
+"""What runs will cost, known before they train: bytes that they send, and privacy.
+
+Bytes are those of a dry run: the exchanges are carried out once on a few samples.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from typing import Any
 
 from fedshift.data.domain import Domain, Rows
 from fedshift.data.site_data import batches_per_epoch
-from fedshift.experiment.plan import PlannedRun
+from fedshift.evaluation.records import SitePrivacy
+from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site_runner import Setting, SitePlan
+from fedshift.functional.differential_privacy import NoisySteps, epsilon
 from fedshift.methods.base import Method, RunPlan, Traffic
 from fedshift.methods.screening import screening_of
 from fedshift.models.network import Network
@@ -134,3 +139,70 @@ def _page(federation: LocalFederation) -> Traffic:
     federation.settle()
     _, totals = federation.ledger.settle()
     return Traffic(*(sum(totals[direction].values()) for direction in ("up", "down")))
+
+
+@dataclass(frozen=True)
+class Spent:
+    """What an experiment costs a site.
+
+    Attributes:
+        run: ε of its most expensive run.
+        together: ε of all runs, for someone who sees the models of all.
+        delta: δ of both.
+    """
+
+    run: float
+    together: float
+    delta: float
+
+
+def spent_by_experiment(plan: Plan) -> dict[str, Spent]:
+    """What an experiment costs each site; empty where it is not private."""
+    privacy = plan.experiment.training.privacy
+    if privacy is None:
+        return {}
+    runs: dict[str, list[SitePrivacy]] = {}
+    for planned in plan.runs:
+        for site, one in planned.privacy.items():
+            runs.setdefault(site, []).append(one)
+    delta = privacy.delta
+    return {
+        site: Spent(
+            max(one.epsilon for one in all_runs),
+            epsilon([NoisySteps(one.noise_multiplier, one.sample_rate, one.steps) for one in all_runs], delta),
+            delta,
+        )
+        for site, all_runs in sorted(runs.items())
+    }
+
+
+def privacy_warnings(plan: Plan) -> tuple[str, ...]:
+    """What a reader of ε should know about these data."""
+    privacy = plan.experiment.training.privacy
+    if privacy is None:
+        return ()
+    found = []
+    sizes: dict[str, int] = {}
+    groups: dict[str, int] = {}
+    for planned in plan.runs:
+        for site, rows in planned.split.train.items():
+            sizes[site] = min(sizes.get(site, len(rows)), len(rows))
+            groups[site] = max(groups.get(site, 1), plan.largest_group(site, rows))
+    batch = plan.experiment.training.batch_size
+    for site, size in sorted(groups.items()):
+        if size > batch:
+            found.append(
+                f"training.batch_size: site '{site}' has a group of {size} samples, more than a mini-batch of {batch}: "
+                "it is in a mini-batch as a whole, which is then larger"
+            )
+    for site, size in sorted(sizes.items()):
+        if privacy.delta * size >= 1:
+            found.append(
+                f"training.privacy.delta: {privacy.delta:g} is not below 1/{size}, one over the samples of '{site}'"
+            )
+    if plan.experiment.data.shares:
+        found.append(
+            f"training.privacy: ε does not count the {' and '.join(plan.experiment.data.shares)} that sites send for a "
+            "common encoding"
+        )
+    return tuple(found)
