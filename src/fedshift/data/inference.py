@@ -187,26 +187,3 @@ def _check_shape(where: str, inputs: Stored, preprocessing: Preprocessing) -> No
             f"{where}: samples have shape {inputs.shape[1:]}, but the model reads {tuple(expected)}: "
             "bring them to that shape"
         )
-
-
-def mask_file(folder: Path, structure: str, name: str) -> Path:
-    """The path of a mask.
-
-    A structure's name comes from the model file, which may not be trustworthy. So it must be a plain file name.
-
-    Raises:
-        UserError: the path is not below the folder.
-    """
-    if structure in ("", "..") or structure != Path(structure).name or set(structure) & {"/", "\\", "\0", "\n", "\r"}:
-        raise UserError(
-            f"the model file has a structure {structure!r}, which cannot be the name of a folder: use another model"
-        )
-    try:
-        file = (folder / structure / name).with_suffix(".png")
-        # Resolved, because one of the two may be a symbolic link.
-        below = file.resolve().is_relative_to(folder.resolve())
-    except (OSError, ValueError, RuntimeError):
-        below = False
-    if not below or ".." in Path(name).parts:
-        raise UserError(f"the mask {structure!r} of {name!r} would be written outside of {folder}: rename the image")
-    return file

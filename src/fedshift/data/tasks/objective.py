@@ -7,6 +7,7 @@ same one: `objective_of`. Whoever trains, measures or predicts asks it, and none
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
@@ -22,7 +23,7 @@ from fedshift.functional.losses import smoothed_cross_entropy, task_loss
 from fedshift.functional.survival import partial_likelihood
 
 
-class Objective(BaseModel):
+class Objective(BaseModel, ABC):
     """Base of the objectives.
 
     Attributes:
@@ -36,6 +37,7 @@ class Objective(BaseModel):
     by_sample: ClassVar[bool] = True
     has_probabilities: ClassVar[bool] = False
 
+    @abstractmethod
     def loss(self, outputs: Tensor, labels: Tensor) -> Tensor:
         """The loss of a mini-batch, a scalar.
 
@@ -43,19 +45,18 @@ class Objective(BaseModel):
             outputs: what the network says, (n, outputs) or for masks (n, structures, h, w).
             labels: the labels of the batch.
         """
-        raise NotImplementedError
 
     def smoothed(self, outputs: Tensor, labels: Tensor, smoothing: float) -> Tensor:
         """The loss with smoothed labels, where labels are classes; of others there is nothing to smooth."""
         return self.loss(outputs, labels)
 
+    @abstractmethod
     def scores(self, outputs: Tensor) -> Tensor:
         """What is told of each sample (n, outputs): probabilities, or values in the label's unit."""
-        raise NotImplementedError
 
+    @abstractmethod
     def predicted(self, outputs: Tensor) -> Tensor:
         """The prediction for each sample: class numbers, values or hazards (n,), or 0 and 1 (n, labels)."""
-        raise NotImplementedError
 
     def together(self, outputs: Tensor) -> Tensor:
         """What several networks say together: outputs (networks, n, outputs) → (n, outputs)."""
@@ -70,9 +71,9 @@ class Objective(BaseModel):
         found: str | float = said
         return found
 
+    @abstractmethod
     def described(self, names: Sequence[str]) -> str:
         """What a model gives, in words; ``names``: the classes, or the label."""
-        raise NotImplementedError
 
 
 class Classes(Objective):
