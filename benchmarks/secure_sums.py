@@ -2,7 +2,7 @@
 
 ``cost``: twelve million numbers among 5 and 20 sites, all in this process, with one site lost: seconds of processor at
 a site and at the server, and bytes of an upload. ``accuracy``: FedAvg and CSAC on Rotated MNIST and on heart disease,
-with ``aggregation: plain`` and ``secure``. Either writes its part of results/secure_sums/secure_sums.json.
+with ``aggregation: plain`` and ``secure``, and a control. Each writes its part of results/secure_sums/secure_sums.json.
 """
 
 from __future__ import annotations
@@ -128,22 +128,33 @@ def cost(sites: int, folder: Path) -> dict[str, Any]:
 
 
 def accuracy(options: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Each run with plain and secure aggregation: accuracy of the last round in percent, and how far models differ."""
+    """Each run with plain and secure aggregation: accuracy of the last round in percent, and how far models differ.
+
+    The control is plain, with another library's matrix products: what the last digits of numbers alone change.
+    """
     found = {}
-    for aggregation in ("plain", "secure"):
+    for name, aggregation, products in (
+        ("plain", "plain", "default"),
+        ("secure", "secure", "default"),
+        ("control", "plain", "onednn"),
+    ):
         engine = {"name": "local", "workers": 1, "threads": 1, "aggregation": aggregation}
-        found[aggregation] = fedshift.run({**options, "engine": engine, "device": "cpu"}, folder / aggregation)
-    others = {run.folder.parts[-3:]: run for run in found["secure"].collected.runs}
+        training = {**options["training"], "matrix_products": products}
+        done = fedshift.run({**options, "training": training, "engine": engine, "device": "cpu"}, folder / name)
+        found[name] = {run.folder.parts[-3:]: run for run in done.collected.runs}
     rows = []
-    for run in found["plain"].collected.runs:
-        other = others[run.folder.parts[-3:]]
-        plain, secure = (one.result.accuracy("last") for one in (run, other))
+    for place, run in found["plain"].items():
+        row: dict[str, Any] = {"method": run.result.method, "target": run.result.target, "seed": run.result.seed}
+        plain, first = run.result.accuracy("last"), load_file(run.folder / "model.safetensors")
         assert plain is not None
-        assert secure is not None
-        first, second = (load_file(one.folder / "model.safetensors") for one in (run, other))
-        apart = max((first[name].double() - second[name].double()).abs().max().item() for name in first)
-        names = {"method": run.result.method, "target": run.result.target, "seed": run.result.seed}
-        rows.append({**names, "plain": plain, "secure": secure, "difference": secure - plain, "models_apart": apart})
+        row["plain"] = plain
+        for name in ("secure", "control"):
+            other = found[name][place]
+            measured, second = other.result.accuracy("last"), load_file(other.folder / "model.safetensors")
+            assert measured is not None
+            apart = max((first[key].double() - second[key].double()).abs().max().item() for key in first)
+            row[name] = {"accuracy": measured, "difference": measured - plain, "models_apart": apart}
+        rows.append(row)
     return rows
 
 
