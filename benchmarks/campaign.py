@@ -343,7 +343,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     campaign = Campaign(network, folder, asked.seed, before["each"])
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
     os.environ["FEDSHIFT_CAMPAIGN"] = str(campaign.orders)
-    policy = {"smallest_group": 1, "exposure": 1, "rounds_per_day": None, "methods": [Played.name]}
+    policy = {
+        "smallest_group": 1,
+        "exposure": 1,
+        "rounds_per_day": None,
+        "measurements_per_day": None,
+        "methods": [Played.name],
+    }
     for site in network.names:
         network.write_site(site, policy=policy)
     with campaign.small_disks():

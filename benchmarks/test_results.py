@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import chart
 import summarise
 from fedshift.evaluation.stored import SETTINGS, is_finished, run_folders, stored
 from fedshift.experiment.config.experiment import override_field, parse
@@ -42,6 +43,13 @@ def test_benchmarks_can_be_made_again(page: Path) -> None:
 @pytest.mark.parametrize("page", summarise.PAGES, ids=lambda page: page.name)
 def test_tables_are_those_that_the_results_give(page: Path) -> None:
     assert summarise.filled(page) == page.read_text(encoding="utf-8"), "run python benchmarks/summarise.py"
+
+
+def test_chart_shows_the_averages_of_the_tables() -> None:
+    drawn = (ROOT / "benchmarks" / "rotated_mnist.svg").read_text(encoding="utf-8")
+    for name, (mean, _) in chart.averages().items():
+        assert f">{name}<" in drawn, "run python benchmarks/chart.py"
+        assert f">{mean:.2f}<" in drawn, "run python benchmarks/chart.py"
 
 
 def test_committed_results_are_whole_and_still_understood() -> None:

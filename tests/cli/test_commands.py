@@ -79,6 +79,8 @@ def test_table_for_people(cli: Cli, finished: tuple[Path, dict[str, Any]]) -> No
     runs, _ = finished
     assert "| uniform" in cli("table", runs, "--format", "markdown").out
     assert r"\begin{tabular}" in cli("table", runs, "--format", "latex").out
+    assert cli("table", runs, "--format", "svg").out.startswith("<?xml")
+    assert cli("table", runs, "--format", "png").code == 2
     text = cli("table", runs).out
     assert "Selection: last round." in text
     assert "n = 2 seeds" in text

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
 from fedshift.errors import UserError
 from fedshift.report.collect import collect
+from fedshift.report.picture import picture
 from fedshift.report.table import table, table_of
 from fedshift.report.table_formats import as_json, escape_latex, latex, markdown, terminal
 
@@ -122,3 +125,16 @@ def test_source_selection_without_held_out_parts(write_part: Write) -> None:
 def test_from_results_alone(experiment: Path) -> None:
     results = collect(experiment).results
     assert table(reversed(results)).methods == ("csac", "fedavg")
+
+
+def test_picture_is_a_file_of_its_own(write_part: Write) -> None:
+    experiment = write_part("deepall", "left", 0, 90.0).parents[2]
+    write_part("fedavg", "left", 0, 80.0)
+    drawn = picture(collect(experiment))
+    svg = "{http://www.w3.org/2000/svg}"
+    texts = [text.text for text in ElementTree.fromstring(drawn).iter(f"{svg}text")]
+    assert {"fedavg", "deepall (pooled, not private)", "left", "average"} <= set(texts)
+    colors = re.findall(r"var\(--(\w+)\)", drawn)
+    assert colors
+    assert all(drawn.count(f"--{name}:") == 2 for name in colors)  # for light and for dark screens
+    assert not re.search(r"(href|src)=.http", drawn)

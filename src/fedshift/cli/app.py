@@ -118,7 +118,7 @@ def features(experiment: ExperimentFile, overrides: Overrides = None) -> None:
 @app.command()
 def table(
     folder: Annotated[Path, typer.Argument(help="An experiment's folder, or one that holds it.", metavar="DIR")],
-    format: Annotated[str, typer.Option("--format", help="terminal, markdown, latex, csv or json.")] = "terminal",
+    format: Annotated[str, typer.Option("--format", help="terminal, markdown, latex, csv, json or svg.")] = "terminal",
     select: Annotated[str, typer.Option("--select", help="last, source or oracle.")] = "last",
     metric: Annotated[
         str,

@@ -10,6 +10,7 @@ from fedshift.cli.console import safe_console
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.selection import selection_rule
 from fedshift.report.collect import collect
+from fedshift.report.picture import picture
 from fedshift.report.table import table_of
 from fedshift.report.table_formats import FORMATS, terminal
 
@@ -20,9 +21,14 @@ def print_table(folder: Path, format: str, select: str, metric: str = "") -> Non
     Raises:
         UserError: the format, the selection rule or the metric does not exist, or there is no finished run.
     """
-    if format != "terminal" and format not in FORMATS:
-        raise UserError(f"--format: there is no format '{format}'; {nearest(format, ['terminal', *FORMATS])}")
-    found = table_of(collect(folder), selection_rule(select).name, metric)
+    known = ["terminal", *FORMATS, "svg"]
+    if format not in known:
+        raise UserError(f"--format: there is no format '{format}'; {nearest(format, known)}")
+    collected, rule = collect(folder), selection_rule(select).name
+    if format == "svg":
+        typer.echo(picture(collected, rule, metric), nl=False)
+        return
+    found = table_of(collected, rule, metric)
     if format in FORMATS:
         typer.echo(FORMATS[format](found), nl=format != "csv")
         return

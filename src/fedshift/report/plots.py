@@ -117,10 +117,14 @@ def site_weights(curves: Mapping[str, Mapping[str, Curve]]) -> Figure:
     return figure
 
 
-def accuracy_per_target(table: Table) -> Figure:
+def accuracy_per_target(table: Table, names: Mapping[str, str] | None = None) -> Figure:
     """Mean and standard error of every method at every target and on average.
 
     Points and not bars: the differences between methods are small compared to the accuracies.
+
+    Args:
+        table: the numbers.
+        names: what the legend calls a method, where that is not its name.
     """
     figure, [axes] = _figure(9.6, 3.6)
     columns = np.arange(len(table.columns))
@@ -133,8 +137,9 @@ def accuracy_per_target(table: Table) -> Figure:
         color, _, marker = _style(index)
         x = [column + (index - (count - 1) / 2) * step for column, _ in present]
         errors = [row.standard_error or 0.0 for _, row in present]
+        name = (names or {}).get(method, method)
         means = [row.mean for _, row in present]
-        axes.errorbar(x, means, errors, color=color, fmt=marker, markersize=6, capsize=2.5, linewidth=1.4, label=method)
+        axes.errorbar(x, means, errors, color=color, fmt=marker, markersize=6, capsize=2.5, linewidth=1.4, label=name)
     axes.axvline(len(columns) - 1.5, color=GRID, linewidth=1)
     crowded = max(map(len, table.columns)) * len(columns) > 100
     axes.set_xticks(
