@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from federation.tiny import CLASSES, CNN, MLP, NORMED, domains, plans, setting, vectors
+from fedshift.data.site_data import poisson_batches
 from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.messages import Update
-from fedshift.federation.private_training import Draws, check_network, poisson_batches
+from fedshift.federation.private_training import check_network
+from fedshift.federation.randomness import Draws
 from fedshift.federation.setting_json import setting_from, setting_recipe
 from fedshift.federation.site import Envelope, Site
 from fedshift.federation.site_runner import SiteRunner

@@ -14,6 +14,8 @@ from torch import Tensor
 from fedshift.data.domain import Domain, Inputs, Preprocessing, Rows, SparseRows
 from fedshift.data.transforms import Augmentation, augment, augment_with_masks, normalised, to_network, to_unit
 from fedshift.errors import UserError
+from fedshift.functional.differential_privacy import sample_rate
+from fedshift.functional.secret_noise import Source, uniform
 
 Batch = tuple[Tensor, Tensor, Tensor]
 """Inputs, labels (class numbers or masks) and domain numbers."""
@@ -209,6 +211,15 @@ def epoch_batches(
     if batch_size > 1 and len(batches) > 1 and len(batches[-1]) == 1:
         batches[-2:] = [torch.cat(batches[-2:])]
     return batches
+
+
+def poisson_batches(data: SiteData, batch_size: int, number: int, draws: Source) -> Iterator[Tensor]:
+    """The rows of ``number`` mini-batches, each unit in each of them with probability q = B/N; a batch may be empty."""
+    rate = sample_rate(data.samples, batch_size)
+    units = data.samples if data.groups is None else int(data.groups.max()) + 1
+    for _ in range(number):
+        chosen = uniform(units, draws) < rate
+        yield torch.nonzero(chosen if data.groups is None else chosen[data.groups]).flatten()
 
 
 def class_chances(labels: Tensor, weights: Sequence[float] | None) -> Tensor:

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from fedshift.errors import UserError
 from fedshift.evaluation.records import SitePrivacy
-from fedshift.federation.private_training import Draws, check_network
+from fedshift.federation.private_training import check_network
+from fedshift.federation.randomness import Draws
 from fedshift.federation.training import Training
 from fedshift.functional.differential_privacy import NoisySteps, epsilon, noise_multiplier, sample_rate
 from fedshift.methods import registry

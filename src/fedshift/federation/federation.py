@@ -15,11 +15,10 @@ from fedshift.errors import FedshiftError, KindRefused, ReplyRefused, TrainingDi
 from fedshift.federation.exchange import Answer, Mean, Missing, R, Replies, Request, Routed
 from fedshift.federation.ledger import Ledger
 from fedshift.federation.messages import KINDS, NUMBERS, Content, PerSite, Reply, promised_kinds, reply_content
-from fedshift.federation.plug_in import PlugIn
 from fedshift.federation.replies.checks import ReplyCheck, reply_type
 from fedshift.federation.reply_bounds import About, Bounds
 from fedshift.federation.secure.sums import SMALLEST_ROSTER, By, SumOnly, Total, Weighing, contribution, threshold
-from fedshift.federation.site import Envelope, Site
+from fedshift.federation.site import Envelope, PlugIn, Site
 from fedshift.models.network import Network
 
 OnRefusal = Literal["stop", "leave_out"]

@@ -16,23 +16,18 @@ import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedshift.data.site_data import SiteData, epoch_batches
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
-from fedshift.federation.randomness import drawn_from, generator
+from fedshift.federation.randomness import drawn_from
+from fedshift.federation.site_base import Batch, SiteBase
 from fedshift.functional.differential_privacy import clipped_sum, gaussian, sample_rate
-from fedshift.functional.secret_noise import SecretStream, Source, uniform
 from fedshift.models.network import Network
 from fedshift.models.products import OneDnnLinear
 from fedshift.models.wide import WideLinear
-
-if TYPE_CHECKING:
-    from fedshift.federation.site import Batch, Site
 
 _SAMPLES = 3
 """Samples on which a network is tried before training."""
@@ -41,62 +36,8 @@ _AGREES = 0.01
 processor rounds off is less."""
 
 
-@dataclass(frozen=True)
-class Draws:
-    """Where a site's private training takes its random numbers from.
-
-    Attributes:
-        noise_multiplier: σ.
-        stream: names the run and the site. No two runs have the same noise: the difference of two models with the same
-            noise would show what lies beneath it.
-        compares: whether each batch's gradient is compared with that of its samples. A failure of this check, and so
-            the error, depends on samples.
-    """
-
-    noise_multiplier: float
-    stream: str
-    compares: ClassVar[bool] = True
-
-    def generator(self, exchange: int, purpose: str) -> Source:
-        """A source for one purpose in one exchange. A repeated exchange draws the same numbers again."""
-        return generator(self.stream, exchange, "private", purpose)
-
-
-@dataclass(frozen=True)
-class SecretDraws(Draws):
-    """The same from a secret of the site, which nobody else knows."""
-
-    secret: bytes = field(default=b"", repr=False)
-    compares: ClassVar[bool] = False
-
-    def generator(self, exchange: int, purpose: str) -> Source:
-        return SecretStream(self.secret, f"{self.stream}\x1f{exchange}\x1f{purpose}")
-
-
-def passes_over(site: Site, purpose: str) -> Iterator[Iterable[Tensor]]:
-    """For each pass over a site's data the rows of its mini-batches: every sample once, or as many Poisson batches."""
-    size = site.training.batch_size
-    if site.draws is None:
-        order = site.generator_for(purpose)
-        chances = site.training.chances(site.data.labels) if site.role == "source" else None
-        while True:
-            yield epoch_batches(site.samples, size, order, chances)
-    draws = site.draws.generator(site.envelope.exchange, purpose)
-    while True:
-        yield poisson_batches(site.data, size, site.batches_per_epoch, draws)
-
-
-def poisson_batches(data: SiteData, batch_size: int, number: int, draws: Source) -> Iterator[Tensor]:
-    """The rows of ``number`` mini-batches, each unit in each of them with probability q = B/N; a batch may be empty."""
-    rate = sample_rate(data.samples, batch_size)
-    units = data.samples if data.groups is None else int(data.groups.max()) + 1
-    for _ in range(number):
-        chosen = uniform(units, draws) < rate
-        yield torch.nonzero(chosen if data.groups is None else chosen[data.groups]).flatten()
-
-
 def minimise_privately(
-    site: Site,
+    site: SiteBase,
     batches: Iterable[Batch],
     loss_of: Callable[[Batch], Tensor],
     modules: Sequence[nn.Module],
@@ -123,8 +64,8 @@ def minimise_privately(
         TrainingDiverged: the weights are no longer finite.
     """
     privacy, draws, data = site.training.privacy, site.draws, site.data
-    if privacy is None or draws is None or site.plug_ins:
-        raise FedshiftError("private training needs training.privacy, a source of noise and no plug-ins")
+    if privacy is None or draws is None:
+        raise FedshiftError("private training needs training.privacy and a source of noise")
     steppers = list(optimizers) if optimizers is not None else [site.optimizer(*modules, memory=remember)]
     units = data.samples if data.groups is None else int(data.groups.max()) + 1
     expected = sample_rate(data.samples, site.training.batch_size) * units

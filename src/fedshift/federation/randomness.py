@@ -5,8 +5,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
+
+from fedshift.functional.secret_noise import SecretStream, Source
 
 
 def derive_seed(*parts: object) -> int:
@@ -27,3 +31,35 @@ def drawn_from(seed: int) -> Iterator[None]:
         # torch.manual_seed would also reset every accelerator's generator.
         torch.default_generator.manual_seed(seed)
         yield
+
+
+@dataclass(frozen=True)
+class Draws:
+    """Where a site's private training takes its random numbers from.
+
+    Attributes:
+        noise_multiplier: σ.
+        stream: names the run and the site. No two runs have the same noise: the difference of two models with the same
+            noise would show what lies beneath it.
+        compares: whether each batch's gradient is compared with that of its samples. A failure of this check, and so
+            the error, depends on samples.
+    """
+
+    noise_multiplier: float
+    stream: str
+    compares: ClassVar[bool] = True
+
+    def generator(self, exchange: int, purpose: str) -> Source:
+        """A source for one purpose in one exchange. A repeated exchange draws the same numbers again."""
+        return generator(self.stream, exchange, "private", purpose)
+
+
+@dataclass(frozen=True)
+class SecretDraws(Draws):
+    """The same from a secret of the site, which nobody else knows."""
+
+    secret: bytes = field(default=b"", repr=False)
+    compares: ClassVar[bool] = False
+
+    def generator(self, exchange: int, purpose: str) -> Source:
+        return SecretStream(self.secret, f"{self.stream}\x1f{exchange}\x1f{purpose}")

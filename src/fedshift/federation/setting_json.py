@@ -10,7 +10,7 @@ from fedshift.data.domain import Preprocessing
 from fedshift.errors import FedshiftError
 from fedshift.federation.federation import CallOwner
 from fedshift.federation.messages import Reply
-from fedshift.federation.private_training import Draws
+from fedshift.federation.randomness import Draws
 from fedshift.federation.site_runner import Setting
 from fedshift.federation.training import Training
 from fedshift.import_paths import find

@@ -1,144 +1,44 @@
-"""A site as the calls of a method see it: batches of its data, the network, optimisers, generators, its memory."""
+"""A site as the calls of a method see it, and plug-ins: they change what it does with a mini-batch."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fedshift.data.site_data import SiteData, batches_per_epoch, epoch_batches
-from fedshift.data.tasks.objective import CLASSES, Objective
 from fedshift.data.transforms import normalised, to_pixels
 from fedshift.errors import FedshiftError, TrainingDiverged
-from fedshift.federation.plug_in import PlugIn, plugged, regularised
-from fedshift.federation.private_training import Draws, minimise_privately, passes_over
-from fedshift.federation.randomness import derive_seed, generator
-from fedshift.federation.site_memory import SiteMemory, load_optimizer, optimizer_state
-from fedshift.federation.training import Training, exploded
+from fedshift.federation.private_training import minimise_privately
+from fedshift.federation.randomness import derive_seed, drawn_from
+from fedshift.federation.site_base import Batch, Envelope, Role, SiteBase
+from fedshift.federation.training import exploded
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
-Role = Literal["source", "target"]
+__all__ = ["Batch", "Envelope", "LossOf", "PlugIn", "Role", "Site"]
+
 M = TypeVar("M", bound=nn.Module)
 B = TypeVar("B")
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A mini-batch on the device.
-
-    Attributes:
-        inputs: (b, …) float32.
-        labels: (b,) int64, masks, or float32 values in the label's unit; None at an unlabelled target.
-        domains: (b,) int64, the number of each sample's domain; all equal unless the site is a pool.
-        rows: (b,) int64, the samples' numbers at this site.
-    """
-
-    inputs: Tensor
-    labels: Tensor | None
-    domains: Tensor
-    rows: Tensor
-
-    @property
-    def targets(self) -> Tensor:
-        """The labels.
-
-        Raises:
-            FedshiftError: the site has none.
-        """
-        if self.labels is None:
-            raise FedshiftError("a call asked an unlabelled target for labels")
-        return self.labels
-
-
-@dataclass(frozen=True)
-class Envelope:
-    """What the engine tells a site besides the content: exchange, round, share of the budget used, batches left."""
-
-    exchange: int
-    round: int
-    progress: float
-    mini_batches_left: int
+LossOf = Callable[[Batch], Tensor]
 
 
 @dataclass
-class Site:
+class Site(SiteBase):
     """The site that a call runs at. The engine makes it; a method cannot tell which engine it is."""
 
-    name: str
-    role: Role
-    classes: int
-    domains: int
-    training: Training
-    memory: SiteMemory
-    seed: int
-    device: torch.device
-    network: Network = field(repr=False)
-    data: SiteData = field(repr=False)
-    unlabelled: SiteData | None = field(default=None, repr=False)
-    held_out: SiteData | None = field(default=None, repr=False)
-    scratch: dict[str, Any] = field(default_factory=dict, repr=False)
     plug_ins: Sequence[PlugIn] = ()
-    exchanges_per_epoch: int = 1
-    objective: Objective = CLASSES
-    draws: Draws | None = None
-    mini_batches: int = 0
-    _orders: int = 0
-    _done: int = 0
-    _rates: list[float] = field(default_factory=list, repr=False)
-    _scheduled: list[tuple[torch.optim.Optimizer, float]] = field(default_factory=list, repr=False)
-    generator: torch.Generator = field(default_factory=torch.Generator, repr=False)
-    envelope: Envelope = field(default_factory=lambda: Envelope(0, 0, 0.0, 0))
-
-    def begin(self, envelope: Envelope) -> None:
-        """Start an exchange. Its generators depend on the seed, the site and the exchange alone."""
-        self.envelope = envelope
-        self.mini_batches = self._orders = self._done = 0
-        self._rates, self._scheduled = [], []
-        self.generator = generator(self.seed, self.name, envelope.exchange, "step")
-        seed = derive_seed(self.seed, self.name, envelope.exchange, "torch")
-        if self.device.type == "cpu":  # torch.manual_seed formats the call stack for every accelerator not in use
-            torch.default_generator.manual_seed(seed)
-        else:
-            torch.manual_seed(seed)
-
-    @property
-    def samples(self) -> int:
-        """N_k: the number of training samples at this site."""
-        return self.data.samples
 
     @property
     def fixed_inputs(self) -> bool:
         """Whether no augmentation changes the training samples, so that a call may keep what it computed from them."""
         return self.data.deterministic and not any(plug_in.changes_inputs for plug_in in self.plug_ins)
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """Mini-batches of one pass over this site's data; in a round, of the part of it that an exchange trains on."""
-        whole = batches_per_epoch(self.samples, self.training.batch_size)
-        return -(-whole // self.exchanges_per_epoch) if self.envelope.round else whole
-
-    @property
-    def learning_rate(self) -> float:
-        """η: the learning rate at this point of the run."""
-        progress, left = self.envelope.progress, self.envelope.mini_batches_left
-        if self.training.lr_step == "mini_batch" and left:
-            progress += (1 - progress) * self._done / left
-        return self.training.learning_rate(progress)
-
-    @property
-    def mean_learning_rate(self) -> float:
-        """The mean learning rate of this exchange's mini-batches."""
-        return sum(self._rates) / len(self._rates) if self._rates else self.learning_rate
-
-    def generator_for(self, purpose: str) -> torch.Generator:
-        """A generator for one purpose in this exchange. Draws for other purposes do not change it."""
-        return generator(self.seed, self.name, self.envelope.exchange, purpose)
 
     def model(self, weights: Weights | None = None) -> Network:
         """A copy of the experiment's network on this site's device, in training mode, with ``weights`` if given."""
@@ -151,27 +51,6 @@ class Site:
         """Move a module of the method's own to this site's device; it multiplies matrices as the network does."""
         return self.training.prepared(module.to(self.device))
 
-    def optimizer(self, *modules: nn.Module, memory: str | None = None, keep: bool = False) -> torch.optim.Optimizer:
-        """The experiment's optimiser over the modules' parameters. `minimise` makes one by itself.
-
-        Args:
-            modules: what it trains.
-            memory: the entry of the site's memory that `remember_optimizer` keeps its momentum in.
-            keep: whether the method keeps momentum where the experiment resets it each round.
-        """
-        parameters = [parameter for module in modules for parameter in module.parameters()]
-        optimizer = self.training.build_optimizer(parameters, self.learning_rate)
-        kept = keep or not self.training.reset_optimizer_each_round
-        if memory is not None and kept and memory in self.memory:
-            load_optimizer(optimizer, self.memory[memory])
-        self._scheduled.append((optimizer, self.learning_rate))
-        return optimizer
-
-    def remember_optimizer(self, optimizer: torch.optim.Optimizer, memory: str, keep: bool = False) -> None:
-        """Keep momentum for the next exchange, if the experiment does so or ``keep`` is true."""
-        if keep or not self.training.reset_optimizer_each_round:
-            self.memory[memory] = optimizer_state(optimizer)
-
     def pixels(self, inputs: Tensor) -> Tensor:
         """A batch's images before normalisation: (b, c, h, w), values in [0, 1]."""
         return to_pixels(inputs, self.data.preprocessing)
@@ -183,89 +62,6 @@ class Site:
         # With one channel, NCHW and NHWC have the same layout in memory. Channels-last strides keep PyTorch from
         # choosing convolutions that are 1.5 times slower.
         return values.as_strided(values.shape, (channels * height * width, 1, channels * width, channels))
-
-    def batches(self, epochs: int = 1, steps: int | None = None) -> Iterator[Batch]:
-        """Iterate over shuffled, augmented training batches.
-
-        Ends early when the site has used its budget of mini-batches, so every method of an experiment does equal work.
-
-        Args:
-            epochs: passes over the site's data, of `batches_per_epoch` each.
-            steps: mini-batches; if given, ``epochs`` does not count.
-        """
-        again = f" {self._orders}" if self._orders else ""  # a second call in one exchange draws another order
-        self._orders += 1
-        orders = passes_over(self, f"batches{again}")
-        augmentation = self.generator_for(f"augmentation{again}")
-        if steps is None and self.exchanges_per_epoch > 1:
-            steps = epochs * self.batches_per_epoch
-        wanted = steps if steps is not None else math.inf
-        passes = epochs if steps is None else math.inf
-        done, epoch = 0, 0
-        while epoch < passes and done < wanted:
-            for rows in next(orders):
-                if done >= wanted or self.mini_batches >= self.envelope.mini_batches_left:
-                    return
-                inputs, labels, domains = self.data.batch(rows, augmentation if len(rows) else None)
-                done += 1
-                self._count(1)
-                yield Batch(inputs, labels if self.role == "source" else None, domains, rows)
-            epoch += 1
-
-    def domain_batches(self, steps: int) -> Iterator[tuple[tuple[Batch, ...], Batch | None]]:
-        """Iterate ``steps`` times, at a pool, over a mini-batch of every source domain and one of the target.
-
-        The target's batch has no labels, and is None where the pool holds no target. Each mini-batch counts against
-        the budget. A domain that runs out of samples starts again. Ends early like `batches`.
-        """
-        numbers = self.data.domain_numbers.cpu()
-        rows = [torch.nonzero(numbers == number).flatten() for number in range(self.domains)]
-        sources = [self._endless(self.data, chosen, f"domain {number}") for number, chosen in enumerate(rows)]
-        target = self._endless(self.unlabelled, None, "target") if self.unlabelled is not None else None
-        for _ in range(steps):
-            if self.mini_batches >= self.envelope.mini_batches_left:
-                return
-            self._count(len(sources) + (target is not None))
-            yield tuple(next(source) for source in sources), next(target) if target is not None else None
-
-    def _count(self, number: int) -> None:
-        """Count mini-batches that are about to be trained on, and set the learning rates of their step."""
-        self._done = self.mini_batches
-        self.mini_batches += number
-        if self.training.lr_step == "exchange":
-            return
-        rate = self.learning_rate
-        self._rates.append(rate)
-        for place, (optimizer, before) in enumerate(self._scheduled):
-            for group in optimizer.param_groups:
-                group["lr"] *= rate / before  # a method may have set a multiple of the rate
-            self._scheduled[place] = optimizer, rate
-
-    def _endless(self, data: SiteData, rows: Tensor | None, purpose: str) -> Iterator[Batch]:
-        """Mini-batches of ``rows``, or of all rows, pass after pass. Unlabelled data give no labels."""
-        order, augmentation = self.generator_for(f"{purpose} order"), self.generator_for(f"{purpose} augmentation")
-        whole = data.labels.cpu() if rows is None else data.labels.cpu()[rows]
-        chances = None if data is self.unlabelled else self.training.chances(whole)
-        while True:
-            for places in epoch_batches(len(whole), self.training.batch_size, order, chances):
-                chosen = places if rows is None else rows[places]
-                inputs, labels, domains = data.batch(chosen, augmentation)
-                yield Batch(inputs, None if data is self.unlabelled else labels, domains, chosen)
-
-    def all_batches(self) -> Iterator[Batch]:
-        """Every training sample once, in order, without augmentation. It does not count as training."""
-        return self._in_order(self.data, max(self.training.batch_size, 256))
-
-    def held_out_batches(self) -> Iterator[Batch]:
-        """Held-out samples, as `all_batches`. None unless the method ``uses_held_out`` and the protocol has any."""
-        return self._in_order(self.held_out, 256) if self.held_out is not None else iter(())
-
-    def _in_order(self, data: SiteData, size: int) -> Iterator[Batch]:
-        first = 0
-        for inputs, labels, domains in data.all_batches(size):
-            rows = torch.arange(first, first + len(labels))
-            first += len(labels)
-            yield Batch(inputs, labels if self.role == "source" else None, domains, rows)
 
     def minimise(
         self,
@@ -298,6 +94,8 @@ class Site:
         """
         batches = self.batches(epochs, steps)
         if self.training.privacy is not None:
+            if self.plug_ins:
+                raise FedshiftError("no plug-in goes with private training")
             return minimise_privately(self, batches, loss_of, modules, optimizers, remember, regulariser)
         whole = regularised(loss_of, regulariser)
         return self.minimise_over(batches, whole, *modules, optimizers=optimizers, remember=remember)
@@ -346,3 +144,102 @@ class Site:
         """Copy a module's weights and buffers as content that can be sent."""
         state, form = module.state_dict().items(), torch.contiguous_format
         return Weights({key: tensor.detach().cpu().clone(memory_format=form) for key, tensor in state})
+
+
+class PlugIn:
+    """Base of the plug-ins. Each exchange has its own, made before the call and ended after it.
+
+    A head is a module that trains beside the model. It stays at its site, in the entry ``name`` of the site's memory,
+    and has an optimiser of its own. All sites begin with the same head.
+
+    Attributes:
+        name: of its entry in the site's memory.
+        changes_inputs: whether the method's loss sees other inputs than the site's samples.
+    """
+
+    name: ClassVar[str]
+    changes_inputs: ClassVar[bool] = False
+
+    def __init__(self, site: Site) -> None:
+        self.site = site
+        self.model: Network | None = None
+        self.head: nn.Module | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def make_head(self, model: Network) -> nn.Module | None:
+        """What trains beside the model; None: nothing."""
+        return None
+
+    def attached(self, model: Network) -> AbstractContextManager[object]:
+        """A context in which ``model`` trains."""
+        return nullcontext()
+
+    def loss(self, loss_of: LossOf, batch: Batch) -> Tensor:
+        """The loss of a mini-batch, computed with the method's loss."""
+        return loss_of(batch)
+
+    def begin(self, model: Network) -> None:
+        """Called before the model trains, possibly more than once in an exchange."""
+        if self.model is not None:
+            return
+        self.model, site = model, self.site
+        with drawn_from(derive_seed(site.seed, "plug-in", self.name)):
+            head = self.make_head(model)
+        if head is not None:
+            if self.name in site.memory:
+                head.load_state_dict(dict(site.memory.weights(self.name)))
+            self.head = site.place(head).train()
+            self.optimizer = site.optimizer(self.head, memory=f"{self.name}_optimizer")
+
+    def end(self) -> None:
+        """Called after the call. Keeps the head and its momentum.
+
+        Raises:
+            FedshiftError: the call trained without it.
+        """
+        if self.model is None and self.site.mini_batches:
+            raise FedshiftError(
+                f"local: {self.name} changes what Site.minimise does, and this method trains without it"
+            )
+        if self.head is not None and self.optimizer is not None:
+            self.site.memory[self.name] = self.site.weights_of(self.head)
+            self.site.remember_optimizer(self.optimizer, f"{self.name}_optimizer")
+
+
+def regularised(loss_of: Callable[[Any], Tensor], regulariser: Callable[[], Tensor] | None) -> Callable[[Any], Tensor]:
+    """A loss plus a regulariser that depends on no sample; None: no regulariser."""
+    if regulariser is None:
+        return loss_of
+
+    def whole(batch: Any) -> Tensor:
+        added = regulariser()
+        return loss_of(batch) + added
+
+    return whole
+
+
+@contextmanager
+def plugged(
+    plug_ins: Sequence[PlugIn], model: nn.Module, loss_of: Callable[[Any], Tensor]
+) -> Iterator[tuple[Callable[[Any], Tensor], list[PlugIn]]]:
+    """The loss with all plug-ins at work, the first of them outermost; and those that have heads.
+
+    Args:
+        plug_ins: of the exchange.
+        model: what trains.
+        loss_of: the method's loss of a mini-batch.
+
+    Raises:
+        FedshiftError: the method does not train a whole network.
+    """
+    with ExitStack() as attached:
+        for plug_in in plug_ins:  # all heads first: one may hold a copy of the model, which must have no hooks
+            if not isinstance(model, Network):
+                raise FedshiftError(f"local: {plug_in.name} needs a whole network, and this method trains parts")
+            plug_in.begin(model)
+        for plug_in in plug_ins:
+            assert plug_in.model is not None
+            attached.enter_context(plug_in.attached(plug_in.model))
+        for plug_in in reversed(plug_ins):
+            loss_of = partial(plug_in.loss, loss_of)
+        yield loss_of, [plug_in for plug_in in plug_ins if plug_in.head is not None]

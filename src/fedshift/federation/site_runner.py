@@ -14,7 +14,7 @@ from fedshift.data.tasks.objective import objective_of
 from fedshift.errors import FedshiftError, KindRefused
 from fedshift.federation.federation import CallOwner, OnRefusal
 from fedshift.federation.messages import Reply, pieces, promised_kinds, reply_content, returned
-from fedshift.federation.private_training import Draws
+from fedshift.federation.randomness import Draws
 from fedshift.federation.reply_bounds import About
 from fedshift.federation.site import Envelope, Role, Site
 from fedshift.federation.site_memory import SiteMemory

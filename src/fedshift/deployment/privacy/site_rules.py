@@ -29,7 +29,7 @@ from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.environment import versions
 from fedshift.experiment.privacy import check_private
 from fedshift.experiment.runs.evaluator import answering, predictions
-from fedshift.federation.private_training import SecretDraws
+from fedshift.federation.randomness import SecretDraws
 from fedshift.federation.remote.policy import ACCURACY
 from fedshift.federation.remote.wire import body_of
 from fedshift.federation.site import Site

@@ -12,8 +12,7 @@ import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor, nn
 
-from fedshift.federation.plug_in import LossOf, PlugIn
-from fedshift.federation.site import Batch, Site
+from fedshift.federation.site import Batch, LossOf, PlugIn, Site
 from fedshift.functional.mixing import mixed_inputs, pasted
 from fedshift.methods.composition.mixstyle import beta
 from fedshift.methods.composition.plug_in import LocalOption, check_images

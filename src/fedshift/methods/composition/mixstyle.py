@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from fedshift.errors import UserError, nearest
-from fedshift.federation.plug_in import PlugIn
-from fedshift.federation.site import Site
+from fedshift.federation.site import PlugIn, Site
 from fedshift.functional.mixing import cross_domain_partners, mixed_styles
 from fedshift.methods.composition.plug_in import LocalOption, check_images, maps_of
 from fedshift.models.network import Network

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
-from fedshift.federation.plug_in import PlugIn
-from fedshift.federation.site import Site
+from fedshift.federation.site import PlugIn, Site
 from fedshift.methods.composition.averaging import AverageOption, Averaging, LastRounds
 from fedshift.methods.composition.local import LocalPlugIns
 from fedshift.methods.composition.plug_in import LocalOption

@@ -10,8 +10,7 @@ from pydantic import BaseModel, ConfigDict
 
 from fedshift.data.domain import Task
 from fedshift.errors import UserError
-from fedshift.federation.plug_in import PlugIn
-from fedshift.federation.site import Site
+from fedshift.federation.site import PlugIn, Site
 from fedshift.functional.jigsaw import GRID
 from fedshift.models.network import Network
 

@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
-from fedshift.federation.plug_in import LossOf, PlugIn
-from fedshift.federation.site import Batch, Site
+from fedshift.federation.site import Batch, LossOf, PlugIn, Site
 from fedshift.functional.colour import grey
 from fedshift.functional.jigsaw import GRID, MOST, shuffled_tiles, tile_permutations
 from fedshift.methods.composition.plug_in import LocalOption, check_tiles

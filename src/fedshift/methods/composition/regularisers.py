@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedshift.errors import UserError
-from fedshift.federation.plug_in import LossOf, PlugIn
-from fedshift.federation.site import Batch, Site
+from fedshift.federation.site import Batch, LossOf, PlugIn, Site
 from fedshift.functional.sharpness import worst_nearby
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.models.network import Network

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
-from fedshift.federation.plug_in import LossOf, PlugIn
-from fedshift.federation.site import Batch, Site
+from fedshift.federation.site import Batch, LossOf, PlugIn, Site
 from fedshift.functional.metric_learning import hard_negative_triplet_loss
 from fedshift.methods.composition.mean_teacher import MeanTeacher
 from fedshift.methods.composition.plug_in import LocalOption

@@ -18,8 +18,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor
 
 from fedshift.data.transforms import NamedAugmentation, augment, augment_with_masks
-from fedshift.federation.plug_in import LossOf, PlugIn
-from fedshift.federation.site import Batch, Site
+from fedshift.federation.site import Batch, LossOf, PlugIn, Site
 from fedshift.functional.losses import task_loss
 from fedshift.functional.mixing import gradient_perturbed
 from fedshift.functional.spectra import amplitude, interpolated
