@@ -82,7 +82,7 @@ def _handed_on(played: Played, name: str, spoil: str) -> str:
         models[SOURCE] = Sealed({**models[SOURCE], "sealed": sealed})
     else:
         models[SOURCE], models[THIEF] = models[THIEF], models[SOURCE]
-    answer = answer_to(programs[TARGET], forged(requests[TARGET], {**content, "models": models}))  # type: ignore[dict-item]
+    answer = answer_to(programs[TARGET], forged(requests[TARGET], {**content, "models": models}))
     said = str(answer.get("message"))
     expect("was not sealed for this site's key" in said, f"the target answers {said}")
     expect("error" not in answer_to(programs[TARGET], requests[TARGET]), "the target does not open the genuine models")

@@ -132,7 +132,9 @@ def _roster(played: Played) -> str:
     one = Sum(played, "roster")
     expect("error" not in one.asked(FIRST), "the site does not mask")
     whole = one.header["sum"]
-    fewer = {part: {site: what for site, what in whole[part].items() if site != LIAR} for part in ("cards", "envelopes")}
+    fewer = {
+        part: {site: what for site, what in whole[part].items() if site != LIAR} for part in ("cards", "envelopes")
+    }
     return one.refused("masks it only once", sum={**whole, **fewer})
 
 
