@@ -15,6 +15,7 @@ from fedshift.data.domain import SparseRows
 from fedshift.deployment.agreed_terms import AgreedTerms
 from fedshift.deployment.flare import roles
 from fedshift.deployment.privacy.ledger import PrivacyLedger
+from fedshift.deployment.privacy.noisy_statistics import lacking
 from fedshift.deployment.secure.identity import Identity
 from fedshift.deployment.site_file import SiteConfig, load_site, read_holding
 from fedshift.encryption import KEY_FILE, present_key
@@ -61,8 +62,8 @@ def check_site(path: Path) -> None:
             f"privacy: ε = {ledger.epsilon():.3g} of {budget.epsilon:g} spent at δ = {budget.delta:g}; trains with "
             f"noise only, {'measures no model' if measures is None else f'measures with noise of {measures:g} samples'}"
         )
-        if holding.given is not None:
-            say("warning: its data give statistics without noise for a common encoding, which it refuses to send")
+        if holding.given is not None and (reason := lacking(holding.given, budget)) is not None:
+            say(f"warning: it refuses to send statistics for a common encoding of its data without noise: {reason}")
     try:
         lines, last = AuditLog.check(config.audit_log)
         sink = f"; a copy goes to a sink ({config.file.sink.kind})" if config.file.sink else ""

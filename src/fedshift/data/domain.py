@@ -226,6 +226,10 @@ class DataSource(BaseModel):
         """
         return None
 
+    def statistics(self, ranges: Mapping[str, tuple[float, float]] | None = None) -> Any:
+        """The sums of one site's table (`TableStatistics`), None if it is none; ``ranges``: as of `site_statistics`."""
+        return None
+
     def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
         """The data in the agreed encoding.
 

@@ -36,6 +36,7 @@ from fedshift.data.table_files import (
     read_table,
 )
 from fedshift.errors import UserError
+from fedshift.functional.noisy_moments import Ranges, within
 
 
 class NumericColumn(BaseModel):
@@ -191,18 +192,20 @@ class TableStatistics:
     categories: tuple[frozenset[str], ...]
 
 
-def site_statistics(table: Columns, numeric: Sequence[str], categorical: Sequence[str]) -> TableStatistics:
+def site_statistics(
+    table: Columns, numeric: Sequence[str], categorical: Sequence[str], ranges: Ranges | None = None
+) -> TableStatistics:
     """The statistics of one site's table.
 
     Args:
         table: the file.
-        numeric: names of numeric columns.
-        categorical: names of categorical columns.
+        numeric, categorical: names of columns.
+        ranges: numeric column → least and largest value; sums are then of values within them, scaled to [-1, 1].
 
     Raises:
         UserError: a column is missing, or a numeric cell is not a number.
     """
-    values = [numbers(table, name) for name in numeric]
+    values = [within(numbers(table, name), None if ranges is None else ranges[name]) for name in numeric]
     there = [column[~np.isnan(column)] for column in values]
     with np.errstate(over="ignore"):  # `agreed_encoding` reports the column
         total = np.array([column.sum() for column in there])

@@ -14,10 +14,13 @@ from fedshift.deployment.coordinator import EXPERIMENT, coordinate
 from fedshift.deployment.site_file import load_site
 from fedshift.deployment.site_server import SiteProgram
 from fedshift.experiment.config.experiment import parse
+from fedshift.federation.messages import Content
 from fedshift.federation.remote.transport import Lost, request_key
 from fedshift.federation.remote.wire import Message, body_of, seal, unseal
 from fedshift.playground.played import Played
 
+Differs = Callable[[str], Mapping[str, Any]]
+"""What a site's SITE.yaml says otherwise: sections, and rules of its policy."""
 Change = Callable[[str, dict[str, Any], Message | Lost], Message | Lost | list[Message]]
 
 
@@ -43,39 +46,78 @@ class Loopback:
                 yield site, one
 
 
-def rehearse(played: Played, name: str, change: Change, method: str = "fedavg") -> list[dict[str, Any]]:
+def unchanged(_: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
+    """An attacker who only looks on."""
+    return answer
+
+
+def rehearse(
+    played: Played,
+    name: str,
+    change: Change = unchanged,
+    method: str = "fedavg",
+    experiment: Mapping[str, Any] | None = None,
+    differs: Differs = lambda site: {},
+) -> list[dict[str, Any]]:
     """Run an experiment of the federation in this process, with an attacker between sites and coordinator.
 
-    One site is enough for the run to go on. Raises what the coordinator would raise.
+    One site is enough for the run to go on, unless ``experiment`` says otherwise. Raises what the coordinator would.
+
+    Args:
+        played: the federation.
+        name: of the run; its files lie below `place_of`.
+        change: the attacker.
+        method: what trains.
+        experiment: sections of the experiment that differ, and options of its engine.
+        differs: what sites' SITE.yaml say otherwise.
 
     Returns:
         What the coordinator wrote down.
     """
-    folder = played.folder / "in process" / name
-    place = folder / "deployment"
-    place.mkdir(parents=True)
-    options = played.experiment(name, {"name": method})
-    options["engine"]["quorum"] = 1
-    (place / EXPERIMENT).write_text(json.dumps(parse(options).dump()), encoding="utf-8")
-    coordinate(
-        place, Loopback({site: site_copy(played, site, folder) for site in played.sites}, change), [*played.sites]
-    )
-    return [json.loads(line) for line in (place / "progress.jsonl").read_text(encoding="utf-8").splitlines()]
+    folder = place_of(played, name)
+    different = dict(experiment or {})
+    engine = {"quorum": 1, **different.pop("engine", {})}
+    _prepare(folder, played.experiment(name, {"name": method}, engine=engine, **different))
+    transport = Loopback({one: site_copy(played, one, folder, differs) for one in played.sites}, change)
+    coordinate(folder / "deployment", transport, [*played.sites])
+    lines = (folder / "deployment" / "progress.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
 
 
-def site_copy(played: Played, site: str, folder: Path) -> Path:
+def place_of(played: Played, name: str) -> Path:
+    """The folder of a run in this process: ``deployment`` is the coordinator's, the others are the sites'."""
+    return played.folder / "in process" / name
+
+
+def _prepare(folder: Path, options: Mapping[str, Any]) -> None:
+    (folder / "deployment").mkdir(parents=True)
+    (folder / "deployment" / EXPERIMENT).write_text(json.dumps(parse(options).dump()), encoding="utf-8")
+
+
+def site_copy(played: Played, site: str, folder: Path, differs: Differs = lambda site: {}) -> Path:
     """The site's SITE.yaml in another folder, where its memory and log begin anew."""
-    options = yaml.safe_load(played.site_file(site).read_text(encoding="utf-8"))
+    options, changes = yaml.safe_load(played.site_file(site).read_text(encoding="utf-8")), differs(site)
+    policy = {**options["policy"], **changes.get("policy", {})}
+    options |= {"kit": str(played.sites[site]), **changes, "policy": policy}
     place = folder / site / "SITE.yaml"
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(yaml.safe_dump(options), encoding="utf-8")
     return place
 
 
-def genuine_request(played: Played, name: str) -> tuple[SiteProgram, Message]:
-    """A new program of the first site, and a request to train that the coordinator sends it."""
-    caught: list[Message] = []
-    site = next(iter(played.sites))
+def caught_requests(
+    played: Played,
+    name: str,
+    call: str = "fit",
+    method: str = "fedavg",
+    experiment: Mapping[str, Any] | None = None,
+    differs: Differs = lambda site: {},
+) -> tuple[dict[str, SiteProgram], dict[str, Message]]:
+    """New programs of the sites, and the first requests of a call that the coordinator sends, which nobody got yet.
+
+    Arguments are as those of `rehearse`; ``call``: of the method, or what a request asks for beside a call.
+    """
+    caught: dict[str, Message] = {}
 
     class Caught(Exception):
         """Enough was seen."""
@@ -85,26 +127,37 @@ def genuine_request(played: Played, name: str) -> tuple[SiteProgram, Message]:
             self, messages: Iterator[tuple[str, Message]], deadline: float, patience: Mapping[str, float]
         ) -> Generator[tuple[str, Message | Lost], None, None]:
             whole = list(messages)
-            caught.extend(message for to, message in whole if to == site and '"step"' in message.header)
+            for to, message in whole:
+                header = json.loads(message.header)
+                if call in (header.get("step"), header["do"]):
+                    caught[to] = message
             if caught:
                 raise Caught
             yield from super().exchange(iter(whole), deadline, patience)
 
-    folder = played.folder / "in process" / name
-    place = folder / "deployment"
-    place.mkdir(parents=True)
-    (place / EXPERIMENT).write_text(json.dumps(parse(played.experiment(name, {"name": "fedavg"})).dump()))
-    transport = Listening({other: site_copy(played, other, folder) for other in played.sites})
+    folder = place_of(played, name)
+    _prepare(folder, played.experiment(name, {"name": method}, **(experiment or {})))
+    transport = Listening({other: site_copy(played, other, folder, differs) for other in played.sites})
     with contextlib.suppress(Caught):
-        coordinate(place, transport, [*played.sites])
-    return transport.programs[site], caught[0]
+        coordinate(folder / "deployment", transport, [*played.sites])
+    return transport.programs, caught
 
 
-def forged(request: Message, **changes: Any) -> Message:
-    """A request with other fields, as a coordinator can make it: key and digest fit. A changed ``key`` stays."""
-    header, content, _ = unseal(request)
-    body = body_of(content)
-    header = {**header, **changes}
+def genuine_request(played: Played, name: str, differs: Differs = lambda site: {}) -> tuple[SiteProgram, Message]:
+    """A new program of the first site, and a request to train that the coordinator sends it."""
+    programs, caught = caught_requests(played, name, differs=differs)
+    first = next(iter(played.sites))
+    return programs[first], caught[first]
+
+
+def forged(request: Message, content: Mapping[str, Content] | None = None, **changes: Any) -> Message:
+    """A request with other fields or other content, as a coordinator can make it: key and digest fit.
+
+    A changed ``key`` stays. A change to None leaves the field out.
+    """
+    header, genuine, _ = unseal(request)
+    body = body_of(genuine if content is None else content)
+    header = {name: value for name, value in {**header, **changes}.items() if changes.get(name, 0) is not None}
     if "key" not in changes:
         del header["key"]
         header["key"] = request_key(header, body.sha256)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from fedshift.experiment.config.experiment import parse
 from fedshift.files import write_bytes
 
 SITES = ("north", "south")
+FOUR = (*SITES, "east", "west")
 NASTY = ("<script>alert(1)</script>", '=HYPERLINK("http://x")', "\x1b]0;owned\x07\x1b[2J")
 """Names of classes, as an attacker would choose them: for a page, a spreadsheet and a terminal."""
 POLICY = {
@@ -48,8 +49,9 @@ class Played:
         """A site's SITE.yaml."""
         return self.sites[site] / "SITE.yaml"
 
-    def experiment(self, name: str, method: Mapping[str, Any]) -> dict[str, Any]:
-        """Options of a small experiment of the federation."""
+    def experiment(self, name: str, method: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+        """Options of a small experiment of the federation; ``changes`` replace sections, and options of the engine."""
+        engine = {"name": "flare", "threads": 1, "deadline": _PATIENCE, **changes.pop("engine", {})}
         return {
             "name": name,
             "data": {"name": "sites"},
@@ -58,7 +60,8 @@ class Played:
             "training": {"rounds": 2, "batch_size": 16, "lr": 0.1},
             "methods": [dict(method)],
             "device": "cpu",
-            "engine": {"name": "flare", "threads": 1, "deadline": _PATIENCE},
+            "engine": engine,
+            **changes,
         }
 
     def deploy(self, name: str, method: Mapping[str, Any]) -> tuple[Deployment, dict[str, Any]]:
@@ -79,17 +82,16 @@ class Played:
         return deployment, deployment.state
 
 
-@contextlib.contextmanager
-def playing(folder: Path) -> Iterator[Played]:
-    """Provision and start a federation below ``folder``; stop it at the end."""
+def _provisioned(folder: Path, name: str, sites: Sequence[str], policy: Mapping[str, Any]) -> Played:
+    """Kits of a project, and data and a SITE.yaml for each site."""
     port = roles.free_port()
     file = folder / "project.yaml"
     folder.mkdir(parents=True, exist_ok=True)
-    options = {"name": "selftest", "contact": "selftest@example.org", "server": "localhost", "port": port}
-    file.write_text(yaml.safe_dump({**options, "sites": list(SITES)}), encoding="utf-8")
+    options = {"name": name, "contact": "selftest@example.org", "server": "localhost", "port": port}
+    file.write_text(yaml.safe_dump({**options, "sites": list(sites)}), encoding="utf-8")
     made = roles.provision(roles.load_project(file), folder / "kits", lambda new: None)
     draws = np.random.default_rng(0)
-    for number, site in enumerate(SITES):
+    for number, site in enumerate(sites):
         labels = np.arange(96) % len(NASTY)
         np.savez(made.sites[site] / "data.npz", x=draws.normal(labels[:, None] + number, 1.0, (96, 6)), y=labels)
         described = {
@@ -97,16 +99,33 @@ def playing(folder: Path) -> Iterator[Played]:
             "data": {"name": "arrays", "sites": {site: str(made.sites[site] / "data.npz")}, "classes": list(NASTY)},
             "device": "cpu",
             "threads": 1,
-            "policy": POLICY,
+            "policy": dict(policy),
         }
         (made.sites[site] / "SITE.yaml").write_text(yaml.safe_dump(described), encoding="utf-8")
+    return Played(folder, made.coordinator, made.sites, port, file)
+
+
+def of_four(played: Played) -> Played:
+    """Four sites of another project, for what takes more than two: they have kits, and run in this process only."""
+    folder = played.folder / "four"
+    if not folder.exists():
+        _provisioned(folder, "four", FOUR, {**POLICY, "methods": ["fedavg", "kd3a"]})
+    kits = folder / "kits" / "four"
+    sites = {site: kits / "sites" / site for site in FOUR}
+    return Played(folder, kits / "coordinator", sites, 0, folder / "project.yaml")
+
+
+@contextlib.contextmanager
+def playing(folder: Path) -> Iterator[Played]:
+    """Provision and start a federation below ``folder``; stop it at the end."""
+    played = _provisioned(folder, "selftest", SITES, POLICY)
     started: list[tuple[Path, str]] = []
     try:
-        for kit, role in ((made.coordinator, "coordinator"), *((made.sites[site], "site") for site in SITES)):
+        for kit, role in ((played.coordinator, "coordinator"), *((kit, "site") for kit in played.sites.values())):
             site_file = kit / "SITE.yaml" if role == "site" else None
             roles.start(roles.load_kit(kit, role), site_file, wait=0)
             started.append((kit, role))
-        yield Played(folder, made.coordinator, made.sites, port, file)
+        yield played
     finally:
         for kit, role in reversed(started):
             roles.stop(roles.load_kit(kit, role))

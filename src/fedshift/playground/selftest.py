@@ -1,7 +1,8 @@
 """Every promise tried, one after the other.
 
 To add one, write a function that tries it, and a `Promise` in the list of its attacker: `by_strangers`,
-`by_coordinators` or `by_sites`.
+`by_coordinators` (and beside it those of sums, seals and budgets) or `by_sites`. Its ``tries`` goes into the row of the
+threat model in docs/security.md, or of the attacks in docs/privacy.md, that it shows.
 """
 
 from __future__ import annotations
@@ -9,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from fedshift.playground import by_coordinators, by_sites, by_strangers
+from fedshift.playground import (
+    by_coordinators,
+    by_coordinators_of_budgets,
+    by_coordinators_of_seals,
+    by_coordinators_of_sums,
+    by_sites,
+    by_strangers,
+)
 from fedshift.playground.played import Played, playing
 from fedshift.playground.promise import Outcome, Promise, expect, tried
 
@@ -22,7 +30,16 @@ def _honest(played: Played) -> str:
 
 
 HONEST = Promise("an honest coordinator", "trains with honest sites, which must work", _honest)
-PROMISES = (HONEST, *by_strangers.PROMISES, *by_coordinators.PROMISES, *by_sites.PROMISES, *by_strangers.AT_LAST)
+PROMISES = (
+    HONEST,
+    *by_strangers.PROMISES,
+    *by_coordinators.PROMISES,
+    *by_coordinators_of_sums.PROMISES,
+    *by_coordinators_of_seals.PROMISES,
+    *by_coordinators_of_budgets.PROMISES,
+    *by_sites.PROMISES,
+    *by_strangers.AT_LAST,
+)
 """The honest run comes first: without it, whatever is refused shows nothing."""
 
 

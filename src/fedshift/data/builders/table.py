@@ -23,18 +23,11 @@ from fedshift.data.builders.table_labels import (
 )
 from fedshift.data.checks import agreed_classes, checked
 from fedshift.data.domain import DataSet, DataSource, Domain, Labels, Manifest, Preprocessing
-from fedshift.data.table_files import (
-    PLAIN,
-    Columns,
-    TableFormat,
-    canonical,
-    from_columns,
-    parted,
-    read_table,
-)
-from fedshift.data.tables import TableEncoding, agreed_encoding, encode, site_statistics
+from fedshift.data.table_files import PLAIN, Columns, TableFormat, canonical, from_columns, parted, read_table
+from fedshift.data.tables import TableEncoding, TableStatistics, agreed_encoding, encode, site_statistics
 from fedshift.data.tasks.fields import TaskFields, label_sums
 from fedshift.errors import UserError, nearest
+from fedshift.functional.noisy_moments import Ranges
 
 
 class Table(TaskFields):
@@ -247,11 +240,15 @@ class Table(TaskFields):
                 "data: sites of a deployment cannot agree on missing_values or impute: leave such cells empty in the "
                 "file, or write the values there"
             )
-        (table,) = self._tables().values()
-        given = table_given(site_statistics(table, self.numeric, self.categorical), self.numeric, self.categorical)
+        given = table_given(self.statistics(), self.numeric, self.categorical)
         if self.scales_labels:
+            (table,) = self._tables().values()
             given["label"] = label_sums(quantities_of(table, self.label_column))
         return given
+
+    def statistics(self, ranges: Ranges | None = None) -> TableStatistics:
+        (table,) = self._tables().values()
+        return site_statistics(table, self.numeric, self.categorical, ranges)
 
     def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:
         """The tables in the agreed encoding. The coordinator can choose the encoding, and it sees the error messages.

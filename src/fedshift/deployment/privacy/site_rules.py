@@ -1,8 +1,8 @@
 """What a site does otherwise if it has a budget of privacy, or is asked to train privately.
 
 With a budget, all that leaves the site is public (shapes, numbers of samples), or has noise and is counted, or is
-refused. Neighbours are two data sets of the same size that differ in what one sample holds, or the samples of one
-group; so the number of samples is public.
+refused. Neighbours are two data sets of the same size, of which one has nothing in the place of one sample or group;
+so the number of samples is public.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from fedshift.data.site_data import SiteData
 from fedshift.data.splits import part_rows, random_split
 from fedshift.data.tasks.objective import Objective
 from fedshift.deployment.privacy.ledger import PrivacyLedger
+from fedshift.deployment.privacy.noisy_statistics import lacking, with_noise
 from fedshift.deployment.site_file import Holding, SiteConfig
 from fedshift.deployment.site_measures import measured
 from fedshift.errors import Refused, UserError
@@ -55,20 +56,38 @@ class SiteRules:
     # What is told of the data -----------------------------------------------------------------------------------------
 
     def shown(self, holding: Holding) -> Holding:
-        """The data with a fingerprint that tells nobody else what they are, if the site has a budget."""
+        """The data as the site tells of them if it has a budget: statistics with noise, a fingerprint of its own."""
         if self.budget is None:
             return holding
-        return replace(holding, fingerprint=self.ledger.mark(data=holding.fingerprint)[:32])
+        shown = replace(holding, fingerprint=self.ledger.mark(data=holding.fingerprint)[:32])
+        if holding.given is None or lacking(holding.given, self.budget) is not None:
+            return shown
+        stream = SecretStream(self.ledger.secret(), f"{self._statistics_mark(shown)}\x1fstatistics")
+        return with_noise(shown, self.budget, stream)
+
+    def _statistics_mark(self, shown: Holding) -> str:
+        """The mark of a table's statistics, by the fingerprint that is shown: the same for the life of a project."""
+        assert self.budget is not None  # only then there is noise
+        options = self.budget.model_dump(include={"statistics_noise", "ranges", "categories"})
+        return self.ledger.mark(statistics=shown.fingerprint, options=options, versions=versions())
 
     def check_hello(self, private: object, holding: Holding) -> None:
-        """Raise Refused unless the site can take part in an experiment that trains privately, or that does not."""
+        """Raise Refused unless the site can take part in an experiment that trains privately, or that does not.
+
+        Statistics of a table are counted here, before a card tells them.
+        """
         if private is not True:
             self._refuse_without_noise()
-        if self.budget is not None and holding.given is not None:
+        if self.budget is None or holding.given is None:
+            return
+        if (reason := lacking(holding.given, self.budget)) is not None:
             raise Refused(
-                f"site '{self.site}' refuses to send statistics for the encoding of its data, which have no noise "
-                "(rule privacy.epsilon): give it data that are encoded already, such as arrays"
+                f"site '{self.site}' refuses to send statistics for the encoding of its data without noise (rule "
+                f"privacy.epsilon): {reason}"
             )
+        if holding.given["numeric"]:
+            cost = NoisySteps(float(self.budget.statistics_noise or 0), 1.0, 1)
+            self.ledger.pay(self._statistics_mark(holding), cost, step="statistics")
 
     def _refuse_without_noise(self) -> None:
         if self.budget is not None:
@@ -97,7 +116,8 @@ class SiteRules:
         if self.budget.measurement_noise is None:
             rows = {seed: [train, 0] for seed, (train, _) in rows.items()}
         spent = [[one.noise_multiplier, one.sample_rate, one.steps] for one in self.ledger.spent()]
-        return {"rows": dict(rows), "privacy": {**self.budget.model_dump(), "spent": spent}}
+        told = self.budget.model_dump(include={"epsilon", "delta", "measurement_noise"})
+        return {"rows": dict(rows), "privacy": {**told, "spent": spent}}
 
     # Training ---------------------------------------------------------------------------------------------------------
 

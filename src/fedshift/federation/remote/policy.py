@@ -197,6 +197,27 @@ class PrivacyBudget(BaseModel):
         description="deviation of the noise on how many samples a measured model gets right; each measurement costs "
         "ε; none = the site measures no model",
     )
+    statistics_noise: Annotated[float, Field(ge=0.5, le=1e6)] | None = Field(
+        None,
+        description="deviation of the noise on the sums of a table's columns, in parts of what one row can change in "
+        "them; they cost ε once; none = the site gives no statistics",
+    )
+    ranges: dict[str, tuple[float, float]] = Field(
+        default_factory=dict,
+        description="with statistics_noise: numeric column: least and largest value, known without looking at the data",
+    )
+    categories: dict[str, tuple[str | int | float, ...]] = Field(
+        default_factory=dict,
+        description="with statistics_noise: categorical column: all its categories, known without looking at the data",
+    )
+
+    @field_validator("ranges")
+    @classmethod
+    def _in_order(cls, ranges: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+        for column, (least, most) in ranges.items():
+            if not least < most:
+                raise ValueError(f"column '{column}': the least value has to be below the largest one")
+        return ranges
 
 
 def _installed(name: str) -> None:

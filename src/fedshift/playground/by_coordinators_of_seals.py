@@ -1,0 +1,107 @@
+"""What a coordinator tries with models that it only hands on, from sources to a target, sealed by `routing: sealed`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fedshift.deployment.secure.identity import Identity
+from fedshift.federation.messages import Content, Sealed
+from fedshift.federation.remote.transport import Lost
+from fedshift.federation.remote.wire import Message, unseal
+from fedshift.playground.in_process import answer_to, caught_requests, forged, rehearse
+from fedshift.playground.played import FOUR, Played, of_four
+from fedshift.playground.promise import Promise, expect
+
+SOURCE, THIEF, TARGET = FOUR[0], FOUR[1], FOUR[-1]
+SEALED: dict[str, Any] = {
+    "engine": {"routing": "sealed"},
+    "protocol": {"kind": "adapt_to_one", "targets": [TARGET], "seeds": [0], "test_fraction": 0.4},
+}
+
+
+def _site_file(site: str) -> dict[str, Any]:
+    """Of the sources no model leaves that is not sealed; the target's own does."""
+    return {"policy": {"send": ["weights" if site == TARGET else "sealed", "numbers", "accuracy", "metrics"]}}
+
+
+def _read(played: Played) -> str:
+    crossed: dict[str, Mapping[str, Content]] = {}
+
+    def watch(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
+        if header.get("step") == "fit" and isinstance(answer, Message):
+            crossed[site] = unseal(answer)[1]
+        return answer
+
+    rehearse(of_four(played), "sealed", watch, "kd3a", SEALED, _site_file)
+    expect(set(crossed) == {*FOUR} - {TARGET}, f"sources that answered: {sorted(crossed)}")
+    clear = [site for site, content in crossed.items() if not isinstance(content["weights"], Sealed)]
+    expect(not clear, f"models in clear: {clear}")
+    return f"the target trains with the models of {len(crossed)} sources, and none crosses in clear"
+
+
+def _asked(played: Played, name: str, word: str, **changes: Any) -> str:
+    """A forged request to train is refused by a source, and the genuine one is answered."""
+    programs, requests = caught_requests(of_four(played), name, "fit", "kd3a", SEALED, _site_file)
+    header = json.loads(requests[SOURCE].header)
+    answer = answer_to(programs[SOURCE], forged(requests[SOURCE], **_made(played, header, **changes)))
+    said = str(answer.get("message"))
+    expect("error" in answer and word in said, f"the site answers {said}")
+    expect("error" not in answer_to(programs[SOURCE], requests[SOURCE]), "the site does not answer a genuine request")
+    return said
+
+
+def _made(played: Played, header: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    """Changes of a request; ``card``: another site's certificate with the target's key and signature."""
+    if "card" not in changes:
+        return changes
+    key, signature, _ = header["seal"]["card"]
+    return {"seal": {**header["seal"], "card": [key, signature, changes["card"]]}}
+
+
+def _in_clear(played: Played) -> str:
+    return _asked(played, "in-clear", "refuses to send weights", seal=None, routing=None)
+
+
+def _own_key(played: Played) -> str:
+    import base64
+
+    thief = Identity.of_kit(of_four(played).sites[THIEF], THIEF)
+    return _asked(played, "sealing-key", "is not signed", card=base64.b64encode(thief.certificate).decode())
+
+
+def _handed_on(played: Played, name: str, spoil: str) -> str:
+    """The target is given other models than the sources sealed for it; it opens the genuine ones."""
+    programs, requests = caught_requests(of_four(played), name, "distil", "kd3a", SEALED, _site_file)
+    content = unseal(requests[TARGET])[1]
+    models: dict[str, Any] = dict(content["models"])  # type: ignore[arg-type]
+    if spoil == "changed":
+        sealed = models[SOURCE]["sealed"].clone()
+        sealed[len(sealed) // 2] ^= 1
+        models[SOURCE] = Sealed({**models[SOURCE], "sealed": sealed})
+    else:
+        models[SOURCE], models[THIEF] = models[THIEF], models[SOURCE]
+    answer = answer_to(programs[TARGET], forged(requests[TARGET], {**content, "models": models}))
+    said = str(answer.get("message"))
+    expect("was not sealed for this site's key" in said, f"the target answers {said}")
+    expect("error" not in answer_to(programs[TARGET], requests[TARGET]), "the target does not open the genuine models")
+    return said
+
+
+def _changed(played: Played) -> str:
+    return _handed_on(played, "model-changed", "changed")
+
+
+def _swapped(played: Played) -> str:
+    return _handed_on(played, "models-swapped", "swapped")
+
+
+COORDINATOR = "a curious coordinator"
+PROMISES = (
+    Promise(COORDINATOR, "reads the sealed models that it hands on", _read),
+    Promise(COORDINATOR, "asks for a model in clear that a site sends sealed only", _in_clear),
+    Promise(COORDINATOR, "has a model sealed for a key that the target did not sign", _own_key),
+    Promise(COORDINATOR, "changes a sealed model on its way to the target", _changed),
+    Promise(COORDINATOR, "gives the target one site's model in the name of another", _swapped),
+)

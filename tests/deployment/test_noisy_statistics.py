@@ -1,0 +1,155 @@
+"""Statistics of tables at sites with a budget of privacy: with noise, counted once, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from loopback import SITES, Loopback, model, options_of, site_file
+from test_agreement import TABLE, begin, write_tables
+
+from fedshift.data.builders.table import Table
+from fedshift.deployment.coordinator import coordinate
+from fedshift.deployment.privacy.ledger import LEDGER, SECRET
+from fedshift.deployment.site_file import load_site, read_holding
+from fedshift.deployment.site_server import SiteProgram
+from fedshift.errors import UserError
+from fedshift.federation.remote.transport import request_key
+from fedshift.federation.remote.wire import body_of, seal, unseal
+
+pytest.importorskip("opacus")
+RANGES = {"age": [0, 120], "pressure": [60, 160]}
+CATEGORIES = {"sex": ["f", "m", "x"]}
+NOISY: dict[str, Any] = {"statistics_noise": 4.0, "ranges": RANGES, "categories": CATEGORIES}
+SEND = ["weights", "numbers", "accuracy", "statistics"]
+
+
+def place_of(folder: Path, site: str, **privacy: Any) -> Path:
+    """The SITE.yaml of a site with a table and a budget of 20."""
+    files = write_tables(folder / "tables")
+    place = site_file(folder, site, "", send=SEND)
+    options = yaml.safe_load(place.read_text())
+    options |= {"data": {**TABLE, "sites": {site: files[site]}}, "classes": ["n", "y"]}
+    place.write_text(yaml.safe_dump({**options, "privacy": {"epsilon": 20.0, "delta": 1e-5, **privacy}}))
+    return place
+
+
+def card(program: SiteProgram) -> dict[str, Any]:
+    """What a site answers before a run."""
+    from fedshift import __version__
+
+    split = {"test_fraction": 0.3, "split": "auto"}
+    header = {"do": "hello", "protocol": 1, "run": "r", "version": __version__, "methods": [], "private": True}
+    header |= {"on_refusal": "stop", "split": split, "seeds": [0]}
+    body = body_of({})
+    answer, _, _ = unseal(program.handle(seal({"key": request_key(header, body.sha256), **header}, body), "c"))
+    return answer
+
+
+def lines(program: SiteProgram) -> list[dict[str, Any]]:
+    file = program.config.memory / LEDGER
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+def with_secret(place: Path, secret: bytes) -> SiteProgram:
+    config = load_site(place)
+    config.memory.mkdir(parents=True, exist_ok=True)
+    (config.memory / SECRET).write_bytes(secret)
+    return SiteProgram(config)
+
+
+def test_statistics_have_noise_and_are_counted_once(tmp_path: Path) -> None:
+    """Whatever is asked, and by a new process of the site, too: the same noise, and one line."""
+    place = place_of(tmp_path, "south", **NOISY)
+    program = with_secret(place, bytes(range(32)))
+    first = card(program)["card"]
+    assert card(SiteProgram(program.config))["card"]["given"] == first["given"]
+    (line,) = lines(program)
+    assert (line["step"], line["noise_multiplier"], line["sample_rate"], line["steps"]) == ("statistics", 4.0, 1.0, 1)
+    assert first["privacy"]["spent"] == [[4.0, 1.0, 1]]
+    exact = read_holding(program.config).given
+    assert exact is not None
+    assert first["given"]["total"] != exact["total"]
+    assert first["given"]["any_missing"] == [True, True]
+    place.write_text(place.read_text().replace("statistics_noise: 4.0", "statistics_noise: 5.0"))
+    assert card(SiteProgram(load_site(place)))["card"]["given"] != first["given"]
+    assert len(lines(program)) == 2, "other noise over the same rows is paid for"
+
+
+def test_noise_is_as_large_as_its_price_and_means_stay(tmp_path: Path) -> None:
+    """Over secrets the deviation is 4 · 2 √2 halves of a range, and the mean that of the values within the range."""
+    place = place_of(tmp_path, "south", **{**NOISY, "ranges": {**RANGES, "pressure": [-1e7, 1e7]}})
+    totals = []
+    for number in range(40):
+        given = with_secret(place, bytes([number]) * 32).holding.given
+        assert given is not None
+        totals.append(given["total"])
+    program = SiteProgram(load_site(place))
+    source = program.holding.source
+    assert isinstance(source, Table)
+    exact = source.statistics().total
+    age, pressure = np.array(totals).T
+    rows = len(program.holding.domain)
+    assert np.std(pressure) / 1e7 == pytest.approx(4 * 2 * np.sqrt(2), rel=0.35)
+    assert np.mean(pressure) / 1e7 == pytest.approx(0, abs=7)
+    assert np.mean(age) == pytest.approx(exact[0], abs=0.35 * 60 * rows)
+    assert (np.abs(age - 60 * rows) <= 60 * rows).all(), "no mean lies outside of its range"
+
+
+def test_a_card_tells_nothing_else_of_a_table(tmp_path: Path) -> None:
+    """Of two tables of as many rows: the encoding, the shape and the categories follow from what has noise."""
+    place = place_of(tmp_path, "south", **NOISY)
+    program = with_secret(place, bytes(32))
+    told = card(program)["card"]
+    file = tmp_path / "tables" / "south.csv"
+    # A cell that was missing, an age beyond its range, one category fewer.
+    file.write_text(file.read_text().replace(",,", ",99,").replace(",m,", ",f,"))
+    other = card(SiteProgram(program.config))["card"]
+    assert other["given"]["categories"] == told["given"]["categories"] == [["f", "m", "x"]]
+    assert other["shape"] == told["shape"] == [2 + 2 + 3]
+    columns = [one["preprocessing"]["table"]["numeric"][0] for one in (told, other)]
+    exact = np.array([float(line.split(",")[0]) for line in file.read_text().splitlines()[1:]])
+    assert all(column["mean"] != pytest.approx(exact.mean(), abs=1e-6) for column in columns)
+    assert len(lines(program)) == 2, "other data are paid for"
+
+
+@pytest.mark.parametrize(
+    ("privacy", "said"),
+    [
+        ({}, r"set privacy\.statistics_noise"),
+        ({**NOISY, "ranges": {"age": [0, 120]}}, r"privacy\.ranges of column 'pressure'"),
+        ({**NOISY, "categories": {}}, r"privacy\.categories of column 'sex'"),
+        ({**NOISY, "epsilon": 0.3}, r"costs more than is left \(rule privacy\.epsilon\)"),
+    ],
+)
+def test_without_noise_bounds_or_budget_they_are_refused(privacy: dict[str, Any], said: str, tmp_path: Path) -> None:
+    options = options_of({"name": "fedavg"}, training={"rounds": 1, "privacy": {"noise_multiplier": 3.0}})
+    transport = Loopback({site: place_of(tmp_path, site, **privacy) for site in SITES})
+    files = write_tables(tmp_path / "tables")
+    place = begin(tmp_path, options, {**TABLE, "sites": {"west": files["west"]}})
+    with pytest.raises(UserError, match=said):
+        coordinate(place, transport, list(SITES))
+    assert not any(lines(program) for program in transport.programs.values())
+
+
+def test_ranges_are_in_order(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="below the largest"):
+        load_site(place_of(tmp_path, "south", **{**NOISY, "ranges": {"age": [120, 0]}}))
+
+
+def test_a_run_on_tables_is_private_from_the_first_sum_on(tmp_path: Path) -> None:
+    options = options_of(
+        {"name": "fedavg"}, training={"rounds": 1, "batch_size": 8, "privacy": {"noise_multiplier": 3}}
+    )
+    transport = Loopback({site: place_of(tmp_path, site, **NOISY) for site in SITES})
+    files = write_tables(tmp_path / "tables")
+    place = begin(tmp_path, options, {**TABLE, "sites": {"west": files["west"]}})
+    coordinate(place, transport, list(SITES))
+    first = next(iter(model(place / "runs" / "tiny", "fedavg", "west").values()))
+    assert 7 in first.shape, "two numbers, two columns that say which are missing, three categories"
+    for program in transport.programs.values():
+        assert [line["step"] for line in lines(program)] == ["statistics", "fit"]
