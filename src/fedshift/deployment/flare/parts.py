@@ -81,7 +81,8 @@ class Parcels:
             reply["refused"] = "no part begins there"
         elif part is None:
             size = request.get("size")
-            reply["part"] = bytes(memoryview(parcel.body)[begin : begin + (size if type(size) is int else 0)])
+            size = min(size, LARGEST_PART) if type(size) is int and size > 0 else 0
+            reply["part"] = bytes(memoryview(parcel.body)[begin : begin + size])
         elif not isinstance(part, bytes) or len(part) > LARGEST_PART or begin + len(part) > self._largest:
             reply["refused"] = "that is no part of a message, or the message is too large"
         else:
