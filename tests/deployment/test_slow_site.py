@@ -176,7 +176,7 @@ def test_a_spool_forgets_what_was_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(incoming, "HELD_IN_MEMORY", 100)
     with Spool() as spool:
         held = [spool.hold(Message("{}", bytes([number]) * 60, "")) for number in range(5)]
-        files = [one.path for one in held if one is not None and one.path is not None]
+        files = [path for one in held if one is not None for path in one.paths]
         assert None not in held
         assert len(files) == 4
         assert [spool.take(one).body[0] for one in held if one] == [0, 1, 2, 3, 4]

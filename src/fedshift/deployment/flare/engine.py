@@ -26,9 +26,10 @@ from fedshift.deployment.coordinator import coordinate
 from fedshift.deployment.flare.certificates import revoked_sites
 from fedshift.deployment.flare.deployment_folder import Deployment
 from fedshift.deployment.flare.kits import Kit, Project, load_kit
+from fedshift.deployment.flare.parts import TOPIC, Counter, Parcels, counter_at_site, room_of
 from fedshift.deployment.site_server import open_site
 from fedshift.errors import FedshiftError, UserError
-from fedshift.federation.remote.incoming import Held, Spool
+from fedshift.federation.remote.incoming import Arriving, Held, Spool
 from fedshift.federation.remote.transport import Lost, NewJobNeeded, Sign
 from fedshift.federation.remote.wire import Message, error_answer
 
@@ -70,6 +71,7 @@ class FlareCoordinator(Controller):  # type: ignore[misc]
         deployment, job = self._deployment, str(fl_ctx.get_job_id())
         deployment.note_process(job)
         transport = FlareTransport(self, fl_ctx, abort_signal, deployment.new_job_requested, own_kit())
+        fl_ctx.get_engine().register_aux_message_handler(TOPIC, transport.parcels.answer)
         try:
             coordinate(deployment.folder, transport, deployment.sites)
             deployment.end(job, "finished")
@@ -109,6 +111,7 @@ class FlareTransport:
     ) -> None:
         self._controller, self._context, self._abort = controller, fl_ctx, abort_signal
         self._new_job_requested, self._kit = new_job_requested, kit
+        self.parcels = Parcels(kit.project.largest_message << 20)
 
     def exchange(
         self, messages: Iterator[tuple[str, Message]], deadline: float, patience: Mapping[str, float]
@@ -122,9 +125,18 @@ class FlareTransport:
         arrived: Arrivals = queue.Queue()
         fetched: set[str] = set()
         tasks: dict[str, Task] = {}
+        tickets: list[str] = []
         try:
-            for site, message in messages:
-                tasks[site] = self._send(site, message, arrived, spool)
+            outgoing = list(messages)
+            room = room_of(len(outgoing))
+            for site, message in outgoing:
+                check_size(message, self._kit.project)
+                arriving = Arriving(spool)
+                tickets.append(self.parcels.open(message.body if len(message.body) > room else b"", arriving))
+                task = shareable_of(message, room)
+                task["ticket"], task["room"] = tickets[-1], room
+                tasks[site] = self._send(site, task, arrived, spool, arriving)
+            del outgoing, message, task
             begun = time.monotonic()
             waiting = set(tasks)
             while waiting:
@@ -151,23 +163,30 @@ class FlareTransport:
                     waiting.discard(site)
                     yield site, spool.take(held) if isinstance(held, Held) else held
         finally:
+            for ticket in tickets:
+                self.parcels.close(ticket)
             for task in tasks.values():
                 self._controller.cancel_task(task)
 
-    def _send(self, site: str, message: Message, arrived: Arrivals, spool: Spool) -> Task:
+    def _send(self, site: str, data: Shareable, arrived: Arrivals, spool: Spool, arriving: Arriving) -> Task:
         # FLARE passes these parameters by name.
         def sent(client_task: ClientTask, fl_ctx: FLContext) -> None:
             arrived.put((client_task.client.name, Sign.FETCHED))
 
         def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
-            answer = message_from(client_task.result)
+            answer, apart = message_from(client_task.result), size_apart(client_task.result)
             client_task.result = None  # or FLARE keeps it until its next check of the task
-            held = answer if isinstance(answer, Lost) else spool.hold(answer)
+            held: Held | Lost | None
+            if isinstance(answer, Lost):
+                held = answer
+            elif apart:
+                held = arriving.held(answer.header, answer.digest, apart) or Lost("its reply did not come as a whole")
+            else:
+                held = spool.hold(answer)
             if held is not None:
                 arrived.put((client_task.client.name, held))
 
-        check_size(message, self._kit.project)
-        task = Task(name=TASK, data=shareable_of(message), after_task_sent_cb=sent, result_received_cb=received)
+        task = Task(name=TASK, data=data, after_task_sent_cb=sent, result_received_cb=received)
         self._controller.send(task, self._context, targets=[site])
         return task
 
@@ -207,15 +226,31 @@ class FlareSite(Executor):  # type: ignore[misc]
         message = message_from(shareable)
         if isinstance(message, Lost):
             return shareable_of(error_answer(None, FedshiftError(message.reason)))
+        counter = counter_at_site(shareable, fl_ctx, abort_signal)
+        room = shareable["room"] if counter else None
         try:
             self._program = self._program or open_site(Path(os.environ[SITE]))
             peer = fl_ctx.get_peer_context()
             server = peer.get_identity_name() if peer else ""
-            answer = self._program.handle(message, f"{server} job {fl_ctx.get_job_id()}")
-            check_size(answer, own_kit().project)
+            project = own_kit().project
+            whole = _whole(message, size_apart(shareable), counter, project)
+            answer = self._program.handle(whole, f"{server} job {fl_ctx.get_job_id()}")
+            del whole
+            check_size(answer, project)
+            if counter is not None and len(answer.body) > room:
+                counter.bring(answer.body)
         except Exception as error:
             answer = error_answer(message, error)
-        return shareable_of(answer)
+        return shareable_of(answer, room)
+
+
+def _whole(message: Message, size: int, counter: Counter | None, project: Project) -> Message:
+    """A message together with its body of ``size`` bytes, if that has to be fetched."""
+    if not size:
+        return message
+    if counter is None or size > project.largest_message << 20:
+        raise UserError("the coordinator offers a message that this site cannot fetch, or one that is too large")
+    return Message(message.header, counter.fetch(size), message.digest)
 
 
 def own_kit() -> Kit:
@@ -233,11 +268,20 @@ def check_size(message: Message, project: Project) -> None:
         )
 
 
-def shareable_of(message: Message) -> Shareable:
-    """A message in the form that FLARE carries: two texts and bytes."""
+def shareable_of(message: Message, room: int | None = None) -> Shareable:
+    """A message in the form that FLARE carries: two texts and bytes; without the body if that has more than ``room``
+    bytes, and crosses in parts."""
     out = Shareable()
     out["header"], out["body"], out["digest"] = message.header, message.body, message.digest
+    if room is not None and len(message.body) > room:
+        out["body"], out["apart"] = b"", len(message.body)
     return out
+
+
+def size_apart(shareable: Shareable) -> int:
+    """The bytes of a message's body that crosses in parts; 0 if the body is in the message."""
+    size = shareable.get("apart") if isinstance(shareable, Shareable) else None
+    return size if type(size) is int and size > 0 else 0
 
 
 def message_from(shareable: Any) -> Message | Lost:

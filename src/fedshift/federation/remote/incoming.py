@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import tempfile
 import threading
 import time
@@ -24,10 +25,11 @@ HELD_IN_MEMORY = 32 << 20
 
 @dataclass(frozen=True)
 class Held:
-    """An answer that waits: ``message`` itself or, where ``path`` is set, all of it but the body."""
+    """An answer that waits: ``message`` itself or, where there are ``paths``, all of it but the body. That is in these
+    files, one after the other."""
 
     message: Message
-    path: Path | None = None
+    paths: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Taken:
 
     def put_by(self, held: Held | None) -> Taken:
         """This reply while it waits: only its message in a file is kept, where there is one."""
-        return self if held is None or held.path is None else replace(self, answer=None, held=held)
+        return self if held is None or not held.paths else replace(self, answer=None, held=held)
 
 
 class Spool:
@@ -71,22 +73,55 @@ class Spool:
             if self._bytes + message.size <= HELD_IN_MEMORY:
                 self._bytes += message.size
                 return Held(message)
-            if self._folder is None:
-                self._folder = tempfile.TemporaryDirectory(prefix="fedshift-answers-")
-            self._files += 1
-            path = Path(self._folder.name) / str(self._files)
-            write_private(path, message.body, flush=False)
-            return Held(Message(message.header, b"", message.digest), path)
+            return Held(Message(message.header, b"", message.digest), (self._write(message.body),))
+
+    def write(self, part: bytes) -> Path | None:
+        """Write a part of a body to a file; None once the spool is closed."""
+        with self._lock:
+            return None if self._closed else self._write(part)
+
+    def _write(self, data: bytes) -> Path:
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="fedshift-answers-")
+        self._files += 1
+        path = Path(self._folder.name) / str(self._files)
+        write_private(path, data, flush=False)
+        return path
 
     def take(self, held: Held) -> Message:
         """The message that was held, which is then forgotten."""
-        if held.path is None:
+        if not held.paths:
             with self._lock:
                 self._bytes -= held.message.size
             return held.message
-        body = read_private(held.path)
-        held.path.unlink()
-        return Message(held.message.header, body, held.message.digest)
+        body = io.BytesIO()  # joining the parts would need room for all of them and the whole
+        for path in held.paths:
+            body.write(read_private(path))
+            path.unlink()
+        return Message(held.message.header, body.getvalue(), held.message.digest)
+
+
+class Arriving:
+    """The body of an answer that comes in parts. Each goes to a file of a spool. Several threads may use it."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+        self._lock = threading.Lock()
+        self._paths: list[Path] = []
+        self._size = 0
+
+    def add(self, begin: int, part: bytes) -> int:
+        """Take a part that begins at a byte, unless it has come before; return where the next one begins."""
+        with self._lock:
+            if part and begin == self._size and (path := self._spool.write(part)) is not None:
+                self._paths.append(path)
+                self._size += len(part)
+            return self._size
+
+    def held(self, header: str, digest: str, size: int) -> Held | None:
+        """The answer whose body has come in parts; None unless ``size`` bytes have."""
+        with self._lock:
+            return Held(Message(header, b"", digest), tuple(self._paths)) if size == self._size else None
 
 
 class Grace:

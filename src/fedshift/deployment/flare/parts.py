@@ -1,0 +1,155 @@
+"""Large messages in parts: a site fetches its request piece by piece, and brings its answer in the same way.
+
+FLARE itself carries a message as a whole, with several copies for each site: 20 sites with a model of 45 MB took
+3 GB at the coordinator. Here the sites ask and the coordinator answers, one part at a time for each site. So what it
+holds of all the messages of an exchange is bounded, a slow site keeps no other waiting, and what a site brings goes to
+files as it comes. Parts cross as FLARE's auxiliary messages, from a site's job to the coordinator's.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nvflare.apis.fl_constant import ReturnCode
+from nvflare.apis.shareable import Shareable, make_reply
+from nvflare.apis.signal import Signal
+
+from fedshift.errors import FedshiftError
+from fedshift.federation.remote.incoming import Arriving
+
+TOPIC = "fedshift.part"
+IN_FLIGHT = 32 << 20
+"""Bytes of all sites' messages that may be on their way at once, in each direction. Where an exchange has so few that
+they fit, each travels as a whole, which is faster; FLARE's copies of them come on top."""
+LARGEST_PART = 2 << 20
+_REQUEST_SECONDS, _GIVE_UP_SECONDS = 30.0, 120.0
+"""A part is asked for again after the first, and no longer once none has come for the second."""
+_AGAIN_SECONDS = 0.5
+
+
+def room_of(sites: int) -> int:
+    """Bytes of a message that travels as a whole when so many sites are asked; those of a part have no more."""
+    return IN_FLIGHT // max(1, sites)
+
+
+@dataclass
+class Parcel:
+    """The messages of one site in an exchange: the body of its request, and what it brings of its answer's."""
+
+    body: bytes
+    arriving: Arriving
+
+
+class Parcels:
+    """The coordinator's side. FLARE calls `answer` in several threads. A site names its parcel by a secret ticket.
+
+    Args:
+        largest: bytes of the largest message that is accepted.
+    """
+
+    def __init__(self, largest: int) -> None:
+        self._largest = largest
+        self._lock = threading.Lock()
+        self._open: dict[str, Parcel] = {}
+
+    def open(self, body: bytes, arriving: Arriving) -> str:
+        """Let a site fetch ``body`` and bring its answer; the ticket for both."""
+        ticket = secrets.token_hex(16)
+        with self._lock:
+            self._open[ticket] = Parcel(body, arriving)
+        return ticket
+
+    def close(self, ticket: str) -> None:
+        """Nobody may fetch or bring anything any more."""
+        with self._lock:
+            self._open.pop(ticket, None)
+
+    def answer(self, topic: str, request: Shareable, fl_ctx: Any) -> Shareable:
+        """Answer a site that fetches or brings a part. FLARE calls this, and passes these parameters by name."""
+        reply = make_reply(ReturnCode.OK)
+        ticket, begin, part = request.get("ticket"), request.get("begin"), request.get("part")
+        with self._lock:
+            parcel = self._open.get(ticket) if isinstance(ticket, str) else None
+        if parcel is None:
+            reply["refused"] = "the exchange is over"
+        elif type(begin) is not int or begin < 0:
+            reply["refused"] = "no part begins there"
+        elif part is None:
+            size = request.get("size")
+            size = min(size, LARGEST_PART) if type(size) is int and size > 0 else 0
+            reply["part"] = bytes(memoryview(parcel.body)[begin : begin + size])
+        elif not isinstance(part, bytes) or len(part) > LARGEST_PART or begin + len(part) > self._largest:
+            reply["refused"] = "that is no part of a message, or the message is too large"
+        else:
+            reply["next"] = parcel.arriving.add(begin, part)
+        return reply
+
+
+class Counter:
+    """A site's side: fetches and brings parts.
+
+    Args:
+        send: sends a request to the coordinator and waits for so many seconds; None if no answer came.
+        ticket: of the parcel.
+        part: bytes of a part.
+        stop: triggered when FLARE ends the job.
+    """
+
+    def __init__(
+        self, send: Callable[[Shareable, float], Shareable | None], ticket: str, part: int, stop: Signal
+    ) -> None:
+        self._send, self._ticket, self._stop = send, ticket, stop
+        self._part = min(LARGEST_PART, part)
+
+    def fetch(self, size: int) -> bytes:
+        """Fetch the body of the request, which has ``size`` bytes."""
+        body = bytearray()
+        while len(body) < size:
+            part = self._ask(begin=len(body), size=min(self._part, size - len(body))).get("part")
+            if not isinstance(part, bytes) or not 0 < len(part) <= size - len(body):
+                raise FedshiftError("the coordinator sent something else than the part that was asked for")
+            body += part
+        return bytes(body)
+
+    def bring(self, body: bytes) -> None:
+        """Bring the body of the answer."""
+        begin = 0
+        while begin < len(body):
+            begun, begin = begin, self._ask(begin=begin, part=body[begin : begin + self._part]).get("next")
+            if type(begin) is not int or begin <= begun:
+                raise FedshiftError("the coordinator did not take a part of the answer")
+
+    def _ask(self, **what: Any) -> Shareable:
+        """Send a request until it is answered; raises FedshiftError if it is refused, or for too long is not."""
+        deadline = time.monotonic() + _GIVE_UP_SECONDS
+        while True:
+            request = Shareable()
+            request.update(what, ticket=self._ticket)
+            reply = self._send(request, _REQUEST_SECONDS)
+            if reply is not None:
+                if "refused" in reply:
+                    raise FedshiftError(f"the coordinator refuses a part of a message: {reply['refused']}")
+                return reply
+            if self._stop.triggered or time.monotonic() > deadline:
+                raise FedshiftError("the coordinator does not answer, so a part of a message did not cross")
+            time.sleep(_AGAIN_SECONDS)
+
+
+def counter_at_site(shareable: Shareable, fl_ctx: Any, stop: Signal) -> Counter | None:
+    """How a site fetches the body of a task and brings its answer; None if both travel as a whole."""
+    ticket, part = shareable.get("ticket"), shareable.get("room")
+    if not isinstance(ticket, str) or type(part) is not int or part <= 0:
+        return None
+    engine = fl_ctx.get_engine()
+
+    def send(request: Shareable, seconds: float) -> Shareable | None:
+        found = engine.send_aux_request(None, TOPIC, request, seconds, fl_ctx, optional=True)
+        reply = next(iter((found or {}).values()), None)
+        return reply if isinstance(reply, Shareable) and reply.get_return_code() == ReturnCode.OK else None
+
+    return Counter(send, ticket, part, stop)
