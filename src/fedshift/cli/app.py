@@ -138,6 +138,42 @@ def table(
     print_table(folder, format, select, metric)
 
 
+BenchmarksFolder = Annotated[
+    Path, typer.Option("--folder", help="The benchmarks folder of fedshift's repository.", metavar="DIR")
+]
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="list, or the name of a table or figure.", metavar="list|NAME")],
+    folder: BenchmarksFolder = Path("benchmarks"),
+    run: Annotated[bool, typer.Option("--run/--no-run", help="Run what is unfinished, or only compare.")] = True,
+) -> None:
+    """List the papers' tables and figures; or run the experiments behind one and print ours beside the published.
+
+    Example: fedshift bench kd3a-table-8 --no-run
+    """
+    from fedshift.cli import bench as papers
+
+    papers.show_list(folder) if name == "list" else papers.bench(name, folder, run)
+
+
+@app.command()
+def figure(
+    name: Annotated[str, typer.Argument(help="The name of a table or figure: fedshift bench list.", metavar="NAME")],
+    folder: BenchmarksFolder = Path("benchmarks"),
+    run: Annotated[bool, typer.Option("--run/--no-run", help="Run first what is unfinished.")] = False,
+    out: Annotated[Path, typer.Option("--out", help="Folder of NAME.svg and NAME.csv.", metavar="DIR")] = Path("."),
+) -> None:
+    """Draw a table or figure of the papers from finished runs, ours beside the published, with its numbers as CSV.
+
+    Example: fedshift figure csac-figure-6 --out figures
+    """
+    from fedshift.cli import bench as papers
+
+    papers.figure(name, folder, run, out)
+
+
 @app.command()
 def advise(
     folder: Annotated[Path, typer.Argument(help="An experiment's folder, or one that holds it.", metavar="DIR")],

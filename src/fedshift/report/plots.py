@@ -42,7 +42,7 @@ def accuracy_over_rounds(curves: Mapping[str, Mapping[str, Curve]], measure: Mea
         curves: label of the horizontal axis → method → curve, in percent.
         measure: what the vertical axis shows.
     """
-    figure, panels = _figure(9.6, 3.6, len(curves))
+    figure, panels = new_figure(9.6, 3.6, len(curves))
     for axes, (label, lines) in zip(panels, curves.items(), strict=True):
         _draw(axes, lines, 100 if measure.unit else np.inf)
         axes.set_xlabel(label)
@@ -60,7 +60,7 @@ def accuracy_at_targets(curves: Mapping[str, Mapping[str, Curve]], measure: Meas
         measure: what the vertical axis shows.
     """
     rows = -(-len(curves) // _COLUMNS)
-    figure, panels = _figure(9.6, 0.6 + 2.2 * rows, len(curves), min(_COLUMNS, len(curves)))
+    figure, panels = new_figure(9.6, 0.6 + 2.2 * rows, len(curves), min(_COLUMNS, len(curves)))
     methods = list(dict.fromkeys(method for lines in curves.values() for method in lines))
     for number, (axes, (target, lines)) in enumerate(zip(panels, curves.items(), strict=True)):
         _draw(axes, lines, 100 if measure.unit else np.inf, methods)
@@ -81,7 +81,7 @@ def operating_curves(curves: Mapping[str, Mapping[str, Curve]]) -> Figure:
         curves: target → method → (100 − specificity, sensitivity, None), in percent.
     """
     rows = -(-len(curves) // _COLUMNS)
-    figure, panels = _figure(9.6, 0.6 + 2.9 * rows, len(curves), min(_COLUMNS, len(curves)))
+    figure, panels = new_figure(9.6, 0.6 + 2.9 * rows, len(curves), min(_COLUMNS, len(curves)))
     methods = list(dict.fromkeys(method for lines in curves.values() for method in lines))
     for number, (axes, (target, lines)) in enumerate(zip(panels, curves.items(), strict=True)):
         axes.plot([0, 100], [0, 100], color=GRID, linewidth=1)
@@ -103,7 +103,7 @@ def site_weights(curves: Mapping[str, Mapping[str, Curve]]) -> Figure:
         curves: target → site → curve.
     """
     columns = len(curves) if len(curves) <= 4 else _COLUMNS
-    figure, panels = _figure(9.6, 0.7 + 2.5 * -(-len(curves) // columns), len(curves), columns)
+    figure, panels = new_figure(9.6, 0.7 + 2.5 * -(-len(curves) // columns), len(curves), columns)
     sites = list(dict.fromkeys(site for lines in curves.values() for site in lines))
     for axes, (target, lines) in zip(panels, curves.items(), strict=True):
         _draw(axes, lines, 1, sites)
@@ -126,7 +126,7 @@ def accuracy_per_target(table: Table, names: Mapping[str, str] | None = None) ->
         table: the numbers.
         names: what the legend calls a method, where that is not its name.
     """
-    figure, [axes] = _figure(9.6, 3.6)
+    figure, [axes] = new_figure(9.6, 3.6)
     columns = np.arange(len(table.columns))
     count = len(table.methods)
     step = min(0.14, 0.7 / count)
@@ -134,7 +134,7 @@ def accuracy_per_target(table: Table, names: Mapping[str, str] | None = None) ->
         present = [(column, cell.row) for column, cell in enumerate(table.cells[method].values()) if cell is not None]
         if not present:
             continue
-        color, _, marker = _style(index)
+        color, _, marker = style_of(index)
         x = [column + (index - (count - 1) / 2) * step for column, _ in present]
         errors = [row.standard_error or 0.0 for _, row in present]
         name = (names or {}).get(method, method)
@@ -162,10 +162,10 @@ def reliability(curves: Mapping[str, Sequence[tuple[float, float, int]]]) -> Fig
     Args:
         curves: method → (mean score, share that came true, samples) of each bin, in percent.
     """
-    figure, [axes] = _figure(4.8, 4.2)
+    figure, [axes] = new_figure(4.8, 4.2)
     axes.plot([0, 100], [0, 100], color=GRID, linewidth=1)
     for index, (method, points) in enumerate(curves.items()):
-        color, line, marker = _style(index)
+        color, line, marker = style_of(index)
         scores, shares = [score for score, _, _ in points], [share for _, share, _ in points]
         axes.plot(scores, shares, color=color, linestyle=line, marker=marker, markersize=4, label=method)
     axes.set_xlabel("score, %")
@@ -182,7 +182,7 @@ def bytes_by_kind(sizes: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Fig
     """
     kinds = sorted({kind for ways in sizes.values() for by_kind in ways.values() for kind in by_kind})
     bars = [(method, way) for method in sizes for way in ("up", "down")]
-    figure, [axes] = _figure(9.6, 0.9 + 0.3 * len(bars))
+    figure, [axes] = new_figure(9.6, 0.9 + 0.3 * len(bars))
     heights = np.array([index + 0.45 * (index // 2) for index in range(len(bars))])
     left = np.zeros(len(bars))
     for index, kind in enumerate(kinds):
@@ -241,7 +241,7 @@ def svg(figure: Figure, description: str) -> str:
     return render("figure.svg", box=box[0], description=description, body=body)
 
 
-def _figure(width: float, height: float, panels: int = 1, columns: int = 0) -> tuple[Figure, list[Axes]]:
+def new_figure(width: float, height: float, panels: int = 1, columns: int = 0) -> tuple[Figure, list[Axes]]:
     """A figure of ``width`` × ``height`` inches with ``panels`` empty axes, ``columns`` of them or all side by side."""
     from matplotlib.figure import Figure
 
@@ -264,7 +264,7 @@ def _figure(width: float, height: float, panels: int = 1, columns: int = 0) -> t
 def _draw(axes: Axes, lines: Mapping[str, Curve], most: float, names: Sequence[str] = ()) -> None:
     """Draw lines with bands. Bands end at ``most``. A line's colour is its position in ``names``, else in ``lines``."""
     for name, (x, mean, spread) in lines.items():
-        color, line, marker = _style(list(names or lines).index(name))
+        color, line, marker = style_of(list(names or lines).index(name))
         # A single measurement needs a marker to be visible.
         marks = marker if len(x) == 1 else ""
         axes.plot(x, mean, color=color, linestyle=line, marker=marks, linewidth=1.8, label=name)
@@ -285,7 +285,8 @@ def _share_height(panels: Sequence[Axes], columns: int = 0) -> None:
     panels[0].set_ylim(min(lows), max(highs))
 
 
-def _style(index: int) -> tuple[str, str, str]:
+def style_of(index: int) -> tuple[str, str, str]:
+    """The colour, line style and marker of the line at this position."""
     again = index // len(SERIES)
     return SERIES[index % len(SERIES)], _LINES[again % len(_LINES)], _MARKERS[again % len(_MARKERS)]
 

@@ -1,0 +1,193 @@
+"""``fedshift bench`` and ``fedshift figure``: the papers' tables and figures."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fedshift.cli.console import safe_console
+from fedshift.cli.run import reporter_at
+from fedshift.errors import UserError
+from fedshift.experiment.runs.experiment_loop import run_experiment
+from fedshift.files import write_bytes
+from fedshift.report.differences import p_value
+from fedshift.report.papers.catalogue import Catalogue, Entry, Source, read
+from fedshift.report.papers.comparison import Compared, Gain, Number, Runs, compared
+from fedshift.report.papers.drawing import ours_and_published, svg_file
+from fedshift.report.papers.panels import csv_of, panels_of
+from fedshift.report.table import MISSING
+
+
+def show_list(folder: Path) -> None:
+    """List the catalogue: every table and figure, how far its experiments are, what is missing.
+
+    Raises:
+        UserError: the folder has no catalogue.
+    """
+    catalogue, console = read(folder), safe_console()
+    for paper in dict.fromkeys(entry.paper for entry in catalogue.entries):
+        table = Table(box=None, pad_edge=False, title=paper, title_justify="left", title_style="bold")
+        for column in ("name", "shows", "experiment", "state", "what differs or is missing"):
+            table.add_column(column, overflow="fold")
+        for entry in catalogue.entries:
+            if entry.paper == paper:
+                states = [catalogue.state(source) for source in entry.experiments]
+                names = "\n".join(state.experiment.name for state in states) or MISSING
+                texts = "\n".join(state.text for state in states) or "cannot run here"
+                rest = " ".join(filter(None, (entry.instead, entry.missing)))
+                table.add_row(*map(Text, (entry.name, entry.shows, names, texts, rest)))
+        console.print(table)
+        console.print()
+
+
+def bench(name: str, folder: Path, run: bool) -> None:
+    """Run what is unfinished of an entry's experiments, and print its numbers beside the published ones.
+
+    Args:
+        name: the entry.
+        folder: the folder of the catalogue.
+        run: whether to run; else finished runs are compared.
+
+    Raises:
+        UserError: there is no such entry, or it cannot run.
+    """
+    catalogue, console = read(folder), safe_console()
+    entry = catalogue.entry(name)
+    if run and entry.experiments:
+        _run(catalogue, entry)
+    runs = Runs(catalogue, entry)
+    console.print(Text(f"{entry.paper}, {entry.shows}", style="bold"))
+    for source in entry.experiments:
+        state = catalogue.state(source)
+        console.print(Text(f"{state.experiment.name}: {state.text}", style="dim"))
+    if entry.instead:
+        console.print(Text(f"not as published: {entry.instead}", style="dim"))
+    for panel in entry.panels:
+        if panel.kind == "cells":
+            found = compared(catalogue, panel, runs)
+            console.print(_table(found))
+            console.print(*map(Text, _below(found)), sep="\n")
+        else:
+            console.print(Text(f"{panel.title or panel.kind}: drawn by fedshift figure {name}"))
+    if entry.missing:
+        if run and not entry.experiments:
+            raise UserError(f"{name} cannot run: {entry.missing}")
+        console.print(Text(entry.missing))
+
+
+def figure(name: str, folder: Path, run: bool, out: Path) -> None:
+    """Draw an entry from finished runs: an SVG file and a CSV file of its numbers.
+
+    Args:
+        name: the entry.
+        folder: the folder of the catalogue.
+        run: whether to run first what is unfinished.
+        out: the folder to write to.
+
+    Raises:
+        UserError: there is no such entry, or nothing to draw.
+    """
+    catalogue = read(folder)
+    entry = catalogue.entry(name)
+    if run and entry.experiments:
+        _run(catalogue, entry)
+    panels = panels_of(catalogue, entry)
+    sources = [str(catalogue.published[panel.published]["source"]) for panel in entry.panels if panel.published]
+    notes = [entry.instead, f"Published: {'; '.join(dict.fromkeys(sources))}." if sources else "Nothing to compare with: the paper prints no values."]
+    drawing = ours_and_published(panels, " ".join(filter(None, notes)))
+    for file, data in (
+        (out / f"{name}.svg", svg_file(drawing)),
+        (out / f"{name}.csv", csv_of(panels).encode()),
+    ):
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--out: cannot make the folder {out}: {error.strerror or error}") from None
+        write_bytes(file, data)
+        safe_console(stderr=True).print(f"wrote {file}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _run(catalogue: Catalogue, entry: Entry) -> None:
+    """Run what is unfinished, one experiment after the other."""
+    errors = safe_console(stderr=True)
+    states = [(source, catalogue.state(source)) for source in entry.experiments]
+    lacking = next((state for _, state in states if state.absent), None)
+    if lacking is not None:
+        raise UserError(
+            f"{entry.name} cannot run: {lacking.experiment.name} needs {lacking.absent} "
+            f"(fedshift datasets {lacking.experiment.data.name}); --no-run compares what is finished"
+        )
+    for source, state in states:
+        if not state.done:
+            errors.print(f"{state.experiment.name}: {state.text}", markup=False, highlight=False)
+            _carry_on(catalogue, source, errors)
+
+
+def _carry_on(catalogue: Catalogue, source: Source, errors: Console) -> None:
+    experiment = catalogue.experiment(source)
+    if source.audit_iterations:
+        from fedshift.cli.audit import audit_file
+
+        folder = catalogue.results / experiment.name
+        audit_file(catalogue.file(source), source.set, folder, batches=(1, 4, 8), iterations=source.audit_iterations)
+        return
+    reporter, stop = reporter_at(errors)
+    try:
+        run_experiment(experiment, catalogue.results, reporter)
+    except KeyboardInterrupt:
+        errors.print("interrupted: the same command continues after the last round", highlight=False)
+        sys.exit(130)
+    finally:
+        stop()
+
+
+def _table(found: Compared) -> Table:
+    """Three lines a row: ours, published, and the difference where the data are the paper's."""
+    panel = found.panel
+    table = Table(box=None, pad_edge=False, title=panel.title or None, title_justify="left")
+    table.add_column("")
+    table.add_column("")
+    for column in panel.columns:
+        table.add_column(Text(column), justify="right")
+    for row in panel.rows:
+        ours = [found.ours.get((row, column)) for column in panel.columns]
+        printed = [found.published.get((row, column)) for column in panel.columns]
+        table.add_row(Text(row), "ours", *map(_shown, ours))
+        if any(printed):
+            table.add_row("", "published", *map(_shown, printed))
+        if any(printed) and panel.comparable:
+            both = zip(ours, printed, strict=True)
+            differences = [f"{a.mean - b.mean:+.2f}" if a and b else MISSING for a, b in both]
+            table.add_row("", "difference", *differences, end_section=True)
+    return table
+
+
+def _shown(number: Number | None) -> str:
+    if number is None:
+        return MISSING
+    return f"{number.mean:.2f}" + ("" if number.error is None else f" ±{number.error:.2f}")
+
+
+def _below(found: Compared) -> list[str]:
+    """The sentences below a table."""
+    baseline = found.panel.baseline
+    lines = [f"{gain.row} over {baseline}, average over targets: {_gain(gain)}" for gain in found.gains]
+    if found.source:
+        lines.append(f"published: {found.source}")
+    if found.others:
+        lines.append(f"published, without a run of ours: {', '.join(found.others)}")
+    return lines
+
+
+def _gain(gain: Gain) -> str:
+    parts = []
+    if gain.ours is not None:
+        p = "" if gain.ours.p is None else f", p {p_value(gain.ours.p)}"
+        parts.append(f"ours {gain.ours.mean:+.2f} ({gain.ours.n} seed(s){p})")
+    if gain.published is not None:
+        parts.append(f"published {gain.published:+.2f}")
+    return ", ".join(parts)

@@ -1,0 +1,132 @@
+"""An entry's panels as series of numbers, ours beside the published ones: for the drawing and for its CSV file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from statistics import fmean
+
+from fedshift.errors import UserError
+from fedshift.evaluation.records import RoundRecord
+from fedshift.report.averages import mean_over_targets
+from fedshift.report.papers.catalogue import Catalogue, Entry, Panel, Place
+from fedshift.report.papers.comparison import Compared, Number, Runs, compared
+from fedshift.report.papers.drawing import Series, SeriesPanel
+from fedshift.text import csv_text
+
+
+def panels_of(catalogue: Catalogue, entry: Entry) -> list[SeriesPanel]:
+    """The panels of an entry with what finished runs give.
+
+    Raises:
+        UserError: a file of results is damaged, or there is nothing to draw.
+    """
+    runs = Runs(catalogue, entry)
+    drawn = [SeriesPanel(panel.title, *_axes(panel), list(_series(catalogue, panel, runs))) for panel in entry.panels]
+    if not any(panel.series for panel in drawn):
+        raise UserError(f"{entry.name}: no finished run to draw; add --run to run what is missing")
+    return drawn
+
+
+def csv_of(panels: Sequence[SeriesPanel]) -> str:
+    """The numbers of a drawing, one line each. The error is a standard error over seeds, or as the paper prints it."""
+    lines = [["panel", "series", "from", panel_x, "value", "error"] for panel_x in ("x",)]
+    for panel in panels:
+        for series in panel.series:
+            origin = "published" if series.published else "ours"
+            for x, mean, error in zip(series.x, series.mean, series.error, strict=True):
+                shown = "" if error is None else f"{error:.4f}"
+                lines.append([panel.title, series.name, origin, _plain(x), f"{mean:.4f}", shown])
+    return csv_text(lines)
+
+
+def _plain(x: float | str) -> str:
+    return x if isinstance(x, str) else f"{x:g}"
+
+
+def _axes(panel: Panel) -> tuple[str, str]:
+    return panel.axis or ("round" if panel.kind in ("rounds", "weights", "report") else ""), panel.measure
+
+
+def _series(catalogue: Catalogue, panel: Panel, runs: Runs) -> Iterator[Series]:
+    if panel.kind == "cells":
+        yield from _cells(compared(catalogue, panel, runs))
+    elif panel.kind == "leakage":
+        yield from _leakage(catalogue, runs.folder(Place()))
+    else:
+        for name, place in panel.rows.items():
+            x, mean, error = _curve(panel, runs, place)
+            if x:
+                yield Series(name, x, mean, error)
+
+
+def _cells(found: Compared) -> Iterator[Series]:
+    rows, columns = list(found.panel.rows), list(found.panel.columns)
+    flipped = found.panel.along == "rows"
+    names, places = (columns, rows) if flipped else (rows, columns)
+    numeric = all(map(_is_number, places))
+    for name in names:
+        for numbers, published in ((found.ours, False), (found.published, True)):
+            cells = {place: numbers.get((place, name) if flipped else (name, place)) for place in places}
+            here: dict[str, Number] = {place: number for place, number in cells.items() if number is not None}
+            if here:
+                yield Series(
+                    name,
+                    [float(place) for place in here] if numeric else list(here),
+                    [number.mean for number in here.values()],
+                    [number.error for number in here.values()],
+                    published,
+                )
+
+
+def _is_number(text: str) -> bool:
+    return text.replace(".", "", 1).isdecimal()
+
+
+def _curve(panel: Panel, runs: Runs, place: Place) -> tuple[list[float], list[float], list[float | None]]:
+    """The rounds, the means over runs, and for accuracies the standard deviation over seeds."""
+    found = runs.rounds(place)
+    if panel.kind == "rounds":
+        points = mean_over_targets(found)
+        return [point[0] for point in points], [point[2] for point in points], [point[3] for point in points]
+    value = _weight(panel.site) if panel.kind == "weights" else _reported(panel.number)
+    by_run = [
+        {record.round: number for record in rounds if (number := value(record)) is not None} for _, rounds in found
+    ]
+    common = sorted(set[int].intersection(*map(set[int], by_run))) if by_run else []
+    return list(map(float, common)), [fmean(one[number] for one in by_run) for number in common], [None] * len(common)
+
+
+def _weight(site: str) -> Callable[[RoundRecord], float | None]:
+    def value(record: RoundRecord) -> float | None:
+        weight = record.aggregation_weights.get(site)
+        return float(weight) if isinstance(weight, int | float) else None
+
+    return value
+
+
+def _reported(name: str) -> Callable[[RoundRecord], float | None]:
+    def value(record: RoundRecord) -> float | None:
+        number = record.extra.get(name)
+        return float(number) if isinstance(number, int | float) else None
+
+    return value
+
+
+def _leakage(catalogue: Catalogue, experiment: str) -> Iterator[Series]:
+    """The similarity of the better attack's reconstructions to their originals, by what was sent and how many samples."""
+    file = catalogue.results / experiment / "leakage.json"
+    if not file.exists():
+        return
+    try:
+        cases = json.loads(file.read_text(encoding="utf-8"))["cases"]
+        best: dict[tuple[str, int], float] = {}
+        for case in cases:
+            key = case["exchange"], case["batch"]
+            best[key] = max(best.get(key, -1.0), fmean(case["ssim"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{file} is no record of fedshift audit leakage: remove it and audit again") from error
+    for exchange, name in (("batch", "gradient of a mini-batch"), ("epoch", "model after an epoch")):
+        sizes = sorted(size for kind, size in best if kind == exchange)
+        if sizes:
+            yield Series(name, list(map(float, sizes)), [best[exchange, size] for size in sizes], [None] * len(sizes))
