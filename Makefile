@@ -14,7 +14,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev,deploy,tables,networks,medical,privacy,export]"
 	touch $(READY)
 
-demo: $(READY)  ## compare DeepAll, FedAvg and CSAC on rotated digits; ends with a table and runs/demo/report.html
+demo: $(READY)  ## compare four methods on rotated digits; ends with a table and runs/demo/report.html
 	$(BIN)/fedshift demo
 
 test: $(READY)  ## all tests; those on real data need FEDSHIFT_DATA and FEDSHIFT_WEIGHTS and say so when they skip

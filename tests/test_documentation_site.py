@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
 import pytest
 
+import fedshift
 from fedshift.experiment.config.sections import PROTOCOLS
 from fedshift.methods.federated.csac import CSAC
 
 ROOT = Path(__file__).resolve().parents[1]
 SITE = ROOT / "docs" / "site"
+METHODS = ROOT / "src" / "fedshift" / "methods"
 pytestmark = pytest.mark.skipif(not SITE.is_dir(), reason="docs/ is not beside these tests")
 
 
@@ -32,12 +36,66 @@ def assemble() -> Iterator[ModuleType]:
 
 def test_a_method_has_its_equations_options_and_results(assemble: ModuleType) -> None:
     page = assemble.reference.method_page("csac", "Use `practical` | [it].", "the results")
-    assert sys.modules[CSAC.__module__].__doc__.strip() in page
+    assert assemble.reference.described(sys.modules[CSAC.__module__].__doc__) in page
     assert "Use `practical` \\| \\[it\\]." in page
     for option in CSAC.model_fields:
         assert page.count(f"\n| `{option}` |") == 1, option
     assert page.endswith("## Measured\n\nthe results")
     assert "No committed result" in assemble.reference.method_page("fedavg", "", "")
+
+
+def test_equations_are_set(assemble: ModuleType) -> None:
+    import equations
+
+    fraction, power = "<mfrac><mn>1</mn><mn>2</mn></mfrac>", "<msup><mi>c</mi><mrow><mn>2</mn></mrow></msup>"
+    both = "<msubsup><mi>G</mi><mrow><mi>l</mi></mrow><mrow><mi>h</mi></mrow></msubsup>"
+    accent = '<mover accent="true"><mi>m</mi><mo stretchy="false">^</mo></mover>'
+    for text, expected in (
+        ("½", fraction),
+        ("c²", power),
+        ("c^{2}", power),
+        ("c^(2)", power),
+        ("G_l^h", both),
+        ("m̂", accent),
+        ("√c²", f"<msqrt>{power}</msqrt>"),
+        ("e^−1", '<msup><mi>e</mi><mrow><mo form="prefix">−</mo><mn>1</mn></mrow></msup>'),
+    ):
+        assert equations.inline(text) == f"<math>{expected}</math>", text
+    assert equations.inline("the mean of c² over a site") == f"the mean of <math>{power}</math> over a site"
+    rows = equations.display(["    c² = 1      at a site    (2–4)", "        c = ½"])
+    assert '<span class="number">(2–4)</span>' in rows
+    assert "<span>at a site</span>" in rows
+    assert rows.count('class="equation step1"') == 1
+
+
+def test_a_docstring_becomes_a_page(assemble: ModuleType) -> None:
+    import equations
+
+    page = equations.described(
+        "M: *not* one_word\n\nWire: of q_k\n 1. One\n    more ``x_y``.\n * no\nWith\n    c = 1\n"
+    )
+    one, wire, first, bullet, then, formula = page.split("\n\n")
+    assert one == "M: *not* one\\_word"
+    assert wire == "**Wire:** of <math><msub><mi>q</mi><mrow><mi>k</mi></mrow></msub></math>"
+    assert (first, bullet, then) == ("1. One more ``x_y``.", "* no", "With")
+    assert formula.startswith('<div class="equations">')
+
+
+def test_no_symbol_of_a_method_is_left_unset(assemble: ModuleType) -> None:
+    import equations
+
+    for file in [*(METHODS / "federated").glob("*.py"), *(METHODS / "pooled").glob("*.py")]:
+        page = equations.described(ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "")
+        for formula in re.findall(r"<math>.*?</math>", page):
+            ElementTree.fromstring(formula)
+        words = re.sub(r"<math>.*?</math>|<code>.*?</code>|`+[^`]+`+", "", page)
+        assert not re.search(r"\w[_^]|(?<![a-z][a-z0-9])\\_", words), file.name
+
+
+def test_everything_that_fedshift_offers_is_in_the_reference() -> None:
+    pages = "".join(page.read_text(encoding="utf-8") for page in (SITE / "pages" / "reference").glob("*.md"))
+    for name in fedshift.__all__:
+        assert re.search(rf"^\.\. auto\w+:: (fedshift\.methods\.base|fedshift)\.{name}$", pages, re.M), name
 
 
 def test_results_stand_beside_the_published_row(assemble: ModuleType) -> None:

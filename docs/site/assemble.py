@@ -82,7 +82,8 @@ def _examples(out: Path) -> None:
     for script in scripts.glob("*.py"):
         script.write_text(titled(script.read_text(encoding="utf-8")), encoding="utf-8")
     (scripts / "GALLERY_HEADER.rst").write_text(
-        "Gallery\n=======\n\nEach script runs as it stands: ``python examples/python/your_table.py``.\n",
+        "Gallery\n=======\n\nEach script runs as it stands: ``python examples/python/your_table.py``. Two need more, "
+        "which they name at their top: the files of a data set, or the extra ``deploy``. Here they are not run.\n",
         encoding="utf-8",
     )
 

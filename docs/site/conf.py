@@ -24,17 +24,25 @@ myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autodoc_typehints = "description"
 autodoc_class_signature = "separated"
+toc_object_entries_show_parents = "hide"
 
 html_theme = "pydata_sphinx_theme"
 html_title = "fedshift"
-html_theme_options = {"navigation_with_keys": False, "show_prev_next": False, "show_toc_level": 2}
+html_theme_options = {
+    "navigation_with_keys": False,
+    "show_prev_next": False,
+    "show_toc_level": 2,
+    "header_links_before_dropdown": 8,
+}
+html_static_path = ["style.css"]
+html_css_files = ["style.css"]
 html_show_sourcelink = False
 
 sphinx_gallery_conf = {
     "examples_dirs": ["examples/python"],
     "gallery_dirs": ["gallery"],
-    # The others need files, or start processes; their code is shown without its output.
-    "filename_pattern": r"/your_|/reading_",
+    # The others need a data set, or start processes; their code is shown without its output.
+    "filename_pattern": r"/your_|/reading_|/time_",
     "within_subsection_order": "gallery.example_order",
     "image_scrapers": [draw_results],
     "reset_modules": (around_script,),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 import sys
 from collections.abc import Collection, Iterable
 
 import typer
+from equations import described
 from pydantic import BaseModel
 from typer.cli import get_docs_for_click
 
@@ -46,7 +48,7 @@ def method_page(name: str, advice: str, results: str) -> str:
         f"* Settings: {', '.join(f'`{one}`' for one in ('paper', *entry.settings))}",
         "",
         "## Description",
-        preformatted((sys.modules[kind.__module__].__doc__ or "").strip()),
+        described(sys.modules[kind.__module__].__doc__ or ""),
     ]
     if own := kind.model_fields.keys() - common:
         lines += ["## Options of its own", fields(kind, without=common)]
@@ -61,7 +63,8 @@ def methods_index() -> str:
     for title, members in GROUPS.items():
         parts.append(f"## {title[0].upper()}{title[1:]}")
         parts.append("\n".join(f"* [{name}]({name}.md): {literal(advice)}" for name, advice in members.items()))
-    return "\n\n".join([*parts, tree(name for members in GROUPS.values() for name in members)])
+        parts.append(tree(members, title.partition(":")[0].capitalize()))
+    return "\n\n".join(parts)
 
 
 def dataset_page(name: str) -> str:
@@ -101,7 +104,7 @@ def networks() -> str:
     parts = ["# Networks"]
     for name in models.names():
         kind = models.options_class(name)
-        parts += [f"## {name}", preformatted((kind.__doc__ or "").strip()), fields(kind, without=("name",))]
+        parts += [f"## {name}", described(inspect.getdoc(kind) or ""), fields(kind, without=("name",))]
     return "\n\n".join(parts)
 
 
@@ -158,9 +161,11 @@ def fields(kind: type[BaseModel], without: Collection[str] = ()) -> str:
     return "\n".join(rows) if len(rows) > 2 else "It has none."
 
 
-def tree(names: Iterable[str]) -> str:
+def tree(names: Iterable[str], caption: str = "") -> str:
     """A hidden table of contents, which gives the pages their place in the site."""
-    return "```{toctree}\n:hidden:\n\n" + "\n".join(names) + "\n```"
+    return (
+        "```{toctree}\n:hidden:\n" + (f":caption: {caption}\n" if caption else "") + "\n" + "\n".join(names) + "\n```"
+    )
 
 
 def preformatted(text: str) -> str:

@@ -1,7 +1,7 @@
 """What a site has agreed to in its project: networks that it trains, splits of its data, certificates of other sites.
 
-The first network whose update may leave, and the splits that the coordinator asks for first, are agreed to by
-themselves. Others are refused and noted, until a person at the site agrees to them with ``fedshift site agree``. The
+The site agrees by itself to the first network whose update may leave, and to the splits that the coordinator asks for
+first. Others are refused and noted, until a person at the site agrees to them with ``fedshift site agree``. The
 file is read at every request, so an agreement holds at once.
 """
 
@@ -48,7 +48,7 @@ class AgreedTerms:
             self._check("splits", wanted, rule, f"policy.splits: {rule}", True)
 
     def check_peers(self, found: Mapping[str, str]) -> None:
-        """Raise Refused unless each site shows the certificate that this site knows of it.
+        """Raise Refused unless each site signs with the certificate that this site has on record for it.
 
         Args:
             found: site → SHA-256 of the certificate that it signs with.

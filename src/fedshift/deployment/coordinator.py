@@ -1,7 +1,7 @@
 """The coordinator's side of a deployed experiment: agree with the sites, then carry out every run in turn.
 
-The coordinator knows names, shapes, classes and numbers of samples. It holds no samples but those of its own unseen
-set, where it has one. An engine calls `coordinate` in the process of its job; all that has to outlive the job lies in
+The coordinator knows names, shapes, classes and numbers of samples. The only samples that it may hold are those of an
+unseen set of its own. An engine calls `coordinate` in the process of its job; all that has to outlive the job lies in
 the deployment's folder.
 """
 
@@ -181,7 +181,7 @@ def _wait_for(folder: RunFolder) -> None:
 
 
 def _recipe(setting: Setting) -> dict[str, Any]:
-    """The setting as sites are told it: the method by its registered name, and not where anything lies."""
+    """The setting as it is sent to sites: the method by its registered name, and no paths."""
     recipe = setting_recipe(setting)
     assert isinstance(setting.method, Method)
     recipe["method"] = {"name": method_name(setting.method), "options": recipe["method"]["options"]}

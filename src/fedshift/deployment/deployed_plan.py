@@ -70,7 +70,7 @@ class DeployedPlan(Plan):
         return self.agreed.grouped.get(site, False)
 
     def _split(self, target: str, seed: int) -> Split:
-        """How many rows each site has for what, and which rows of the coordinator's own set are measured."""
+        """How many rows of each site train and are held out; which rows of the coordinator's own set are measured."""
         protocol, agreed = self.experiment.protocol, self.agreed
         sources = [site for site in agreed.sites if site != target]
         if not sources:
@@ -96,7 +96,7 @@ class DeployedPlan(Plan):
         return Split(train, held_out, {target: np.arange(count, dtype=np.int64)})
 
     def _rows(self, site: str, seed: int) -> tuple[Rows, Rows]:
-        """Training and held-out rows of a site, of which only the number is known."""
+        """Training and held-out rows of a site; only their numbers are known."""
         train, held_out = self.agreed.rows[site][str(seed)]
         return np.arange(train, dtype=np.int64), np.arange(held_out, dtype=np.int64)
 
@@ -105,12 +105,12 @@ class DeployedPlan(Plan):
 
 
 def check_budgets(plan: DeployedPlan, *, begun: bool) -> None:
-    """Check that every site with a budget can pay for the whole experiment, and measures what it is asked to.
+    """Check that every site with a budget can pay for the whole experiment, and may measure models if asked to.
 
     Args:
         plan: the plan.
-        begun: whether the experiment was begun before. Then what it cost is among what the sites have spent already,
-            and they alone decide.
+        begun: whether the experiment was begun before. What it cost so far is then part of what the sites have
+            spent, so only the sites can decide.
 
     Raises:
         UserError: the message names the site.

@@ -43,8 +43,8 @@ class Agreed:
         rows: site → seed → numbers of training and held-out samples.
         grouped: whether a site keeps samples of one person together when it splits them.
         fingerprints: a checksum of each site's data.
-        smallest_sums: the fewest sites whose sum a site helps to unmask, by site.
-        given: what each site gives for an encoding common to all, where there is one to agree on.
+        smallest_sums: site → the smallest number of sites whose sum it helps to unmask.
+        given: the statistics of each site for a common encoding, if the data need one.
         privacy: the budget of each site that has one, and what it has spent, as its card says.
     """
 
@@ -113,7 +113,7 @@ def agree(
 def _card(
     site: str, answer: Mapping[str, Any] | Lost, before: Mapping[str, Any] | None, experiment: Experiment, watch: Watch
 ) -> dict[str, Any]:
-    """The card of a site: what it says now or, where it did not answer, what it said when the run began.
+    """The card of a site: the one it sent now or, if it did not answer, the one it sent when the run began.
 
     Raises:
         UserError: it refuses, its card is impossible, or its data changed.
@@ -238,7 +238,7 @@ def _agreed(experiment: Experiment, cards: Mapping[str, Mapping[str, Any]]) -> A
 
 
 def _learned(card: Mapping[str, Any]) -> str:
-    """The task and the loss of a site's data; the scale of a label differs from site to site until it is agreed."""
+    """The task and the loss of a site's data, without the label's scale, on which sites agree only later."""
     objective = card["preprocessing"].get("objective")
     if objective is None:
         return "classification"
@@ -256,7 +256,7 @@ def _encoding(
 
 
 def encoded_for(experiment: Experiment, agreed: Agreed, target: str) -> DataSet:
-    """The agreed data in an encoding in which an unseen ``target`` has no say."""
+    """The agreed data, in an encoding computed without the unseen ``target``."""
     if agreed.given is None:
         return agreed.data
     unseen = isinstance(experiment.protocol, LeaveOneOut)

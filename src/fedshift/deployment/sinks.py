@@ -1,7 +1,7 @@
 """Sinks: where a role's service sends a copy of each line of its logs, as its own file says.
 
-The service reads the logs and remembers how far it came. So a sink that is slow, full or gone holds up no exchange, and
-gets what it missed when it is back. A line may arrive twice, if the service was killed in between.
+The service reads the logs and remembers how far it got. So a sink that is slow, full or gone delays no exchange, and
+gets what it missed when it works again. A line may arrive twice, if the service was killed in between.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ class Forwarder:
 
 
 def _short(line: str) -> str:
-    """A line that syslog can take: of a long one the digest, and what is not a list or mapping."""
+    """A line short enough for syslog: a long one is cut down to its digest and its plain values."""
     if len(line) <= _MOST_OF_SYSLOG:
         return line
     whole = json.loads(line)

@@ -1,4 +1,4 @@
-"""A site's card, which describes the site before training: how the site makes it, how the coordinator checks it.
+"""A site's card, which describes the site before training. The site makes it and the coordinator checks it.
 
 The coordinator trusts no number in a card.
 """

@@ -1,4 +1,4 @@
-"""What a site reports of a model that it measured on its own samples: numbers that no few samples show in."""
+"""What a site reports of a model that it measured on its own samples: numbers that reveal no small group of samples."""
 
 from __future__ import annotations
 

@@ -85,10 +85,10 @@ def digest_of(header: Mapping[str, Any]) -> str:
 
 
 def shared_kinds(method: Method, header: Mapping[str, Any], on_refusal: str) -> tuple[str, ...]:
-    """The kinds that may not be refused if a run of a method is to begin.
+    """The kinds that a site must allow before a run of a method can begin.
 
-    Under secure aggregation models leave masked, with sealed routing some leave sealed; what one request asks for is
-    checked besides.
+    Under secure aggregation models leave masked; with sealed routing some leave sealed. Each request is
+    checked again.
     """
     if on_refusal == "leave_out":
         return ()
@@ -139,7 +139,7 @@ def _answer_file(folder: Path, header: Mapping[str, Any]) -> Path:
 def keep_answer(folder: Path, header: Mapping[str, Any], answer: Message) -> None:
     """Keep an answer until a checkpoint covers it.
 
-    The file is not flushed, since its digest tells half an answer from a whole one.
+    The file is not flushed, since its digest shows whether the answer is whole.
 
     Raises:
         UserError: the file cannot be written.

@@ -22,7 +22,7 @@ Ask = Callable[[bool], str | None]
 
 @dataclass
 class Authority:
-    """What signs certificates, and name → SHA-256 of the certificate that it has now."""
+    """The key and certificate that sign kits, and name → SHA-256 of the name's present certificate."""
 
     certificate: bytes
     key: Any
@@ -54,7 +54,7 @@ class Authority:
 
     @classmethod
     def _adopted(cls, folder: Path, project: str, ask: Ask) -> Authority | None:
-        """The authority that an earlier fedshift left in FLARE's form, with every key in clear; from now on in ours."""
+        """Convert the authority of an earlier fedshift, which had FLARE's form and every key unencrypted."""
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
         state = read_object(folder / project / "state" / "cert.json")
@@ -84,7 +84,7 @@ class Authority:
 
 
 def digest(certificate: bytes) -> str:
-    """The SHA-256 of a certificate in PEM, as the coordinator's listener computes it of what a peer shows."""
+    """The SHA-256 of a certificate in PEM, which the coordinator's listener compares with what a peer presents."""
     import ssl
 
     return hashlib.sha256(ssl.PEM_cert_to_DER_cert(certificate.decode())).hexdigest()

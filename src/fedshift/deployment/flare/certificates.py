@@ -1,6 +1,6 @@
-"""Which certificates the coordinator accepts: a file in its kit, which its listener reads again and again.
+"""Which certificates the coordinator accepts: a file in its kit, which its listener rereads.
 
-Each name has one certificate. What is not in the file is refused, also if the authority signed it.
+Each name has one certificate. Any other certificate is refused, even if the authority signed it.
 """
 
 from __future__ import annotations

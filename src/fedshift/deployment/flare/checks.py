@@ -69,7 +69,7 @@ def check_certificates(kit: Kit, now: datetime.datetime | None = None) -> dateti
 
 
 def check_settings(kit: Kit) -> None:
-    """Check that the kit holds what a role needs, and nothing that would look like protection and be none.
+    """Check that the kit holds what a role needs, and no filter that would look like protection but do nothing.
 
     FLARE's filters see a message of ours as text and bytes under a digest. Those that come with FLARE look for arrays,
     find none, and report success; one that changed the bytes would break the digest.
@@ -91,7 +91,7 @@ def check_settings(kit: Kit) -> None:
 
 
 def _filters(found: object) -> list[str]:
-    """The names of the filters in a privacy.json, wherever they stand in it."""
+    """The names of all filters in a privacy.json, at any depth."""
     if isinstance(found, list):
         return [name for one in found for name in _filters(one)]
     if not isinstance(found, dict):

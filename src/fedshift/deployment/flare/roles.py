@@ -86,7 +86,7 @@ def revoked_sites(kit: Kit) -> list[str]:
 
 
 def check_settings(kit: Kit) -> None:
-    """Check that the kit holds what a role needs, and no filter of FLARE's that would do nothing."""
+    """Check that the kit holds what a role needs, and no filter of FLARE's, which would have no effect."""
     from fedshift.deployment.flare.checks import check_settings
 
     check_settings(kit)

@@ -1,1 +1,1 @@
-"""A site's budget of differential privacy: what it has spent, what it still answers, what the coordinator foresees."""
+"""A site's budget of differential privacy: what it has spent, and what it still answers."""

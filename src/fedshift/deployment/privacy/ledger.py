@@ -26,7 +26,8 @@ class PrivacyLedger:
     """What a site spent, in a file of its memory: a line for each exchange, written before its answer leaves.
 
     An exchange has a *mark*, computed with the site's secret from all that decides its answer. An exchange that is
-    repeated has the same mark, the same noise and the same answer, and is not counted again. Any other has other noise.
+    repeated has the same mark, the same noise and the same answer, and is not counted again. Any other exchange has
+    different noise.
     """
 
     def __init__(self, memory: Path, site: str, budget: PrivacyBudget | None) -> None:
@@ -80,7 +81,7 @@ class PrivacyLedger:
             what: for people who read the file.
 
         Raises:
-            Refused: the budget does not reach. Then nothing is written, and nothing may leave the site.
+            Refused: the budget is too small. Then nothing is written, and nothing may leave the site.
         """
         with self._alone():
             lines = list(self._lines())
@@ -93,7 +94,7 @@ class PrivacyLedger:
                 raise UserError(f"cannot write {self._file}: {error.strerror}; nothing was sent") from None
 
     def epsilon(self, *further: NoisySteps) -> float:
-        """ε of all that was spent, and of ``further`` steps. Without a budget, that of 8 sets the order."""
+        """ε of all that was spent and of ``further`` steps. Without a budget, the order is the one for ε = 8."""
         budget = self.budget or PrivacyBudget(epsilon=8)
         return adaptive_epsilon([*self.spent(), *further], budget.epsilon, budget.delta)
 

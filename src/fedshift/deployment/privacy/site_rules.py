@@ -1,4 +1,4 @@
-"""What a site does otherwise if it has a budget of privacy, or is asked to train privately.
+"""What a site does differently if it has a budget of privacy, or is asked to train privately.
 
 With a budget, all that leaves the site is public (shapes, numbers of samples), or has noise and is counted, or is
 refused. Neighbours are two data sets of the same size, of which one has nothing in the place of one sample or group;
@@ -72,10 +72,14 @@ class SiteRules:
         return self.ledger.mark(statistics=shown.fingerprint, options=options, versions=versions())
 
     def check_hello(self, private: object, holding: Holding) -> None:
+<<<<<<< HEAD
         """Raise Refused unless the site can take part in an experiment that trains privately, or that does not.
 
         Statistics of a table are counted here, before a card tells them.
         """
+=======
+        """Raise Refused unless the site can take part in the experiment, which trains privately or does not."""
+>>>>>>> docs-site
         if private is not True:
             self._refuse_without_noise()
         if self.budget is None or holding.given is None:
@@ -110,7 +114,7 @@ class SiteRules:
         return part_rows(domain, fraction, seed, "official" if own else "random")
 
     def told(self, rows: Mapping[str, list[int]]) -> dict[str, Any]:
-        """What a card says beside the usual if the site has a budget. Without measurements nothing is held out."""
+        """What a card says in addition if the site has a budget. Without measurements nothing is held out."""
         if self.budget is None:
             return {}
         if self.budget.measurement_noise is None:
@@ -123,7 +127,7 @@ class SiteRules:
 
     @contextmanager
     def paid(self, header: Mapping[str, Any], method: Method, site: Site) -> Iterator[None]:
-        """Let a call train inside the block with noise that only this site knows, and count it, also if it fails.
+        """Let a call train inside the block with noise that only this site knows, and count it, even if it fails.
 
         Args:
             header: the request.
@@ -131,7 +135,7 @@ class SiteRules:
             site: the site of the run, with its memory loaded.
 
         Raises:
-            Refused: the request trains without noise, or the budget does not reach.
+            Refused: the request trains without noise, or the budget is too small.
             UserError: method, network or noise cannot be private.
         """
         privacy, asked = site.training.privacy, site.draws

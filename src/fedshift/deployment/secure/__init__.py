@@ -1,1 +1,1 @@
-"""Secure aggregation at a deployed site: whose certificate a key has, and what the site masks and unmasks."""
+"""Secure aggregation at a deployed site: whose certificate signed a key, and what the site masks and unmasks."""

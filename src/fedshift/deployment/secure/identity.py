@@ -56,14 +56,15 @@ class Identity:
         """Check who signed a text.
 
         Args:
-            site: who should have.
+            site: who should have signed.
             certificate: DER, as it came with the signature.
             text: what was signed.
             signature: of it.
             what: what a message calls the text.
 
         Returns:
-            The certificate's fingerprint. Whether it is the right one the site knows, and not the authority alone.
+            The certificate's fingerprint. The caller compares it with the one on record, since the authority could
+            issue another one for the same name.
 
         Raises:
             Refused: the authority issued this certificate to nobody of this name, or its key did not sign the text.

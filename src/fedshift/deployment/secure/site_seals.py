@@ -42,7 +42,7 @@ class SiteSeals:
 
     Args:
         config: the site's file.
-        terms: what the site has agreed to, among it the certificates of other sites.
+        terms: what the site has agreed to, such as the certificates of other sites.
         sums: has the identity of the site's kit.
     """
 
@@ -92,7 +92,7 @@ class SiteSeals:
         return Sealing(self.name, self._sums, card, way)
 
     def _known(self, site: str, certificate: bytes, text: bytes, signature: bytes, what: str = "the key") -> None:
-        """Raise Refused unless a site signed a text with the certificate that this site knows of it."""
+        """Raise Refused unless a site signed a text with the certificate that this site has on record for it."""
         self._terms.check_peers({site: self._sums.identity.check(site, certificate, text, signature, what)})
 
     # At the receiver --------------------------------------------------------------------------------------------------

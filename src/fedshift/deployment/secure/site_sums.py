@@ -41,7 +41,7 @@ class SiteSums:
 
     Args:
         config: the site's file.
-        terms: what the site has agreed to, among it the certificates of other sites.
+        terms: what the site has agreed to, such as the certificates of other sites.
     """
 
     def __init__(self, config: SiteConfig, terms: AgreedTerms) -> None:
@@ -99,7 +99,7 @@ class SiteSums:
     def _check_work(self, header: Mapping[str, Any], order: Order) -> None:
         """Check what the others of the roster are asked for, which is the same for all or the masks do not cancel.
 
-        Who is asked to do no work contributes what it was sent, which the coordinator knows.
+        A site that is asked to do no work contributes what it was sent, which the coordinator knows.
 
         Raises:
             Refused: too few of them train while this site does, or they are asked for another round.
@@ -183,5 +183,5 @@ class Summing:
 
 
 def without_body(answer: Message) -> Message:
-    """An answer to keep, where what it holds is kept elsewhere."""
+    """An answer to keep without its body, which is kept elsewhere."""
     return seal(json.loads(answer.header), body_of({}))

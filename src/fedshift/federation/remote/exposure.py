@@ -1,8 +1,8 @@
-"""Watches a call at a site train, and says how far its update would show single samples.
+"""Watches a call train at a site, and computes how far its update would show single samples.
 
 While a call runs, every layer with weights is watched as it trains: what each sample adds to the update of each unit.
 BatchNorm's running means leave a site, too, so they are watched as well: how far each sample moves the mean of each
-channel. It does not matter how a method trains, nor which network.
+channel. This works for every method and every network.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WORK = 5e6
 class ExposureWatch:
     """Watches the layers that train inside a ``with`` block; `score` says afterwards what their updates show.
 
-    Layers of shapes that the site's network does not have are left out: they belong to what a method keeps at the site,
+    Layers whose shapes do not occur in the site's network are left out: they belong to what a method keeps at the site,
     such as a decoder.
     """
 
@@ -56,7 +56,7 @@ class ExposureWatch:
         self._handle.remove()
 
     def samples(self) -> int:
-        """How many samples were read. A call that read none sends what an earlier one made of all, or nothing."""
+        """How many samples were read. A call that read none sends what an earlier one computed from all, or nothing."""
         return sum(int(view.seen.sum()) for view in self._views if view.seen is not None) or self._data.samples
 
     def score(self) -> float:
@@ -108,7 +108,7 @@ class ExposureWatch:
     def _rows(self, number: int) -> Tensor:
         """The site's rows that a mini-batch of ``number`` samples was made of: those read last, once or several times.
 
-        A batch that fits none that were read counts as so many different samples.
+        If no batches that were read fit, the mini-batch counts as that many different samples.
         """
         last: list[Tensor] = []
         for rows in reversed(self._data.read):

@@ -1,4 +1,4 @@
-"""Answers that have come and are not read yet, and how long those that are missing are waited for."""
+"""Answers that have arrived and are not read yet, and how long an exchange waits for missing ones."""
 
 from __future__ import annotations
 
@@ -43,8 +43,13 @@ class Taken:
     held: Held | None = None
 
     def put_by(self, held: Held | None) -> Taken:
+<<<<<<< HEAD
         """This reply while it waits: only its message in a file is kept, where there is one."""
         return self if held is None or not held.paths else replace(self, answer=None, held=held)
+=======
+        """This reply while it waits. If its message is in a file, only that is kept."""
+        return self if held is None or held.path is None else replace(self, answer=None, held=held)
+>>>>>>> docs-site
 
 
 class Spool:
@@ -128,7 +133,7 @@ class Grace:
     """How long an exchange waits for the sites that are missing once enough have answered.
 
     A site that was lost before is not waited for, unless it fetched its request before enough had answered. So a site
-    that is still at work on an old request holds up no exchange, and one that has caught up counts again.
+    that is still busy with an old request delays no exchange, and one that has caught up counts again.
 
     Args:
         seconds: after so many sites answered; None: the whole deadline.
@@ -145,7 +150,7 @@ class Grace:
 
     @property
     def too_late(self) -> Lost:
-        """What is said of a site that is waited for no longer."""
+        """Why a site is lost for which the exchange no longer waits."""
         return Lost(f"no reply within {self.seconds} s of those of a quorum (engine.grace)")
 
     def fetched(self, site: str) -> None:
@@ -160,7 +165,7 @@ class Grace:
             self._since = time.monotonic()
 
     def over(self, missing: Collection[str]) -> bool:
-        """Whether these sites are waited for no longer."""
+        """Whether the exchange no longer waits for these sites."""
         if self.seconds is None or self._since is None:
             return False
         return self._lost.issuperset(missing) or time.monotonic() - self._since >= self.seconds

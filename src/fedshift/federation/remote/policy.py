@@ -161,15 +161,15 @@ class Policy(BaseModel):
             )
 
     def check_sent(self, site: str, sent: Mapping[str, Any], call: str, samples: int) -> None:
-        """Raise Refused unless a reply may leave that was made of so many ``samples``; ``sent``: as `described`."""
+        """Raise Refused unless a reply made of so many ``samples`` may leave; ``sent``: the reply, as `described`."""
         for path, piece in sent.items():
             self.check_kind(site, piece["kind"], f"field '{path}' of call {call}")
             self.check_group(site, piece["kind"], samples, f"field '{path}'")
 
     def exposure_limit(self, samples: int) -> float:
-        """The highest exposure of an update of so many samples: `exposure`, and more of a few samples.
+        """The highest exposure that an update of so many samples may have: above `exposure` if they are few.
 
-        Of a few samples each stands alone to some degree in honest training, too.
+        With few samples, each stands alone to some degree in honest training, too.
         """
         return max(self.exposure, min(_MOST_EXPOSED, self.exposure + (1 - self.exposure) * _FEW / samples))
 
@@ -184,7 +184,7 @@ class Policy(BaseModel):
 
 
 class PrivacyBudget(BaseModel):
-    """What all that a site answers may cost its samples, for the life of a project."""
+    """A site's budget of differential privacy, for all that it answers in the life of a project."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -261,9 +261,9 @@ class AuditLog:
         self._count(json.loads(line))
 
     def check_rate(self, site: str, policy: Policy, run: str, round_number: int, *, measures: bool = False) -> None:
-        """Check that one more request keeps to the policy's limits per round and per day.
+        """Check that one more request is within the policy's limits per round and per day.
 
-        Requests before round 1 count as a round of their own. ``measures``: whether it has a model measured.
+        Requests before round 1 count as a round of their own. ``measures``: whether the request has a model measured.
 
         Raises:
             Refused: a limit is reached.

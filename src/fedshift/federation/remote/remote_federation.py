@@ -230,7 +230,7 @@ class RemoteFederation(Federation):
             waiting[site] = self._refused(call, site, odd[site]) if site in odd else replace(taken[site], layout=None)
 
     def _site_error(self, site: str, header: Mapping[str, Any]) -> Lost:
-        """What a site answered in place of a reply. It ends the run only where the run cannot do without the site."""
+        """The error that a site answered with. It ends the run only if the run cannot do without the site."""
         name, text = str(header.get("error"))[:100], str(header.get("message"))[:2000]
         kinds: tuple[type[FedshiftError], ...] = (Refused, KindRefused, TrainingDiverged)
         kind = next((kind for kind in kinds if kind.__name__ == name), None)
@@ -241,7 +241,7 @@ class RemoteFederation(Federation):
         return Lost(text, name)
 
     def _missing(self, call: str, site: str, outcome: Lost) -> Missing:
-        """A site that answered but gave nothing, or that did not answer: it has to be back soon the next time."""
+        """Why a site gave no usable reply. One that did not answer has only ``patience`` seconds the next time."""
         if (why := outcome.missing()) is not None:
             return Missing(site, why)
         self._lost.add(site)
@@ -278,7 +278,7 @@ class RemoteFederation(Federation):
         Args:
             weights: the model.
             sites: names of the sites.
-            needed: those that are waited for until the deadline, also where there is a grace.
+            needed: sites to wait for until the deadline, even if there is a grace.
             whole: asks for all metrics (the fields of `site_measures.Whole`); without them, for the accuracy.
 
         Returns:

@@ -45,7 +45,7 @@ class Closed:
 
 
 class SealedFederation(RemoteFederation):
-    """Sites behind a `Transport`, of which the target's own key seals what it gets from others.
+    """Sites behind a `Transport`. What others send to the target is sealed with the target's own key.
 
     Args:
         arguments: as for `RemoteFederation`.
@@ -112,7 +112,7 @@ class SealedFederation(RemoteFederation):
 
 
 def _carried(value: Any) -> Any:
-    """Content as it travels: what is closed is handed on sealed."""
+    """Content as it is sent: closed models stay sealed."""
     if isinstance(value, Closed):
         return value._sealed
     if isinstance(value, Mapping) and not isinstance(value, NamedTensors):

@@ -1,6 +1,6 @@
 """A remote federation that reads sums of its sites' models only: keys, masked answers, and the shares that unmask.
 
-Which keys a run has, and which sites a sum was said to be of, is on the disk before a site is told. So a coordinator
+The keys of a run, and the sites of each sum, are on disk before any site is told of them. So a coordinator
 that was killed asks for the same sums again, and gets the answers that the sites kept.
 """
 
@@ -282,9 +282,9 @@ class SecureFederation(RemoteFederation):
 
 
 class _SharedOutbox(Outbox):
-    """An outbox that writes the content of one call alike for all sites: they are told apart by no rounding.
+    """An outbox that writes the same bytes of a call for all sites, whatever each was sent before.
 
-    With a rounded wire a site gets the residual of what was sent before, also if it missed that.
+    With rounded weights, a site gets the common residual of the last content even if it missed that content.
     """
 
     call: str | None = None

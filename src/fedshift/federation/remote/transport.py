@@ -49,7 +49,7 @@ class Lost:
 
 
 class Sign(Enum):
-    """What a transport may say beside answers: a site has its request, or nothing has come for a moment."""
+    """What a transport may yield besides answers: a site has its request, or nothing has come for a moment."""
 
     FETCHED = "fetched"
     QUIET = "quiet"
@@ -63,8 +63,8 @@ class Transport(Protocol):
     ) -> Generator[tuple[str, Message | Lost | Sign], None, None]:
         """Send the messages; yield answers in the order of arrival.
 
-        A transport that waits yields `Sign.QUIET`, with any name, whenever no answer is there, so that the receiver can
-        end the exchange. Sites that have not answered then are asked no longer.
+        While it waits, a transport yields `Sign.QUIET`, with any name, so that the receiver can end the exchange.
+        Requests to sites that have not answered by then are withdrawn.
 
         Args:
             messages: site and message.

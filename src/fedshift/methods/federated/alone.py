@@ -6,7 +6,7 @@ Setting: no federation. Sites with labels train; a site without labels cannot tr
 Wire: nothing for the training. The ledger shows K·S(θ) per round: the sites' models, which are sent to be measured and
 saved.
 
-    site k:  min_θk  Σ_i CE(f_θk(x_i^k), y_i^k)
+    site k:  min_{θ_k}  Σ_i CE(f_{θ_k}(x_i^k), y_i^k)
 
 A site that trained predicts with its own model. At other sites the prediction is the mean of all models' softmax.
 

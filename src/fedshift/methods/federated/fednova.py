@@ -7,8 +7,8 @@ Setting: domain generalization, as FedAvg; it matters where sites make different
 Wire: FedAvg's, and one number a site: ‖a_i‖₁.
 
     x ← x − τ_eff Σ_i p_i (x − y_i)/‖a_i‖₁,    τ_eff = Σ_i p_i ‖a_i‖₁,    p_i = N_i/ΣN
-    ‖a_i‖₁ = τ_i for τ_i steps of plain SGD,   [τ_i − ρ(1 − ρ^τ_i)/(1 − ρ)]/(1 − ρ) with momentum ρ,
-    [1 − (1 − ημ)^τ_i]/(ημ) with a proximal term
+    ‖a_i‖₁ = τ_i for τ_i steps of plain SGD,   [τ_i − ρ(1 − ρ^{τ_i})/(1 − ρ)]/(1 − ρ) with momentum ρ,
+    [1 − (1 − ημ)^{τ_i}]/(ημ) with a proximal term
 
 Where papers and code differ, and what was chosen
  1. The factor of momentum is that of momentum reset in each round, as in the paper. With

@@ -1,11 +1,11 @@
-"""A FLARE driver for TCP with mutual TLS whose listener nobody can hold, and whose frames have a bounded size.
+"""A FLARE driver for TCP with mutual TLS whose port nobody can block, and whose frames have a bounded size.
 
 FLARE's own driver waits for each TLS handshake where it accepts connections, so one silent connection keeps everybody
-else out; and it reserves up to 2 GiB for a frame as soon as its header says so. On the wire nothing differs: FLARE's
-``tcp`` on the other side understands this one.
+else out; and it reserves up to 2 GiB for a frame as soon as its header says so. The bytes on the wire are the
+same, so the other side uses FLARE's ``tcp``.
 
-Here one thread accepts connections and leads all their handshakes side by side. Where there are too many, the oldest
-gives way, so those who come are never locked out by those who stay. A connection counts as the coordinator's peer only
+Here one thread accepts connections and runs all their handshakes side by side. If there are too many, the oldest is
+dropped, so old connections never lock out new ones. A connection counts as the coordinator's peer only
 when its certificate is among those that the kit lists in ``certificates.json``; the list may change at any time.
 """
 
