@@ -175,6 +175,12 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "private_classifier": of(True),
         "mixup": of(0.0, 2.0),
     },
+    "recipe_unlabelled": {
+        **_FEDERATED,
+        "begin": of(0.0, 0.8),
+        "information_weight": of(0.0, 0.3),
+        "pseudo_label_weight": of(0.0, 1.0),
+    },
     "shot": {
         "source_epochs": of(2),
         "target_epochs": of(2),
