@@ -36,8 +36,9 @@ BASE: dict[str, dict[str, Any]] = {
 """What keeps a run short, or makes a method's parts matter in one."""
 
 WHERE: dict[str, str] = {
-    "fedadg": "fast", "kd3a": "kd3a", "mdfnet": "normed", "recipe_unlabelled": "normed", "dsbn": "normed", "srdc": "mlp", "mdan": "mlp", "cmss": "mlp",
+    "fedadg": "fast", "kd3a": "kd3a", "mdfnet": "normed", "dsbn": "normed", "srdc": "mlp", "mdan": "mlp", "cmss": "mlp",
     "cdan": "mlp", "m3sda": "mlp", "dael": "fast", "fedbn": "normed", "silobn": "normed", "gperxan": "normed images",
+    "recipe_unlabelled": "normed",
 }  # fmt: skip
 """A method's usual set-up; `images` where it is not named."""
 

@@ -1,27 +1,30 @@
 """The recipe for a site without labels: FedAvg among the labelled sites, and a model of its own at the other.
 
-fedshift, 2026. No paper's method, but parts of three, chosen by treating a labelled site as the one without labels;
-benchmarks/recipe.md has the numbers and what did not help.
+fedshift, 2026. No paper's method, but parts of FedAvg, KD3A and SHOT, chosen by treating a labelled site as the one
+without labels; benchmarks/recipe.md has the numbers and what did not help.
 
 Setting: domain adaptation (adapt_to_one) and win-win (source_target); labelled sites and one without labels.
 Wire: FedAvg's, the mean model to the target, and its own model from there, which is sent to be measured and saved and
 reaches no other site: K·S(θ) up and down, S down to the target and S up, per round.
 
-In every round, with θ the labelled sites' model and φ the target's own, which begins as θ:
+In every round, with θ the labelled sites' model and φ the target's own:
     source k: E epochs of cross-entropy from θ → θ_k
-    server:   θ ← Σ_k (N_k / ΣN) θ_k                                                              (FedAvg)
-    target:   q = predictions of θ, p = predictions of φ, both with the target's own BatchNorm statistics
-              ŷ = nearest centroid in φ's features, centroids weighted at first by (p + q)/2       (SHOT, 4 to 6)
-              min over φ of  CE(ŷ, p) + λ (E[H(p)] − H(E[p])),  E over the mini-batch              (SHOT, 3 and 7)
-    Labelled sites are measured with θ, the target with φ and its own statistics.
+    server:   θ ← Σ_k (N_k / ΣN) θ_k
+    target:   φ = θ with the BatchNorm statistics of the target's samples, in the first half of the rounds (``begin``);
+              then  min over φ of  λ (E[H(p)] − H(E[p])) + β·CE(ŷ, p),  E over the mini-batch       (SHOT, 3 and 7)
+              ŷ, once per round over all data: nearest centroid in φ's features                     (SHOT, 4 to 6)
+              and φ's statistics are those of all the target's samples
+    Labelled sites are measured with θ, the target with φ.
 
-So q is the teacher that KD3A has in the sources' models, its statistics are those of KD3A's released code
-(``teacher_statistics: batch``), and labels and information maximisation are SHOT's. Unlike in SHOT the sources go on
-training while the target adapts, there is one model in place of K, and no layer is added or frozen.
+Unlike in SHOT the sources go on training while the target waits, one model adapts in place of K, the whole network is
+trained, no layer is added, and η follows the experiment's schedule over the target's own work. The target's
+mini-batches are those of FedAvg, all after it waited.
+
+What the parts are worth is in benchmarks/recipe.md.
 
 Where it fails
 * Where the classes' shares at the target are far from equal: λ pushes them towards equal shares.
-* Without BatchNorm in the network there are no statistics to take, which is what helps most.
+* Where the labelled sites' model is hardly better than guessing: there is nothing to make sure of.
 
 Should reproduce: no published table.
 """
@@ -33,7 +36,6 @@ import math
 from collections.abc import Collection
 from typing import Annotated, ClassVar
 
-import torch
 import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
@@ -42,9 +44,10 @@ from fedshift.data.domain import Task
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.information import information_maximisation, pseudo_labels
+from fedshift.functional.information import information_maximisation
 from fedshift.methods.base import Reads, State, trained_mean
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.federated.shot import pseudo_labels_at
 from fedshift.methods.heads import with_own_statistics
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -98,10 +101,12 @@ class RecipeUnlabelled(FedAvg):
 
     def adapt(self, site: Site, weights: Weights, waits: bool) -> Update:
         """Train the target's own model, or while it waits take the labelled sites' with its own statistics."""
+        kept = site.memory.weights("model") if "model" in site.memory else None
+        begun = kept or site.weights_of(with_own_statistics(site, weights))
         if waits:
-            return Update(site.weights_of(with_own_statistics(site, weights)), site.samples, 0.0)
-        model = site.model(site.memory.weights("model") if "model" in site.memory else weights)
-        labels = _pseudo_labels(site, site.weights_of(model)) if self.pseudo_label_weight else None
+            return Update(begun, site.samples, 0.0)
+        model = site.model(begun)
+        labels = pseudo_labels_at(site, site.model(begun).eval()) if self.pseudo_label_weight else None
 
         def loss_of(batch: Batch) -> Tensor:
             logits = model(batch.inputs)
@@ -114,15 +119,6 @@ class RecipeUnlabelled(FedAvg):
         loss = site.minimise(loss_of, model, steps=math.ceil(steps), remember="optimizer")
         site.memory["model"] = trained = site.weights_of(with_own_statistics(site, site.weights_of(model)))
         return Update(trained, site.samples, loss)
-
-
-@torch.no_grad()
-def _pseudo_labels(site: Site, weights: Weights) -> Tensor:
-    """ŷ of all the target's samples (n,), under a model with the target's statistics."""
-    model = with_own_statistics(site, weights)
-    features = [model.features(batch.inputs) for batch in site.all_batches()]
-    probabilities = torch.cat([model.classifier(rows) for rows in features]).softmax(1)
-    return pseudo_labels(torch.cat(features), probabilities)
 
 
 class TwoSides(Network):
