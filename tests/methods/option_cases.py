@@ -38,6 +38,7 @@ BASE: dict[str, dict[str, Any]] = {
 WHERE: dict[str, str] = {
     "fedadg": "fast", "kd3a": "kd3a", "mdfnet": "normed", "dsbn": "normed", "srdc": "mlp", "mdan": "mlp", "cmss": "mlp",
     "cdan": "mlp", "m3sda": "mlp", "dael": "fast", "fedbn": "normed", "silobn": "normed", "gperxan": "normed images",
+    "recipe_unlabelled": "normed",
 }  # fmt: skip
 """A method's usual set-up; `images` where it is not named."""
 
@@ -174,6 +175,12 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "teacher_statistics": of("batch"),
         "private_classifier": of(True),
         "mixup": of(0.0, 2.0),
+    },
+    "recipe_unlabelled": {
+        **_FEDERATED,
+        "begin": of(0.0, 0.8),
+        "information_weight": of(0.0, 0.3),
+        "pseudo_label_weight": of(0.0, 1.0),
     },
     "shot": {
         "source_epochs": of(2),

@@ -169,6 +169,9 @@ ENTRIES: Mapping[str, Entry] = {
         server=False,
         tasks=WITHOUT_MASKS,
     ),
+    "recipe_unlabelled": federated(
+        "recipe_unlabelled:RecipeUnlabelled", "fedshift 2026", scenario=_NO_LABELS, reads="models"
+    ),
     "shot": federated(
         "shot:SHOT",
         "Liang et al., ICML 2020",

@@ -188,20 +188,12 @@ class SHOT(Method):
         while left > 0:
             done = trained.get(source, 0)
             if done % site.batches_per_epoch == 0 and self.pseudo_label_weight > 0:
-                labels[source] = self._pseudo_labels(site, model)
+                labels[source] = pseudo_labels_at(site, model.eval()).cpu()
+                model.train()
             part = min(left, site.batches_per_epoch - done % site.batches_per_epoch)
             total += part * site.minimise(loss_of, model, steps=part, optimizers=[optimizer])
             trained[source], left = done + part, left - part
         return total / steps
-
-    @torch.no_grad()
-    def _pseudo_labels(self, site: Site, model: Network) -> Tensor:
-        """ŷ of all the target's samples (4–6)."""
-        model.eval()
-        features = [model.features(batch.inputs) for batch in site.all_batches()]
-        probabilities = torch.cat([model.classifier(rows) for rows in features]).softmax(1)
-        model.train()
-        return pseudo_labels(torch.cat(features), probabilities).cpu()
 
     def _shares(self, site: Site, models: int) -> list[int]:
         """Mini-batches of this round for each model. The models that get one more change from round to round."""
@@ -227,6 +219,14 @@ class SHOT(Method):
                 group["lr"] = factor * rate
 
         return optimizer, set_rates
+
+
+@torch.no_grad()
+def pseudo_labels_at(site: Site, model: Network) -> Tensor:
+    """ŷ of all the target's samples (4–6), under a model in evaluation mode."""
+    features = [model.features(batch.inputs) for batch in site.all_batches()]
+    probabilities = torch.cat([model.classifier(rows) for rows in features]).softmax(1)
+    return pseudo_labels(torch.cat(features), probabilities)
 
 
 class Ensemble(Network):

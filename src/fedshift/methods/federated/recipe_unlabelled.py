@@ -1,0 +1,150 @@
+"""The recipe for a site without labels: FedAvg among the labelled sites, and a model of its own at the other.
+
+fedshift, 2026. No paper's method, but parts of FedAvg, KD3A and SHOT, chosen by treating a labelled site as the one
+without labels; benchmarks/recipe.md has the numbers and what did not help.
+
+Setting: domain adaptation (adapt_to_one) and win-win (source_target); labelled sites and one without labels.
+Wire: FedAvg's, the mean model to the target, and its own model from there, which is sent to be measured and saved and
+reaches no other site: K·S(θ) up and down, S down to the target and S up, per round.
+
+In every round, with θ the labelled sites' model and φ the target's own:
+    source k: E epochs of cross-entropy from θ → θ_k
+    server:   θ ← Σ_k (N_k / ΣN) θ_k
+    target:   φ = θ with the BatchNorm statistics of the target's samples, in the first half of the rounds (``begin``);
+              then  min over φ of  λ (E[H(p)] − H(E[p])) + β·CE(ŷ, p),  E over the mini-batch       (SHOT, 3 and 7)
+              ŷ, once per round over all data: nearest centroid in φ's features                     (SHOT, 4 to 6)
+              and φ's statistics are those of all the target's samples
+    Labelled sites are measured with θ, the target with φ.
+
+Unlike in SHOT the sources go on training while the target waits, one model adapts in place of K, the whole network is
+trained, no layer is added, and η follows the experiment's schedule over the target's own work. The target's
+mini-batches are those of FedAvg, all after it waited.
+
+What the parts are worth is in benchmarks/recipe.md.
+
+Where it fails
+* Where the classes' shares at the target are far from equal: λ pushes them towards equal shares.
+* Where the labelled sites' model is hardly better than guessing: there is nothing to make sure of.
+
+Should reproduce: no published table.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection
+from typing import Annotated, ClassVar
+
+import torch.nn.functional as F
+from pydantic import Field, NonNegativeFloat
+from torch import Tensor, nn
+
+from fedshift.data.domain import Task
+from fedshift.federation.federation import Federation
+from fedshift.federation.messages import Update
+from fedshift.federation.site import Batch, Site
+from fedshift.functional.information import information_maximisation
+from fedshift.methods.base import Reads, State, trained_mean
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.federated.shot import pseudo_labels_at
+from fedshift.methods.heads import with_own_statistics
+from fedshift.models.network import Network
+from fedshift.weights import Weights
+
+_LABELLED, _OWN = "labelled", "own"
+
+
+class RecipeUnlabelled(FedAvg):
+    """FedAvg among labelled sites; the site without labels adapts a model of its own, which stays its own."""
+
+    name: ClassVar[str] = "recipe_unlabelled"
+    citation: ClassVar[str] = "fedshift 2026"
+    scenario: ClassVar[str] = "target without labels"
+    tasks: ClassVar[tuple[Task, ...]] = ("classification",)
+    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "model")
+    needs_target: ClassVar[bool] = True
+    one_target: ClassVar[bool] = True
+    trains_privately: ClassVar[bool] = False
+    server_reads: ClassVar[Reads] = "models"
+
+    begin: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.5, description="share of the rounds after which the target begins to train; its mini-batches are not fewer"
+    )
+    information_weight: NonNegativeFloat = Field(1.0, description="λ of information maximisation at the target")
+    pseudo_label_weight: NonNegativeFloat = Field(0.3, description="β of the pseudo-labels at the target")
+
+    def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
+        return self.mini_batches(batches_per_epoch, rounds)
+
+    def evaluated_network(self, network: Network, sources: int) -> Network:
+        return TwoSides(network)
+
+    def personal(self, weights: Weights) -> Collection[str]:
+        return [name for name in weights if name.startswith(f"{_OWN}.")]
+
+    # Server -------------------------------------------------------------------------------------------------------
+
+    def start(self, federation: Federation, weights: Weights) -> State:
+        return State(_both(weights, weights))
+
+    def round(self, federation: Federation, state: State) -> State:
+        updates = federation.ask(self.fit, to=federation.sources, weights=_side(state.weights, _LABELLED))
+        labelled, shares, losses = trained_mean(updates, by=self.weighting)
+        (target,) = federation.targets
+        waits = federation.round <= self.begin * federation.rounds
+        own = federation.ask(self.adapt, to=(target,), weights=labelled, waits=waits).only()
+        report = {"losses": losses if waits else losses | {target: own.loss}, "aggregation_weights": shares}
+        return state.advance(_both(labelled, own.weights), report=report)
+
+    # Target -------------------------------------------------------------------------------------------------------
+
+    def adapt(self, site: Site, weights: Weights, waits: bool) -> Update:
+        """Train the target's own model, or while it waits take the labelled sites' with its own statistics."""
+        kept = site.memory.weights("model") if "model" in site.memory else None
+        begun = kept or site.weights_of(with_own_statistics(site, weights))
+        if waits:
+            return Update(begun, site.samples, 0.0)
+        model = site.model(begun)
+        labels = pseudo_labels_at(site, site.model(begun).eval()) if self.pseudo_label_weight else None
+
+        def loss_of(batch: Batch) -> Tensor:
+            logits = model(batch.inputs)
+            loss = self.information_weight * information_maximisation(logits)
+            if labels is not None:
+                loss = loss + self.pseudo_label_weight * F.cross_entropy(logits, labels[batch.rows.to(labels.device)])
+            return loss
+
+        steps = self.mini_batches(site.batches_per_epoch, 1) / (1 - self.begin)
+        loss = site.minimise(loss_of, model, steps=math.ceil(steps), remember="optimizer")
+        site.memory["model"] = trained = site.weights_of(with_own_statistics(site, site.weights_of(model)))
+        return Update(trained, site.samples, loss)
+
+
+class TwoSides(Network):
+    """The target's own network, which answers, and that of the labelled sites, which answers there."""
+
+    def __init__(self, network: Network) -> None:
+        keywords = network.keywords | {"stages": {}, "alignment_stages": ()}
+        super().__init__(nn.Identity(), nn.Identity(), **keywords)
+        self.objective = network.objective
+        self.labelled = copy.deepcopy(network)
+        self.own = copy.deepcopy(network)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.own(inputs)
+        return logits
+
+    def at(self, source: int) -> Network:
+        return self.labelled
+
+
+def _both(labelled: Weights, own: Weights) -> Weights:
+    """The weights of `TwoSides`."""
+    parts = {_LABELLED: labelled, _OWN: own}
+    return Weights({f"{side}.{name}": value for side, part in parts.items() for name, value in part.items()})
+
+
+def _side(weights: Weights, side: str) -> Weights:
+    """The weights of one side of `TwoSides`."""
+    return Weights({name.removeprefix(f"{side}."): value for name, value in weights.select(side).items()})
