@@ -260,7 +260,7 @@ def _figure(width: float, height: float, panels: int = 1, columns: int = 0) -> t
 
 
 def _draw(axes: Axes, lines: Mapping[str, Curve], most: float, names: Sequence[str] = ()) -> None:
-    """Draw lines with bands over whole numbers. Bands end at ``most``. A line's colour is its position in ``names``, else in ``lines``."""
+    """Draw lines with bands, which end at ``most``. A line's colour is its position in ``names``, else in ``lines``."""
     for name, (x, mean, spread) in lines.items():
         color, line, marker = _style(list(names or lines).index(name))
         # A single measurement needs a marker to be visible.
