@@ -15,9 +15,18 @@ Write = Callable[..., Path]
 
 
 @pytest.fixture
-def write_part(tmp_path: Path) -> Write:
+def write_part(tmp_path: Path, writer: Callable[[Path], Write]) -> Write:
     """Write one part whose target accuracy in the rounds is ``accuracies``; give back its folder."""
+    return writer(tmp_path)
 
+
+@pytest.fixture(scope="session")
+def writer() -> Callable[[Path], Write]:
+    """`write_part` for any folder."""
+    return writer_into
+
+
+def writer_into(root: Path) -> Write:
     def write(
         method: str,
         target: str,
@@ -28,7 +37,7 @@ def write_part(tmp_path: Path) -> Write:
         weights: Sequence[dict[str, float]] = (),
         **changes: object,
     ) -> Path:
-        folder = tmp_path / "runs" / experiment / method / target / f"seed-{seed}"
+        folder = root / "runs" / experiment / method / target / f"seed-{seed}"
         folder.mkdir(parents=True)
         rounds = [
             RoundRecord(

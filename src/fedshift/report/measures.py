@@ -50,7 +50,7 @@ ACCURACY = Measure(
     RunResult.accuracy,
     "Accuracy in percent",
     meaning="Each column is a target; the number is the share of its samples that the model of the last round got "
-    "right. The last column is the unweighted mean over targets.",
+    "right. The average is the unweighted mean over targets.",
     metric="accuracy",
 )
 DICE = Measure(
@@ -58,7 +58,7 @@ DICE = Measure(
     RunResult.accuracy,
     "Dice coefficient in percent",
     meaning="Each column is a target; the number is how far predicted and true masks overlap, mean over its images and "
-    "structures, last round. The last column is the unweighted mean over targets.",
+    "structures, last round. The average is the unweighted mean over targets.",
 )
 HAUSDORFF = Measure(
     "Hausdorff distance",
@@ -74,7 +74,7 @@ RMSE = Measure(
     "Root mean squared error in the label's unit (less is better)",
     less_is_better=True,
     meaning="Each column is a target; the number is the root of the mean squared error of its samples, in the label's "
-    "unit, last round. The last column is the unweighted mean over targets.",
+    "unit, last round. The average is the unweighted mean over targets.",
     metric="rmse",
     unit="",
 )
@@ -83,7 +83,7 @@ CONCORDANCE = Measure(
     RunResult.accuracy,
     "Harrell's concordance in percent",
     meaning="Each column is a target; the number is the share of comparable pairs of its samples of whom the one with "
-    "the earlier event was said to be at higher risk, last round: 50 is chance. The last column is the unweighted mean "
+    "the earlier event was said to be at higher risk, last round: 50 is chance. The average is the unweighted mean "
     "over targets.",
     metric="concordance",
 )
@@ -92,7 +92,7 @@ LABELS = Measure(
     RunResult.accuracy,
     "Share of labels that are right, in percent",
     meaning="Each column is a target; the number is the share of labels that are right, over its samples and labels, "
-    "last round. The last column is the unweighted mean over targets.",
+    "last round. The average is the unweighted mean over targets.",
     metric="label_accuracy",
 )
 METRICS: dict[Metric, Measure] = {

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from fedshift.evaluation.stored import ROUNDS
 from fedshift.files import write_bytes
 from fedshift.report import plots
-from fedshift.report.advice.roles import role_of
+from fedshift.report.advice.roles import Role, role_of
 from fedshift.report.advice.verdict import Verdict, verdict
 from fedshift.report.collect import Collected, read_rounds
 from fedshift.report.html import render
@@ -68,21 +68,21 @@ def page(collected: Collected) -> str:
     """The page as text. It depends only on the files of ``collected``."""
     table = table_of(collected, "last")
     found = verdict(collected, table)
+    roles = {result.method: role_of(result) for result in collected.results}
     return render(
         "page.html",
         name=collected.name,
         question=found.question,
         facts=facts(collected),
-        sections=[verdict_section(found), *_sections(collected, table, found)],
+        sections=[verdict_section(found, table, roles), *_sections(collected, table, found, roles)],
         light=LIGHT,
         dark=DARK,
     )
 
 
-def _sections(collected: Collected, table: Table, found: Verdict) -> Iterator[Section]:
+def _sections(collected: Collected, table: Table, found: Verdict, roles: Mapping[str, Role]) -> Iterator[Section]:
     results, runs = collected.results, collected.runs
     records = {run.folder: read_rounds(run.folder / ROUNDS) for run in runs}
-    roles = {result.method: role_of(result) for result in results}
     gains = gains_grid(table)
     yield result_section(collected, table, roles)
     if gains is not None:

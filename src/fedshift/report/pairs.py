@@ -29,7 +29,7 @@ HARMONIC_MEANS = {
         repeat="split",
         meaning="Each column is a pair, labelled sites before the dash, unlabelled ones after it. The first table's "
         f"number is the harmonic mean of the {plural} on both sides, so it is low when one side pays for the other. "
-        "The last column is the unweighted mean over pairs.",
+        "The average is the unweighted mean over pairs.",
     )
     for metric, plural in _PLURALS.items()
 }

@@ -127,11 +127,13 @@ def accuracy_per_target(table: Table, names: Mapping[str, str] | None = None) ->
         names: what the legend calls a method, where that is not its name.
     """
     figure, [axes] = new_figure(9.6, 3.6)
-    columns = np.arange(len(table.columns))
+    shown = [AVERAGE, *(column for column in table.columns if column != AVERAGE)]  # a small screen shows the average
+    columns = np.arange(len(shown))
     count = len(table.methods)
     step = min(0.14, 0.7 / count)
     for index, method in enumerate(table.methods):
-        present = [(column, cell.row) for column, cell in enumerate(table.cells[method].values()) if cell is not None]
+        cells = [table.cells[method][column] for column in shown]
+        present = [(column, cell.row) for column, cell in enumerate(cells) if cell is not None]
         if not present:
             continue
         color, _, marker = style_of(index)
@@ -140,15 +142,15 @@ def accuracy_per_target(table: Table, names: Mapping[str, str] | None = None) ->
         name = (names or {}).get(method, method)
         means = [row.mean for _, row in present]
         axes.errorbar(x, means, errors, color=color, fmt=marker, markersize=6, capsize=2.5, linewidth=1.4, label=name)
-    axes.axvline(len(columns) - 1.5, color=GRID, linewidth=1)
-    crowded = max(map(len, table.columns)) * len(columns) > 100
+    axes.axvline(0.5, color=GRID, linewidth=1)
+    crowded = max(map(len, shown)) * len(columns) > 100
     axes.set_xticks(
         columns,
-        [printable(column) for column in table.columns],
+        [printable(column) for column in shown],
         rotation=30 if crowded else 0,
         ha="right" if crowded else "center",
     )
-    axes.get_xticklabels()[table.columns.index(AVERAGE)].set_fontweight("bold")
+    axes.get_xticklabels()[0].set_fontweight("bold")
     axes.grid(axis="x", visible=False)
     axes.set_xlim(-0.5, len(columns) - 0.5)
     axes.set_ylabel(table.measure.axis)
@@ -238,7 +240,8 @@ def svg(figure: Figure, description: str) -> str:
         body = body.replace(color, f"var(--{name})")
     body = re.sub(r'font-family: [^;"]*', "font-family: inherit", body)
     body = re.sub(r"<style.*?</style>", "", body, flags=re.DOTALL)  # it would apply to the whole page
-    return render("figure.svg", box=box[0], description=description, body=body)
+    width = round(68 * min(1.0, figure.get_figwidth() / 9.6), 1)  # in rem: a whole page is 68 wide
+    return render("figure.svg", box=box[0], width=width, description=description, body=body)
 
 
 def new_figure(width: float, height: float, panels: int = 1, columns: int = 0) -> tuple[Figure, list[Axes]]:
@@ -262,7 +265,7 @@ def new_figure(width: float, height: float, panels: int = 1, columns: int = 0) -
 
 
 def _draw(axes: Axes, lines: Mapping[str, Curve], most: float, names: Sequence[str] = ()) -> None:
-    """Draw lines with bands. Bands end at ``most``. A line's colour is its position in ``names``, else in ``lines``."""
+    """Draw lines with bands, which end at ``most``. A line's colour is its position in ``names``, else in ``lines``."""
     for name, (x, mean, spread) in lines.items():
         color, line, marker = style_of(list(names or lines).index(name))
         # A single measurement needs a marker to be visible.
@@ -272,6 +275,7 @@ def _draw(axes: Axes, lines: Mapping[str, Curve], most: float, names: Sequence[s
             low, high = np.maximum(np.subtract(mean, spread), 0), np.minimum(np.add(mean, spread), most)
             axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0)
     axes.set_xlim(left=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
 
 
 def _share_height(panels: Sequence[Axes], columns: int = 0) -> None:

@@ -72,14 +72,10 @@ class SiteRules:
         return self.ledger.mark(statistics=shown.fingerprint, options=options, versions=versions())
 
     def check_hello(self, private: object, holding: Holding) -> None:
-<<<<<<< HEAD
         """Raise Refused unless the site can take part in an experiment that trains privately, or that does not.
 
         Statistics of a table are counted here, before a card tells them.
         """
-=======
-        """Raise Refused unless the site can take part in the experiment, which trains privately or does not."""
->>>>>>> docs-site
         if private is not True:
             self._refuse_without_noise()
         if self.budget is None or holding.given is None:

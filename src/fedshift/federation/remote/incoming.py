@@ -43,13 +43,8 @@ class Taken:
     held: Held | None = None
 
     def put_by(self, held: Held | None) -> Taken:
-<<<<<<< HEAD
         """This reply while it waits: only its message in a file is kept, where there is one."""
         return self if held is None or not held.paths else replace(self, answer=None, held=held)
-=======
-        """This reply while it waits. If its message is in a file, only that is kept."""
-        return self if held is None or held.path is None else replace(self, answer=None, held=held)
->>>>>>> docs-site
 
 
 class Spool:

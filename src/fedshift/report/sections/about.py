@@ -144,7 +144,7 @@ def settings_section(collected: Collected) -> Section:
         for name, value in {**result.versions, "device": result.device, "threads": str(result.threads)}.items():
             seen[name].setdefault(value)
     rows = [[name, ", ".join(values)] for name, values in seen.items()]
-    blocks: list[Block | None] = [grid("Versions", ["", "in these runs"], rows, css="facts")]
+    blocks: list[Block | None] = [grid("Versions", ["what", "in these runs"], rows, css="facts")]
     mixed = [name for name, values in seen.items() if len(values) > 1]
     if mixed:
         blocks.append(Text(f"The runs were not run alike ({', '.join(mixed)}): compare with care.", "note"))

@@ -54,6 +54,7 @@ class Figure:
     Attributes:
         name: name of the files for SVG and CSV, without an ending.
         svg: the drawing.
+        description: the text for readers who do not see it.
         caption: what it shows.
         csv: its numbers.
         title: a heading above it.
@@ -62,6 +63,7 @@ class Figure:
     kind: ClassVar[str] = "figure"
     name: str
     svg: str
+    description: str
     caption: str
     csv: str
     title: str = ""
@@ -152,7 +154,7 @@ def figure(
         (f"{cell:.6g}" if isinstance(cell, float) else "" if cell is None else str(cell) for cell in row)
         for row in rows
     )
-    return Figure(name, plots.svg(drawing, description), caption, csv_text(cells), title)
+    return Figure(name, plots.svg(drawing, description), description, caption, csv_text(cells), title)
 
 
 def curve_rows(what: Sequence[str], curves: Mapping[Any, plots.Curve]) -> Iterable[Sequence[object]]:

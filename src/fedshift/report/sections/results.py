@@ -8,11 +8,12 @@ from statistics import fmean
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.selection import RULES
 from fedshift.evaluation.summary import AVERAGE
+from fedshift.methods.catalogue import ENTRIES
 from fedshift.report import differences, plots
-from fedshift.report.advice.roles import ROLES, Role
+from fedshift.report.advice.roles import ROLES, Role, method_name
 from fedshift.report.advice.verdict import MAJORITY, Verdict
-from fedshift.report.advice.words import paragraphs, two_sentences
-from fedshift.report.collect import Collected
+from fedshift.report.advice.words import KINDS, first_sentence, paragraphs
+from fedshift.report.collect import Collected, natural
 from fedshift.report.pairs import PairRow
 from fedshift.report.sections.blocks import (
     MISSING,
@@ -33,14 +34,36 @@ from fedshift.report.table import Cell, Table, table_of
 _MOST_CLASSES = 20
 _MARKS: Mapping[Role, str] = {"federated": "samples stay", "pooled": "not private"}
 """Roles in fewer words, beside the name of a method."""
+_MOST_AVERAGES = 8
 _PARTS = ("training", "held_out", "measured", "unlabelled")
 
 
-def verdict_section(verdict: Verdict) -> Section:
-    """The verdict: two sentences, then all of it."""
-    blocks: list[Block] = [Text(two_sentences(verdict), "verdict")]
-    blocks += [Listing(tuple(lines), heading) for heading, lines in paragraphs(verdict)]
+def verdict_section(verdict: Verdict, table: Table, roles: Mapping[str, Role]) -> Section:
+    """The verdict: its first sentence and the averages, then the rest of it."""
+    first = first_sentence(verdict)
+    blocks: list[Block | None] = [Text(first, "verdict"), _averages(table, roles)]
+    for heading, lines in paragraphs(verdict):
+        further = tuple(line for line in lines if line != first)
+        blocks.append(Listing(further, heading) if further else None)
     return section("verdict", "Verdict", *blocks)
+
+
+def _averages(table: Table, roles: Mapping[str, Role]) -> Text | None:
+    """The average of every method, the best first; None if no method has one."""
+    measure = table.measure
+    cells = [(name, cell) for name in table.methods if (cell := table.cells[name][AVERAGE]) and not cell.partial]
+    cells.sort(key=lambda one: one[1].row.mean, reverse=not measure.less_is_better)
+    if not cells:
+        return None
+    named = ", ".join(f"{name} {cell.mean}{_shared(roles.get(name))}" for name, cell in cells[:_MOST_AVERAGES])
+    more = f" and {len(cells) - _MOST_AVERAGES} more" if len(cells) > _MOST_AVERAGES else ""
+    unit = f"{measure.name.lower()} in {measure.unit}" if measure.unit else measure.name
+    return Text(f"Average over the targets ({unit}): {named}{more}.")
+
+
+def _shared(role: Role | None) -> str:
+    """What to know of a method that is no choice for sites which keep their samples."""
+    return "" if role in (None, "federated") else f" ({_MARKS.get(role, ROLES[role])})"
 
 
 def result_section(collected: Collected, table: Table, roles: Mapping[str, Role]) -> Section:
@@ -66,7 +89,8 @@ def result_section(collected: Collected, table: Table, roles: Mapping[str, Role]
         "It says what perfect selection could gain and is not a result.",
     )
     how = Listing(tuple(filter(None, points)), "How to read this", folds=True)
-    return section("result", "Result", *grids(table, roles), drawn, how, sites_grid(collected.results))
+    about = [methods_grid(collected, roles), sites_grid(collected.results)]
+    return section("result", "Result", *grids(table, roles), drawn, how, *about)
 
 
 def grids(table: Table, roles: Mapping[str, Role] | None = None) -> list[Grid]:
@@ -79,8 +103,20 @@ def grids(table: Table, roles: Mapping[str, Role] | None = None) -> list[Grid]:
         [_method(name, roles or {}), *(entry(table.cells[name][column]) for column in columns)]
         for name in table.methods
     ]
-    first = grid(named, ["method", *columns], body, table.notes, "accuracies")
+    first = grid(named, ["method", *columns], body, table.notes, "accuracies" if AVERAGE in columns else "")
     return [first, *(below for more in table.more for below in grids(more, roles))]
+
+
+def methods_grid(collected: Collected, roles: Mapping[str, Role]) -> Grid:
+    """What each method is, where it was published, and what it lets leave a site."""
+    rows: list[Cells] = []
+    for name in collected.order.methods:
+        runs = [result for result in collected.results if result.method == name]
+        known = ENTRIES.get(method_name(runs[0]))
+        title = f"{known.place.split(':')[1]} ({known.citation})" if known else "a method of your own"
+        kinds = dict.fromkeys(kind for run in runs for kind, size in run.bytes_up.items() if size)
+        rows.append([name, title, ROLES[roles[name]], "; ".join(KINDS.get(kind, kind) for kind in kinds) or MISSING])
+    return grid("Methods", ["method", "title", "samples", "what left the sites"], rows, css="facts words")
 
 
 def _method(name: str, roles: Mapping[str, Role]) -> Entry:
@@ -118,7 +154,8 @@ def sites_grid(results: Sequence[RunResult]) -> Grid | None:
     shares = _shares(results) if few else {}
     parts = [part for part in _PARTS if any(part in found for found in sizes.values())]
     rows: list[Cells] = []
-    for site, found in sizes.items():
+    for site in sorted(sizes, key=natural):
+        found = sizes[site]
         share = shares.get(site, [])
         balance = [number(one, 1) for one in share] or [Entry(MISSING)] * len(classes)
         rows.append([site, *(_range(found.get(part, set())) for part in parts), *(balance if shares else [])])

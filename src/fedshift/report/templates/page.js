@@ -22,6 +22,7 @@ for (const table of document.querySelectorAll("table")) {
   for (const [column, name] of Array.from(names).entries()) {
     const button = document.createElement("button");
     button.type = "button";
+    button.title = "Sort by this column";
     button.append(...name.childNodes);
     name.append(button);
     button.addEventListener("click", () => {
@@ -32,6 +33,12 @@ for (const table of document.querySelectorAll("table")) {
     });
   }
 }
+// What is wider than the screen says that it scrolls.
+function markWide() {
+  for (const box of document.querySelectorAll(".scroll")) box.classList.toggle("wide", box.scrollWidth > box.clientWidth + 1);
+}
+addEventListener("resize", markWide);
+markWide();
 // A figure's file has the colours of a light page written out, since it leaves the page's style sheet.
 for (const button of document.querySelectorAll(".svg-file")) {
   const figure = button.closest("figure");
