@@ -27,6 +27,7 @@ from fedshift.report.advice.verdict import verdict
 from fedshift.report.collect import Collected, collect, read_rounds
 from fedshift.report.other_tools.trackers import tracker
 from fedshift.report.page import table_html, write_page
+from fedshift.report.samples import ShownSamples
 from fedshift.report.table import table_of
 from fedshift.report.table_formats import markdown
 
@@ -152,13 +153,16 @@ class Results:
         """
         return self.model(method, target, seed).predict(X)
 
-    def page(self) -> Path:
+    def page(self, samples: Given | None = None) -> Path:
         """Write the page, ``report.html`` in the experiment's folder: tables, figures, warnings and settings.
 
+        Args:
+            samples: the experiment, if the page should show samples too: the worst mistakes and features of each model.
+
         Raises:
-            UserError: it cannot be written.
+            UserError: it cannot be written, or the data cannot be read.
         """
-        return write_page(self.folder, self.collected)
+        return write_page(self.folder, self.collected, None if samples is None else ShownSamples(_resolved(samples)))
 
     def __str__(self) -> str:
         return self.markdown()

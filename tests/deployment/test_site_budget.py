@@ -19,7 +19,6 @@ from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.federation.remote.policy import PrivacyBudget
 from fedshift.functional.differential_privacy import NoisySteps, adaptive_epsilon
 
-pytest.importorskip("opacus")
 SITES = {"north": 40, "south": 24}
 SIGMA = 3.0
 PRIVATE: dict[str, Any] = {"batch_size": 8, "lr": 0.1, "privacy": {"noise_multiplier": SIGMA}}
@@ -29,6 +28,12 @@ ASKED = {
     "training": PRIVATE,
     "draws": {name: {"noise_multiplier": SIGMA, "stream": ""} for name in SITES},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _with_opacus() -> None:
+    """Imported by the one process that runs these tests, and not by each that collects them."""
+    pytest.importorskip("opacus")
 
 
 def budgeted(folder: Path, name: str = "north", **privacy: Any) -> Path:

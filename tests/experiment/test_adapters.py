@@ -23,9 +23,14 @@ from fedshift.models.network import Network
 from fedshift.models.own.options import given
 from fedshift.weights import Weights
 
-pytest.importorskip("peft")
 pytestmark = pytest.mark.slow  # the import of peft takes seconds
 RANK = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _with_peft() -> None:
+    """Imported by the one process that runs these tests, and not by each that collects them."""
+    pytest.importorskip("peft")
 
 
 class Volumes(nn.Module):

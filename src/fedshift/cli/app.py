@@ -49,6 +49,9 @@ def run(
         list[str] | None,
         typer.Option("--track", help="Also write every round to tensorboard, mlflow or wandb; may be repeated."),
     ] = None,
+    samples: Annotated[
+        bool, typer.Option("--samples", help="Show samples on the page: the worst mistakes and features of each model.")
+    ] = False,
 ) -> None:
     """Run an experiment, or resume it where it stopped.
 
@@ -56,7 +59,7 @@ def run(
     """
     from fedshift.cli.run import run_file
 
-    run_file(experiment, overrides or [], runs, track or [])
+    run_file(experiment, overrides or [], runs, track or [], samples)
 
 
 @app.command()
@@ -256,7 +259,7 @@ def demo(runs: Runs = Path("runs")) -> None:
     from fedshift.cli.run import run_file
 
     typer.echo("36 small runs: less than two minutes on two idle cores, longer on a busy machine", err=True)
-    run_file(Path(__file__).with_name("demo.yaml"), [], runs)
+    run_file(Path(__file__).with_name("demo.yaml"), [], runs, samples=True)
 
 
 @app.command()

@@ -33,24 +33,28 @@ from fedshift.report.advice.words import two_sentences
 from fedshift.report.collect import collect
 from fedshift.report.other_tools.trackers import tracker
 from fedshift.report.page import write_page
+from fedshift.report.samples import ShownSamples
 from fedshift.report.table import table_of
 from fedshift.report.table_formats import terminal
 
 
-def run_file(path: Path, overrides: Sequence[str], runs: Path, trackers: Sequence[str] = ()) -> None:
+def run_file(
+    path: Path, overrides: Sequence[str], runs: Path, trackers: Sequence[str] = (), samples: bool = False
+) -> None:
     """Run an experiment file, then print the table and write the report.
 
-    Progress is shown as bars at a terminal and as lines elsewhere. ``trackers`` names those that get every round.
+    Progress is shown as bars at a terminal and as lines elsewhere. ``trackers`` names those that get every round. With
+    ``samples`` the page shows samples too.
     """
     errors = safe_console(stderr=True)
     try:
-        _run(load(path, overrides), runs, errors, [tracker(name) for name in trackers])
+        _run(load(path, overrides), runs, errors, [tracker(name) for name in trackers], samples)
     except KeyboardInterrupt:
         errors.print("interrupted: run the same command again to continue after the last round", highlight=False)
         sys.exit(130)
 
 
-def _run(experiment: Experiment, runs: Path, errors: Console, callbacks: Sequence[Callback]) -> None:
+def _run(experiment: Experiment, runs: Path, errors: Console, callbacks: Sequence[Callback], samples: bool) -> None:
     reporter, stop = reporter_at(errors)
     folder, diverged = runs / experiment.name, None
     try:
@@ -60,19 +64,19 @@ def _run(experiment: Experiment, runs: Path, errors: Console, callbacks: Sequenc
     finally:
         stop()
     if any(map(is_finished, run_folders(folder))):
-        show_results(folder, errors)
+        show_results(folder, errors, ShownSamples(experiment) if samples else None)
     elif reporter.left:
         errors.print("another process is running all remaining runs of this experiment", highlight=False)
     if diverged is not None:
         raise diverged
 
 
-def show_results(folder: Path, errors: Console) -> None:
+def show_results(folder: Path, errors: Console, samples: ShownSamples | None = None) -> None:
     """Print the table of the finished runs in ``folder``, write the page, and say in two sentences what they show."""
     collected = collect(folder)
     found, console = table_of(collected), safe_console()
     console.print(terminal(found))
-    errors.print(f"page: {write_page(folder, collected)}", markup=False, highlight=False, soft_wrap=True)
+    errors.print(f"page: {write_page(folder, collected, samples)}", markup=False, highlight=False, soft_wrap=True)
     console.print(two_sentences(verdict(collected, found)), markup=False, highlight=False)
 
 

@@ -21,7 +21,7 @@ from fedshift.deployment.deployed_plan import DeployedPlan, check_budgets
 from fedshift.deployment.event_log import Watch
 from fedshift.deployment.handshake import CARDS, agree, split_rule
 from fedshift.errors import FedshiftError, UserError
-from fedshift.evaluation.records import SiteMetrics
+from fedshift.evaluation.records import Part, SiteMetrics
 from fedshift.evaluation.site_metrics import common_threshold
 from fedshift.experiment.budgets import site_budget
 from fedshift.experiment.compatibility import check_fit
@@ -31,7 +31,7 @@ from fedshift.experiment.environment import resolve_device, threads_set
 from fedshift.experiment.plan import PlannedRun, Run
 from fedshift.experiment.protocol import Split
 from fedshift.experiment.runs.context import Context
-from fedshift.experiment.runs.evaluator import Evaluator, Final, Part
+from fedshift.experiment.runs.evaluator import Evaluator, Final
 from fedshift.experiment.runs.round_loop import train_and_evaluate
 from fedshift.experiment.runs.run_folder import RunFolder, run_folder, write_order
 from fedshift.federation.remote.remote_federation import RemoteFederation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +12,8 @@ from fedshift.data.site_data import SiteData
 from fedshift.data.tasks.objective import Objective
 from fedshift.errors import FedshiftError, Refused
 from fedshift.evaluation.metrics import counts_by_class
-from fedshift.evaluation.tasks.measuring import measuring_of
+from fedshift.evaluation.records import Part
+from fedshift.evaluation.tasks.measuring import MetricOptions, measuring_of
 from fedshift.experiment.runs.evaluator import predictions, scored
 from fedshift.federation.remote.policy import ACCURACY, METRICS, Policy
 from fedshift.models.network import Network
@@ -29,7 +30,7 @@ class Whole(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    part: Literal["target", "held_out"]
+    part: Part
     resamples: Annotated[int, Field(ge=0, le=100_000)] = 0
     threshold: Annotated[float, Field(ge=0, le=1)] | None = None
 
@@ -71,14 +72,8 @@ def measured(
         scores = scored(network, view, objective, groups)
         found = scores.predicted
         limits = whole.resamples if whole.part == "target" else 0
-        metrics = measuring.at_site(
-            "",
-            whole.part,
-            scores,
-            threshold=whole.threshold,
-            resamples=limits,
-            smallest_group=policy.smallest_group,
-        ).model_dump(mode="json")
+        options = MetricOptions(whole.threshold, limits, policy.smallest_group)
+        metrics = measuring.at_site("", whole.part, scores, options).model_dump(mode="json")
         sent["metrics"] = {"kind": METRICS}
     pairs = counts_by_class(found, labels, classes, policy.smallest_group) if measuring.counts_classes else []
     value = measuring.value(found, labels)

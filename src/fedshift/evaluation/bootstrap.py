@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -182,7 +181,8 @@ def weighted(outcomes: Outcomes, metrics: Sequence[SiteMetric], weights: Numbers
         if "brier" in metrics:
             found["brier"] = weights @ _squares(outcomes, true) / total
         if "auroc" in metrics or "auprc" in metrics:
-            ranked = [_ranked(outcomes, number, weights) for number in ([1] if classes == 2 else np.unique(labels))]
+            by_sample = np.ascontiguousarray(weights.T)
+            ranked = [_ranked(outcomes, number, by_sample) for number in ([1] if classes == 2 else np.unique(labels))]
             found["auroc"], found["auprc"] = (_mean(np.stack(parts)) for parts in zip(*ranked, strict=True))
     return {metric: 100.0 * found[metric] for metric in metrics if metric in found}
 
@@ -202,21 +202,37 @@ def _squares(outcomes: Outcomes, true: Numbers) -> Numbers:
     return halves
 
 
-def _ranked(outcomes: Outcomes, number: int, weights: Numbers) -> tuple[Numbers, Numbers]:
-    """Area under the ROC curve, and average precision, of one class against the others, (b,) each."""
+def _ranked(outcomes: Outcomes, number: int, by_sample: Numbers) -> tuple[Numbers, Numbers]:
+    """Area under the ROC curve, and average precision, of one class against the others, (b,) each.
+
+    Both are sums over the points of the curves at which there are samples of the class. Weights are whole numbers, so
+    all sums but the last are exact in any order.
+
+    Args:
+        outcomes: the samples.
+        number: the class.
+        by_sample: a row of weights for each sample, (n, b).
+    """
     scores = outcomes.scores[:, number]
     order = np.argsort(-scores, kind="stable")
     first = np.flatnonzero(np.diff(scores[order], prepend=np.inf))  # equal scores are one point of the curves
-    is_class = (outcomes.labels == number)[order]
-    drawn = weights[:, order]
-    hits = _added_up(drawn * is_class, first)
-    misses = _added_up(drawn * ~is_class, first)
-    true, false = hits.cumsum(axis=1), misses.cumsum(axis=1)
-    positives, negatives = true[:, -1], false[:, -1]
-    area = ((negatives[:, None] - false + misses / 2) * hits).sum(axis=1) / (positives * negatives)
-    precision = np.divide(true, true + false, out=np.zeros_like(true), where=true + false > 0)
-    return area, (precision * hits).sum(axis=1) / positives
-
-
-def _added_up(values: Numbers, first: NDArray[np.intp]) -> Any:
-    return values if len(first) == values.shape[1] else np.add.reduceat(values, first, axis=1)
+    rows = np.flatnonzero((outcomes.labels == number)[order])
+    if not len(rows):
+        return np.full(by_sample.shape[1], np.nan), np.full(by_sample.shape[1], np.nan)
+    points, starts = np.unique(np.searchsorted(first, rows, side="right") - 1, return_index=True)
+    ends = np.append(first, len(order))[points + 1]
+    drawn = by_sample[order]
+    hits = np.add.reduceat(drawn[rows], starts, axis=0)
+    true = hits.cumsum(axis=0)
+    either = np.add.reduceat(drawn[: ends[-1]], np.append(0, ends[:-1]), axis=0).cumsum(axis=0)
+    misses = np.add.reduceat(drawn, first, axis=0)[points] - hits if len(first) < len(order) else np.zeros_like(hits)
+    positives, negatives = true[-1], by_sample.sum(axis=0) - true[-1]
+    area = ((negatives - (either - true) + misses / 2) * hits).sum(axis=0) / (positives * negatives)
+    precision = np.divide(true, either, out=np.zeros_like(true), where=either > 0)
+    gains = precision * hits
+    if len(first) == len(order) and gains.shape[1] > 1:
+        return area, gains.sum(axis=0) / positives
+    # numpy adds in pairs here. With the points that add nothing in their places, the last bit is as in earlier results.
+    whole = np.zeros((gains.shape[1], len(first)))
+    whole[:, points] = gains.T
+    return area, whole.sum(axis=1) / positives

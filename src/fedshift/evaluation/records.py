@@ -20,6 +20,8 @@ for several labels the share of labels that are right, in percent."""
 OfClasses = Literal[
     "accuracy", "balanced_accuracy", "auroc", "auprc", "sensitivity", "specificity", "brier", "calibration_error"
 ]
+Part = Literal["target", "held_out"]
+"""Which samples of a site are measured."""
 SiteMetric = Literal[OfClasses, "rmse", "mae", "r2", "concordance", "label_accuracy", "f1"]
 """What is computed once, from the scores of the last round's model (see `site_metrics`). All but the errors of a
 regression, which are in the label's unit, are in percent; ``r2`` may be below 0."""
@@ -184,9 +186,7 @@ class SiteMetrics(_Record):
     """
 
     site: str
-    part: Literal["target", "held_out"] = Field(
-        description="the target's measured samples, or a source's held-out ones"
-    )
+    part: Part = Field(description="the target's measured samples, or a source's held-out ones")
     samples: Count
     support: list[Count | None] = Field(
         description="samples of each class; None where a site does not say; empty if labels are no classes"

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedshift.evaluation.bootstrap import Outcomes, intervals, weighted
 from fedshift.evaluation.metrics import accuracy, withheld
-from fedshift.evaluation.records import SiteMetric, SiteMetrics
+from fedshift.evaluation.records import Part, SiteMetric, SiteMetrics
 
 BINS = 10
 """Bins of scores, of equal width, in a reliability curve."""
@@ -43,7 +43,7 @@ class Scored:
 
 def site_metrics(
     site: str,
-    part: Literal["target", "held_out"],
+    part: Part,
     scored: Scored,
     *,
     threshold: float | None = None,

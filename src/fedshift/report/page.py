@@ -12,10 +12,11 @@ from fedshift.report.advice.roles import Role, role_of
 from fedshift.report.advice.verdict import Verdict, verdict
 from fedshift.report.collect import Collected, read_rounds
 from fedshift.report.html import render
+from fedshift.report.samples import ShownSamples
 from fedshift.report.sections.about import cost_section, facts, settings_section, warnings_section
 from fedshift.report.sections.blocks import Section, section
 from fedshift.report.sections.metrics import classes_section, metrics_section
-from fedshift.report.sections.predictions import predictions_section
+from fedshift.report.sections.predictions import features_section, predictions_section
 from fedshift.report.sections.results import (
     differences_section,
     gains_grid,
@@ -50,8 +51,8 @@ DARK = {
 """The same on dark screens."""
 
 
-def write_page(folder: Path, collected: Collected) -> Path:
-    """Write `report.html` in ``folder``, atomically.
+def write_page(folder: Path, collected: Collected, samples: ShownSamples | None = None) -> Path:
+    """Write `report.html` in ``folder``, atomically. Only the user may read a page with ``samples``.
 
     Returns:
         Its path.
@@ -60,12 +61,12 @@ def write_page(folder: Path, collected: Collected) -> Path:
         UserError: the page cannot be written there, or a `rounds.jsonl` is corrupt.
     """
     path = folder / PAGE
-    write_bytes(path, page(collected).encode())
+    write_bytes(path, page(collected, samples).encode(), private=samples is not None)
     return path
 
 
-def page(collected: Collected) -> str:
-    """The page as text. It depends only on the files of ``collected``."""
+def page(collected: Collected, samples: ShownSamples | None = None) -> str:
+    """The page as text. It depends only on the files of ``collected``, and on the data if ``samples`` are shown."""
     table = table_of(collected, "last")
     found = verdict(collected, table)
     roles = {result.method: role_of(result) for result in collected.results}
@@ -74,13 +75,15 @@ def page(collected: Collected) -> str:
         name=collected.name,
         question=found.question,
         facts=facts(collected),
-        sections=[verdict_section(found, table, roles), *_sections(collected, table, found, roles)],
+        sections=[verdict_section(found, table, roles), *_sections(collected, table, found, roles, samples)],
         light=LIGHT,
         dark=DARK,
     )
 
 
-def _sections(collected: Collected, table: Table, found: Verdict, roles: Mapping[str, Role]) -> Iterator[Section]:
+def _sections(
+    collected: Collected, table: Table, found: Verdict, roles: Mapping[str, Role], samples: ShownSamples | None
+) -> Iterator[Section]:
     results, runs = collected.results, collected.runs
     records = {run.folder: read_rounds(run.folder / ROUNDS) for run in runs}
     gains = gains_grid(table)
@@ -89,7 +92,8 @@ def _sections(collected: Collected, table: Table, found: Verdict, roles: Mapping
         yield section("gains", "What each site gains", gains)
     further = [
         metrics_section(results, table.methods),
-        predictions_section(runs, found.method),
+        predictions_section(runs, found.method, samples),
+        None if samples is None else features_section(runs, table.methods, samples),
         curves_section(runs, records, table),
         other_section(collected, roles),
         differences_section(found, table),

@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedshift.evaluation.summary import AVERAGE
+from fedshift.report.collect import natural
 from fedshift.report.html import render
 from fedshift.report.measures import ACCURACY, Measure
 from fedshift.report.table import Table
@@ -176,6 +178,27 @@ def reliability(curves: Mapping[str, Sequence[tuple[float, float, int]]]) -> Fig
     return figure
 
 
+def placed_samples(placed: Mapping[str, tuple[NDArray[np.float32], Sequence[str], Sequence[str]]]) -> Figure:
+    """Samples as points, a row of two panels for each method: coloured by class, then by site.
+
+    Args:
+        placed: method → points (n, 2), class of each, site of each.
+    """
+    figure, panels = _figure(9.6, 0.2 + 3.0 * len(placed), 2 * len(placed), 2)
+    for number, axes in enumerate(panels):
+        method, (points, *groups) = list(placed.items())[number // 2]
+        names = groups[number % 2]
+        for index, name in enumerate(sorted(set(names), key=natural)):
+            color, _, marker = _style(index)
+            chosen = points[[one == name for one in names]]
+            axes.plot(*chosen.T, linestyle="", marker=marker, markersize=3.5, color=color, label=name)
+        axes.set_title(f"{method}, by {('class', 'site')[number % 2]}", color=INK, fontsize="medium")
+        axes.tick_params(labelleft=False, labelbottom=False, length=0)
+        axes.grid(visible=False)
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5), frameon=False, labelcolor=INK, fontsize="small")
+    return figure
+
+
 def bytes_by_kind(sizes: Mapping[str, Mapping[str, Mapping[str, float]]]) -> Figure:
     """Megabytes per run by kind of content, with a bar for each method and direction.
 
@@ -266,6 +289,8 @@ def new_figure(width: float, height: float, panels: int = 1, columns: int = 0) -
 
 def _draw(axes: Axes, lines: Mapping[str, Curve], most: float, names: Sequence[str] = ()) -> None:
     """Draw lines with bands, which end at ``most``. A line's colour is its position in ``names``, else in ``lines``."""
+    from matplotlib.ticker import MaxNLocator
+
     for name, (x, mean, spread) in lines.items():
         color, line, marker = style_of(list(names or lines).index(name))
         # A single measurement needs a marker to be visible.
@@ -275,7 +300,7 @@ def _draw(axes: Axes, lines: Mapping[str, Curve], most: float, names: Sequence[s
             low, high = np.maximum(np.subtract(mean, spread), 0), np.minimum(np.add(mean, spread), most)
             axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0)
     axes.set_xlim(left=0)
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
 
 
 def _share_height(panels: Sequence[Axes], columns: int = 0) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,13 +13,28 @@ from numpy.typing import NDArray
 from fedshift.data.domain import Task
 from fedshift.data.tasks.objective import Objective, Regression
 from fedshift.evaluation.metrics import accuracy, per_class_accuracy
-from fedshift.evaluation.records import OF_CLASSES, Metric, SiteMetric, SiteMetrics
+from fedshift.evaluation.records import OF_CLASSES, Metric, Part, SiteMetric, SiteMetrics
 from fedshift.evaluation.site_metrics import Scored, site_metrics
 from fedshift.evaluation.tasks import multi_label, regression, survival
 
 Predicted = NDArray[Any]
 Pair = tuple[Predicted, NDArray[Any]]
 """The predictions for the samples of a site, and their labels."""
+
+
+@dataclass(frozen=True)
+class MetricOptions:
+    """How the metrics of a site are computed.
+
+    Attributes:
+        threshold: score of the positive class from which a sample is positive.
+        resamples: bootstrap samples of the intervals; 0: no intervals.
+        smallest_group: the fewest samples that a number may be made of.
+    """
+
+    threshold: float | None = None
+    resamples: int = 0
+    smallest_group: int = 0
 
 
 class Measuring(ABC):
@@ -49,17 +65,8 @@ class Measuring(ABC):
         return False
 
     @abstractmethod
-    def at_site(
-        self,
-        site: str,
-        part: Literal["target", "held_out"],
-        scored: Scored,
-        *,
-        threshold: float | None = None,
-        resamples: int = 0,
-        smallest_group: int = 0,
-    ) -> SiteMetrics:
-        """All metrics of a site's samples. The arguments are those of `site_metrics`."""
+    def at_site(self, site: str, part: Part, scored: Scored, options: MetricOptions) -> SiteMetrics:
+        """All metrics of a site's samples."""
 
 
 class OfClasses(Measuring):
@@ -77,8 +84,8 @@ class OfClasses(Measuring):
         predicted, labels = (np.concatenate([pair[place] for pair in pairs.values()]) for place in (0, 1))
         return per_class_accuracy(predicted, labels, classes)
 
-    def at_site(self, site: str, part: Literal["target", "held_out"], scored: Scored, **options: Any) -> SiteMetrics:
-        return site_metrics(site, part, scored, **options)
+    def at_site(self, site: str, part: Part, scored: Scored, options: MetricOptions) -> SiteMetrics:
+        return site_metrics(site, part, scored, **vars(options))
 
 
 class OfQuantities(Measuring):
@@ -93,17 +100,8 @@ class OfQuantities(Measuring):
     def value(self, predicted: Predicted, labels: NDArray[Any]) -> float:
         return regression.rmse(predicted, labels)
 
-    def at_site(
-        self,
-        site: str,
-        part: Literal["target", "held_out"],
-        scored: Scored,
-        *,
-        threshold: float | None = None,
-        resamples: int = 0,
-        smallest_group: int = 0,
-    ) -> SiteMetrics:
-        return regression.regression_metrics(site, part, scored, self._mean, resamples)
+    def at_site(self, site: str, part: Part, scored: Scored, options: MetricOptions) -> SiteMetrics:
+        return regression.regression_metrics(site, part, scored, self._mean, options.resamples)
 
 
 class OfTimes(Measuring):
@@ -118,17 +116,8 @@ class OfTimes(Measuring):
     def shows_few(self, labels: NDArray[Any], smallest_group: int) -> bool:
         return int(labels[:, 1].sum()) < smallest_group
 
-    def at_site(
-        self,
-        site: str,
-        part: Literal["target", "held_out"],
-        scored: Scored,
-        *,
-        threshold: float | None = None,
-        resamples: int = 0,
-        smallest_group: int = 0,
-    ) -> SiteMetrics:
-        return survival.survival_metrics(site, part, scored, resamples)
+    def at_site(self, site: str, part: Part, scored: Scored, options: MetricOptions) -> SiteMetrics:
+        return survival.survival_metrics(site, part, scored, options.resamples)
 
 
 class OfLabels(Measuring):
@@ -145,17 +134,8 @@ class OfLabels(Measuring):
         predicted, labels = (np.concatenate([pair[place] for pair in pairs.values()]) for place in (0, 1))
         return [multi_label.label_accuracy(predicted[:, n], labels[:, n]) for n in range(classes)]
 
-    def at_site(
-        self,
-        site: str,
-        part: Literal["target", "held_out"],
-        scored: Scored,
-        *,
-        threshold: float | None = None,
-        resamples: int = 0,
-        smallest_group: int = 0,
-    ) -> SiteMetrics:
-        return multi_label.label_metrics(site, part, scored, resamples, smallest_group)
+    def at_site(self, site: str, part: Part, scored: Scored, options: MetricOptions) -> SiteMetrics:
+        return multi_label.label_metrics(site, part, scored, options.resamples, options.smallest_group)
 
 
 def measuring_of(objective: Objective) -> Measuring:

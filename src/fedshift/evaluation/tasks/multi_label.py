@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedshift.evaluation.bootstrap import LIMITS, Outcomes, resampled, weighted
-from fedshift.evaluation.records import SiteMetric, SiteMetrics
+from fedshift.evaluation.records import Part, SiteMetric, SiteMetrics
 from fedshift.evaluation.site_metrics import Scored
 
 Numbers = NDArray[np.float64]
@@ -27,7 +27,7 @@ def label_accuracy(predicted: NDArray[Any], labels: NDArray[Any]) -> float:
 
 def label_metrics(
     site: str,
-    part: Literal["target", "held_out"],
+    part: Part,
     scored: Scored,
     resamples: int = 0,
     smallest_group: int = 0,

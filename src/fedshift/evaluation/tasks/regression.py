@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedshift.evaluation.bootstrap import LIMITS, resampled
-from fedshift.evaluation.records import SiteMetric, SiteMetrics
+from fedshift.evaluation.records import Part, SiteMetric, SiteMetrics
 from fedshift.evaluation.site_metrics import Scored
 
 Numbers = NDArray[np.float64]
@@ -30,9 +30,7 @@ def rmse(predicted: NDArray[Any], labels: NDArray[Any]) -> float:
     return float(root_mean_squared_error(labels.astype(np.float64), predicted.astype(np.float64)))
 
 
-def regression_metrics(
-    site: str, part: Literal["target", "held_out"], scored: Scored, mean: float, resamples: int = 0
-) -> SiteMetrics:
+def regression_metrics(site: str, part: Part, scored: Scored, mean: float, resamples: int = 0) -> SiteMetrics:
     """RMSE and MAE in the label's unit, R² in percent, and the RMSE of always saying the mean of the sources.
 
     R² compares with always saying this site's own mean: 100 is perfect, and it may be below 0. A site whose labels are

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedshift.evaluation.bootstrap import LIMITS, resampled
-from fedshift.evaluation.records import SiteMetric, SiteMetrics
+from fedshift.evaluation.records import Part, SiteMetric, SiteMetrics
 from fedshift.evaluation.site_metrics import Scored
 
 Numbers = NDArray[np.float64]
@@ -53,7 +53,7 @@ def _pairs(risks: NDArray[Any], labels: NDArray[Any], rows: slice) -> tuple[Numb
     return comparable, comparable * (0.5 + 0.5 * np.sign(said[rows, None] - said))
 
 
-def survival_metrics(site: str, part: Literal["target", "held_out"], scored: Scored, resamples: int = 0) -> SiteMetrics:
+def survival_metrics(site: str, part: Part, scored: Scored, resamples: int = 0) -> SiteMetrics:
     """Concordance, beside 50 % by chance; none at a site where no pair can be compared.
 
     Args:

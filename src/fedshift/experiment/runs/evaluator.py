@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,17 +15,15 @@ from fedshift.data.site_data import SiteData
 from fedshift.data.tasks.objective import CLASSES, Objective, objective_of
 from fedshift.evaluation import segmentation
 from fedshift.evaluation.predictions import SitePredictions
-from fedshift.evaluation.records import SiteMetrics
+from fedshift.evaluation.records import Part, SiteMetrics
 from fedshift.evaluation.site_metrics import Scored, common_threshold
-from fedshift.evaluation.tasks.measuring import measuring_of
+from fedshift.evaluation.tasks.measuring import MetricOptions, measuring_of
 from fedshift.experiment.protocol import Split
 from fedshift.models.network import Network
 from fedshift.models.normalisation import adapted_to
 from fedshift.models.options import NetworkOptions
 from fedshift.models.unet import SegmentationOptions
 from fedshift.weights import Weights
-
-Part = Literal["target", "held_out"]
 
 _BATCH = 500
 _MASKS = 16
@@ -126,18 +124,11 @@ class Evaluator:
         ]
         kept += [self._kept("held_out", name, self._at(network, name), view) for name, view in self._sources.items()]
         at_site = self._measuring.at_site
-        held_out = [at_site(one.site, "held_out", one.scored) for one in kept if one.part == "held_out"]
-        measured = [
-            at_site(
-                one.site,
-                "target",
-                one.scored,
-                threshold=common_threshold(held_out) if held_out else threshold,
-                resamples=self._resamples,
-            )
-            for one in kept
-            if one.part == "target"
+        held_out = [
+            at_site(one.site, "held_out", one.scored, MetricOptions()) for one in kept if one.part == "held_out"
         ]
+        options = MetricOptions(common_threshold(held_out) if held_out else threshold, self._resamples)
+        measured = [at_site(one.site, "target", one.scored, options) for one in kept if one.part == "target"]
         record = self._record(
             {one.site: one.scored.predicted for one in kept if one.part == "target"},
             {one.site: one.scored.predicted for one in kept if one.part == "held_out"},

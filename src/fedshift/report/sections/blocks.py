@@ -24,6 +24,7 @@ class Entry:
         value: the exact number, by which its column is sorted.
         mark: a badge behind the text.
         miss: 0 to 70: how strongly it is coloured as wrong.
+        picture: a PNG in base64, for which the title stands where it is not seen.
     """
 
     text: str
@@ -33,6 +34,7 @@ class Entry:
     value: float | None = None
     mark: str = ""
     miss: int | None = None
+    picture: str = ""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -12,8 +13,11 @@ from numpy.typing import NDArray
 
 from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.report import plots
+from fedshift.report.advice.roles import role_of
 from fedshift.report.collect import FinishedRun
+from fedshift.report.samples import ShownSamples
 from fedshift.report.sections.blocks import (
+    MISSING,
     Block,
     Cells,
     Entry,
@@ -29,6 +33,7 @@ from fedshift.report.sections.blocks import (
 _MOST_CLASSES = 20
 _MOST_TARGETS = 6
 _MISTAKES = 15
+_MOST_PLACED = 4
 _POINTS = 60
 """Points of a ROC curve that are drawn."""
 
@@ -39,21 +44,27 @@ class Predicted:
 
     Attributes:
         run: the run.
-        sites, names: of each sample: its site, and its id, or its row if the data have no ids.
+        sites, rows, names: of each sample: its site, its row there, and its id, or its row if the data have no ids.
         labels, predicted: class numbers (n,).
         scores: probabilities (n, classes).
     """
 
     run: FinishedRun
     sites: Sequence[str]
+    rows: Sequence[int]
     names: Sequence[str]
     labels: NDArray[np.int64]
     predicted: NDArray[np.int64]
     scores: NDArray[np.float64]
 
 
-def predictions_section(runs: Sequence[FinishedRun], method: str | None) -> Section | None:
-    """What the stored predictions show, the mistakes of ``method``; None if there are none."""
+def predictions_section(
+    runs: Sequence[FinishedRun], method: str | None, samples: ShownSamples | None = None
+) -> Section | None:
+    """What the stored predictions show, the mistakes of ``method``; None if there are none.
+
+    With ``samples`` the samples themselves are shown.
+    """
     classes = runs[0].result.classes
     if (
         runs[0].result.metric != "accuracy"
@@ -71,7 +82,7 @@ def predictions_section(runs: Sequence[FinishedRun], method: str | None) -> Sect
         blocks += _roc(found)
     chosen = [one for one in found if one.run.result.method == method]
     if chosen:
-        blocks += _mistakes(chosen, classes)
+        blocks += _mistakes(chosen, classes, samples)
     return section("predictions", "Which mistakes are made", *blocks)
 
 
@@ -92,7 +103,9 @@ def _read(run: FinishedRun, classes: Sequence[str]) -> Predicted | None:
     except (OSError, KeyError, pa.ArrowException):
         return None  # of another program, or damaged: the page has the numbers of result.json
     names = [name or f"row {row}" for name, row in zip(columns["id"], columns["row"], strict=True)]
-    return Predicted(run, columns["site"], names, np.array(labels, int), np.array(predicted, int), scores)
+    return Predicted(
+        run, columns["site"], columns["row"], names, np.array(labels, int), np.array(predicted, int), scores
+    )
 
 
 def _confusion(found: Sequence[Predicted], classes: Sequence[str]) -> Iterator[Block]:
@@ -153,28 +166,75 @@ def _roc(found: Sequence[Predicted]) -> Iterator[Block]:
         )
 
 
-def _mistakes(chosen: Sequence[Predicted], classes: Sequence[str]) -> Iterator[Block]:
+def _mistakes(chosen: Sequence[Predicted], classes: Sequence[str], samples: ShownSamples | None) -> Iterator[Block]:
     """The samples that were wrong with the highest mean score of the wrong class."""
-    seen: dict[tuple[str, str], list[tuple[int, int, float]]] = {}
+    seen: dict[tuple[str, int], list[tuple[int, int, float]]] = {}
+    names: dict[tuple[str, int], str] = {}
     for one in chosen:
         surest = one.scores[np.arange(len(one.labels)), one.predicted]
-        for at, (site, name) in enumerate(zip(one.sites, one.names, strict=True)):
-            score = float(surest[at])
-            seen.setdefault((site, name), []).append((int(one.labels[at]), int(one.predicted[at]), score))
+        for at, place in enumerate(zip(one.sites, one.rows, strict=True)):
+            names[place] = one.names[at]
+            seen.setdefault(place, []).append((int(one.labels[at]), int(one.predicted[at]), float(surest[at])))
     wrong = []
-    for (site, name), said in seen.items():
+    for (site, row), said in seen.items():
         scores = [score if label != predicted else 0.0 for label, predicted, score in said]
         if any(scores):
             label, predicted, _ = max(said, key=lambda one: one[2] if one[0] != one[1] else 0.0)
             times = sum(one[0] != one[1] for one in said)
-            wrong.append((float(np.mean(scores)), site, name, label, predicted, times, len(said)))
+            wrong.append((float(np.mean(scores)), site, row, label, predicted, times, len(said)))
     wrong.sort(key=lambda one: (-one[0], one[1], one[2]))
     method = chosen[0].run.result.method
     rows: list[Cells] = [
-        [name, site, classes[label], classes[predicted], number(100 * score, 0), f"{times} of {runs}"]
-        for score, site, name, label, predicted, times, runs in wrong[:_MISTAKES]
+        [
+            names[site, row],
+            *([] if samples is None else [_itself(samples, site, row, classes[label])]),
+            site,
+            classes[label],
+            classes[predicted],
+            number(100 * score, 0),
+            f"{times} of {runs}",
+        ]
+        for score, site, row, label, predicted, times, runs in wrong[:_MISTAKES]
     ]
     if rows:
-        head = ["sample", "site", "true class", "called", "score, %", "seeds"]
+        head = ["sample", *([] if samples is None else ["itself"]), "site", "true class", "called", "score, %", "seeds"]
         note = "The samples whose wrong class had the highest score, mean over seeds (0 where a seed was right)."
         yield grid(f"Worst mistakes of {method}", head, rows, [note], "facts")
+
+
+def _itself(samples: ShownSamples, site: str, row: int, label: str) -> Entry:
+    """A sample as it is: a picture, or the columns of a table."""
+    picture = samples.picture(site, row)
+    if picture is None:
+        return Entry(samples.words(site, row) or MISSING)
+    return Entry("", title=f"a sample of {label} at {site}", picture=base64.b64encode(picture).decode())
+
+
+def features_section(runs: Sequence[FinishedRun], methods: Sequence[str], samples: ShownSamples) -> Section | None:
+    """t-SNE of the features of samples by class and by site, at the first target; None if there is no model."""
+    if runs[0].result.metric != "accuracy":
+        return None
+    first = {method: next(run for run in runs if run.result.method == method) for method in methods}
+    one_model = [run for run in first.values() if role_of(run.result) != "alone"]
+    placed = [found for run in one_model[:_MOST_PLACED] if (found := samples.placed(run)) is not None]
+    if not placed:
+        return None
+    result = placed[0].run.result
+    caption = (
+        f"t-SNE of the last features before the classifier: up to 60 training samples of each source and measured "
+        f"ones of the target {result.target}, seed {result.seed}. Near points are alike; far distances mean nothing. A "
+        "model that generalises parts the classes and mixes the sites."
+    )
+    rows: list[Sequence[object]] = [
+        [one.run.result.method, site, label, float(x), float(y)]
+        for one in placed
+        for (x, y), label, site in zip(one.points, one.classes, one.sites, strict=True)
+    ]
+    drawn = figure(
+        "features",
+        plots.placed_samples({one.run.result.method: (one.points, one.classes, one.sites) for one in placed}),
+        f"Features of samples by class and by site, target {result.target}",
+        caption,
+        [["method", "site", "class", "x", "y"], *rows],
+    )
+    return section("features", "How models see the samples", drawn)
