@@ -150,6 +150,7 @@ def test_a_run_on_tables_is_private_from_the_first_sum_on(tmp_path: Path) -> Non
     place = begin(tmp_path, options, {**TABLE, "sites": {"west": files["west"]}})
     coordinate(place, transport, list(SITES))
     found = model(place / "runs" / "tiny", "fedavg", "west")
-    assert (8, 7) in [tuple(tensor.shape) for tensor in found.values()], "two numbers, two columns that say which are missing, three categories"
+    # Two numbers, two columns that say which are missing, three categories.
+    assert (8, 7) in [tuple(tensor.shape) for tensor in found.values()]
     for program in transport.programs.values():
         assert [line["step"] for line in lines(program)] == ["statistics", "fit"]
