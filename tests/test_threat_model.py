@@ -1,4 +1,4 @@
-"""The threat model in docs/security.md: every row is whole, and every test that it and docs/privacy.md name exists."""
+"""The threat model in docs/security.md and the attacks in docs/privacy.md: rows are whole, what they name exists."""
 
 from __future__ import annotations
 
@@ -10,17 +10,20 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "security.md"
-HEADER = ["who", "what they try", "how it is stopped", "test that shows it", "what remains"]
+SHOWN = ["test that shows it", "tried by the selftest", "what remains"]
+HEADER = ["who", "what they try", "how it is stopped", *SHOWN]
+TABLES = {"security.md": "Threat model", "privacy.md": "Attacks"}
 NAMED = re.compile(r"tests/[\w/]+\.py::\w+")
 
 pytestmark = pytest.mark.skipif(not PAGE.is_file(), reason="docs/ is not beside these tests")
 
 
-def rows() -> list[list[str]]:
-    """The cells of each row of the threat model, the header first."""
-    section = PAGE.read_text(encoding="utf-8").partition("\n## Threat model\n")[2].partition("\n## ")[0]
+def rows(page: str = "security.md") -> list[list[str]]:
+    """The cells of each row of a page's table, the header first."""
+    text = (PAGE.parent / page).read_text(encoding="utf-8")
+    section = text.partition(f"\n## {TABLES[page]}\n")[2].partition("\n## ")[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
-    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return [[cell.strip() for cell in line.strip().removeprefix("|").removesuffix("|").split("|")] for line in lines]
 
 
 def functions_in(file: Path) -> set[str]:
@@ -49,3 +52,21 @@ def test_every_test_that_the_page_names_exists(page: str) -> None:
     assert len(named) >= 15
     known = {file: functions_in(ROOT / file) for file in {name.partition("::")[0] for name in named}}
     assert [name for name in sorted(named) if name.partition("::")[2] not in known[name.partition("::")[0]]] == []
+
+
+def test_the_selftest_tries_what_the_rows_say_and_nothing_else() -> None:
+    """A row that nothing tries says why. Two rows may name one attempt."""
+    pytest.importorskip("nvflare", reason="the selftest needs NVIDIA FLARE")
+    from fedshift.playground.selftest import PROMISES
+
+    named: set[str] = set()
+    for page in TABLES:
+        header, _, *table = rows(page)
+        assert header[-3:] == SHOWN
+        for row in table:
+            found = re.findall(r"`([^`]+)`", row[-2])
+            assert found or re.fullmatch(r"no: .{10,}", row[-2]), row
+            named |= set(found)
+    # An honest run shows that what is refused to attackers would have worked.
+    tried = {promise.tries for promise in PROMISES if promise.who != "an honest coordinator"}
+    assert named == tried

@@ -111,6 +111,6 @@ def selftest(
             console.print(line, markup=False, highlight=False, soft_wrap=True)
             found.append(outcome.held)
     tried = [held for held in found if held is not None]
-    untried = f"; {len(found) - len(tried)} were not tried" if len(tried) < len(found) else ""
+    untried = f"; not tried: {len(found) - len(tried)}" if len(tried) < len(found) else ""
     console.print(f"{sum(tried)} of {len(tried)} hold{untried}", highlight=False)
     raise typer.Exit(0 if all(tried) else 1)

@@ -8,14 +8,22 @@ import time
 from contextlib import redirect_stdout
 from typing import Any
 
+import numpy as np
+import torch
+import yaml
+
+from fedshift.audit.crafted import craft, read_off, samples_read
 from fedshift.deployment.flare.jobs import job_folder
 from fedshift.deployment.flare.kits import load_kit
+from fedshift.deployment.site_server import open_site
 from fedshift.errors import UserError
 from fedshift.federation.remote.policy import AuditLog
-from fedshift.federation.remote.wire import Message
-from fedshift.playground.in_process import answer_to, forged, genuine_request, rehearse
-from fedshift.playground.played import Played
+from fedshift.federation.remote.wire import Message, unseal
+from fedshift.models import registry as models
+from fedshift.playground.in_process import answer_to, caught_requests, forged, genuine_request, rehearse
+from fedshift.playground.played import POLICY, Played
 from fedshift.playground.promise import Broken, Promise, expect
+from fedshift.weights import Weights
 
 
 def _method_not_allowed(played: Played) -> str:
@@ -142,6 +150,92 @@ def _too_often(played: Played) -> str:
     return said
 
 
+def _kept_answer(played: Played) -> str:
+    """The site keeps an answer, then allows less; the same request comes again."""
+    program, request = genuine_request(played, "kept-answer")
+    expect("error" not in answer_to(program, request), "the site does not answer")
+    place = program.config.path
+    options = yaml.safe_load(place.read_text(encoding="utf-8"))
+    options["policy"]["smallest_group"] = 10_000
+    place.write_text(yaml.safe_dump(options), encoding="utf-8")
+    said = str(answer_to(open_site(place), request).get("message"))
+    expect("smallest_group" in said, f"the site answers {said}")
+    return said
+
+
+def _crafted(played: Played) -> str:
+    """A wide network whose first layer parts the samples, and one step on all of them."""
+    wide = {"name": "mlp", "hidden": [1000]}
+    limits = {"policy": {"models": "all"}}
+    off = {"policy": {"models": "all", "exposure": 1}}
+    read, refused = {}, ""
+    for name, rule in (("crafted-off", off), ("crafted", limits)):
+        program, request = genuine_request(played, name, lambda site, rule=rule: rule)  # type: ignore[misc]
+        header = json.loads(request.header)
+        built = models.build(models.parse(wide), header["setting"]["input_shape"], header["setting"]["classes"], 0)
+        train, _ = program.rules.rows(program.holding.domain, header["part"]["split"])
+        rows = torch.from_numpy(np.asarray(program.holding.domain.inputs)[train])
+        # The attacker knows mean and deviation.
+        like = rows.mean(0) + rows.std(0) * torch.randn(4000, rows.shape[1], generator=torch.Generator().manual_seed(1))
+        crafted = craft(built, like, len(rows), "bins", torch.Generator().manual_seed(2))
+        training = {**header["setting"]["training"], "batch_size": 100_000, "lr": 1.0, "momentum": 0.0}
+        setting = {**header["setting"], "network": wide, "training": training}
+        asked = forged(request, {"weights": crafted}, setting=setting)
+        answer, content, _ = unseal(program.handle(asked, "an attacker"))
+        after = content.get("weights")
+        read[name] = samples_read(read_off(built, crafted, after, "bins"), rows) if isinstance(after, Weights) else 0
+        refused = str(answer.get("message"))
+    expect(read["crafted-off"] > 0, "the attack reads nothing where nothing stops it")
+    expect(read["crafted"] == 0 and "policy.exposure" in refused, f"the site answers {refused}")
+    return f"{refused} (without this rule: {read['crafted-off']} samples)"
+
+
+def _another_network(played: Played) -> str:
+    program, request = genuine_request(played, "another-network")
+    expect("error" not in answer_to(program, request), "the site does not answer")
+    setting = {**json.loads(request.header)["setting"], "network": {"name": "mlp", "hidden": [50]}}
+    said = str(answer_to(program, forged(request, setting=setting)).get("message"))
+    expect("policy.models" in said, f"the site answers {said}")
+    return said
+
+
+def _another_split(played: Played) -> str:
+    _, request = genuine_request(played, "another-split")
+    part = json.loads(request.header)["part"]
+    other = {**part, "split": {**part["split"], "seed": 7}}
+    return _refused(played, "split", "policy.splits", part=other)
+
+
+def _measurements(played: Played) -> str:
+    four = {"policy": {"measurements_per_day": 4, "requests_per_round": 100}}
+    programs, requests = caught_requests(played, "measurements", "measure", differs=lambda site: four)
+    first = next(iter(played.sites))
+    for number in range(4):
+        answer = answer_to(programs[first], forged(requests[first], round=10 + number))
+        expect("error" not in answer, f"the site does not measure: {answer}")
+    said = str(answer_to(programs[first], forged(requests[first], round=20)).get("message"))
+    expect("policy.measurements_per_day" in said, f"the site answers {said}")
+    return said
+
+
+def _cell_in_an_error(played: Played) -> str:
+    """A table goes bad while the site runs; its owner's log has the cell, the answer has not."""
+    file = played.folder / "in process" / "cells.csv"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("\n".join(["age,ill", *(f"{40 + row},{'abc'[row % 3]}" for row in range(30))]) + "\n")
+    data = {"name": "table", "sites": {"all": str(file)}, "label": "ill", "numeric": ["age"]}
+    policy = {"send": [*POLICY["send"], "statistics"]}
+    program, request = genuine_request(
+        played, "cells", lambda site: {"data": data, "domain": "all", "classes": ["a", "b", "c"], "policy": policy}
+    )
+    file.write_text(file.read_text(encoding="utf-8").replace("41,", "Jane Doe,"), encoding="utf-8")
+    answer = answer_to(program, request)
+    lines, _ = AuditLog.check(program.config.audit_log)
+    expect("error" in answer and "Jane Doe" not in json.dumps(answer), f"the site answers {answer}")
+    expect("Jane Doe" in str(lines[-1].get("failed")), "the site's own log does not say what is wrong")
+    return str(answer["message"])
+
+
 PROMISES = (
     Promise("a curious coordinator", "deploys a method that the site does not allow", _method_not_allowed),
     Promise("a curious coordinator", "deploys a method that sends a kind which the site keeps", _kind_kept),
@@ -152,6 +246,12 @@ PROMISES = (
     Promise("a curious coordinator", "names a run outside the site's memory", _outside),
     Promise("a curious coordinator", "asks for a model of four samples", _few_samples),
     Promise("a curious coordinator", "asks again and again in one round", _too_often),
+    Promise("a curious coordinator", "has one model after the other measured", _measurements),
+    Promise("a curious coordinator", "crafts a network whose update shows samples", _crafted),
+    Promise("a curious coordinator", "asks for another network than the site agreed to", _another_network),
+    Promise("a curious coordinator", "asks for another split than the site agreed to", _another_split),
+    Promise("a curious coordinator", "asks for an answer that the site has kept and would not give now", _kept_answer),
+    Promise("a curious coordinator", "reads a cell out of an error", _cell_in_an_error),
     Promise("a curious coordinator", "gives a request the key of another", _key_of_another),
     Promise("somebody on the way", "replays a request", _replay),
     Promise("somebody on the way", "changes a request", _changed_on_the_way),

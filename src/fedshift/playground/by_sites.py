@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import io
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
@@ -10,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fedshift.experiment.predict import load_model
+from fedshift.federation.messages import encode
 from fedshift.federation.remote.transport import Lost
-from fedshift.federation.remote.wire import Message, body_of, seal, unseal
+from fedshift.federation.remote.wire import Body, Message, body_of, narrowed, seal, unseal
 from fedshift.playground.in_process import rehearse
 from fedshift.playground.played import Played
 from fedshift.playground.promise import Promise, expect
@@ -24,15 +26,15 @@ LIAR = "north"
 Spoil = Callable[[Message], Message | list[Message]]
 
 
-def _spoiled(played: Played, name: str, spoil: Spoil) -> str:
+def _spoiled(played: Played, name: str, spoil: Spoil, do: str = "step", **engine: Any) -> str:
     """The liar spoils its replies; the other site goes on, and the coordinator says who it was."""
 
     def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost | list[Message]:
-        if site == LIAR and header["do"] == "step" and isinstance(answer, Message):
+        if site == LIAR and header["do"] == do and isinstance(answer, Message):
             return spoil(answer)
         return answer
 
-    events = rehearse(played, name, change)
+    events = rehearse(played, name, change, experiment={"engine": engine})
     said = [event for event in events if event.get("is") in ("refused", "lost") and "reason" in event]
     expect(bool(said), "nothing is refused")
     expect({event["site"] for event in said} == {LIAR}, f"another site is blamed: {said}")
@@ -52,6 +54,17 @@ def _with_weights(change: Callable[[Weights], Weights]) -> Spoil:
     return spoil
 
 
+def _saying(change: Callable[[dict[str, Any], dict[str, Any]], object]) -> Spoil:
+    """``change`` is given the header of an answer and its content."""
+
+    def spoil(answer: Message) -> Message:
+        header, content, _ = unseal(answer)
+        change(header, content)
+        return seal(header, body_of(content))
+
+    return spoil
+
+
 def _malformed(played: Played) -> str:
     def shorter(weights: Weights) -> Weights:
         name, tensor = next(iter(weights.items()))
@@ -64,6 +77,44 @@ def _no_number(played: Played) -> str:
     return _spoiled(
         played, "nan", _with_weights(lambda weights: weights.merge({k: v * float("nan") for k, v in weights.items()}))
     )
+
+
+def _too_far(played: Played) -> str:
+    far = _with_weights(lambda weights: weights.merge({k: v * 1e6 for k, v in weights.items()}))
+    return _spoiled(played, "far", far)
+
+
+def _too_much_work(played: Played) -> str:
+    return _spoiled(played, "work", _saying(lambda header, _: header.update(mini_batches=10**6)))
+
+
+def _too_many_samples(played: Played) -> str:
+    return _spoiled(played, "samples", _saying(lambda _, content: content.update(samples=10**6)))
+
+
+def _forged_refusal(played: Played) -> str:
+    other = next(site for site in played.sites if site != LIAR)
+    forged = {"error": "KindRefused", "message": f"site '{other}' refuses to send weights"}
+    return _spoiled(played, "forged", _saying(lambda header, _: header.update(forged)))
+
+
+def _impossible_accuracy(played: Played) -> str:
+    return _spoiled(
+        played, "accuracy", _saying(lambda header, _: header["measures"].update(accuracy=1e9)), do="measure"
+    )
+
+
+def _expanding(played: Played) -> str:
+    """Rounded weights whose manifest says that they are a tensor of 4 GB."""
+
+    def expanding(answer: Message) -> Message:
+        header, content, _ = unseal(answer)
+        crossing, _ = narrowed({"weights": content["weights"]}, "int8")
+        packed = {"weights": [["a", "torch.float32", [10**9]]]}
+        data = encode({**content, **crossing}, {"packed": packed})
+        return seal(header, Body(data, hashlib.sha256(data).hexdigest(), {}))
+
+    return _spoiled(played, "expanding", expanding, wire="int8")
 
 
 def _garbage(played: Played) -> str:
@@ -129,6 +180,12 @@ def _formula(played: Played) -> str:
 PROMISES = (
     Promise("a site that lies", "sends a tensor of another shape", _malformed),
     Promise("a site that lies", "sends weights that are no numbers", _no_number),
+    Promise("a site that lies", "sends weights so large that everybody diverges", _too_far),
+    Promise("a site that lies", "claims work that it cannot have done", _too_much_work),
+    Promise("a site that lies", "claims more samples than it has", _too_many_samples),
+    Promise("a site that lies", "forges a refusal of another site", _forged_refusal),
+    Promise("a site that lies", "reports an impossible accuracy", _impossible_accuracy),
+    Promise("a site that lies", "sends a small message that expands to gigabytes", _expanding),
     Promise("a site that lies", "sends half a message", _garbage),
     Promise("a site that lies", "sends its reply twice", _second_reply),
     Promise("a site that lies", "sends the reply of an earlier round again", _old_reply),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import socket
 import ssl
 import stat
-import time
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from fedshift.playground.played import Played
 from fedshift.playground.promise import Broken, Promise, expect
 
 
-def _goes_on(played: Played, certificate: Path | None) -> bool:
+def goes_on(played: Played, certificate: Path | None) -> bool:
     """Whether the coordinator's port goes on speaking to a peer that shows this certificate, or none."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the attacker believes everybody
@@ -46,8 +47,8 @@ def _goes_on(played: Played, certificate: Path | None) -> bool:
 
 def _without_certificate(played: Played) -> str:
     own = next(iter(played.sites.values())) / "flare" / "startup"
-    expect(_goes_on(played, own), "not even a site's own certificate opens a connection")
-    expect(not _goes_on(played, None), "the coordinator goes on speaking to a stranger without a certificate")
+    expect(goes_on(played, own), "not even a site's own certificate opens a connection")
+    expect(not goes_on(played, None), "the coordinator goes on speaking to a stranger without a certificate")
     return "the connection is closed; a site's own certificate opens it"
 
 
@@ -55,7 +56,7 @@ def _foreign_certificate(played: Played) -> str:
     foreign = roles.provision(roles.load_project(played.project), played.folder / "foreign", lambda new: None)
     site = next(iter(foreign.sites))
     startup = foreign.sites[site] / "flare" / "startup"
-    expect(not _goes_on(played, startup), "a certificate of another authority is accepted")
+    expect(not goes_on(played, startup), "a certificate of another authority is accepted")
     try:
         roles.unreachable(roles.load_kit(foreign.sites[site], "site"))
     except UserError as error:
@@ -69,22 +70,8 @@ def _held_port(played: Played) -> str:
     with contextlib.ExitStack() as held:
         for _ in range(100):
             held.enter_context(socket.create_connection(("localhost", played.port), 10))
-        expect(_goes_on(played, own), "a site's certificate opens no connection while a stranger holds the port")
+        expect(goes_on(played, own), "a site's certificate opens no connection while a stranger holds the port")
     return "a site's certificate opens a connection all the same"
-
-
-def _revoked_kit(played: Played) -> str:
-    *others, site = played.sites
-    roles.set_revoked(played.coordinator, site, True)
-    try:
-        deadline = time.monotonic() + 10
-        while _goes_on(played, played.sites[site] / "flare" / "startup"):
-            expect(time.monotonic() < deadline, "a revoked kit opens a connection")
-            time.sleep(0.2)
-        expect(_goes_on(played, played.sites[others[0]] / "flare" / "startup"), "another site is refused, too")
-    finally:
-        roles.set_revoked(played.coordinator, site, False)
-    return f"the kit of '{site}' opens no connection, that of '{others[0]}' does"
 
 
 def _processes(kit: Path) -> Iterator[Any]:
@@ -108,6 +95,80 @@ def _other_ports(played: Played) -> str:
     others = listening - {(True, "127.0.0.1", played.port)}
     expect(not others, f"a process listens on another port: {sorted(others)}")
     return f"of all processes one listens, on the coordinator's port {played.port}"
+
+
+def _phones_home(played: Played) -> str:
+
+    dialled, looked = set(), 0
+    for kit in (played.coordinator, *played.sites.values()):
+        for process in _processes(kit):
+            looked += 1
+            for held in process.net_connections(kind="inet"):
+                if held.raddr and held.laddr.port != played.port:
+                    dialled.add((held.raddr.ip, held.raddr.port))
+    expect(bool(dialled), "no site is connected to the coordinator")
+    others = {place for place in dialled if place not in (("127.0.0.1", played.port), ("::1", played.port))}
+    expect(not others, f"a process is connected to something else: {sorted(others)}")
+    return f"the connections of {looked} processes all lead to the coordinator's port"
+
+
+def _watched_page(played: Played) -> str:
+    """The page of `fedshift watch` of the honest run, asked for as a browser does that a stranger leads there."""
+    from fedshift.cli.watch import server
+
+    with server(played.coordinator / "deployments" / "honest" / "runs", 0) as serving:
+        serving_thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.05})
+        serving_thread.start()
+        try:
+
+            def asked(method: str, host: str, path: str = "/") -> tuple[int, str]:
+                connection = http.client.HTTPConnection("127.0.0.1", serving.server_port, timeout=10)
+                connection.request(method, path, headers={"Host": f"{host}:{serving.server_port}"})
+                answer = connection.getresponse()
+                text = answer.read().decode(errors="replace")
+                connection.close()
+                return answer.status, text
+
+            status, text = asked("GET", "127.0.0.1")
+            listens = str(serving.server_address[0])
+            expect(listens == "127.0.0.1", f"it listens on {listens}")
+            expect(status == 200 and "<script" not in text, f"its own user gets {status}")
+            expect(asked("GET", "evil.example")[0] == 403, "it answers to another name")
+            expect(asked("GET", "127.0.0.1", "/../../etc/passwd")[0] == 404, "it gives other files")
+            expect(asked("POST", "127.0.0.1")[0] == 501, "it takes what is posted")
+        finally:
+            serving.shutdown()
+            serving_thread.join()
+    return "it listens on 127.0.0.1, answers GET and its own name only, and holds no script"
+
+
+def _large_frame(played: Played) -> str:
+    """Sixteen bytes, from a site with a valid certificate, that announce almost 2 GiB."""
+    from nvflare.fuel.f3.sfm.prefix import Prefix
+
+    header = bytearray(16)
+    Prefix(length=(2 << 30) - (3 << 20)).to_buffer(header, 0)
+    startup = next(iter(played.sites.values())) / "flare" / "startup"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.load_cert_chain(startup / "client.crt", startup / "client.key")
+
+    def taken() -> int:
+        return sum(process.memory_info().rss for process in _processes(played.coordinator))
+
+    before = taken()
+    with (
+        socket.create_connection(("localhost", played.port), 10) as plain,
+        context.wrap_socket(plain) as connection,
+    ):
+        connection.settimeout(10)
+        connection.sendall(header)
+        with contextlib.suppress(ConnectionError):
+            while connection.recv(4096):
+                pass
+    grown = taken() - before
+    expect(grown < 256 << 20, f"the coordinator takes {grown >> 20} MiB for it")
+    return "the connection is closed before memory is taken"
 
 
 def _private_files(played: Played) -> str:
@@ -192,9 +253,10 @@ PROMISES = (
     Promise("a stranger with a kit of another project", "connects to the coordinator", _foreign_certificate),
     Promise("a stranger on the network", "holds the coordinator's port with silent connections", _held_port),
     Promise("a stranger on the network", "looks for another open port", _other_ports),
+    Promise("a stranger on the network", "waits for a role to report home", _phones_home),
+    Promise("a stranger on the network", "reads the page of fedshift watch, or gets a browser to", _watched_page),
+    Promise("a site that lies", "announces a frame of 2 GiB", _large_frame),
     Promise("another user of the machine", "reads keys, logs and models", _private_files),
     Promise("whoever takes the disks during a run", "reads models where a key is set", _taken_disk),
     Promise("whoever can write to a site's disk", "changes the audit log after it was signed", _changed_log),
 )
-AT_LAST = (Promise("whoever copied a site's kit", "uses it after it was revoked", _revoked_kit),)
-"""What disturbs a site of the federation comes last."""

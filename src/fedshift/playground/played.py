@@ -24,7 +24,7 @@ SITES = ("north", "south")
 FOUR = (*SITES, "east", "west")
 NASTY = ("<script>alert(1)</script>", '=HYPERLINK("http://x")', "\x1b]0;owned\x07\x1b[2J")
 """Names of classes, as an attacker would choose them: for a page, a spreadsheet and a terminal."""
-POLICY = {
+POLICY: dict[str, Any] = {
     "send": ["weights", "numbers", "accuracy", "metrics"],
     "smallest_group": 10,
     "methods": ["fedavg", "ccst", "deepall"],

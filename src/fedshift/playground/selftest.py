@@ -1,8 +1,8 @@
 """Every promise tried, one after the other.
 
 To add one, write a function that tries it, and a `Promise` in the list of its attacker: `by_strangers`,
-`by_coordinators` (and beside it those of sums, seals and budgets) or `by_sites`. Its ``tries`` goes into the row of the
-threat model in docs/security.md, or of the attacks in docs/privacy.md, that it shows.
+`by_coordinators` (and beside it those of sums, seals and budgets), `by_sites` or `by_holders`. Its ``tries`` goes into
+the row that it shows, of the threat model in docs/security.md or of the attacks in docs/privacy.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from fedshift.playground import (
     by_coordinators_of_budgets,
     by_coordinators_of_seals,
     by_coordinators_of_sums,
+    by_holders,
     by_sites,
     by_strangers,
 )
@@ -38,7 +39,8 @@ PROMISES = (
     *by_coordinators_of_seals.PROMISES,
     *by_coordinators_of_budgets.PROMISES,
     *by_sites.PROMISES,
-    *by_strangers.AT_LAST,
+    *by_holders.PROMISES,
+    *by_holders.AT_LAST,
 )
 """The honest run comes first: without it, whatever is refused shows nothing."""
 
