@@ -21,7 +21,7 @@ from nvflare.fuel.utils import fobs
 from nvflare.private.fed.utils.fed_utils import fobs_initialize
 
 from fedshift.deployment.flare import engine, parts
-from fedshift.deployment.flare.parts import Counter, Parcels
+from fedshift.deployment.flare.parts import Counter, Parcel, Parcels
 from fedshift.errors import FedshiftError
 from fedshift.federation.remote import incoming
 from fedshift.federation.remote.incoming import Arriving, Spool
@@ -152,7 +152,8 @@ def test_a_message_that_is_larger_than_agreed_is_not_fetched(monkeypatch: pytest
 def parcels() -> Iterator[tuple[Parcels, str, Arriving]]:
     with Spool() as spool:
         arriving, whole = Arriving(spool), Parcels(1 << 20)
-        yield whole, whole.open(noise(3_000_000), arriving), arriving
+        files = parts.written_in_parts(noise(300_000), 100_000, spool)
+        yield whole, whole.open(Parcel(files, 100_000, arriving)), arriving
 
 
 def test_nothing_that_a_site_asks_does_harm(parcels: tuple[Parcels, str, Arriving]) -> None:
@@ -165,7 +166,7 @@ def test_nothing_that_a_site_asks_does_harm(parcels: tuple[Parcels, str, Arrivin
         request.update(ticket=draw.choice([*strange, ticket, ticket]), begin=draw.choice([0, *strange]))
         request.update(part=draw.choice([None, *strange[:-2]]), size=draw.choice(strange))
         reply = whole.answer("", request, None)
-        assert "refused" in reply or "next" in reply or len(reply["part"]) <= parts.LARGEST_PART
+        assert "refused" in reply or "next" in reply or len(reply["part"]) <= 100_000
     assert arriving.held("", "", 0) is not None, "nothing has come"
     for begin, part in ((1 << 20, b"x"), (0, bytes(parts.LARGEST_PART + 1))):
         request = Shareable()
