@@ -55,7 +55,7 @@ class Played:
         patch.setattr(engine.FlareSite, "__init__", lambda site: setattr(site, "_program", None))
         self.answered = answer
         controller: Any = SimpleNamespace(send=self.send, cancel_task=lambda task: None)
-        self.transport = engine.FlareTransport(controller, None, Signal(), lambda: None, kit)  # type: ignore[arg-type]
+        self.transport = engine.FlareTransport(controller, None, Signal(), lambda: None, kit)
 
     def send(self, task: Any, context: Any, targets: list[str]) -> None:
         self.carried["tasks"].append(len(fobs.dumps(task.data)))
@@ -159,7 +159,22 @@ def parcels() -> Iterator[tuple[Parcels, str, Arriving]]:
 def test_nothing_that_a_site_asks_does_harm(parcels: tuple[Parcels, str, Arriving]) -> None:
     """Wrong tickets, places, sizes and parts are refused or change nothing; no more than a part is given away."""
     whole, ticket, arriving = parcels
-    strange = [None, "", "x", -1, 0, 1, 2**70, 0.5, True, [], {}, b"", b"part", bytes(parts.LARGEST_PART + 1)]
+    strange: list[Any] = [
+        None,
+        "",
+        "x",
+        -1,
+        0,
+        1,
+        2**70,
+        0.5,
+        True,
+        [],
+        {},
+        b"",
+        b"part",
+        bytes(parts.LARGEST_PART + 1),
+    ]
     draw = random.Random(0)
     for _ in range(2000):
         request = Shareable()

@@ -258,11 +258,12 @@ class FlareSite(Executor):  # type: ignore[misc]
             answer = self._program.handle(whole, f"{server} job {fl_ctx.get_job_id()}")
             del whole
             check_size(answer, project)
-            if counter is not None and len(answer.body) > room:
+            told = shareable_of(answer, room)
+            if counter is not None and size_apart(told):
                 counter.bring(answer.body)
         except Exception as error:
-            answer = error_answer(message, error)
-        return shareable_of(answer, room)
+            told = shareable_of(error_answer(message, error))
+        return told
 
 
 def _whole(message: Message, size: int, counter: Counter | None, project: Project) -> Message:
