@@ -120,11 +120,14 @@ class MeanAccumulator:
             weight = self._totals[name]
             if weight == 0:
                 raise UserError(f"the weights of tensor '{name}' sum to zero: at least one must be positive")
+            between = self._between(name)
+            if name not in self._origins and between is None:
+                mean[name] = _divided(total, weight, dtype or like.dtype)
+                continue
             value = total / weight
             if name in self._origins:
                 # Where the deviation is zero the origin is taken as it is, because −0 + 0 is 0.
                 value = torch.where(value == 0, self._origins[name], self._origins[name] + value)
-            between = self._between(name)
             if between is not None:
                 value += between
             mean[name] = value.to(dtype or like.dtype)
@@ -140,6 +143,16 @@ class MeanAccumulator:
         weight = self._totals[partner]
         shift = self._sums[partner] / weight
         return (self._squares[partner] / weight - shift.square()).clamp_(min=0)
+
+
+def _divided(total: Tensor, weight: float, dtype: torch.dtype) -> Tensor:
+    """``total / weight`` as ``dtype``, piece by piece: a large tensor needs no quotient of its size in float64."""
+    if total.numel() <= _CHUNK or not total.is_contiguous():
+        return (total / weight).to(dtype)
+    out = torch.empty_like(total, dtype=dtype)
+    for part, sums in zip(torch.split(out.view(-1), _CHUNK), torch.split(total.view(-1), _CHUNK), strict=True):
+        part.copy_(sums / weight)
+    return out
 
 
 def weighted_average(

@@ -9,6 +9,7 @@ import shutil
 import socket
 import ssl
 import stat
+import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -256,6 +257,24 @@ def test_a_quorum_goes_on_without_a_killed_site_and_a_revoked_one(
         network.kill(south)
         network.start("south", "east")
     assert answers(network, south / "flare/startup")
+
+
+def test_a_quorum_is_not_slowed_by_a_site_that_takes_a_hundred_times_as_long(network: Network) -> None:
+    """All rounds together take less than one step of the slow site, which never ends one in time."""
+
+    def seconds(name: str, **method: Any) -> list[float]:
+        options = options_of({**QUICK, **method}, name=name)
+        options["training"] = {**options["training"], "rounds": 6}
+        folder = network.finish(network.deploy(options, quorum=2, grace=0.5, patience=1.0))
+        lines = [json.loads(line) for line in (folder / "slow/west/seed-0/rounds.jsonl").read_text().splitlines()]
+        missing = [set(line["extra"].get("missing", {})) for line in lines]
+        assert missing == ([{"east"}] * 6 if method else [set()] * 6)
+        return [line["seconds"] for line in lines]
+
+    usual = seconds("usual")
+    slowed = seconds("slowed", seconds=100 * statistics.median(usual), only_at="east")
+    print(f"usual {usual}, with a slow site {slowed}")
+    assert sum(slowed) < 100 * statistics.median(usual)
 
 
 def test_only_its_owner_reads_what_a_role_writes(network: Network) -> None:

@@ -21,7 +21,7 @@ from nvflare.fuel.utils import fobs
 from nvflare.private.fed.utils.fed_utils import fobs_initialize
 
 from fedshift.deployment.flare import engine, parts
-from fedshift.deployment.flare.parts import Counter, Parcels
+from fedshift.deployment.flare.parts import Counter, Parcel, Parcels
 from fedshift.errors import FedshiftError
 from fedshift.federation.remote import incoming
 from fedshift.federation.remote.incoming import Arriving, Spool
@@ -55,7 +55,7 @@ class Played:
         patch.setattr(engine.FlareSite, "__init__", lambda site: setattr(site, "_program", None))
         self.answered = answer
         controller: Any = SimpleNamespace(send=self.send, cancel_task=lambda task: None)
-        self.transport = engine.FlareTransport(controller, None, Signal(), lambda: None, kit)  # type: ignore[arg-type]
+        self.transport = engine.FlareTransport(controller, None, Signal(), lambda: None, kit)
 
     def send(self, task: Any, context: Any, targets: list[str]) -> None:
         self.carried["tasks"].append(len(fobs.dumps(task.data)))
@@ -152,20 +152,36 @@ def test_a_message_that_is_larger_than_agreed_is_not_fetched(monkeypatch: pytest
 def parcels() -> Iterator[tuple[Parcels, str, Arriving]]:
     with Spool() as spool:
         arriving, whole = Arriving(spool), Parcels(1 << 20)
-        yield whole, whole.open(noise(3_000_000), arriving), arriving
+        files = parts.written_in_parts(noise(300_000), 100_000, spool)
+        yield whole, whole.open(Parcel(files, 100_000, arriving)), arriving
 
 
 def test_nothing_that_a_site_asks_does_harm(parcels: tuple[Parcels, str, Arriving]) -> None:
     """Wrong tickets, places, sizes and parts are refused or change nothing; no more than a part is given away."""
     whole, ticket, arriving = parcels
-    strange = [None, "", "x", -1, 0, 1, 2**70, 0.5, True, [], {}, b"", b"part", bytes(parts.LARGEST_PART + 1)]
+    strange: list[Any] = [
+        None,
+        "",
+        "x",
+        -1,
+        0,
+        1,
+        2**70,
+        0.5,
+        True,
+        [],
+        {},
+        b"",
+        b"part",
+        bytes(parts.LARGEST_PART + 1),
+    ]
     draw = random.Random(0)
     for _ in range(2000):
         request = Shareable()
         request.update(ticket=draw.choice([*strange, ticket, ticket]), begin=draw.choice([0, *strange]))
         request.update(part=draw.choice([None, *strange[:-2]]), size=draw.choice(strange))
         reply = whole.answer("", request, None)
-        assert "refused" in reply or "next" in reply or len(reply["part"]) <= parts.LARGEST_PART
+        assert "refused" in reply or "next" in reply or len(reply["part"]) <= 100_000
     assert arriving.held("", "", 0) is not None, "nothing has come"
     for begin, part in ((1 << 20, b"x"), (0, bytes(parts.LARGEST_PART + 1))):
         request = Shareable()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import queue
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,16 @@ from fedshift.deployment.coordinator import coordinate
 from fedshift.deployment.flare.certificates import revoked_sites
 from fedshift.deployment.flare.deployment_folder import Deployment
 from fedshift.deployment.flare.kits import Kit, Project, load_kit
-from fedshift.deployment.flare.parts import TOPIC, Counter, Parcels, counter_at_site, room_of
+from fedshift.deployment.flare.parts import (
+    TOPIC,
+    Counter,
+    Parcel,
+    Parcels,
+    counter_at_site,
+    part_of,
+    room_of,
+    written_in_parts,
+)
 from fedshift.deployment.site_server import open_site
 from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.remote.incoming import Arriving, Held, Spool
@@ -127,16 +136,9 @@ class FlareTransport:
         tasks: dict[str, Task] = {}
         tickets: list[str] = []
         try:
-            outgoing = list(messages)
-            room = room_of(len(outgoing))
-            for site, message in outgoing:
-                check_size(message, self._kit.project)
-                arriving = Arriving(spool)
-                tickets.append(self.parcels.open(message.body if len(message.body) > room else b"", arriving))
-                task = shareable_of(message, room)
-                task["ticket"], task["room"] = tickets[-1], room
+            for site, ticket, task, arriving in self._packed(list(messages), spool):
+                tickets.append(ticket)
                 tasks[site] = self._send(site, task, arrived, spool, arriving)
-            del outgoing, message, task
             begun = time.monotonic()
             waiting = set(tasks)
             while waiting:
@@ -167,6 +169,25 @@ class FlareTransport:
                 self.parcels.close(ticket)
             for task in tasks.values():
                 self._controller.cancel_task(task)
+
+    def _packed(self, messages: list[tuple[str, Message]], spool: Spool) -> list[tuple[str, str, Shareable, Arriving]]:
+        """What FLARE carries to each site: name, ticket, task, and where the body of the answer goes if it is large.
+
+        A large body is written to files, once for all sites that get the same, from which they fetch it.
+        """
+        room = room_of(len(messages))
+        written: dict[int, Sequence[Path]] = {}
+        packed: list[tuple[str, str, Shareable, Arriving]] = []
+        for site, message in messages:
+            check_size(message, self._kit.project)
+            if len(message.body) > room and id(message.body) not in written:
+                written[id(message.body)] = written_in_parts(message.body, room, spool)
+            arriving = Arriving(spool)
+            ticket = self.parcels.open(Parcel(written.get(id(message.body), ()), part_of(room), arriving))
+            task = shareable_of(message, room)
+            task["ticket"], task["room"] = ticket, room
+            packed.append((site, ticket, task, arriving))
+        return packed
 
     def _send(self, site: str, data: Shareable, arrived: Arrivals, spool: Spool, arriving: Arriving) -> Task:
         # FLARE passes these parameters by name.
@@ -237,11 +258,12 @@ class FlareSite(Executor):  # type: ignore[misc]
             answer = self._program.handle(whole, f"{server} job {fl_ctx.get_job_id()}")
             del whole
             check_size(answer, project)
-            if counter is not None and len(answer.body) > room:
+            told = shareable_of(answer, room)
+            if counter is not None and size_apart(told):
                 counter.bring(answer.body)
         except Exception as error:
-            answer = error_answer(message, error)
-        return shareable_of(answer, room)
+            told = shareable_of(error_answer(message, error))
+        return told
 
 
 def _whole(message: Message, size: int, counter: Counter | None, project: Project) -> Message:

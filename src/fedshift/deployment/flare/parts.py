@@ -8,19 +8,22 @@ files as it comes. Parts cross as FLARE's auxiliary messages, from a site's job 
 
 from __future__ import annotations
 
+import io
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from nvflare.apis.fl_constant import ReturnCode
 from nvflare.apis.shareable import Shareable, make_reply
 from nvflare.apis.signal import Signal
 
+from fedshift.encryption import read_private
 from fedshift.errors import FedshiftError
-from fedshift.federation.remote.incoming import Arriving
+from fedshift.federation.remote.incoming import Arriving, Spool
 
 TOPIC = "fedshift.part"
 IN_FLIGHT = 32 << 20
@@ -37,12 +40,36 @@ def room_of(sites: int) -> int:
     return IN_FLIGHT // max(1, sites)
 
 
-@dataclass
-class Parcel:
-    """The messages of one site in an exchange: the body of its request, and what it brings of its answer's."""
+def part_of(room: int) -> int:
+    """Bytes of a part of a message that has no room to travel as a whole."""
+    return max(1, min(LARGEST_PART, room))
 
-    body: bytes
+
+def written_in_parts(body: bytes, room: int, spool: Spool) -> list[Path]:
+    """Write a body to a spool, each part to a file of its own."""
+    size, view = part_of(room), memoryview(body)
+    paths = [spool.write(bytes(view[begin : begin + size])) for begin in range(0, len(body), size)]
+    return [path for path in paths if path is not None]
+
+
+@dataclass(frozen=True)
+class Parcel:
+    """The large messages of one site in an exchange.
+
+    Attributes:
+        request: files with the body of its request, each with one part.
+        part: bytes of a part.
+        arriving: what the site has brought of its answer.
+    """
+
+    request: Sequence[Path]
+    part: int
     arriving: Arriving
+
+    def at(self, begin: int, size: int) -> bytes:
+        """The request's next bytes, at most ``size`` and none beyond the end of a part."""
+        number, begin = divmod(begin, self.part)
+        return read_private(self.request[number])[begin : begin + size] if number < len(self.request) else b""
 
 
 class Parcels:
@@ -57,11 +84,11 @@ class Parcels:
         self._lock = threading.Lock()
         self._open: dict[str, Parcel] = {}
 
-    def open(self, body: bytes, arriving: Arriving) -> str:
-        """Let a site fetch ``body`` and bring its answer; the ticket for both."""
+    def open(self, parcel: Parcel) -> str:
+        """Let a site fetch its request and bring its answer; the ticket for both."""
         ticket = secrets.token_hex(16)
         with self._lock:
-            self._open[ticket] = Parcel(body, arriving)
+            self._open[ticket] = parcel
         return ticket
 
     def close(self, ticket: str) -> None:
@@ -81,8 +108,7 @@ class Parcels:
             reply["refused"] = "no part begins there"
         elif part is None:
             size = request.get("size")
-            size = min(size, LARGEST_PART) if type(size) is int and size > 0 else 0
-            reply["part"] = bytes(memoryview(parcel.body)[begin : begin + size])
+            reply["part"] = parcel.at(begin, size if type(size) is int and size > 0 else 0)
         elif not isinstance(part, bytes) or len(part) > LARGEST_PART or begin + len(part) > self._largest:
             reply["refused"] = "that is no part of a message, or the message is too large"
         else:
@@ -103,18 +129,17 @@ class Counter:
     def __init__(
         self, send: Callable[[Shareable, float], Shareable | None], ticket: str, part: int, stop: Signal
     ) -> None:
-        self._send, self._ticket, self._stop = send, ticket, stop
-        self._part = min(LARGEST_PART, part)
+        self._send, self._ticket, self._part, self._stop = send, ticket, part, stop
 
     def fetch(self, size: int) -> bytes:
         """Fetch the body of the request, which has ``size`` bytes."""
-        body = bytearray()
-        while len(body) < size:
-            part = self._ask(begin=len(body), size=min(self._part, size - len(body))).get("part")
-            if not isinstance(part, bytes) or not 0 < len(part) <= size - len(body):
+        body = io.BytesIO()
+        while (left := size - body.tell()) > 0:
+            part = self._ask(begin=body.tell(), size=min(self._part, left)).get("part")
+            if not isinstance(part, bytes) or not 0 < len(part) <= left:
                 raise FedshiftError("the coordinator sent something else than the part that was asked for")
-            body += part
-        return bytes(body)
+            body.write(part)
+        return body.getvalue()
 
     def bring(self, body: bytes) -> None:
         """Bring the body of the answer."""
@@ -142,8 +167,8 @@ class Counter:
 
 def counter_at_site(shareable: Shareable, fl_ctx: Any, stop: Signal) -> Counter | None:
     """How a site fetches the body of a task and brings its answer; None if both travel as a whole."""
-    ticket, part = shareable.get("ticket"), shareable.get("room")
-    if not isinstance(ticket, str) or type(part) is not int or part <= 0:
+    ticket, room = shareable.get("ticket"), shareable.get("room")
+    if not isinstance(ticket, str) or type(room) is not int or room <= 0:
         return None
     engine = fl_ctx.get_engine()
 
@@ -152,4 +177,4 @@ def counter_at_site(shareable: Shareable, fl_ctx: Any, stop: Signal) -> Counter 
         reply = next(iter((found or {}).values()), None)
         return reply if isinstance(reply, Shareable) and reply.get_return_code() == ReturnCode.OK else None
 
-    return Counter(send, ticket, part, stop)
+    return Counter(send, ticket, part_of(room), stop)

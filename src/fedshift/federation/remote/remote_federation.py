@@ -21,7 +21,7 @@ from fedshift.federation.messages import Content, Reply
 from fedshift.federation.remote.incoming import Grace, Spool, Stop, Taken
 from fedshift.federation.remote.outbox import HERE, Outbox
 from fedshift.federation.remote.reply_checks import checked_header, checked_measures, measured_bytes, report_bytes
-from fedshift.federation.remote.transport import PROTOCOL, Lost, Sign, Transport, opened, request_key
+from fedshift.federation.remote.transport import PROTOCOL, Lost, Sign, Transport, drained, opened, request_key
 from fedshift.federation.remote.wire import Message, Residuals, Wire, body_of, seal
 from fedshift.federation.replies.checks import checked_reply, reply_type
 from fedshift.federation.replies.layouts import Layout
@@ -94,20 +94,20 @@ class RemoteFederation(Federation):
         outgoing: list[tuple[str, Message]] = []
         for request in requests:
             asked[request.site] = request
-            written = self._outbox.write(call, request.site, request.content)
-            body, residuals[request.site] = written.body, written.residuals
-            header = {
-                "do": "step",
-                "step": call,
-                "envelope": vars(request.envelope),
-                "memory": self._memory.get(request.site, {}),
-                **self._common(request.site),
-            }
-            keys[request.site] = header["key"] = request_key(header, body.sha256)
-            outgoing.append((request.site, seal(header, body)))
+            outgoing.append((request.site, self._message_to(call, request, keys, residuals)))
         self._outbox.clear()
         with Spool() as spool:
             yield from self._received(call, asked, outgoing, keys, residuals, spool)
+
+    def _message_to(
+        self, call: str, request: Request, keys: dict[str, str], residuals: dict[str, Residuals]
+    ) -> Message:
+        site, written = request.site, self._outbox.write(call, request.site, request.content)
+        own = {"envelope": vars(request.envelope), "memory": self._memory.get(site, {})}
+        header = {"do": "step", "step": call, **own, **self._common(site)}
+        keys[site] = header["key"] = request_key(header, written.body.sha256)
+        residuals[site] = written.residuals
+        return seal(header, written.body)
 
     def _received(
         self,
@@ -174,17 +174,16 @@ class RemoteFederation(Federation):
     def _arrivals(
         self, what: str, outgoing: list[tuple[str, Message]]
     ) -> Generator[tuple[str, Message | Lost | Sign], None, None]:
-        for site, message in outgoing:
-            self._event({"what": what, "site": site, "is": "asked", "bytes": message.size, **self._where()})
         patience = dict.fromkeys(self._lost, self.patience)
-        with closing(self.transport.exchange(iter(outgoing), self.deadline, patience)) as arrivals:
-            yield from map(partial(self._noted, what), arrivals)  # a loop here would hold each reply until the next
+        asked = map(partial(self._noted, what, "asked"), drained(outgoing))
+        with closing(self.transport.exchange(asked, self.deadline, patience)) as arrivals:
+            yield from map(partial(self._noted, what, "answered"), arrivals)  # a loop would hold each until the next
 
-    def _noted(self, what: str, arrival: tuple[str, Message | Lost | Sign]) -> tuple[str, Message | Lost | Sign]:
-        site, reply = arrival
-        if isinstance(reply, Message):
-            self._event({"what": what, "site": site, "is": "answered", "bytes": reply.size, **self._where()})
-        return arrival
+    def _noted(self, what: str, happened: str, carried: tuple[str, Any]) -> tuple[str, Any]:
+        site, message = carried
+        if isinstance(message, Message):
+            self._event({"what": what, "site": site, "is": happened, "bytes": message.size, **self._where()})
+        return carried
 
     def _taken(self, kind: type[Reply], call: str, request: Request, message: Message | Lost, key: str) -> Taken | Lost:
         """The answer in a message, or why it cannot be used.
@@ -293,6 +292,7 @@ class RemoteFederation(Federation):
             keys[site] = header["key"] = request_key(header, body.sha256)
             outgoing.append((site, seal(header, body)))
             self.ledger.record(0, "measure", site, "down", {"measured": measured_bytes(size)})
+        del body  # the transport may hold it elsewhere
         found: dict[str, dict[str, Any]] = {}
         grace = Grace(self.grace, self.quorum, len(sites), self._lost)
         missing = dict.fromkeys(sites, grace.too_late)

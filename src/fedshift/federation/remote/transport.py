@@ -67,7 +67,7 @@ class Transport(Protocol):
         Requests to sites that have not answered by then are withdrawn.
 
         Args:
-            messages: site and message.
+            messages: site and message. The transport has the only reference to a message's bytes.
             deadline: seconds after which a site without an answer is `Lost`.
             patience: seconds within which sites that were lost before must fetch their message.
 
@@ -106,6 +106,13 @@ def request_key(header: Mapping[str, Any], body_sha256: str) -> str:
     """
     own = {name: value for name, value in header.items() if name not in ("key", "kept", "checkpoint")}
     return hashlib.sha256(f"{json.dumps(own, sort_keys=True)}\n{body_sha256}".encode()).hexdigest()
+
+
+def drained(messages: list[tuple[str, Message]]) -> Iterator[tuple[str, Message]]:
+    """The messages of a list, which forgets them: the transport may have their bytes elsewhere than in memory."""
+    messages.reverse()
+    while messages:
+        yield messages.pop()
 
 
 def ask_plain(
