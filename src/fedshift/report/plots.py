@@ -184,12 +184,12 @@ def placed_samples(placed: Mapping[str, tuple[NDArray[np.float32], Sequence[str]
     Args:
         placed: method → points (n, 2), class of each, site of each.
     """
-    figure, panels = _figure(9.6, 0.2 + 3.0 * len(placed), 2 * len(placed), 2)
+    figure, panels = new_figure(9.6, 0.2 + 3.0 * len(placed), 2 * len(placed), 2)
     for number, axes in enumerate(panels):
         method, (points, *groups) = list(placed.items())[number // 2]
         names = groups[number % 2]
         for index, name in enumerate(sorted(set(names), key=natural)):
-            color, _, marker = _style(index)
+            color, _, marker = style_of(index)
             chosen = points[[one == name for one in names]]
             axes.plot(*chosen.T, linestyle="", marker=marker, markersize=3.5, color=color, label=name)
         axes.set_title(f"{method}, by {('class', 'site')[number % 2]}", color=INK, fontsize="medium")
