@@ -242,9 +242,10 @@ def load_model(path: Path, own_method: str | None = None, own_network: str | Non
             chosen = _network(metadata["model"], own_network, file)
             classes = tuple(str(name) for name in metadata["classes"])
             _check_sizes(metadata, preprocessing, shapes)
+            few = {**metadata, "sources": metadata["sources"][: len(shapes)]}  # a part for a source has tensors
             with torch.device("meta"):  # takes no memory, whatever the file says
-                _check_fit(shapes, *_networks(method, chosen, metadata))
-            _, network = _networks(method, chosen, metadata)
+                _check_fit(shapes, *_networks(method, chosen, few))
+            _, network = _networks(method, chosen, few)
             network.load_state_dict({name: opened.get_tensor(name) for name in shapes})
             trained = TrainedModel(network.eval(), method, classes, preprocessing, metadata, chosen)
             _ = trained.labelling
@@ -306,17 +307,16 @@ def _networks(method: Method, options: NetworkOptions, metadata: Mapping[str, An
 
 
 def _check_sizes(metadata: Mapping[str, Any], preprocessing: Preprocessing, shapes: Mapping[str, Any]) -> None:
-    """Raise ValueError for samples, sources or classes of which the tensors in a file cannot be a model."""
-    stored = preprocessing.backbone["images"] if preprocessing.backbone else {}
-    assert isinstance(stored, dict)
+    """Raise ValueError for samples or classes of which the tensors in a file cannot be a model."""
+    stored: Any = preprocessing.backbone["images"] if preprocessing.backbone else {}
     sizes = [metadata["input_shape"]]
     for said in (preprocessing.model_dump(), stored):
         sizes += [said.get("shape") or (), (said.get("channels") or 1, *2 * (said.get("size") or 1,))]
     for shape in sizes:
         if math.prod(int(size) for size in shape) > _LARGEST_SAMPLE:
             raise ValueError("a sample is too large")
-    if len(metadata["sources"]) > len(shapes) or len(metadata["classes"]) > sum(map(math.prod, shapes.values())):
-        raise ValueError("too many sources or classes")
+    if len(metadata["classes"]) > sum(map(math.prod, shapes.values())):
+        raise ValueError("too many classes")
 
 
 def _check_fit(shapes: Mapping[str, tuple[int, ...]], trained: Network, evaluated: Network) -> None:

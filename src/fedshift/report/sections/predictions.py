@@ -78,8 +78,7 @@ def predictions_section(
     blocks: list[Block] = []
     if len(classes) <= _MOST_CLASSES:
         blocks += _confusion(found, classes)
-    if len(classes) == 2:
-        blocks += _roc(found)
+    blocks += _roc(found, classes)
     chosen = [one for one in found if one.run.result.method == method]
     if chosen:
         blocks += _mistakes(chosen, classes, samples)
@@ -135,35 +134,43 @@ def _share(count: int, total: int, right: bool) -> Entry:
     return number(share, 1, best=right, miss=round(0.7 * (100 - share if right else share)))
 
 
-def _roc(found: Sequence[Predicted]) -> Iterator[Block]:
+def _roc(found: Sequence[Predicted], classes: Sequence[str]) -> Iterator[Block]:
     """A ROC curve for each target and method, over the samples of all seeds."""
-    from sklearn.metrics import roc_curve
-
     curves: dict[str, dict[str, plots.Curve]] = {}
     for target in list(dict.fromkeys(one.run.result.target for one in found))[:_MOST_TARGETS]:
         for method in dict.fromkeys(one.run.result.method for one in found):
             here = [one for one in found if (one.run.result.method, one.run.result.target) == (method, target)]
             labels = np.concatenate([one.labels for one in here]) if here else np.empty(0)
-            if len(np.unique(labels)) < 2:
-                continue
-            scores = np.concatenate([one.scores[:, 1] for one in here])
-            if not np.isfinite(scores).all():
-                continue
-            wrong, right, _ = roc_curve(labels, scores)
-            at = np.unique(np.linspace(0, len(wrong) - 1, _POINTS).round().astype(int))
-            curves.setdefault(target, {})[method] = ((100 * wrong[at]).tolist(), (100 * right[at]).tolist(), None)
+            scores = np.concatenate([one.scores for one in here]) if here else np.empty((0, 1))
+            if len(np.unique(labels)) >= 2 and np.isfinite(scores).all():
+                curves.setdefault(target, {})[method] = _mean_roc(labels, scores)
+    which = classes[1] if len(classes) == 2 else "a class, mean over the classes,"
     if curves:
         yield figure(
             "roc",
             plots.operating_curves(curves),
             "ROC curves by target and method",
-            "ROC: what share of the second class is recognised, for each share of false alarms; samples of all seeds.",
+            f"ROC: what share of {which} is recognised, for each share of false alarms; samples of all seeds.",
             curve_rows(
                 ["target", "method", "false_alarms", "recognised", "standard_deviation"],
                 {(target, method): curve for target, lines in curves.items() for method, curve in lines.items()},
             ),
             title="ROC curves",
         )
+
+
+def _mean_roc(labels: NDArray[np.int64], scores: NDArray[np.float64]) -> plots.Curve:
+    """The ROC curve of the second of two classes; of more classes the mean over those of each against all others."""
+    from sklearn.metrics import roc_curve
+
+    if scores.shape[1] == 2:
+        wrong, right, _ = roc_curve(labels, scores[:, 1])
+        at = np.unique(np.linspace(0, len(wrong) - 1, _POINTS).round().astype(int))
+        return (100 * wrong[at]).tolist(), (100 * right[at]).tolist(), None
+    places = np.linspace(0, 1, _POINTS)
+    single = [roc_curve(labels == one, scores[:, one])[:2] for one in np.unique(labels)]
+    mean = np.mean([np.interp(places, wrong, right) for wrong, right in single], axis=0)
+    return [0.0, *(100 * places).tolist()], [0.0, *(100 * mean).tolist()], None
 
 
 def _mistakes(chosen: Sequence[Predicted], classes: Sequence[str], samples: ShownSamples | None) -> Iterator[Block]:
