@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sklearn.metrics import roc_auc_score
@@ -74,12 +77,28 @@ def test_your_network(play: Callable[[str], str], place: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_machine(play: Callable[[str], str], place: Path) -> None:
+def test_one_machine(play: Callable[[str], str], place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Own processes, TLS over loopback, the model of the simulation, a table and a page; nothing runs afterwards."""
     pytest.importorskip("nvflare")
+    told: list[subprocess.CompletedProcess[str]] = []
+    run_process = subprocess.run
+
+    def kept(command: list[str], **options: Any) -> None:
+        """The script's own command, with kits that are left for the test to look at."""
+        told.append(run_process([*command, "--keep", "kept"], capture_output=True, text=True, **options))
+
+    monkeypatch.setattr(subprocess, "run", kept)
     printed = play("one_machine.py")
     assert "the same model as in a simulation: yes" in printed
     (run,) = fedshift.results(place / "deployed" / "table").runs
     assert f"left the hospitals: {run.bytes_up}" in printed
+    (command,) = told
+    assert "fedavg" in command.stdout
+    assert "round 1" in command.stderr
+    assert (place / "deployed" / "table" / "report.html").exists()
+    services = sorted((place / "kept").glob("try/*/service.json"))
+    assert len(services) == 3
+    assert {json.loads(service.read_text())["state"] for service in services} == {"stopped"}
 
 
 def test_your_method(play: Callable[[str], str]) -> None:

@@ -50,17 +50,17 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
         self.random_state = random_state
         self.device = device
 
-    def _train(
-        self, X: npt.NDArray[Any], labels: npt.NDArray[Any], places: npt.NDArray[Any], names: tuple[str, ...]
-    ) -> None:
+    def _train(self, X: npt.NDArray[Any], labels: npt.NDArray[Any], sites: Any, names: tuple[str, ...]) -> None:
         """Train on checked samples.
 
         Args:
             X: features (n, d).
             labels: class numbers, or quantities (n,).
-            places: the site of each sample (n,).
+            sites: the site of each sample (n,); None: all at one site.
             names: the classes, or the name of a quantity.
         """
+        places = np.full(len(X), ALL) if sites is None else np.asarray(sites).astype(str)
+        check_consistent_length(X, places)
         self.sites_ = np.unique(places)
         held = {str(site): InMemory(X[places == site], labels[places == site]) for site in self.sites_}
         source = Arrays(sites=held, classes=names, standardise=self.standardise, **self._task())
@@ -139,13 +139,11 @@ class FederatedClassifier(ClassifierMixin, _Federated):  # type: ignore[misc]
         """
         X, y = validate_data(self, X, y)
         check_classification_targets(y)
-        places = np.full(len(y), ALL) if sites is None else np.asarray(sites).astype(str)
-        check_consistent_length(X, places)
         self.classes_, numbers = np.unique(y, return_inverse=True)
         if len(self.classes_) < 2:
             raise ValueError("y holds one class only: a classifier needs samples of at least two classes")
         names = tuple(str(name) for name in self.classes_)
-        self._train(X, numbers.astype(np.int64), places, names)
+        self._train(X, numbers.astype(np.int64), sites, names)
         return self
 
     def predict_proba(self, X: Any) -> npt.NDArray[np.float32]:
@@ -226,9 +224,7 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
             TrainingDiverged: weights or losses are no longer finite.
         """
         X, y = validate_data(self, X, y, y_numeric=True)
-        places = np.full(len(y), ALL) if sites is None else np.asarray(sites).astype(str)
-        check_consistent_length(X, places)
-        self._train(X, y.astype(np.float32), places, ("y",))
+        self._train(X, y.astype(np.float32), sites, ("y",))
         return self
 
     def predict(self, X: Any) -> npt.NDArray[Any]:

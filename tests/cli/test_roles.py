@@ -279,34 +279,3 @@ def test_try_spreads_data_so_that_each_site_has_its_own(tmp_path: Path) -> None:
             assert "groups" in arrays
     assert json.loads(deployed.model_dump_json())["data"]["unseen"]["sites"].keys() == {"D0"}
     assert deployed.engine.name == "flare"
-
-
-@pytest.mark.slow
-def test_try_plays_a_whole_federation(fedshift: Cli, tmp_path: Path) -> None:
-    """Own processes, TLS over loopback, a table at the end; nothing runs afterwards."""
-    draws = np.random.default_rng(0)
-    files = {}
-    for name in ("north", "south", "west"):
-        files[name] = str(tmp_path / f"{name}.npz")
-        np.savez(files[name], x=draws.normal(size=(24, 4)).astype(np.float32), y=np.arange(24) % 2)
-    experiment = {
-        "name": "try",
-        "data": {"name": "arrays", "sites": files},
-        "protocol": {"targets": ["west"], "seeds": [0], "test_fraction": 0.3},
-        "model": {"name": "linear"},
-        "training": {"rounds": 1, "batch_size": 8},
-        "methods": ["fedavg"],
-        "device": "cpu",
-        "engine": {"threads": 1},
-    }
-    file = tmp_path / "e.yaml"
-    file.write_text(yaml.safe_dump(experiment))
-    words = ("project", "try", str(file), "--runs", str(tmp_path / "runs"), "--keep", str(tmp_path / "kept"))
-    code, out, err = fedshift(*words)
-    assert code == 0, err
-    assert "fedavg" in out
-    assert "round 1" in err
-    assert (tmp_path / "runs" / "try" / "fedavg" / "west" / "seed-0" / "model.safetensors").exists()
-    assert (tmp_path / "runs" / "try" / "report.html").exists()
-    kit = str(tmp_path / "kept" / "try" / "coordinator")
-    assert "coordinator: stopped" in fedshift("coordinator", "status", "--kit", kit)[1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,13 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
 from loopback import Loopback, deploy, options_of, simulate
 
+from fedshift.federation.remote.transport import Lost, request_key
+from fedshift.federation.remote.wire import Message, body_of, seal, unseal
+
 FOUR = {"north": 41, "south": 17, "east": 26, "up": 22}
 SECURE = {"aggregation": "secure"}
+Request = tuple[dict[str, Any], dict[str, Any]]
+Meddle = Callable[[str, dict[str, Any], dict[str, Any]], Request | None]
 
 
 @functools.cache
@@ -70,3 +75,24 @@ def deploy_secure(
 def simulate_secure(folder: Path, options: dict[str, Any], sites: Mapping[str, int] = FOUR, **engine: Any) -> Path:
     """The same experiment in the local engine."""
     return simulate(folder, options, sites, **SECURE, **engine)
+
+
+class Between(Loopback):
+    """A coordinator that sends sites other requests than the method asks for, where ``meddle`` gives one."""
+
+    meddle: Meddle = staticmethod(lambda site, header, content: None)
+
+    def exchange(
+        self, messages: Iterator[tuple[str, Message]], deadline: float, patience: Mapping[str, float]
+    ) -> Generator[tuple[str, Message | Lost], None, None]:
+        yield from super().exchange(
+            ((site, self._changed(site, message)) for site, message in messages), deadline, patience
+        )
+
+    def _changed(self, site: str, message: Message) -> Message:
+        header, content, _ = unseal(message)
+        changed = self.meddle(site, header, dict(content))
+        if changed is None:
+            return message
+        header, body = changed[0], body_of(changed[1])
+        return seal({**header, "key": request_key(header, body.sha256)}, body)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from loopback import ADAPT, SITES, Loopback, deploy, model, options_of, result, same, simulate, site_file, write_data
+from loopback import ADAPT, SITES, deploy, model, options_of, result, same, simulate, site_file, write_data
 
 pytest.importorskip("cryptography")
 pytest.importorskip("cryptography.hazmat.primitives.hpke")
 from cryptography.hazmat.primitives import serialization
-from federations import certificate_of, key_of, write_kits
+from federations import Between, Meddle, Request, certificate_of, key_of, write_kits
 
 from fedshift.deployment.secure.identity import signing
 from fedshift.encryption import write_private
@@ -22,7 +22,7 @@ from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.messages import Sealed
 from fedshift.federation.remote.policy import AuditLog
 from fedshift.federation.remote.sealed_federation import Closed
-from fedshift.federation.remote.transport import Lost, request_key
+from fedshift.federation.remote.transport import Lost
 from fedshift.federation.remote.wire import Message, body_of, seal, unseal
 from fedshift.federation.secure.keys import KeyCard
 from fedshift.federation.secure.orders import card_entry
@@ -35,29 +35,6 @@ FADA = {"name": "fada", "steps_per_round": 2}
 KD3A_OPTIONS = {"name": "kd3a"}
 RUN = "tiny-kd3a-east-seed-0"
 SOURCES = ("north", "south")
-Request = tuple[dict[str, Any], dict[str, Any]]
-Meddle = Callable[[str, dict[str, Any], dict[str, Any]], Request | None]
-
-
-class Between(Loopback):
-    """A coordinator that sends sites other requests than the method asks for, where ``meddle`` gives one."""
-
-    meddle: Meddle = staticmethod(lambda site, header, content: None)
-
-    def exchange(
-        self, messages: Iterator[tuple[str, Message]], deadline: float, patience: Mapping[str, float]
-    ) -> Generator[tuple[str, Message | Lost], None, None]:
-        yield from super().exchange(
-            ((site, self._changed(site, message)) for site, message in messages), deadline, patience
-        )
-
-    def _changed(self, site: str, message: Message) -> Message:
-        header, content, _ = unseal(message)
-        changed = self.meddle(site, header, dict(content))
-        if changed is None:
-            return message
-        header, body = changed[0], body_of(changed[1])
-        return seal({**header, "key": request_key(header, body.sha256)}, body)
 
 
 def between(folder: Path, source: dict[str, Any] | None = None, **policy: Any) -> Between:
