@@ -159,7 +159,7 @@ def measure_many(sites: int) -> dict[str, Any]:
     """Two rounds of FedAvg with a network of 45 MB: memory of the coordinator's processes, and seconds."""
     hidden = [3350, 3350]
     with federation([f"site-{number:02}" for number in range(sites)], ["fedavg"]) as (made, found):
-        deployment, first, memory, _ = _deploy(
+        deployment, first, memory, _ = deploy(
             made.coordinator,
             made.folder,
             "many",
@@ -190,7 +190,7 @@ def _runs(kit: Path, folder: Path, exchanges: int) -> dict[str, Any]:
     cases = (("empty", 0.0, "float32"), ("4 MB", 4.0, "float32"), ("45 MB", 45.0, "float32"))
     for label, megabytes, wire in (*cases, ("45 MB as bf16", 45.0, "bf16"), ("45 MB as int8", 45.0, "int8")):
         method = {"name": "bench_network:Echo", "label": "echo", "megabytes": megabytes, "exchanges": exchanges}
-        deployment, first, memory, _ = _deploy(kit, folder, label, method, wire)
+        deployment, first, memory, _ = deploy(kit, folder, label, method, wire)
         seconds = _seconds_of_exchanges(deployment)
         rows[label] = {
             "median_seconds": statistics.median(seconds),
@@ -201,7 +201,7 @@ def _runs(kit: Path, folder: Path, exchanges: int) -> dict[str, Any]:
             "memory_mb": memory,
         }
     waiting = {"name": "bench_network:Echo", "label": "echo", "exchanges": 1, "sleep": 25.0}
-    _, _, _, used = _deploy(kit, folder, "waiting", waiting, "float32", watch=10.0)
+    _, _, _, used = deploy(kit, folder, "waiting", waiting, "float32", watch=10.0)
     return {"exchanges": rows, "waiting_in_a_job": used}
 
 
@@ -211,7 +211,7 @@ def _seconds_of_exchanges(deployment: Deployment) -> list[float]:
     return found
 
 
-def _deploy(
+def deploy(
     kit: Path,
     folder: Path,
     label: str,
@@ -221,6 +221,7 @@ def _deploy(
     watch: float | None = None,
     model: Mapping[str, Any] = {"name": "linear"},
     rounds: int = 1,
+    aggregation: str = "plain",
 ) -> tuple[Deployment, float, dict[str, int], dict[str, Any] | None]:
     """Run an experiment; the deployment, seconds until a site first answered, largest memory in MB, use if watched."""
     from fedshift.cli.deploy import follow
@@ -236,7 +237,7 @@ def _deploy(
             "training": {"rounds": rounds},
             "methods": [method],
             "device": "cpu",
-            "engine": {"name": "flare", "threads": 1, "wire": wire, "deadline": 600},
+            "engine": {"name": "flare", "threads": 1, "wire": wire, "aggregation": aggregation, "deadline": 600},
         }
     )
     begun = time.time()

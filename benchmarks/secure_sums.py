@@ -2,7 +2,8 @@
 
 ``cost``: twelve million numbers among 5 and 20 sites, all in this process, with one site lost: seconds of processor at
 a site and at the server, and bytes of an upload. ``accuracy``: FedAvg and CSAC on Rotated MNIST and on heart disease,
-with ``aggregation: plain`` and ``secure``, and a control. Each writes its part of results/secure_sums/secure_sums.json.
+with ``aggregation: plain`` and ``secure``, and a control. ``round``: seconds of a round of FedAvg over FLARE, three
+sites and a network of 4 MB, plain and secure in turn. Each writes its part of results/secure_sums/secure_sums.json.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -33,7 +35,9 @@ from fedshift.weights import Weights
 RESULTS = Path(__file__).parent / "results" / "secure_sums" / "secure_sums.json"
 NUMBERS = 12_000_000
 ROSTERS = (5, 20)
-PARTS = ("cost", "accuracy")
+PARTS = ("cost", "accuracy", "round")
+TURNS = ("plain 1", "secure 1", "plain 2", "secure 2", "plain 3", "secure 3")
+"""Deployments one after the other, so that what else the machine does meets both alike."""
 EXPERIMENTS: dict[str, dict[str, Any]] = {
     "heart disease": {
         "name": "heart",
@@ -158,6 +162,27 @@ def accuracy(options: Mapping[str, Any], folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def rounds_over_flare(rounds: int = 6) -> dict[str, Any]:
+    """Seconds of the rounds of each deployment but its first, in which sites load and make their keys."""
+    from bench_network import SITES, deploy, federation
+
+    network, method = {"name": "mlp", "hidden": [1000, 990]}, {"name": "fedavg"}
+    seconds: dict[str, list[float]] = {"plain": [], "secure": []}
+    found: dict[str, Any] = {"sites": len(SITES), "network_mb": 4.0, "rounds_of_a_deployment": rounds}
+    with federation(SITES, ["fedavg"]) as (made, _):
+        for label in TURNS:
+            way = label.split()[0]
+            deployment, *_ = deploy(
+                made.coordinator, made.folder, label, method, "float32", model=network, rounds=rounds, aggregation=way
+            )
+            lines = deployment.folder / "runs" / deployment.name / "fedavg" / "sites" / "seed-0" / "rounds.jsonl"
+            records = [json.loads(line) for line in lines.read_text().splitlines()][1:]
+            seconds[way] += [record["seconds"] for record in records]
+            found[f"{way}_bytes"] = records[-1]["bytes"]
+    medians = {way: statistics.median(values) for way, values in seconds.items()}
+    return {**found, "seconds": seconds, "medians": medians, "ratio": medians["secure"] / medians["plain"]}
+
+
 def main(parts: Sequence[str]) -> None:
     whole: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     torch.set_num_threads(1)
@@ -176,12 +201,14 @@ def main(parts: Sequence[str]) -> None:
                 name: {"experiment": options, "runs": accuracy(options, Path(folder) / options["name"])}
                 for name, options in EXPERIMENTS.items()
             }
+    if "round" in parts:
+        whole["round"] = {**rounds_over_flare(), "cores": os.cpu_count(), "load_average_before": round(load, 2)}
     RESULTS.parent.mkdir(parents=True, exist_ok=True)
     RESULTS.write_text(json.dumps(whole, indent=2) + "\n")
 
 
 if __name__ == "__main__":
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    arguments.add_argument("--only", choices=PARTS, help="by default both")
+    arguments.add_argument("--only", choices=PARTS, help="by default all")
     only = arguments.parse_args().only
     main((only,) if only else PARTS)

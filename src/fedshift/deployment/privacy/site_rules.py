@@ -85,6 +85,7 @@ class SiteRules:
                 f"site '{self.site}' refuses to send statistics for the encoding of its data without noise (rule "
                 f"privacy.epsilon): {reason}"
             )
+        self._policy.check_kind(self.site, "statistics", "the encoding of its data")  # before it is paid for
         if holding.given["numeric"]:
             cost = NoisySteps(float(self.budget.statistics_noise or 0), 1.0, 1)
             self.ledger.pay(self._statistics_mark(holding), cost, step="statistics")
