@@ -22,6 +22,7 @@ from nvflare.private.fed.utils.fed_utils import fobs_initialize
 
 from fedshift.deployment.flare import engine, parts
 from fedshift.deployment.flare.parts import Counter, Parcel, Parcels
+from fedshift.encryption import KEY, MAGIC, new_key
 from fedshift.errors import FedshiftError
 from fedshift.federation.remote import incoming
 from fedshift.federation.remote.incoming import Arriving, Spool
@@ -106,6 +107,23 @@ def test_what_is_carried_at_once_does_not_grow_with_the_number_of_sites(
     assert sum(played.carried["tasks"]) < (1 << 17) + around
     assert sum(played.carried["results"]) < (1 << 17) + around
     assert max(played.carried["parts"], default=0) * sites <= 1 << 17
+
+
+def test_with_a_key_what_waits_is_encrypted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "IN_FLIGHT", 4000)
+    monkeypatch.setenv(KEY, new_key())
+    written: list[bytes] = []
+    write = Spool._write
+    monkeypatch.setattr(Spool, "_write", lambda spool, data: note(write(spool, data)))
+
+    def note(path: Path) -> Path:
+        written.append(path.read_bytes())
+        return path
+
+    played = Played(monkeypatch, 1, noise(9000))
+    assert [one for _, one in played.exchange(noise(9000, 1))] == [Message("answer", noise(9000), "digest")]
+    assert len(written) == 6
+    assert all(one.startswith(MAGIC) for one in written)
 
 
 def test_small_messages_travel_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
