@@ -47,7 +47,7 @@ class Played:
         self.tasks: list[tuple[str, Any]] = []
         self.asked: list[tuple[int, int]] = []
         self.signal, self.lost_parts = Signal(), 0
-        kit = SimpleNamespace(folder=Path(), project=SimpleNamespace(largest_message=1))
+        kit: Any = SimpleNamespace(folder=Path(), project=SimpleNamespace(largest_message=1))
         patch.setattr(engine, "own_kit", lambda: kit)
         patch.setattr(engine, "revoked_sites", lambda kit: set())
         patch.setattr(engine, "open_site", lambda file: SimpleNamespace(handle=self.handle))
@@ -78,7 +78,7 @@ class Played:
         """Every site does its task."""
         context = SimpleNamespace(get_peer_context=lambda: None, get_job_id=lambda: "job", get_engine=lambda: self)
         for name, task in self.tasks:
-            result = engine.FlareSite().execute(engine.TASK, task.data, context, self.signal)  # type: ignore[arg-type]
+            result = engine.FlareSite().execute(engine.TASK, task.data, context, self.signal)
             self.carried["results"].append(len(fobs.dumps(result)))
             task.result_received_cb(SimpleNamespace(client=SimpleNamespace(name=name), result=result), None)
 
