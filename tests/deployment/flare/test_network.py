@@ -29,6 +29,7 @@ from network import PATIENCE, Network, asked, environment, rounds
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.deployment_folder import Deployment
 from fedshift.deployment.flare.kits import load_kit
+from fedshift.deployment.flare.parts import IN_FLIGHT
 
 pytestmark = pytest.mark.slow
 
@@ -257,6 +258,16 @@ def test_a_quorum_goes_on_without_a_killed_site_and_a_revoked_one(
         network.kill(south)
         network.start("south", "east")
     assert answers(network, south / "flare/startup")
+
+
+def test_messages_that_cross_in_parts_end_in_the_bits_of_the_local_engine(network: Network, tmp_path: Path) -> None:
+    options = options_of({"name": "fedavg"}, name="large", model={"name": "mlp", "hidden": [1800, 1800]})
+    options["training"] = {**options["training"], "rounds": 2}
+    deployment = network.deploy(options)
+    there = network.finish(deployment)
+    sizes = [event["bytes"] for event in deployment.events() if event["what"] == "fit" and "bytes" in event]
+    assert min(sizes) * len(SITES) > IN_FLIGHT, "they are too large to travel as a whole"
+    assert same(model(simulate(tmp_path, options), "fedavg", "west"), model(there, "fedavg", "west"))
 
 
 def test_a_quorum_is_not_slowed_by_a_site_that_takes_a_hundred_times_as_long(network: Network) -> None:

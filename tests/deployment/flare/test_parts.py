@@ -22,6 +22,7 @@ from nvflare.private.fed.utils.fed_utils import fobs_initialize
 
 from fedshift.deployment.flare import engine, parts
 from fedshift.deployment.flare.parts import Counter, Parcel, Parcels
+from fedshift.encryption import KEY, MAGIC, new_key
 from fedshift.errors import FedshiftError
 from fedshift.federation.remote import incoming
 from fedshift.federation.remote.incoming import Arriving, Spool
@@ -46,7 +47,7 @@ class Played:
         self.tasks: list[tuple[str, Any]] = []
         self.asked: list[tuple[int, int]] = []
         self.signal, self.lost_parts = Signal(), 0
-        kit = SimpleNamespace(folder=Path(), project=SimpleNamespace(largest_message=1))
+        kit: Any = SimpleNamespace(folder=Path(), project=SimpleNamespace(largest_message=1))
         patch.setattr(engine, "own_kit", lambda: kit)
         patch.setattr(engine, "revoked_sites", lambda kit: set())
         patch.setattr(engine, "open_site", lambda file: SimpleNamespace(handle=self.handle))
@@ -77,7 +78,7 @@ class Played:
         """Every site does its task."""
         context = SimpleNamespace(get_peer_context=lambda: None, get_job_id=lambda: "job", get_engine=lambda: self)
         for name, task in self.tasks:
-            result = engine.FlareSite().execute(engine.TASK, task.data, context, self.signal)  # type: ignore[arg-type]
+            result = engine.FlareSite().execute(engine.TASK, task.data, context, self.signal)
             self.carried["results"].append(len(fobs.dumps(result)))
             task.result_received_cb(SimpleNamespace(client=SimpleNamespace(name=name), result=result), None)
 
@@ -106,6 +107,23 @@ def test_what_is_carried_at_once_does_not_grow_with_the_number_of_sites(
     assert sum(played.carried["tasks"]) < (1 << 17) + around
     assert sum(played.carried["results"]) < (1 << 17) + around
     assert max(played.carried["parts"], default=0) * sites <= 1 << 17
+
+
+def test_with_a_key_what_waits_is_encrypted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "IN_FLIGHT", 4000)
+    monkeypatch.setenv(KEY, new_key())
+    written: list[bytes] = []
+    write = Spool._write
+    monkeypatch.setattr(Spool, "_write", lambda spool, data: note(write(spool, data)))
+
+    def note(path: Path) -> Path:
+        written.append(path.read_bytes())
+        return path
+
+    played = Played(monkeypatch, 1, noise(9000))
+    assert [one for _, one in played.exchange(noise(9000, 1))] == [Message("answer", noise(9000), "digest")]
+    assert len(written) == 6
+    assert all(one.startswith(MAGIC) for one in written)
 
 
 def test_small_messages_travel_as_before(monkeypatch: pytest.MonkeyPatch) -> None:

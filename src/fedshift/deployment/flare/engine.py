@@ -7,6 +7,7 @@ plain values. docs/flare.md says which interfaces of FLARE are used, and why.
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import time
@@ -81,6 +82,7 @@ class FlareCoordinator(Controller):  # type: ignore[misc]
         deployment.note_process(job)
         transport = FlareTransport(self, fl_ctx, abort_signal, deployment.new_job_requested, own_kit())
         fl_ctx.get_engine().register_aux_message_handler(TOPIC, transport.parcels.answer)
+        gc.freeze()  # what was imported stays, and need not be looked through whenever `Parcels` looks for garbage
         try:
             coordinate(deployment.folder, transport, deployment.sites)
             deployment.end(job, "finished")

@@ -8,6 +8,7 @@ files as it comes. Parts cross as FLARE's auxiliary messages, from a site's job 
 
 from __future__ import annotations
 
+import gc
 import io
 import secrets
 import threading
@@ -83,6 +84,7 @@ class Parcels:
         self._largest = largest
         self._lock = threading.Lock()
         self._open: dict[str, Parcel] = {}
+        self._since_collected = 0
 
     def open(self, parcel: Parcel) -> str:
         """Let a site fetch its request and bring its answer; the ticket for both."""
@@ -109,11 +111,22 @@ class Parcels:
         elif part is None:
             size = request.get("size")
             reply["part"] = parcel.at(begin, size if type(size) is int and size > 0 else 0)
+            self._crossed(len(reply["part"]))
         elif not isinstance(part, bytes) or len(part) > LARGEST_PART or begin + len(part) > self._largest:
             reply["refused"] = "that is no part of a message, or the message is too large"
         else:
             reply["next"] = parcel.arriving.add(begin, part)
+            self._crossed(len(part))
         return reply
+
+    def _crossed(self, size: int) -> None:
+        """Look for garbage after many parts: FLARE keeps each in objects that refer to each other in a circle."""
+        with self._lock:
+            self._since_collected += size
+            if self._since_collected < IN_FLIGHT:
+                return
+            self._since_collected = 0
+        gc.collect()
 
 
 class Counter:
