@@ -26,13 +26,15 @@ autodoc_typehints = "description"
 autodoc_class_signature = "separated"
 toc_object_entries_show_parents = "hide"
 
+smartquotes = False  # it would make a dash of the two hyphens of an option
+
 html_theme = "pydata_sphinx_theme"
 html_title = "fedshift"
 html_theme_options = {
     "navigation_with_keys": False,
     "show_prev_next": False,
     "show_toc_level": 2,
-    "header_links_before_dropdown": 8,
+    "header_links_before_dropdown": 6,
 }
 html_static_path = ["style.css"]
 html_css_files = ["style.css"]
@@ -43,6 +45,7 @@ sphinx_gallery_conf = {
     "gallery_dirs": ["gallery"],
     # The others need a data set, or start processes; their code is shown without its output.
     "filename_pattern": r"/your_|/reading_|/time_",
+    "default_thumb_file": str(Path(__file__).parent / "code.svg"),
     "within_subsection_order": "gallery.example_order",
     "image_scrapers": [draw_results],
     "reset_modules": (around_script,),

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Collection, Iterable
 
 import typer
-from equations import described
+from equations import CODE, described, prose_of
 from pydantic import BaseModel
 from typer.cli import get_docs_for_click
 
@@ -79,9 +79,10 @@ def dataset_page(name: str) -> str:
         "Notes": about.notes,
         "Samples": ", ".join(f"{domain} {count}" for domain, count in about.counts.items()),
     }
+    more = ", …" if any(info.is_required() for info in source.model_fields.values()) else ""
     lines = [
         f"# {name}",
-        literal(about.title),
+        f"{literal(about.title)}. In an experiment file: `data: {{name: {name}{more}}}`.",
         *(f"**{what}:** {literal(text)}" for what, text in facts.items() if text),
     ]
     if about.sha256:
@@ -157,8 +158,14 @@ def fields(kind: type[BaseModel], without: Collection[str] = ()) -> str:
     for name, info in kind.model_fields.items():
         if name not in without:
             value = "required" if info.is_required() else written(info.get_default(call_default_factory=True))
-            rows.append(f"| `{name}` | {cell(value)} | {cell(info.description or '')} |")
-    return "\n".join(rows) if len(rows) > 2 else "It has none."
+            rows.append(f"| `{name}` | {cell(value)} | {meaning(info.description or '')} |")
+    return "\n".join(rows) if len(rows) > 2 else "No options."
+
+
+def meaning(description: str) -> str:
+    """A description for a cell of a table, its symbols typeset; a bar would end the cell, also in backticks."""
+    parts = CODE.split(prose_of(description.replace("\n", " ")))
+    return "".join(part.replace("|", "\\|") if part.startswith("`") else part for part in parts)
 
 
 def tree(names: Iterable[str], caption: str = "") -> str:
