@@ -86,8 +86,8 @@ def dataset_page(name: str) -> str:
         *(f"**{what}:** {literal(text)}" for what, text in facts.items() if text),
     ]
     if about.sha256:
-        sums = "\n".join(f"{checksum}  {file}" for file, checksum in about.sha256.items())
-        lines += ["## Files and their SHA-256", preformatted(sums)]
+        sums = "\n".join(f"* `{file}`: `{checksum}`" for file, checksum in about.sha256.items())
+        lines += ["## Files and their SHA-256", sums]
     return "\n\n".join([*lines, "## Options", fields(source, without=("name",))])
 
 
@@ -173,11 +173,6 @@ def tree(names: Iterable[str], caption: str = "") -> str:
     return (
         "```{toctree}\n:hidden:\n" + (f":caption: {caption}\n" if caption else "") + "\n" + "\n".join(names) + "\n```"
     )
-
-
-def preformatted(text: str) -> str:
-    """``text`` in a block that is shown as it is."""
-    return f"```text\n{text}\n```"
 
 
 def literal(text: str) -> str:
