@@ -125,6 +125,18 @@ def test_bars_in_a_cell_do_not_end_it(assemble: ModuleType) -> None:
     assert assemble.reference.cell("a|b `c|d`\n*e*") == "a\\|b `c\\|d` \\*e\\*"
 
 
+def test_lists_of_commands_have_whole_sentences(assemble: ModuleType) -> None:
+    text = assemble.reference.command_line()
+    assert "\n* `run`: Run an experiment" in text
+    assert not re.search(r"^\* `\w+`.*\.\.\.$", text, re.M)
+
+
+def test_hyphens_of_an_option_stay_apart(assemble: ModuleType) -> None:
+    assert assemble.reference.literal("call it with --fetch or `--no-such`: a--b") == (
+        "call it with `--fetch` or `--no-such`: a--b"
+    )
+
+
 def test_an_option_is_described_with_its_symbols(assemble: ModuleType) -> None:
     symbol = "<math><msub><mi>N</mi><mrow><mi>k</mi></mrow></msub></math>"
     assert assemble.reference.meaning("share N_k of\n`a|b` | c_d or file_name") == (

@@ -26,8 +26,6 @@ autodoc_typehints = "description"
 autodoc_class_signature = "separated"
 toc_object_entries_show_parents = "hide"
 
-smartquotes = False  # it would make a dash of the two hyphens of an option
-
 html_theme = "pydata_sphinx_theme"
 html_title = "fedshift"
 html_theme_options = {
