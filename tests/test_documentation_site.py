@@ -125,6 +125,31 @@ def test_bars_in_a_cell_do_not_end_it(assemble: ModuleType) -> None:
     assert assemble.reference.cell("a|b `c|d`\n*e*") == "a\\|b `c\\|d` \\*e\\*"
 
 
+def test_lists_of_commands_have_whole_sentences(assemble: ModuleType) -> None:
+    text = assemble.reference.command_line()
+    assert "\n* `run`: Run an experiment" in text
+    assert not re.search(r"^\* `\w+`.*\.\.\.$", text, re.M)
+
+
+def test_hyphens_of_an_option_stay_apart(assemble: ModuleType) -> None:
+    assert assemble.reference.literal("call it with --fetch or `--no-such`: a--b") == (
+        "call it with `--fetch` or `--no-such`: a--b"
+    )
+
+
+def test_an_option_is_described_with_its_symbols(assemble: ModuleType) -> None:
+    symbol = "<math><msub><mi>N</mi><mrow><mi>k</mi></mrow></msub></math>"
+    assert assemble.reference.meaning("share N_k of\n`a|b` | c_d or file_name") == (
+        f"share {symbol} of `a\\|b` \\| {symbol.replace('N', 'c').replace('k', 'd')} or file\\_name"
+    )
+
+
+def test_a_picture_has_no_dark_colours(assemble: ModuleType) -> None:
+    svg = assemble.in_light_colours((ROOT / "docs" / "demo.svg").read_text(encoding="utf-8"))
+    assert "prefers-color-scheme" not in svg
+    ElementTree.fromstring(svg)
+
+
 def test_links_to_files_that_are_no_pages_become_their_names(assemble: ModuleType, tmp_path: Path) -> None:
     page = ROOT / "docs" / "design.md"
     text = assemble.with_links(page, {page, ROOT / "docs" / "deploy.md"})

@@ -36,6 +36,8 @@ def assemble(out: Path) -> None:
         place.write_text(with_links(page, set(pages)), encoding="utf-8")
     for picture in (ROOT / "benchmarks").glob("*.png"):
         shutil.copy(picture, out / "benchmarks")
+    for picture in (ROOT / "docs").glob("*.svg"):
+        _write(out / "docs" / picture.name, in_light_colours(picture.read_text(encoding="utf-8")))
     _examples(out)
     results = measured.read(ROOT / "benchmarks")
     for group in GROUPS.values():
@@ -51,6 +53,11 @@ def assemble(out: Path) -> None:
     _write(out / "reference" / "functional.md", reference.functional())
     design = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
     _write(out / "glossary.md", "# Glossary\n" + design.partition("\n## Glossary\n")[2])
+
+
+def in_light_colours(svg: str) -> str:
+    """A drawing of fedshift without its dark colours, which follow the system's and not the page's choice."""
+    return re.sub(r"@media screen and \(prefers-color-scheme:dark\)\{:root\{[^}]*\}\}", "", svg)
 
 
 def with_links(page: Path, pages: Iterable[Path]) -> str:

@@ -32,7 +32,7 @@ html_theme_options = {
     "navigation_with_keys": False,
     "show_prev_next": False,
     "show_toc_level": 2,
-    "header_links_before_dropdown": 8,
+    "header_links_before_dropdown": 6,
 }
 html_static_path = ["style.css"]
 html_css_files = ["style.css"]
@@ -43,6 +43,7 @@ sphinx_gallery_conf = {
     "gallery_dirs": ["gallery"],
     # The others need a data set, or start processes; their code is shown without its output.
     "filename_pattern": r"/your_|/reading_|/time_",
+    "default_thumb_file": str(Path(__file__).parent / "code.svg"),
     "within_subsection_order": "gallery.example_order",
     "image_scrapers": [draw_results],
     "reset_modules": (around_script,),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import pkgutil
+import re
 import sys
 from collections.abc import Collection, Iterable
 
+import click
 import typer
-from equations import described
+from equations import CODE, described, prose_of
 from pydantic import BaseModel
 from typer.cli import get_docs_for_click
 
@@ -79,14 +81,15 @@ def dataset_page(name: str) -> str:
         "Notes": about.notes,
         "Samples": ", ".join(f"{domain} {count}" for domain, count in about.counts.items()),
     }
+    more = ", …" if any(info.is_required() for info in source.model_fields.values()) else ""
     lines = [
         f"# {name}",
-        literal(about.title),
+        f"{literal(about.title)}. In an experiment file: `data: {{name: {name}{more}}}`.",
         *(f"**{what}:** {literal(text)}" for what, text in facts.items() if text),
     ]
     if about.sha256:
-        sums = "\n".join(f"{checksum}  {file}" for file, checksum in about.sha256.items())
-        lines += ["## Files and their SHA-256", preformatted(sums)]
+        sums = "\n".join(f"* `{file}`: `{checksum}`" for file, checksum in about.sha256.items())
+        lines += ["## Files and their SHA-256", sums]
     return "\n\n".join([*lines, "## Options", fields(source, without=("name",))])
 
 
@@ -137,8 +140,16 @@ def experiment_file() -> str:
 def command_line() -> str:
     """Every command with its arguments and options, as ``--help`` has them."""
     command = typer.main.get_command(app)
+    _give_whole_sentences(command)
     text = get_docs_for_click(obj=command, ctx=typer.Context(command, info_name="fedshift"), name="fedshift")
     return "# Command line\n\n" + text.partition("\n")[2].replace("```console", "```text").replace("<", "&lt;")
+
+
+def _give_whole_sentences(command: click.Command) -> None:
+    """Have lists of commands show the first sentence of each one's help, which click would cut off."""
+    command.short_help = re.split(r"(?<=\.)\s", command.help or "")[0].replace("\n", " ")
+    for member in getattr(command, "commands", {}).values():
+        _give_whole_sentences(member)
 
 
 def functional() -> str:
@@ -156,9 +167,17 @@ def fields(kind: type[BaseModel], without: Collection[str] = ()) -> str:
     rows = ["| field | default | meaning |", "|---|---|---|"]
     for name, info in kind.model_fields.items():
         if name not in without:
-            value = "required" if info.is_required() else written(info.get_default(call_default_factory=True))
-            rows.append(f"| `{name}` | {cell(value)} | {cell(info.description or '')} |")
-    return "\n".join(rows) if len(rows) > 2 else "It has none."
+            default = info.get_default(call_default_factory=True)
+            section = isinstance(default, BaseModel)  # which has a table of its own
+            value = "required" if info.is_required() else "its defaults" if section else written(default)
+            rows.append(f"| `{name}` | {cell(value)} | {meaning(info.description or '')} |")
+    return "\n".join(rows) if len(rows) > 2 else "No options."
+
+
+def meaning(description: str) -> str:
+    """A description for a cell of a table, its symbols typeset; a bar would end the cell, also in backticks."""
+    parts = CODE.split(prose_of(description.replace("\n", " ")))
+    return "".join(part.replace("|", "\\|") if part.startswith("`") else part for part in parts)
 
 
 def tree(names: Iterable[str], caption: str = "") -> str:
@@ -168,14 +187,9 @@ def tree(names: Iterable[str], caption: str = "") -> str:
     )
 
 
-def preformatted(text: str) -> str:
-    """``text`` in a block that is shown as it is."""
-    return f"```text\n{text}\n```"
-
-
 def literal(text: str) -> str:
-    """``text`` without a meaning as markup, except for its words in backticks."""
-    parts = text.split("`")
+    """``text`` without a meaning as markup, except for its words in backticks. Options of commands get backticks."""
+    parts = re.sub(r"(?<![\w`-])(--[a-z][a-z-]*)(?!`)", r"`\1`", text).split("`")
     for place in range(0, len(parts), 2):
         parts[place] = "".join(f"\\{letter}" if letter in "\\*_[]<>|#$" else letter for letter in parts[place])
     return "`".join(parts)

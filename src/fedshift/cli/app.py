@@ -252,13 +252,13 @@ def fields(
 
 @app.command()
 def demo(runs: Runs = Path("runs")) -> None:
-    """Compare DeepAll, FedAvg and CSAC on rotated handwritten digits; print a table and write a report.
+    """Compare four methods on rotated handwritten digits; print a table and write a report.
 
     Takes less than two minutes on two idle cores. On a busy machine it takes longer; progress shows the time left.
     """
     from fedshift.cli.run import run_file
 
-    typer.echo("36 small runs: less than two minutes on two idle cores, longer on a busy machine", err=True)
+    typer.echo("48 small runs: less than two minutes on two idle cores, longer on a busy machine", err=True)
     run_file(Path(__file__).with_name("demo.yaml"), [], runs, samples=True)
 
 

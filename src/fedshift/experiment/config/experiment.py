@@ -47,13 +47,17 @@ class Experiment(Section):
     """The content of an experiment file."""
 
     name: str = Field(description="names the folder of the runs")
-    data: SerializeAsAny[DataSource]
-    protocol: Protocol = Field(default_factory=LeaveOneOut, discriminator="kind")
-    model: SerializeAsAny[NetworkOptions]
-    training: Training = Field(default_factory=Training)
-    methods: tuple[SerializeAsAny[Method], ...]
-    engine: Engine = Field(default_factory=LocalEngine, discriminator="name")
-    evaluation: Evaluation = Field(default_factory=Evaluation)
+    data: SerializeAsAny[DataSource] = Field(description="the data set: its name and its options")
+    protocol: Protocol = Field(
+        default_factory=LeaveOneOut, discriminator="kind", description="targets, seeds, and what is held out"
+    )
+    model: SerializeAsAny[NetworkOptions] = Field(description="the network: its name and its options")
+    training: Training = Field(default_factory=Training, description="how long and how sites train")
+    methods: tuple[SerializeAsAny[Method], ...] = Field(description="the methods to compare, each with its options")
+    engine: Engine = Field(
+        default_factory=LocalEngine, discriminator="name", description="what runs the sites, and how they exchange"
+    )
+    evaluation: Evaluation = Field(default_factory=Evaluation, description="what is measured and kept")
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps …")
 
     def dump(self) -> dict[str, Any]:
