@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from calling import Cli
 
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.selection import selected_rounds
 from fedshift.report.papers.catalogue import read
+from fedshift.report.papers.distances import ACROSS, WITHIN, distances
+from fedshift.weights import Weights
 
 EXPERIMENT = {
     "name": "tiny",
@@ -163,6 +166,28 @@ def test_a_figure_and_its_numbers(cli: Cli, folder: Path) -> None:
     assert ["", "Better", "ours", "average", "89.5000", "0.5000"] in rows
     assert [row[3:5] for row in rows if row[0] == "curves"] == [["1", "84.0000"], ["2", "85.0000"]]
     assert [row[3:5] for row in rows if row[0] == "weights"] == [["1", "0.2500"], ["2", "0.5000"]]
+
+
+def test_distances_within_a_domain_and_across() -> None:
+    """By hand: both sites of a are 2 apart, and 3 and 1 from the site of b; the norms are 2, 4 and 5."""
+    at = {"a.1": 2.0, "a.2": 4.0, "b.1": 5.0}
+    models = {site: Weights({"w.weight": torch.tensor([[x]]), "w.bias": torch.tensor([x])}) for site, x in at.items()}
+    norm = (2 + 4 + 5) / 3
+    found = distances(models)
+    assert found[WITHIN] == pytest.approx({"w": 2 / norm})
+    assert found[ACROSS] == pytest.approx({"w": (3 + 1) / 2 / norm})
+
+
+def test_a_leakage_record_is_drawn_by_the_better_attack(cli: Cli, folder: Path) -> None:
+    entry = {**ENTRIES[0], "panels": [{"kind": "leakage"}]}  # type: ignore[dict-item]
+    (folder / "papers.yaml").write_text(yaml.safe_dump([entry]))
+    record = folder / "results" / "tiny" / "leakage.json"
+    cases = [{"exchange": "batch", "batch": 4, "ssim": ssim} for ssim in ([0.1, 0.3], [0.5, 0.7])]
+    record.write_text(json.dumps({"cases": cases}))
+    assert cli("figure", "table", "--folder", folder, "--out", folder).code == 0
+    assert "gradient of a mini-batch,ours,4,0.6000," in (folder / "table.csv").read_text()
+    record.write_text("{}")
+    assert "leakage.json" in cli("figure", "table", "--folder", folder).error()
 
 
 def test_bench_runs_what_is_unfinished_and_nothing_else(

@@ -8,7 +8,9 @@ from statistics import fmean
 
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RoundRecord
+from fedshift.evaluation.summary import mean_and_standard_error
 from fedshift.report.averages import mean_over_targets
+from fedshift.report.papers import distances
 from fedshift.report.papers.catalogue import Catalogue, Entry, Panel, Place
 from fedshift.report.papers.comparison import Compared, Number, Runs, compared
 from fedshift.report.papers.drawing import Series, SeriesPanel
@@ -53,6 +55,10 @@ def _series(catalogue: Catalogue, panel: Panel, runs: Runs) -> Iterator[Series]:
         yield from _cells(compared(catalogue, panel, runs))
     elif panel.kind == "leakage":
         yield from _leakage(catalogue, runs.folder(Place()))
+    elif panel.kind == "distances":
+        for place, layers in distances.read(catalogue.results / runs.folder(Place())).items():
+            numbers = [mean_and_standard_error(values) for values in layers.values()]
+            yield Series(place, list(layers), [mean for mean, _ in numbers], [error for _, error in numbers])
     else:
         for name, place in panel.rows.items():
             x, mean, error = _curve(panel, runs, place)
