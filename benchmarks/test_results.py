@@ -11,14 +11,20 @@ import yaml
 
 import chart
 import summarise
+from belongs import difference
 from fedshift.evaluation.stored import SETTINGS, is_finished, run_folders, stored
 from fedshift.experiment.config.experiment import override_field, parse
 from fedshift.experiment.runs.identity import comparable
 from fedshift.files import plain_yaml
+from fedshift.report.collect import collect
+from fedshift.report.papers.catalogue import Entry, read
+from fedshift.report.papers.comparison import Runs, compared
+from fedshift.report.papers.panels import panels_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = sorted((ROOT / "benchmarks").glob("*.md"))
+PAPERS = read(ROOT / "benchmarks")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -50,6 +56,26 @@ def test_chart_shows_the_averages_of_the_tables() -> None:
     for name, (mean, _) in chart.averages().items():
         assert f">{name}<" in drawn, "run python benchmarks/chart.py"
         assert f">{mean:.2f}<" in drawn, "run python benchmarks/chart.py"
+
+
+@pytest.mark.parametrize("entry", PAPERS.entries, ids=lambda entry: entry.name)
+def test_a_papers_entry_finds_its_numbers_in_runs_of_its_experiments(entry: Entry) -> None:
+    """Runs belong to the experiment that the entry names, and every cell of a finished one has a number of ours."""
+    states = [PAPERS.state(source) for source in entry.experiments]
+    for state in states:
+        folder = RESULTS / state.experiment.name
+        labels = [method.display for method in state.experiment.methods]
+        for result in collect(folder).results if state.finished and list(run_folders(folder)) else ():
+            assert result.method not in labels or difference(result, state.experiment) is None
+    if not states or not all(state.finished for state in states):
+        return
+    runs = Runs(PAPERS, entry)
+    for panel in entry.panels:
+        if panel.kind == "cells":
+            columns = [name for name, place in panel.columns.items() if place.experiment != "none"]
+            found = compared(PAPERS, panel, runs)
+            assert set(found.ours) == {(row, column) for row in panel.rows for column in columns}
+    assert panels_of(PAPERS, entry)
 
 
 def test_committed_results_are_whole_and_still_understood() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ from hypothesis import strategies as st
 from small import experiment, features, save, sites
 
 import fedshift
-from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
+from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing, SparseRows, part_of
 from fedshift.data.site_data import batches_per_epoch, epoch_batches
 from fedshift.errors import UserError
 from fedshift.experiment.budgets import budgets, rounds_needed, site_budget
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.config.sections import LeaveOneOut, LocalEngine
 from fedshift.experiment.plan import POOL, Plan, site_plans
-from fedshift.experiment.protocol import Split, split_of
+from fedshift.experiment.protocol import Split, split_of, taking_part
 from fedshift.federation.site_runner import SitePlan
 from fedshift.federation.training import Training
 from fedshift.methods.base import RunPlan, Traffic
@@ -312,3 +313,62 @@ def test_threads_as_written_else_as_the_environment_says_else_shared_out(monkeyp
     for strange in ("", "0", "4,2", "many"):
         monkeypatch.setenv("OMP_NUM_THREADS", strange)
         assert LocalEngine().thread_count() == 8
+
+
+@pytest.mark.parametrize(("sites_each", "grouped"), [(1, False), (4, False), (4, True)])
+def test_sources_are_cut_into_sites_that_share_no_sample(sites_each: int, grouped: bool) -> None:
+    """Every sample of a source is at one of its sites, with its label; groups stay together; the target is whole."""
+    groups = np.arange(30) // 2 if grouped else None
+    marked = [replace(domain(name, 30, groups), inputs=np.arange(60, dtype=np.float32).reshape(30, 2)) for name in "ab"]
+    data = data_of(a=marked[0], b=marked[1])
+    found = taking_part(LeaveOneOut(targets=("b",), sites_each=sites_each), data).domains
+    names = ["a"] if sites_each == 1 else [f"a.{number}" for number in range(1, sites_each + 1)]
+    assert list(found) == [*names, "b"]
+    rows = [found[name].inputs[:, 0] / 2 for name in names]  # type: ignore[index]
+    assert sorted(np.concatenate(rows)) == list(range(30))
+    for name, own in zip(names, rows, strict=True):
+        assert np.array_equal(found[name].labels, own % 3)
+    if grouped:
+        at = [{int(row) // 2 for row in own} for own in rows]
+        assert sum(map(len, at)) == 15
+
+
+def test_cut_by_labels_the_sites_classes_differ() -> None:
+    data = data_of(a=domain("a", 300), b=domain("b", 3))
+
+    def spread(**options: Any) -> float:
+        found = taking_part(LeaveOneOut(targets=("b",), sites_each=5, **options), data).domains
+        sizes = [len(one) for name, one in found.items() if name != "b"]
+        assert sizes == [60] * 5
+        shares = [np.bincount(one.labels, minlength=3) / 60 for name, one in found.items() if name != "b"]
+        return float(np.std(shares, axis=0).mean())
+
+    assert spread(cut_by="labels", label_skew=0.1) > 0.25 > 0.12 > spread(cut_by="labels", label_skew=100.0)
+    assert spread() < 0.12
+
+
+def test_rows_of_a_sparse_site_and_of_its_own_split() -> None:
+    dense = np.array([[0, 1, 0], [2, 0, 3], [0, 0, 0], [4, 0, 0]], np.float32)
+    indptr = np.array([0, 1, 3, 3, 4])
+    sparse = SparseRows(dense[dense > 0], np.array([1, 0, 2, 0]), indptr, 3)
+    whole = Domain("a", sparse, np.arange(4), train_rows=np.array([0, 3]), test_rows=np.array([1, 2]))
+    part = part_of(whole, np.array([3, 1]), "a.1")
+    assert isinstance(part.inputs, SparseRows)
+    assert part.inputs.dense(np.arange(2)).tolist() == [[4, 0, 0], [2, 0, 3]]
+    assert part.train_rows is not None
+    assert part.test_rows is not None
+    assert (part.train_rows.tolist(), part.test_rows.tolist()) == ([0], [1])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"targets": "all"}, "one target"),
+        ({"targets": ("a", "b")}, "one target"),
+        ({"targets": ("b",), "sites_each": 31}, "30 samples"),
+    ],
+)
+def test_what_cannot_be_cut(options: dict[str, Any], said: str) -> None:
+    data = data_of(a=domain("a", 30), b=domain("b", 30))
+    with pytest.raises(UserError, match=said):
+        taking_part(LeaveOneOut(**{"sites_each": 2, **options}), data)

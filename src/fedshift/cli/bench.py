@@ -17,6 +17,7 @@ from fedshift.files import write_bytes
 from fedshift.report.differences import p_value
 from fedshift.report.papers.catalogue import Catalogue, Entry, Source, read
 from fedshift.report.papers.comparison import Compared, Gain, Number, Runs, compared
+from fedshift.report.papers.distances import measure
 from fedshift.report.papers.drawing import ours_and_published, svg_file
 from fedshift.report.papers.panels import csv_of, panels_of
 from fedshift.report.table import MISSING
@@ -70,7 +71,8 @@ def bench(name: str, folder: Path, run: bool) -> None:
         if panel.kind == "cells":
             found = compared(catalogue, panel, runs)
             console.print(_table(found))
-            console.print(*map(Text, _below(found)), sep="\n")
+            for line in _below(found):
+                console.print(Text(line))
         else:
             console.print(Text(f"{panel.title or panel.kind}: drawn by fedshift figure {name}"))
     if entry.missing:
@@ -97,16 +99,13 @@ def figure(name: str, folder: Path, run: bool, out: Path) -> None:
         _run(catalogue, entry)
     panels = panels_of(catalogue, entry)
     sources = [str(catalogue.published[panel.published]["source"]) for panel in entry.panels if panel.published]
-    notes = [entry.instead, f"Published: {'; '.join(dict.fromkeys(sources))}." if sources else "Nothing to compare with: the paper prints no values."]
-    drawing = ours_and_published(panels, " ".join(filter(None, notes)))
-    for file, data in (
-        (out / f"{name}.svg", svg_file(drawing)),
-        (out / f"{name}.csv", csv_of(panels).encode()),
-    ):
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--out: cannot make the folder {out}: {error.strerror or error}") from None
+    beside = f"Published: {'; '.join(dict.fromkeys(sources))}." if sources else ""
+    drawing = ours_and_published(panels, f"{name}. {entry.instead} {beside}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out: cannot make the folder {out}: {error.strerror or error}") from None
+    for file, data in ((out / f"{name}.svg", svg_file(drawing)), (out / f"{name}.csv", csv_of(panels).encode())):
         write_bytes(file, data)
         safe_console(stderr=True).print(f"wrote {file}", markup=False, highlight=False, soft_wrap=True)
 
@@ -125,6 +124,8 @@ def _run(catalogue: Catalogue, entry: Entry) -> None:
         if not state.done:
             errors.print(f"{state.experiment.name}: {state.text}", markup=False, highlight=False)
             _carry_on(catalogue, source, errors)
+            if any(panel.kind == "distances" for panel in entry.panels):
+                measure(catalogue.results / state.experiment.name)
 
 
 def _carry_on(catalogue: Catalogue, source: Source, errors: Console) -> None:
@@ -156,13 +157,14 @@ def _table(found: Compared) -> Table:
     for row in panel.rows:
         ours = [found.ours.get((row, column)) for column in panel.columns]
         printed = [found.published.get((row, column)) for column in panel.columns]
-        table.add_row(Text(row), "ours", *map(_shown, ours))
+        lines = [("ours", [_shown(number) for number in ours])] if found.ours else []
         if any(printed):
-            table.add_row("", "published", *map(_shown, printed))
-        if any(printed) and panel.comparable:
+            lines.append(("published", [_shown(number) for number in printed]))
+        if any(printed) and found.ours and panel.comparable:
             both = zip(ours, printed, strict=True)
-            differences = [f"{a.mean - b.mean:+.2f}" if a and b else MISSING for a, b in both]
-            table.add_row("", "difference", *differences, end_section=True)
+            lines.append(("difference", [f"{a.mean - b.mean:+.2f}" if a and b else MISSING for a, b in both]))
+        for number, (kind, cells) in enumerate(lines):
+            table.add_row(Text("" if number else row), kind, *cells)
     return table
 
 
@@ -179,7 +181,9 @@ def _below(found: Compared) -> list[str]:
     if found.source:
         lines.append(f"published: {found.source}")
     if found.others:
-        lines.append(f"published, without a run of ours: {', '.join(found.others)}")
+        lines.append(f"published rows that are not shown: {', '.join(found.others)}")
+    if any(gain.ours and gain.ours.p is not None for gain in found.gains):
+        lines.append("p: Student's paired t-test over seeds, one line at a time, not corrected for their number")
     return lines
 
 
@@ -187,7 +191,8 @@ def _gain(gain: Gain) -> str:
     parts = []
     if gain.ours is not None:
         p = "" if gain.ours.p is None else f", p {p_value(gain.ours.p)}"
-        parts.append(f"ours {gain.ours.mean:+.2f} ({gain.ours.n} seed(s){p})")
+        seeds = "1 seed" if gain.ours.n == 1 else f"{gain.ours.n} seeds"
+        parts.append(f"ours {gain.ours.mean:+.2f} ({seeds}{p})")
     if gain.published is not None:
         parts.append(f"published {gain.published:+.2f}")
     return ", ".join(parts)

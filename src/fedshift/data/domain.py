@@ -96,6 +96,29 @@ class Domain:
         return len(self.labels)
 
 
+def part_of(domain: Domain, rows: Rows, name: str) -> Domain:
+    """A domain that holds some rows of another one, in the order of ``rows``."""
+    inputs: Inputs
+    if isinstance(domain.inputs, SparseRows):
+        lengths = domain.inputs.indptr[rows + 1] - domain.inputs.indptr[rows]
+        ends = np.cumsum(lengths)
+        chosen = np.arange(int(lengths.sum())) + np.repeat(domain.inputs.indptr[rows] - (ends - lengths), lengths)
+        indptr = np.concatenate(([0], ends)).astype(np.int64)
+        inputs = SparseRows(domain.inputs.data[chosen], domain.inputs.indices[chosen], indptr, domain.inputs.width)
+    else:
+        inputs = domain.inputs[rows]
+    return Domain(
+        name,
+        inputs,
+        domain.labels[rows],
+        groups=None if domain.groups is None else domain.groups[rows],
+        train_rows=None if domain.train_rows is None else np.flatnonzero(np.isin(rows, domain.train_rows)),
+        test_rows=None if domain.test_rows is None else np.flatnonzero(np.isin(rows, domain.test_rows)),
+        masks=None if domain.masks is None else domain.masks[rows],
+        ids=None if domain.ids is None else tuple(domain.ids[row] for row in rows),
+    )
+
+
 _LATER = ("window", "objective")
 """Fields of a preprocessing that are written only if they are set."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from fedshift.data.domain import Domain, Rows
+from fedshift.data.domain import Domain, Rows, part_of
 from fedshift.errors import UserError
 
 _BLOCK = 10
@@ -111,3 +112,50 @@ def part_rows(domain: Domain, fraction: float, seed: int, split: Literal["random
     if domain.train_rows is None or domain.test_rows is None:
         raise UserError(f"domain '{domain.name}' has no official split: set protocol.split=random")
     return np.sort(domain.train_rows), np.sort(domain.test_rows)
+
+
+def cut(domain: Domain, sites: int, by: Literal["chance", "labels"], skew: float) -> list[Domain]:
+    """Cut a domain into sites of equal size (± 1), called "name.1", "name.2" and so on.
+
+    By chance, rows of one group stay together, so sizes then differ by a group. By labels, each site draws how often it
+    has each class from a Dirichlet distribution around the domain's own shares, with ``skew`` times the number of
+    classes as its concentration, and takes what is left where a class runs out.
+
+    Args:
+        domain: the domain.
+        sites: their number.
+        by: how rows are dealt out.
+        skew: the smaller, the more the sites' classes differ.
+
+    Raises:
+        UserError: there are fewer rows or groups than sites, or labels are asked for and cannot decide.
+    """
+    units = np.arange(len(domain), dtype=np.int64) if domain.groups is None else np.unique(domain.groups)
+    if len(units) < sites:
+        raise UserError(
+            f"protocol.sites_each: '{domain.name}' has {len(units)} samples or groups, which is not enough for "
+            f"{sites} sites; lower it"
+        )
+    if by == "labels" and (domain.labels.dtype.kind != "i" or domain.masks is not None or len(units) < len(domain)):
+        raise UserError("protocol.cut_by: labels needs classes, and samples without groups; write chance")
+    generator = np.random.default_rng([17, zlib.crc32(domain.name.encode())])
+    if by == "labels":
+        parts = _by_labels(domain.labels, sites, skew, generator)
+    else:
+        dealt = np.array_split(generator.permutation(units), sites)
+        parts = dealt if domain.groups is None else [np.flatnonzero(np.isin(domain.groups, some)) for some in dealt]
+    return [part_of(domain, np.sort(rows), f"{domain.name}.{number}") for number, rows in enumerate(parts, 1)]
+
+
+def _by_labels(labels: npt.NDArray[Any], sites: int, skew: float, generator: np.random.Generator) -> list[Rows]:
+    classes, counts = np.unique(labels, return_counts=True)
+    left = [list(generator.permutation(np.flatnonzero(labels == label))) for label in classes]
+    parts = []
+    for places in np.array_split(np.arange(len(labels)), sites):
+        wanted = generator.dirichlet(skew * len(classes) * counts / len(labels))
+        rows = []
+        for _ in places:
+            shares = np.where([len(some) > 0 for some in left], wanted + 1e-12, 0.0)
+            rows.append(left[generator.choice(len(classes), p=shares / shares.sum())].pop())
+        parts.append(np.array(rows, dtype=np.int64))
+    return parts

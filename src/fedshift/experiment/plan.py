@@ -25,7 +25,15 @@ from fedshift.experiment.config.sections import EXTENT, FlareEngine, LeaveOneOut
 from fedshift.experiment.environment import data_fingerprint, versions
 from fedshift.experiment.features import built
 from fedshift.experiment.privacy import draws_of, site_privacy
-from fedshift.experiment.protocol import Split, roles_of, shortest_epochs, split_of, targets_of, with_wrong_labels
+from fedshift.experiment.protocol import (
+    Split,
+    roles_of,
+    shortest_epochs,
+    split_of,
+    taking_part,
+    targets_of,
+    with_wrong_labels,
+)
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.methods.base import Method
 from fedshift.models.network import Network
@@ -149,7 +157,7 @@ class Plan:
         for name in (*self.data.domains, *(protocol.drop if isinstance(protocol, LeaveOneOut) else ())):
             if name not in sources:
                 source = source.without(name) if unseen or name not in targets else source.without_labels(name)
-        return self.data if source == self.experiment.data else built(self.experiment, source)
+        return self.data if source == self.experiment.data else taking_part(protocol, built(self.experiment, source))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedshift.data.domain import DataSet, Domain, Rows
 from fedshift.data.site_data import batches_per_epoch
-from fedshift.data.splits import part_rows
+from fedshift.data.splits import cut, part_rows
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.summary import AVERAGE
 from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut, Protocol, SourceTarget
@@ -182,7 +182,7 @@ def shortest_epochs(training: Training, splits: Iterable[Split]) -> dict[str, in
 
 
 def taking_part(protocol: Protocol, data: DataSet) -> DataSet:
-    """The data without the domains in ``protocol.drop``.
+    """The data without the domains in ``protocol.drop``, and with the sources cut as ``protocol.sites_each`` says.
 
     Raises:
         UserError: ``drop`` or ``wrong_labels`` names a domain that does not exist, or a source with wrong labels is
@@ -204,7 +204,25 @@ def taking_part(protocol: Protocol, data: DataSet) -> DataSet:
                 f"in it: write protocol.targets: [{others}]"
             )
     kept = {name: domain for name, domain in data.domains.items() if name not in protocol.drop}
+    if isinstance(protocol, LeaveOneOut) and protocol.sites_each > 1:
+        return replace(data, domains=_cut(protocol, kept))
     return replace(data, domains=kept) if protocol.drop else data
+
+
+def _cut(protocol: LeaveOneOut, domains: Mapping[str, Domain]) -> dict[str, Domain]:
+    """The domains, the sources cut into sites; the target stays whole.
+
+    Raises:
+        UserError: there is not exactly one target, so that a source of one run would be the target of another.
+    """
+    if protocol.targets == "all" or len(protocol.targets) != 1:
+        raise UserError("protocol.sites_each: name one target, such as protocol.targets: [M0]; only sources are cut")
+    found = {}
+    for name, domain in domains.items():
+        whole = name == protocol.targets[0]
+        parts = [domain] if whole else cut(domain, protocol.sites_each, protocol.cut_by, protocol.label_skew)
+        found.update((part.name, part) for part in parts)
+    return found
 
 
 def with_wrong_labels(protocol: Protocol, data: DataSet, split: Split, seed: int) -> DataSet:

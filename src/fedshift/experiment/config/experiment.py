@@ -151,6 +151,8 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
     engine = experiment.engine
     if isinstance(engine, FlareEngine) and engine.grace is not None and engine.quorum is None:
         raise UserError("engine.grace: it begins when those of engine.quorum have answered; set engine.quorum, too")
+    if isinstance(engine, FlareEngine) and getattr(experiment.protocol, "sites_each", 1) > 1:
+        raise UserError("protocol.sites_each: a deployed site keeps its samples together; leave it out")
     if own_networks.is_given(experiment.model) and (engine.processes > 1 or isinstance(engine, FlareEngine)):
         raise UserError(
             "model: it was given as an object, which other processes cannot make; name it file.py:Class, or leave out "

@@ -77,6 +77,15 @@ class LeaveOneOut(_OneTarget):
         description="for domains made from the same base samples: measure the target only on base samples that no "
         "source trained on (disjoint), or on all (shared, as the literature seems to do)",
     )
+    sites_each: PositiveInt = Field(
+        1, description="cut every source into so many sites, in a simulation with a single target; 1: not cut"
+    )
+    cut_by: Literal["chance", "labels"] = Field(
+        "chance", description="how sources are cut: by chance, or so that the sites' classes differ"
+    )
+    label_skew: PositiveFloat = Field(
+        0.5, description="cut_by: labels: the smaller, the more the sites' classes differ (Dirichlet)"
+    )
 
 
 class AdaptToOne(_OneTarget):

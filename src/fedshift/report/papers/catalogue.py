@@ -64,7 +64,9 @@ class Panel(_Strict):
     title: str = ""
     kind: Kind = "cells"
     published: str = Field("", description="the key of the published numbers")
-    comparable: bool = Field(True, description="whether both are of the same data, so that their difference says anything")
+    comparable: bool = Field(
+        True, description="whether both are of the same data, so that their difference says anything"
+    )
     rows: dict[str, Annotated[Place, BeforeValidator(_method)]] = Field(default_factory=dict)
     columns: dict[str, Annotated[Place, BeforeValidator(_target)]] = Field(
         default_factory=lambda: {AVERAGE: Place(target=AVERAGE)}
@@ -131,7 +133,8 @@ class State:
     def text(self) -> str:
         """Such as "54 runs finished" or "20 of 54 runs finished"."""
         of = "" if self.done or self.planned is None else f" of {self.planned}"
-        begun = f"{self.finished}{of} runs finished" if self.finished else "not begun"
+        runs = "run" if self.finished == self.planned == 1 else "runs"
+        begun = f"{self.finished}{of} {runs} finished" if self.finished else "not begun"
         return f"{begun}; not here: {self.absent}" if self.absent else begun
 
 

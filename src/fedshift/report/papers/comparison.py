@@ -32,7 +32,7 @@ VALUES: dict[Quantity, Value] = {
 
 @dataclass(frozen=True)
 class Number:
-    """A mean, its error as the source gives it (ours: the standard error), and the number of seeds where it is known."""
+    """A mean, its error as the source gives it (ours: the standard error), and for ours the number of seeds."""
 
     mean: float
     error: float | None = None

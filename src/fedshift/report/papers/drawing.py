@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +19,7 @@ class Series:
     """Numbers of one name, along numbers or names: ours, or those that a paper printed."""
 
     name: str
-    x: Sequence[float] | Sequence[str]
+    x: Sequence[float | str]
     mean: Sequence[float]
     error: Sequence[float | None]
     published: bool = False
@@ -41,7 +42,7 @@ def ours_and_published(panels: Sequence[SeriesPanel], note: str = "") -> Figure:
         panels: what to draw.
         note: a sentence below the panels.
     """
-    figure, every = new_figure(max(6.0, 4.8 * len(panels)), 4.2, len(panels))
+    figure, every = new_figure(max(7.2, 4.8 * len(panels)), 4.2, len(panels))
     for axes, panel in zip(every, panels, strict=True):
         names = list(dict.fromkeys(series.name for series in panel.series))
         places = list(dict.fromkeys(x for series in panel.series for x in series.x if isinstance(x, str)))
@@ -66,8 +67,14 @@ def ours_and_published(panels: Sequence[SeriesPanel], note: str = "") -> Figure:
             )
         if places:
             crowded = sum(map(len, places)) > 36
-            axes.set_xticks(range(len(places)), places, rotation=35 if crowded else 0, ha="right" if crowded else "center")
+            axes.set_xticks(
+                range(len(places)), places, rotation=35 if crowded else 0, ha="right" if crowded else "center"
+            )
             axes.grid(axis="x", visible=False)
+        else:
+            axes.locator_params(
+                axis="x", integer=all(float(x).is_integer() for series in panel.series for x in series.x)
+            )
         axes.set_title(panel.title, color=INK, fontsize="medium")
         axes.set_xlabel(panel.x_label)
         axes.set_ylabel(panel.y_label)
@@ -75,7 +82,7 @@ def ours_and_published(panels: Sequence[SeriesPanel], note: str = "") -> Figure:
         if handles:
             axes.legend(handles, labels, frameon=False, labelcolor=INK, fontsize="small")
     if note:
-        figure.supxlabel(note, fontsize="small", color=INK, wrap=True)
+        figure.supxlabel(textwrap.fill(note, 80 * len(panels)), fontsize="small", color=INK)
     return figure
 
 

@@ -8,7 +8,9 @@ from statistics import fmean
 
 from fedshift.errors import UserError
 from fedshift.evaluation.records import RoundRecord
+from fedshift.evaluation.summary import mean_and_standard_error
 from fedshift.report.averages import mean_over_targets
+from fedshift.report.papers import distances
 from fedshift.report.papers.catalogue import Catalogue, Entry, Panel, Place
 from fedshift.report.papers.comparison import Compared, Number, Runs, compared
 from fedshift.report.papers.drawing import Series, SeriesPanel
@@ -30,7 +32,7 @@ def panels_of(catalogue: Catalogue, entry: Entry) -> list[SeriesPanel]:
 
 def csv_of(panels: Sequence[SeriesPanel]) -> str:
     """The numbers of a drawing, one line each. The error is a standard error over seeds, or as the paper prints it."""
-    lines = [["panel", "series", "from", panel_x, "value", "error"] for panel_x in ("x",)]
+    lines = [["panel", "series", "from", "x", "value", "error"]]
     for panel in panels:
         for series in panel.series:
             origin = "published" if series.published else "ours"
@@ -53,6 +55,10 @@ def _series(catalogue: Catalogue, panel: Panel, runs: Runs) -> Iterator[Series]:
         yield from _cells(compared(catalogue, panel, runs))
     elif panel.kind == "leakage":
         yield from _leakage(catalogue, runs.folder(Place()))
+    elif panel.kind == "distances":
+        for place, layers in distances.read(catalogue.results / runs.folder(Place())).items():
+            numbers = [mean_and_standard_error(values) for values in layers.values()]
+            yield Series(place, list(layers), [mean for mean, _ in numbers], [error for _, error in numbers])
     else:
         for name, place in panel.rows.items():
             x, mean, error = _curve(panel, runs, place)
@@ -83,7 +89,7 @@ def _is_number(text: str) -> bool:
     return text.replace(".", "", 1).isdecimal()
 
 
-def _curve(panel: Panel, runs: Runs, place: Place) -> tuple[list[float], list[float], list[float | None]]:
+def _curve(panel: Panel, runs: Runs, place: Place) -> tuple[list[float | str], list[float], list[float | None]]:
     """The rounds, the means over runs, and for accuracies the standard deviation over seeds."""
     found = runs.rounds(place)
     if panel.kind == "rounds":
@@ -94,7 +100,7 @@ def _curve(panel: Panel, runs: Runs, place: Place) -> tuple[list[float], list[fl
         {record.round: number for record in rounds if (number := value(record)) is not None} for _, rounds in found
     ]
     common = sorted(set[int].intersection(*map(set[int], by_run))) if by_run else []
-    return list(map(float, common)), [fmean(one[number] for one in by_run) for number in common], [None] * len(common)
+    return list(common), [fmean(one[number] for one in by_run) for number in common], [None] * len(common)
 
 
 def _weight(site: str) -> Callable[[RoundRecord], float | None]:
@@ -114,7 +120,7 @@ def _reported(name: str) -> Callable[[RoundRecord], float | None]:
 
 
 def _leakage(catalogue: Catalogue, experiment: str) -> Iterator[Series]:
-    """The similarity of the better attack's reconstructions to their originals, by what was sent and how many samples."""
+    """The similarity of reconstructions to their originals, of the better attack, by what was sent and of how many."""
     file = catalogue.results / experiment / "leakage.json"
     if not file.exists():
         return
@@ -129,4 +135,4 @@ def _leakage(catalogue: Catalogue, experiment: str) -> Iterator[Series]:
     for exchange, name in (("batch", "gradient of a mini-batch"), ("epoch", "model after an epoch")):
         sizes = sorted(size for kind, size in best if kind == exchange)
         if sizes:
-            yield Series(name, list(map(float, sizes)), [best[exchange, size] for size in sizes], [None] * len(sizes))
+            yield Series(name, sizes, [best[exchange, size] for size in sizes], [None] * len(sizes))
