@@ -74,7 +74,7 @@ def address(tmp_path_factory: pytest.TempPathFactory, writer: Callable[[Path], C
                 weights = [{"a": 0.2, "b": 0.8}, {"a": 0.6, "b": 0.4}]
                 folder = write(method, target, seed, 60.0, 70.0 + gain + 2 * number + seed, weights=weights)
                 if can_be_kept():
-                    scores = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.1, 0.9]], dtype=np.float32)
+                    scores = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.7, 0.3]], dtype=np.float32)
                     kept = SitePredictions(
                         target, "target", np.arange(4), None, Scored(labels, scores.argmax(1), scores)
                     )

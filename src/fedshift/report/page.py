@@ -46,7 +46,7 @@ DARK = {
     "paper": "#14191f",
     "faint": "#9aa5b1",
     "wash": "#1d242c",
-    "miss-ink": "#e2665a",
+    "miss-ink": "#c9473b",
 }
 """The same on dark screens."""
 

@@ -300,7 +300,7 @@ def _draw(axes: Axes, lines: Mapping[str, Curve], most: float, names: Sequence[s
             low, high = np.maximum(np.subtract(mean, spread), 0), np.minimum(np.add(mean, spread), most)
             axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0)
     axes.set_xlim(left=0)
-    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    axes.xaxis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10]))
 
 
 def _share_height(panels: Sequence[Axes], columns: int = 0) -> None:

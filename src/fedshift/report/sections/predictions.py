@@ -204,7 +204,8 @@ def _mistakes(chosen: Sequence[Predicted], classes: Sequence[str], samples: Show
         for score, site, row, label, predicted, times, runs in wrong[:_MISTAKES]
     ]
     if rows:
-        head = ["sample", *([] if samples is None else ["itself"]), "site", "true class", "called", "score, %", "seeds"]
+        shown = [] if samples is None else ["contents"]
+        head = ["sample", *shown, "site", "true class", "called", "score, %", "seeds"]
         note = "The samples whose wrong class had the highest score, mean over seeds (0 where a seed was right)."
         yield grid(f"Worst mistakes of {method}", head, rows, [note], "facts")
 
