@@ -29,8 +29,10 @@ from fedshift.federation.remote.incoming import Arriving, Spool
 TOPIC = "fedshift.part"
 IN_FLIGHT = 32 << 20
 """Bytes of all sites' messages that may be on their way at once, in each direction. Where an exchange has so few that
-they fit, each travels as a whole, which is faster; FLARE's copies of them come on top."""
+they fit, each travels as a whole, which is faster; otherwise half of it is for parts. FLARE's copies come on top."""
 LARGEST_PART = 2 << 20
+_COLLECT = 8 << 20
+"""Bytes of parts after which FLARE's garbage is looked for."""
 _REQUEST_SECONDS, _GIVE_UP_SECONDS = 30.0, 120.0
 """A part is asked for again after the first, and no longer once none has come for the second."""
 _AGAIN_SECONDS = 0.5
@@ -43,7 +45,7 @@ def room_of(sites: int) -> int:
 
 def part_of(room: int) -> int:
     """Bytes of a part of a message that has no room to travel as a whole."""
-    return max(1, min(LARGEST_PART, room))
+    return max(1, min(LARGEST_PART, room // 2))
 
 
 def written_in_parts(body: bytes, room: int, spool: Spool) -> list[Path]:
@@ -123,7 +125,7 @@ class Parcels:
         """Look for garbage after many parts: FLARE keeps each in objects that refer to each other in a circle."""
         with self._lock:
             self._since_collected += size
-            if self._since_collected < IN_FLIGHT:
+            if self._since_collected < _COLLECT:
                 return
             self._since_collected = 0
         gc.collect()
