@@ -8,8 +8,8 @@ import pkgutil
 import re
 import sys
 from collections.abc import Collection, Iterable
+from typing import Any
 
-import click
 import typer
 from equations import CODE, described, prose_of
 from pydantic import BaseModel
@@ -145,7 +145,7 @@ def command_line() -> str:
     return "# Command line\n\n" + text.partition("\n")[2].replace("```console", "```text").replace("<", "&lt;")
 
 
-def _give_whole_sentences(command: click.Command) -> None:
+def _give_whole_sentences(command: Any) -> None:
     """Have lists of commands show the first sentence of each one's help, which click would cut off."""
     command.short_help = re.split(r"(?<=\.)\s", command.help or "")[0].replace("\n", " ")
     for member in getattr(command, "commands", {}).values():
