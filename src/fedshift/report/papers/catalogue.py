@@ -26,7 +26,7 @@ from fedshift.report.collect import read_order
 
 ENTRIES, PUBLISHED, EXPERIMENTS, RESULTS = "papers.yaml", "published.json", "experiments", "results"
 Kind = Literal["cells", "rounds", "weights", "report", "leakage", "distances"]
-Quantity = Literal["score", "labelled", "unlabelled", "seconds", "megabytes"]
+Quantity = Literal["score", "labelled", "unlabelled", "megabytes"]
 
 
 class _Strict(BaseModel):

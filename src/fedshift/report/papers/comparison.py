@@ -13,10 +13,6 @@ from fedshift.report.collect import collect, read_rounds
 from fedshift.report.papers.catalogue import Catalogue, Entry, Panel, Place, Quantity
 
 
-def _seconds(result: RunResult, _: Selection) -> float:
-    return result.seconds
-
-
 def _megabytes(result: RunResult, _: Selection) -> float:
     return (sum(result.bytes_up.values()) + sum(result.bytes_down.values())) / 1e6
 
@@ -25,7 +21,6 @@ VALUES: dict[Quantity, Value] = {
     "score": RunResult.score,
     "labelled": RunResult.source_accuracy,
     "unlabelled": RunResult.accuracy,
-    "seconds": _seconds,
     "megabytes": _megabytes,
 }
 
