@@ -64,7 +64,7 @@ class Played:
 
     def handle(self, message: Message, sender: str) -> Message:
         self.asked.append((len(message.body), crc32(message.body)))
-        return Message("answer", self.answered, "digest")
+        return Message("answer", bytes(bytearray(self.answered)), "digest")  # each site has its own
 
     def send_aux_request(self, targets: Any, topic: str, request: Shareable, *_: Any, **__: Any) -> dict[str, Any]:
         reply = self.transport.parcels.answer(topic, request, None)
