@@ -11,12 +11,10 @@ import yaml
 
 import chart
 import summarise
-from belongs import difference
 from fedshift.evaluation.stored import SETTINGS, is_finished, run_folders, stored
 from fedshift.experiment.config.experiment import override_field, parse
 from fedshift.experiment.runs.identity import comparable
 from fedshift.files import plain_yaml
-from fedshift.report.collect import collect
 from fedshift.report.papers.catalogue import Entry, read
 from fedshift.report.papers.comparison import Runs, compared
 from fedshift.report.papers.panels import panels_of
@@ -59,14 +57,9 @@ def test_chart_shows_the_averages_of_the_tables() -> None:
 
 
 @pytest.mark.parametrize("entry", PAPERS.entries, ids=lambda entry: entry.name)
-def test_a_papers_entry_finds_its_numbers_in_runs_of_its_experiments(entry: Entry) -> None:
-    """Runs belong to the experiment that the entry names, and every cell of a finished one has a number of ours."""
+def test_a_papers_entry_finds_its_numbers(entry: Entry) -> None:
+    """Every cell of an entry that has finished runs has a number of ours, and the entry can be drawn."""
     states = [PAPERS.state(source) for source in entry.experiments]
-    for state in states:
-        folder = RESULTS / state.experiment.name
-        labels = [method.display for method in state.experiment.methods]
-        for result in collect(folder).results if state.finished and list(run_folders(folder)) else ():
-            assert result.method not in labels or difference(result, state.experiment) is None
     if not states or not all(state.finished for state in states):
         return
     runs = Runs(PAPERS, entry)

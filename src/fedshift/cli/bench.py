@@ -66,7 +66,7 @@ def bench(name: str, folder: Path, run: bool) -> None:
         state = catalogue.state(source)
         console.print(Text(f"{state.experiment.name}: {state.text}", style="dim"))
     if entry.instead:
-        console.print(Text(f"not as published: {entry.instead}", style="dim"))
+        console.print(Text(entry.instead, style="dim"))
     for panel in entry.panels:
         if panel.kind == "cells":
             found = compared(catalogue, panel, runs)

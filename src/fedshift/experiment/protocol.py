@@ -217,7 +217,7 @@ def _cut(protocol: LeaveOneOut, domains: Mapping[str, Domain]) -> dict[str, Doma
     """
     if protocol.targets == "all" or len(protocol.targets) != 1:
         raise UserError("protocol.sites_each: name one target, such as protocol.targets: [M0]; only sources are cut")
-    found = {}
+    found: dict[str, Domain] = {}
     for name, domain in domains.items():
         whole = name == protocol.targets[0]
         parts = [domain] if whole else cut(domain, protocol.sites_each, protocol.cut_by, protocol.label_skew)

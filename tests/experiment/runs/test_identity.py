@@ -88,3 +88,12 @@ def test_a_method_of_somebody_is_compared_as_it_is(tmp_path: Path, monkeypatch: 
     (tmp_path / "mine.py").write_text("raise SystemExit('imported')")
     settings = {**SETTINGS, "method": {"name": "mine.py:Mine", "sha256": "1"}}
     assert comparable(settings)["method"] == settings["method"]
+
+
+def test_an_augmentation_among_a_methods_options_gets_its_later_fields() -> None:
+    strong = {"crop_scale": None, "flip": 0.5}
+    old = {"method": {"name": "copa", "strong": strong}}
+    new = {"method": {"name": "copa", "strong": {**strong, "flip_vertical": 0.0}}}
+    assert first_difference(comparable(old), comparable(new)) is None
+    turned = {"method": {"name": "copa", "strong": {**strong, "flip_vertical": 0.5}}}
+    assert first_difference(comparable(old), comparable(turned)) == ("method.strong.flip_vertical", 0.0, 0.5)

@@ -29,11 +29,11 @@ def comparable(settings: Any) -> dict[str, Any]:
     """
     identity = {key: value for key, value in dict(settings or {}).items() if key not in _NOT_IDENTITY}
     for section, kind in _kinds(identity):
-        identity[section] = {**_defaults(kind), **identity[section]}
-    training = identity.get("training")
-    if isinstance(training, Mapping) and isinstance(training.get("augmentation"), Mapping):
-        augmentation = {**_defaults(Augmentation), **training["augmentation"]}
-        identity["training"] = {**training, "augmentation": augmentation}
+        given = identity[section]
+        fields = [name for name, field in kind.model_fields.items() if field.annotation is Augmentation]
+        moved = {name: given[name] for name in fields if isinstance(given.get(name), Mapping)}
+        whole = {name: {**_defaults(Augmentation), **augmentation} for name, augmentation in moved.items()}
+        identity[section] = {**_defaults(kind), **given, **whole}
     if isinstance(identity.get("method"), Mapping):  # its options are compared, so its name need not be
         identity["method"] = {key: value for key, value in identity["method"].items() if key != "setting"}
     if isinstance(identity.get("data"), Mapping):

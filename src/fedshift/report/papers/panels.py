@@ -56,9 +56,9 @@ def _series(catalogue: Catalogue, panel: Panel, runs: Runs) -> Iterator[Series]:
     elif panel.kind == "leakage":
         yield from _leakage(catalogue, runs.folder(Place()))
     elif panel.kind == "distances":
-        for place, layers in distances.read(catalogue.results / runs.folder(Place())).items():
+        for pairs, layers in distances.read(catalogue.results / runs.folder(Place())).items():
             numbers = [mean_and_standard_error(values) for values in layers.values()]
-            yield Series(place, list(layers), [mean for mean, _ in numbers], [error for _, error in numbers])
+            yield Series(pairs, list(layers), [mean for mean, _ in numbers], [error for _, error in numbers])
     else:
         for name, place in panel.rows.items():
             x, mean, error = _curve(panel, runs, place)
