@@ -28,7 +28,7 @@ def side(state: State, name: str) -> Weights:
 
 
 def network(method: RecipeUnlabelled, weights: Weights) -> Network:
-    built = setting(method, FOUND, NORMED).build_network()
+    built: Network = setting(method, FOUND, NORMED).build_network()
     built.load_state_dict(dict(weights))
     return built
 
@@ -72,8 +72,8 @@ def test_while_it_waits_the_target_has_their_model_with_its_own_statistics() -> 
     [{}, {"information_weight": 0.2, "pseudo_label_weight": 0.7}, {"pseudo_label_weight": 0.0}],
     ids=str,
 )
-def test_a_step_at_the_target_is_the_equation(options: dict[str, float]) -> None:
-    method = RecipeUnlabelled(begin=0.0, **options)  # type: ignore[arg-type]
+def test_a_step_at_the_target_is_the_equation(options: dict[str, Any]) -> None:
+    method = RecipeUnlabelled(begin=0.0, **options)
     where = federation(method, FOUND, NORMED, rounds=1, budget=1, **NO_MOMENTUM)
     state = step_on(method, where, method.start(where, start_of(method, FOUND, NORMED)))
     inputs, _ = everything(where, "b")
@@ -93,15 +93,16 @@ def test_a_step_at_the_target_is_the_equation(options: dict[str, float]) -> None
     assert_like(side(state, "own"), normalised(model, inputs))
 
 
-def test_the_target_does_all_its_work_after_it_waited() -> None:
+@pytest.mark.parametrize(("rounds", "wanted"), [(4, [0, 0, 2, 4]), (3, [0, 2, 3]), (1, [1])])
+def test_the_target_does_all_its_work_after_it_waited(rounds: int, wanted: list[int]) -> None:
     method = RecipeUnlabelled(begin=0.5)
-    where = federation(method, FOUND, NORMED, rounds=4, budget=4, **NO_MOMENTUM)
+    where = federation(method, FOUND, NORMED, rounds=rounds, budget=rounds, **NO_MOMENTUM)
     state, used = method.start(where, start_of(method, FOUND, NORMED)), []
-    for _ in range(4):
+    for _ in range(rounds):
         state = step_on(method, where, state)
         used.append(where.progress.used["b"])
-    assert used == [0, 0, 2, 4]
-    assert method.target_mini_batches(1, 4) == method.mini_batches(1, 4) == 4
+    assert used == wanted
+    assert method.target_mini_batches(1, rounds) == method.mini_batches(1, rounds) == rounds
 
 
 def test_the_target_goes_on_from_its_own_model(monkeypatch: pytest.MonkeyPatch) -> None:

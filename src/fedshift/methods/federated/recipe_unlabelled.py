@@ -92,18 +92,22 @@ class RecipeUnlabelled(FedAvg):
         updates = federation.ask(self.fit, to=federation.sources, weights=_side(state.weights, _LABELLED))
         labelled, shares, losses = trained_mean(updates, by=self.weighting)
         (target,) = federation.targets
-        waits = federation.round <= self.begin * federation.rounds
-        own = federation.ask(self.adapt, to=(target,), weights=labelled, waits=waits).only()
-        report = {"losses": losses if waits else losses | {target: own.loss}, "aggregation_weights": shares}
+        waiting = math.floor(self.begin * federation.rounds)
+        times = federation.rounds / (federation.rounds - waiting) if federation.round > waiting else 0.0
+        own = federation.ask(self.adapt, to=(target,), weights=labelled, times=times).only()
+        report = {"losses": losses | {target: own.loss} if times else losses, "aggregation_weights": shares}
         return state.advance(_both(labelled, own.weights), report=report)
 
     # Target -------------------------------------------------------------------------------------------------------
 
-    def adapt(self, site: Site, weights: Weights, waits: bool) -> Update:
-        """Train the target's own model, or while it waits take the labelled sites' with its own statistics."""
+    def adapt(self, site: Site, weights: Weights, times: float) -> Update:
+        """Train the target's own model on ``times`` the mini-batches that a round has at a source.
+
+        With 0 the target waits: its own model is the labelled sites', with its own statistics.
+        """
         kept = site.memory.weights("model") if "model" in site.memory else None
         begun = kept or site.weights_of(with_own_statistics(site, weights))
-        if waits:
+        if not times:
             return Update(begun, site.samples, 0.0)
         model = site.model(begun)
         labels = pseudo_labels_at(site, site.model(begun).eval()) if self.pseudo_label_weight else None
@@ -115,8 +119,8 @@ class RecipeUnlabelled(FedAvg):
                 loss = loss + self.pseudo_label_weight * F.cross_entropy(logits, labels[batch.rows.to(labels.device)])
             return loss
 
-        steps = self.mini_batches(site.batches_per_epoch, 1) / (1 - self.begin)
-        loss = site.minimise(loss_of, model, steps=math.ceil(steps), remember="optimizer")
+        steps = math.ceil(times * self.mini_batches(site.batches_per_epoch, 1))
+        loss = site.minimise(loss_of, model, steps=steps, remember="optimizer")
         site.memory["model"] = trained = site.weights_of(with_own_statistics(site, site.weights_of(model)))
         return Update(trained, site.samples, loss)
 
