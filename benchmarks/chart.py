@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from fedshift.evaluation.summary import AVERAGE
 from fedshift.report import plots
 from fedshift.report.collect import collect
-from fedshift.report.picture import standalone
+from fedshift.report.pictures.of_table import standalone
 from fedshift.report.table import table_of
 
 HERE = Path(__file__).parent

@@ -18,7 +18,7 @@ from fedshift.audit.leakage import LeakageAudit, audit_leakage
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
 from fedshift.federation.remote.policy import Policy
-from fedshift.report.leakage_picture import picture
+from fedshift.report.pictures.of_leakage import picture
 
 MLP = {"name": "mlp", "hidden": [12]}
 

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from fedshift.errors import UserError
 from fedshift.report.collect import collect
-from fedshift.report.picture import picture
+from fedshift.report.pictures.of_table import picture
 from fedshift.report.table import table, table_of
 from fedshift.report.table_formats import as_json, escape_latex, latex, markdown, terminal
 

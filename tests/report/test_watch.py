@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from fedshift.cli.watch import server
 from fedshift.errors import UserError
-from fedshift.report.watch import watch_page, watched
+from fedshift.report.watch.page import watch_page, watched
+from fedshift.report.watch.server import server
 
 Write = Callable[..., Path]
 

@@ -58,7 +58,7 @@ def audit_file(
         write_bytes(folder / RECORD, (json.dumps(record, indent=2, ensure_ascii=False) + "\n").encode())
         written = [RECORD]
         if found.images:
-            from fedshift.report.leakage_picture import picture
+            from fedshift.report.pictures.of_leakage import picture
 
             write_bytes(folder / PICTURE, picture(found.cases))
             written.append(PICTURE)

@@ -10,7 +10,7 @@ from fedshift.cli.console import safe_console
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.selection import selection_rule
 from fedshift.report.collect import collect
-from fedshift.report.picture import picture
+from fedshift.report.pictures.of_table import picture
 from fedshift.report.table import table_of
 from fedshift.report.table_formats import FORMATS, terminal
 

@@ -36,7 +36,12 @@ def within(values: Floats, bounds: tuple[float, float] | None) -> Floats:
 
 
 def change_of_one_row(columns: int) -> float:
-    """The norm by which one row can change the sums of so many columns."""
+    """The norm by which one row can change the three sums of so many columns: 2 √J, as derived above.
+
+    Example:
+        >>> change_of_one_row(4)
+        4.0
+    """
     return 2 * math.sqrt(columns)
 
 

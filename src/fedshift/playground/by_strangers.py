@@ -114,7 +114,7 @@ def _phones_home(played: Played) -> str:
 
 def _watched_page(played: Played) -> str:
     """The page of `fedshift watch` of the honest run, asked for as a browser does that a stranger leads there."""
-    from fedshift.cli.watch import server
+    from fedshift.report.watch.server import server
 
     with server(played.coordinator / "deployments" / "honest" / "runs", 0) as serving:
         serving_thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.05})

@@ -1,0 +1,1 @@
+"""A page of running experiments, served to this machine."""
