@@ -133,7 +133,7 @@ def test_small_messages_travel_as_before(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_answers_that_wait_are_in_files_and_not_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "IN_FLIGHT", 1 << 17)
+    monkeypatch.setattr(parts, "IN_FLIGHT", 1 << 18)
     peaks = []
     for sites in (2, 10):
         played = Played(monkeypatch, sites, noise(1 << 17))
@@ -156,7 +156,7 @@ def test_an_answer_that_came_in_part_is_the_sites_loss(monkeypatch: pytest.Monke
 
 
 def test_a_message_that_is_larger_than_agreed_is_not_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "IN_FLIGHT", 1000)
+    monkeypatch.setattr(parts, "IN_FLIGHT", 1 << 18)
     monkeypatch.setattr(engine, "check_size", lambda message, project: None)
     played = Played(monkeypatch, 1, b"")
     ((_, answer),) = played.exchange(bytes((1 << 20) + 1))
