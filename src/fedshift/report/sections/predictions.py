@@ -15,7 +15,6 @@ from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.report import plots
 from fedshift.report.advice.roles import role_of
 from fedshift.report.collect import FinishedRun
-from fedshift.report.samples import ShownSamples
 from fedshift.report.sections.blocks import (
     MISSING,
     Block,
@@ -29,6 +28,7 @@ from fedshift.report.sections.blocks import (
     number,
     section,
 )
+from fedshift.report.sections.samples import ShownSamples
 
 _MOST_CLASSES = 20
 _MOST_TARGETS = 6
