@@ -27,7 +27,7 @@ from fedshift.report.advice.verdict import verdict
 from fedshift.report.collect import Collected, collect, read_rounds
 from fedshift.report.other_tools.trackers import tracker
 from fedshift.report.page import table_html, write_page
-from fedshift.report.samples import ShownSamples
+from fedshift.report.sections.samples import ShownSamples
 from fedshift.report.table import table_of
 from fedshift.report.table_formats import markdown
 

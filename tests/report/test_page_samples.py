@@ -17,9 +17,9 @@ from fedshift.evaluation.site_metrics import Scored
 from fedshift.experiment.config.experiment import load, parse
 from fedshift.report.collect import collect
 from fedshift.report.page import page
-from fedshift.report.samples import ShownSamples
 from fedshift.report.sections.blocks import Figure
 from fedshift.report.sections.predictions import features_section, predictions_section
+from fedshift.report.sections.samples import ShownSamples
 
 DIGITS = {
     "name": "digits",

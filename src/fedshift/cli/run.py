@@ -33,7 +33,7 @@ from fedshift.report.advice.words import two_sentences
 from fedshift.report.collect import collect
 from fedshift.report.other_tools.trackers import tracker
 from fedshift.report.page import write_page
-from fedshift.report.samples import ShownSamples
+from fedshift.report.sections.samples import ShownSamples
 from fedshift.report.table import table_of
 from fedshift.report.table_formats import terminal
 

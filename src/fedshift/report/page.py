@@ -12,7 +12,6 @@ from fedshift.report.advice.roles import Role, role_of
 from fedshift.report.advice.verdict import Verdict, verdict
 from fedshift.report.collect import Collected, read_rounds
 from fedshift.report.html import render
-from fedshift.report.samples import ShownSamples
 from fedshift.report.sections.about import cost_section, facts, settings_section, warnings_section
 from fedshift.report.sections.blocks import Section, section
 from fedshift.report.sections.metrics import classes_section, metrics_section
@@ -25,6 +24,7 @@ from fedshift.report.sections.results import (
     result_section,
     verdict_section,
 )
+from fedshift.report.sections.samples import ShownSamples
 from fedshift.report.sections.training import curves_section, weights_section
 from fedshift.report.table import Table, table_of
 

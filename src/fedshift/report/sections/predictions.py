@@ -15,7 +15,6 @@ from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.report import plots
 from fedshift.report.advice.roles import role_of
 from fedshift.report.collect import FinishedRun
-from fedshift.report.samples import ShownSamples
 from fedshift.report.sections.blocks import (
     MISSING,
     Block,
@@ -29,6 +28,7 @@ from fedshift.report.sections.blocks import (
     number,
     section,
 )
+from fedshift.report.sections.samples import ShownSamples
 
 _MOST_CLASSES = 20
 _MOST_TARGETS = 6
@@ -140,7 +140,7 @@ def _roc(found: Sequence[Predicted], classes: Sequence[str]) -> Iterator[Block]:
     for target in list(dict.fromkeys(one.run.result.target for one in found))[:_MOST_TARGETS]:
         for method in dict.fromkeys(one.run.result.method for one in found):
             here = [one for one in found if (one.run.result.method, one.run.result.target) == (method, target)]
-            labels = np.concatenate([one.labels for one in here]) if here else np.empty(0)
+            labels = np.concatenate([one.labels for one in here]) if here else np.empty(0, np.int64)
             scores = np.concatenate([one.scores for one in here]) if here else np.empty((0, 1))
             if len(np.unique(labels)) >= 2 and np.isfinite(scores).all():
                 curves.setdefault(target, {})[method] = _mean_roc(labels, scores)
