@@ -9,7 +9,9 @@ import os
 import socket
 import ssl
 import stat
-import threading
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -113,32 +115,35 @@ def _phones_home(played: Played) -> str:
 
 
 def _watched_page(played: Played) -> str:
-    """The page of `fedshift watch` of the honest run, asked for as a browser does that a stranger leads there."""
-    from fedshift.report.watch.server import server
+    """`fedshift watch` of the honest run, asked for as a browser does that a stranger leads there."""
+    import psutil
 
-    with server(played.coordinator / "deployments" / "honest" / "runs", 0) as serving:
-        serving_thread = threading.Thread(target=serving.serve_forever, kwargs={"poll_interval": 0.05})
-        serving_thread.start()
-        try:
+    port, folder = roles.free_port(), played.coordinator / "deployments" / "honest" / "runs"
+    command = [sys.executable, "-m", "fedshift", "watch", str(folder), "--port", str(port)]
+    watching = psutil.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-            def asked(method: str, host: str, path: str = "/") -> tuple[int, str]:
-                connection = http.client.HTTPConnection("127.0.0.1", serving.server_port, timeout=10)
-                connection.request(method, path, headers={"Host": f"{host}:{serving.server_port}"})
-                answer = connection.getresponse()
-                text = answer.read().decode(errors="replace")
-                connection.close()
-                return answer.status, text
+    def asked(method: str, host: str, path: str = "/") -> tuple[int, str]:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+        connection.request(method, path, headers={"Host": f"{host}:{port}"})
+        answer = connection.getresponse()
+        text = answer.read().decode(errors="replace")
+        connection.close()
+        return answer.status, text
 
-            status, text = asked("GET", "127.0.0.1")
-            listens = str(serving.server_address[0])
-            expect(listens == "127.0.0.1", f"it listens on {listens}")
-            expect(status == 200 and "<script" not in text, f"its own user gets {status}")
-            expect(asked("GET", "evil.example")[0] == 403, "it answers to another name")
-            expect(asked("GET", "127.0.0.1", "/../../etc/passwd")[0] == 404, "it gives other files")
-            expect(asked("POST", "127.0.0.1")[0] == 501, "it takes what is posted")
-        finally:
-            serving.shutdown()
-            serving_thread.join()
+    try:
+        deadline = time.monotonic() + 60
+        while not (listening := [held.laddr.ip for held in watching.net_connections("inet") if not held.raddr]):
+            expect(time.monotonic() < deadline and watching.is_running(), "fedshift watch does not start")
+            time.sleep(0.2)
+        expect(listening == ["127.0.0.1"], f"it listens on {listening}")
+        status, text = asked("GET", "127.0.0.1")
+        expect(status == 200 and "<script" not in text, f"its own user gets {status}")
+        expect(asked("GET", "evil.example")[0] == 403, "it answers to another name")
+        expect(asked("GET", "127.0.0.1", "/../../etc/passwd")[0] == 404, "it gives other files")
+        expect(asked("POST", "127.0.0.1")[0] == 501, "it takes what is posted")
+    finally:
+        watching.terminate()
+        watching.wait(30)
     return "it listens on 127.0.0.1, answers GET and its own name only, and holds no script"
 
 
