@@ -1,7 +1,9 @@
 """What finished runs say: which method to take, what to expect at the next site, and what they leave open.
 
-A difference is called more than chance if its p is below 0.05 after Holm's correction over all comparisons. Then all
-such statements of a verdict together are right in 95 of 100 repeats of the experiment, however many methods it has.
+Two questions are tested, each with Holm's correction over all its comparisons, so that all that it calls more than
+chance is right in 95 of 100 repeats of the experiment, however many methods it has: whether a method is better than
+always naming the most frequent class, and which methods differ. The second is answered for a method that passes the
+first.
 """
 
 from __future__ import annotations
@@ -95,7 +97,7 @@ class Verdict:
         left: mean bytes that left all sites in a run of it, by kind of content.
         guarantee: its differential privacy; None without any.
         unknown: what is left open.
-        differences: all comparisons that the correction counts.
+        differences: all comparisons that were tested.
     """
 
     question: str
@@ -112,8 +114,8 @@ class Verdict:
 
     @property
     def looks(self) -> int:
-        """The number of tests that the correction counts."""
-        return sum(one.corrected is not None for one in self.differences)
+        """The number of tests between methods, which their correction counts."""
+        return sum(one.corrected is not None and not _with_guessing(one) for one in self.differences)
 
     @property
     def rivals(self) -> list[Against]:
@@ -199,7 +201,11 @@ def _epsilon(result: RunResult) -> float:
 
 
 def compared(results: Sequence[RunResult], table: Table) -> list[Difference]:
-    """Every two methods of the table, and each with the most frequent class where records have it; one correction."""
+    """Every two methods of the table, then each with the most frequent class where records have it.
+
+    Both questions have a correction of their own: with many methods to compare, the first would hide that all of them
+    are better than no model.
+    """
     methods, usual = table.methods, table.measure.value
     pairs = [(first, second) for index, first in enumerate(methods) for second in methods[:index]]
     shares = majorities(results) if table.measure.metric == "accuracy" else {}
@@ -211,8 +217,8 @@ def compared(results: Sequence[RunResult], table: Table) -> list[Difference]:
 
     places = {(result.target, result.seed): result for result in results}
     guesses = [result.model_copy(update={"method": MAJORITY}) for result in places.values()]
-    pairs += [(method, MAJORITY) for method in methods]
-    return differences([*results, *guesses], pairs, value=value)
+    guessing = differences([*results, *guesses], [(method, MAJORITY) for method in methods], value=value)
+    return [*differences(results, pairs, value=usual), *guessing]
 
 
 Tests = Mapping[str, tuple[Difference, float | None]]
@@ -220,11 +226,19 @@ Tests = Mapping[str, tuple[Difference, float | None]]
 
 
 def _over_targets(found: Sequence[Difference], measure: Measure) -> Tests:
-    """Each comparison with the p of the same test over targets, after Holm's correction over all of them."""
-    p_values = holm([t_test([test.mean for test in one.comparison.targets.values()]).p for one in found])
-    if measure.repeat == "split":  # pairs share sites, so they are no independent draws
-        p_values = [None] * len(found)
-    return {one.name: (one, p) for one, p in zip(found, p_values, strict=True)}
+    """Each comparison with the p of the same test over targets, after Holm's correction over those of its question."""
+    tests: dict[str, tuple[Difference, float | None]] = {}
+    for guessing in (False, True):
+        question = [one for one in found if _with_guessing(one) == guessing]
+        p_values = holm([t_test([test.mean for test in one.comparison.targets.values()]).p for one in question])
+        if measure.repeat == "split":  # pairs share sites, so they are no independent draws
+            p_values = [None] * len(question)
+        tests |= {one.name: (one, p) for one, p in zip(question, p_values, strict=True)}
+    return tests
+
+
+def _with_guessing(one: Difference) -> bool:
+    return one.name.endswith(f"− {MAJORITY}")
 
 
 def _choice(able: Mapping[str, Row], tests: Tests, roles: Mapping[str, Role], measure: Measure) -> str | None:
