@@ -15,8 +15,9 @@ Where they are vectors, such as tables and frozen features (``dropout``):
 
 A site tells images by their shape; the server, which sees no samples, by a convolution in the network.
 
-What the parts are worth (benchmarks/recipe.md): at M0 of Rotated MNIST, one seed, FedAvg has 84.5, momentum alone
-87.8, moved images alone 93.7, both 96.4; pooled training on such images 99.2. On vectors no gain or loss is shown.
+What the parts are worth (benchmarks/recipe.md): on Rotated MNIST, six unseen angles, three seeds, it has 98.2 where
+FedAvg has 90.3, and pooled training on such images 99.4. At M0, one seed, FedAvg with as many exchanges has 84.5,
+momentum alone 87.8, moved images alone 93.7. On vectors no gain or loss is shown.
 
 Where it fails
 * Where a sheared, scaled or shifted image belongs to another class, or images show no shapes: ``augmentation: none``.
