@@ -96,7 +96,7 @@ def test_one_machine(play: Callable[[str], str], place: Path, monkeypatch: pytes
     assert "fedavg" in command.stdout
     assert "round 1" in command.stderr
     assert (place / "deployed" / "table" / "report.html").exists()
-    services = sorted((place / "kept").glob("try/*/service.json"))
+    services = sorted((place / "kept").rglob("service.json"))
     assert len(services) == 3
     assert {json.loads(service.read_text())["state"] for service in services} == {"stopped"}
 

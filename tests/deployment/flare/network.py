@@ -53,7 +53,12 @@ class Network:
             "classes": ["0", "1", "2"],
             "device": "cpu",
             "threads": 1,
-            "policy": {"smallest_group": 1, "exposure": 1, "methods": ["fedavg", "csac", "kd3a", "slow_method:Slow"]},
+            "policy": {
+                "smallest_group": 1,
+                "exposure": 1,
+                "models": "all",
+                "methods": ["fedavg", "csac", "kd3a", "slow_method:Slow"],
+            },
             **changes,
         }
         place = self.made.sites[name] / "SITE.yaml"

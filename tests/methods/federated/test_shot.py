@@ -18,6 +18,7 @@ from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.local.pool import WorkerPool
 from fedshift.federation.site import Site
 from fedshift.methods import registry
+from fedshift.methods.federated import shot
 from fedshift.methods.federated.shot import SHOT, ensemble_weights, member_weights, members_by_name
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -150,14 +151,14 @@ def test_pseudo_labels_are_refreshed_once_per_epoch_of_a_model(
     """The target has 2 mini-batches per epoch and 3 models: with one epoch in a round they need 3 rounds for an epoch
     each, and labels drawn at the start of a model's epoch serve to its end."""
     calls: list[Tensor] = []
-    original = SHOT._pseudo_labels
+    original = shot.pseudo_labels_at
 
-    def counted(self: SHOT, site: Site, model: Network) -> Tensor:
+    def counted(site: Site, model: Network) -> Tensor:
         assert site.role == "target"
-        calls.append(original(self, site, model))
+        calls.append(original(site, model))
         return calls[-1]
 
-    monkeypatch.setattr(SHOT, "_pseudo_labels", counted)
+    monkeypatch.setattr(shot, "pseudo_labels_at", counted)
     method = short(target_epochs=target_epochs)
     where = federation(method, rounds=3, budget=36)
     assert isinstance(where, LocalFederation)
@@ -178,7 +179,7 @@ def test_pseudo_labels_are_refreshed_once_per_epoch_of_a_model(
 
 
 def test_without_pseudo_labels_none_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SHOT, "_pseudo_labels", lambda *_: pytest.fail("labels were made"))
+    monkeypatch.setattr(shot, "pseudo_labels_at", lambda *_: pytest.fail("labels were made"))
     state, _ = run(short(pseudo_label_weight=0.0))
     assert state.round == 2
 
