@@ -18,6 +18,7 @@ from loopback import SITES, UNSEEN, write_data
 from fedshift.cli.deploy import fetch, follow
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
+from fedshift.deployment.flare.parts import IN_FLIGHT_MIB
 from fedshift.experiment.config.experiment import parse
 
 PATIENCE = 240.0
@@ -154,6 +155,10 @@ def asked(deployment: Deployment, round_number: int) -> bool:
     )
 
 
+IN_FLIGHT = 32
+"""MiB: less than usual, so that a network that is trained in a second crosses in parts."""
+
+
 @contextlib.contextmanager
 def environment(network: Network) -> Iterator[None]:
     """What the federation's processes find: a method of these tests, and who notes what they dial."""
@@ -163,4 +168,5 @@ def environment(network: Network) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here / "watched"), *([before] if before else [])]))
         patch.setenv("FEDSHIFT_WATCHED", str(network.watched))
+        patch.setenv(IN_FLIGHT_MIB, str(IN_FLIGHT))
         yield

@@ -24,12 +24,11 @@ from loopback import SITES, Without, options_of, simulate
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
 
 from loopback import ADAPT, model, same
-from network import PATIENCE, Network, asked, environment, rounds
+from network import IN_FLIGHT, PATIENCE, Network, asked, environment, rounds
 
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.deployment_folder import Deployment
 from fedshift.deployment.flare.kits import load_kit
-from fedshift.deployment.flare.parts import IN_FLIGHT
 
 pytestmark = pytest.mark.slow
 
@@ -266,7 +265,7 @@ def test_messages_that_cross_in_parts_end_in_the_bits_of_the_local_engine(networ
     deployment = network.deploy(options)
     there = network.finish(deployment)
     sizes = [event["bytes"] for event in deployment.events() if event["what"] == "fit" and "bytes" in event]
-    assert min(sizes) * len(SITES) > IN_FLIGHT, "they are too large to travel as a whole"
+    assert min(sizes) * len(SITES) > IN_FLIGHT << 20, "they are too large to travel as a whole"
     assert same(model(simulate(tmp_path, options), "fedavg", "west"), model(there, "fedavg", "west"))
 
 

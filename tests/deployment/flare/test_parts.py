@@ -109,8 +109,16 @@ def test_what_is_carried_at_once_does_not_grow_with_the_number_of_sites(
     assert max(played.carried["parts"], default=0) * sites <= 1 << 16
 
 
+def test_the_coordinator_can_set_how_much_may_be_on_its_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(parts.IN_FLIGHT_MIB, "40")
+    assert parts.room_of(20) == 2 << 20
+    monkeypatch.setenv(parts.IN_FLIGHT_MIB, "much")
+    with pytest.raises(FedshiftError, match=parts.IN_FLIGHT_MIB):
+        parts.room_of(20)
+
+
 def test_with_a_key_what_waits_is_encrypted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "IN_FLIGHT", 4000)
+    monkeypatch.setattr(parts, "IN_FLIGHT", 5000)
     monkeypatch.setenv(KEY, new_key())
     written: list[bytes] = []
     write = Spool._write
@@ -122,7 +130,7 @@ def test_with_a_key_what_waits_is_encrypted(monkeypatch: pytest.MonkeyPatch) -> 
 
     played = Played(monkeypatch, 1, noise(9000))
     assert [one for _, one in played.exchange(noise(9000, 1))] == [Message("answer", noise(9000), "digest")]
-    assert len(written) == 10, "parts of 2000 bytes"
+    assert len(written) == 18, "parts of 1000 bytes"
     assert all(one.startswith(MAGIC) for one in written)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import io
+import os
 import secrets
 import threading
 import time
@@ -25,13 +26,16 @@ from nvflare.apis.signal import Signal
 from fedshift.encryption import read_private
 from fedshift.errors import FedshiftError
 from fedshift.federation.remote.incoming import Arriving, Spool
+from fedshift.text import one_line
 
 TOPIC = "fedshift.part"
-IN_FLIGHT = 32 << 20
-"""Bytes of all sites' messages that may be on their way at once, in each direction. Where an exchange has so few that
-they fit, each travels as a whole, which is faster; otherwise half of it is for parts. FLARE's copies come on top."""
-LARGEST_PART = 2 << 20
-_COLLECT = 8 << 20
+IN_FLIGHT = 160 << 20
+"""Bytes of all sites' messages that may be on their way at once, in each direction; the coordinator's environment may
+give other MiB. Where an exchange has so few that they fit, each travels as a whole, which is faster; otherwise a fifth
+of it is for parts. FLARE's copies come on top."""
+IN_FLIGHT_MIB = "FEDSHIFT_IN_FLIGHT"
+LARGEST_PART = 8 << 20
+_COLLECT = 32 << 20
 """Bytes of parts after which FLARE's garbage is looked for."""
 _REQUEST_SECONDS, _GIVE_UP_SECONDS = 30.0, 120.0
 """A part is asked for again after the first, and no longer once none has come for the second."""
@@ -39,13 +43,22 @@ _AGAIN_SECONDS = 0.5
 
 
 def room_of(sites: int) -> int:
-    """Bytes of a message that travels as a whole when so many sites are asked; those of a part have no more."""
-    return IN_FLIGHT // max(1, sites)
+    """Bytes of a message that travels as a whole when so many sites are asked; those of a part have no more.
+
+    Raises:
+        FedshiftError: the environment's setting is no number of MiB.
+    """
+    given = os.environ.get(IN_FLIGHT_MIB)
+    if given is None:
+        return IN_FLIGHT // max(1, sites)
+    if not given.isascii() or not given.isdigit() or not 1 <= int(given) <= 1 << 20:
+        raise FedshiftError(f"{IN_FLIGHT_MIB}: '{one_line(given)}' is no number of MiB; leave it out for 160")
+    return (int(given) << 20) // max(1, sites)
 
 
 def part_of(room: int) -> int:
     """Bytes of a part of a message that has no room to travel as a whole."""
-    return max(1, min(LARGEST_PART, room // 2))
+    return max(1, min(LARGEST_PART, room // 5))
 
 
 def written_in_parts(body: bytes, room: int, spool: Spool) -> list[Path]:

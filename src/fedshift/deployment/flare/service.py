@@ -34,9 +34,9 @@ _BACKOFF = (1.0, 60.0)
 _HEARTBEAT = 2
 """Seconds between a site's messages to FLARE's server. With one of them a site registers at a server that was started
 again, and learns which jobs are over; FLARE's default is 10."""
-_LARGE = 1 << 18
+_LARGE = 1 << 20
 """Bytes of a tensor, or of a part of a message, whose memory the coordinator gives back as soon as it is free (glibc's
-malloc). Otherwise what many replies took stays with the process."""
+malloc). Otherwise what many replies took stays with the process. For smaller ones that takes too much time."""
 _REGISTERED = "Successfully registered client"
 _SERVER = "nvflare.private.fed.app.server.server_train"
 
