@@ -161,8 +161,8 @@ def test_adjusted_shares_stay_shares_and_follow_the_gaps(sites: list[tuple[float
     found = adjusted_shares(shares, gaps, step)
     assert sum(found) == pytest.approx(1)
     assert all(0 <= share <= 1 for share in found)
-    # The largest gap does not lose against the smallest: cut or not, one share is no less than it was, the other no more,
-    # and both are divided by the same sum.
+    # The largest gap does not lose against the smallest: cut or not, the one share is no less than it was, the other no
+    # more, and both are divided by the same sum.
     large, small = gaps.index(max(gaps)), gaps.index(min(gaps))
     assert found[large] * shares[small] >= found[small] * shares[large] - 1e-9
     assert adjusted_shares(shares, [1.0] * len(shares), step) == shares
