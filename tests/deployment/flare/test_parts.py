@@ -118,7 +118,7 @@ def test_the_coordinator_can_set_how_much_may_be_on_its_way(monkeypatch: pytest.
 
 
 def test_with_a_key_what_waits_is_encrypted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "IN_FLIGHT", 5000)
+    monkeypatch.setattr(parts, "IN_FLIGHT", 8000)
     monkeypatch.setenv(KEY, new_key())
     written: list[bytes] = []
     write = Spool._write

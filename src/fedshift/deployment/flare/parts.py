@@ -31,8 +31,8 @@ from fedshift.text import one_line
 TOPIC = "fedshift.part"
 IN_FLIGHT = 160 << 20
 """Bytes of all sites' messages that may be on their way at once, in each direction; the coordinator's environment may
-give other MiB. Where an exchange has so few that they fit, each travels as a whole, which is faster; otherwise a fifth
-of it is for parts. FLARE's copies come on top."""
+give other MiB. Where an exchange has so few that they fit, each travels as a whole, which is faster; otherwise an
+eighth of it is for parts. FLARE's copies come on top."""
 IN_FLIGHT_MIB = "FEDSHIFT_IN_FLIGHT"
 LARGEST_PART = 8 << 20
 _COLLECT = 32 << 20
@@ -58,7 +58,7 @@ def room_of(sites: int) -> int:
 
 def part_of(room: int) -> int:
     """Bytes of a part of a message that has no room to travel as a whole."""
-    return max(1, min(LARGEST_PART, room // 5))
+    return max(1, min(LARGEST_PART, room // 8))
 
 
 def written_in_parts(body: bytes, room: int, spool: Spool) -> list[Path]:
