@@ -47,20 +47,12 @@ _MODULES = {
 }
 
 
-def _version() -> str:
-    """The version that was installed, which the tags of the repository give."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("fedshift")
-    except PackageNotFoundError:  # run from its folder, without an installation
-        return "0+unknown"
-
-
 def __getattr__(name: str) -> Any:
     # Imported on first use: torch takes seconds to import, and --version and --help do not need it.
     if name == "__version__":
-        return _version()
+        from fedshift.version import installed_version
+
+        return installed_version()
     if name not in _MODULES:
         raise AttributeError(f"module 'fedshift' has no attribute '{name}'")
     import importlib

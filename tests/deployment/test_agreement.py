@@ -135,7 +135,7 @@ def test_clocks_that_differ_are_said(off: float, said: str | None, tmp_path: Pat
 
 
 def test_another_version_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedshift.deployment.handshake.__version__", "9.9")
+    monkeypatch.setattr("fedshift.deployment.handshake.installed_version", lambda: "9.9")
     with pytest.raises(UserError, match=r"9\.9.* same version"):
         deploy(tmp_path, options_of({"name": "fedavg"}))
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from fedshift import __version__
 from fedshift.data import agreement
 from fedshift.data import registry as data_registry
 from fedshift.data.builders.at_sites import AtSites
@@ -25,6 +24,7 @@ from fedshift.experiment.environment import versions
 from fedshift.federation.remote.transport import Lost, Transport, ask_plain
 from fedshift.files import write_bytes
 from fedshift.text import one_line
+from fedshift.version import installed_version
 
 CARDS = "cards.json"
 CLOCKS_APART = 60.0
@@ -78,7 +78,7 @@ def agree(
         UserError: versions, shapes or classes differ, or a card is impossible. The message names the site.
     """
     header = {
-        "version": __version__,
+        "version": installed_version(),
         "methods": [
             {"name": method_name(method), "options": method.model_dump(mode="json")} for method in experiment.methods
         ],

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from fedshift import __version__
 from fedshift.data.domain import Rows
 from fedshift.data.site_data import SiteData
 from fedshift.data.tasks.objective import objective_of
@@ -59,6 +58,7 @@ from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
 from fedshift.models.network import Network
 from fedshift.text import printable
+from fedshift.version import installed_version
 from fedshift.weights import Weights
 
 
@@ -134,10 +134,10 @@ class SiteProgram:
 
     def _hello(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
         """Answer with the site's card: versions, shapes, classes, numbers of samples, kinds that may leave."""
-        if header["version"] != __version__:
+        if header["version"] != installed_version():
             raise Refused(
-                f"site '{self.name}' has fedshift {__version__}, the coordinator {header['version']}: install the same "
-                "version at both"
+                f"site '{self.name}' has fedshift {installed_version()}, the coordinator {header['version']}: "
+                "install the same version at both"
             )
         for wanted in header["methods"]:
             shares = shared_kinds(self._method(wanted), header, header["on_refusal"])

@@ -1,0 +1,13 @@
+"""The version of fedshift that is installed."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+
+def installed_version() -> str:
+    """The version that was installed, which the tags of the repository give."""
+    try:
+        return version("fedshift")
+    except PackageNotFoundError:  # run from its folder, without an installation
+        return "0+unknown"
