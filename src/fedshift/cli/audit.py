@@ -204,14 +204,21 @@ def _print_membership(found: MembershipAudit) -> None:
         **say,
     )
     table = Table(box=None, pad_edge=False)
-    for column in ("attack", "guesses", "right", "95 % bounds", "AUC", "ε at least"):
+    rates = [f"found at {100 * one.rate:g} % false" for one in found.attacks[0].at_rates]
+    for column in ("attack", "guesses", "right", "95 % bounds", "AUC", "ε at least", *rates):
         table.add_column(column, justify="left" if column == "attack" else "right", no_wrap=True)
     for one in found.attacks:
         share, bounds = 100 * one.right / one.guesses, f"{100 * one.low:.1f} to {100 * one.high:.1f}"
-        table.add_row(one.name, str(one.guesses), f"{share:.1f} %", bounds, f"{one.auc:.1f}", f"{one.epsilon:.2f}")
+        low = [
+            f"{100 * at.found / at.members:.1f} % ({100 * at.low:.1f} to {100 * at.high:.1f})" for at in one.at_rates
+        ]
+        row = (one.name, str(one.guesses), f"{share:.1f} %", bounds, f"{one.auc:.1f}", f"{one.epsilon:.2f}", *low)
+        table.add_row(*row)
     console.print(table)
     console.print(
         "Of each training the fifth of the samples that looks most like members is guessed to be, and the fifth that "
-        "looks least like them not to be; 50 % right is chance. An attack that fails says nothing about better ones.",
+        "looks least like them not to be; 50 % right is chance. found: the share of the members that score higher than "
+        "all but that share of the others, with 95 % bounds; chance is that share. An attack that fails says nothing "
+        "about better ones.",
         **say,
     )
