@@ -105,6 +105,7 @@ def _measure(part: str, quick: bool, device: str) -> list[Row]:
     if part == "vote":
         return [_memory_row(name, 10) for name in ("vote", "vote_leave_one_out", "vote_shapley")]
     import bench_pooled
+    import bench_steps
     import bench_training
 
     if part == "pooled":
@@ -115,7 +116,7 @@ def _measure(part: str, quick: bool, device: str) -> list[Row]:
         return bench_training.kd3a(quick)
     if part == "mdfnet":
         return bench_training.mdfnet(quick)
-    measured = {"engine": bench_training.engine, "csac": bench_training.csac, "elcfs": bench_training.elcfs}
+    measured = {"engine": bench_training.engine, "csac": bench_steps.csac, "elcfs": bench_steps.elcfs}
     return measured[part](quick, device)
 
 

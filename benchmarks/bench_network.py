@@ -35,6 +35,7 @@ import numpy as np
 import torch
 from pydantic import Field
 
+from bench_processes import memory_of, processes, usage
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply
 from fedshift.federation.site import Site
@@ -151,7 +152,7 @@ def federation(sites: Sequence[str], methods: Sequence[str]) -> Iterator[tuple[P
 def measure(exchanges: int) -> dict[str, Any]:
     """Everything, as it goes into the file."""
     with federation(SITES, ["bench_network:Echo"]) as (made, found):
-        idle = _usage(made.folder, 10.0)
+        idle = usage(made.folder, 10.0)
         return found | {"idle": idle} | _runs(made.coordinator, made.folder, exchanges)
 
 
@@ -247,75 +248,20 @@ def deploy(
     used = None
     while deployment.state["state"] not in ENDS:
         alone = 0.0
-        for name, process in _processes(folder):
-            resident, anonymous = _memory(process)
+        for name, process in processes(folder):
+            resident, anonymous = memory_of(process)
             memory[name] = max(memory.get(name, 0.0), resident)
             alone += anonymous if name.startswith("coordinator") else 0.0
         memory[TOGETHER] = max(memory.get(TOGETHER, 0.0), alone)
         asked = any(event.get("is") == "asked" and event.get("what") == "nothing" for event in deployment.events())
         if watch and asked and used is None:
             time.sleep(8.0)  # what a job does at its beginning is over
-            used = _usage(folder, watch)
+            used = usage(folder, watch)
         time.sleep(0.1)
     if deployment.state["state"] != "finished":
         raise SystemExit(f"{label}: {deployment.state}")
     first = next(event["time"] for event in deployment.events() if event.get("is") == "answered") - begun
     return deployment, first, {name: round(size) for name, size in sorted(memory.items())}, used
-
-
-def _processes(folder: Path) -> Iterator[tuple[str, Any]]:
-    """``(what it is, process)`` of everything that works below a folder."""
-    import psutil
-
-    for process in psutil.process_iter(["cmdline"]):
-        words = process.info["cmdline"] or []
-        kit = next((word for word in words if word.startswith(str(folder))), None)
-        if kit is None:
-            continue
-        role = "coordinator" if "/coordinator" in kit else f"site {Path(kit).relative_to(folder).parts[1]}"
-        kinds = {
-            "flare.service": "service",
-            "runner_process": "job",
-            "worker_process": "job",
-            "server_train": "FLARE",
-            "client_train": "FLARE",
-        }
-        what = next((kind for part, kind in kinds.items() if any(part in word for word in words)), "other")
-        try:
-            process.memory_info()
-        except psutil.Error:
-            continue
-        yield f"{role}, {what}", process
-
-
-def _memory(process: Any) -> tuple[float, float]:
-    """The largest resident memory that a process ever had, and what it has for itself now, in MB."""
-    try:
-        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 / 1e6 for line in lines if line.endswith(" kB")}
-        return sizes["VmHWM"], sizes["RssAnon"]
-    except (OSError, KeyError):  # it has ended, or this is not Linux
-        import psutil
-
-        try:
-            size = process.memory_info().rss / 1e6
-        except psutil.Error:
-            size = 0.0
-        return size, size
-
-
-def _usage(folder: Path, seconds: float) -> dict[str, Any]:
-    """Memory and share of one core of every process while nothing is asked of it."""
-    before = {process.pid: (name, process, sum(process.cpu_times()[:2])) for name, process in _processes(folder)}
-    time.sleep(seconds)
-    return {
-        name: {
-            "memory_mb": round(process.memory_info().rss / 1e6),
-            "cpu_percent": round(100 * (sum(process.cpu_times()[:2]) - used) / seconds, 1),
-        }
-        for name, process, used in sorted(before.values(), key=lambda row: row[0])
-        if process.is_running()
-    }
 
 
 class _Clock:

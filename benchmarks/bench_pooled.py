@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from bench_training import ENDLESS, Row, Seconds, Synthetic, Work, median, paired, timed
+from bench_common import ENDLESS, Row, Seconds, Synthetic, Work, median, paired, timed
 from fedshift.federation.site import Envelope
 from fedshift.federation.site_runner import SiteRunner
 

@@ -20,20 +20,16 @@ minutes in all; each study's faults depend on the seed and the study's number al
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +39,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "deployment" / "fla
 sys.path.insert(0, str(Path(__file__).parent))
 
 from loopback import SITES, Without, model, options_of, same, simulate
-from namespaces import Namespaces, ip, why_not
+from namespaces import Namespaces, why_not
 from network import Network, rounds
 
-from campaign_site import COORDINATOR, LIES, Played
+from campaign_faults import SECONDS, Fault, Faults
+from campaign_site import Played
 from fedshift.deployment.flare.deployment_folder import ENDS, Deployment
 from fedshift.experiment.environment import versions
 from fedshift.experiment.runs import one_run
@@ -54,23 +51,8 @@ from fedshift.files import write_bytes
 
 RESULTS = Path(__file__).parent / "results" / "network" / "campaign.json"
 HANG = 300.0
-ROUNDS, SECONDS = 8, 0.4
+ROUNDS = 8
 QUORUM = {"quorum": 2, "deadline": 60.0, "patience": 2.0}
-
-
-@dataclass(frozen=True)
-class Fault:
-    """What is done to the federation.
-
-    name: in the report. begin: does it. end: undoes it, after ``lasts`` seconds. quorum: whether the study goes on
-    without the site.
-    """
-
-    name: str
-    begin: Callable[[], object]
-    end: Callable[[], object] = lambda: None
-    lasts: float = 0.0
-    quorum: bool = False
 
 
 class Campaign:
@@ -78,122 +60,14 @@ class Campaign:
 
     def __init__(self, network: Network, folder: Path, seed: int, studies: list[dict[str, Any]]) -> None:
         self.network, self.folder, self.seed, self.studies = network, folder, seed, studies
-        self.chance = random.Random()
-        self.orders = folder / "orders"
-        self.orders.mkdir()
-        self.apart = isinstance(network, Namespaces)
-
-    # Faults -----------------------------------------------------------------------------------------------------------
-
-    def faults(self) -> list[Callable[[], Fault]]:
-        """Every kind of fault that can be played here, as a function that draws one."""
-        kinds: list[Callable[[], Fault]] = [
-            self.kill_job,
-            self.kill_site,
-            self.kill_coordinators_job,
-            self.kill_coordinator,
-            self.clock_jump,
-            self.lie,
-        ]
-        if self.apart:
-            kinds += [self.partition, self.slow_link, self.full_disk]
-        return kinds
-
-    def site(self) -> str:
-        return str(self.chance.choice(self.network.names))
-
-    def kill_job(self) -> Fault:
-        kit = self.network.made.sites[self.site()]
-        return Fault("kill -9 of a site's job", partial(self.network.kill, kit, "worker_process"))
-
-    def kill_site(self) -> Fault:
-        site = self.site()
-        kill = partial(self.network.kill, self.network.made.sites[site])
-        return Fault("kill -9 of a site, started again", kill, partial(self.network.start, site))
-
-    def kill_coordinators_job(self) -> Fault:
-        return Fault(
-            "kill -9 of the coordinator's job", partial(self.network.kill, self.network.coordinator, "runner_process")
-        )
-
-    def kill_coordinator(self) -> Fault:
-        kill = partial(self.network.kill, self.network.coordinator)
-        return Fault("kill -9 of the coordinator, started again", kill, partial(self.network.start, COORDINATOR))
-
-    def clock_jump(self) -> Fault:
-        who = self.chance.choice([COORDINATOR, *self.network.names])
-        seconds = self.chance.choice([-7200, -60, 60, 7200])
-        return Fault("a clock jumps (time.time of a role's job)", partial(self.order, who, clock=seconds), lasts=3.0)
-
-    def lie(self) -> Fault:
-        site, how = self.site(), self.chance.choice(sorted(LIES))
-        return Fault(
-            f"a site lies: {how}",
-            partial(self.order, site, lie=how),
-            partial(self.order, site),
-            lasts=1.5 * SECONDS,
-            quorum=True,
-        )
-
-    def partition(self) -> Fault:
-        site = self.site()
-        cut = partial(self.cable, site, "down")
-        name = "a site's cable is pulled for a while"
-        return Fault(name, cut, partial(self.cable, site, "up"), lasts=self.chance.choice([2.0, 8.0]))
-
-    def slow_link(self) -> Fault:
-        site = self.site()
-        space = self.network.space(site)
-        shape = ["tc", "qdisc", "replace", "dev", "out", "root", "tbf", "rate", "128kbit", "burst", "16kbit"]
-        slow = partial(run, *("ip", "netns", "exec", space), *shape, "latency", "400ms")
-        fast = partial(run, *("ip", "netns", "exec", space), "tc", "qdisc", "delete", "dev", "out", "root")
-        return Fault("a site's link has 128 kbit/s for a while", slow, fast, lasts=8.0)
-
-    def full_disk(self) -> Fault:
-        who = self.chance.choice([COORDINATOR, *self.network.names])
-        disk = self.disk(who)
-        return Fault(
-            f"a full disk at {'the coordinator' if who == COORDINATOR else 'a site'} for a while",
-            partial(fill, disk),
-            (disk / "filler").unlink,
-            lasts=4.0,
-        )
-
-    def order(self, who: str, **what: Any) -> None:
-        write_bytes(self.orders / f"{who}.json", json.dumps(what).encode())
-
-    def cable(self, site: str, state: str) -> None:
-        assert isinstance(self.network, Namespaces)
-        ip("-netns", self.network.space("coordinator"), "link", "set", f"to-{site}", state)
-
-    def disk(self, who: str) -> Path:
-        """The folder that a role writes its work to; a small disk of its own."""
-        if who == COORDINATOR:
-            return Path(self.network.coordinator) / "deployments"
-        return Path(self.network.made.sites[who]) / "memory"
-
-    @contextlib.contextmanager
-    def small_disks(self) -> Iterator[None]:
-        """Put every role's folder on a small file system in memory, so that it can be filled."""
-        mounted = []
-        try:
-            for who in (COORDINATOR, *self.network.names) if self.apart else ():
-                self.disk(who).mkdir(exist_ok=True)
-                run("mount", "-t", "tmpfs", "-o", "size=24m,mode=0700", "none", str(self.disk(who)))
-                mounted.append(self.disk(who))
-            yield
-        finally:
-            for disk in mounted:
-                subprocess.run(["umount", "-l", str(disk)], capture_output=True)
-
-    # Studies ----------------------------------------------------------------------------------------------------------
+        self.faults = Faults(network, folder)
 
     def study(self) -> None:
         """Deploy one study, let it suffer, and check what came of it."""
         number = len(self.studies) + 1
-        self.chance = random.Random(f"{self.seed} {number}")
-        kinds = self.faults()
-        faults = [self.chance.choice(kinds)() for _ in range(2)]
+        chance = self.faults.chance = random.Random(f"{self.seed} {number}")
+        kinds = self.faults.kinds()
+        faults = [chance.choice(kinds)() for _ in range(2)]
         quorum = any(fault.quorum for fault in faults)
         if quorum:
             faults = [fault for fault in faults if fault.quorum]  # others may lose a second site, by right
@@ -205,8 +79,8 @@ class Campaign:
         said: dict[str, Any] = {"study": number, "quorum": quorum, "faults": [], "resumed": 0}
         try:
             for fault in faults:
-                self._until(deployment, said, rounds(deployment) + self.chance.randint(1, 2))
-                time.sleep(self.chance.uniform(0, 2 * SECONDS))
+                self._until(deployment, said, rounds(deployment) + chance.randint(1, 2))
+                time.sleep(chance.uniform(0, 2 * SECONDS))
                 said["faults"].append(self._suffer(deployment, said, fault))
             self._until(deployment, said, None)
             said["wrong"] = self._compare(deployment, options, quorum)
@@ -295,7 +169,7 @@ class Campaign:
             "versions": versions(),
             "cores": os.cpu_count(),
             "minutes": round(self.minutes, 1),
-            "namespaces": self.apart,
+            "namespaces": self.faults.apart,
             "studies": len(self.studies),
             "faults": len(suffered),
             "hangs": sum("hang" in study for study in self.studies),
@@ -317,18 +191,6 @@ class Hang(Exception):
     """A study that does not end."""
 
 
-def run(*words: str) -> None:
-    subprocess.run(words, check=True, timeout=60, capture_output=True)
-
-
-def fill(disk: Path) -> None:
-    """Write until the disk is full."""
-    with contextlib.suppress(OSError), (disk / "filler").open("wb") as file:
-        while True:
-            file.write(bytes(1 << 16))
-            file.flush()
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the campaign."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -342,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     before = json.loads(asked.out.read_text()) if asked.out.exists() else {"each": []}
     campaign = Campaign(network, folder, asked.seed, before["each"])
     os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
-    os.environ["FEDSHIFT_CAMPAIGN"] = str(campaign.orders)
+    os.environ["FEDSHIFT_CAMPAIGN"] = str(campaign.faults.orders)
     policy = {
         "smallest_group": 1,
         "exposure": 1,
@@ -352,7 +214,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     for site in network.names:
         network.write_site(site, policy=policy)
-    with campaign.small_disks():
+    with campaign.faults.small_disks():
         try:
             if isinstance(network, Namespaces):
                 network.connect()

@@ -14,7 +14,7 @@ from scipy.stats import beta
 from small import experiment, features, save, write
 
 from fedshift.audit.leakage import audit_leakage
-from fedshift.audit.membership import attacked, audit_membership
+from fedshift.audit.membership import FEWEST_SHADOWS, attacked, audit_membership
 from fedshift.cli.audit import membership_file
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
@@ -33,14 +33,18 @@ def options(folder: Path, **training: Any) -> dict[str, Any]:
 
 
 def test_a_model_that_knows_labels_by_heart_tells_its_members(tmp_path: Path) -> None:
-    found = audit_membership(parse(options(tmp_path)), site="b", trainings=3)
-    assert (found.units, found.trainings, found.claimed) == (40, 3, None)
+    """With as many trainings as likelihood ratios take at least."""
+    found = audit_membership(parse(options(tmp_path, rounds=12)), site="b", trainings=FEWEST_SHADOWS + 1)
+    assert (found.units, found.trainings, found.claimed) == (40, 8, None)
     assert found.accuracy_of_members > 95 > 60 > found.accuracy_of_others
-    loss, calibrated = found.attacks
-    assert loss.guesses == 3 * 2 * 8
-    assert loss.right > 44
+    loss, calibrated, likelihood = found.attacks
+    assert loss.guesses == 8 * 2 * 8
+    assert loss.right > 115
     assert loss.epsilon > 1
-    assert calibrated.auc > 75
+    assert min(calibrated.auc, likelihood.auc) > 75
+    at = likelihood.at_rates[0]
+    assert (likelihood.name, at.rate, at.members + at.others) == ("likelihood", 0.01, 8 * 40)
+    assert at.false / at.others < 0.05 < 0.2 < at.low < at.found / at.members < at.high
 
 
 def test_under_noise_it_finds_less_than_is_claimed(tmp_path: Path) -> None:
@@ -51,6 +55,7 @@ def test_under_noise_it_finds_less_than_is_claimed(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "out" / "membership.json").read_text())
     assert found["claimed"][0] > 0
     assert all(one["epsilon"] <= found["claimed"][0] for one in found["attacks"])
+    assert [one["name"] for one in found["attacks"]] == ["loss", "calibrated"]
     with pytest.raises(UserError, match="--site"):
         audit_membership(parse(options(tmp_path)), site="x")
 

@@ -4,7 +4,8 @@ The audit trains the experiment's first method several times. Each time a coin d
 whether it takes part. The attacker sees the trained model and all samples, knows everything but the coins, and guesses
 them. The share of right guesses bounds ε from below (Steinke, Nasr, Jagielski: Privacy Auditing with One (1) Training
 Run, NeurIPS 2023): with ε and δ = 0, guesses are right no more often than coins of probability e^ε/(e^ε + 1) show
-heads. A group of samples has one coin.
+heads. A group of samples has one coin. What an attack finds while it hardly ever accuses wrongly is counted apart
+(Carlini et al.: Membership Inference Attacks From First Principles, IEEE S&P 2022).
 """
 
 from __future__ import annotations
@@ -33,15 +34,43 @@ from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan, PlannedRun, Run
 from fedshift.experiment.protocol import Split, taking_part
 from fedshift.federation.local.in_process import LocalFederation
+from fedshift.functional.membership import found_at, likelihood_ratios, scaled_confidence
 from fedshift.methods.rounds import play_round
 from fedshift.methods.screening import screening_of
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
-Guesses = Literal["loss", "calibrated"]
+Guesses = Literal["loss", "calibrated", "likelihood"]
 _SURE = 0.2
 """Share of the samples that the attacker calls members with most confidence, and as many no members."""
 _LEVEL = 0.95
+_RATES = (0.01, 0.001)
+"""Rates of false positives at which the members that are found are counted."""
+FEWEST_SHADOWS = 7
+"""With fewer other trainings most samples were never, or always, in one: there is nothing to fit."""
+
+
+@dataclass(frozen=True)
+class AtRate:
+    """What an attack finds at a rate of false positives that the other trainings' scores set.
+
+    Attributes:
+        rate: the share of the others that may be taken for members.
+        false: how many were.
+        others: of how many.
+        found: how many members were found.
+        members: of how many.
+        low: lower 95 % bound of the share of members that is found (Clopper and Pearson), two-sided.
+        high: its upper bound.
+    """
+
+    rate: float
+    false: int
+    others: int
+    found: int
+    members: int
+    low: float
+    high: float
 
 
 @dataclass(frozen=True)
@@ -51,12 +80,15 @@ class Attack:
     Attributes:
         name: ``loss``: the lower the loss, the likelier a member (Yeom et al., CSF 2018). ``calibrated``: the same
             less the mean over the other trainings, which says how hard a sample is (Watson et al., ICLR 2022).
+            ``likelihood``: `likelihood_ratios` with the other trainings as shadow models (LiRA, Carlini et al., IEEE
+            S&P 2022); left out where they are fewer than `FEWEST_SHADOWS`.
         guesses: how many coins were guessed: of each training the fifth with the highest scores, and the lowest.
         right: how many of them rightly.
         low: lower 95 % bound of the share that is right (Clopper and Pearson), two-sided.
         high: its upper bound.
         auc: area under the curve of all samples' scores, the mean over the trainings; 50 is a guess.
         epsilon: ε is at least this, with 95 % confidence (one-sided), for δ = 0.
+        at_rates: what it finds at low rates of false positives.
     """
 
     name: Guesses
@@ -66,6 +98,7 @@ class Attack:
     high: float
     auc: float
     epsilon: float
+    at_rates: tuple[AtRate, ...]
 
 
 @dataclass(frozen=True)
@@ -125,17 +158,19 @@ def audit_membership(
     method, first = experiment.methods[0], experiment.protocol.seeds[0]
     runs = [PlannedRun(plan, Run(method, plan.target, first + number)) for number in range(trainings)]
     device, threads = resolve_device(experiment.device), experiment.engine.thread_count()
-    scores, right = [], []
+    seen = []
     with threads_set(threads):
         for number, planned in enumerate(runs):
-            losses, hits = _losses(_model(planned, device), planned.data, plan, device)
-            scores.append(plan.by_unit(-losses))
-            right.append(plan.by_unit(hits))
+            seen.append([plan.by_unit(one) for one in _seen(_model(planned, device), planned.data, plan, device)])
             trained(number)
-    confidence, coins = np.stack(scores), np.stack([plan.coins(one.run.seed) for one in runs])
-    rest = (confidence.sum(0) - confidence) / (trainings - 1)
+    losses, confidence, hits = (np.stack(each) for each in zip(*seen, strict=True))
+    coins = np.stack([plan.coins(one.run.seed) for one in runs])
+    rest = (losses.sum(0) - losses) / (trainings - 1)
+    attacks = [attacked("loss", -losses, coins), attacked("calibrated", rest - losses, coins)]
+    if trainings > FEWEST_SHADOWS:
+        ratios = likelihood_ratios(torch.from_numpy(confidence), torch.from_numpy(coins)).numpy()
+        attacks.append(attacked("likelihood", ratios, coins))
     privacy = runs[0].privacy.get(plan.site)
-    hits = np.stack(right)
     return MembershipAudit(
         experiment=experiment.dump(),
         data=plan.data.name,
@@ -143,13 +178,13 @@ def audit_membership(
         site=plan.site,
         target=plan.target,
         method=method.display,
-        units=confidence.shape[1],
+        units=coins.shape[1],
         unit="group" if plan.in_groups(plan.site, plan.candidates) else "sample",
         trainings=trainings,
         claimed=None if privacy is None else (max(one.privacy[plan.site].epsilon for one in runs), privacy.delta),
         accuracy_of_members=100 * float(hits[coins].mean()),
         accuracy_of_others=100 * float(hits[~coins].mean()),
-        attacks=(attacked("loss", confidence, coins), attacked("calibrated", confidence - rest, coins)),
+        attacks=tuple(attacks),
         device=device,
         threads=threads,
         versions=versions(),
@@ -168,7 +203,15 @@ def attacked(name: Guesses, scores: NDArray[np.float64], coins: NDArray[np.bool_
     least = float(binomtest(right, guesses, alternative="greater").proportion_ci(_LEVEL, method="exact").low)
     epsilon = max(0.0, math.log(least / (1 - least))) if 0 < least < 1 else 0.0
     areas = [_auc(one, coin) for one, coin in zip(scores, coins, strict=True) if 0 < coin.sum() < len(coin)]
-    return Attack(name, guesses, right, float(both.low), float(both.high), 100 * float(np.mean(areas)), epsilon)
+    rates = tuple(_at_rate(scores, coins, rate) for rate in _RATES) if len(scores) > 1 else ()
+    return Attack(name, guesses, right, float(both.low), float(both.high), 100 * float(np.mean(areas)), epsilon, rates)
+
+
+def _at_rate(scores: NDArray[np.float64], coins: NDArray[np.bool_], rate: float) -> AtRate:
+    found, false = found_at(torch.from_numpy(scores), torch.from_numpy(coins), rate)
+    members = int(coins.sum())
+    bounds = binomtest(found, members).proportion_ci(_LEVEL, method="exact")
+    return AtRate(rate, false, coins.size - members, found, members, float(bounds.low), float(bounds.high))
 
 
 def _auc(scores: NDArray[np.float64], coins: NDArray[np.bool_]) -> float:
@@ -242,14 +285,12 @@ def _model(planned: PlannedRun, device: str) -> Network:
 
 
 @torch.no_grad()
-def _losses(
-    network: Network, data: DataSet, plan: _Coins, device: str
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """For each candidate the loss, and whether its class is predicted."""
+def _seen(network: Network, data: DataSet, plan: _Coins, device: str) -> tuple[NDArray[np.float64], ...]:
+    """What the attacker sees of each candidate: its loss, its scaled confidence, and whether its class is predicted."""
     view = SiteData([(data.domains[plan.site], plan.candidates, 0)], data.preprocessing, None, device)
-    losses, right = [], []
+    seen = []
     for inputs, labels, _ in view.all_batches(256):
         scores = network(inputs)
-        losses.append(F.cross_entropy(scores, labels, reduction="none").double().cpu())
-        right.append((scores.argmax(1) == labels).double().cpu())
-    return torch.cat(losses).numpy(), torch.cat(right).numpy()
+        losses, right = F.cross_entropy(scores, labels, reduction="none"), scores.argmax(1) == labels
+        seen.append(torch.stack([losses.double(), scaled_confidence(scores, labels), right.double()]).cpu())
+    return tuple(torch.cat(seen, 1).numpy())

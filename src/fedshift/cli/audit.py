@@ -17,7 +17,7 @@ from rich.table import Table
 from fedshift.audit.attacks import Case
 from fedshift.audit.gradient_search import Watcher
 from fedshift.audit.leakage import LeakageAudit, audit_leakage
-from fedshift.audit.membership import MembershipAudit, audit_membership
+from fedshift.audit.membership import AtRate, Attack, MembershipAudit, audit_membership
 from fedshift.cli.console import safe_console
 from fedshift.deployment.site_file import load_site
 from fedshift.errors import UserError
@@ -206,12 +206,30 @@ def _print_membership(found: MembershipAudit) -> None:
     table = Table(box=None, pad_edge=False)
     for column in ("attack", "guesses", "right", "95 % bounds", "AUC", "ε at least"):
         table.add_column(column, justify="left" if column == "attack" else "right", no_wrap=True)
+    at_rates = Table(box=None, pad_edge=False)
+    for column in ("attack", "false accusations", "members found", "95 % bounds"):
+        at_rates.add_column(column, justify="left" if column == "attack" else "right", no_wrap=True)
     for one in found.attacks:
-        share, bounds = 100 * one.right / one.guesses, f"{100 * one.low:.1f} to {100 * one.high:.1f}"
-        table.add_row(one.name, str(one.guesses), f"{share:.1f} %", bounds, f"{one.auc:.1f}", f"{one.epsilon:.2f}")
+        share = 100 * one.right / one.guesses
+        table.add_row(
+            one.name, str(one.guesses), f"{share:.1f} %", _bounds(one), f"{one.auc:.1f}", f"{one.epsilon:.2f}"
+        )
+        for at in one.at_rates:
+            accused, caught = 100 * at.false / at.others, 100 * at.found / at.members
+            at_rates.add_row(one.name, f"{accused:.2f} %", f"{caught:.2f} %", _bounds(at, 2))
     console.print(table)
     console.print(
         "Of each training the fifth of the samples that looks most like members is guessed to be, and the fifth that "
-        "looks least like them not to be; 50 % right is chance. An attack that fails says nothing about better ones.",
+        "looks least like them not to be; 50 % right is chance.",
         **say,
     )
+    console.print(at_rates)
+    console.print(
+        "Members found while 1 % and 0.1 % of the others are accused, as far as the other trainings tell where to draw "
+        "the line; as many as are accused is chance. An attack that fails says nothing about better ones.",
+        **say,
+    )
+
+
+def _bounds(one: Attack | AtRate, digits: int = 1) -> str:
+    return f"{100 * one.low:.{digits}f} to {100 * one.high:.{digits}f}"

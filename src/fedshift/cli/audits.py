@@ -65,7 +65,14 @@ def membership(
     experiment: ExperimentFile,
     overrides: Overrides = None,
     site: Annotated[str | None, typer.Option("--site", help="The source to attack. [the first]")] = None,
-    trainings: Annotated[int, typer.Option("--trainings", min=2, help="How many times the method is trained.")] = 8,
+    trainings: Annotated[
+        int,
+        typer.Option(
+            "--trainings",
+            min=2,
+            help="How often the method is trained. From 8 on also likelihood ratios; 64 are best.",
+        ),
+    ] = 8,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder of the results. [RUNS/NAME/audit]", metavar="DIR")
     ] = None,

@@ -26,6 +26,9 @@ _ORDERS = [*range(2, 65), 96, 128, 256, 512]
 """Orders of the Rényi divergences. Whole ones are computed a hundred times faster than those between them."""
 _LEAST_NOISE, _MOST_NOISE = 0.05, 1e5
 """The noise multipliers among which one is sought."""
+_LEAST_ERROR, _MOST_ERROR, _RELATIVE_ERROR = 5e-4, 0.01, 0.005
+"""By how much the exact bound may be above ε: a share of the faster bound, between these. A smaller error takes more
+memory."""
 _LEAST_SHARE = 0.7
 """The exact bound is sought from this share of the noise on that the faster bound asks for."""
 
@@ -219,10 +222,15 @@ def _smallest(cost: Callable[[float], float], low: float, high: float, target: f
 @functools.lru_cache(maxsize=4096)
 def _epsilon(spent: _Spent, delta: float) -> float:
     bound = _epsilon_by("rdp", spent, delta)
-    return bound if bound > _MOST_EXACT or bound == 0 else min(bound, _epsilon_by("prv", spent, delta))
+    if bound > _MOST_EXACT or bound == 0:
+        return bound
+    error = min(max(_LEAST_ERROR, _RELATIVE_ERROR * bound), _MOST_ERROR)
+    return min(bound, _epsilon_by("prv", spent, delta, eps_error=error))
 
 
-def _epsilon_by(accountant: str, spent: _Spent, delta: float, orders: Sequence[int] = _ORDERS) -> float:
+def _epsilon_by(
+    accountant: str, spent: _Spent, delta: float, orders: Sequence[int] = _ORDERS, **options: float
+) -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Opacus says when the largest order of divergence was the best one
         try:
@@ -233,5 +241,5 @@ def _epsilon_by(accountant: str, spent: _Spent, delta: float, orders: Sequence[i
         found.history = list(spent)
         if not found.history:
             return 0.0
-        bound = float(found.get_epsilon(delta, **({"alphas": list(orders)} if accountant == "rdp" else {})))
+        bound = float(found.get_epsilon(delta, **({"alphas": list(orders)} if accountant == "rdp" else options)))
         return max(0.0, bound)  # a bound below 0 says that δ alone is enough

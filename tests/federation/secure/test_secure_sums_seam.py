@@ -134,10 +134,14 @@ def test_a_sum_of_one_cannot_be_asked_for() -> None:
 
 @pytest.mark.slow
 def test_a_pool_ends_in_the_same_bits(pool: WorkerPool) -> None:
+    """Also where a site is lost, which changes the bits."""
     for name in ("fedavg", "csac"):
-        here, _ = played(name, True, NORMED, rounds=2)
-        there, _ = played(name, True, NORMED, rounds=2, pool=pool)
-        assert here.weights.equal(there.weights)
+        ends = [played(name, True, NORMED, rounds=2, lost=lost)[0].weights for lost in ((), ("middle",))]
+        assert not ends[0].equal(ends[1])
+        for lost, here in zip(((), ("middle",)), ends, strict=True):
+            there, where = played(name, True, NORMED, rounds=2, pool=pool, lost=lost)
+            assert here.equal(there.weights)
+            assert tuple(where.missing) == lost
 
 
 def test_sums_by_hand() -> None:

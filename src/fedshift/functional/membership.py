@@ -1,0 +1,105 @@
+"""Whether a model betrays that a sample trained it: likelihood ratios from shadow models.
+
+Carlini, Chien, Nasr, Song, Terzis, Tramèr: Membership Inference Attacks From First Principles. IEEE S&P 2022. A shadow
+model is trained like the model that is attacked, with some of the samples and without the others.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+PER_SAMPLE = 64
+"""From this many models on each sample has variances of its own. The paper, too, has common ones for few."""
+_LEAST_VARIANCE = 1e-6
+
+
+def scaled_confidence(logits: Tensor, labels: Tensor) -> Tensor:
+    """φ = log(p / (1 − p)), p the probability of the right class: about normal over models, unlike p.
+
+    It is computed as z_y − log Σ_{c≠y} exp z_c, which is finite also where p is rounded to 1.
+
+    Args:
+        logits: z, (n, C), or logarithms of probabilities; C at least 2.
+        labels: y, (n,).
+
+    Returns:
+        φ, (n,), in float64.
+
+    Example:
+        >>> scaled_confidence(torch.tensor([[2.0, 0.5], [100.0, 0.0]]), torch.tensor([0, 1]))
+        tensor([   1.5000, -100.0000], dtype=torch.float64)
+    """
+    scores, place = logits.double(), labels[:, None]
+    return scores.gather(1, place)[:, 0] - scores.scatter(1, place, -torch.inf).logsumexp(1)
+
+
+def likelihood_ratios(confidence: Tensor, members: Tensor) -> Tensor:
+    """log of N(φ; μ_in, σ²_in) / N(φ; μ_out, σ²_out) for each model and sample: the online attack (Algorithm 1).
+
+    The other models are the shadow models of each: those with the sample give μ_in and σ²_in, those without it μ_out
+    and σ²_out. Among fewer models than `PER_SAMPLE`, σ²_in and σ²_out are those of all samples together.
+
+    Args:
+        confidence: φ, (models, samples).
+        members: which samples trained which model, (models, samples), bool.
+
+    Returns:
+        (models, samples): above 0 for what is likelier a member. 0 where no shadow model has the sample, or all have.
+
+    Example:
+        >>> confidence = torch.tensor([[2.0], [4.0], [0.0], [-2.0], [3.0]], dtype=torch.float64)
+        >>> members = torch.tensor([[True], [True], [False], [False], [True]])
+        >>> likelihood_ratios(confidence, members)[-1]  # N(3; 3, 2) beside N(3; -1, 2)
+        tensor([4.], dtype=torch.float64)
+    """
+    everyone, common = torch.arange(len(confidence)), len(confidence) < PER_SAMPLE
+    scores = []
+    for number, observed in enumerate(confidence):
+        shadows = everyone != number
+        log_densities = []
+        for side in (members[shadows], ~members[shadows]):
+            mean, variance = _normal(confidence[shadows], side, common)
+            log_densities.append(-((observed - mean).square() / variance + variance.log()) / 2)
+        scores.append((log_densities[0] - log_densities[1]).nan_to_num(0.0))
+    return torch.stack(scores)
+
+
+def _normal(confidence: Tensor, chosen: Tensor, common: bool) -> tuple[Tensor, Tensor]:
+    """Mean and variance of each column's chosen rows; the mean of none is not a number."""
+    number, chosen = chosen.sum(0), chosen.double()
+    mean = (confidence * chosen).sum(0) / number
+    squares, free = ((confidence - mean).square() * chosen).nan_to_num(0.0).sum(0), (number - 1).clamp(min=0)
+    if common:
+        squares, free = squares.sum(), free.sum()
+    return mean, (squares / free.clamp(min=1)).clamp(min=_LEAST_VARIANCE)
+
+
+def found_at(scores: Tensor, members: Tensor, rate: float) -> tuple[int, int]:
+    """Members found, and others taken for members, if at most the share ``rate`` of the others may be.
+
+    The threshold for each model is the lowest score at which the other models have no more false positives than that.
+    So what is counted was not used to choose it.
+
+    Args:
+        scores: (models, samples), higher for likelier members; at least two models.
+        members: (models, samples), bool.
+        rate: the rate of false positives that is aimed at.
+
+    Returns:
+        The true and the false positives, over all models.
+
+    Example:
+        >>> scores = torch.tensor([[1.0, 2.0, 3.0, 9.0], [1.0, 2.0, 3.0, 9.0]])
+        >>> found_at(scores, torch.tensor([[False, False, True, True]]).repeat(2, 1), 0.5)
+        (4, 2)
+    """
+    everyone, true, false = torch.arange(len(scores)), 0, 0
+    for number, (own, inside) in enumerate(zip(scores, members, strict=True)):
+        others = everyone != number
+        outside = scores[others][~members[others]].sort(descending=True).values
+        if not len(outside):
+            continue  # nothing to set the threshold by
+        above = own > outside[min(int(rate * len(outside)), len(outside) - 1)]
+        true, false = true + int((above & inside).sum()), false + int((above & ~inside).sum())
+    return true, false
