@@ -53,6 +53,18 @@ def test_same_bits_as_the_local_engine_with_the_unseen_set_at_the_coordinator(na
         assert theirs[direction] == ours[direction]
 
 
+def test_only_the_sites_that_are_drawn_are_asked_to_train(tmp_path: Path) -> None:
+    options = options_of({"name": "scaffold"})
+    options["protocol"] |= {"sites_per_round": 2}
+    there, transport = deploy(tmp_path, options)
+    here = simulate(tmp_path, options)
+    assert same(model(here, "scaffold", "west"), model(there, "scaffold", "west"))
+    records = [json.loads(line) for line in (there / "scaffold/west/seed-0/rounds.jsonl").read_text().splitlines()]
+    drawn = [site for record in records for site in record["extra"]["drawn"]]
+    assert sorted(site for site, call in transport.asked if call == "train") == sorted(drawn)
+    assert len(drawn) == 2 * 3
+
+
 @pytest.mark.parametrize(("name", "options"), [("kd3a", {}), ("shot", {}), ("fada", {"steps_per_round": 2})])
 def test_models_go_by_way_of_the_target(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     whole = options_of({"name": name, **options}, protocol=ADAPT)

@@ -24,9 +24,9 @@ WORK = {"a": 2, "b": 6, "c": 1, "d": 1}
 class Lossy(Fake):
     """An engine in which some sites do not answer, for a reason each."""
 
-    def __init__(self, missing: Mapping[str, TrainingDiverged | KindRefused], **options: Any) -> None:
+    def __init__(self, missing: Mapping[str, TrainingDiverged | KindRefused], round_: int = 0, **options: Any) -> None:
         super().__init__(numbered, **{"budget": BUDGET, **options})
-        self.gone = missing
+        self.gone, self.round = missing, round_
 
     def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Any, None, None]:
         for request in requests:
@@ -108,6 +108,38 @@ def test_an_absent_site_loses_the_mean_share_of_the_others() -> None:
     asked(where).drain()
     assert where.progress.used["b"] == 40
     assert where.exhausted()
+
+
+def test_only_drawn_sources_are_asked_and_the_others_are_charged() -> None:
+    """In the exchanges of a round the same ones, in their order; before the first round all."""
+    where = Lossy({}, per_round=2)
+    asked(where).drain()
+    assert where.progress.used == WORK
+    drawn = set()
+    for where.round in (1, 1, 2, 3, 4):
+        used = dict(where.progress.used)
+        where.ledger.settle()
+        replies = asked(where)
+        replies.drain()
+        assert replies.sites == where.drawn == tuple(site for site in BUDGET if site in where.drawn)
+        assert {entry.site for entry in where.ledger.entries} == set(where.drawn)
+        share = sum(WORK[site] / BUDGET[site] for site in where.drawn) / 2
+        for site, budget in BUDGET.items():
+            spent = where.progress.used[site] - used[site]
+            due = WORK[site] if site in where.drawn else round(share * budget)
+            assert spent == min(due, budget - used[site]) or site in where.drawn
+        drawn.add(where.drawn)
+    assert len(drawn) > 1
+    assert where.missing == {}
+    assert drawn == {Lossy({}, per_round=2, round_=number).drawn for number in (1, 2, 3, 4)}
+    assert drawn != {Lossy({}, per_round=2, seed=1, round_=number).drawn for number in (1, 2, 3, 4)}
+
+
+def test_what_is_charged_to_those_not_drawn_is_not_counted_as_trained() -> None:
+    where = Lossy({}, per_round=1, round_=1)
+    asked(where).drain()
+    (site,) = where.drawn
+    assert sum(where.progress.used.values()) - where.progress.undrawn == WORK[site]
 
 
 def test_a_budget_spreads_over_the_rounds() -> None:

@@ -27,8 +27,8 @@ from tiny import (
 from fedshift.data.domain import Domain
 from fedshift.data.site_data import SiteData
 from fedshift.experiment.runs.run_folder import RunFolder
-from fedshift.federation.federation import known_kinds
 from fedshift.federation.local.in_process import LocalFederation
+from fedshift.federation.messages import known_kinds
 from fedshift.federation.setting_json import setting_from, setting_recipe
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State

@@ -271,6 +271,7 @@ def _model(planned: PlannedRun, device: str) -> Network:
         quorum=engine.quorum,
         on_refusal=engine.on_refusal,
         sums_only=engine.sums_only,
+        per_round=planned.drawn,
     )
     start = Weights({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()})
     federation.screening = screening_of(method, start)

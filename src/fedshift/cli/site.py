@@ -21,7 +21,7 @@ from fedshift.deployment.site_file import SiteConfig, load_site, read_holding
 from fedshift.encryption import KEY_FILE, present_key
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.environment import resolve_device, versions
-from fedshift.federation.federation import known_kinds
+from fedshift.federation.messages import known_kinds
 from fedshift.federation.remote.policy import ACCURACY, MASKED, METRICS, SEALED, WEIGHTS, AuditLog
 from fedshift.methods import registry as methods
 

@@ -149,6 +149,7 @@ def _carry_out(
             targets=[site.name for site in plans if site.role == "target"],
             budget=site_budget(planned.budget, plans),
             rounds=max(1, planned.rounds),
+            per_round=planned.drawn,
             seed=run.seed,
             on_answer=watch.trained,
         )
@@ -163,11 +164,14 @@ def _check_sums(plan: DeployedPlan) -> None:
     """Raise UserError where a site takes part only in sums of more sites than a run has."""
     for planned in plan.runs if plan.experiment.engine.sums_only else ():
         sources = [site.name for site in planned.sites(planned.data) if site.role == "source"]
+        number = planned.drawn or len(sources)
         for site in sources:
-            if plan.agreed.smallest_sums[site] > len(sources):
+            if plan.agreed.smallest_sums[site] > number:
                 raise UserError(
                     f"site '{site}' takes part in sums of at least {plan.agreed.smallest_sums[site]} sites (rule "
-                    f"policy.smallest_sum), and only {len(sources)} train when '{planned.run.target}' is the target"
+                    f"policy.smallest_sum), and only {number} train "
+                    + ("in a round " if planned.drawn else "")
+                    + f"when '{planned.run.target}' is the target"
                 )
 
 

@@ -62,6 +62,18 @@ def rounds_needed(method: Method, training: Training, split: Split, budget: Mapp
     return max(0, *needed) if needed else training.rounds
 
 
+def trained_by_all(
+    method: Method, training: Training, split: Split, budget: Mapping[str, int], drawn: int | None
+) -> int:
+    """Mini-batches that all sites together train on in a run, if so many sources are drawn for each round."""
+    whole = sum(budget.values())
+    if drawn is None:
+        return whole
+    before = {site: _rounds_work(method.mini_batches, len(rows), training, 1)[0] for site, rows in split.train.items()}
+    in_rounds = sum(max(0, budget[site] - steps) for site, steps in before.items())
+    return whole - round(in_rounds * (1 - drawn / len(before)))
+
+
 def _work(trained: Trained, samples: int, training: Training, exchanges: int) -> int:
     """Mini-batches of a site in all rounds, and before the first; in the rounds an epoch has so many ``exchanges``."""
     if exchanges == 1:

@@ -20,7 +20,7 @@ from fedshift.evaluation.records import RunResult
 from fedshift.experiment.compatibility import check_fit
 from fedshift.experiment.config.experiment import Experiment, method_record
 from fedshift.experiment.config.sections import SourceTarget
-from fedshift.experiment.costs import DryRun, Spent, dry_run_of, spent_by_experiment, traffic
+from fedshift.experiment.costs import DryRun, Spent, dry_run_of, spent_by_experiment, traffic, trained_of
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan, PlannedRun
@@ -234,9 +234,10 @@ def _need(planned: PlannedRun, network: Network, per_batch: float, dry: DryRun |
     sites = 1 if method.pooled else len(planned.split.train)
     speed_up = engine.parallel_runs * min(engine.workers, sites)
     cost = method.cost_of(planned.plan.data.input_shape)
-    seconds = sum(planned.budget.values()) * per_batch * cost / speed_up
+    trained = trained_of(planned)
+    seconds = trained * per_batch * cost / speed_up
     sent = traffic(planned, network, dry) if dry is not None else None
-    return _Need(planned.rounds, planned.mini_batches, _per_round(planned), seconds, sent)
+    return _Need(planned.rounds, round(trained / len(planned.split.train)), _per_round(planned), seconds, sent)
 
 
 def _per_round(planned: PlannedRun) -> float:
@@ -245,7 +246,8 @@ def _per_round(planned: PlannedRun) -> float:
     if method.pooled or method.supervised_target:
         return planned.mini_batches / max(1, planned.rounds)
     epochs = [batches_per_epoch(len(rows), training.batch_size) for rows in planned.split.train.values()]
-    return sum(method.mini_batches(epoch, 2) - method.mini_batches(epoch, 1) for epoch in epochs) / len(epochs)
+    whole = sum(method.mini_batches(epoch, 2) - method.mini_batches(epoch, 1) for epoch in epochs) / len(epochs)
+    return whole if planned.drawn is None else whole * planned.drawn / len(epochs)
 
 
 def _method(method: Method, needs: Sequence[_Need], sealed: bool) -> MethodCheck:

@@ -17,6 +17,7 @@ from fedshift.experiment.costs import privacy_warnings
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.privacy import check_private
+from fedshift.experiment.protocol import check_drawn
 from fedshift.federation.secure.sums import SMALLEST_ROSTER
 from fedshift.methods import registry
 from fedshift.methods.base import Method
@@ -89,13 +90,15 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
             "trained network"
         )
     fewest = min(len(sources) for sources, _ in roles)
+    if (drawn := experiment.protocol.drawn(fewest)) is not None:
+        check_drawn(experiment.methods, engine.quorum, drawn, fewest)
     start = _start(experiment, data)
     fewest_unlabelled = 0 if unseen else min(len(others) for _, others in roles)
     for method in experiment.methods:
         if engine.routing == "sealed":
             check_routed(method)
         if engine.sums_only:
-            warnings += check_sums(method, fewest, fewest_unlabelled)
+            warnings += check_sums(method, fewest if drawn is None else drawn, fewest_unlabelled)
         if data.task not in method.tasks:
             known = {name: registry.method_class(name).tasks for name in registry.names()}
             # A wrapper has the tasks of the method that it wraps, so its class has no list of them.
@@ -118,7 +121,7 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
             _check_new_site(method, experiment, network)
         if method.robust is not None:
             for labelled, others in roles:
-                _check_rule(method, labelled, others, engine.quorum)
+                _check_rule(method, labelled, others, engine.quorum, drawn)
         if method.averaging.judges:
             _check_judged(method, experiment)
         refused = sorted(set(method.shares) & set(engine.refuse))
@@ -229,7 +232,7 @@ def check_sums(method: Method, sources: int, unlabelled: int = 0) -> tuple[str, 
 
     Args:
         method: of the run.
-        sources: the fewest labelled sites of a run.
+        sources: the fewest labelled sites of a round.
         unlabelled: the fewest sites without labels.
 
     Returns:
@@ -246,7 +249,7 @@ def check_sums(method: Method, sources: int, unlabelled: int = 0) -> tuple[str, 
         )
     if sources < SMALLEST_ROSTER:
         raise UserError(
-            f"engine.aggregation: secure needs {SMALLEST_ROSTER} labelled sites, here a run has {sources}: of "
+            f"engine.aggregation: secure needs {SMALLEST_ROSTER} labelled sites, here a round has {sources}: of "
             "two sites each would know the other's model from the sum"
         )
     if method.needs_target and unlabelled < SMALLEST_ROSTER:
@@ -315,14 +318,19 @@ def _check_judged(method: Method, experiment: Experiment) -> None:
         )
 
 
-def _check_rule(method: Method, sources: Sequence[str], others: Sequence[str], quorum: int | None) -> None:
-    """Raises UserError where a robust rule cannot work on the replies of these sites, or of those a quorum leaves."""
+def _check_rule(
+    method: Method, sources: Sequence[str], others: Sequence[str], quorum: int | None, drawn: int | None
+) -> None:
+    """Raises UserError where a robust rule cannot work on the replies of these sites, or of those a quorum leaves.
+
+    ``drawn`` is how many sources a round has, None where it has all.
+    """
     rule = method.robust
     assert rule is not None
     try:
         rule.check_sources(sources)
         for averaged in method.averages.values():
-            asked = len(sources if averaged.at == "sources" else others)
+            asked = (drawn or len(sources)) if averaged.at == "sources" else len(others)
             rule.check(asked)
             if quorum is not None:
                 try:

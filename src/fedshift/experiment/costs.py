@@ -12,6 +12,7 @@ from typing import Any
 from fedshift.data.domain import Domain, Rows
 from fedshift.data.site_data import batches_per_epoch
 from fedshift.evaluation.records import SitePrivacy
+from fedshift.experiment.budgets import trained_by_all
 from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site_runner import Setting, SitePlan
@@ -96,6 +97,7 @@ def dry_run_of(planned: PlannedRun, network: Network) -> DryRun:
         quorum=engine.quorum,
         on_refusal=engine.on_refusal,
         sums_only=engine.sums_only,
+        per_round=planned.drawn,
     )
 
 
@@ -106,6 +108,7 @@ def traffic(planned: PlannedRun, network: Network, dry: DryRun) -> Traffic:
         planned.budget[site] * len(rows) / batches_per_epoch(len(rows), size)
         for site, rows in {**split.train, **split.unlabelled}.items()
     )
+    share = trained_of(planned) / max(1, sum(planned.budget.values()))
     plan = RunPlan(
         dry=dry.of(planned.rounds),
         dry_samples={site: min(SAMPLES, len(rows)) for site, rows in split.train.items()},
@@ -114,10 +117,15 @@ def traffic(planned: PlannedRun, network: Network, dry: DryRun) -> Traffic:
         samples={site: len(rows) for site, rows in split.train.items()},
         targets=len(split.unlabelled),
         rounds=planned.rounds,
-        trained=round(trained),
+        trained=round(trained * share),
         sums_only=planned.experiment.engine.sums_only,
     )
     return planned.run.method.traffic(plan) + Traffic(up=sum(planned.pooled_bytes.values()), down=0)
+
+
+def trained_of(planned: PlannedRun) -> int:
+    """Mini-batches that all sites together train on in a run."""
+    return trained_by_all(planned.run.method, planned.experiment.training, planned.split, planned.budget, planned.drawn)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +208,11 @@ def privacy_warnings(plan: Plan) -> tuple[str, ...]:
             found.append(
                 f"training.privacy.delta: {privacy.delta:g} is not below 1/{size}, one over the samples of '{site}'"
             )
+    if plan.experiment.protocol.sites_per_round is not None:
+        found.append(
+            "protocol.sites_per_round: ε is that of a site which takes part in every round. That sites are drawn does "
+            "not lower it, since the coordinator knows who is drawn"
+        )
     if plan.experiment.data.shares:
         found.append(
             f"training.privacy: ε does not count the {' and '.join(plan.experiment.data.shares)} that sites send for a "

@@ -198,6 +198,11 @@ class PlannedRun:
         """Mini-batches that each site may train on."""
         return budgets(self.run.method, self.experiment.methods, self.experiment.training, self.split)
 
+    @property
+    def drawn(self) -> int | None:
+        """How many sources are drawn for each round; None: all take part."""
+        return self.experiment.protocol.drawn(len(self.split.train))
+
     @cached_property
     def rounds(self) -> int:
         """Rounds until the budget is used; 0 if it is used before the first round."""
@@ -233,8 +238,7 @@ class PlannedRun:
         Raises:
             UserError: the ε that is asked for cannot be reached.
         """
-        training = self.experiment.training
-        if training.privacy is None:
+        if (training := self.experiment.training).privacy is None:
             return {}
         return {
             site: site_privacy(training, site, len(rows), self.budget[site], grouped=self.plan.in_groups(site, rows))

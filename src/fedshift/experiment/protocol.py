@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -15,6 +15,8 @@ from fedshift.evaluation.summary import AVERAGE
 from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut, Protocol, SourceTarget
 from fedshift.federation.training import Training
 from fedshift.functional.poisoning import wrong_labels
+from fedshift.methods.base import Method
+from fedshift.methods.robust import Trust
 
 
 @dataclass(frozen=True)
@@ -223,6 +225,39 @@ def _cut(protocol: LeaveOneOut, domains: Mapping[str, Domain]) -> dict[str, Doma
         parts = [domain] if whole else cut(domain, protocol.sites_each, protocol.cut_by, protocol.label_skew)
         found.update((part.name, part) for part in parts)
     return found
+
+
+def check_drawn(methods: Sequence[Method], quorum: int | None, drawn: int, sources: int) -> None:
+    """Check that a round can do without the sources that are not drawn for it.
+
+    Args:
+        methods: of the experiment.
+        quorum: of its engine.
+        drawn: how many are drawn.
+        sources: the fewest sources of a run.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if drawn > sources:
+        raise UserError(f"protocol.sites_per_round: {drawn} of {sources} sources cannot be drawn; lower it")
+    if quorum is not None and quorum > drawn:
+        raise UserError(
+            f"engine.quorum: {quorum} sites must answer, but {drawn} are drawn for a round "
+            "(protocol.sites_per_round): lower it"
+        )
+    for method in methods:
+        if method.pooled or method.supervised_target:
+            why = "trains in one place, where no site can be drawn"
+        elif method.needs_target:
+            why = "weighs the models of all sources for its target in every round"
+        elif isinstance(method.robust, Trust):
+            why = f"compares all models with that of '{method.robust.trusted}', which may not be drawn"
+        else:
+            continue
+        raise UserError(
+            f"protocol.sites_per_round: {method.display} {why}: choose another method, or leave sites_per_round out"
+        )
 
 
 def with_wrong_labels(protocol: Protocol, data: DataSet, split: Split, seed: int) -> DataSet:

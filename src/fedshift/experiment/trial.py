@@ -52,6 +52,7 @@ def try_method(planned: PlannedRun, network: Network) -> None:
             rounds=max(1, planned.rounds),
             quorum=engine.quorum,
             on_refusal=engine.on_refusal,
+            per_round=planned.drawn,
         )
     except (UserError, TrainingDiverged):
         return  # `check` reports the first by itself; the second is of the samples, not of the method

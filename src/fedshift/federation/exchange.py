@@ -6,12 +6,12 @@ import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from fedshift.encryption import write_private
 from fedshift.errors import FedshiftError
 from fedshift.federation.message_files import mapped_message
-from fedshift.federation.messages import Content, Number, Reply, encode, pieces, reply_content
+from fedshift.federation.messages import Content, Number, PerSite, Reply, encode, pieces, reply_content
 from fedshift.federation.site import Envelope
 from fedshift.functional.averaging import MeanAccumulator
 from fedshift.weights import NamedTensors, Weights
@@ -29,6 +29,17 @@ class Request:
     site: str
     envelope: Envelope
     content: Mapping[str, Content]
+
+
+def content_for(site: str, name: str, value: Content | PerSite) -> Content:
+    """What ``site`` is sent of ``value``, the argument ``name`` of a call."""
+    if not isinstance(value, PerSite):
+        return value
+    if site not in value.of:
+        raise FedshiftError(
+            f"'{name}' differs between sites and has nothing for '{site}'; it is for {sorted(value.of)}"
+        )
+    return value.of[site]
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,16 @@ class Routed:
     field: str
     to: str
     argument: str
+
+
+class Screening(Protocol):
+    """Screens the replies of an exchange before the method reads them: robust aggregation."""
+
+    def screened(
+        self, call: str, content: Mapping[str, Content | PerSite], answers: Generator[tuple[str, R], None, None]
+    ) -> Generator[tuple[str, R], None, None]:
+        """The replies that the method reads: some may be left out, or have other models."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -12,9 +11,10 @@ from statistics import median_low
 from typing import Any, ClassVar, Literal, Protocol
 
 from fedshift.errors import FedshiftError, KindRefused, ReplyRefused, TrainingDiverged, nearest
-from fedshift.federation.exchange import Answer, Mean, Missing, R, Replies, Request, Routed
+from fedshift.federation.exchange import Answer, Mean, Missing, R, Replies, Request, Routed, Screening, content_for
 from fedshift.federation.ledger import Ledger
-from fedshift.federation.messages import KINDS, NUMBERS, Content, PerSite, Reply, promised_kinds, reply_content
+from fedshift.federation.messages import Content, PerSite, Reply, promised_kinds, reply_content
+from fedshift.federation.randomness import sources_of_round
 from fedshift.federation.replies.checks import ReplyCheck, reply_type
 from fedshift.federation.reply_bounds import About, Bounds
 from fedshift.federation.secure.sums import SMALLEST_ROSTER, By, SumOnly, Total, Weighing, contribution, threshold
@@ -52,22 +52,16 @@ class CallOwner(Protocol):
     def recipe(self) -> dict[str, Any]: ...
 
 
-class Screening(Protocol):
-    """Screens the replies of an exchange before the method reads them: robust aggregation."""
-
-    def screened(
-        self, call: str, content: Mapping[str, Content | PerSite], answers: Generator[tuple[str, R], None, None]
-    ) -> Generator[tuple[str, R], None, None]:
-        """The replies that the method reads: some may be left out, or have other models."""
-        ...
-
-
 @dataclass
 class Progress:
-    """What a checkpoint stores of a federation: the number of exchanges, and the mini-batches used at each site."""
+    """What a checkpoint stores of a federation: the number of exchanges, and the mini-batches used at each site.
+
+    Those of rounds for which a source was not drawn are among the used ones; ``undrawn`` is their sum over the sites.
+    """
 
     exchange: int = 0
     used: dict[str, int] = field(default_factory=dict)
+    undrawn: int = 0
 
 
 class Federation(ABC):
@@ -89,6 +83,7 @@ class Federation(ABC):
         on_refusal: whether a site that refuses to send a kind may take part, which `SiteRunner` asks before training.
         on_answer: called with each site that answered and the mini-batches it trained on.
         sums_only: whether replies that hold models are read only as sums (secure aggregation).
+        per_round: sources that are drawn for each round, the others are not asked; None: all take part.
     """
 
     checks_replies: ClassVar[bool] = False
@@ -107,6 +102,7 @@ class Federation(ABC):
         on_refusal: OnRefusal = "stop",
         on_answer: Callable[[str, int], None] | None = None,
         sums_only: bool = False,
+        per_round: int | None = None,
     ) -> None:
         self.method = method
         self.checks = ReplyCheck(method, about)
@@ -120,12 +116,14 @@ class Federation(ABC):
         self.rounds = rounds
         self.seed = seed
         self.sums_only = sums_only
+        self.per_round = per_round
         self.ledger = Ledger()
         self.progress = Progress(used=dict.fromkeys((*sources, *targets), 0))
         self.round = 0
         self.screening: Screening | None = None
         self._on_answer = on_answer or (lambda site, mini_batches: None)
         self._open: Replies[Any] | None = None
+        self._undrawn: tuple[str, ...] = ()
 
     @abstractmethod
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
@@ -151,6 +149,13 @@ class Federation(ABC):
         if any(files.values()):
             raise FedshiftError(f"{type(self).__name__} cannot restore what sites remember")
 
+    @property
+    def drawn(self) -> tuple[str, ...]:
+        """The sources that take part in this round; before the first round, all do."""
+        if self.per_round is None or self.round == 0:
+            return self.sources
+        return sources_of_round(self.sources, self.per_round, self.seed, self.round)
+
     def exhausted(self) -> bool:
         """Whether every site has used its whole budget."""
         return all(self.progress.used[site] >= self.budget[site] for site in self.progress.used)
@@ -162,7 +167,8 @@ class Federation(ABC):
     def ask(self, call: Callable[..., R], *, to: Sequence[str], **content: Content | PerSite) -> Replies[R]:
         """Run a call of the method at some sites and return one reply from each.
 
-        The call runs when its reply is read, at the latest before the next exchange.
+        The call runs when its reply is read, at the latest before the next exchange. Sources that are not drawn for
+        this round are not asked.
 
         Args:
             call: a bound method of this run's method, ``call(site, **content) -> Reply``.
@@ -180,19 +186,22 @@ class Federation(ABC):
         if getattr(call, "__self__", None) is not self.method.call_owner(call.__name__):
             raise FedshiftError("ask takes a call of the method itself, such as self.fit")
         self.progress.exchange += 1
+        absent = set(self.sources).difference(self.drawn)
+        self._undrawn = tuple(site for site in to if site in absent)
+        to = tuple(site for site in to if site not in absent)
         if self.sums_only and "weights" in promised_kinds(reply_type(self.method, call.__name__)).values():
             if len(to) < SMALLEST_ROSTER:
                 raise FedshiftError(
                     f"secure aggregation sums the replies of at least {SMALLEST_ROSTER} sites; {call.__name__} asks "
                     f"{len(to)}"
                 )
-            sums: Replies[R] = SumOnly(tuple(to), lambda by: self.summed(call.__name__, tuple(to), content, by))
+            sums: Replies[R] = SumOnly(to, lambda by: self.summed(call.__name__, to, content, by))
             self._open = sums
             return sums
-        answers: Generator[tuple[str, R], None, None] = self._exchange(call.__name__, tuple(to), content)
+        answers: Generator[tuple[str, R], None, None] = self._exchange(call.__name__, to, content)
         if self.screening is not None:
             answers = self.screening.screened(call.__name__, content, answers)
-        replies = Replies(tuple(to), answers)
+        replies = Replies(to, answers)
         self._open = replies
         return replies
 
@@ -238,7 +247,7 @@ class Federation(ABC):
     ) -> Generator[tuple[str, Any], None, None]:
         number = self.progress.exchange
 
-        own = {site: {name: _content_for(site, name, value) for name, value in content.items()} for site in to}
+        own = {site: {name: content_for(site, name, value) for name, value in content.items()} for site in to}
 
         def requests() -> Iterator[Request]:
             for site in to:
@@ -269,7 +278,7 @@ class Federation(ABC):
             self._worked(answer.site, answer.mini_batches)
             yield answer.site, answer.reply
             del answer  # before the next is read
-        for site in missing:
+        for site in (*missing, *self._undrawn):
             self.forfeit(site, spent)
 
     def _checked(
@@ -316,7 +325,7 @@ class Federation(ABC):
 
         Without the charge, the absent site would have work left when the others have used their budgets. No share
         counts as more than twice the median. Otherwise one site could claim that it spent everything, and the absent
-        site would lose its later rounds.
+        site would lose its later rounds. A source that is often not drawn is charged without rounding up each time.
 
         Args:
             site: the absent site.
@@ -326,24 +335,12 @@ class Federation(ABC):
             most = 2 * median_low(spent)
             mean = sum(min(share, most) for share in spent) / len(spent)
             left = max(0, self.budget.get(site, 0) - self.progress.used[site])
-            self._worked(site, min(left, math.ceil(self.budget.get(site, 0) * mean)))
+            due = self.budget.get(site, 0) * mean
+            undrawn = site in self._undrawn
+            charged = min(left, round(due) if undrawn else math.ceil(due))
+            self.progress.undrawn += charged if undrawn else 0
+            self._worked(site, charged)
 
     def _worked(self, site: str, mini_batches: int) -> None:
         self.progress.used[site] += mini_batches
         self._on_answer(site, mini_batches)
-
-
-def _content_for(site: str, name: str, value: Content | PerSite) -> Content:
-    """What ``site`` is sent of ``value``."""
-    if not isinstance(value, PerSite):
-        return value
-    if site not in value.of:
-        raise FedshiftError(
-            f"'{name}' differs between sites and has nothing for '{site}'; it is for {sorted(value.of)}"
-        )
-    return value.of[site]
-
-
-def known_kinds() -> tuple[str, ...]:
-    """Every kind of content, as a policy may name it."""
-    return tuple(itertools.chain(KINDS, (NUMBERS,)))

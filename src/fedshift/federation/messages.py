@@ -319,3 +319,8 @@ def unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         out[name] = tensor.clone(memory_format=torch.contiguous_format) if pointer in seen else tensor
         seen.add(pointer)
     return out
+
+
+def known_kinds() -> tuple[str, ...]:
+    """Every kind of content, as a policy may name it."""
+    return (*KINDS, NUMBERS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -22,6 +22,12 @@ def derive_seed(*parts: object) -> int:
 def generator(*parts: object) -> torch.Generator:
     """A generator seeded by `derive_seed`. It draws on the CPU, so every device gets the same batches."""
     return torch.Generator().manual_seed(derive_seed(*parts))
+
+
+def sources_of_round(sources: Sequence[str], number: int, seed: int, round_: int) -> tuple[str, ...]:
+    """The ``number`` sources that are drawn for a round, in their order. It depends on the seed and the round alone."""
+    chosen = torch.randperm(len(sources), generator=generator(seed, "sources of a round", round_))[:number]
+    return tuple(sources[place] for place in chosen.sort().values.tolist())
 
 
 @contextmanager

@@ -81,19 +81,22 @@ def about_sites(plans: Sequence[SitePlan], setting: Setting, network: Network) -
 class SiteRunner:
     """Holds one site and runs a method's calls at it."""
 
-    def __init__(self, plan: SitePlan, setting: Setting, memory: Sequence[str] = ()) -> None:
+    def __init__(
+        self, plan: SitePlan, setting: Setting, memory: Sequence[str] = (), network: Network | None = None
+    ) -> None:
         """Make the site.
 
         Args:
             plan: the site's data and role.
             setting: what all sites of the run have in common.
             memory: names of site memory that the engine itself uses, beside the method's.
+            network: what `Setting.build_network` gave; sites of one process can share it, since calls train copies.
 
         Raises:
             KindRefused: the site refuses a kind that the method declares, and the run may not continue without it.
         """
         device = torch.device(setting.device)
-        network = setting.build_network().to(device)
+        network = (setting.build_network() if network is None else network).to(device)
         self.refuse = {
             **dict.fromkeys(plan.refuse, f"engine.refuse_at.{plan.name}"),
             **dict.fromkeys(setting.refuse, "engine.refuse"),

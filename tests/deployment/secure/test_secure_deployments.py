@@ -58,6 +58,24 @@ def test_same_bits_as_the_local_engine_and_nothing_single_leaves(method: dict[st
     assert not list((there / name / "west" / "seed-0").glob("memory/**/*"))
 
 
+def test_a_sum_is_of_the_sites_that_are_drawn(tmp_path: Path) -> None:
+    """Also of sites that were not drawn for the run's first sum. A rule of larger sums refuses them."""
+    options = secure_options(training={"rounds": 4})
+    options["protocol"] |= {"sites_per_round": 3}
+    there, transport = deploy_secure(tmp_path, options, FIVE)
+    here = simulate_secure(tmp_path, options, FIVE)
+    assert same(model(here, "fedavg", "west"), model(there, "fedavg", "west"))
+    rosters = []
+    for program in transport.programs.values():
+        lines, _ = AuditLog.check(program.config.audit_log)
+        rosters += [tuple(line["roster"]) for line in lines if line["do"] == "step"]
+    assert {len(roster) for roster in rosters} == {3}
+    assert len(rosters) == 3 * 4
+    assert len(set(rosters)) > 1
+    with pytest.raises(UserError, match=r"policy\.smallest_sum.* only 3 train in a round"):
+        deploy_secure(tmp_path / "more", options, FIVE, smallest_sum=4)
+
+
 def losing(*lost: tuple[str, str, int]) -> Change:
     """Sites that are lost in the exchange of a kind (step, unmask) of a round."""
 

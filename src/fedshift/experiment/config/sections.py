@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -14,12 +14,15 @@ from pydantic import (
     NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
+    SerializerFunctionWrapHandler,
     field_validator,
+    model_serializer,
 )
 
 from fedshift.errors import nearest
 from fedshift.evaluation.records import SiteMetric
-from fedshift.federation.federation import OnRefusal, known_kinds
+from fedshift.federation.federation import OnRefusal
+from fedshift.federation.messages import known_kinds
 
 
 class Section(BaseModel):
@@ -28,10 +31,34 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class _OneTarget(Section):
-    """Base of the protocols in which each domain in turn is the target."""
+SitesPerRound = Annotated[int, Field(strict=True, ge=1)] | Annotated[float, Field(strict=True, gt=0, lt=1)]
+
+
+class _Protocol(Section):
+    """Base of the protocols."""
 
     kind: str = Field(description="the protocol")
+    sites_per_round: SitesPerRound | None = Field(
+        None,
+        description="sources that are drawn for each round: a number, or a share below 1; none: all take part",
+    )
+
+    def drawn(self, sources: int) -> int | None:
+        """How many of the ``sources`` of a run are drawn for each round; None: all take part."""
+        asked = self.sites_per_round
+        return asked if asked is None or isinstance(asked, int) else max(1, round(asked * sources))
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = plain(self)
+        if self.sites_per_round is None:  # private noise is drawn from the settings, which are those of earlier runs
+            written.pop("sites_per_round", None)
+        return written
+
+
+class _OneTarget(_Protocol):
+    """Base of the protocols in which each domain in turn is the target."""
+
     targets: Literal["all"] | tuple[str, ...] = Field("all", description="the domains that are the target in turn")
     seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Field(min_length=1)] = Field(
         (0, 1, 2), description="one run for each"
@@ -111,7 +138,7 @@ class AdaptToOne(_OneTarget):
 Names = Annotated[tuple[str, ...], Field(min_length=1)]
 
 
-class SourceTarget(Section):
+class SourceTarget(_Protocol):
     """Labelled and unlabelled sites train together, and both are measured. This shows whether both sides gain.
 
     Labelled sites are measured on their held-out samples. Unlabelled sites are measured on all their samples, on which

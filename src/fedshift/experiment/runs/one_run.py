@@ -34,6 +34,7 @@ def carry_out(context: Context, workers: Workers, planned: PlannedRun, folder: R
         "quorum": engine.quorum,
         "on_refusal": engine.on_refusal,
         "sums_only": engine.sums_only,
+        "per_round": planned.drawn,
         "on_answer": context.reporter.trained,
     }
     pool = workers.pool_for(shown)

@@ -142,6 +142,7 @@ class _RunLoop:
         state, header = found
         progress, ledger = self.federation.progress, self.federation.ledger
         progress.exchange, progress.used = header["exchange"], header["used"]
+        progress.undrawn = header.get("undrawn", 0)
         self.federation.budget.update(header.get("budget", {}))
         ledger.total = header["bytes"]
         self.seconds = header["seconds"]
@@ -227,6 +228,8 @@ class _RunLoop:
             report["robust"] = screened
             if self.screening is not None and self.screening.rule.one_model:
                 report.pop("aggregation_weights", None)  # one model took the place of all: no site's share counted
+        if self.federation.per_round is not None and state.round:
+            report["drawn"] = list(self.federation.drawn)
         if self.federation.missing:
             report["missing"] = dict(self.federation.missing)
             for reason in self.federation.missing.values():
@@ -255,6 +258,7 @@ class _RunLoop:
         header = {
             "exchange": federation.progress.exchange,
             "used": federation.progress.used,
+            "undrawn": federation.progress.undrawn,
             "budget": federation.budget,
             "bytes": federation.ledger.total,
             "seconds": self.seconds,
@@ -277,7 +281,8 @@ class _RunLoop:
 
     def _mini_batches(self) -> int:
         """Mini-batches so far per source: the mean over the sources, also if their samples are pooled."""
-        return round(sum(self.federation.progress.used.values()) / len(self.planned.split.train))
+        progress = self.federation.progress
+        return round((sum(progress.used.values()) - progress.undrawn) / len(self.planned.split.train))
 
     def _finish(self, network: Network, state: State) -> RunResult:
         """Write the model, the predictions and the result."""

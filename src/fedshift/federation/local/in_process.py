@@ -22,8 +22,8 @@ class LocalFederation(Federation):
     """Sites in this process, one after the other."""
 
     def __init__(self, plans: Sequence[SitePlan], setting: Setting, **options: Any) -> None:
-        runners = {plan.name: SiteRunner(plan, setting) for plan in plans}
-        network = next(iter(runners.values())).site.network
+        network = setting.build_network()
+        runners = {plan.name: SiteRunner(plan, setting, network=network) for plan in plans}
         super().__init__(
             setting.method,
             about=about_sites(plans, setting, network),

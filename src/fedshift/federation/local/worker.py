@@ -21,6 +21,7 @@ from fedshift.federation.setting_json import setting_from
 from fedshift.federation.site import Envelope
 from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner
 from fedshift.import_paths import CHILD, place_of
+from fedshift.models.network import Network
 from fedshift.models.registry import any_code
 
 Answer = tuple[dict[str, Any], dict[str, Any]]
@@ -31,10 +32,12 @@ class Worker:
 
     def __init__(self) -> None:
         self._setting: Setting | None = None
+        self._network: Network | None = None
         self._runners: dict[str, SiteRunner] = {}
 
     def setting(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
         self._setting, self._runners = setting_from(header["setting"], any_code), {}
+        self._network = self._setting.build_network()
         return {}, {}
 
     def site(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
@@ -48,7 +51,7 @@ class Worker:
         )
         refuse = frozenset(header["refuse"])
         plan = SitePlan(header["name"], header["role"], parts, unlabelled, held_out, refuse)
-        self._runners[plan.name] = SiteRunner(plan, self._setting)
+        self._runners[plan.name] = SiteRunner(plan, self._setting, network=self._network)
         return {}, {}
 
     def step(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, f
 
 from fedshift.chained_log import START, append_line, checked_lines, digest_of
 from fedshift.errors import FedshiftError, KindRefused, Refused, UserError, nearest
-from fedshift.federation.federation import known_kinds
-from fedshift.federation.messages import NUMBERS, Content, Masked, Sealed, leaves
+from fedshift.federation.messages import NUMBERS, Content, Masked, Sealed, known_kinds, leaves
 from fedshift.models import registry as networks
 from fedshift.weights import NamedTensors, Weights
 

@@ -81,7 +81,8 @@ class SecureFederation(RemoteFederation):
     # The first exchange: masked answers -------------------------------------------------------------------------------
 
     def summed(self, call: str, to: tuple[str, ...], content: Mapping[str, Content | PerSite], by: By) -> Mean:
-        self._fetch_keys(to)
+        # The first sum of a run decides who has a key, and other sources may be drawn for the next.
+        self._fetch_keys(to if self.per_round is None else self.sources)
         number = self.progress.exchange
         self._said = self._answered.get(f"{number}-{call}")
         sums: dict[Layout, SecureSum] = {}
