@@ -1,4 +1,4 @@
-"""The scikit-learn classifier: scikit-learn's own checks, sites, and the same weights as a run."""
+"""The scikit-learn estimators: scikit-learn's own checks, sites, and the same weights as a run."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import load_file
 from sklearn.base import clone
 from sklearn.model_selection import LeaveOneGroupOut, cross_val_score
+from sklearn.utils import check_array
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import fedshift
 from fedshift.errors import UserError
-from fedshift.estimator import FederatedClassifier, FederatedRegressor
+from fedshift.estimator import FederatedClassifier, FederatedRegressor, FederatedSurvival
 
 SITES = np.repeat(["a", "b", "c"], [20, 16, 24])
 TRAINING = {"rounds": 3, "batch_size": 8, "lr": 0.05}
@@ -138,3 +139,55 @@ def test_a_regressor_learns_at_each_site_and_is_scored_at_a_new_one() -> None:
     scores = cross_val_score(estimator, x, y, groups=SITES, cv=LeaveOneGroupOut(), params={"sites": SITES})
     assert min(scores) > 0.9
     assert estimator.fit(x, y, sites=SITES).predict(x[:2]) == pytest.approx(y[:2], rel=0.05)
+
+
+def survival(n: int = len(SITES)) -> tuple[np.ndarray, np.ndarray]:
+    """Samples whose first column doubles the hazard; some leave before the event."""
+    draws = np.random.default_rng(0)
+    x = draws.normal(size=(n, 3))
+    times, gone = 10 * draws.exponential(np.exp(-2 * x[:, 0])), draws.exponential(30, n)
+    made = np.zeros(n, dtype=[("cens", bool), ("time", float)])
+    made["cens"], made["time"] = times <= gone, np.minimum(times, gone)
+    return x, made
+
+
+class OnNumbers(FederatedSurvival):
+    """For scikit-learn's checks, whose y are numbers: every event was seen."""
+
+    def fit(self, X: Any, y: Any, sites: Any = None) -> OnNumbers:
+        return super().fit(X, all_seen(y), sites)
+
+    def score(self, X: Any, y: Any) -> float:
+        return super().score(X, all_seen(y))
+
+
+def all_seen(y: Any) -> np.ndarray:
+    if y is None:
+        raise ValueError("requires y to be passed, but the target y is None")
+    numbers = np.asarray(check_array(y, ensure_2d=False, dtype=None)).ravel().astype(float)
+    return np.array([(True, one) for one in numbers - numbers.min()], dtype=[("event", bool), ("time", float)])
+
+
+@pytest.mark.slow
+@parametrize_with_checks([OnNumbers(rounds=5)])
+def test_scikit_learn_accepts_the_one_of_survival(estimator: Any, check: Any) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        check(estimator)
+
+
+def test_survival_has_scikit_survivals_convention() -> None:
+    x, y = survival()
+    estimator = FederatedSurvival("fedprox", "linear", rounds=10)
+    scores = cross_val_score(estimator, x, y, groups=SITES, cv=LeaveOneGroupOut(), params={"sites": SITES})
+    assert min(scores) > 0.7
+    risks = estimator.fit(x, y, sites=SITES).predict(x)
+    utils = pytest.importorskip("lifelines.utils")
+    assert estimator.score(x, y) == pytest.approx(utils.concordance_index(y["time"], -risks, y["cens"]))
+    late = y.copy()
+    late["cens"] = False
+    for wrong, word in ((y["time"], "structured"), (late, "no event"), (y[["time", "cens"]], "structured")):
+        with pytest.raises(ValueError, match=word):
+            estimator.fit(x, wrong, sites=SITES)
+    with pytest.raises(ValueError, match="compared"):
+        estimator.score(x, late)

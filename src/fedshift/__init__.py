@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fedshift.api import check, load, results, run
     from fedshift.data.builders.own import OwnData
-    from fedshift.estimator import FederatedClassifier, FederatedRegressor
+    from fedshift.estimator import FederatedClassifier, FederatedRegressor, FederatedSurvival
     from fedshift.experiment.config.experiment import Experiment
     from fedshift.experiment.runs.context import Callback
     from fedshift.methods.base import Method
@@ -23,6 +23,7 @@ __all__ = [
     "Experiment",
     "FederatedClassifier",
     "FederatedRegressor",
+    "FederatedSurvival",
     "Method",
     "Model",
     "OwnData",
@@ -40,6 +41,7 @@ _MODULES = {
     "Callback": "fedshift.experiment.runs.context",
     "FederatedClassifier": "fedshift.estimator",
     "FederatedRegressor": "fedshift.estimator",
+    "FederatedSurvival": "fedshift.estimator",
     "Experiment": "fedshift.experiment.config.experiment",
     "Method": "fedshift.methods.base",
     "OwnData": "fedshift.data.builders.own",

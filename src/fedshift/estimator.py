@@ -1,4 +1,4 @@
-"""Federated training as a scikit-learn classifier and regressor."""
+"""Federated training as scikit-learn estimators: of classes, of a quantity, of the time to an event."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from sklearn.utils.validation import check_consistent_length, check_is_fitted, v
 
 from fedshift.data.builders.arrays import Arrays
 from fedshift.data.builders.in_memory import InMemory
+from fedshift.evaluation.tasks.survival import concordance
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.predict import from_weights
 from fedshift.experiment.runs.every_site import train_everywhere
@@ -25,7 +26,7 @@ ALL = "all"
 
 
 class _Federated(BaseEstimator):  # type: ignore[misc]
-    """What both estimators share: their options, and training."""
+    """What the estimators share: their options, and training."""
 
     def __init__(
         self,
@@ -55,9 +56,9 @@ class _Federated(BaseEstimator):  # type: ignore[misc]
 
         Args:
             X: features (n, d).
-            labels: class numbers, or quantities (n,).
+            labels: class numbers or quantities (n,), or times and events (n, 2).
             sites: the site of each sample (n,); None: all at one site.
-            names: the classes, or the name of a quantity.
+            names: the classes, or the name of what is predicted.
         """
         places = np.full(len(X), ALL) if sites is None else np.asarray(sites).astype(str)
         check_consistent_length(X, places)
@@ -234,3 +235,117 @@ class FederatedRegressor(RegressorMixin, _Federated):  # type: ignore[misc]
 
     def _task(self) -> dict[str, Any]:
         return {"task": "regression", "loss": self.loss}
+
+
+class FederatedSurvival(_Federated):
+    """A network that says who has an event sooner, trained across sites, with scikit-survival's interface.
+
+    ``y`` is a structured array with two fields: whether the event was seen (boolean), then the time until the event or
+    until the sample was seen last. `sksurv.util.Surv` makes such arrays; scikit-survival itself is not needed::
+
+        y = np.array([(True, 3.5), (False, 7.0)], dtype=[("event", bool), ("time", float)])
+
+    It is used as `FederatedClassifier` is. Sites train by Cox's partial likelihood, so a mini-batch should be large.
+
+    Args:
+        method: the name of a method for time_to_event, or a mapping of its name and options.
+        model: the name of a network, or a mapping of its name and options.
+        rounds: as ``training.rounds``.
+        batch_size: as ``training.batch_size``; a sample is compared with those of its own mini-batch.
+        lr: as ``training.lr``.
+        training: further fields of ``training``.
+        standardise: scale every column by mean and deviation, computed from sums of all sites.
+        random_state: the seed, or a random state that draws it.
+        device: where sites train, such as ``cpu``, ``cuda`` or ``auto``.
+
+    Attributes:
+        sites_: the sites that trained.
+        model_: the trained model, a `fedshift.Model`.
+        bytes_up_: bytes that left the sites, by kind.
+        n_iter_: the rounds that were done.
+    """
+
+    def __init__(
+        self,
+        method: str | Mapping[str, Any] = "fedavg",
+        model: str | Mapping[str, Any] = "mlp",
+        *,
+        rounds: int = 40,
+        batch_size: int = 256,
+        lr: float = 0.1,
+        training: Mapping[str, Any] | None = None,
+        standardise: bool = True,
+        random_state: int | np.random.RandomState | None = 0,
+        device: str = "cpu",
+    ) -> None:
+        super().__init__(
+            method,
+            model,
+            rounds=rounds,
+            batch_size=batch_size,
+            lr=lr,
+            training=training,
+            standardise=standardise,
+            random_state=random_state,
+            device=device,
+        )
+
+    def fit(self, X: Any, y: Any, sites: Any = None) -> Self:
+        """Train on samples at sites.
+
+        Args:
+            X: features (n, d).
+            y: events and times, structured (n,).
+            sites: the site of each sample (n,); None: all at one site.
+
+        Raises:
+            ValueError: the samples, events, times or sites are not what scikit-survival's estimators take.
+            UserError: an option, the method or the network does not fit.
+            TrainingDiverged: weights or losses are no longer finite.
+        """
+        X = validate_data(self, X)
+        labels = _times_and_events(y)
+        check_consistent_length(X, labels)
+        if not labels[:, 1].any():
+            raise ValueError("y holds no event: who has one sooner cannot be learned from such samples")
+        self._train(X, labels.astype(np.float32), sites, ("event",))
+        return self
+
+    def predict(self, X: Any) -> npt.NDArray[Any]:
+        """The risk of each sample (n,), larger where the event is said to be sooner: the log of a relative hazard."""
+        check_is_fitted(self)
+        return self.model_.predict(validate_data(self, X, reset=False))
+
+    def score(self, X: Any, y: Any) -> float:
+        """Harrell's concordance of the predictions, from 0 to 1; 0.5 is chance.
+
+        Raises:
+            ValueError: no two samples can be compared.
+        """
+        labels = _times_and_events(y)
+        found = concordance(self.predict(X), labels)
+        if found is None:
+            raise ValueError("y: no two samples can be compared, since no event was seen before another time")
+        return found / 100
+
+    def _task(self) -> dict[str, Any]:
+        return {"task": "time_to_event"}
+
+
+def _times_and_events(y: Any) -> npt.NDArray[np.float64]:
+    """Times, and events as 0 or 1, (n, 2), of scikit-survival's structured array.
+
+    Raises:
+        ValueError: it is none.
+    """
+    given = np.asarray(y)
+    fields = given.dtype.names or ()
+    if given.ndim != 1 or len(fields) != 2 or given[fields[0]].dtype.kind != "b":
+        raise ValueError(
+            "y must be a structured array with two fields, whether the event was seen (bool) and the time, as "
+            "sksurv.util.Surv.from_arrays makes it"
+        )
+    events, times = given[fields[0]], given[fields[1]].astype(np.float64)
+    if not (np.isfinite(times) & (times >= 0)).all():
+        raise ValueError("y: times must be finite and 0 or more")
+    return np.stack([times, events.astype(np.float64)], axis=1)

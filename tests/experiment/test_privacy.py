@@ -15,6 +15,7 @@ from calling import Cli
 from small import Stop, StopAfter, experiment, features, outcome, save, sites, write
 
 import fedshift
+from fedshift.errors import UserError
 from fedshift.evaluation.records import RunResult
 
 # Importing it takes longer than these tests, and would be done by every worker.
@@ -74,6 +75,33 @@ def test_a_result_has_its_privacy_and_a_table_shows_it(tmp_path: Path, cli: Cli)
     (other,) = (tmp_path / "runs").rglob("model.safetensors")
     (own,) = (tmp_path / "whole").rglob("model.safetensors")
     assert own.read_bytes() != other.read_bytes()
+
+
+@pytest.mark.parametrize("task", ["regression", "multi_label", "time_to_event"])
+def test_a_task_trains_privately_if_its_loss_is_a_mean_over_samples(tmp_path: Path, task: str) -> None:
+    """Much noise moves the model, and no loss is written. Cox's likelihood has no part of each sample."""
+    draws = np.random.default_rng(0)
+    held = {}
+    for site in "abc":
+        x = draws.normal(size=(24, 3)).astype(np.float32)
+        y = {"regression": x[:, 0], "multi_label": x > 0, "time_to_event": np.stack([np.exp(x[:, 0]), x[:, 1] > 0], 1)}
+        held[site] = (x, y[task].astype(np.float32))
+    options = private(tmp_path) | {
+        "data": {"sites": held, "task": task},
+        "protocol": {"targets": ["a"], "seeds": [0]},
+        "methods": ["fedavg", "alone"],
+    }
+    if task == "time_to_event":
+        with pytest.raises(UserError, match=r"training\.privacy: Cox"):
+            fedshift.check(options)
+        return
+    found = []
+    for noise in (1e-3, 4.0):
+        options["training"]["privacy"] = {"noise_multiplier": noise, "delta": 0.01}
+        run = fedshift.run(options, tmp_path / str(noise))
+        found.append(run.predict(held["a"][0], method="fedavg"))
+        assert all(result.privacy for result in run.runs)
+    assert not np.array_equal(found[0], found[1])
 
 
 def grouped(folder: Path) -> dict[str, str]:

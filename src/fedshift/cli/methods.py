@@ -12,7 +12,7 @@ from rich.text import Text
 from fedshift.cli.console import escape, safe_console
 from fedshift.cli.fields import options_table, written
 from fedshift.methods.advice import GROUPS
-from fedshift.methods.catalogue import ENTRIES, ROUTED, RULES
+from fedshift.methods.catalogue import ENTRIES, NEEDS_CLASSES, ROUTED, RULES
 from fedshift.methods.settings import PAPER
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def _group(title: str, members: Mapping[str, str]) -> Table:
         options += ["local"] if entry.local else []
         facts = [
             entry.citation,
-            "for: " + ", ".join(entry.tasks),
+            "for: " + ", ".join(entry.tasks) + (f" ({NEEDS_CLASSES[name]})" if name in NEEDS_CLASSES else ""),
             "leaves a site: " + ", ".join(entry.shares),
             f"the server reads: {entry.reads}" + (SEALABLE if name in ROUTED else ""),
             "goes with: " + (", ".join(options) or "none of robust, server, local"),

@@ -16,12 +16,12 @@ from fedshift.experiment.config.sections import LeaveOneOut, SourceTarget
 from fedshift.experiment.costs import privacy_warnings
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.plan import Plan
-from fedshift.experiment.privacy import check_private
+from fedshift.experiment.privacy import check_private, check_private_task
 from fedshift.experiment.protocol import check_drawn
 from fedshift.federation.secure.sums import SMALLEST_ROSTER
 from fedshift.methods import registry
 from fedshift.methods.base import Method
-from fedshift.methods.catalogue import ROUTED, SUMS
+from fedshift.methods.catalogue import NEEDS_CLASSES, ROUTED, SUMS
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.models import registry as models
 from fedshift.models.adapters import check_adapters, merged
@@ -56,11 +56,8 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
                 "encoding: take the kind out or choose another data set"
             )
     private = experiment.training.privacy is not None
-    if private and data.task != "classification":
-        raise UserError(
-            f"training.privacy: only classification trains privately so far, and the data are for {data.task}: leave "
-            "it out"
-        )
+    if private:
+        check_private_task(data)
     if isinstance(experiment.protocol, SourceTarget) and data.preprocessing.objective is not None:
         raise UserError(
             f"protocol.kind: source_target compares by the harmonic mean of two accuracies, which {data.task} has not: "
@@ -104,8 +101,8 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
             # A wrapper has the tasks of the method that it wraps, so its class has no list of them.
             fitting = [name for name, tasks in known.items() if isinstance(tasks, tuple) and data.task in tasks]
             raise UserError(
-                f"methods: {method.display} is a method for {' and '.join(method.tasks)}, but data set {data.name} is "
-                f"for {data.task}: choose {', '.join(fitting)}"
+                f"methods: {method.display} is a method for {' and '.join(method.tasks)}{_why(method)}, but data set "
+                f"{data.name} is for {data.task}: choose {', '.join(fitting)}"
             )
         for sources in sorted(numbers):
             plain = None
@@ -142,6 +139,12 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
     return (*warnings, *privacy_warnings(plan))
 
 
+def _why(method: Method) -> str:
+    """Why it is for classification alone, where its equations say so."""
+    reason = NEEDS_CLASSES.get(getattr(method, "inner", method).name)
+    return f", because {reason}" if reason else ""
+
+
 def _starts_at_random(model: NetworkOptions) -> bool:
     """Whether a network could have pre-trained weights and has none; False for a user's own code."""
     if not isinstance(model, OwnNetwork):
@@ -158,6 +161,7 @@ def _start(experiment: Experiment, data: DataSet) -> Network:
     start = experiment.training.network(experiment.model, data.input_shape, len(data.classes), 0)
     if experiment.training.adapters is not None:
         check_adapters(start, data.input_shape)
+    start.objective = objective_of(data.preprocessing)
     return start
 
 

@@ -301,8 +301,8 @@ def _networks(method: Method, options: NetworkOptions, metadata: Mapping[str, An
     """The network that the sites of the run trained, and the one that predicts."""
     sources = len(metadata["sources"])
     built = models.build(options, tuple(metadata["input_shape"]), len(metadata["classes"]), 0)
+    built.objective = objective_of(Preprocessing.model_validate(metadata["preprocessing"]))
     trained = method.adapt_network(built, sources)
-    trained.objective = objective_of(Preprocessing.model_validate(metadata["preprocessing"]))
     return trained, method.evaluated_network(trained, sources)
 
 

@@ -7,6 +7,8 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from fedshift.data.domain import DataSet
+from fedshift.data.tasks.objective import objective_of
 from fedshift.errors import UserError
 from fedshift.evaluation.records import SitePrivacy
 from fedshift.federation.private_training import check_network
@@ -69,6 +71,24 @@ def draws_of(privacy: Mapping[str, SitePrivacy], identity: Mapping[str, Any]) ->
     of["data"] = {key: value for key, value in of["data"].items() if key not in ("root", "sites")}  # paths
     run = hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()
     return {site: Draws(one.noise_multiplier, f"{run} {site}") for site, one in privacy.items()}
+
+
+def check_private_task(data: DataSet) -> None:
+    """Check that what is learned has a loss of each sample, whose gradient can be clipped.
+
+    Raises:
+        UserError: it has not.
+    """
+    if data.task == "segmentation":
+        raise UserError(
+            "training.privacy: the Dice loss of a mini-batch is no mean of a loss of each sample, so no sample's "
+            "gradient can be clipped: leave it out"
+        )
+    if not objective_of(data.preprocessing).by_sample:
+        raise UserError(
+            "training.privacy: Cox's partial likelihood compares a sample with the others of its mini-batch, so no "
+            f"sample's gradient can be clipped, and the data are for {data.task}: leave it out"
+        )
 
 
 def check_private(method: Method, network: Network, input_shape: tuple[int, ...]) -> None:

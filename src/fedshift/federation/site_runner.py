@@ -64,9 +64,8 @@ class Setting:
     def build_network(self) -> Network:
         """The network that the method trains, with weights drawn from the seed; the same in every process."""
         network = self.training.network(self.network, self.input_shape, self.classes, self.seed)
-        network = self.method.adapt_network(network, self.sources)
         network.objective = objective_of(self.preprocessing)
-        return self.training.prepared(network)
+        return self.training.prepared(self.method.adapt_network(network, self.sources))
 
 
 def about_sites(plans: Sequence[SitePlan], setting: Setting, network: Network) -> dict[str, About]:

@@ -99,7 +99,7 @@ _EACH_MODEL = ("norm_clipping", "krum")
 ENTRIES: Mapping[str, Entry] = {
     "deepall": pooled("deepall:DeepAll", "Li et al., ICCV 2017", tasks=ALL_TASKS),
     "fedavg": federated("fedavg:FedAvg", "McMahan et al., AISTATS 2017", tasks=ALL_TASKS),
-    "recipe": federated("recipe:Recipe", "fedshift 2026", tasks=("classification", "segmentation")),
+    "recipe": federated("recipe:Recipe", "fedshift 2026", tasks=ALL_TASKS),
     "fedprox": federated("fedprox:FedProx", "Li et al., MLSys 2020", tasks=ALL_TASKS),
     "scaffold": federated("scaffold:Scaffold", "Karimireddy et al., ICML 2020", tasks=ALL_TASKS),
     "fednova": federated("fednova:FedNova", "Wang et al., NeurIPS 2020", reads="models", rules=(), tasks=ALL_TASKS),
@@ -108,7 +108,7 @@ ENTRIES: Mapping[str, Entry] = {
     "fedbn": federated("fedbn:FedBN", "Li et al., ICLR 2021", tasks=ALL_TASKS),
     "silobn": federated("fedbn:SiloBN", "Andreux et al., MICCAI DCL 2020", tasks=ALL_TASKS),
     "fedsam": federated("fedsam:FedSAM", "Caldarola et al., ECCV 2022", ("asam",), tasks=ALL_TASKS),
-    "fediir": federated("fediir:FedIIR", "Guo et al., ICML 2023"),
+    "fediir": federated("fediir:FedIIR", "Guo et al., ICML 2023", tasks=WITHOUT_MASKS),
     "feddg_ga": federated(
         "feddg_ga:GeneralizationAdjustment", "Zhang et al., CVPR 2023", ("released",), reads="norms", tasks=ALL_TASKS
     ),
@@ -121,7 +121,7 @@ ENTRIES: Mapping[str, Entry] = {
         "elcfs:ELCFS", "Liu et al., CVPR 2021", ("released", "ccst_port", "light"), sends=("spectra",), tasks=ALL_TASKS
     ),
     "fedsr": federated("fedsr:FedSR", "Nguyen et al., NeurIPS 2022", ("released",)),
-    "fedl2r": federated("fedsr:FedL2R", "Nguyen et al., NeurIPS 2022", ("released",)),
+    "fedl2r": federated("fedsr:FedL2R", "Nguyen et al., NeurIPS 2022", ("released",), tasks=WITHOUT_MASKS),
     "fedcmi": federated("fedsr:FedCMI", "Nguyen et al., NeurIPS 2022", ("released",)),
     "fedadg": federated(
         "fedadg:FedADG", "Zhang et al., arXiv 2021", ("released", "released_vlcs", "least_squares"), local=False
@@ -136,18 +136,19 @@ ENTRIES: Mapping[str, Entry] = {
         ("batch_norm",),
         scenario="unseen target, or one without labels",
         reads="models",
+        tasks=WITHOUT_MASKS,
     ),
-    "jigen": pooled("jigen:JiGen", "Carlucci et al., CVPR 2019"),
+    "jigen": pooled("jigen:JiGen", "Carlucci et al., CVPR 2019", tasks=WITHOUT_MASKS),
     "masf": pooled("masf:MASF", "Dou et al., NeurIPS 2019"),
     "dger": pooled("dger:DGER", "Zhao et al., NeurIPS 2020"),
-    "dmg": pooled("dmg:DMG", "Chattopadhyay et al., ECCV 2020"),
+    "dmg": pooled("dmg:DMG", "Chattopadhyay et al., ECCV 2020", tasks=WITHOUT_MASKS),
     "fact": pooled("fact:FACT", "Xu et al., CVPR 2021", ("released",)),
-    "epi_fcr": pooled("epi_fcr:EpiFCR", "Li et al., ICCV 2019"),
-    "mixstyle": pooled("mixstyle:MixStyle", "Zhou et al., ICLR 2021"),
+    "epi_fcr": pooled("epi_fcr:EpiFCR", "Li et al., ICCV 2019", tasks=WITHOUT_MASKS),
+    "mixstyle": pooled("mixstyle:MixStyle", "Zhou et al., ICLR 2021", tasks=WITHOUT_MASKS),
     "eisnet": pooled("eisnet:EISNet", "Wang et al., ECCV 2020"),
-    "crossgrad": pooled("crossgrad:CrossGrad", "Shankar et al., ICLR 2018"),
-    "metareg": pooled("metareg:MetaReg", "Balaji et al., NeurIPS 2018"),
-    "feature_critic": pooled("feature_critic:FeatureCritic", "Li et al., ICML 2019"),
+    "crossgrad": pooled("crossgrad:CrossGrad", "Shankar et al., ICLR 2018", tasks=WITHOUT_MASKS),
+    "metareg": pooled("metareg:MetaReg", "Balaji et al., NeurIPS 2018", tasks=WITHOUT_MASKS),
+    "feature_critic": pooled("feature_critic:FeatureCritic", "Li et al., ICML 2019", tasks=WITHOUT_MASKS),
     "source_only": pooled("source_only:SourceOnly", "as in Feng et al., ICML 2021", tasks=ALL_TASKS),
     "oracle": federated(
         "oracle:Oracle",
@@ -190,6 +191,7 @@ ENTRIES: Mapping[str, Entry] = {
         reads="models",
         rules=_EACH_MODEL,
         local=False,
+        tasks=WITHOUT_MASKS,
     ),
     "mdfnet": federated(
         "mdfnet:MDFNet",
@@ -198,14 +200,34 @@ ENTRIES: Mapping[str, Entry] = {
         scenario="labelled and unlabelled sites",
         rules=("norm_clipping", "median", "trimmed_mean", "krum"),
     ),
-    "mdan": pooled("mdan:MDAN", "Zhao et al., NeurIPS 2018", scenario=_NO_LABELS),
+    "mdan": pooled("mdan:MDAN", "Zhao et al., NeurIPS 2018", scenario=_NO_LABELS, tasks=WITHOUT_MASKS),
     "m3sda": pooled("m3sda:M3SDA", "Peng et al., ICCV 2019", ("reimplementation",), scenario=_NO_LABELS),
     "dael": pooled("dael:DAEL", "Zhou et al., IEEE TIP 2021", scenario=_NO_LABELS),
-    "cmss": pooled("cmss:CMSS", "Yang et al., ECCV 2020", scenario=_NO_LABELS),
+    "cmss": pooled("cmss:CMSS", "Yang et al., ECCV 2020", scenario=_NO_LABELS, tasks=WITHOUT_MASKS),
     "dsbn": pooled("dsbn:DSBN", "Chang et al., CVPR 2019", scenario=_NO_LABELS),
     "cdan": pooled("cdan:CDAN", "Long et al., NeurIPS 2018", ("released",), scenario=_NO_LABELS),
     "srdc": pooled("srdc:SRDC", "Tang et al., CVPR 2020", ("released",), scenario=_NO_LABELS),
 }
+
+NEEDS_CLASSES: Mapping[str, str] = {
+    "fedsr": "its codes are drawn towards a reference of their class",
+    "fedcmi": "its codes are drawn towards a reference of their class",
+    "fedadg": "its generator makes features of a given class",
+    "masf": "it compares which classes are confused with each other",
+    "dger": "it weighs each class by how rare it is, and makes classifiers unsure among classes",
+    "fact": "its student learns the teacher's probabilities of classes",
+    "eisnet": "its triplets are of one class or of two",
+    "kd3a": "its teachers vote on the class of a sample",
+    "recipe_unlabelled": "the target learns from guessed classes",
+    "shot": "the target learns from guessed classes",
+    "mdfnet": "unlabelled sites learn from guessed classes",
+    "m3sda": "two classifiers are trained to differ in their probabilities of classes",
+    "dael": "experts learn from each other's probabilities and from guessed classes",
+    "dsbn": "it aligns the mean features of each class, and learns from guessed classes",
+    "cdan": "its domain classifier reads the probabilities of classes",
+    "srdc": "it clusters samples by class",
+}
+"""Why the equations of a method for classification alone need classes."""
 
 SUMS = tuple(name for name, entry in ENTRIES.items() if entry.reads == "sums")
 """The methods whose server reads only sums of the sites' models, so that secure aggregation can hide each of them."""

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from fedshift.data.tasks.objective import CLASSES, Objective
 from fedshift.federation.federation import Federation
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site import Site
@@ -52,10 +53,11 @@ def with_block(
 
 
 class Experts(nn.Module):
-    """One classifier per source domain on common features. The prediction is the mean of their softmax."""
+    """One classifier per source domain on common features. They answer together: with the mean of their softmax."""
 
-    def __init__(self, heads: Iterable[nn.Module]) -> None:
+    def __init__(self, heads: Iterable[nn.Module], objective: Objective = CLASSES) -> None:
         super().__init__()
+        self.objective = objective
         self.heads = nn.ModuleList(heads)
 
     def probabilities(self, features: Tensor) -> Tensor:
@@ -63,9 +65,8 @@ class Experts(nn.Module):
         return torch.stack([head(features) for head in self.heads]).softmax(2)
 
     def forward(self, features: Tensor) -> Tensor:
-        """The logarithm of the mean probabilities, (n, C). Its softmax is that mean."""
-        each = torch.stack([head(features) for head in self.heads]).log_softmax(2)
-        return each.logsumexp(0) - torch.tensor(float(len(self.heads))).log()
+        """What they say together, (n, C). For classes its softmax is the mean of their probabilities."""
+        return self.objective.together(torch.stack([head(features) for head in self.heads]))
 
 
 def with_experts(network: Network, number: int) -> Network:
@@ -83,7 +84,7 @@ def with_experts(network: Network, number: int) -> Network:
     """
     own = network.classifier
     others = (redrawn(own, derive_seed(network.seed, "expert", head)) for head in range(1, number))
-    return network.with_parts(network.features, Experts([own, *others]))
+    return network.with_parts(network.features, Experts([own, *others], network.objective))
 
 
 def redrawn(module: M, seed: int | None = None) -> M:

@@ -89,7 +89,7 @@ class Network(nn.Module):
         embedding_size: int | None = None,
         moved_to: str | None = None,
     ) -> Network:
-        """A network of these modules with this network's classes, stages and seed.
+        """A network of these modules with this network's classes, stages, seed and objective.
 
         Args:
             features: the new feature extractor.
@@ -106,7 +106,9 @@ class Network(nn.Module):
         }
         if embedding_size is not None:
             changed["embedding_size"] = embedding_size
-        return Network(features, classifier, **{**self.keywords, **changed})
+        made = Network(features, classifier, **{**self.keywords, **changed})
+        made.objective = self.objective
+        return made
 
     def with_stages(self, inputs: Tensor, names: Sequence[str]) -> tuple[Tensor, dict[str, Tensor]]:
         """One forward pass that also keeps the outputs of the named stages.

@@ -248,7 +248,7 @@ def test_phi_learns_through_the_inner_steps() -> None:
         (torch.randn(6, 4, dtype=torch.float64, generator=draws), torch.randint(3, (6,), generator=draws)) for _ in "ab"
     )
     phi = torch.rand(3, 4, dtype=torch.float64, generator=draws).requires_grad_(True)
-    assert torch.autograd.gradcheck(lambda p: metareg.episode_loss(task, [p], near, far, 0.2, 2), phi)
+    assert torch.autograd.gradcheck(lambda p: metareg.episode_loss(F.cross_entropy, task, [p], near, far, 0.2, 2), phi)
     assert all(parameter.grad is None for parameter in task.parameters())
 
 
@@ -261,7 +261,7 @@ def test_an_episode_by_hand() -> None:
     ahead.load_state_dict(task.state_dict())
     for _ in range(2):
         descend(F.cross_entropy(ahead(near[0]), near[1]) + (phi * ahead.weight.abs()).sum(), trainable(ahead), lr=0.2)
-    found = metareg.episode_loss(task, [phi], near, far, 0.2, 2)
+    found = metareg.episode_loss(F.cross_entropy, task, [phi], near, far, 0.2, 2)
     torch.testing.assert_close(found, F.cross_entropy(ahead(far[0]), far[1]))
 
 

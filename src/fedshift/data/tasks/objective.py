@@ -50,6 +50,10 @@ class Objective(BaseModel, ABC):
         """The loss with smoothed labels, where labels are classes; of others there is nothing to smooth."""
         return self.loss(outputs, labels)
 
+    def loss_of_some(self, chosen: Tensor, outputs: Tensor, labels: Tensor) -> Tensor:
+        """The loss of the ``chosen`` samples of a mini-batch, (n,) of booleans; 0 if none is chosen."""
+        return self.loss(outputs[chosen], labels[chosen]) if chosen.any() else outputs.sum() * 0.0
+
     @abstractmethod
     def scores(self, outputs: Tensor) -> Tensor:
         """What is told of each sample (n, outputs): probabilities, or values in the label's unit."""
@@ -87,6 +91,10 @@ class Classes(Objective):
 
     def smoothed(self, outputs: Tensor, labels: Tensor, smoothing: float) -> Tensor:
         return smoothed_cross_entropy(outputs, labels, smoothing)
+
+    def loss_of_some(self, chosen: Tensor, outputs: Tensor, labels: Tensor) -> Tensor:
+        losses = functional.cross_entropy(outputs, labels, reduction="none")
+        return (losses * chosen).sum() / chosen.sum().clamp_min(1)
 
     def said(self, scores: NDArray[Any], names: NDArray[Any]) -> NDArray[Any]:
         chosen: NDArray[Any] = names[scores.argmax(axis=1)]

@@ -12,6 +12,7 @@ import torch
 from pydantic import Field, PositiveFloat
 from torch import Tensor, nn
 
+from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.site import Batch, LossOf, PlugIn, Site
 from fedshift.functional.mixing import mixed_inputs, pasted
 from fedshift.methods.composition.mixstyle import beta
@@ -113,7 +114,7 @@ class _Mixup(_Mixed):
 class CutMixOption(LocalOption):
     """CutMix (Yun et al., ICCV 2019): a rectangle of x' lies on x, and λ is the share of pixels that stay."""
 
-    tasks = ("classification",)
+    tasks = WITHOUT_MASKS
     cost = 1.0
 
     name: Literal["cutmix"] = "cutmix"

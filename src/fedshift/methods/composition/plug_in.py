@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from pydantic import BaseModel, ConfigDict
 
-from fedshift.data.domain import Task
+from fedshift.data.domain import ALL_TASKS, Task
 from fedshift.errors import UserError
 from fedshift.federation.site import PlugIn, Site
 from fedshift.functional.jigsaw import GRID
@@ -26,7 +26,7 @@ class LocalOption(BaseModel, ABC):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
+    tasks: ClassVar[tuple[Task, ...]] = ALL_TASKS
     memory_names: ClassVar[tuple[str, ...]] = ()
     cost: ClassVar[float]
 

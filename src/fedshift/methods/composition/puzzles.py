@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
+from fedshift.data.domain import WITHOUT_MASKS
 from fedshift.federation.site import Batch, LossOf, PlugIn, Site
 from fedshift.functional.colour import grey
 from fedshift.functional.jigsaw import GRID, MOST, shuffled_tiles, tile_permutations
@@ -22,7 +23,7 @@ from fedshift.models.network import Network
 class JigsawOption(LocalOption):
     """JiGen's puzzles (Carlucci et al., CVPR 2019): ``L + α · CE(head(features), p)``. The head stays at its site."""
 
-    tasks = ("classification",)
+    tasks = WITHOUT_MASKS
     memory_names = ("jigsaw", "jigsaw_optimizer")
     cost = 1.1
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from fedshift.data.transforms import NamedAugmentation, augment, augment_with_masks
 from fedshift.federation.site import Batch, LossOf, PlugIn, Site
-from fedshift.functional.losses import task_loss
 from fedshift.functional.mixing import gradient_perturbed
 from fedshift.functional.spectra import amplitude, interpolated
 from fedshift.methods.composition.plug_in import LocalOption, check_images
@@ -142,5 +141,5 @@ class _LabelGradient(_SecondView):
     def view(self, batch: Batch) -> Tensor:
         assert self.model is not None
         probe = batch.inputs.detach().requires_grad_(True)
-        (gradient,) = torch.autograd.grad(task_loss(self.model(probe), batch.targets), probe)
+        (gradient,) = torch.autograd.grad(self.site.objective.loss(self.model(probe), batch.targets), probe)
         return gradient_perturbed(batch.inputs, gradient, self._size, self._clip)

@@ -41,11 +41,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
+from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.data.transforms import STRONG, NamedAugmentation, strong_view
+from fedshift.errors import UserError
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import PerSite, Reply
 from fedshift.federation.reply_bounds import About, Bounds, Count, Share, Tensors
@@ -92,6 +93,7 @@ class COPA(Method):
     citation: ClassVar[str] = "Wu and Gong, ICCV 2021"
     scenario: ClassVar[str] = "unseen target, or one without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "classifier")
+    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     averages: ClassVar[Averages] = {"fit": Averaged(("features",))}
     relative_cost: ClassVar[float] = 1.1
     settings: ClassVar[Settings] = {"batch_norm": {"hybrid_normalisation": False}}
@@ -118,6 +120,13 @@ class COPA(Method):
 
     def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return self.mini_batches(batches_per_epoch, rounds) if self.adaptation else 0
+
+    def check(self, network: Network) -> None:
+        if self.adaptation and network.objective.task != "classification":
+            raise UserError(
+                "copa: adaptation trains on the classes that the ensemble predicts at the target, and the data are for "
+                f"{network.objective.task}: leave adaptation out"
+            )
 
     def adapt_network(self, network: Network, sources: int) -> Network:
         return with_experts(hybrid_normalised(network) if self.hybrid_normalisation else network, sources)
@@ -176,7 +185,7 @@ class COPA(Method):
 
         def loss_of(batch: Batch) -> Tensor:
             found = model.features(batch.inputs)
-            return torch.stack([F.cross_entropy(head(found), batch.targets) for head in heads]).sum()
+            return torch.stack([site.objective.loss(head(found), batch.targets) for head in heads]).sum()
 
         loss = self._train(site, model, loss_of)
         site.memory["classifier"] = site.weights_of(heads[own])

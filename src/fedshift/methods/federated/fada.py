@@ -57,10 +57,10 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 
+from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.errors import UserError
 from fedshift.federation.exchange import Routed
 from fedshift.federation.federation import Federation
@@ -103,6 +103,7 @@ class FADA(Method):
     name: ClassVar[str] = "fada"
     citation: ClassVar[str] = "Peng et al., ICLR 2020"
     scenario: ClassVar[str] = "target without labels"
+    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     takes_plug_ins: ClassVar[bool] = False
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "disentangler")
     averages: ClassVar[Averages] = {"finish": Averaged()}
@@ -139,6 +140,11 @@ class FADA(Method):
         return with_block(network, square_layer, size=network.embedding_size, names=("generator", "invariant"))
 
     def check(self, network: Network) -> None:
+        if self.variant != "I" and network.objective.task != "classification":
+            raise UserError(
+                f"fada: variant {self.variant} takes as many clusters as there are classes, and III hides classes, but "
+                f"the data are for {network.objective.task}: write variant: I"
+            )
         self._check_generator(network)
 
     def _check_generator(self, network: Network) -> None:
@@ -273,7 +279,7 @@ class _Turn:
         loss = torch.zeros((), device=features.device)
         if self.site.role == "source":
             invariant = features if self._disentangler is None else self._disentangler.invariant(features)
-            loss = F.cross_entropy(self.model.classifier(invariant), batch.targets)
+            loss = self.site.objective.loss(self.model.classifier(invariant), batch.targets)
             self._losses.append(loss.detach())
         self._waiting = batch, features, loss
         return Features({"features": features.detach().cpu()})

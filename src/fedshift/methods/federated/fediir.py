@@ -26,11 +26,10 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor
 
-from fedshift.data.domain import Task
+from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply, Update
 from fedshift.federation.reply_bounds import About, Bounds, Tensors
@@ -55,7 +54,7 @@ class FedIIR(FedAvg):
 
     name: ClassVar[str] = "fediir"
     citation: ClassVar[str] = "Guo et al., ICML 2023"
-    tasks: ClassVar[tuple[Task, ...]] = ("classification",)
+    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     averages: ClassVar[Averages] = {
         "measure": Averaged(("gradient",), changes=("gradient",)),
         "fit_towards": Averaged(),
@@ -89,7 +88,8 @@ class FedIIR(FedAvg):
         for batch in site.all_batches():
             with torch.no_grad():
                 features = model.features(batch.inputs)
-            loss = F.cross_entropy(model.classifier(features), batch.targets, reduction="sum") / site.samples
+            share = len(batch.inputs) / site.samples
+            loss = share * site.objective.loss(model.classifier(features), batch.targets)
             for name, part in zip(total, torch.autograd.grad(loss, list(parameters.values())), strict=True):
                 total[name] += part
         return Gradient(Weights({name: value.cpu() for name, value in total.items()}))
@@ -112,7 +112,7 @@ class FedIIR(FedAvg):
         references = list(gradient.to(site.device).values())
 
         def loss(batch: Batch) -> Tensor:
-            plain = F.cross_entropy(model(batch.inputs), batch.targets)
+            plain = site.objective.loss(model(batch.inputs), batch.targets)
             if self.penalty_weight == 0:
                 return plain
             gradients = torch.autograd.grad(plain, parameters, create_graph=True)

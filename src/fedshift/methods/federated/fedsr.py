@@ -46,6 +46,7 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
+from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
 from fedshift.federation.randomness import generator
@@ -139,7 +140,7 @@ class _SimpleRepresentation(Method):
     def penalty(
         self, codes: Tensor, means: Tensor, scales: Tensor | None, labels: Tensor, references: References | None
     ) -> Tensor:
-        """What is added to the cross-entropy."""
+        """What is added to the task's loss."""
 
     # Server --------------------------------------------------------------------------------------------------------
 
@@ -151,7 +152,7 @@ class _SimpleRepresentation(Method):
     # Site ----------------------------------------------------------------------------------------------------------
 
     def fit(self, site: Site, weights: Weights) -> Update:
-        """Train with cross-entropy on sampled codes, and the penalties."""
+        """Train with the task's loss on sampled codes, and the penalties."""
         model = site.model(weights)
         backbone, encoder = _parts(model)
         references = encoder.references or self._own_references(site, encoder.width)
@@ -160,7 +161,7 @@ class _SimpleRepresentation(Method):
         def loss_of(batch: Batch) -> Tensor:
             means, scales = encoder.codes(backbone(batch.inputs))
             codes = means if scales is None else means + scales * _noise(means.shape, draws, means)
-            loss = F.cross_entropy(model.classifier(codes), batch.targets)
+            loss = site.objective.loss(model.classifier(codes), batch.targets)
             return loss + self.penalty(codes, means, scales, batch.targets, references)
 
         private = [references] if references is not None and encoder.references is None else []
@@ -188,6 +189,7 @@ class FedL2R(_SimpleRepresentation):
     """FedAvg with a penalty on the norm of codes, which implicitly aligns their distribution across sites."""
 
     name: ClassVar[str] = "fedl2r"
+    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     sampled: ClassVar[bool] = False
     settings: ClassVar[Settings] = {"released": {"norm": "norm", "independent_batches": True}}
 
@@ -237,6 +239,7 @@ class FedSR(FedL2R, FedCMI):
     """FedL2R and FedCMI together: codes that hold little more information than the class."""
 
     name: ClassVar[str] = "fedsr"
+    tasks: ClassVar[tuple[Task, ...]] = ("classification",)
     sampled: ClassVar[bool] = True
     settings: ClassVar[Settings] = {"released": {**FedL2R.settings["released"], **FedCMI.settings["released"]}}
 

@@ -34,7 +34,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field
 
-from fedshift.data.domain import Task
+from fedshift.data.domain import ALL_TASKS, Task
 from fedshift.data.transforms import Augmentation, NamedAugmentation
 from fedshift.federation.federation import Federation
 from fedshift.methods.base import State
@@ -55,7 +55,7 @@ class Recipe(FedAvg):
 
     name: ClassVar[str] = "recipe"
     citation: ClassVar[str] = "fedshift 2026"
-    tasks: ClassVar[tuple[Task, ...]] = ("classification", "segmentation")
+    tasks: ClassVar[tuple[Task, ...]] = ALL_TASKS
 
     augmentation: NamedAugmentation = Field(
         SHAPES, description="how images are changed: a preset's name, its parts, or none"

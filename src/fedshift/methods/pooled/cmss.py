@@ -27,10 +27,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 
+from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
 from fedshift.functional.adversarial import curriculum_weights, reverse_gradient, weighted_adversarial_loss
@@ -44,6 +44,7 @@ class CMSS(PooledAdaptation):
 
     name: ClassVar[str] = "cmss"
     citation: ClassVar[str] = "Yang et al., ECCV 2020"
+    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     relative_cost: ClassVar[float] = 1.3
 
     reversal: NonNegativeFloat = Field(1.0, description="strength of the gradient reversal, features and curriculum")
@@ -70,7 +71,7 @@ class CMSS(PooledAdaptation):
                 parts.discriminator(reverse_gradient(at_target, strength)),
                 chosen,
             )
-            return F.cross_entropy(model.classifier(features), labels) + adversarial
+            return site.objective.loss(model.classifier(features), labels) + adversarial
 
         return self.trained(site, self.with_target(site, steps), loss_of, model, parts)
 

@@ -23,6 +23,7 @@ Should reproduce: Rotated MNIST 86.03, 98.92, 98.60, 98.39, 98.68, 88.94 (94.93)
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, ClassVar
 
 import torch
@@ -30,6 +31,7 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 
+from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.mixing import gradient_perturbed
@@ -44,6 +46,7 @@ class CrossGrad(PooledTraining):
 
     name: ClassVar[str] = "crossgrad"
     citation: ClassVar[str] = "Shankar et al., ICLR 2018"
+    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     relative_cost: ClassVar[float] = 4.0
 
     perturbation: NonNegativeFloat = Field(1.0, description="ε: how far samples move (original code: 10)")
@@ -57,11 +60,11 @@ class CrossGrad(PooledTraining):
         domain_network = self.parts(site, lambda: with_classes(model, site.domains)).train()
 
         def loss_of(batch: Batch) -> Tensor:
-            by_label = _loss_and_gradient(model, batch.inputs, batch.targets)
-            by_domain = _loss_and_gradient(domain_network, batch.inputs, batch.domains)
+            by_label = _loss_and_gradient(site.objective.loss, model, batch.inputs, batch.targets)
+            by_domain = _loss_and_gradient(F.cross_entropy, domain_network, batch.inputs, batch.domains)
             towards_domain = gradient_perturbed(batch.inputs, by_domain[1], self.perturbation, self.clip)
             towards_label = gradient_perturbed(batch.inputs, by_label[1], self.perturbation, self.clip)
-            label = F.cross_entropy(model(towards_domain), batch.targets)
+            label = site.objective.loss(model(towards_domain), batch.targets)
             domain = F.cross_entropy(domain_network(towards_label), batch.domains)
             return (
                 (1 - self.label_share) * by_label[0]
@@ -79,9 +82,11 @@ def with_classes(network: Network, classes: int) -> Network:
     return fresh.with_parts(fresh.features, nn.Linear(network.embedding_size, classes))
 
 
-def _loss_and_gradient(network: Network, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy and its gradient by the inputs; the loss keeps its graph."""
+def _loss_and_gradient(
+    loss_of: Callable[[Tensor, Tensor], Tensor], network: Network, inputs: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The loss and its gradient by the inputs; the loss keeps its graph."""
     probe = inputs.detach().requires_grad_(True)
-    loss = F.cross_entropy(network(probe), labels)
+    loss = loss_of(network(probe), labels)
     (gradient,) = torch.autograd.grad(loss, probe, retain_graph=True)
     return loss, gradient

@@ -27,10 +27,11 @@ import itertools
 from typing import ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
+from fedshift.data.domain import WITHOUT_MASKS, Task
+from fedshift.data.tasks.objective import CLASSES, Objective
 from fedshift.federation.messages import Update
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site import Batch, Site
@@ -45,6 +46,7 @@ class DMG(PooledTraining):
 
     name: ClassVar[str] = "dmg"
     citation: ClassVar[str] = "Chattopadhyay et al., ECCV 2020"
+    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
     relative_cost: ClassVar[float] = 1.1
 
@@ -52,7 +54,8 @@ class DMG(PooledTraining):
 
     def adapt_network(self, network: Network, sources: int) -> Network:
         with drawn_from(derive_seed(network.seed, "masks")):
-            masked = MaskedClassifier(network.classifier, torch.rand(sources, network.embedding_size))
+            masks = torch.rand(sources, network.embedding_size)
+        masked = MaskedClassifier(network.classifier, masks, network.objective)
         return network.with_parts(network.features, masked)
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
@@ -62,21 +65,24 @@ class DMG(PooledTraining):
 
         def loss_of(batch: Batch) -> Tensor:
             logits = masked.under_own_mask(model.features(batch.inputs), batch.domains)
-            return F.cross_entropy(logits, batch.targets) + self.overlap_weight * overlap(masked.masks.sigmoid())
+            loss = site.objective.loss(logits, batch.targets)
+            return loss + self.overlap_weight * overlap(masked.masks.sigmoid())
 
         return self.trained(site, site.batches(steps=steps), loss_of, model)
 
 
 class MaskedClassifier(nn.Module):
-    """A classifier behind one mask per source; it answers with the mean probability under all of them.
+    """A classifier behind one mask per source; it answers with what is said under all of them together.
 
     Args:
         classifier: Reads the features.
         masks: The logits m̃, (K, d).
+        objective: What the classifier's outputs say.
     """
 
-    def __init__(self, classifier: nn.Module, masks: Tensor) -> None:
+    def __init__(self, classifier: nn.Module, masks: Tensor, objective: Objective = CLASSES) -> None:
         super().__init__()
+        self.objective = objective
         self.classifier = classifier
         self.masks = nn.Parameter(masks)
 
@@ -89,9 +95,8 @@ class MaskedClassifier(nn.Module):
         return logits
 
     def forward(self, features: Tensor) -> Tensor:
-        """The logarithm of the mean probability under every source's mask, (n, C): its softmax is the mean."""
-        each = torch.stack([self.classifier(features * mask) for mask in self.masks.sigmoid()]).log_softmax(2)
-        return each.logsumexp(0) - torch.tensor(float(len(self.masks))).log()
+        """The mean under every source's mask, (n, C). For classes its softmax is the mean of the probabilities."""
+        return self.objective.together(torch.stack([self.classifier(features * mask) for mask in self.masks.sigmoid()]))
 
 
 def overlap(masks: Tensor, smoothing: float = 1e-6) -> Tensor:

@@ -36,7 +36,6 @@ from fedshift.functional.jigsaw import MOST
 from fedshift.methods.composition.plug_in import check_tiles
 from fedshift.methods.composition.puzzles import Puzzles
 from fedshift.methods.composition.triplets import KeyQueue
-from fedshift.methods.pooled.jigen import mean_over
 from fedshift.methods.pooled.training import PooledTraining
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -84,8 +83,7 @@ class EISNet(PooledTraining):
             beta = self.metric_weight + (self.metric_weight_end - self.metric_weight) * self.progress(site)
             loss = self.jigsaw_weight * F.cross_entropy(parts.jigsaw(features), orders)
             loss = loss + beta * parts.triplet_loss(features, batch.targets, self.margin, self.hard_negatives)
-            classes = F.cross_entropy(model.classifier(features), batch.targets, reduction="none")
-            return loss + mean_over(orders == 0, classes)
+            return loss + site.objective.loss_of_some(orders == 0, model.classifier(features), batch.targets)
 
         loss = site.minimise(loss_of, model, parts, steps=steps, remember="optimizer")
         if stepped:

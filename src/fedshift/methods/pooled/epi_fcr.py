@@ -31,10 +31,10 @@ from contextlib import contextmanager
 from typing import Annotated, ClassVar, cast
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
+from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.methods.heads import redrawn
@@ -48,6 +48,7 @@ class EpiFCR(PooledTraining):
 
     name: ClassVar[str] = "epi_fcr"
     citation: ClassVar[str] = "Li et al., ICCV 2019"
+    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     relative_cost: ClassVar[float] = 2.5
 
     feature_weight: NonNegativeFloat = Field(
@@ -65,24 +66,26 @@ class EpiFCR(PooledTraining):
         parts = self.parts(site, lambda: Parts(model, site.domains)).train()
         draws = site.generator_for("pairs")
 
+        label_loss = site.objective.loss
+
         def loss_of(batches: tuple[Batch, ...]) -> Tensor:
             features = [model.features(batch.inputs) for batch in batches]
             labels = [batch.targets for batch in batches]
-            losses = [F.cross_entropy(model.classifier(f), y) for f, y in zip(features, labels, strict=True)]
-            losses += [F.cross_entropy(parts.of(j)(batch.inputs), batch.targets) for j, batch in enumerate(batches)]
+            losses = [label_loss(model.classifier(f), y) for f, y in zip(features, labels, strict=True)]
+            losses += [label_loss(parts.of(j)(batch.inputs), batch.targets) for j, batch in enumerate(batches)]
             loss = torch.stack(losses).sum() / len(batches)
             if self.progress(site) < self.warm_up:
                 return loss
             with frozen(parts):
-                said = [F.cross_entropy(parts.random(f), y) for f, y in zip(features, labels, strict=True)]
+                said = [label_loss(parts.random(f), y) for f, y in zip(features, labels, strict=True)]
                 loss = loss + self.random_weight * torch.stack(said).mean()
                 if len(batches) > 1:
                     pairs = list(itertools.permutations(range(len(batches)), 2))
                     i, j = pairs[int(torch.randint(len(pairs), (), generator=draws))]
                     partner = parts.of(j)
-                    loss = loss + self.feature_weight * F.cross_entropy(partner.classifier(features[i]), labels[i])
+                    loss = loss + self.feature_weight * label_loss(partner.classifier(features[i]), labels[i])
                     theirs = partner.features(batches[i].inputs)
-                    loss = loss + self.classifier_weight * F.cross_entropy(model.classifier(theirs), labels[i])
+                    loss = loss + self.classifier_weight * label_loss(model.classifier(theirs), labels[i])
             return loss
 
         return self.trained(site, self.of_sources(site, steps), loss_of, model, parts)

@@ -31,6 +31,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.meta_learning import utility, with_gradient
@@ -44,6 +45,7 @@ class FeatureCritic(PooledTraining):
 
     name: ClassVar[str] = "feature_critic"
     citation: ClassVar[str] = "Li et al., ICML 2019"
+    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts", "critic")
     relative_cost: ClassVar[float] = 3.0
 
@@ -67,7 +69,7 @@ class FeatureCritic(PooledTraining):
             train = [batch for number, batch in enumerate(batches) if number != test]
             inputs, labels = torch.cat([b.inputs for b in train]), torch.cat([b.targets for b in train])
             features = model.features(inputs)
-            loss = F.cross_entropy(model.classifier(features), labels)
+            loss = site.objective.loss(model.classifier(features), labels)
             if warm:
                 return loss
             return self.step_with_critic(model, critic, features, loss, batches[test], site.learning_rate)
@@ -104,9 +106,9 @@ class FeatureCritic(PooledTraining):
 
 
 def validation_loss(model: Network, features: dict[str, Tensor], batch: Batch) -> Tensor:
-    """Cross-entropy on a batch with other feature parameters and the classifier as it is."""
+    """The loss on a batch with other feature parameters and the classifier as it is."""
     found = functional_call(model.features, features, (batch.inputs,))
-    return F.cross_entropy(model.classifier(found), batch.targets)
+    return model.objective.loss(model.classifier(found), batch.targets)
 
 
 class Critic(nn.Sequential):

@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
+from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.jigsaw import MOST
@@ -44,6 +45,7 @@ class JiGen(PooledTraining):
 
     name: ClassVar[str] = "jigen"
     citation: ClassVar[str] = "Carlucci et al., CVPR 2019"
+    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     relative_cost: ClassVar[float] = 1.1
 
     jigsaw_weight: NonNegativeFloat = Field(0.7, description="α (code's default: 0.1)")
@@ -67,14 +69,7 @@ class JiGen(PooledTraining):
             inputs, orders = puzzles.of(batch.inputs)
             features = model.features(inputs)
             classified = orders == 0 if self.class_on == "ordered" else torch.ones_like(orders, dtype=torch.bool)
-            classes = mean_over(
-                classified, F.cross_entropy(model.classifier(features), batch.targets, reduction="none")
-            )
-            return classes + self.jigsaw_weight * F.cross_entropy(head(features), orders)
+            labels = site.objective.loss_of_some(classified, model.classifier(features), batch.targets)
+            return labels + self.jigsaw_weight * F.cross_entropy(head(features), orders)
 
         return self.trained(site, site.batches(steps=steps), loss_of, model, head)
-
-
-def mean_over(chosen: Tensor, losses: Tensor) -> Tensor:
-    """The mean of the chosen samples' losses; 0 if none is chosen. Both are (n,)."""
-    return (losses * chosen).sum() / chosen.sum().clamp_min(1)

@@ -30,10 +30,10 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 from torch import Tensor, nn
 
+from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
 from fedshift.functional.adversarial import combine_domains, domain_identifier_loss, reverse_gradient
@@ -46,6 +46,7 @@ class MDAN(PooledAdaptation):
 
     name: ClassVar[str] = "mdan"
     citation: ClassVar[str] = "Zhao et al., NeurIPS 2018"
+    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     relative_cost: ClassVar[float] = 1.1
 
     rule: Literal["dynamic", "maxmin"] = Field("dynamic", description="soft or hard version")
@@ -66,7 +67,7 @@ class MDAN(PooledAdaptation):
             source_losses, domain_losses = [], []
             for batch, identifier in zip(sources, identifiers, strict=True):
                 features = model.features(batch.inputs)
-                source_losses.append(F.cross_entropy(model.classifier(features), batch.targets))
+                source_losses.append(site.objective.loss(model.classifier(features), batch.targets))
                 at_source = reverse_gradient(features, self.reversal)
                 domain_losses.append(domain_identifier_loss(identifier(at_source), identifier(at_target)))
             return combine_domains(

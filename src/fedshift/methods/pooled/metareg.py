@@ -26,14 +26,15 @@ Should reproduce: Rotated MNIST 85.70, 98.87, 98.32, 98.58, 98.93, 89.44 (94.97)
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Annotated, ClassVar
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field, PositiveFloat, PositiveInt
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.averaging import weighted_average
@@ -49,6 +50,7 @@ class MetaReg(PooledTraining):
 
     name: ClassVar[str] = "metareg"
     citation: ClassVar[str] = "Balaji et al., NeurIPS 2018"
+    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts")
     relative_cost: ClassVar[float] = 1.5
 
@@ -87,11 +89,11 @@ class MetaReg(PooledTraining):
     def first_stage(
         self, model: Network, parts: Parts, batches: tuple[Batch, ...], rate: float, draws: torch.Generator
     ) -> Tensor:
-        """Cross-entropy of every T_i on its own domain, and for φ the loss of an episode."""
+        """The loss of every T_i on its own domain, and for φ the loss of an episode."""
         parts.keep_positive()
         features = [model.features(batch.inputs) for batch in batches]
         losses = [
-            F.cross_entropy(task(feature), batch.targets)
+            model.objective.loss(task(feature), batch.targets)
             for task, feature, batch in zip(parts.tasks, features, batches, strict=True)
         ]
         loss = torch.stack(losses).mean()
@@ -101,7 +103,8 @@ class MetaReg(PooledTraining):
         a, b = pairs[int(torch.randint(len(pairs), (), generator=draws))]
         near, far = ((features[number].detach(), batches[number].targets) for number in (a, b))
         penalties = list(parts.penalties)
-        later = episode_loss(parts.tasks[a], penalties, near, far, self.inner_rate or rate, self.inner_steps)
+        loss_of = model.objective.loss
+        later = episode_loss(loss_of, parts.tasks[a], penalties, near, far, self.inner_rate or rate, self.inner_steps)
         gradients = torch.autograd.grad(later, penalties)
         return loss + with_gradient(later, penalties, [self.regulariser_rate * gradient for gradient in gradients])
 
@@ -110,7 +113,7 @@ class MetaReg(PooledTraining):
         inputs, labels = torch.cat([b.inputs for b in batches]), torch.cat([b.targets for b in batches])
         penalties = [penalty.detach() for penalty in parts.penalties]
         regulariser = weighted_l1(regularised(dict(model.classifier.named_parameters())), penalties)
-        return F.cross_entropy(model(inputs), labels) + regulariser
+        return model.objective.loss(model(inputs), labels) + regulariser
 
 
 class Parts(nn.Module):
@@ -139,6 +142,7 @@ def regularised(parameters: dict[str, Tensor]) -> list[Tensor]:
 
 
 def episode_loss(
+    loss_of: Callable[[Tensor, Tensor], Tensor],
     task: nn.Module,
     penalties: list[Tensor],
     near: tuple[Tensor, Tensor],
@@ -149,6 +153,7 @@ def episode_loss(
     """L_b(β^l): a task network's loss at another domain after l steps with R_φ, differentiable by φ.
 
     Args:
+        loss_of: L, of outputs and labels.
         task: T_a; it does not change.
         penalties: φ.
         near: Features and labels of domain a.
@@ -158,8 +163,8 @@ def episode_loss(
     """
     ahead = {name: value.detach().requires_grad_(True) for name, value in task.named_parameters()}
     for _ in range(steps):
-        loss = F.cross_entropy(functional_call(task, ahead, (near[0],)), near[1])
+        loss = loss_of(functional_call(task, ahead, (near[0],)), near[1])
         loss = loss + weighted_l1(regularised(ahead), penalties)
         gradients = torch.autograd.grad(loss, list(ahead.values()), create_graph=True)
         ahead = inner_step(ahead, gradients, rate, second_order=True)
-    return F.cross_entropy(functional_call(task, ahead, (far[0],)), far[1])
+    return loss_of(functional_call(task, ahead, (far[0],)), far[1])

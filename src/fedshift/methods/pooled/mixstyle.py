@@ -24,11 +24,10 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-import torch.nn.functional as F
 from pydantic import Field, PositiveFloat
 from torch import Tensor
 
-from fedshift.data.domain import Task
+from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.errors import UserError, nearest
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
@@ -43,7 +42,7 @@ class MixStyle(DeepAll):
 
     name: ClassVar[str] = "mixstyle"
     citation: ClassVar[str] = "Zhou et al., ICLR 2021"
-    tasks: ClassVar[tuple[Task, ...]] = ("classification",)
+    tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     relative_cost: ClassVar[float] = 1.1
 
     probability: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="p: of mixing in a forward pass")
@@ -73,7 +72,7 @@ class MixStyle(DeepAll):
 
         def loss_of(batch: Batch) -> Tensor:
             mixer.domains = batch.domains
-            return F.cross_entropy(model(batch.inputs), batch.targets)
+            return site.objective.loss(model(batch.inputs), batch.targets)
 
         loss = site.minimise(loss_of, model, steps=steps, remember="optimizer")
         return Update(site.weights_of(model), site.samples, loss)
