@@ -43,6 +43,8 @@ ENTRIES = [
             },
             {"title": "curves", "kind": "rounds", "rows": {"FedAvg": "fedavg"}},
             {"title": "weights", "kind": "weights", "site": "D30", "rows": {"FedAvg": "fedavg"}},
+            {"title": "at D15", "kind": "rounds", "rows": {"FedAvg": {"method": "fedavg", "target": "D15"}}},
+            {"title": "a layer", "kind": "weights", "layer": "layer", "rows": {"FedAvg": {"method": "fedavg"}}},
         ],
     },
     {
@@ -77,7 +79,7 @@ def finish(folder: Path, method: str, target: str, seed: int, accuracy: float) -
             seconds=1.0,
             mini_batches=number,
             bytes={},
-            aggregation_weights={"D30": 0.25 * number},
+            aggregation_weights={"D30": 0.25 * number, "layer": {"D15": 0.1 * number, "D30": 0.2 * number}},
         )
         for number in (1, 2)
     ]
@@ -158,7 +160,7 @@ def test_other_data_have_no_difference_and_fewer_targets_no_average(cli: Cli, fo
 
 
 def test_a_figure_and_its_numbers(cli: Cli, folder: Path) -> None:
-    said = cli("figure", "table", "--folder", folder, "--out", folder / "out")
+    said = cli("figure", "table", "--folder", folder, "--out", folder / "out", "--no-run")
     assert said.code == 0, said.err
     assert (folder / "out" / "table.svg").read_text().count("(published)") == 2
     rows = list(csv.reader((folder / "out" / "table.csv").read_text().splitlines()))
@@ -166,6 +168,13 @@ def test_a_figure_and_its_numbers(cli: Cli, folder: Path) -> None:
     assert ["", "Better", "ours", "average", "89.5000", "0.5000"] in rows
     assert [row[3:5] for row in rows if row[0] == "curves"] == [["1", "84.0000"], ["2", "85.0000"]]
     assert [row[3:5] for row in rows if row[0] == "weights"] == [["1", "0.2500"], ["2", "0.5000"]]
+    assert [row[4] for row in rows if row[0] == "at D15"] == ["89.0000", "90.0000"]
+    assert [(row[1], row[4]) for row in rows if row[0] == "a layer"] == [
+        ("D15", "0.1000"),
+        ("D15", "0.2000"),
+        ("D30", "0.2000"),
+        ("D30", "0.4000"),
+    ]
 
 
 def test_distances_within_a_domain_and_across() -> None:
@@ -178,16 +187,30 @@ def test_distances_within_a_domain_and_across() -> None:
     assert found[ACROSS] == pytest.approx({"w": (3 + 1) / 2 / norm})
 
 
+def test_features_are_drawn_by_class_and_by_site(cli: Cli, folder: Path) -> None:
+    panels = [{"title": by, "kind": "features", "by": by, "rows": {"FedAvg": "fedavg"}} for by in ("class", "site")]
+    (folder / "papers.yaml").write_text(yaml.safe_dump([{**ENTRIES[0], "panels": panels}]))
+    points = [{"class": "9", "site": "D0", "x": 1.5, "y": -2.0}, {"class": "9", "site": "D15", "x": 3.0, "y": 4.0}]
+    (folder / "results" / "tiny" / "features.json").write_text(json.dumps({"fedavg": points, "better": points[:1]}))
+    assert cli("figure", "table", "--folder", folder, "--out", folder, "--no-run").code == 0
+    assert [row[:2] + row[3:5] for row in csv.reader((folder / "table.csv").read_text().splitlines()[1:])] == [
+        ["class", "9", "1.5", "-2.0000"],
+        ["class", "9", "3", "4.0000"],
+        ["site", "D0", "1.5", "-2.0000"],
+        ["site", "D15", "3", "4.0000"],
+    ]
+
+
 def test_a_leakage_record_is_drawn_by_the_better_attack(cli: Cli, folder: Path) -> None:
     entry = {**ENTRIES[0], "panels": [{"kind": "leakage"}]}  # type: ignore[dict-item]
     (folder / "papers.yaml").write_text(yaml.safe_dump([entry]))
     record = folder / "results" / "tiny" / "leakage.json"
     cases = [{"exchange": "batch", "batch": 4, "ssim": ssim} for ssim in ([0.1, 0.3], [0.5, 0.7])]
     record.write_text(json.dumps({"cases": cases}))
-    assert cli("figure", "table", "--folder", folder, "--out", folder).code == 0
+    assert cli("figure", "table", "--folder", folder, "--out", folder, "--no-run").code == 0
     assert "gradient of a mini-batch,ours,4,0.6000," in (folder / "table.csv").read_text()
     record.write_text("{}")
-    assert "leakage.json" in cli("figure", "table", "--folder", folder).error()
+    assert "leakage.json" in cli("figure", "table", "--folder", folder, "--no-run").error()
 
 
 def test_bench_runs_what_is_unfinished_and_nothing_else(
@@ -196,11 +219,12 @@ def test_bench_runs_what_is_unfinished_and_nothing_else(
     catalogue, asked = read(folder), []
     monkeypatch.setattr("fedshift.cli.bench.run_experiment", lambda *given: asked.append(given[:2]))
     assert cli("bench", "table", "--folder", folder).code == 0
-    assert [(experiment.name, runs) for experiment, runs in asked] == [("tiny", folder / "results")]
+    assert cli("figure", "table", "--folder", folder, "--out", folder).code == 0
+    assert [(experiment.name, runs) for experiment, runs in asked] == [("tiny", folder / "results")] * 2
     finish(folder, "fedavg", "D15", 1, 91.0)
     assert catalogue.state(catalogue.entry("table").experiments[0]).done
     assert cli("bench", "table", "--folder", folder).code == 0
-    assert len(asked) == 1
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize(
@@ -209,7 +233,8 @@ def test_bench_runs_what_is_unfinished_and_nothing_else(
         (("bench", "tabel"), "table"),
         (("bench", "elsewhere"), "Its images."),
         (("bench", "folder"), "no-such-folder"),
-        (("figure", "folder"), "--run"),
+        (("figure", "folder"), "no-such-folder"),
+        (("figure", "folder", "--no-run"), "--run"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(cli: Cli, folder: Path, words: tuple[str, ...], said: str) -> None:

@@ -165,10 +165,10 @@ def bench(
 def figure(
     name: Annotated[str, typer.Argument(help="The name of a table or figure: fedshift bench list.", metavar="NAME")],
     folder: BenchmarksFolder = Path("benchmarks"),
-    run: Annotated[bool, typer.Option("--run/--no-run", help="Run first what is unfinished.")] = False,
+    run: Annotated[bool, typer.Option("--run/--no-run", help="Run first what is unfinished.")] = True,
     out: Annotated[Path, typer.Option("--out", help="Folder of NAME.svg and NAME.csv.", metavar="DIR")] = Path("."),
 ) -> None:
-    """Draw a table or figure of the papers from finished runs, ours beside the published, with its numbers as CSV.
+    """Run what is unfinished behind a table or figure of the papers; draw ours beside the published, and write a CSV.
 
     Example: fedshift figure csac-figure-6 --out figures
     """

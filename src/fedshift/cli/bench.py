@@ -15,9 +15,9 @@ from fedshift.errors import UserError
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.files import write_bytes
 from fedshift.report.differences import p_value
+from fedshift.report.papers import distances, features
 from fedshift.report.papers.catalogue import Catalogue, Entry, Source, read
 from fedshift.report.papers.comparison import Compared, Gain, Number, Runs, compared
-from fedshift.report.papers.distances import measure
 from fedshift.report.papers.drawing import ours_and_published, svg_file
 from fedshift.report.papers.panels import csv_of, panels_of
 from fedshift.report.table import MISSING
@@ -124,8 +124,11 @@ def _run(catalogue: Catalogue, entry: Entry) -> None:
         if not state.done:
             errors.print(f"{state.experiment.name}: {state.text}", markup=False, highlight=False)
             _carry_on(catalogue, source, errors)
-            if any(panel.kind == "distances" for panel in entry.panels):
-                measure(catalogue.results / state.experiment.name)
+            kinds = {panel.kind for panel in entry.panels}
+            if "distances" in kinds:
+                distances.measure(catalogue.results / state.experiment.name)
+            if "features" in kinds:
+                features.measure(catalogue.results / state.experiment.name, state.experiment)
 
 
 def _carry_on(catalogue: Catalogue, source: Source, errors: Console) -> None:

@@ -25,7 +25,8 @@ from fedshift.experiment.config.sections import SourceTarget
 from fedshift.report.collect import read_order
 
 ENTRIES, PUBLISHED, EXPERIMENTS, RESULTS = "papers.yaml", "published.json", "experiments", "results"
-Kind = Literal["cells", "rounds", "weights", "report", "leakage", "distances"]
+Kind = Literal["cells", "rounds", "weights", "report", "leakage", "distances", "features"]
+By = Literal["class", "site"]
 Quantity = Literal["score", "labelled", "unlabelled", "megabytes"]
 
 
@@ -58,7 +59,8 @@ class Panel(_Strict):
     """One table, or one panel of a figure.
 
     ``kind`` says what is shown: cells are numbers of finished runs, rows × columns; the lines of ``rows`` over rounds
-    are accuracies (rounds), a site's weights (weights), or another number that the method reports (report).
+    are accuracies (rounds), weights of sites (weights), or another number that the method reports (report), on average
+    over all targets or at one. The points of ``features`` are where the model of a row's method places samples.
     """
 
     title: str = ""
@@ -75,7 +77,9 @@ class Panel(_Strict):
     axis: str = Field("", description="the label of the horizontal axis")
     measure: str = Field("accuracy, %", description="the label of the vertical axis")
     baseline: str = Field("", description="the row with which the others are compared on average")
-    site: str = Field("", description="weights: the site whose weight is shown")
+    site: str = Field("", description="weights: the site whose weight is shown; every site's if empty")
+    layer: str = Field("", description="weights: the layer, for methods whose weights differ between layers")
+    by: By = Field("class", description="features: what the colours show")
     number: str = Field("", description="report: the name of the number")
 
 

@@ -6,12 +6,14 @@ import io
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fedshift.report.plots import INK, new_figure, style_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+_MOST_IN_A_ROW, _COLUMNS = 4, 3
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,22 @@ class SeriesPanel:
     x_label: str
     y_label: str
     series: Sequence[Series]
+    points: bool = False
+    """Whether each pair of numbers stands for itself. The axes then have no meaning."""
 
 
 def ours_and_published(panels: Sequence[SeriesPanel], note: str = "") -> Figure:
-    """Panels side by side: lines along numbers, points along names. What a paper printed is hollow and dashed.
+    """Panels side by side, or three in a row: lines along numbers, points along names.
+
+    What a paper printed is hollow and dashed.
 
     Args:
         panels: what to draw.
         note: a sentence below the panels.
     """
-    figure, every = new_figure(max(7.2, 4.8 * len(panels)), 4.2, len(panels))
+    columns = len(panels) if len(panels) <= _MOST_IN_A_ROW else _COLUMNS
+    height = 4.2 if len(panels) <= columns else 3.4 * -(-len(panels) // columns)
+    figure, every = new_figure(max(7.2, 4.8 * columns), height, len(panels), columns)
     for axes, panel in zip(every, panels, strict=True):
         names = list(dict.fromkeys(series.name for series in panel.series))
         places = list(dict.fromkeys(x for series in panel.series for x in series.x if isinstance(x, str)))
@@ -51,6 +59,9 @@ def ours_and_published(panels: Sequence[SeriesPanel], note: str = "") -> Figure:
             color, _, marker = style_of(names.index(series.name))
             shift = (number - (len(panel.series) - 1) / 2) * step
             x = [places.index(one) + shift if isinstance(one, str) else one for one in series.x]
+            if panel.points:
+                axes.plot(x, series.mean, color=color, linestyle="", marker=marker, markersize=3.5, label=series.name)
+                continue
             dense = len(x) > 12
             axes.errorbar(
                 x,
@@ -65,7 +76,10 @@ def ours_and_published(panels: Sequence[SeriesPanel], note: str = "") -> Figure:
                 linewidth=1.4,
                 label=f"{series.name} (published)" if series.published else series.name,
             )
-        if places:
+        if panel.points:
+            axes.tick_params(labelleft=False, labelbottom=False, length=0)
+            axes.grid(visible=False)
+        elif places:
             crowded = sum(map(len, places)) > 36
             axes.set_xticks(
                 range(len(places)), places, rotation=35 if crowded else 0, ha="right" if crowded else "center"
@@ -80,9 +94,10 @@ def ours_and_published(panels: Sequence[SeriesPanel], note: str = "") -> Figure:
         axes.set_ylabel(panel.y_label)
         handles, labels = axes.get_legend_handles_labels()
         if handles:
-            axes.legend(handles, labels, frameon=False, labelcolor=INK, fontsize="small")
+            beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if panel.points else {}
+            axes.legend(handles, labels, frameon=False, labelcolor=INK, fontsize="small", **beside)
     if note:
-        figure.supxlabel(textwrap.fill(note, 80 * len(panels)), fontsize="small", color=INK)
+        figure.supxlabel(textwrap.fill(note, 80 * columns), fontsize="small", color=INK)
     return figure
 
 

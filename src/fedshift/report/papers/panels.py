@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from statistics import fmean
 
 from fedshift.errors import UserError
-from fedshift.evaluation.records import RoundRecord
-from fedshift.evaluation.summary import mean_and_standard_error
-from fedshift.report.averages import mean_over_targets
-from fedshift.report.papers import distances
-from fedshift.report.papers.catalogue import Catalogue, Entry, Panel, Place
+from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.evaluation.summary import AVERAGE, mean_and_standard_error
+from fedshift.report.averages import mean_over_targets, weights_by_layer, weights_over_rounds
+from fedshift.report.collect import natural
+from fedshift.report.papers import distances, features
+from fedshift.report.papers.catalogue import By, Catalogue, Entry, Panel, Place
 from fedshift.report.papers.comparison import Compared, Number, Runs, compared
 from fedshift.report.papers.drawing import Series, SeriesPanel
 from fedshift.text import csv_text
@@ -24,14 +26,20 @@ def panels_of(catalogue: Catalogue, entry: Entry) -> list[SeriesPanel]:
         UserError: a file of results is damaged, or there is nothing to draw.
     """
     runs = Runs(catalogue, entry)
-    drawn = [SeriesPanel(panel.title, *_axes(panel), list(_series(catalogue, panel, runs))) for panel in entry.panels]
+    drawn = [
+        SeriesPanel(panel.title, *_axes(panel), list(_series(catalogue, panel, runs)), panel.kind == "features")
+        for panel in entry.panels
+    ]
     if not any(panel.series for panel in drawn):
         raise UserError(f"{entry.name}: no finished run to draw; add --run to run what is missing")
     return drawn
 
 
 def csv_of(panels: Sequence[SeriesPanel]) -> str:
-    """The numbers of a drawing, one line each. The error is a standard error over seeds, or as the paper prints it."""
+    """The numbers of a drawing, one line each.
+
+    The error is a standard error over seeds, over rounds a standard deviation, or as the paper prints it.
+    """
     lines = [["panel", "series", "from", "x", "value", "error"]]
     for panel in panels:
         for series in panel.series:
@@ -47,6 +55,8 @@ def _plain(x: float | str) -> str:
 
 
 def _axes(panel: Panel) -> tuple[str, str]:
+    if panel.kind == "features":
+        return "", ""
     return panel.axis or ("round" if panel.kind in ("rounds", "weights", "report") else ""), panel.measure
 
 
@@ -59,6 +69,12 @@ def _series(catalogue: Catalogue, panel: Panel, runs: Runs) -> Iterator[Series]:
         for pairs, layers in distances.read(catalogue.results / runs.folder(Place())).items():
             numbers = [mean_and_standard_error(values) for values in layers.values()]
             yield Series(pairs, list(layers), [mean for mean, _ in numbers], [error for _, error in numbers])
+    elif panel.kind == "features":
+        for place in panel.rows.values():
+            yield from _placed(catalogue.results / runs.folder(place), place.method, panel.by)
+    elif panel.kind == "weights" and not panel.site:
+        for place in panel.rows.values():
+            yield from _sites(panel, runs, place)
     else:
         for name, place in panel.rows.items():
             x, mean, error = _curve(panel, runs, place)
@@ -91,7 +107,7 @@ def _is_number(text: str) -> bool:
 
 def _curve(panel: Panel, runs: Runs, place: Place) -> tuple[list[float | str], list[float], list[float | None]]:
     """The rounds, the means over runs, and for accuracies the standard deviation over seeds."""
-    found = runs.rounds(place)
+    found = _at(runs, place)
     if panel.kind == "rounds":
         points = mean_over_targets(found)
         return [point[0] for point in points], [point[2] for point in points], [point[3] for point in points]
@@ -101,6 +117,27 @@ def _curve(panel: Panel, runs: Runs, place: Place) -> tuple[list[float | str], l
     ]
     common = sorted(set[int].intersection(*map(set[int], by_run))) if by_run else []
     return list(common), [fmean(one[number] for one in by_run) for number in common], [None] * len(common)
+
+
+def _at(runs: Runs, place: Place) -> list[tuple[RunResult, list[RoundRecord]]]:
+    """The runs of a place with their rounds: at its target, or at all."""
+    return [one for one in runs.rounds(place) if place.target in (AVERAGE, one[0].target)]
+
+
+def _sites(panel: Panel, runs: Runs, place: Place) -> Iterator[Series]:
+    """Every site's weight over rounds, in one layer if the panel names one: mean and standard deviation over seeds."""
+    rounds = [one for _, one in _at(runs, place)]
+    curves = weights_by_layer(rounds).get(panel.layer, {}) if panel.layer else weights_over_rounds(rounds)
+    for site, (x, mean, spread) in curves.items():
+        yield Series(site, list(x), list(mean), list(spread) if spread is not None else [None] * len(x))
+
+
+def _placed(folder: Path, method: str, by: By) -> Iterator[Series]:
+    """Where a method's model places samples, by class or by site."""
+    points = features.read(folder).get(method, [])
+    for name in sorted({point[by] for point in points}, key=natural):
+        chosen = [point for point in points if point[by] == name]
+        yield Series(name, [point["x"] for point in chosen], [point["y"] for point in chosen], [None] * len(chosen))
 
 
 def _weight(site: str) -> Callable[[RoundRecord], float | None]:

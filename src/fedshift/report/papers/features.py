@@ -1,0 +1,43 @@
+"""Where the models of an experiment place samples: t-SNE of features, kept as a file beside packed runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TypedDict
+
+from fedshift.errors import UserError
+from fedshift.experiment.config.experiment import Experiment
+from fedshift.files import write_bytes
+from fedshift.report.collect import collect
+from fedshift.report.sections.samples import ShownSamples
+
+FEATURES = "features.json"
+Point = TypedDict("Point", {"class": str, "site": str, "x": float, "y": float})
+"""A sample: its class, its site, and where it is drawn."""
+
+
+def measure(folder: Path, experiment: Experiment) -> None:
+    """Write where the model of each method's first run places samples. The models are in the runs' folders."""
+    samples, found = ShownSamples(experiment), dict[str, list[Point]]()
+    for run in collect(folder).runs:
+        placed = None if run.result.method in found else samples.placed(run)
+        if placed is not None:
+            named = zip(placed.classes, placed.sites, placed.points.round(2).tolist(), strict=True)
+            found[run.result.method] = [{"class": label, "site": site, "x": x, "y": y} for label, site, (x, y) in named]
+    if found:
+        write_bytes(folder / FEATURES, (json.dumps(found) + "\n").encode())
+
+
+def read(folder: Path) -> dict[str, list[Point]]:
+    """Method → the samples, as `measure` wrote them; empty if it wrote nothing.
+
+    Raises:
+        UserError: the file is damaged.
+    """
+    file = folder / FEATURES
+    try:
+        found: dict[str, list[Point]] = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except ValueError as error:
+        raise UserError(f"{file} is damaged: remove it and the experiment's folder, and run it again") from error
+    return found
