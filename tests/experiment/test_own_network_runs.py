@@ -90,6 +90,7 @@ def test_check_says_what_it_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("shared_workers")
 def test_workers_give_the_same_bits(tmp_path: Path) -> None:
     data = sites(tmp_path / "data")
     for name, engine in (("one", {"threads": 1}), ("two", {"threads": 1, "workers": 2})):

@@ -132,18 +132,17 @@ def test_training_that_diverges(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [{}, {"workers": 2}, {"parallel_runs": 2}])
 def test_a_run_that_diverges_does_not_keep_the_others_from_being_run(
-    cli: Cli, tmp_path: Path, engine: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, tmp_path: Path, engine: dict[str, Any], two_workers: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other method's runs are those of an experiment without it; the table is printed, and the error ends it.
 
-    Workers are closed in the middle of a mini-batch, and others work on.
+    A worker is closed in the middle of a mini-batch, which leaves nothing behind, and others work on.
     """
     pools: list[WorkerPool] = []
     if "workers" in engine:
-        shared = request.getfixturevalue("two_workers")
-        monkeypatch.setattr(shared, "close", shared.forget)
-        pools = [shared, WorkerPool(2, threads=1)]
-        closed = pools[-1].connections
+        monkeypatch.setattr(two_workers, "close", two_workers.forget)
+        pools = [two_workers, WorkerPool(1, threads=1)]
+        closed = pools[-1]
         monkeypatch.setattr("fedshift.experiment.runs.context.WorkerPool", lambda workers, threads: pools.pop())
     where = sites(tmp_path)
     methods = [{"name": "fedprox", "proximal_weight": 1e30}, {"name": "fedavg"}]
@@ -160,7 +159,9 @@ def test_a_run_that_diverges_does_not_keep_the_others_from_being_run(
     assert "0.05" in lines[-1], "the learning rate"
     if "workers" in engine:
         assert not pools
-        assert all(connection.closed for connection in closed)
+        assert all(connection.closed for connection in closed.connections)
+        assert all(process.returncode is not None for process in closed._processes)
+        assert not Path(closed._folder.name).exists()
     alone = fedshift.run(experiment(where, protocol=one, methods=["fedavg"]), tmp_path / "alone")
     if "parallel_runs" not in engine:  # what another process is at work on shows in the end alone
         assert sum(": diverged" in line for line in lines) == len(alone.runs)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
 import sys
 import urllib.error
 import zipfile
@@ -239,28 +238,3 @@ def test_mobilenet_keeps_its_classifier_for_its_own_classes(mobilenet_file: str)
         expected = torch.from_numpy(arrays["classifier.1.weight"]).float()
     assert torch.equal(network(1000, name="mobilenet_v2", pretrained=mobilenet_file).classifier.weight, expected)
     assert network(7, name="mobilenet_v2", pretrained=mobilenet_file).classifier.weight.shape == (7, 1280)
-
-
-@pytest.mark.slow
-def test_training_comes_without_the_compiler() -> None:
-    """150 MB of every process; who needs the compiler, in torch or torchvision, finds it then."""
-    said = """
-import inspect, sys, torch
-from fedshift.federation.training import Training
-from fedshift.models.pretrained import light_torchvision
-network = light_torchvision().models.get_model("resnet18", weights=None).fc
-for name in ("sgd", "adam"):
-    optimizer = Training(optimizer=name).build_optimizer(network.parameters(), 0.1)
-    optimizer.zero_grad()
-    network(torch.ones(1, 512)).sum().backward()
-    optimizer.step()
-    optimizer.load_state_dict(optimizer.state_dict())
-assert inspect.getmodule(torch.optim.SGD) is sys.modules["torch.optim.sgd"]
-assert not {"torch._dynamo.utils", "sympy"} & sys.modules.keys()
-assert light_torchvision().ops.roi_align.__globals__["is_compile_supported"]("cpu") in (True, False)
-assert sys.modules["torch._dynamo"] is torch._dynamo
-assert torch._dynamo.__file__
-optimizer.zero_grad()
-assert torch.optim.Optimizer.zero_grad.__wrapped__.__dynamo_disable.__module__.startswith("torch._dynamo")
-"""
-    subprocess.run([sys.executable, "-c", said], check=True)
