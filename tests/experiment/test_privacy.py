@@ -96,7 +96,7 @@ def test_a_task_trains_privately_if_its_loss_is_a_mean_over_samples(tmp_path: Pa
             fedshift.check(options)
         return
     found = []
-    for noise in (1e-3, 4.0):
+    for noise in (0.05, 4.0):
         options["training"]["privacy"] = {"noise_multiplier": noise, "delta": 0.01}
         run = fedshift.run(options, tmp_path / str(noise))
         found.append(run.predict(held["a"][0], method="fedavg"))

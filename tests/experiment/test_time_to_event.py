@@ -103,6 +103,22 @@ def test_a_run_learns_who_has_the_event_sooner(results: fedshift.Results) -> Non
     assert "relative hazard" in model.card()
 
 
+def test_both_sides_are_measured_and_compared_by_the_harmonic_mean(tmp_path: Path) -> None:
+    sites = {site: patients(number) for number, site in enumerate("ab")}
+    chosen = options(sites, methods=["fedavg"], protocol={"kind": "source_target", "splits": 1})
+    chosen["training"] = {"rounds": 2, "batch_size": 64, "lr": 0.1}
+    results = fedshift.run(chosen, tmp_path / "runs")
+    for run in results.runs:
+        a, b = run.source_accuracy(), run.accuracy()
+        assert a is not None
+        assert b is not None
+        assert run.score() == pytest.approx(2 * a * b / (a + b))
+    assert "concordances" in results.markdown()
+    sites["b"] = (sites["b"][0], sites["b"][1] * [1, 0])
+    with pytest.raises(UserError, match=r"'b' no two samples"):
+        fedshift.check(chosen | {"data": {"sites": sites, "task": "time_to_event"}})
+
+
 def test_a_table_with_columns_of_times_and_events(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("x,months,died\n1,3.5,1\n2,7,0\n")
     data = {"name": "table", "task": "time_to_event", "sites": {"a": tmp_path / "a.csv"}, "numeric": ["x"],

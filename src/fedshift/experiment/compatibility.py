@@ -10,6 +10,7 @@ from fedshift.data.domain import DataSet
 from fedshift.data.tasks.objective import objective_of
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.predictions import MISSING, can_be_kept
+from fedshift.evaluation.records import ERRORS
 from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.config.sections import LeaveOneOut, SourceTarget
@@ -58,10 +59,14 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
     private = experiment.training.privacy is not None
     if private:
         check_private_task(data)
-    if isinstance(experiment.protocol, SourceTarget) and data.preprocessing.objective is not None:
+    if (
+        isinstance(experiment.protocol, SourceTarget)
+        and measuring_of(objective_of(data.preprocessing)).metric in ERRORS
+    ):
         raise UserError(
-            f"protocol.kind: source_target compares by the harmonic mean of two accuracies, which {data.task} has not: "
-            "use leave_one_out or adapt_to_one"
+            "protocol.kind: source_target compares by the harmonic mean of both sides, which is near the smaller number, "
+            f"so the better side's of two errors, and {data.task} is compared by errors: use leave_one_out or "
+            "adapt_to_one"
         )
     models.check_task(experiment.model, data.task, data.name)
     experiment.training.for_classes(data.classes)
@@ -222,12 +227,16 @@ def _check_measurable(plan: Plan) -> None:
     if measuring.metric != "concordance" or isinstance(plan.experiment.data, AtSites):
         return
     for target in plan.targets:
-        for site, rows in plan.split(target, plan.experiment.protocol.seeds[0]).measured.items():
+        split = plan.split(target, plan.experiment.protocol.seeds[0])
+        sides = [split.measured]
+        if isinstance(plan.experiment.protocol, SourceTarget):
+            sides.append(split.held_out)
+        for site, rows in ((site, rows) for side in sides for site, rows in side.items()):
             labels = plan.data.domains[site].labels[rows]
             if measuring.value(labels[:, 0], labels) is None:
                 raise UserError(
-                    f"data: at target '{site}' no two samples can be compared, since no event was seen before another "
-                    "time: take more samples, or leave it out of protocol.targets"
+                    f"data: at site '{site}' no two samples can be compared, since no event was seen before another "
+                    "time: take more samples, or do not measure there"
                 )
 
 

@@ -18,7 +18,12 @@ ALONE = "alone"
 PAIR = "between the sites"
 
 
-_PLURALS: dict[Metric, str] = {"accuracy": "accuracies", "dice": "Dice coefficients"}
+_PLURALS: dict[Metric, str] = {
+    "accuracy": "accuracies",
+    "dice": "Dice coefficients",
+    "label_accuracy": "shares of labels that are right",
+    "concordance": "concordances",
+}
 HARMONIC_MEANS = {
     metric: Measure(
         "Harmonic mean",
