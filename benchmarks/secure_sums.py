@@ -65,6 +65,12 @@ EXPERIMENTS: dict[str, dict[str, Any]] = {
         "methods": [{"name": "fedavg"}, {"name": "csac", "acquisition_epochs": 3, "calibration_epochs": 1}],
     },
 }
+EXPERIMENTS["Rotated MNIST, small steps"] = {
+    **EXPERIMENTS["Rotated MNIST"],
+    "name": "rotated_small_steps",
+    "training": {**EXPERIMENTS["Rotated MNIST"]["training"], "lr": 0.02, "rounds": 10},
+}
+"""With steps of 0.1 training makes the last digit of float32 larger and larger; with these it does not."""
 T = TypeVar("T")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import pytest
 from small import experiment, features, images, save
 
 import fedshift
-from fedshift.audit.attacks import Case
+from fedshift.audit.cases import Case
 from fedshift.audit.gradient_search import Watcher
 from fedshift.audit.leakage import LeakageAudit, audit_leakage
 from fedshift.errors import UserError
@@ -35,7 +35,7 @@ def options(folder: Path, kind: Any = tiny, samples: int = 24, **changes: Any) -
 def audit(folder: Path, *, kind: Any = tiny, samples: int = 24, **rest: Any) -> LeakageAudit:
     asked = {
         key: rest.pop(key)
-        for key in ("site", "batches", "attack", "iterations", "starts", "watcher", "policy")
+        for key in ("site", "batches", "attack", "iterations", "starts", "repeats", "watcher", "policy")
         if key in rest
     }
     made = parse(options(folder, kind, samples, **rest))
@@ -117,6 +117,21 @@ def test_vectors_have_no_ssim(tmp_path: Path) -> None:
     assert case.correlation == pytest.approx([1.0], abs=1e-3)
     assert case.reconstructions.shape == (1, 5)
     assert pick(found, "batch", "analytic").correlation == pytest.approx([1.0], abs=1e-6)
+
+
+def test_repeats_are_of_other_samples_and_give_bounds(tmp_path: Path) -> None:
+    once, three = (audit(tmp_path, kind=features, attack="l2", iterations=2, repeats=number) for number in (1, 3))
+    for one, all_three in zip(once.cases, three.cases, strict=True):
+        assert (one.bounds, one.repeats, all_three.repeats) == (None, 1, 3)
+        assert all_three.correlation is not None
+        assert len(all_three.correlation) == len(set(all_three.mse)) == len(all_three.labels) == 3
+        assert all_three.correlation[:1] == one.correlation
+        assert all_three.bounds is not None
+        low, high = all_three.bounds
+        assert (low + high) / 2 == pytest.approx(fmean(all_three.correlation))
+        # Student's t with two degrees of freedom: 4.303 standard errors.
+        assert (high - low) / 2 == pytest.approx(4.3027 * stdev(all_three.correlation) / 3**0.5, rel=1e-4, abs=1e-9)
+    json.dumps(three.record(), allow_nan=False)
 
 
 def four(folder: Path, kind: Any, **changes: Any) -> LeakageAudit:
@@ -299,8 +314,8 @@ def test_sites(tmp_path: Path) -> None:
         ({"site": "bb"}, "--site: no site is called 'bb'; did you mean 'b'"),
         ({"site": "a"}, "--site: 'a' is the experiment's only target and sends no gradient; known: b, c"),
         ({"batches": (1, 19)}, "--batch 19: site 'b' has only 18 training samples"),
-        ({"batches": ()}, "--batch, --iterations and --starts"),
-        ({"iterations": 0}, "--batch, --iterations and --starts"),
+        ({"batches": ()}, "whole numbers of at least 1"),
+        ({"iterations": 0}, "whole numbers of at least 1"),
         ({"attack": "cosin"}, "--attack: 'cosin' is not an attack; did you mean 'cosine'"),
     ],
 )

@@ -125,6 +125,8 @@ def test_a_group_is_in_a_batch_as_a_whole() -> None:
 
 def test_what_mixes_samples_is_refused() -> None:
     check_network(models.build(models.parse(CNN), (1, 12, 12), CLASSES, 0), (1, 12, 12))
+    frozen = {"name": "frozen", "backbone": {"name": "resnet18", "pretrained": "imagenet"}, "head": {**MLP}}
+    check_network(models.build(models.parse(frozen), (5,), CLASSES, 0), (5,))  # its BatchNorm does not train
     with pytest.raises(UserError, match="BatchNorm"):
         check_network(models.build(models.parse(NORMED), (5,), CLASSES, 0), (5,))
 

@@ -7,16 +7,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedshift.audit.cases import Case
 from fedshift.audit.gradient_search import Attack, Attacked, Attempt, Exchange, Search, Sent, Space, Watcher
 from fedshift.audit.sent_gradient import gradient_of
 from fedshift.data.domain import DataSet
@@ -30,62 +28,6 @@ from fedshift.models.wide import WideLinear
 from fedshift.weights import Weights
 
 _AT_ONCE = 256  # samples that are compared at a time
-
-
-@dataclass(frozen=True)
-class Case:
-    """The result of one attack on one exchange of a site, or on the sum that secure aggregation shows of several.
-
-    Each reconstruction is compared with the original that it resembles most, no original twice: of the mini-batches, or
-    of all training samples for an epoch. Pixels are in [0, 1], features as the network reads them.
-
-    Attributes:
-        exchange: what the sites sent.
-        attack: how it was attacked.
-        sites: how many sites are in the sum; 1 for what a single site sent.
-        batch: samples in a mini-batch of a site.
-        steps: optimiser steps behind what was sent, of all sites together; 0 for gradients.
-        distance: the lowest distance between the gradients that a search reached.
-        mse: mean squared error of each reconstruction.
-        psnr: peak signal-to-noise ratio of each reconstruction in dB; None for feature vectors.
-        ssim: structural similarity of each reconstruction; None for feature vectors.
-        correlation: correlation of each reconstruction; None for images.
-        guess_mse: what the sites' mean sample scores in place of every reconstruction; likewise the other ``guess_…``.
-        labels: labels of the originals, in the order of the reconstructions.
-        inferred: labels that the attacker inferred.
-        labels_by: how the attacker inferred them.
-        labels_right: how many labels of the batch are right; None if more samples were behind what was sent than the
-            attacker reconstructs.
-        seconds: duration of the attack.
-        originals: the originals.
-        reconstructions: the reconstructions.
-    """
-
-    exchange: Exchange
-    attack: Attack
-    sites: int
-    batch: int
-    steps: int
-    distance: float | None
-    mse: tuple[float, ...]
-    psnr: tuple[float, ...] | None
-    ssim: tuple[float, ...] | None
-    correlation: tuple[float, ...] | None
-    guess_mse: float
-    guess_psnr: float | None
-    guess_ssim: float | None
-    guess_correlation: float | None
-    labels: tuple[str, ...]
-    inferred: tuple[str, ...]
-    labels_by: str
-    labels_right: int | None
-    seconds: float
-    originals: npt.NDArray[np.float32] = field(repr=False)
-    reconstructions: npt.NDArray[np.float32] = field(repr=False)
-
-    def record(self) -> dict[str, Any]:
-        """Plain data without the samples. Infinite numbers, such as the PSNR of an exact copy, are None."""
-        return {key: _plain(value) for key, value in vars(self).items() if key not in ("originals", "reconstructions")}
 
 
 @dataclass(frozen=True)
@@ -339,10 +281,3 @@ def _alike(shown: Tensor, originals: Tensor) -> tuple[tuple[float, ...], tuple[f
     errors = (shown - originals).square().flatten(1).mean(1)
     alike = leakage.ssim(shown, originals) if shown.dim() == 4 else leakage.correlation(shown, originals)
     return tuple(errors.tolist()), tuple(alike.tolist())
-
-
-def _plain(value: Any) -> Any:
-    """A value for JSON: tuples as lists, and None for infinite numbers and NaN."""
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

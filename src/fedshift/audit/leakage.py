@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from fedshift.audit.attacks import Attacker, Case, seen_by_attacker
+from fedshift.audit.attacks import Attacker, seen_by_attacker
+from fedshift.audit.cases import Case, together
 from fedshift.audit.crafted import CraftedCase, crafted_cases
 from fedshift.audit.gradient_search import Exchange, Search, Watcher
 from fedshift.data.domain import DataSet
@@ -59,6 +60,7 @@ class LeakageAudit:
     weights: str
     iterations: int
     starts: int
+    repeats: int
     device: str
     threads: int
     versions: dict[str, str]
@@ -86,6 +88,7 @@ def audit_leakage(
     attack: str = "both",
     iterations: int = 300,
     starts: int = 4,
+    repeats: int = 1,
     model: Path | None = None,
     policy: Policy | None = None,
     watcher: Watcher | None = None,
@@ -106,6 +109,7 @@ def audit_leakage(
         attack: ``l2`` (Zhu et al.), ``cosine`` (Geiping et al.) or ``both``.
         iterations: evaluations of the gradient in each attempt.
         starts: attempts from different noise; the best one counts.
+        repeats: how many times sites send other mini-batches, and epochs in another order, with other noise.
         model: folder of a run whose weights are attacked; None means the initial weights.
         policy: the site's, under which a coordinator sends crafted networks; None means the default one.
         watcher: reports progress.
@@ -119,8 +123,8 @@ def audit_leakage(
     if attack not in ATTACKS:
         raise UserError(f"--attack: '{attack}' is not an attack; {nearest(attack, ATTACKS)}")
     sizes = list(dict.fromkeys(batches))
-    if not sizes or min(sizes) < 1 or iterations < 1 or starts < 1:
-        raise UserError("--batch, --iterations and --starts: give whole numbers of at least 1")
+    if not sizes or min(sizes) < 1 or iterations < 1 or starts < 1 or repeats < 1:
+        raise UserError("--batch, --iterations, --starts and --repeats: give whole numbers of at least 1")
     plan = Plan(experiment, taking_part(experiment.protocol, built(experiment)))
     whole = plan.data
     if whole.task != "classification":
@@ -143,12 +147,17 @@ def audit_leakage(
     draws = draws_of(planned.privacy, planned.identity) if planned.privacy else {}
     attacks = ATTACKS[attack]
     summed = [size for size in sizes if not _no_sum(size, views)]
-    watcher.begin(2 * (len(sizes) + len(summed)) * len(attacks) * iterations * starts)
-    with threads_set(threads):
-        cases: list[Case] = []
-        for size in sizes:
-            training = experiment.training.for_classes(data.classes).model_copy(update={"batch_size": size})
-            sites = [
+    watcher.begin(2 * (len(sizes) + len(summed)) * len(attacks) * iterations * starts * repeats)
+
+    def attacked(size: int, names: Sequence[str], number: int) -> list[Case]:
+        """Both exchanges, at a size of mini-batch, of these sites together, in a repeat."""
+        training = experiment.training.for_classes(data.classes).model_copy(update={"batch_size": size})
+        sites = []
+        for source in names:
+            own, noise = views[source], draws.get(source)
+            if noise is not None and number:
+                noise = replace(noise, stream=f"{noise.stream} {number}")
+            sites.append(
                 Site(
                     source,
                     "source",
@@ -156,18 +165,23 @@ def audit_leakage(
                     1,
                     training,
                     SiteMemory(()),
-                    seed,
+                    seed + number,
                     own.device,
                     network,
                     own,
-                    draws=draws.get(source),
+                    draws=noise,
                 )
-                for source, own in views.items()
-            ]
-            for some in (sites[:1], sites) if size in summed else (sites[:1],):
-                attacker = Attacker(some, data, size, iterations, starts, watcher)
-                for exchange in EXCHANGES:
-                    cases += attacker.cases(exchange, attacks)
+            )
+        attacker = Attacker(sites, data, size, iterations, starts, watcher)
+        return [case for exchange in EXCHANGES for case in attacker.cases(exchange, attacks)]
+
+    with threads_set(threads):
+        cases = [
+            together(same)
+            for size in sizes
+            for some in ([(name,), tuple(views)] if size in summed else [(name,)])
+            for same in zip(*(attacked(size, some, number) for number in range(repeats)), strict=True)
+        ]
         watcher.case("crafted networks")
         plain = SiteData([parts[name]], data.preprocessing, None, device)
         rest = [(domain, np.arange(len(domain)), 0) for key, domain in shown.domains.items() if key != name]
@@ -187,6 +201,7 @@ def audit_leakage(
         weights=f"initial, seed {seed}" if model is None else str(model),
         iterations=iterations,
         starts=starts,
+        repeats=repeats,
         device=device,
         threads=threads,
         versions=versions(),

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from fedshift.audit.attacks import Case
+from fedshift.audit.cases import Case
 from fedshift.audit.gradient_search import Watcher
 from fedshift.audit.leakage import LeakageAudit, audit_leakage
 from fedshift.audit.membership import AtRate, Attack, MembershipAudit, audit_membership
@@ -122,7 +122,8 @@ def _print(found: LeakageAudit) -> None:
     )
     likeness = ("PSNR", "guess", "SSIM", "guess") if found.images else ("guess", "correlation", "guess")
     table = Table(box=None, pad_edge=False)
-    for column in ("sent", "sites", "size", "steps", "attack", "MSE", *likeness, "labels"):
+    bounds = ("95 % bounds",) if found.repeats > 1 else ()
+    for column in ("sent", "sites", "size", "steps", "attack", "MSE", *likeness, *bounds, "labels"):
         table.add_column(column, justify="left" if column in ("sent", "attack") else "right", no_wrap=True)
     for case in found.cases:
         table.add_row(*_row(case))
@@ -131,7 +132,8 @@ def _print(found: LeakageAudit) -> None:
         "Means over the reconstructions, each beside the original that it resembles most: of the mini-batch, or of all "
         "training samples of the sites for an epoch. sites: 1 is what the site itself sends, more are in the sum that "
         "the server sees with aggregation: secure. guess: the sites' mean sample in place of a reconstruction. labels: "
-        "how many of the mini-batches' were inferred. An attack that fails says nothing about better ones.",
+        "how many of the mini-batches' were inferred. 95 % bounds: of the mean SSIM or correlation. An attack that "
+        "fails says nothing about better ones.",
         **say,  # type: ignore[arg-type]
     )
     _print_crafted(console, found)
@@ -164,6 +166,8 @@ def _row(case: Case) -> list[str]:
         ]
     elif case.correlation is not None:
         cells += [f"{case.guess_mse:.4f}", f"{fmean(case.correlation):.2f}", f"{case.guess_correlation:.2f}"]
+    if case.bounds is not None:
+        cells.append(f"{case.bounds[0]:.2f} to {case.bounds[1]:.2f}")
     return [*cells, "–" if case.labels_right is None else f"{case.labels_right}/{len(case.labels)}"]
 
 

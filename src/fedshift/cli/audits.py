@@ -27,6 +27,9 @@ def leakage(
     attack: Annotated[str, typer.Option("--attack", help="l2, cosine or both.")] = "both",
     iterations: Annotated[int, typer.Option("--iterations", min=1, help="Gradient evaluations of each attempt.")] = 300,
     starts: Annotated[int, typer.Option("--starts", min=1, help="Attempts of each attack; the best counts.")] = 4,
+    repeats: Annotated[
+        int, typer.Option("--repeats", min=1, help="Mini-batches and epochs that are attacked; 2 and more give bounds.")
+    ] = 1,
     model: Annotated[
         Path | None, typer.Option("--model", help="A finished run's folder: attack its trained model.", metavar="RUN")
     ] = None,
@@ -56,6 +59,7 @@ def leakage(
         attack=attack,
         iterations=iterations,
         starts=starts,
+        repeats=repeats,
         model=model,
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from fedshift.audit.attacks import Case
+from fedshift.audit.cases import Case
 from fedshift.audit.leakage import EXCHANGES
 from fedshift.report.plots import INK, PAPER
 
