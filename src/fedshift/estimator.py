@@ -322,8 +322,7 @@ class FederatedSurvival(_Federated):
         Raises:
             ValueError: no two samples can be compared.
         """
-        labels = _times_and_events(y)
-        found = concordance(self.predict(X), labels)
+        found = concordance(self.predict(X), _times_and_events(y))
         if found is None:
             raise ValueError("y: no two samples can be compared, since no event was seen before another time")
         return found / 100

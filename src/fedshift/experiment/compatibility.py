@@ -10,7 +10,6 @@ from fedshift.data.domain import DataSet
 from fedshift.data.tasks.objective import objective_of
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.predictions import MISSING, can_be_kept
-from fedshift.evaluation.records import ERRORS
 from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.config.sections import LeaveOneOut, SourceTarget
@@ -18,7 +17,7 @@ from fedshift.experiment.costs import privacy_warnings
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.privacy import check_private, check_private_task
-from fedshift.experiment.protocol import check_drawn
+from fedshift.experiment.protocol import check_compared, check_drawn
 from fedshift.federation.secure.sums import SMALLEST_ROSTER
 from fedshift.methods import registry
 from fedshift.methods.base import Method
@@ -59,15 +58,7 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
     private = experiment.training.privacy is not None
     if private:
         check_private_task(data)
-    if (
-        isinstance(experiment.protocol, SourceTarget)
-        and measuring_of(objective_of(data.preprocessing)).metric in ERRORS
-    ):
-        raise UserError(
-            "protocol.kind: source_target compares by the harmonic mean of both sides, which is near the smaller number, "
-            f"so the better side's of two errors, and {data.task} is compared by errors: use leave_one_out or "
-            "adapt_to_one"
-        )
+    check_compared(experiment.protocol, data)
     models.check_task(experiment.model, data.task, data.name)
     experiment.training.for_classes(data.classes)
     if experiment.training.class_weights is not None and data.task != "classification":

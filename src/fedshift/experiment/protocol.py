@@ -10,8 +10,11 @@ import numpy as np
 from fedshift.data.domain import DataSet, Domain, Rows
 from fedshift.data.site_data import batches_per_epoch
 from fedshift.data.splits import cut, part_rows
+from fedshift.data.tasks.objective import objective_of
 from fedshift.errors import UserError, nearest
+from fedshift.evaluation.records import ERRORS
 from fedshift.evaluation.summary import AVERAGE
+from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut, Protocol, SourceTarget
 from fedshift.federation.training import Training
 from fedshift.functional.poisoning import wrong_labels
@@ -282,3 +285,17 @@ def with_wrong_labels(protocol: Protocol, data: DataSet, split: Split, seed: int
         labels[rows] = wrong_labels(true, share, len(data.classes), seed, protocol.wrong_labels_rule)
         domains[name] = replace(domains[name], labels=labels)
     return replace(data, domains=domains)
+
+
+def check_compared(protocol: Protocol, data: DataSet) -> None:
+    """Check that the protocol can compare what the task is measured by.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if isinstance(protocol, SourceTarget) and measuring_of(objective_of(data.preprocessing)).metric in ERRORS:
+        raise UserError(
+            "protocol.kind: source_target compares by the harmonic mean of both sides, which is near the smaller "
+            f"number, so the better side's of two errors, and {data.task} is compared by errors: use leave_one_out or "
+            "adapt_to_one"
+        )
