@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import runpy
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -80,21 +82,26 @@ def test_your_network(play: Callable[[str], str], place: Path) -> None:
 def test_one_machine(play: Callable[[str], str], place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Own processes, TLS over loopback, the model of the simulation, a table and a page; nothing runs afterwards."""
     pytest.importorskip("nvflare")
-    told: list[subprocess.CompletedProcess[str]] = []
-    run_process = subprocess.run
+    from fedshift.cli import main
+
+    out, err = io.StringIO(), io.StringIO()
 
     def kept(command: list[str], **options: Any) -> None:
-        """The script's own command, with kits that are left for the test to look at."""
-        told.append(run_process([*command, "--keep", "kept"], capture_output=True, text=True, **options))
+        """The script's own command in this process, with kits that are left for the test to look at."""
+        assert command[:3] == [sys.executable, "-m", "fedshift"]
+        assert options == {"check": True}
+        monkeypatch.setattr(sys, "argv", ["fedshift", *map(str, command[3:]), "--keep", "kept"])
+        with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code, err.getvalue()
 
     monkeypatch.setattr(subprocess, "run", kept)
     printed = play("one_machine.py")
     assert "the same model as in a simulation: yes" in printed
     (run,) = fedshift.results(place / "deployed" / "table").runs
     assert f"left the hospitals: {run.bytes_up}" in printed
-    (command,) = told
-    assert "fedavg" in command.stdout
-    assert "round 1" in command.stderr
+    assert "fedavg" in out.getvalue()
+    assert "round 1" in err.getvalue()
     assert (place / "deployed" / "table" / "report.html").exists()
     services = sorted((place / "kept").rglob("service.json"))
     assert len(services) == 3

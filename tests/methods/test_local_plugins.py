@@ -38,6 +38,7 @@ TAKING = [kind.name for kind in CLASSES if not kind.pooled and kind().takes_plug
 ALL = ["mixstyle", "amplitude_mix", {"name": "label_gradient", "share": 0.2}, "jigsaw", "triplets"]
 ALL += ["mixup", {"name": "cutmix", "probability": 1}, "sharpness", "dropout", "label_smoothing"]
 ALL += [{"name": "augment", "by": {"shear": 0.2, "cut_out": 0.2}}]
+HALVES = ALL[::2], ALL[1::2]
 FIRST = Envelope(1, 1, 0.0, 100)
 ONE = [images("site", 8)]
 """One site, whose only mini-batch has eight samples."""
@@ -194,20 +195,25 @@ def test_clipping_counts_the_head() -> None:
 
 @pytest.mark.parametrize("name", TAKING)
 def test_they_go_with_every_federated_method(name: str) -> None:
-    """Another model, the same bytes, which a dry run foretells; and no hook is left behind."""
+    """Another model, the same bytes, which a dry run foretells; and no hook is left behind.
+
+    One half of them after the other: many ask twice for the loss, and a mini-batch with all of them asks 64 times.
+    """
     found = domains(CNN, {"large": 9, "small": 5})
-    plain, where = run(method_of(name), found, rounds=1)
-    state, plugged = run(method_of(name, local=ALL), found, rounds=1)
-    assert all(tensor.isfinite().all() for tensor in state.weights.values() if tensor.is_floating_point())
-    assert state.weights != plain.weights
-    (_, here), (_, there) = where.ledger.settle(), plugged.ledger.settle()
-    assert here == there
-    assert isinstance(plugged, LocalFederation)
-    for runner in plugged._runners.values():
-        assert ("triplets" in runner.site.memory) == (runner.site.role == "source")
-        assert not any(module._forward_hooks for module in runner.site.network.modules())
-        if runner.site.role == "target":
-            assert runner.method.plug_ins(runner.site) == ()
+    few: dict[str, Any] = {"rounds": 1, "budget": 4 if registry.method_class(name).supervised_target else None}
+    plain, where = run(method_of(name), found, **few)
+    _, here = where.ledger.settle()
+    for local in HALVES:
+        state, plugged = run(method_of(name, local=local), found, **few)
+        assert all(tensor.isfinite().all() for tensor in state.weights.values() if tensor.is_floating_point())
+        assert state.weights != plain.weights
+        assert plugged.ledger.settle()[1] == here
+        assert isinstance(plugged, LocalFederation)
+        for runner in plugged._runners.values():
+            assert ("triplets" in runner.site.memory) == (runner.site.role == "source" and "triplets" in local)
+            assert not any(module._forward_hooks for module in runner.site.network.modules())
+            if runner.site.role == "target":
+                assert runner.method.plug_ins(runner.site) == ()
 
 
 def test_a_dry_run_foretells_their_bytes() -> None:
@@ -236,10 +242,10 @@ def test_the_wrapper_s_plug_ins_work_in_the_inner_method() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["csac", "fedavg"])
 def test_workers_give_the_same_bits(name: str, pool: WorkerPool) -> None:
-    method = method_of(name, local=ALL, server="adam")
-    here, _ = run(method)
-    where = federation(method, pool=pool)
-    state = method.start(where, start_of(method))
+    method, found = method_of(name, local=ALL, server="adam"), domains(CNN, {"large": 9, "small": 5})
+    here, _ = run(method, found)
+    where = federation(method, found, pool=pool)
+    state = method.start(where, start_of(method, found))
     where.settle()
     for _ in range(2):
         state = step_on(method, where, state)

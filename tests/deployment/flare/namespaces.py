@@ -14,8 +14,6 @@ from network import PATIENCE, Network
 COORDINATOR = "10.97.0.1"
 """The one address that sites have a way to."""
 PORT = 8002
-SITES = {"north": 41, "east": 26}
-"""Two are enough to see whether one dials the other."""
 START = """
 import sys
 from pathlib import Path
@@ -41,7 +39,7 @@ def why_not() -> str:
 class Namespaces(Network):
     """Kits whose services run each in a namespace of its own: from a site's, only the coordinator can be reached."""
 
-    def __init__(self, folder: Path, sites: Mapping[str, int] = SITES) -> None:
+    def __init__(self, folder: Path, sites: Mapping[str, int]) -> None:
         super().__init__(folder, sites, server=COORDINATOR, port=PORT)
 
     def space(self, name: str) -> str:
