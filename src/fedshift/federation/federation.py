@@ -229,6 +229,16 @@ class Federation(ABC):
                 "than half"
             )
 
+    def _content_for(self, site: str, name: str, value: Content | PerSite) -> Content:
+        """What ``site`` is sent of ``value``."""
+        if not isinstance(value, PerSite):
+            return value
+        if site not in value.of:
+            raise FedshiftError(
+                f"'{name}' differs between sites and has nothing for '{site}'; it is for {sorted(value.of)}"
+            )
+        return value.of[site]
+
     def _exchange(
         self,
         call: str,
@@ -238,7 +248,7 @@ class Federation(ABC):
     ) -> Generator[tuple[str, Any], None, None]:
         number = self.progress.exchange
 
-        own = {site: {name: _content_for(site, name, value) for name, value in content.items()} for site in to}
+        own = {site: {name: self._content_for(site, name, value) for name, value in content.items()} for site in to}
 
         def requests() -> Iterator[Request]:
             for site in to:
@@ -331,17 +341,6 @@ class Federation(ABC):
     def _worked(self, site: str, mini_batches: int) -> None:
         self.progress.used[site] += mini_batches
         self._on_answer(site, mini_batches)
-
-
-def _content_for(site: str, name: str, value: Content | PerSite) -> Content:
-    """What ``site`` is sent of ``value``."""
-    if not isinstance(value, PerSite):
-        return value
-    if site not in value.of:
-        raise FedshiftError(
-            f"'{name}' differs between sites and has nothing for '{site}'; it is for {sorted(value.of)}"
-        )
-    return value.of[site]
 
 
 def known_kinds() -> tuple[str, ...]:
