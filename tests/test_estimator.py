@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 from sklearn.base import clone
 from sklearn.model_selection import LeaveOneGroupOut, cross_val_score
-from sklearn.utils.estimator_checks import parametrize_with_checks
 
 import fedshift
 from fedshift.errors import UserError
@@ -23,11 +22,15 @@ SITES = np.repeat(["a", "b", "c"], [20, 16, 24])
 TRAINING = {"rounds": 3, "batch_size": 8, "lr": 0.05}
 
 
-@parametrize_with_checks([FederatedClassifier(rounds=5), FederatedRegressor(rounds=5)])
-def test_scikit_learn_accepts_it(estimator: Any, check: Any) -> None:
+@pytest.mark.parametrize("kind", [FederatedClassifier, FederatedRegressor])
+def test_scikit_learn_accepts_it(kind: type[FederatedClassifier | FederatedRegressor]) -> None:
+    from sklearn.utils.estimator_checks import check_estimator  # takes a second, in every process that collects tests
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        check(estimator)
+        found = check_estimator(kind(rounds=5))
+    assert len(found) > 40
+    assert {one["status"] for one in found} <= {"passed", "skipped"}
 
 
 @pytest.fixture(scope="module")
