@@ -65,8 +65,9 @@ def test_packed_and_unpacked_read_alike(ran: tuple[dict[str, Any], Path], tmp_pa
         there, here = collect(whole / below), collect(folder / below)
         for rule in ("last", "source", "oracle"):
             assert as_json(table_of(here, rule)) == as_json(table_of(there, rule))  # type: ignore[arg-type]
-        # A page lists data and options in the order of their names in the files, which packing does not keep.
-        assert sorted(page(here).splitlines()) == sorted(page(there).splitlines())
+        if below in ("", "csac/a/seed-0"):  # pages take longest
+            # A page lists data and options in the order of their names in the files, which packing does not keep.
+            assert sorted(page(here).splitlines()) == sorted(page(there).splitlines())
     assert collect(tmp_path / "runs").results == collect(whole).results
 
 

@@ -238,6 +238,9 @@ class Federation(ABC):
                 "than half"
             )
 
+    def _content_for(self, site: str, name: str, value: Content | PerSite) -> Content:
+        return content_for(site, name, value)
+
     def _exchange(
         self,
         call: str,
@@ -247,7 +250,7 @@ class Federation(ABC):
     ) -> Generator[tuple[str, Any], None, None]:
         number = self.progress.exchange
 
-        own = {site: {name: content_for(site, name, value) for name, value in content.items()} for site in to}
+        own = {site: {name: self._content_for(site, name, value) for name, value in content.items()} for site in to}
 
         def requests() -> Iterator[Request]:
             for site in to:

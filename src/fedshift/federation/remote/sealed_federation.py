@@ -18,7 +18,6 @@ from fedshift.federation.remote.transport import Lost, ask_plain
 from fedshift.federation.replies.layouts import Layout
 from fedshift.federation.secure.orders import card_entry, card_of
 from fedshift.federation.secure.sealing import parts_of
-from fedshift.federation.secure.sums import Weighing
 from fedshift.weights import NamedTensors, Weights
 
 
@@ -81,14 +80,9 @@ class SealedFederation(RemoteFederation):
         reply, _ = super().reply_of(kind, call, request, header, {**content, way.field: stands_in})
         return replace(reply, **{way.field: Closed(sealed)}), None
 
-    def _exchange(
-        self,
-        call: str,
-        to: tuple[str, ...],
-        content: Mapping[str, Content | PerSite],
-        weighing: Weighing | None = None,
-    ) -> Generator[tuple[str, Any], None, None]:
-        return super()._exchange(call, to, {name: _carried(value) for name, value in content.items()}, weighing)
+    def _content_for(self, site: str, name: str, value: Content | PerSite) -> Content:
+        sent: Content = _carried(super()._content_for(site, name, value))
+        return sent
 
     def _common(self, site: str) -> dict[str, Any]:
         more = {"seal": {"for": self.targets[0], "card": self._card}} if self._seals else {}
