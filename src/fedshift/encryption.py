@@ -160,7 +160,7 @@ def _cipher(key: bytes, salt: bytes):  # type: ignore[no-untyped-def]
         from cryptography.hazmat.primitives.hashes import SHA256
         from cryptography.hazmat.primitives.kdf.hkdf import HKDF
     except ImportError:
-        raise UserError("encrypting files needs the package cryptography: pip install -e '.[deploy]'") from None
+        raise UserError("encrypting files needs the package cryptography: pip install 'fedshift[deploy]'") from None
     return AESGCM(HKDF(algorithm=SHA256(), length=32, salt=salt, info=MAGIC).derive(key))
 
 

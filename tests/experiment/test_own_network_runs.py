@@ -98,3 +98,41 @@ def test_workers_give_the_same_bits(tmp_path: Path) -> None:
     first, second = (next((tmp_path / name).glob("**/model.safetensors")) for name in ("one", "two"))
     ours, theirs = load_file(first), load_file(second)
     assert all(bool((ours[name] == theirs[name]).all()) for name in ours)
+
+
+VOLUMES = """
+import monai.networks.nets as nets
+
+def net(input_shape, classes):
+    return nets.Classifier(input_shape, classes, channels=(4, 8), strides=(2, 2))
+"""
+
+
+@pytest.mark.slow  # imports timm or monai
+@pytest.mark.parametrize(("package", "shape"), [("timm", (32, 32, 3)), ("monai", (1, 16, 16, 16))])
+def test_a_published_network_trains_under_three_methods(package: str, shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Nobody here wrote it, and the user's part is a line of the file, or that and a function."""
+    pytest.importorskip(package)
+    (tmp_path / "volumes.py").write_text(VOLUMES)
+    draws = np.random.default_rng(0)
+    held: dict[str, Any] = {}
+    for site in "abc":
+        x = draws.integers(0, 256, (8, *shape)).astype(np.uint8)
+        held[site] = (x if package == "timm" else x.astype(np.float32) / 255, np.arange(8) % 2)
+    results = fedshift.run(
+        {
+            "data": {"sites": held},
+            "protocol": {"kind": "adapt_to_one", "targets": ["c"], "seeds": [0]},
+            "model": "timm:mobilenetv3_small_100" if package == "timm" else f"{tmp_path}/volumes.py:net",
+            "training": {"rounds": 1, "mini_batches": 10, "batch_size": 4, "lr": 0.001},
+            "methods": ["fedavg", {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}, "kd3a"],
+        },
+        tmp_path / "runs",
+    )
+    trained = [
+        load_file(next((tmp_path / "runs").rglob(f"{run.method}/c/seed-0/model.safetensors"))) for run in results.runs
+    ]
+    assert len(trained) == 3
+    assert all(run.rounds for run in results.runs)
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert any(not np.array_equal(trained[one][key], trained[other][key]) for key in trained[0])

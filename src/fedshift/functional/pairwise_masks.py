@@ -108,5 +108,5 @@ def _stream(seed: bytes) -> Any:
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms
     except ImportError:
-        raise UserError("secure aggregation needs the package cryptography: pip install -e '.[deploy]'") from None
+        raise UserError("secure aggregation needs the package cryptography: pip install 'fedshift[deploy]'") from None
     return Cipher(algorithms.ChaCha20(seed, bytes(16)), mode=None).encryptor()

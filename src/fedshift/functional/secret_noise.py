@@ -38,7 +38,9 @@ class SecretStream:
             from cryptography.hazmat.primitives.ciphers import Cipher
             from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
         except ImportError:
-            raise UserError("noise from a secret needs the package cryptography: pip install -e '.[deploy]'") from None
+            raise UserError(
+                "noise from a secret needs the package cryptography: pip install 'fedshift[deploy]'"
+            ) from None
         key = hmac.digest(secret, purpose.encode(), hashlib.sha256)
         self._cipher = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor()
 

@@ -33,7 +33,7 @@ _START_SECONDS, _STOP_SECONDS = 120.0, 40.0
 def installed() -> None:
     """Raise UserError if FLARE is not installed."""
     if find_spec("nvflare") is None:
-        raise UserError("deploying needs NVIDIA FLARE, which is not installed: pip install -e '.[deploy]'")
+        raise UserError("deploying needs NVIDIA FLARE, which is not installed: pip install 'fedshift[deploy]'")
 
 
 def load_project(path: Path) -> Project:

@@ -32,7 +32,9 @@ class Identity:
             from cryptography import x509
             from cryptography.hazmat.primitives import serialization
         except ImportError:
-            raise UserError("secure aggregation needs the package cryptography: pip install -e '.[deploy]'") from None
+            raise UserError(
+                "secure aggregation needs the package cryptography: pip install 'fedshift[deploy]'"
+            ) from None
         folder = kit / "flare" / "startup"
         try:
             own = x509.load_pem_x509_certificate((folder / "client.crt").read_bytes())

@@ -25,7 +25,7 @@ try:
     from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 except ImportError:
     raise UserError(
-        "engine.routing: sealed needs the package cryptography, 47 or later: pip install -e '.[deploy]'"
+        "engine.routing: sealed needs the package cryptography, 47 or later: pip install 'fedshift[deploy]'"
     ) from None
 
 _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
