@@ -259,6 +259,12 @@ class RunResult(_Record):
     classes: list[str]
     rounds: Count
     seconds: Seconds = Field(description="wall-clock seconds of the whole run")
+    processor_seconds: Seconds | None = Field(
+        default=None, description="processor seconds of the run's process, without workers; None if it was resumed"
+    )
+    memory: Count | None = Field(
+        default=None, description="most bytes that this process had in memory during the run; None also if not known"
+    )
     mini_batches: Count = Field(description="local mini-batches per site, CSAC's acquisition included")
     bytes_up: dict[str, Count] = Field(default_factory=dict, description="bytes that left the sites, per kind")
     bytes_down: dict[str, Count] = Field(default_factory=dict, description="bytes that reached the sites, per kind")

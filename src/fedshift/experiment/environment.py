@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import numpy as np
 import torch
 
 from fedshift.data.domain import DataSet, SparseRows
 from fedshift.errors import UserError
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def data_fingerprint(data: DataSet) -> str:
@@ -86,3 +91,24 @@ def threads_set(number: int) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(before)
+
+
+class Usage:
+    """Processor time and memory of this process from now on; its workers are other processes."""
+
+    def __init__(self) -> None:
+        self._began = time.process_time()
+        with contextlib.suppress(OSError):  # on Linux a new peak begins; elsewhere it is not known
+            _CLEAR.write_text("5", encoding="ascii")
+
+    def seconds(self) -> float:
+        """Processor seconds."""
+        return time.process_time() - self._began
+
+    def memory(self) -> int | None:
+        """The most bytes that were in memory at a time; None where the system does not say."""
+        try:
+            peak = next(line for line in _STATUS.read_text(encoding="ascii").splitlines() if line.startswith("VmHWM:"))
+        except (OSError, StopIteration):
+            return None
+        return int(peak.split()[1]) << 10

@@ -99,6 +99,10 @@ class SiteBase:
         else:
             torch.manual_seed(seed)
 
+    def end(self) -> None:
+        """End an exchange. The optimisers go, and with them the model that trained, of which a site keeps none."""
+        self._scheduled = []
+
     @property
     def samples(self) -> int:
         """N_k: the number of training samples at this site."""

@@ -145,6 +145,8 @@ class SiteRunner:
             reply = self.method.run_call(call, self.site, content)
             for plug_in in self.site.plug_ins:
                 plug_in.end()
+            self.site.plug_ins = ()
+            self.site.end()
         if not isinstance(reply, Reply):
             raise FedshiftError(f"call {call} returned {type(reply).__name__}, not a Reply")
         for name, kind, _ in pieces(reply_content(reply)):  # before anything leaves the site

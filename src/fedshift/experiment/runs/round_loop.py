@@ -15,7 +15,7 @@ from fedshift.evaluation.predictions import as_parquet, can_be_kept
 from fedshift.evaluation.records import ERRORS, RoundRecord, RunResult
 from fedshift.evaluation.selection import selected_rounds
 from fedshift.experiment.config.sections import SourceTarget
-from fedshift.experiment.environment import versions
+from fedshift.experiment.environment import Usage, versions
 from fedshift.experiment.plan import PlannedRun, Run, model_metadata
 from fedshift.experiment.runs.context import Context
 from fedshift.experiment.runs.evaluator import Final
@@ -99,6 +99,8 @@ class _RunLoop:
     screening: Screening | None = None
     final: Final | None = None
     clock: float = field(default_factory=time.perf_counter)
+    usage: Usage | None = field(default_factory=Usage)
+    """What this process needed for the run; None if another one began it."""
 
     @property
     def run(self) -> Run:
@@ -140,6 +142,7 @@ class _RunLoop:
         if found is None:
             return None
         state, header = found
+        self.usage = None
         progress, ledger = self.federation.progress, self.federation.ledger
         progress.exchange, progress.used = header["exchange"], header["used"]
         progress.undrawn = header.get("undrawn", 0)
@@ -312,6 +315,8 @@ class _RunLoop:
             classes=list(data.classes),
             rounds=state.round,
             seconds=self.seconds,
+            processor_seconds=self.usage and self.usage.seconds(),
+            memory=self.usage and self.usage.memory(),
             mini_batches=self._mini_batches(),
             bytes_up=self.federation.ledger.total["up"],
             bytes_down=self.federation.ledger.total["down"],

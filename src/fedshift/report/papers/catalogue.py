@@ -27,7 +27,7 @@ from fedshift.report.collect import read_order
 ENTRIES, PUBLISHED, EXPERIMENTS, RESULTS = "papers.yaml", "published.json", "experiments", "results"
 Kind = Literal["cells", "rounds", "weights", "report", "leakage", "distances", "features"]
 By = Literal["class", "site"]
-Quantity = Literal["score", "labelled", "unlabelled", "megabytes"]
+Quantity = Literal["score", "labelled", "unlabelled", "megabytes", "seconds", "memory"]
 
 
 class _Strict(BaseModel):
@@ -40,7 +40,11 @@ class Place(_Strict):
     experiment: str = Field("", description="the experiment's name, or none; the entry's first if empty")
     method: str = Field("", description="the method's label")
     target: str = Field(AVERAGE, description="a target, or the average over all")
-    value: Quantity = Field("score", description="score: accuracy, or the harmonic mean where both sides are measured")
+    value: Quantity = Field(
+        "score",
+        description="score: accuracy, or the harmonic mean where both sides are measured; seconds: the processor's in "
+        "a round; memory: most MiB of the process",
+    )
 
     def at(self, column: Place) -> Place:
         """This place with what ``column`` says."""

@@ -22,6 +22,8 @@ VALUES: dict[Quantity, Value] = {
     "labelled": RunResult.source_accuracy,
     "unlabelled": RunResult.accuracy,
     "megabytes": _megabytes,
+    "seconds": lambda result, _: result.processor_seconds and result.processor_seconds / max(1, result.rounds),
+    "memory": lambda result, _: result.memory and result.memory / 2**20,
 }
 
 
