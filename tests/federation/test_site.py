@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
+import weakref
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,16 +16,18 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import CNN, MLP, NORMED, images, plans, setting, vectors
+from tiny import CNN, MLP, NORMED, domains, federation, images, plans, setting, vectors
 from torch import nn
 
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.messages import Statistics
 from fedshift.federation.randomness import derive_seed, generator
 from fedshift.federation.site import Batch, Envelope, Role, Site
 from fedshift.federation.site_memory import SiteMemory
 from fedshift.federation.site_runner import SiteRunner
 from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 
@@ -336,3 +341,26 @@ def test_a_second_pass_in_one_exchange_draws_another_order() -> None:
     first, second = rows(site.batches()), rows(site.batches())
     assert first != second
     assert sorted(np.concatenate(first)) == sorted(np.concatenate(second)) == list(range(40))
+
+
+# What stays ----------------------------------------------------------------------------------------------------------
+
+
+def test_sites_of_a_process_share_a_network_and_keep_no_model_that_they_trained() -> None:
+    """So a thousand sites take as much memory as one, beside their data and what the method has them remember."""
+    trained: list[weakref.ref[Network]] = []
+
+    class Watched(FedAvg):
+        def loss_at(self, site: Site, model: Network, weights: Weights) -> Callable[[Batch], torch.Tensor]:
+            trained.append(weakref.ref(model))
+            return super().loss_at(site, model, weights)
+
+    found = domains(MLP, {"a": 9, "b": 9})
+    method = Watched(local=["mixup"])
+    where = federation(method, found, MLP, momentum=0.9)
+    start = Weights(setting(method, found, MLP).build_network().state_dict())
+    where.ask(method.fit, to=where.sources, weights=start).drain()
+    gc.collect()
+    assert [reference() for reference in trained] == [None, None]
+    networks = {id(runner.site.network) for runner in cast(LocalFederation, where)._runners.values()}
+    assert len(networks) == 1

@@ -73,6 +73,12 @@ def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), 
         "and saving add to this",
         highlight=False,
     )
+    drawn = experiment.protocol.sites_per_round
+    if drawn is not None:
+        number = f"{drawn}" if isinstance(drawn, int) else f"{drawn:g} of the"
+        console.print(
+            f"{number} sources are drawn for each round; mini-batches and bytes count only these", soft_wrap=True
+        )
     why = _why_rounds_differ(found.methods)
     if why is not None:
         console.print(why, markup=False, highlight=False, soft_wrap=True)

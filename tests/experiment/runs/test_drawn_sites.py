@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,12 @@ def test_a_run_that_was_cut_short_draws_the_same_sites(tmp_path: Path) -> None:
         run_experiment(parse(asked), tmp_path / "cut", reporter=StopAfter(3))
     fedshift.run(asked, tmp_path / "cut")
     assert outcome(tmp_path / "whole") == outcome(tmp_path / "cut")
+    whole, cut = (
+        json.loads((tmp_path / runs / "small/csac/a/seed-0/result.json").read_text()) for runs in ("whole", "cut")
+    )
+    assert 0 < whole["processor_seconds"] < time.process_time()
+    assert (whole["memory"] or 1 << 24) >= 1 << 24  # torch alone takes more; not every system says
+    assert cut["processor_seconds"] is cut["memory"] is None, "another process had a part in it"
 
 
 @pytest.mark.slow

@@ -16,8 +16,8 @@ Where papers and code differ, and what was chosen
     (`normalising_factor`, from FedNova), so that c_i stays a mean gradient. Adam is refused.
  3. x is the unweighted mean, as in the paper; ``weighting: samples`` is N_k/ΣN for x and c.
  4. BatchNorm statistics are averaged and have no control variate.
- 5. All sites take part in every round, so |S|/N is 1. Where a site is missing (``engine.quorum``), c moves by the sum
-    of (c_i⁺ − c_i) over all sites' number, as in the paper; x is the mean of those that answered.
+ 5. |S|/N is 1 unless sites are drawn for a round (``protocol.sites_per_round``) or missing (``engine.quorum``): then c
+    moves by the sum of (c_i⁺ − c_i) over all sites' number, as in the paper; x is the mean of those that answered.
  6. η_g is 1. For another one write ``server: {optimizer: momentum, beta: 0, rate: …}``.
  7. The losses in ``rounds.jsonl`` are the task's: the correction adds to the gradient, not to the loss.
 
