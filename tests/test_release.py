@@ -58,6 +58,15 @@ def test_a_copy_without_tags_has_the_version_that_the_changelog_starts_with() ->
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == first[1]
 
 
+def test_badges_say_what_the_package_says() -> None:
+    metadata = project()["project"]
+    versions = [line.split()[-1] for line in metadata["classifiers"] if re.search(r":: 3\.\d+$", line)]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.findall(r"badge/python-([\d.]+)_to_([\d.]+)-", text) == [(versions[0], versions[-1])]
+    assert metadata["license"]["text"].replace("-", "--") in text
+    assert metadata["requires-python"] == f">={versions[0]}"
+
+
 @pytest.mark.parametrize("file", WORKFLOWS, ids=lambda file: file.stem)
 def test_what_a_workflow_runs_exists(file: Path) -> None:
     targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
+from importlib import metadata
 
 
 def installed_version() -> str:
     """The version that was installed, which the tags of the repository give."""
     try:
-        return version("fedshift")
-    except PackageNotFoundError:  # run from its folder, without an installation
+        return metadata.version("fedshift")
+    except metadata.PackageNotFoundError:  # run from its folder, without an installation
         return "0+unknown"
