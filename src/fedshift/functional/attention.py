@@ -45,7 +45,7 @@ def cross_layer_attention(
     """
     if not (position or channel):
         raise UserError("attention needs position, channel or both; switch attention off as a whole instead")
-    shapes = {tuple(features.shape) for features in (*fused, *local)}
+    shapes = _shapes(fused) | _shapes(local)
     if len(shapes) != 1 or len(next(iter(shapes))) != 4:
         raise UserError(f"attention needs features of one shape (n, c, g, w), found {sorted(shapes)}")
     with torch.no_grad():
@@ -59,7 +59,14 @@ def cross_layer_attention(
         if channel:
             scores = _mean_product(left.mean(2), right.mean(2), n)
             rows.append((scores / d**0.5 if scale else scores).softmax(1))
-        return torch.stack(rows).mean(0)
+        return rows[0] if len(rows) == 1 else (rows[0] + rows[1]) / 2
+
+
+def _shapes(layers: Sequence[Tensor] | Tensor) -> set[tuple[int, ...]]:
+    """The shapes of one layer each; those of stacked layers are looked at once."""
+    if isinstance(layers, Tensor):
+        return {tuple(layers.shape[1:])}
+    return {tuple(layer.shape) for layer in layers}
 
 
 def _stacked(layers: Sequence[Tensor] | Tensor) -> Tensor:

@@ -111,103 +111,110 @@ class _CrossMMD(torch.autograd.Function):
     Then the loss changes by G_ij = g·c·k'(D_ij) with D_ij, and by Σ_j 2·G_ij (z_i − z_j) with row z_i. All pairs of a
     layer share its own distances, so their G are summed first. Two products per side remain, whatever the number of
     pairs.
+
+    On small layers the number of operations costs more than what they compute, so each works on the layers of both
+    sides, and on the kernels of all pairs, at once.
     """
 
     @staticmethod
     def forward(
         ctx: Any, source: Tensor, target: Tensor, multipliers: Sequence[float], unbiased: bool, bandwidth: Tensor | None
     ) -> Tensor:
-        samples = source.shape[1]
+        sources, targets, samples = len(source), len(target), source.shape[1]
+        rows = torch.cat((source, target))
         # Distances do not depend on the origin. Near it fewer digits cancel.
-        origin = source.mean(dim=(0, 1))
-        source, target = source - origin, target - origin
-        within_source, norms_source = _distances_within(source)
-        within_target, norms_target = _distances_within(target)
-        across = _distances_across(source, target, norms_source, norms_target)
+        rows -= source.mean(dim=(0, 1))
+        distances, norms = _distances(rows, sources)
+        own, across = distances[: sources + targets], distances[sources + targets :]
+        across = across.view(sources, targets, samples, samples)
 
         if bandwidth is None:
-            total = within_source.sum((1, 2))[:, None] + within_target.sum((1, 2)) + 2 * across.sum((2, 3))
-            bandwidth = total / (2 * samples) ** 2
+            totals = distances.flatten(1).sum(1)
+            within = totals[:sources, None] + totals[sources : sources + targets]
+            bandwidth = within.add_(totals[sources + targets :].view(sources, targets), alpha=2) / (2 * samples) ** 2
         # Squared distances have this rounding error. A narrower kernel would show rounding only.
-        error = 5 * torch.finfo(source.dtype).eps * (norms_source.mean(1)[:, None] + norms_target.mean(1))
-        inverse = torch.where(bandwidth > error, 1 / bandwidth, 0.0)
+        error = norms.mean(1) * (5 * torch.finfo(rows.dtype).eps)
+        inverse = torch.where(bandwidth > error[:sources, None] + error[sources:], 1 / bandwidth, 0.0)
 
+        # Kernels of each pair: among the rows of the source, among those of the target, and between them.
+        relative = rows.new_empty(3, sources, targets, samples, samples)
         scale = inverse[:, :, None, None]
-        sum_source, slope_source = _kernels(within_source[:, None] * scale, multipliers)
-        sum_target, slope_target = _kernels(within_target[None] * scale, multipliers)
-        sum_across, slope_across = _kernels(across * scale, multipliers)
-        ctx.within, ctx.across = 1 / samples**2, -2 / samples**2
+        torch.mul(own[:sources, None], scale, out=relative[0])
+        torch.mul(own[None, sources:], scale, out=relative[1])
+        torch.mul(across, scale, out=relative[2])
+        kernels, slopes = _kernels(relative, multipliers)
+        sums = kernels.flatten(3).sum(3)
+
+        ctx.within, ctx.across, ctx.sources = 1 / samples**2, -2 / samples**2, sources
+        same = sums[0].add_(sums[1])
         if unbiased:
             ctx.within = 1 / (samples * (samples - 1))
-            sum_source = sum_source - samples * len(multipliers)  # the diagonal, where every kernel is 1
-            sum_target = sum_target - samples * len(multipliers)
-        ctx.save_for_backward(source, target, inverse, slope_source, slope_target, slope_across)
-        mmd: Tensor = ctx.within * (sum_source + sum_target) + ctx.across * sum_across
-        return mmd
+            same -= 2 * samples * len(multipliers)  # the diagonals, where every kernel is 1
+        ctx.save_for_backward(rows, inverse, slopes)
+        return (same * ctx.within).add_(sums[2], alpha=ctx.across)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        source, target, inverse, slope_source, slope_target, slope_across = ctx.saved_tensors
-        within = ctx.within * upstream * inverse
-        across = (ctx.across * upstream * inverse)[:, :, None, None] * slope_across
-        gradient_source = gradient_target = None
-        if ctx.needs_input_grad[0]:
-            gradient_source = _pull(torch.einsum("rs,rsij->rij", within, slope_source), across, source, target)
-        if ctx.needs_input_grad[1]:
-            turned = across.permute(1, 0, 3, 2)
-            gradient_target = _pull(torch.einsum("rs,rsij->sij", within, slope_target), turned, target, source)
-        return gradient_source, gradient_target, None, None, None
+        rows, inverse, slopes = ctx.saved_tensors
+        sources, (layers, samples, _) = ctx.sources, rows.shape
+        targets = layers - sources
+        factors = upstream * inverse
+
+        # Both D_ij and D_ji depend on z_i, hence the factor 4 of G within a layer.
+        own = rows.new_empty(layers, samples, samples)
+        weights, flat = factors * (4 * ctx.within), slopes.flatten(3)
+        torch.bmm(weights[:, None, :], flat[0], out=own[:sources].view(sources, 1, -1))
+        torch.bmm(weights.T[:, None, :], flat[1].transpose(0, 1), out=own[sources:].view(targets, 1, -1))
+        # G between layers as one matrix, (R·n, S·n).
+        across = rows.new_empty(sources, samples, targets, samples)
+        torch.mul(slopes[2], (factors * (2 * ctx.across))[:, :, None, None], out=across.transpose(1, 2))
+        # Σ_j G_ij z_i is a product with a diagonal, so one product does the layer's own part.
+        diagonal = own.sum(2)
+        diagonal[:sources] += across.sum((2, 3))
+        diagonal[sources:] += across.sum((0, 1))
+        own.neg_().diagonal(dim1=1, dim2=2).add_(diagonal)
+        gradient = torch.bmm(own, rows)
+        across = across.view(sources * samples, targets * samples)
+        gradient[:sources].flatten(0, 1).addmm_(across, rows[sources:].flatten(0, 1), alpha=-1)
+        gradient[sources:].flatten(0, 1).addmm_(across.T, rows[:sources].flatten(0, 1), alpha=-1)
+        return gradient[:sources], gradient[sources:], None, None, None
 
 
-def _distances_within(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """‖z_i − z_j‖² of each layer, (R, n, f) → (R, n, n), zero on the diagonal; and ‖z_i‖², (R, n)."""
+def _distances(rows: Tensor, sources: int) -> tuple[Tensor, Tensor]:
+    """‖z_i − z_j‖² and ‖z_i‖² of layers ``rows`` (R + S, n, f), of which the first R are sources.
+
+    Returns:
+        (R + S + R·S, n, n) and (R + S, n): within each layer, zero on the diagonal, then of each pair of layers.
+    """
+    layers, samples, _ = rows.shape
+    targets = layers - sources
     products = torch.bmm(rows, rows.mT)
     # Taken from the products, so that equal rows round alike and their distance is zero.
     norms = products.diagonal(dim1=1, dim2=2)
-    return (norms[:, :, None] + norms[:, None, :]).sub_(products, alpha=2).clamp_(min=0), norms
-
-
-def _distances_across(source: Tensor, target: Tensor, norms_source: Tensor, norms_target: Tensor) -> Tensor:
-    """‖s_i − t_j‖² of each pair of layers: (R, n, f), (S, n, f) → (R, S, n, n)."""
-    sources, samples, _ = source.shape
-    products = (source.flatten(0, 1) @ target.flatten(0, 1).T).view(sources, samples, -1, samples).transpose(1, 2)
-    return (norms_source[:, None, :, None] + norms_target[None, :, None, :]).sub_(products, alpha=2).clamp_(min=0)
+    between = (rows[:sources].flatten(0, 1) @ rows[sources:].flatten(0, 1).T).view(sources, samples, targets, samples)
+    distances = rows.new_empty(layers + sources * targets, samples, samples)
+    own, across = distances[:layers], distances[layers:].view(sources, targets, samples, samples)
+    torch.add(norms[:, :, None], norms[:, None, :], out=own).sub_(products, alpha=2)
+    torch.add(norms[:sources, None, :, None], norms[None, sources:, None, :], out=across)
+    across.sub_(between.transpose(1, 2), alpha=2)
+    return distances.clamp_(min=0), norms
 
 
 def _kernels(relative: Tensor, multipliers: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Σ_u exp(−D/(2a_u)) summed over the last two axes, and its derivative by each D, with D = ``relative``.
+    """Σ_u exp(−D/(2a_u)) and its derivative by D, for D = ``relative``.
 
     Multipliers that fall by a factor of three from the largest need one exponential: a_u/3 cubes the kernel.
     """
-    widest, *narrower = sorted(multipliers, reverse=True)
-    kernel = torch.exp(relative / (-2 * widest))
-    total, slope = kernel.clone(), kernel / (-2 * widest)
-    previous = widest
-    for multiplier in narrower:
-        if abs(previous / multiplier - 3) < 1e-12:
-            kernel *= kernel.square()
+    widths = sorted(multipliers, reverse=True)
+    kernels = relative.new_empty(len(widths), relative.numel())
+    each = kernels.unbind()
+    for place, width in enumerate(widths):
+        if place and abs(widths[place - 1] / width - 3) < 1e-12:
+            wider = each[place - 1]
+            torch.mul(wider, wider, out=each[place]).mul_(wider)
         else:
-            kernel = torch.exp(relative / (-2 * multiplier))
-        total += kernel
-        slope.add_(kernel, alpha=-1 / (2 * multiplier))
-        previous = multiplier
-    return total.sum((2, 3)), slope
-
-
-def _pull(within: Tensor, across: Tensor, own: Tensor, other: Tensor) -> Tensor:
-    """The gradient by the rows ``own`` (R, n, f): Σ_j 2·G_ij (z_i − z_j) over their own layer and all of ``other``.
-
-    Args:
-        within: G of the own layer, (R, n, n), symmetric. Both D_ij and D_ji depend on z_i, hence the factor 4.
-        across: G of the own and the other layers, (R, S, n, n).
-        own: z.
-        other: the rows of the other layers.
-    """
-    layers, samples, _ = own.shape
-    within, across = 4 * within, 2 * across
-    # Σ_j G_ij z_i is a product with a diagonal, so one product does the layer's own part.
-    diagonal = torch.diag_embed(within.sum(2) + across.sum((1, 3)))
-    gradient = torch.bmm(diagonal - within, own)
-    gradient.flatten(0, 1).addmm_(across.transpose(1, 2).reshape(layers * samples, -1), other.flatten(0, 1), alpha=-1)
-    return gradient
+            torch.mul(relative.view(-1), -0.5 / width, out=each[place]).exp_()
+    factors = kernels.new_tensor([[1.0] * len(widths), [-0.5 / width for width in widths]])
+    values, slopes = (factors @ kernels).view(2, *relative.shape)
+    return values, slopes

@@ -78,12 +78,10 @@ class Aligner(nn.Module):
     def forward(self, logits: Tensor, features: dict[str, Tensor], batch: Batch) -> Tensor:
         options = self.options
         frozen_logits, frozen = self._frozen(batch)
-        loss = logits.new_zeros(())
-        if self.stages:
-            loss = self._across_layers(features, frozen)
-        if options.logit_mmd:
-            loss = loss + multi_kernel_mmd(logits, frozen_logits, estimator=options.mmd_estimator)
-        return loss
+        across = self._across_layers(features, frozen) if self.stages else logits.new_zeros(())
+        if not options.logit_mmd:
+            return across
+        return across + multi_kernel_mmd(logits, frozen_logits, estimator=options.mmd_estimator)
 
     def _across_layers(self, features: dict[str, Tensor], frozen: list[Tensor]) -> Tensor:
         """L_AL of (6): Σ α_{l,m} · MMD over all pairs of stages."""
