@@ -218,9 +218,9 @@ class _AtSites:
         self, plan: DeployedPlan, planned: PlannedRun, federation: RemoteFederation, device: torch.device
     ) -> None:
         data, split, own = planned.data, planned.split, planned.run.target in plan.own
-        self._resamples, prior = plan.experiment.evaluation.resamples, planned.run.method.batch_norm_at_new_site
+        self._resamples, model = plan.experiment.evaluation.resamples, plan.experiment.model
         here = Split({}, {}, split.measured)
-        self._here = Evaluator(data, here, device, plan.experiment.model, self._resamples, prior) if own else None
+        self._here = Evaluator(data, here, device, model, self._resamples, planned.new_site) if own else None
         self._targets = [] if own else list(split.measured)
         self._sources = [site for site, rows in split.held_out.items() if len(rows)]
         self._federation, self._classes = federation, len(data.classes)

@@ -338,9 +338,10 @@ class SiteProgram:
         _, network, view = self._measurer
         network.load_state_dict(dict(weights))
         network.eval()
-        prior, groups = method.batch_norm_at_new_site if unseen else None, self.holding.domain.groups
-        groups, objective = None if groups is None else groups[held_out], objective_of(view.preprocessing)
-        measures, entry["sent"] = self.rules.measured(header, network, view, objective, groups, prior)
+        new_site = method.new_site_for(view.input_shape) if unseen else None
+        groups, objective = self.holding.domain.groups, objective_of(view.preprocessing)
+        groups = None if groups is None else groups[held_out]
+        measures, entry["sent"] = self.rules.measured(header, network, view, objective, groups, new_site)
         return seal({"answers": header["key"], "measures": measures}, body_of({}))
 
     def _end(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:

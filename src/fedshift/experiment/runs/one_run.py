@@ -26,8 +26,8 @@ def carry_out(context: Context, workers: Workers, planned: PlannedRun, folder: R
     network = setting.build_network().to(context.device)
     folder.claim()
     experiment, device = planned.experiment, torch.device(context.device)
-    resamples, prior = experiment.evaluation.resamples, planned.run.method.batch_norm_at_new_site
-    evaluator = Evaluator(planned.data, planned.split, device, experiment.model, resamples, prior)
+    resamples, new_site = experiment.evaluation.resamples, planned.new_site
+    evaluator = Evaluator(planned.data, planned.split, device, experiment.model, resamples, new_site)
     options: dict[str, Any] = {
         "budget": site_budget(planned.budget, sites),
         "rounds": max(1, planned.rounds),

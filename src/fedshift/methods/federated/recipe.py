@@ -32,13 +32,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated, ClassVar
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
 from fedshift.data.domain import ALL_TASKS, Task
 from fedshift.data.transforms import Augmentation, NamedAugmentation
 from fedshift.federation.federation import Federation
 from fedshift.methods.base import State
 from fedshift.methods.composition.averaging import SWA, Averaging, Kept
+from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.methods.composition.regularisers import DropoutOption, Rate
 from fedshift.methods.composition.views import AugmentOption
@@ -69,6 +70,12 @@ class Recipe(FedAvg):
     )
     dropout: Rate = Field(0.5, description="share of the features left out in training where samples are vectors")
 
+    templates: NonNegativeInt | None = Field(
+        16,
+        description="where samples are vectors: N of `classifier_at_new_site`, unless that is set; none: the trained "
+        "classifier",
+    )
+
     @property
     def averaging(self) -> Averaging:
         """That of ``averaged``, unless ``average`` or ``average_rounds`` says otherwise."""
@@ -84,6 +91,13 @@ class Recipe(FedAvg):
             own.append(DropoutOption(rate=self.dropout))
         named = {plug_in.name for plug_in in self.local}
         return (*(plug_in for plug_in in own if plug_in.name not in named), *self.local)
+
+    def new_site_for(self, input_shape: tuple[int, ...]) -> NewSite:
+        """As the options say; for vectors with a classifier turned by ``templates`` unless one says otherwise."""
+        given = super().new_site_for(input_shape)
+        if len(input_shape) == 3 or given.classifier is not None:
+            return given
+        return replace(given, classifier=self.templates)
 
     def round(self, federation: Federation, state: State) -> State:
         new = super().round(federation, state)

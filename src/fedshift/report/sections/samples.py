@@ -80,8 +80,7 @@ class ShownSamples:
                 continue
             chosen = rows[np.unique(np.linspace(0, len(rows) - 1, _PER_SITE).astype(int))]
             view = SiteData([(data.domains[name], chosen, 0)], data.preprocessing)
-            prior = trained.method.batch_norm_at_new_site if is_target else None
-            network = answering(trained.network, view, prior)
+            network = answering(trained.network, view, planned.new_site if is_target else None)
             with torch.no_grad():
                 features = [network.features(inputs).flatten(1) for inputs, _, _ in view.all_batches(_PER_SITE)]
             found.append((name, view.labels.numpy(), torch.cat(features).numpy()))
