@@ -338,9 +338,8 @@ class SiteProgram:
         _, network, view = self._measurer
         network.load_state_dict(dict(weights))
         network.eval()
-        new_site = method.new_site_for(view.input_shape) if unseen else None
-        groups, objective = self.holding.domain.groups, objective_of(view.preprocessing)
-        groups = None if groups is None else groups[held_out]
+        new_site, groups = method.new_site_for(view.input_shape) if unseen else None, self.holding.domain.groups
+        groups, objective = None if groups is None else groups[held_out], objective_of(view.preprocessing)
         measures, entry["sent"] = self.rules.measured(header, network, view, objective, groups, new_site)
         return seal({"answers": header["key"], "measures": measures}, body_of({}))
 

@@ -36,7 +36,6 @@ from fedshift.experiment.protocol import (
 )
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.methods.base import Method
-from fedshift.methods.composition.new_site import NewSite
 from fedshift.models.network import Network
 
 POOL = "pool"
@@ -208,13 +207,6 @@ class PlannedRun:
     def rounds(self) -> int:
         """Rounds until the budget is used; 0 if it is used before the first round."""
         return rounds_needed(self.run.method, self.experiment.training, self.split, self.budget)
-
-    @property
-    def new_site(self) -> NewSite | None:
-        """What the network takes from the target's samples before it predicts; None where no target is unseen."""
-        if not isinstance(self.experiment.protocol, LeaveOneOut):
-            return None
-        return self.run.method.new_site_for(self.data.input_shape)
 
     @property
     def mini_batches(self) -> int:
