@@ -1,4 +1,4 @@
-"""``batch_norm_at_new_site`` from an experiment file to a prediction: only what answers at the unseen site changes."""
+"""What adapts to a new site, from an experiment file to a prediction: only what answers at the unseen site changes."""
 
 from __future__ import annotations
 
@@ -42,6 +42,25 @@ def test_the_same_model_answers_better_at_a_shifted_site(tmp_path: Path) -> None
         assert run.accuracy() == pytest.approx(100 * np.mean(right), abs=0.02)
 
 
+def test_the_recipe_turns_the_classifier_for_vectors(tmp_path: Path) -> None:
+    """The same weights answer otherwise, in the run and in `predict`; an exported file answers with those weights."""
+    far = features(4, 60, 1.0)
+    where = save(tmp_path, a=features(1, 60), b=features(2, 60), z=far)
+    names = {"kept": {"templates": None}, "turned": {}, "by-option": {"templates": None, "classifier_at_new_site": 16}}
+    methods = [{"name": "recipe", "label": label, **one} for label, one in names.items()]
+    changes = {"protocol": {"targets": ["z"], "seeds": [0]}, "training": {"rounds": 4, "batch_size": 8, "lr": 0.1}}
+    found = fedshift.run(options(where, **changes) | {"methods": methods}, tmp_path / "runs")
+    models = {run.method: load_model(found.folder / run.method / "z" / "seed-0") for run in found.runs}
+    inputs = np.asarray(far["x"], dtype=np.float32)
+    kept, turned, by_option = (models[name].scores(inputs) for name in names)
+    assert np.abs(kept - turned).max() > 0.01
+    np.testing.assert_array_equal(turned, by_option)
+    np.testing.assert_array_equal(models["turned"].scores(inputs, adapted=False), kept)
+    for run, scores in zip(found.runs, (kept, turned, by_option), strict=True):
+        right = 100 * np.mean(scores.argmax(1) == np.asarray(far["y"]))
+        assert run.accuracy() == pytest.approx(right, abs=0.02)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -56,6 +75,15 @@ def test_where_no_new_site_could_use_it(changes: dict[str, Any], words: str, tmp
         check_fit(Plan(parsed, parsed.data.build()))
 
 
-def test_beside_the_wrapper_only() -> None:
+@pytest.mark.parametrize("option", ["batch_norm_at_new_site", "classifier_at_new_site"])
+def test_beside_the_wrapper_only(option: str) -> None:
     with pytest.raises(ValueError, match="beside styles"):
-        registry.parse({"name": "styles", "method": {"name": "fedavg", "batch_norm_at_new_site": 4}})
+        registry.parse({"name": "styles", "method": {"name": "fedavg", option: 4}})
+
+
+def test_where_no_classifier_can_turn(tmp_path: Path) -> None:
+    where = save(tmp_path, a=features(1), b=features(2), z=features(3))
+    methods = [{"name": "fedavg", "classifier_at_new_site": 16}]
+    parsed = parse(options(where, protocol={"kind": "adapt_to_one"}) | {"methods": methods})
+    with pytest.raises(UserError, match=r"classifier_at_new_site: .*has no unseen site"):
+        check_fit(Plan(parsed, parsed.data.build()))

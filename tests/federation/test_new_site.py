@@ -1,4 +1,4 @@
-"""BatchNorm at a new site: statistics by hand, mixed with the trained ones; and what is left as it was."""
+"""BatchNorm and the classifier at a new site: by hand, mixed with what was trained; and what is left as it was."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from tiny import NORMED, evaluated, start_of
 from torch import nn
 
 from fedshift.functional.batchnorm import mixed_statistics
+from fedshift.functional.templates import turned_templates
+from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.models import registry as models
 from fedshift.models.network import Network
 from fedshift.models.normalisation import adapted_to, batch_norms
 
 
-def network_of(norm: nn.Module) -> Network:
-    return Network(norm, nn.Identity(), embedding_size=2, classes=2, stages={}, alignment_stages=())
+def network_of(norm: nn.Module, classifier: nn.Module | None = None) -> Network:
+    head = classifier or nn.Identity()
+    return Network(norm, head, embedding_size=2, classes=2, stages={}, alignment_stages=())
 
 
 def test_statistics_of_unequal_batches() -> None:
@@ -60,3 +63,45 @@ def test_layers_that_keep_what_they_loaded(model: dict[str, object], layers: int
     with torch.device("meta"):
         network = models.build(models.parse({"name": "resnet18", **model}), (3, 32, 32), 2, 0)
     assert len(batch_norms(network)) == layers
+
+
+def test_templates_by_hand() -> None:
+    """Two classes, N = 1, three samples: s = 3/5. Of the two samples of class 0 the surer one counts, (3, 4)/5."""
+    logits = torch.tensor([[9.0, 0.0], [1.0, 0.0], [0.0, 5.0]])
+    features = torch.tensor([[3.0, 4.0], [7.0, 0.0], [0.0, 2.0]])
+    found = turned_templates(torch.tensor([[2.0, 0.0], [0.0, 4.0]]), logits, features, prior=1)
+    first = torch.tensor([0.4 + 0.6 * 0.6, 0.6 * 0.8])
+    torch.testing.assert_close(found, 3 * torch.stack([first / first.norm(), torch.tensor([0.0, 1.0])]))
+
+
+def test_a_class_that_is_never_predicted_keeps_its_direction_and_none_turns_without_samples() -> None:
+    rows, logits, features = torch.eye(2), torch.tensor([[9.0, 0.0]]), torch.tensor([[1.0, 1.0]])
+    assert turned_templates(rows, logits, features, prior=0)[1].tolist() == [0, 1]
+    assert turned_templates(rows, logits[:0], features[:0], prior=0).tolist() == rows.tolist()
+
+
+def test_the_same_share_for_frequent_and_rare_classes() -> None:
+    """Features of all classes have a direction in common. A class that turned further towards it would win all."""
+    common, own = torch.tensor([5.0, 0.0, 0.0]), torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    features = common + own[[0] * 99 + [1]]
+    found = turned_templates(own, features @ own.T, features, prior=16)
+    torch.testing.assert_close(found[0, 0], found[1, 0])
+    assert (features @ found.T).argmax(1).tolist() == [0] * 99 + [1]
+
+
+def test_the_classifier_turns_over_batches_and_the_trained_network_stays() -> None:
+    linear = nn.Linear(2, 2)
+    network, inputs = network_of(nn.Identity(), linear).eval(), torch.randn(9, 2)
+    whole, parts = (NewSite(classifier=2).adapted(network, lambda b=b: b) for b in ([inputs], inputs.split(4)))
+    with torch.no_grad():
+        expected = inputs @ turned_templates(linear.weight, network(inputs), inputs, 2).T
+        torch.testing.assert_close(whole(inputs), expected)
+        torch.testing.assert_close(parts(inputs), expected)
+        assert not torch.equal(network(inputs), expected)
+    assert NewSite().adapted(network, lambda: [inputs]) is network
+
+
+def test_a_classifier_of_several_layers_stays() -> None:
+    network = network_of(nn.Identity(), nn.Sequential(nn.Linear(2, 2), nn.ReLU())).eval()
+    inputs = torch.randn(9, 2)
+    assert torch.equal(NewSite(classifier=2).adapted(network, lambda: [inputs])(inputs), network(inputs))

@@ -226,6 +226,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("csac", "mmd_constant"): (True,),  # in the loss alone
     ("mdfnet", "interaction"): ("literal",),  # without a lower bound: test_mdfnet has its value, training diverges
     ("recipe", "averaged"): (0.0,),  # no part of a round: test_recipe
+    ("recipe", "templates"): (None,),  # the same
     ("cdan", "projection"): ("outer",),  # what `auto` means for small networks
     **{(name, "style_space"): ("vgg",) for name in ("ccst", "styles")},
     **{

@@ -29,7 +29,7 @@ from fedshift.experiment.config.experiment import Experiment, method_name, parse
 from fedshift.experiment.config.sections import AdaptToOne, FlareEngine, LeaveOneOut, SourceTarget
 from fedshift.experiment.environment import resolve_device, threads_set
 from fedshift.experiment.plan import PlannedRun, Run
-from fedshift.experiment.protocol import Split
+from fedshift.experiment.protocol import Split, new_site_of
 from fedshift.experiment.runs.context import Context
 from fedshift.experiment.runs.evaluator import Evaluator, Final
 from fedshift.experiment.runs.round_loop import train_and_evaluate
@@ -218,9 +218,10 @@ class _AtSites:
         self, plan: DeployedPlan, planned: PlannedRun, federation: RemoteFederation, device: torch.device
     ) -> None:
         data, split, own = planned.data, planned.split, planned.run.target in plan.own
-        self._resamples, prior = plan.experiment.evaluation.resamples, planned.run.method.batch_norm_at_new_site
+        self._resamples, model = plan.experiment.evaluation.resamples, plan.experiment.model
         here = Split({}, {}, split.measured)
-        self._here = Evaluator(data, here, device, plan.experiment.model, self._resamples, prior) if own else None
+        new_site = new_site_of(plan.experiment.protocol, planned.run.method, data.input_shape)
+        self._here = Evaluator(data, here, device, model, self._resamples, new_site) if own else None
         self._targets = [] if own else list(split.measured)
         self._sources = [site for site, rows in split.held_out.items() if len(rows)]
         self._federation, self._classes = federation, len(data.classes)

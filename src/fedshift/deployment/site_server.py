@@ -338,9 +338,9 @@ class SiteProgram:
         _, network, view = self._measurer
         network.load_state_dict(dict(weights))
         network.eval()
-        prior, groups = method.batch_norm_at_new_site if unseen else None, self.holding.domain.groups
+        new_site, groups = method.new_site_for(view.input_shape) if unseen else None, self.holding.domain.groups
         groups, objective = None if groups is None else groups[held_out], objective_of(view.preprocessing)
-        measures, entry["sent"] = self.rules.measured(header, network, view, objective, groups, prior)
+        measures, entry["sent"] = self.rules.measured(header, network, view, objective, groups, new_site)
         return seal({"answers": header["key"], "measures": measures}, body_of({}))
 
     def _end(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from fedshift.data.builders.at_sites import AtSites
 from fedshift.data.domain import DataSet
-from fedshift.data.tasks.objective import objective_of
+from fedshift.data.tasks.objective import CLASSES, objective_of
 from fedshift.errors import UserError, nearest
 from fedshift.evaluation.predictions import MISSING, can_be_kept
 from fedshift.evaluation.tasks.measuring import measuring_of
@@ -22,6 +22,7 @@ from fedshift.federation.secure.sums import SMALLEST_ROSTER
 from fedshift.methods import registry
 from fedshift.methods.base import Method
 from fedshift.methods.catalogue import NEEDS_CLASSES, ROUTED, SUMS
+from fedshift.methods.composition.new_site import turns
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.models import registry as models
 from fedshift.models.adapters import check_adapters, merged
@@ -110,8 +111,7 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
                 check_private(method, network, data.input_shape)
             for plug_in in method.local_for(data.input_shape):
                 _check_plug_in(method, plug_in, network, data)
-        if method.batch_norm_at_new_site is not None:
-            _check_new_site(method, experiment, network)
+        _check_new_site(method, experiment, network)
         if method.robust is not None:
             for labelled, others in roles:
                 _check_rule(method, labelled, others, engine.quorum, drawn)
@@ -298,14 +298,19 @@ def _check_plug_in(method: Method, plug_in: LocalOption, network: Network, data:
 
 
 def _check_new_site(method: Method, experiment: Experiment, network: Network) -> None:
-    """Raises UserError where no unseen site's samples could pass through a BatchNorm layer."""
-    reason = ""
-    if not isinstance(experiment.protocol, LeaveOneOut):
-        reason = f"protocol {experiment.protocol.kind} has no unseen site"
-    elif not batch_norms(network):
-        reason = "the network has no BatchNorm that follows its data"
-    if reason:
-        raise UserError(f"methods: {method.display}: batch_norm_at_new_site: {reason}; leave it out")
+    """Raises UserError where a network cannot adapt to an unseen site in the way that an option asks for."""
+    unfit = {}
+    if method.batch_norm_at_new_site is not None:
+        follows = batch_norms(network)
+        unfit["batch_norm_at_new_site"] = "" if follows else "the network has no BatchNorm that follows its data"
+    if method.classifier_at_new_site is not None:
+        fits = turns(method.evaluated_network(network, 1)) and network.objective == CLASSES
+        unfit["classifier_at_new_site"] = "" if fits else "the network's classifier is not one linear layer for classes"
+    for option, reason in unfit.items():
+        if not isinstance(experiment.protocol, LeaveOneOut):
+            reason = f"protocol {experiment.protocol.kind} has no unseen site"
+        if reason:
+            raise UserError(f"methods: {method.display}: {option}: {reason}; leave it out")
 
 
 def _check_judged(method: Method, experiment: Experiment) -> None:

@@ -67,6 +67,8 @@ class _Whole(nn.Module):
 def export(trained: TrainedModel, to: str, folder: Path) -> Exported:
     """Write a trained model, after a check that its outputs agree with fedshift's own.
 
+    The file answers sample by sample with the trained network. It does not adapt to a new site.
+
     Args:
         trained: the model.
         to: ``onnx``, ``torchscript`` or ``safetensors``.
@@ -108,7 +110,7 @@ def _own(trained: TrainedModel, samples: Floats) -> Floats:
     """The probabilities that fedshift itself computes."""
     stored = samples.astype(np.uint8) if trained.stored.kind == "image" else samples
     if not trained.segments:
-        return trained.scores(stored)
+        return trained.scores(stored, adapted=False)
     with torch.no_grad():
         scores = trained.network(to_network(torch.from_numpy(stored), trained.preprocessing, "cpu"))
     return np.asarray(scores.sigmoid())

@@ -32,7 +32,6 @@ from fedshift.methods.base import Method
 from fedshift.models import registry as models
 from fedshift.models.frozen import Extractor
 from fedshift.models.network import Network
-from fedshift.models.normalisation import adapted_to
 from fedshift.models.options import NetworkOptions
 from fedshift.models.unet import SegmentationOptions
 from fedshift.weights import Weights
@@ -77,7 +76,7 @@ class TrainedModel:
     def predict(self, data: Path | Any) -> list[Prediction]:
         """Predictions for an image, a folder of images, an .npz or a .csv, in order; or for samples in memory.
 
-        With ``batch_norm_at_new_site`` the samples are taken for those of one new site.
+        A network that adapts to a new site takes the samples for those of one such site.
 
         Raises:
             UserError: the data do not fit the model, or it is a model for segmentation (see `write_masks`).
@@ -135,11 +134,12 @@ class TrainedModel:
         return self.scores(inputs)
 
     @torch.no_grad()
-    def scores(self, inputs: Stored) -> npt.NDArray[np.float32]:
+    def scores(self, inputs: Stored, adapted: bool = True) -> npt.NDArray[np.float32]:
         """What the model says of each sample: the probability of each class (n, classes), or the value (n, 1).
 
         Args:
             inputs: samples as `fedshift.data.inference` makes them.
+            adapted: whether a network that adapts to a new site takes the samples for those of one such site.
 
         Raises:
             UserError: it is a model for segmentation.
@@ -155,9 +155,9 @@ class TrainedModel:
                     rows = extractor(rows).half()  # float16, as in the cache
                 yield to_network(rows, self.preprocessing, "cpu")
 
-        network, prior = self.network, self.method.batch_norm_at_new_site
-        if prior is not None and len(inputs):
-            network = adapted_to(network, batches(), prior)
+        network = self.network
+        if adapted and len(inputs) and self.metadata.get("unseen"):
+            network = self.method.new_site_for(tuple(self.metadata["input_shape"])).adapted(network, batches)
         none = np.zeros((0, len(self.classes)), dtype=np.float32)
         return np.concatenate([none, *(self.objective.scores(network(batch)).numpy() for batch in batches())])
 

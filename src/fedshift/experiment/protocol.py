@@ -19,6 +19,7 @@ from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut, Protoco
 from fedshift.federation.training import Training
 from fedshift.functional.poisoning import wrong_labels
 from fedshift.methods.base import Method
+from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.robust import Trust
 
 
@@ -228,6 +229,11 @@ def _cut(protocol: LeaveOneOut, domains: Mapping[str, Domain]) -> dict[str, Doma
         parts = [domain] if whole else cut(domain, protocol.sites_each, protocol.cut_by, protocol.label_skew)
         found.update((part.name, part) for part in parts)
     return found
+
+
+def new_site_of(protocol: Protocol, method: Method, input_shape: tuple[int, ...]) -> NewSite | None:
+    """How a method's network adapts to an unseen target before it predicts there; None where no target is unseen."""
+    return method.new_site_for(input_shape) if isinstance(protocol, LeaveOneOut) else None
 
 
 def check_drawn(methods: Sequence[Method], quorum: int | None, drawn: int, sources: int) -> None:

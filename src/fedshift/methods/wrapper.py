@@ -17,6 +17,7 @@ from fedshift.federation.reply_bounds import About, Bounds
 from fedshift.federation.site import Site
 from fedshift.methods.base import Method, Reads, RunPlan, State, Traffic, calls_of, in_order
 from fedshift.methods.composition.averaging import Averaging
+from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.methods.robust import Averages
 from fedshift.models.network import Network
@@ -49,6 +50,8 @@ class Wrapper(Method):
             raise ValueError(f"exchanges_per_epoch: write it beside {self.name}, not in the method behind it")
         if self.inner.batch_norm_at_new_site is not None:
             raise ValueError(f"batch_norm_at_new_site: write it beside {self.name}, not in the method behind it")
+        if self.inner.classifier_at_new_site is not None:
+            raise ValueError(f"classifier_at_new_site: write it beside {self.name}, not in the method behind it")
         if self.inner.average is not None:
             raise ValueError(f"average: write it beside {self.name}, not in the method behind it")
         if (self.average is not None or self.average_rounds > 1) and self.inner.average_rounds > 1:
@@ -69,6 +72,11 @@ class Wrapper(Method):
         """As set for the wrapper, or else the inner method's."""
         own = self.average is not None or self.average_rounds > 1
         return super().averaging if own else self.inner.averaging
+
+    def new_site_for(self, input_shape: tuple[int, ...]) -> NewSite:
+        """As set for the wrapper, or else the inner method's."""
+        own = super().new_site_for(input_shape)
+        return self.inner.new_site_for(input_shape) if own == NewSite() else own
 
     @property
     def shares(self) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from fedshift.data.transforms import Augmentation
 from fedshift.methods import registry
 from fedshift.methods.base import State
 from fedshift.methods.composition.averaging import EMA, Kept
+from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.composition.views import AugmentOption
 from fedshift.methods.federated.recipe import SHAPES, Recipe
 from fedshift.weights import Weights
@@ -61,6 +62,14 @@ def test_a_wrapper_hands_out_what_the_recipe_would() -> None:
     wrapped = registry.parse({"name": "styles", "method": "recipe"})
     assert wrapped.averaging == Recipe().averaging
     assert registry.parse({"name": "styles", "method": "recipe", "average": "ema"}).averaging == EMA()
+
+
+def test_the_classifier_turns_at_a_new_site_for_vectors_only() -> None:
+    assert Recipe().new_site_for((5,)) == NewSite(classifier=16)
+    assert Recipe().new_site_for((1, 8, 8)) == NewSite()
+    assert Recipe(templates=None).new_site_for((5,)) == NewSite()
+    assert Recipe(classifier_at_new_site=4).new_site_for((5,)) == NewSite(classifier=4)
+    assert registry.parse({"name": "styles", "method": "recipe"}).new_site_for((5,)) == NewSite(classifier=16)
 
 
 def test_a_plug_in_that_is_named_takes_the_place_of_its_own() -> None:

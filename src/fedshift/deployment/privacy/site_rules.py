@@ -37,6 +37,7 @@ from fedshift.federation.site import Site
 from fedshift.functional.differential_privacy import NoisySteps, gaussian, sample_rate
 from fedshift.functional.secret_noise import SecretStream
 from fedshift.methods.base import Method
+from fedshift.methods.composition.new_site import NewSite
 from fedshift.models.network import Network
 
 _LEAST_NOISE, _MOST_NOISE = 0.05, 1e5
@@ -190,12 +191,12 @@ class SiteRules:
         view: SiteData,
         objective: Objective,
         groups: NDArray[np.int64] | None,
-        prior: int | None,
+        new_site: NewSite | None,
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """What the site reports of a model, and what its audit log says of it; with a budget an accuracy with noise.
 
         With a budget each group has one vote, the share of its samples that the model gets right; without groups each
-        sample has. BatchNorm then keeps its statistics, so that no sample changes the prediction of another.
+        sample has. The network is then not adapted to them, so that no sample changes the prediction of another.
 
         Args:
             header: the request.
@@ -203,11 +204,11 @@ class SiteRules:
             view: the measured samples.
             objective: what the run learns.
             groups: which of them belong together; None if all are apart.
-            prior: as of `answering`.
+            new_site: as of `answering`.
         """
         classes = int(header["setting"]["classes"])
         if self.budget is None:
-            network = answering(network, view, prior)
+            network = answering(network, view, new_site)
             return measured(network, view, classes, objective, self._policy, groups, header.get("whole"))
         self.check_measures()
         if not measuring_of(objective).counts_classes:

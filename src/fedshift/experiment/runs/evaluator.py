@@ -19,8 +19,8 @@ from fedshift.evaluation.records import Part, SiteMetrics
 from fedshift.evaluation.site_metrics import Scored, common_threshold
 from fedshift.evaluation.tasks.measuring import MetricOptions, measuring_of
 from fedshift.experiment.protocol import Split
+from fedshift.methods.composition.new_site import NewSite
 from fedshift.models.network import Network
-from fedshift.models.normalisation import adapted_to
 from fedshift.models.options import NetworkOptions
 from fedshift.models.unet import SegmentationOptions
 from fedshift.weights import Weights
@@ -54,7 +54,7 @@ class Evaluator:
         device: where the network is.
         model: the network's options.
         resamples: bootstrap samples of the intervals in `final`.
-        prior: of `answering` at the targets.
+        new_site: of `answering` at the targets.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Evaluator:
         device: torch.device,
         model: NetworkOptions,
         resamples: int = 0,
-        prior: int | None = None,
+        new_site: NewSite | None = None,
     ) -> None:
         def views(rows: Mapping[str, Rows]) -> dict[str, SiteData]:
             return {
@@ -81,7 +81,7 @@ class Evaluator:
         self._objective = objective_of(data.preprocessing)
         self._measuring = measuring_of(self._objective)
         self._model = model
-        self._resamples, self._prior = resamples, prior
+        self._resamples, self._new_site = resamples, new_site
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
         """Accuracy in percent: at each target, on each source's held-out rows, and of each class over the targets.
@@ -101,7 +101,7 @@ class Evaluator:
             return self._measure_masks(network, self._model)
         return self._record(
             {
-                name: predictions(answering(network, view, self._prior), view, self._objective)
+                name: predictions(answering(network, view, self._new_site), view, self._objective)
                 for name, view in self._targets.items()
             },
             {name: predictions(self._at(network, name), view, self._objective) for name, view in self._sources.items()},
@@ -119,7 +119,7 @@ class Evaluator:
         if isinstance(self._model, SegmentationOptions):
             return Final(self._measure_masks(network, self._model))
         kept = [
-            self._kept("target", name, answering(network, view, self._prior), view)
+            self._kept("target", name, answering(network, view, self._new_site), view)
             for name, view in self._targets.items()
         ]
         kept += [self._kept("held_out", name, self._at(network, name), view) for name, view in self._sources.items()]
@@ -162,7 +162,7 @@ class Evaluator:
         for name, view in self._targets.items():
             found = [
                 (segmentation.dice(predicted, true), segmentation.hausdorff(predicted, true))
-                for predicted, true in predicted_masks(answering(network, view, self._prior), view, model)
+                for predicted, true in predicted_masks(answering(network, view, self._new_site), view, model)
             ]
             overlaps[name] = np.concatenate([overlap for overlap, _ in found])
             distances[name] = float(np.concatenate([distance for _, distance in found]).mean())
@@ -184,11 +184,11 @@ def _load(network: Network, weights: Weights) -> None:
     network.eval()
 
 
-def answering(network: Network, view: SiteData, prior: int | None) -> Network:
-    """The network that predicts at a new site; with a ``prior`` one whose BatchNorm has seen the site's samples."""
-    if prior is None:
+def answering(network: Network, view: SiteData, new_site: NewSite | None) -> Network:
+    """The network that predicts at a new site, adapted to the site's samples; None: the trained network."""
+    if new_site is None:
         return network
-    return adapted_to(network, (inputs for inputs, _, _ in view.all_batches(_BATCH)), prior)
+    return new_site.adapted(network, lambda: (inputs for inputs, _, _ in view.all_batches(_BATCH)))
 
 
 @torch.no_grad()

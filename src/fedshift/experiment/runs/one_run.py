@@ -9,6 +9,7 @@ import torch
 from fedshift.evaluation.records import RunResult
 from fedshift.experiment.budgets import site_budget
 from fedshift.experiment.plan import PlannedRun
+from fedshift.experiment.protocol import new_site_of
 from fedshift.experiment.runs.context import Context, Workers
 from fedshift.experiment.runs.evaluator import Evaluator
 from fedshift.experiment.runs.round_loop import train_and_evaluate
@@ -26,8 +27,9 @@ def carry_out(context: Context, workers: Workers, planned: PlannedRun, folder: R
     network = setting.build_network().to(context.device)
     folder.claim()
     experiment, device = planned.experiment, torch.device(context.device)
-    resamples, prior = experiment.evaluation.resamples, planned.run.method.batch_norm_at_new_site
-    evaluator = Evaluator(planned.data, planned.split, device, experiment.model, resamples, prior)
+    resamples, data = experiment.evaluation.resamples, planned.data
+    new_site = new_site_of(experiment.protocol, planned.run.method, data.input_shape)
+    evaluator = Evaluator(data, planned.split, device, experiment.model, resamples, new_site)
     options: dict[str, Any] = {
         "budget": site_budget(planned.budget, sites),
         "rounds": max(1, planned.rounds),

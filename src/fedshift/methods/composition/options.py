@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 from fedshift.federation.site import PlugIn, Site
 from fedshift.methods.composition.averaging import AverageOption, Averaging, LastRounds
 from fedshift.methods.composition.local import LocalPlugIns
+from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.methods.robust import RULES, Averages, RobustAggregation, unfit
 from fedshift.methods.server import ServerOptimizer
@@ -51,6 +52,11 @@ class Composed(BaseModel, ABC):
         None,
         description="N: an unseen site uses statistics of its own samples in BatchNorm, mixed with the trained ones as "
         "N samples would be (16 suits most); it needs no labels. none: the trained statistics",
+    )
+    classifier_at_new_site: NonNegativeInt | None = Field(
+        None,
+        description="N: an unseen site's classifier turns towards the features of its own samples, a trained row "
+        "counting for N samples of its class (16 suits most); it needs no labels. none: the trained classifier",
     )
     exchanges_per_epoch: PositiveInt = Field(
         1,
@@ -106,6 +112,10 @@ class Composed(BaseModel, ABC):
         """The plug-ins for samples of this shape: those of ``local``, and what a method adds by itself."""
         return self.local
 
+    def new_site_for(self, input_shape: tuple[int, ...]) -> NewSite:
+        """What the network takes from an unseen site's samples of this shape."""
+        return NewSite(self.batch_norm_at_new_site, self.classifier_at_new_site)
+
     @property
     def composition(self) -> tuple[str, ...]:
         """What it is composed with, in short names."""
@@ -116,6 +126,7 @@ class Composed(BaseModel, ABC):
             *((self.average.kind,) if self.average is not None else ()),
             *((f"mean{self.average_rounds}",) if self.average_rounds > 1 else ()),
             *(("newsite",) if self.batch_norm_at_new_site is not None else ()),
+            *(("newclassifier",) if self.classifier_at_new_site is not None else ()),
             *((f"exchanges{self.exchanges_per_epoch}",) if self.exchanges_per_epoch > 1 else ()),
         )
 

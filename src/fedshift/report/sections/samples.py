@@ -22,7 +22,7 @@ from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.predict import load_model
-from fedshift.experiment.protocol import taking_part
+from fedshift.experiment.protocol import new_site_of, taking_part
 from fedshift.experiment.runs.evaluator import answering
 from fedshift.report.collect import FinishedRun
 
@@ -80,8 +80,8 @@ class ShownSamples:
                 continue
             chosen = rows[np.unique(np.linspace(0, len(rows) - 1, _PER_SITE).astype(int))]
             view = SiteData([(data.domains[name], chosen, 0)], data.preprocessing)
-            prior = trained.method.batch_norm_at_new_site if is_target else None
-            network = answering(trained.network, view, prior)
+            new_site = new_site_of(planned.experiment.protocol, trained.method, view.input_shape)
+            network = answering(trained.network, view, new_site if is_target else None)
             with torch.no_grad():
                 features = [network.features(inputs).flatten(1) for inputs, _, _ in view.all_batches(_PER_SITE)]
             found.append((name, view.labels.numpy(), torch.cat(features).numpy()))
