@@ -20,7 +20,7 @@ def test_the_scaled_confidence_is_the_logit_of_the_right_class() -> None:
 
 
 def test_a_likelihood_ratio_by_hand() -> None:
-    """Two samples share their variances, since there are few models: in 8/3 and out 14/3."""
+    """Two samples share their variances, since there are few models: in 44/9 and out 68/9."""
     confidence = torch.tensor([[3.0, 9.0], [2.0, 5.0], [4.0, 1.0], [0.0, 3.0], [-2.0, 7.0], [1.0, 0.0]]).double()
     members = torch.tensor([[1, 0], [1, 1], [1, 0], [0, 1], [0, 0], [0, 1]]).bool()
     # Sample 0, for model 0: in from 2, 4 (mean 3, squares 2); out from 0, -2, 1 (mean -1/3, squares 14/3).
@@ -31,21 +31,20 @@ def test_a_likelihood_ratio_by_hand() -> None:
         -((3 - 3) ** 2) / (2 * inside) + (3 + 1 / 3) ** 2 / (2 * outside) + logs,
         -((9 - 8 / 3) ** 2) / (2 * inside) + (9 - 4) ** 2 / (2 * outside) + logs,
     ]
-    assert likelihood_ratios(confidence, members)[0].tolist() == pytest.approx(expected)
+    assert likelihood_ratios(confidence[:1], confidence[1:], members[1:])[0].tolist() == pytest.approx(expected)
 
 
-def test_with_many_models_each_sample_has_its_own_variances() -> None:
+def test_with_many_shadow_models_each_sample_has_its_own_variances() -> None:
     """Of two samples of equal means the one that spreads less tells more; nothing is told of one without shadows."""
-    members = torch.arange(PER_SAMPLE)[:, None].expand(-1, 3) % 2 == 0
-    members = members.clone()
+    members = (torch.arange(PER_SAMPLE)[:, None].expand(-1, 3) % 2 == 0).clone()
     members[:, 2] = True
     wobble = torch.tensor([1.0, -1.0]).repeat_interleave(2).repeat(PER_SAMPLE // 4).double()
-    confidence = members.double() * 4 + wobble[:, None] * torch.tensor([0.5, 2.0, 1.0])
-    own = likelihood_ratios(confidence, members)
-    assert own[0, 0] > 4 * own[0, 1] > 0
-    assert (own[:, 2] == 0).all()
-    fewer = likelihood_ratios(confidence[:-4], members[:-4])
-    assert fewer[0, 0] < own[0, 0]
+    shadows = members.double() * 4 + wobble[:, None] * torch.tensor([0.5, 2.0, 1.0])
+    own = likelihood_ratios(shadows[:1], shadows, members)[0]
+    assert own[0] > 4 * own[1] > 0
+    assert own[2] == 0
+    common = likelihood_ratios(shadows[:1], shadows[4:], members[4:])[0]
+    assert common[0] < own[0]
 
 
 def test_what_is_found_at_a_rate_is_counted_with_a_threshold_of_other_models() -> None:

@@ -46,8 +46,8 @@ _SURE = 0.2
 _LEVEL = 0.95
 _RATES = (0.01, 0.001)
 """Rates of false positives at which the members that are found are counted."""
-FEWEST_SHADOWS = 7
-"""With fewer other trainings most samples were never, or always, in one: there is nothing to fit."""
+FEWEST_SHADOWS = 4
+"""With fewer shadow models too many samples are in none, or in all: there is nothing to fit."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,9 @@ class Attack:
     Attributes:
         name: ``loss``: the lower the loss, the likelier a member (Yeom et al., CSF 2018). ``calibrated``: the same
             less the mean over the other trainings, which says how hard a sample is (Watson et al., ICLR 2022).
-            ``likelihood``: `likelihood_ratios` with the other trainings as shadow models (LiRA, Carlini et al., IEEE
-            S&P 2022); left out where they are fewer than `FEWEST_SHADOWS`.
+            ``likelihood``: `likelihood_ratios` (LiRA, Carlini et al., IEEE S&P 2022). The first half of the trainings
+            are shadow models, and the others are attacked: scores that depended on coins which are guessed would make
+            the bounds wrong. Left out with fewer shadow models than `FEWEST_SHADOWS`.
         guesses: how many coins were guessed: of each training the fifth with the highest scores, and the lowest.
         right: how many of them rightly.
         low: lower 95 % bound of the share that is right (Clopper and Pearson), two-sided.
@@ -167,9 +168,10 @@ def audit_membership(
     coins = np.stack([plan.coins(one.run.seed) for one in runs])
     rest = (losses.sum(0) - losses) / (trainings - 1)
     attacks = [attacked("loss", -losses, coins), attacked("calibrated", rest - losses, coins)]
-    if trainings > FEWEST_SHADOWS:
-        ratios = likelihood_ratios(torch.from_numpy(confidence), torch.from_numpy(coins)).numpy()
-        attacks.append(attacked("likelihood", ratios, coins))
+    if (half := trainings // 2) >= FEWEST_SHADOWS:
+        known, shadows = torch.from_numpy(confidence), torch.from_numpy(coins[:half])
+        ratios = likelihood_ratios(known[half:], known[:half], shadows).numpy()
+        attacks.append(attacked("likelihood", ratios, coins[half:]))
     privacy = runs[0].privacy.get(plan.site)
     return MembershipAudit(
         experiment=experiment.dump(),

@@ -74,7 +74,7 @@ def membership(
         typer.Option(
             "--trainings",
             min=2,
-            help="How often the method is trained. From 8 on also likelihood ratios; 64 are best.",
+            help="How often the method is trained. From 8 on also likelihood ratios, of half of them.",
         ),
     ] = 8,
     out: Annotated[

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 PER_SAMPLE = 64
-"""From this many models on each sample has variances of its own. The paper, too, has common ones for few."""
+"""From this many shadow models on each sample has variances of its own. The paper, too, has common ones for few."""
 _LEAST_VARIANCE = 1e-6
 
 
@@ -34,43 +34,39 @@ def scaled_confidence(logits: Tensor, labels: Tensor) -> Tensor:
     return scores.gather(1, place)[:, 0] - scores.scatter(1, place, -torch.inf).logsumexp(1)
 
 
-def likelihood_ratios(confidence: Tensor, members: Tensor) -> Tensor:
+def likelihood_ratios(confidence: Tensor, shadows: Tensor, members: Tensor) -> Tensor:
     """log of N(φ; μ_in, σ²_in) / N(φ; μ_out, σ²_out) for each model and sample: the online attack (Algorithm 1).
 
-    The other models are the shadow models of each: those with the sample give μ_in and σ²_in, those without it μ_out
-    and σ²_out. Among fewer models than `PER_SAMPLE`, σ²_in and σ²_out are those of all samples together.
+    Shadow models with the sample give μ_in and σ²_in, those without it μ_out and σ²_out. Fewer shadow models than
+    `PER_SAMPLE` have one σ²_in and one σ²_out for all samples.
 
     Args:
-        confidence: φ, (models, samples).
-        members: which samples trained which model, (models, samples), bool.
+        confidence: φ under the models that are attacked, (models, samples).
+        shadows: φ under the shadow models, (shadows, samples).
+        members: which samples trained which shadow model, (shadows, samples), bool.
 
     Returns:
         (models, samples): above 0 for what is likelier a member. 0 where no shadow model has the sample, or all have.
 
     Example:
-        >>> confidence = torch.tensor([[2.0], [4.0], [0.0], [-2.0], [3.0]], dtype=torch.float64)
-        >>> members = torch.tensor([[True], [True], [False], [False], [True]])
-        >>> likelihood_ratios(confidence, members)[-1]  # N(3; 3, 2) beside N(3; -1, 2)
-        tensor([4.], dtype=torch.float64)
+        >>> shadows = torch.tensor([[2.0], [4.0], [0.0], [-2.0]], dtype=torch.float64)
+        >>> members = torch.tensor([[True], [True], [False], [False]])
+        >>> likelihood_ratios(torch.tensor([[3.0]]).double(), shadows, members)  # N(3; 3, 2) beside N(3; -1, 2)
+        tensor([[4.]], dtype=torch.float64)
     """
-    everyone, common = torch.arange(len(confidence)), len(confidence) < PER_SAMPLE
-    scores = []
-    for number, observed in enumerate(confidence):
-        shadows = everyone != number
-        log_densities = []
-        for side in (members[shadows], ~members[shadows]):
-            mean, variance = _normal(confidence[shadows], side, common)
-            log_densities.append(-((observed - mean).square() / variance + variance.log()) / 2)
-        scores.append((log_densities[0] - log_densities[1]).nan_to_num(0.0))
-    return torch.stack(scores)
+    log_densities = []
+    for side in (members, ~members):
+        mean, variance = _normal(shadows, side)
+        log_densities.append(-((confidence - mean).square() / variance + variance.log()) / 2)
+    return (log_densities[0] - log_densities[1]).nan_to_num(0.0)
 
 
-def _normal(confidence: Tensor, chosen: Tensor, common: bool) -> tuple[Tensor, Tensor]:
+def _normal(confidence: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and variance of each column's chosen rows; the mean of none is not a number."""
     number, chosen = chosen.sum(0), chosen.double()
     mean = (confidence * chosen).sum(0) / number
     squares, free = ((confidence - mean).square() * chosen).nan_to_num(0.0).sum(0), (number - 1).clamp(min=0)
-    if common:
+    if len(confidence) < PER_SAMPLE:
         squares, free = squares.sum(), free.sum()
     return mean, (squares / free.clamp(min=1)).clamp(min=_LEAST_VARIANCE)
 
