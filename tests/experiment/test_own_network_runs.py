@@ -117,14 +117,14 @@ def test_a_published_network_trains_under_three_methods(package: str, shape: tup
     draws = np.random.default_rng(0)
     held: dict[str, Any] = {}
     for site in "abc":
-        x = draws.integers(0, 256, (8, *shape)).astype(np.uint8)
-        held[site] = (x if package == "timm" else x.astype(np.float32) / 255, np.arange(8) % 2)
+        x = draws.integers(0, 256, (16, *shape)).astype(np.uint8)
+        held[site] = (x if package == "timm" else x.astype(np.float32) / 255, np.arange(16) % 2)
     results = fedshift.run(
         {
             "data": {"sites": held},
             "protocol": {"kind": "adapt_to_one", "targets": ["c"], "seeds": [0]},
             "model": "timm:mobilenetv3_small_100" if package == "timm" else f"{tmp_path}/volumes.py:net",
-            "training": {"rounds": 1, "mini_batches": 10, "batch_size": 4, "lr": 0.001},
+            "training": {"rounds": 1, "mini_batches": 6, "batch_size": 12, "lr": 0.001},
             "methods": ["fedavg", {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}, "kd3a"],
         },
         tmp_path / "runs",

@@ -120,6 +120,7 @@ def test_a_wrong_override(cli: Cli, tmp_path: Path, override: str, words: list[s
         ("a: b: c", ["e.yaml", "line 1", "not YAML"]),
         ("\x00", ["e.yaml", "not YAML"]),
         ("- fedavg", ["e.yaml", "mapping"]),
+        ("methods: [fedavg]\nmethods: [fedprox]", ["e.yaml", "line 2", "'methods' is set twice"]),
         ("", ["e.yaml", "mapping"]),
         (b"\xff\xfe\x00\xd8", ["e.yaml", "text"]),
     ],
