@@ -23,22 +23,6 @@ SITES = np.repeat(["a", "b", "c"], [20, 16, 24])
 TRAINING = {"rounds": 3, "batch_size": 8, "lr": 0.05}
 
 
-def accepted(estimator: Any) -> None:
-    """All of scikit-learn's checks of estimators."""
-    from sklearn.utils.estimator_checks import check_estimator  # takes a second, in every process that collects tests
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = check_estimator(estimator)
-    assert len(found) > 40
-    assert {one["status"] for one in found} <= {"passed", "skipped"}
-
-
-@pytest.mark.parametrize("kind", [FederatedClassifier, FederatedRegressor])
-def test_scikit_learn_accepts_it(kind: type[FederatedClassifier | FederatedRegressor]) -> None:
-    accepted(kind(rounds=5))
-
-
 @pytest.fixture(scope="module")
 def samples() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
@@ -176,9 +160,15 @@ def all_seen(y: Any) -> np.ndarray:
     return np.array([(True, one) for one in numbers - numbers.min()], dtype=[("event", bool), ("time", float)])
 
 
-@pytest.mark.slow
-def test_scikit_learn_accepts_the_one_of_survival() -> None:
-    accepted(OnNumbers(rounds=5))
+@pytest.mark.parametrize("kind", [FederatedClassifier, FederatedRegressor, OnNumbers])
+def test_scikit_learn_accepts_it(kind: type[FederatedClassifier | FederatedRegressor | OnNumbers]) -> None:
+    from sklearn.utils.estimator_checks import check_estimator  # takes a second, in every process that collects tests
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = check_estimator(kind(rounds=5))
+    assert len(found) > 40
+    assert {one["status"] for one in found} <= {"passed", "skipped"}
 
 
 def test_survival_has_scikit_survivals_convention() -> None:
