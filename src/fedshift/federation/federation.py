@@ -239,6 +239,7 @@ class Federation(ABC):
             )
 
     def _content_for(self, site: str, name: str, value: Content | PerSite) -> Content:
+        """What ``site`` is sent of ``value``."""
         return content_for(site, name, value)
 
     def _exchange(
