@@ -27,10 +27,21 @@ _RESNET: dict[str, Any] = {"name": "resnet18", "bottleneck": 256}
 CSAC_CASES: Mapping[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any], int, int]] = {
     # name: shape of a sample, model, training, samples of the site, mini-batches at a stretch
     "mnist_cnn, 28 px": ((1, 28, 28), {"name": "mnist_cnn"}, {"batch_size": 64}, 1000, 48),
+    "mnist_cnn, 28 px, strided": ((1, 28, 28), {"name": "mnist_cnn"}, {"batch_size": 64}, 1000, 48),
+    "mnist_cnn, 28 px, pooled": ((1, 28, 28), {"name": "mnist_cnn"}, {"batch_size": 64}, 1000, 48),
+    "mnist_cnn, 28 px, pooled, 8 channels": ((1, 28, 28), {"name": "mnist_cnn"}, {"batch_size": 64}, 1000, 48),
     "mlp 64, 32 on 1280 features": ((1280,), {"name": "mlp"}, {"batch_size": 32}, 1600, 200),
     "resnet18, 64 px": ((3, 64, 64), _RESNET, {"batch_size": 32}, 96, 3),
     "resnet18, 64 px, augmented": ((3, 64, 64), _RESNET, {"batch_size": 32, "augmentation": "csac"}, 96, 3),
 }
+
+
+CSAC_OPTIONS: Mapping[str, dict[str, Any]] = {
+    "mnist_cnn, 28 px, strided": {"projection": "strided"},
+    "mnist_cnn, 28 px, pooled": {"projection": "pooled"},
+    "mnist_cnn, 28 px, pooled, 8 channels": {"projection": "pooled", "projection_channels": 8},
+}
+"""Options of CSAC in a case, where they are not the defaults."""
 
 
 class LocalSteps:
@@ -76,7 +87,8 @@ def csac(quick: bool, device: str) -> list[Row]:
     for name, (shape, model, training, samples, steps) in CSAC_CASES.items():
         data = Synthetic(shape=shape, samples=samples, sites=1)
         fedavg = Work({"name": "fedavg", "steps_per_round": steps}, data, model, training, device)
-        method = {"name": "csac", "acquisition_steps": steps, "calibration_steps": steps}
+        options = CSAC_OPTIONS.get(name, {})
+        method = {"name": "csac", "acquisition_steps": steps, "calibration_steps": steps, **options}
         sites = {"fedavg": LocalSteps(fedavg, "fit")}
         for part, step in (("acquisition", "acquire"), ("calibration", "calibrate")):
             sites[part] = LocalSteps(Work(method, data, model, training, device), step)
@@ -106,7 +118,9 @@ def csac(quick: bool, device: str) -> list[Row]:
                 "milliseconds_per_mini_batch": {part: 1000 * value for part, value in per_batch.items()},
                 "calibration_ratio": ratios["calibration"],
                 "calibration_ratio_of_processor_seconds": paired(columns("calibration"), columns("fedavg"), clock=1),
-                "calibration_ratio_of_multiply_accumulates": arithmetic(fedavg, training.get("augmentation") is None),
+                "calibration_ratio_of_multiply_accumulates": arithmetic(
+                    fedavg, training.get("augmentation") is None, options
+                ),
                 "whole_run_ratio": sum(number * ratios[part] for part, number in SETTINGS) / epochs,
                 "device": device,
             }
@@ -167,7 +181,7 @@ def elcfs(quick: bool, device: str) -> list[Row]:
     return found
 
 
-def arithmetic(work: Work, kept: bool) -> float:
+def arithmetic(work: Work, kept: bool, options: Mapping[str, Any]) -> float:
     """Multiply-accumulates of CSAC's calibration over those of FedAvg: convolutions and linear layers, MMD left out.
 
     A trained module costs three forward passes (forward, gradients by input and by weights). A projection of frozen
@@ -178,7 +192,9 @@ def arithmetic(work: Work, kept: bool) -> float:
         _, features = network.with_stages(torch.zeros(2, *work.data.input_shape), network.alignment_stages)
     shapes = [tuple(feature.shape[1:]) for feature in features.values()]
     size = shapes[-1][1:] if len(shapes[-1]) == 3 else (1, 1)
-    projections = sum(forward_cost(_alone(projection_layer(shape, 32, (size[0], size[1]))), shape) for shape in shapes)
+    channels, reduction = options.get("projection_channels", 32), options.get("projection", "released")
+    layers = [projection_layer(shape, channels, (size[0], size[1]), reduction=reduction) for shape in shapes]
+    projections = sum(forward_cost(_alone(layer), shape) for layer, shape in zip(layers, shapes, strict=True))
     plain = forward_cost(network, work.data.input_shape)
     ratio = (3 * plain + (3 + 2) * projections + (0 if kept else plain)) / (3 * plain)
     assert math.isfinite(ratio)

@@ -93,6 +93,30 @@ def test_volumes_are_averaged_over_depth_and_sequences_are_rows() -> None:
     torch.testing.assert_close(layer(sequences), layer[1](sequences[:, :, None]))  # type: ignore[index]
 
 
+@pytest.mark.parametrize(
+    ("sizes", "kernel", "stride"),
+    [((12, 4), 3, 3), ((13, 6), 3, 2), ((28, 7), 4, 4), ((14, 7), 3, 2), ((7, 5), 3, 1), ((5, 5), 1, 1)],
+)
+def test_a_strided_projection_covers_the_map(sizes: tuple[int, int], kernel: int, stride: int) -> None:
+    start, end = sizes
+    module = projection_convolution(2, (start, start), 3, (end, end), reduction="strided")
+    assert (module.kernel_size, module.stride) == ((kernel, kernel), (stride, stride))
+    inputs = torch.randn(1, 2, start, start, requires_grad=True)
+    result = module(inputs)
+    assert result.shape == (1, 3, end, end)
+    result.square().sum().backward()
+    assert inputs.grad.ne(0).all()  # no position is left out
+
+
+def test_a_pooled_projection_is_a_mean_and_a_pointwise_convolution() -> None:
+    maps = torch.randn(2, 5, 12, 12)
+    module = projection_layer((5, 12, 12), 3, (4, 4), reduction="pooled")
+    means = maps.unflatten(2, (4, 3)).unflatten(4, (4, 3)).mean((3, 5))
+    expected = torch.einsum("oc,nchw->nohw", module[1].weight[:, :, 0, 0], means) + module[1].bias[:, None, None]  # type: ignore[index]
+    torch.testing.assert_close(module(maps), expected)
+    assert isinstance(projection_layer((5, 4, 4), 3, (4, 4), reduction="pooled"), nn.Conv2d)
+
+
 def test_what_does_not_fit() -> None:
     with pytest.raises(UserError, match=r"\(3, 4, 5, 6, 7\)"):
         projection_layer((3, 4, 5, 6, 7), 4, (1, 1))

@@ -110,6 +110,7 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "frozen": of("fused"),
         "projection_channels": of(5),
         "projection_size": of("smallest", stages=("conv2", "conv1")),
+        "projection": of("pooled"),
         "reset_projection_each_round": of(True),
         "stages": of(("conv2",), ("conv2", "hidden"), ()),
     },
@@ -224,6 +225,7 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
 
 ELSEWHERE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("csac", "mmd_constant"): (True,),  # in the loss alone
+    ("csac", "projection"): ("strided",),  # what `released` means for small maps: test_csac_alignment
     ("mdfnet", "interaction"): ("literal",),  # without a lower bound: test_mdfnet has its value, training diverges
     ("recipe", "averaged"): (0.0,),  # no part of a round: test_recipe
     ("recipe", "templates"): (None,),  # the same

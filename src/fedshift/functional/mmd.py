@@ -151,7 +151,8 @@ class _CrossMMD(torch.autograd.Function):
             ctx.within = 1 / (samples * (samples - 1))
             same -= 2 * samples * len(multipliers)  # the diagonals, where every kernel is 1
         ctx.save_for_backward(rows, inverse, slopes)
-        return (same * ctx.within).add_(sums[2], alpha=ctx.across)
+        mmd: Tensor = (same * ctx.within).add_(sums[2], alpha=ctx.across)
+        return mmd
 
     @staticmethod
     @once_differentiable

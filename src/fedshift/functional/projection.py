@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import nn
@@ -11,12 +11,16 @@ from fedshift.errors import UserError
 
 _Module = TypeVar("_Module", bound=nn.Module)
 
+Reduction = Literal["released", "strided", "pooled"]
+"""How a larger map becomes a smaller one: see `projection_convolution`."""
+
 
 def projection_layer(
     shape: tuple[int, ...],
     channels: int,
     size: tuple[int, int],
     generator: torch.Generator | None = None,
+    reduction: Reduction = "released",
 ) -> nn.Module:
     """A module that maps features ``(n, *shape)`` to ``(n, channels, *size)``.
 
@@ -29,6 +33,7 @@ def projection_layer(
         channels: channels of the result.
         size: height and width of the result.
         generator: generator of the initial weights; PyTorch's global one by default.
+        reduction: as in `projection_convolution`.
 
     Raises:
         UserError: any other shape.
@@ -38,12 +43,12 @@ def projection_layer(
         torch.Size([2, 32, 7, 7])
     """
     if len(shape) == 3:
-        return projection_convolution(shape[0], (shape[1], shape[2]), channels, size, generator)
+        return projection_convolution(shape[0], (shape[1], shape[2]), channels, size, generator, reduction)
     if len(shape) == 4:
-        flat = projection_convolution(shape[0], (shape[2], shape[3]), channels, size, generator)
+        flat = projection_convolution(shape[0], (shape[2], shape[3]), channels, size, generator, reduction)
         return nn.Sequential(nn.AdaptiveAvgPool3d((1, None, None)), nn.Flatten(1, 2), flat)
     if len(shape) == 2:
-        row = projection_convolution(shape[0], (1, shape[1]), channels, size, generator)
+        row = projection_convolution(shape[0], (1, shape[1]), channels, size, generator, reduction)
         return nn.Sequential(nn.Unflatten(1, (shape[0], 1)), row)
     if len(shape) != 1:
         raise UserError(f"a projection takes features of one to four dimensions, found {tuple(shape)}; choose others")
@@ -57,6 +62,7 @@ def projection_convolution(
     channels: int,
     size_to: tuple[int, int],
     generator: torch.Generator | None = None,
+    reduction: Reduction = "released",
 ) -> nn.Module:
     """A convolution from ``(n, in_channels, *size_from)`` to ``(n, channels, *size_to)``, by CSAC's released code.
 
@@ -71,12 +77,17 @@ def projection_convolution(
     doubled and the other reduced. The paper has no such case. They use adaptive average pooling to ``size_to``, then a
     1×1 convolution.
 
+    The third rule has large kernels: 9×9 from 12×12 to 4×4. Two other reductions need far less arithmetic. ``strided``
+    steps by r = ⌊s/t⌋ with kernel s − (t − 1)·r, which covers each position about once: 3×3 with stride 3 there.
+    ``pooled`` reduces every map by adaptive average pooling and a 1×1 convolution.
+
     Args:
         in_channels: channels of the features.
         size_from: their height and width.
         channels: channels of the result.
         size_to: its height and width.
         generator: generator of the initial weights (PyTorch's default distribution); PyTorch's global one by default.
+        reduction: how a larger map is reduced.
 
     Raises:
         UserError: a size below 1.
@@ -90,8 +101,9 @@ def projection_convolution(
             f"cannot project {in_channels} channels of {size_from} to {channels} of {size_to}: sizes start at 1"
         )
     axes = list(zip(size_from, size_to, strict=True))
-    if all(s >= t for s, t in axes):
-        rules = [(3, 2, 1) if s == 2 * t else (s - t + 1, 1, 0) for s, t in axes]
+    pooled = reduction == "pooled" and size_from != size_to
+    if all(s >= t for s, t in axes) and not pooled:
+        rules = [_reducing(s, t, strided=reduction == "strided") for s, t in axes]
         kernel, stride, padding = _by_axis(rules)
         return _initialised(nn.Conv2d(in_channels, channels, kernel, stride, padding, device="meta"), generator)
     if all(t in (s, 2 * s) for s, t in axes):
@@ -102,6 +114,14 @@ def projection_convolution(
         )
     pointwise = _initialised(nn.Conv2d(in_channels, channels, 1, device="meta"), generator)
     return nn.Sequential(nn.AdaptiveAvgPool2d(size_to), pointwise)
+
+
+def _reducing(size_from: int, size_to: int, strided: bool) -> tuple[int, int, int]:
+    """(kernel, stride, padding) along an axis that does not grow."""
+    if size_from == 2 * size_to:
+        return 3, 2, 1
+    stride = size_from // size_to if strided else 1
+    return size_from - (size_to - 1) * stride, stride, 0
 
 
 def _by_axis(rules: list[tuple[int, int, int]]) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:

@@ -105,6 +105,20 @@ def test_attention_of_the_ablations() -> None:
     assert attention_of(attention="none", uniform_attention="per_row").tolist() == [[0.5, 0.5], [0.5, 0.5]]
 
 
+def test_projections_are_reduced_as_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These maps are halved, for which ``strided`` has the kernel of ``released``: hence by what is asked for."""
+    asked: list[object] = []
+    real = csac_module.projection_layer
+
+    def noted(*shapes: Any, reduction: Any) -> torch.nn.Module:
+        asked.append(reduction)
+        return real(*shapes, reduction=reduction)
+
+    monkeypatch.setattr(csac_module, "projection_layer", noted)
+    aligner_of(short(projection="strided"))
+    assert asked == ["strided"] * 4
+
+
 # Frozen features ------------------------------------------------------------------------------------------------------
 
 

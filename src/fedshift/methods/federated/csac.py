@@ -27,6 +27,8 @@ Where the paper and its code differ (and what is done here)
  6. ``query_key`` adds the code's 1×1 convolutions, which never get a gradient and stay random. Off.
  7. The code makes new random projections in every round (``reset_projection_each_round``); here they persist.
  8. Common shape: 32 channels at the last stage's size (code); ``projection_size: smallest`` as in the early version.
+    The paper's one convolution may be cheaper than the code's: ``projection: strided`` or ``pooled``, fewer
+    ``projection_channels``.
  9. ``scale`` divides the affinities by √c and √d: raw means can saturate the softmax. Not in the paper; off.
 10. An epoch of the code is 60 or 20 mini-batches: see ``acquisition_steps`` and ``calibration_steps``.
 11. The code reports the best *target* accuracy over rounds (our ``oracle`` column) and never fuses the last round's

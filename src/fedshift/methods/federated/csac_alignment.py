@@ -13,7 +13,7 @@ from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.attention import cross_layer_attention
 from fedshift.functional.mmd import cross_multi_kernel_mmd, multi_kernel_mmd
-from fedshift.functional.projection import projection_layer
+from fedshift.functional.projection import Reduction, projection_layer
 from fedshift.models.network import Network
 
 CACHED_FEATURES = 1 << 30
@@ -37,6 +37,11 @@ class AlignmentOptions(BaseModel):
     frozen: Literal["local", "fused"] = Field("local", description="which side is frozen; fused = the code's switch")
     projection_channels: PositiveInt = Field(32, description="c of the common shape")
     projection_size: Literal["last", "smallest"] = Field("last", description="g×w of the common shape: of which stage")
+    projection: Reduction = Field(
+        "released",
+        description="the convolution that reduces larger maps: the code's, of kernel s−t+1; strided, in steps of ⌊s/t⌋ "
+        "(3×3 from 12 to 4 positions); or pooled and 1×1. The last two take far less arithmetic",
+    )
     reset_projection_each_round: bool = Field(False, description="new random projections every round (code)")
     stages: tuple[str, ...] | None = Field(
         None, description="R: aligned stages; none = the network's default, [] = no stage (what was released)"
@@ -60,7 +65,10 @@ class Aligner(nn.Module):
         seed = site.generator_for("projections").initial_seed()
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            layers = [projection_layer(shape, options.projection_channels, size) for shape in (*shapes, *shapes)]
+            layers = [
+                projection_layer(shape, options.projection_channels, size, reduction=options.projection)
+                for shape in (*shapes, *shapes)
+            ]
         self.projections = site.place(nn.ModuleList(layers).to(memory_format=torch.channels_last))
         if persistent:
             self.projections.load_state_dict(dict(site.memory.weights("projections")))
