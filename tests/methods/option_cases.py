@@ -229,6 +229,8 @@ ELSEWHERE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("mdfnet", "interaction"): ("literal",),  # without a lower bound: test_mdfnet has its value, training diverges
     ("recipe", "averaged"): (0.0,),  # no part of a round: test_recipe
     ("recipe", "templates"): (None,),  # the same
+    ("recipe", "colour_augmentation"): ("none",),  # the tiny images have one channel: the same
+    ("recipe", "colour_momentum"): (0.0,),  # the same
     ("cdan", "projection"): ("outer",),  # what `auto` means for small networks
     **{(name, "style_space"): ("vgg",) for name in ("ccst", "styles")},
     **{

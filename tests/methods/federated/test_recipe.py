@@ -14,7 +14,8 @@ from fedshift.methods.base import State
 from fedshift.methods.composition.averaging import EMA, Kept
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.composition.views import AugmentOption
-from fedshift.methods.federated.recipe import SHAPES, Recipe
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.federated.recipe import COLOURS, SHAPES, Recipe
 from fedshift.weights import Weights
 
 OFF = {"augmentation": "none", "momentum": 0, "dropout": 0}
@@ -34,6 +35,22 @@ def test_with_everything_off_it_is_fedavg(network: dict[str, object]) -> None:
 
 def test_on_images_it_is_fedavg_on_moved_images_with_momentum_at_the_server() -> None:
     assert trained("recipe", CNN) == trained("fedavg", CNN, local=[MOVED], server=MOMENTUM)
+
+
+@pytest.mark.parametrize(("channels", "augmentation", "beta"), [(1, SHAPES, 0.9), (3, COLOURS, 0.5)])
+def test_images_of_one_channel_and_in_colour_have_their_own_means(
+    channels: int, augmentation: Augmentation, beta: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert Recipe().local_for((channels, 8, 8)) == (AugmentOption(by=augmentation),)
+
+    def one_further(self: FedAvg, federation: object, state: State) -> State:
+        return state.advance(Weights({"weight": state.weights["weight"] + 1}))
+
+    monkeypatch.setattr(FedAvg, "round", one_further)
+    state = State(Weights({"weight": torch.zeros(2, channels, 1, 1)}))
+    for _ in range(2):
+        state = Recipe().round(None, state)  # type: ignore[arg-type]
+    assert state.weights["weight"].unique().tolist() == [pytest.approx(1 + (1 + beta))]
 
 
 def test_on_vectors_it_is_fedavg_with_dropout() -> None:
@@ -95,3 +112,4 @@ def test_its_cost_is_that_of_its_plug_ins_for_these_samples() -> None:
     assert Recipe().cost_of((5,)) == 1.0
     assert Recipe().cost_of((1, 8, 8)) > 1.0
     assert Recipe(augmentation=Augmentation()).cost_of((1, 8, 8)) == 1.0
+    assert Recipe(colour_augmentation=Augmentation()).cost_of((3, 8, 8)) == 1.0
