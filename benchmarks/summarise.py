@@ -2,8 +2,9 @@
 
 A marker ``<!-- table NAME [SELECT] -->`` … ``<!-- end -->`` is filled with the table of ``benchmarks/results/NAME``,
 its facts (runs, seconds, versions, threads), on benchmarks/*.md the tests of its differences, and the published rows
-where ``published.json`` has them. SELECT is a selection rule, ``cost`` for bytes and seconds a round, ``weights`` for
-what a source with wrong labels counts, or ``protocols`` for averages under three ways to choose the round.
+where ``published.json`` has them. SELECT is a selection rule, ``cost`` for bytes and seconds a round, ``weights``
+for what a source with wrong labels counts, ``protocols`` for averages under three ways to choose the round, or
+``pairs`` for differences over (target, seed).
 ``<!-- attacks METHOD SITES -->`` … ``<!-- end -->`` is filled with what bad sites do under each rule.
 """
 
@@ -19,7 +20,7 @@ from statistics import median
 
 import robust_aggregation
 from fedshift.evaluation.records import RunResult, Selection
-from fedshift.evaluation.significance import compare
+from fedshift.evaluation.significance import compare, t_test
 from fedshift.evaluation.stored import ROUNDS
 from fedshift.evaluation.summary import AVERAGE, Value, rows
 from fedshift.report import differences
@@ -188,6 +189,26 @@ def by_protocol(found: Collected) -> str:
     return "\n".join([*lines, "", "In parentheses: over FedAvg by the same rule, Student's paired t-test over seeds."])
 
 
+def over_pairs(found: Collected) -> str:
+    """What each method adds to FedAvg, tested over (target, seed): smaller errors than over seeds, where targets differ
+    less than seeds, but pairs of one target are not independent."""
+    scores: dict[str, dict[tuple[str, int], float]] = {}
+    for result in found.results:
+        if (score := result.score()) is not None:
+            scores.setdefault(result.method, {})[result.target, result.seed] = score
+    lines = ["| difference | mean | pairs | pairs above | t | p |", "|---|" + "---:|" * 5]
+    for method in [method for method in found.order.methods if method in scores and method != "fedavg"]:
+        both = scores[method].keys() & scores["fedavg"].keys()
+        gains = [scores[method][pair] - scores["fedavg"][pair] for pair in sorted(both)]
+        if len(gains) < 2:
+            continue
+        test, above = t_test(gains), sum(gain > 0 for gain in gains)
+        cells = f"{test.mean:+.2f} ± {test.standard_error or 0:.2f}", str(test.n), str(above)
+        tested = ("–", "–") if test.p is None else (f"{test.t:+.2f}", differences.p_value(test.p))
+        lines.append(f"| {method} − fedavg | " + " | ".join((*cells, *tested)) + " |")
+    return "\n".join([*lines, "", "Points, mean ± standard error over (target, seed), Student's paired t-test."])
+
+
 def _p(p: float) -> str:
     text = differences.p_value(p)
     return text if text.startswith("<") else f"= {text}"
@@ -206,7 +227,7 @@ def section(match: re.Match[str], tests: bool) -> str:
         return match.group(0)
     found = collect(folder)
     head = match.group(0).split("-->")[0] + "-->"
-    others = {"cost": costs, "weights": bad_weights, "protocols": by_protocol}
+    others = {"cost": costs, "weights": bad_weights, "protocols": by_protocol, "pairs": over_pairs}
     if select in others:
         return "\n".join([head, others[select](found), "<!-- end -->"])
     rule: Selection = select  # type: ignore[assignment]
