@@ -81,7 +81,8 @@ def test_a_wrapper_hands_out_what_the_recipe_would() -> None:
     assert registry.parse({"name": "styles", "method": "recipe", "average": "ema"}).averaging == EMA()
 
 
-def test_the_classifier_turns_at_a_new_site_for_vectors_only() -> None:
+def test_the_classifier_turns_at_a_new_site_for_vectors_and_images_in_colour() -> None:
+    assert Recipe().new_site_for((3, 8, 8)) == NewSite(classifier=16)
     assert Recipe().new_site_for((5,)) == NewSite(classifier=16)
     assert Recipe().new_site_for((1, 8, 8)) == NewSite()
     assert Recipe(templates=None).new_site_for((5,)) == NewSite()

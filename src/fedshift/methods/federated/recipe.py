@@ -3,8 +3,9 @@
 fedshift, 2026. No paper's method, but a choice among what docs/composition.md lists, made by leaving sources out;
 benchmarks/recipe.md has the numbers, what did not help, and on which data it was chosen.
 
-Setting: domain generalization, as FedAvg. The target is never seen in training. **For vectors the new site's samples,
-without labels, change how they are predicted there**: a table's number is of a site that predicts its samples together.
+Setting: domain generalization, as FedAvg. The target is never seen in training. **For vectors and images in colour the
+new site's samples, without labels, change how they are predicted there**: a table's number is of a site that predicts
+its samples together.
 Wire: FedAvg's, byte for byte.
 
 Where samples are images:
@@ -15,6 +16,7 @@ Where samples are images:
 Where they are vectors, such as tables and frozen features (``dropout``):
     z ← z with each number set to 0 with probability ½, the others doubled; z is what the classifier reads, in training
     the model that is handed out is the mean of the last quarter of rounds (``averaged``)
+Where they are vectors or images in colour:
     w_k ← (1 − s)·w_k/‖w_k‖ + s·mean(z/‖z‖), no bias     at the new site, n of its samples together (``templates``);
         z: of the surest half of those predicted as k; s = n/(n + 16·C); all w_k of one norm    (T3A, NeurIPS 2021)
 
@@ -83,8 +85,8 @@ class Recipe(FedAvg):
     dropout: Rate = Field(0.5, description="share of the features left out in training where samples are vectors")
     templates: NonNegativeInt | None = Field(
         16,
-        description="where samples are vectors: N of `classifier_at_new_site`, unless that is set; none: the trained "
-        "classifier",
+        description="for vectors and images in colour: N of `classifier_at_new_site`, unless that is set; none: the "
+        "trained classifier",
     )
 
     @property
@@ -105,9 +107,9 @@ class Recipe(FedAvg):
         return (*(plug_in for plug_in in own if plug_in.name not in named), *self.local)
 
     def new_site_for(self, input_shape: tuple[int, ...]) -> NewSite:
-        """As the options say; for vectors with a classifier turned by ``templates`` unless one says otherwise."""
+        """As the options say, and for vectors and images in colour a classifier turned by ``templates``."""
         given = super().new_site_for(input_shape)
-        if len(input_shape) == 3 or given.classifier is not None:
+        if (len(input_shape) == 3 and input_shape[0] == 1) or given.classifier is not None:
             return given
         return replace(given, classifier=self.templates)
 
