@@ -205,7 +205,7 @@ def over_pairs(found: Collected) -> str:
         test, above = t_test(gains), sum(gain > 0 for gain in gains)
         cells = f"{test.mean:+.2f} ± {test.standard_error or 0:.2f}", str(test.n), str(above)
         tested = ("–", "–") if test.p is None else (f"{test.t:+.2f}", differences.p_value(test.p))
-        lines.append(f"| {method} − fedavg | " + " | ".join((*cells, *tested)) + " |")
+        lines.append(f"| {method} − fedavg | " + " | ".join((*cells, *tested)).replace("-", "−") + " |")
     return "\n".join([*lines, "", "Points, mean ± standard error over (target, seed), Student's paired t-test."])
 
 
