@@ -23,7 +23,7 @@ from fedshift.federation.randomness import generator
 from fedshift.federation.secure.sums import Total, Weighing, contribution
 from fedshift.federation.site import Batch, Envelope, Site
 from fedshift.functional import leakage
-from fedshift.models.network import Network
+from fedshift.models.network import Network, rate_factors
 from fedshift.models.wide import WideLinear
 from fedshift.weights import Weights
 
@@ -123,7 +123,9 @@ class Attacker:
         before = [parameter.detach() for parameter in self.attacked.trained]
         gradient = leakage.pseudo_gradient(before, self._mean(after), self.site.learning_rate)
         decay = training.weight_decay
-        gradient = [part / number - decay * weight for part, weight in zip(gradient, before, strict=True)]
+        rates = rate_factors([self.attacked.network])
+        steps = [number * rates[parameter] for parameter in self.attacked.trained]
+        gradient = [part / each - decay * weight for part, each, weight in zip(gradient, steps, before, strict=True)]
         return Sent("epoch", gradient, sum(site.mini_batches for site in self.sites), None)
 
     def _mean(self, tensors: Sequence[list[Tensor]]) -> list[Tensor]:

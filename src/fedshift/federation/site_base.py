@@ -16,7 +16,7 @@ from fedshift.errors import FedshiftError
 from fedshift.federation.randomness import Draws, derive_seed, generator
 from fedshift.federation.site_memory import SiteMemory, load_optimizer, optimizer_state
 from fedshift.federation.training import Training
-from fedshift.models.network import Network
+from fedshift.models.network import Network, rate_factors
 
 Role = Literal["source", "target"]
 
@@ -140,7 +140,8 @@ class SiteBase:
             keep: whether the method keeps momentum where the experiment resets it each round.
         """
         parameters = [parameter for module in modules for parameter in module.parameters()]
-        optimizer = self.training.build_optimizer(parameters, self.learning_rate)
+        factors = rate_factors(modules) if self.training.layer_rates else None
+        optimizer = self.training.build_optimizer(parameters, self.learning_rate, factors)
         kept = keep or not self.training.reset_optimizer_each_round
         if memory is not None and kept and memory in self.memory:
             load_optimizer(optimizer, self.memory[memory])

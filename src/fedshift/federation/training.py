@@ -25,7 +25,7 @@ from fedshift.extras import compiler_comes_later
 from fedshift.functional import schedules
 from fedshift.models import registry as models
 from fedshift.models.adapters import Adapters, with_adapters
-from fedshift.models.network import Network
+from fedshift.models.network import Network, with_layer_rates
 from fedshift.models.options import NetworkOptions
 from fedshift.models.products import Precision, Products, with_precision, with_products
 
@@ -93,6 +93,11 @@ class Training(BaseModel):
         description="share of a run's mini-batches in which the learning rate grows from a hundredth of the schedule's "
         "to all of it; it needs lr_step: mini_batch",
     )
+    layer_rates: dict[str, Annotated[float, Field(gt=0, le=1000)]] = Field(
+        default_factory=dict,
+        description="layers, by their path or their stage's name, with factors of the learning rate: "
+        "{features.backbone: 0.1}; 1 for those that are not named",
+    )
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.5, description="momentum of SGD")
     nesterov: bool = Field(False, description="Nesterov's form of momentum")
     weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty on all trained parameters")
@@ -153,6 +158,21 @@ class Training(BaseModel):
             rate = schedules.inverse_power(progress, self.lr)
         return rate * schedules.warm_up(progress, self.lr_warmup) if self.lr_warmup else rate
 
+    def check_one_rate(self, name: str) -> None:
+        """Refuse `layer_rates` for a method whose equations hold for one learning rate.
+
+        Args:
+            name: of the method, for the message.
+
+        Raises:
+            UserError: layers have learning rates of their own.
+        """
+        if self.layer_rates:
+            raise UserError(
+                f"training.layer_rates: {name} computes with one learning rate for all layers; leave it out, or choose "
+                "another method, such as fedavg"
+            )
+
     def chances(self, labels: Tensor) -> Tensor | None:
         """In what proportion samples of these classes (n,) are drawn; None: each once in an epoch."""
         weights = self.class_weights
@@ -178,7 +198,7 @@ class Training(BaseModel):
         return self
 
     def network(self, options: NetworkOptions, input_shape: tuple[int, ...], classes: int, seed: int) -> Network:
-        """The network that a run starts from, with its adapters.
+        """The network that a run starts from, with its adapters and the learning rates of its layers.
 
         Args:
             options: the network.
@@ -187,21 +207,42 @@ class Training(BaseModel):
             seed: what the weights are drawn from.
 
         Raises:
-            UserError: the network cannot read such samples, or cannot have these adapters.
+            UserError: the network cannot read such samples, cannot have these adapters, or lacks a named layer.
         """
         network = models.build(options, input_shape, classes, seed)
-        return network if self.adapters is None else with_adapters(network, self.adapters, input_shape, seed)
+        if self.adapters is not None:
+            network = with_adapters(network, self.adapters, input_shape, seed)
+        return with_layer_rates(network, self.layer_rates) if self.layer_rates else network
 
     def prepared(self, module: M) -> M:
         """A module that multiplies as these settings say; it is changed in place."""
         return with_precision(with_products(module, self.matrix_products), self.precision)
 
-    def build_optimizer(self, parameters: Iterable[Tensor], lr: float) -> torch.optim.Optimizer:
-        """The optimiser of these settings, over those ``parameters`` that require a gradient."""
+    def build_optimizer(
+        self, parameters: Iterable[Tensor], lr: float, factors: Mapping[Tensor, float] | None = None
+    ) -> torch.optim.Optimizer:
+        """The optimiser of these settings, over those ``parameters`` that require a gradient.
+
+        Args:
+            parameters: what it trains.
+            lr: the learning rate.
+            factors: of the learning rates of single parameters; each group of the optimiser notes its own as
+                ``factor``. 1 for others.
+        """
         compiler_comes_later()
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        by_factor: dict[float, list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.requires_grad:
+                by_factor.setdefault((factors or {}).get(parameter, 1.0), []).append(parameter)
+        groups = [{"params": some, "lr": lr * factor, "factor": factor} for factor, some in by_factor.items()]
         if self.optimizer == "adam":
-            return torch.optim.Adam(trained, lr=lr, weight_decay=self.weight_decay, fused=True)
+            return torch.optim.Adam(groups, lr=lr, weight_decay=self.weight_decay, fused=True)
         return torch.optim.SGD(
-            trained, lr=lr, momentum=self.momentum, nesterov=self.nesterov, weight_decay=self.weight_decay, fused=True
+            groups, lr=lr, momentum=self.momentum, nesterov=self.nesterov, weight_decay=self.weight_decay, fused=True
         )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Give an optimiser of `Training.build_optimizer` another learning rate; its groups keep their factors."""
+    for group in optimizer.param_groups:
+        group["lr"] = group["factor"] * rate

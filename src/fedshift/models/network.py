@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -141,6 +141,71 @@ class Network(nn.Module):
         return logits, {name: seen[name] for name in names}
 
 
+def with_layer_rates(network: Network, rates: Mapping[str, float]) -> Network:
+    """Mark layers with factors of the learning rate, from which `rate_factors` takes those of their parameters.
+
+    The mark is at the module and not at a name or a parameter, so copies of a network and its parts have it, too.
+
+    Args:
+        network: its modules are marked in place.
+        rates: path of a layer, or name of a stage, → factor. A stage is all that comes after the one before it. Where
+            several name a layer, the one that names the fewest layers counts.
+
+    Returns:
+        ``network`` itself.
+
+    Raises:
+        UserError: nothing that is trained has such a name.
+    """
+    trained = [path for path, module in network.named_modules() if _has_trained(module)]
+    layers = _stage_layers(network)
+    named: dict[str, list[str]] = {}
+    for name in rates:
+        of_stage = layers.get(name)
+        named[name] = [path for path in trained if (_lies_in(path, name) if of_stage is None else path in of_stage)]
+        if not named[name]:
+            names = [stage for stage, paths in layers.items() if not set(paths).isdisjoint(trained)]
+            names += [path for path, _ in network.named_modules() if any(_lies_in(one, path) for one in trained)]
+            raise UserError(
+                f"training.layer_rates: no layer that is trained is called '{name}'; {nearest(name, names)}"
+            )
+    for name in sorted(rates, key=lambda name: (-len(named[name]), name not in layers, name.count("."))):
+        for path in named[name]:
+            setattr(network.get_submodule(path), _FACTOR, rates[name])
+    return network
+
+
+def rate_factors(modules: Iterable[nn.Module]) -> dict[Tensor, float]:
+    """The factor of the learning rate of every parameter in ``modules``; 1 without a mark of `with_layer_rates`."""
+    factors: dict[Tensor, float] = {}
+    for module in modules:
+        for layer in module.modules():
+            for parameter in layer.parameters(recurse=False):
+                factors.setdefault(parameter, getattr(layer, _FACTOR, 1.0))
+    return factors
+
+
+def _stage_layers(network: Network) -> dict[str, list[str]]:
+    """Stage → the paths of its modules, which are listed in the order of the forward pass."""
+    paths = [path for path, _ in network.named_modules() if path]
+    layers: dict[str, list[str]] = {}
+    first = 0
+    for stage, end in network.stages.items():
+        last = max((number for number, path in enumerate(paths) if _lies_in(path, end)), default=-1)
+        layers[stage] = paths[first : last + 1]
+        first = max(first, last + 1)
+    return layers
+
+
+def _lies_in(path: str, outer: str) -> bool:
+    return f"{path}.".startswith(f"{outer}.")
+
+
+def _has_trained(module: nn.Module) -> bool:
+    """Whether a parameter of the module itself is trained."""
+    return any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+
+
 def _copied(module: Any, memo: dict[int, Any]) -> Any:
     """A deep copy of a module in a tenth of the time.
 
@@ -167,5 +232,6 @@ def _child(module: nn.Module, memo: dict[int, Any]) -> Any:
     return copy.deepcopy(module, memo) if hasattr(module, "__deepcopy__") else _copied(module, memo)
 
 
+_FACTOR = "learning_rate_factor"
 _PICKLING = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
 _CONTAINERS = (dict, OrderedDict, set)

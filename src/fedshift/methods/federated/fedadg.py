@@ -56,6 +56,7 @@ from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.randomness import generator as seeded
 from fedshift.federation.reply_bounds import Count
 from fedshift.federation.site import Batch, Site
+from fedshift.federation.training import set_learning_rate
 from fedshift.functional import reference_distribution as reference
 from fedshift.functional.losses import smoothed_cross_entropy
 from fedshift.methods.base import Method, Reads, State
@@ -264,8 +265,7 @@ class _Game:
             (self._for_generator, self.method.adversary_rate),
             (self._for_discriminator, self.method.adversary_rate),
         ):
-            for group in optimizer.param_groups:
-                group["lr"] = factor * rate
+            set_learning_rate(optimizer, factor * rate)
 
     def remember(self) -> None:
         """Keep momentum, if the experiment says so."""

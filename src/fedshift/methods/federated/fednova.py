@@ -84,6 +84,8 @@ class FedNova(LocalTraining):
 
     def train(self, site: Site, weights: Weights) -> Normalised:
         """Local training; how far its steps carry."""
+        if self.proximal_weight:
+            site.training.check_one_rate(f"{self.name} with proximal_weight")
         before = site.mini_batches
         update = self.fit(site, weights)
         decay = self.proximal_weight * site.mean_learning_rate

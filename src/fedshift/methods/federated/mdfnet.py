@@ -61,6 +61,7 @@ from fedshift.federation.messages import BYTES_PER_NUMBER, Number, PerSite, Upda
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.reply_bounds import Count, NotNegative
 from fedshift.federation.site import Batch, Site
+from fedshift.federation.training import set_learning_rate
 from fedshift.functional import schedules
 from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.clustering import spherical_kmeans
@@ -288,8 +289,8 @@ class MDFNet(Method):
         """Train the model and the private modules; keep the latter. Returns the model and the mean loss."""
         model, private = halves.model, halves.private
         optimizer = site.optimizer(model, private, memory="optimizer", keep=self.keep_momentum)
-        for group in optimizer.param_groups:
-            group["lr"] = schedules.inverse_power(r, site.training.lr, clamp=False) if self.decay else group["lr"]
+        if self.decay:
+            set_learning_rate(optimizer, schedules.inverse_power(r, site.training.lr, clamp=False))
 
         def whole(batch: Batch) -> Tensor:
             logits, common = halves(batch.inputs)
@@ -343,8 +344,7 @@ class _Halves:
     def _interaction(self, specific: Tensor, invariant: Tensor) -> Tensor:
         reading = self._method.interaction
         if reading == "probabilities":
-            pair = self.private.mask.logits.sigmoid(), self._invariant.logits.sigmoid()
-            return soft_interaction(*pair, _SMOOTHING)
+            return soft_interaction(self.private.mask.logits.sigmoid(), self._invariant.logits.sigmoid(), _SMOOTHING)
         if reading == "features":
             return soft_interaction(specific.sigmoid(), invariant.sigmoid(), _SMOOTHING).mean()
         return soft_interaction(specific, invariant).mean()

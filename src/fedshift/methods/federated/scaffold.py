@@ -97,6 +97,7 @@ class Scaffold(LocalTraining):
 
     def train(self, site: Site, weights: Weights, control: Weights) -> Controlled:
         """Local steps along g − c_i + c, then the site's next control variate."""
+        site.training.check_one_rate(self.name)
         own = site.memory.weights("control") if "control" in site.memory else zeros(weights)
         correction = {name: (control[name] - own[name]).to(site.device) for name in own}
         model = site.model(weights)

@@ -54,6 +54,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply, Statistics, Update
 from fedshift.federation.site import Batch, Site
+from fedshift.federation.training import set_learning_rate
 from fedshift.functional import schedules
 from fedshift.functional.information import information_maximisation, pseudo_labels
 from fedshift.functional.losses import smoothed_cross_entropy
@@ -206,17 +207,18 @@ class SHOT(Method):
         assert isinstance(model.features, nn.Sequential)
         backbone, bottleneck = model.features
         optimizer = site.optimizer(bottleneck, model.classifier)
-        slow = [parameter for parameter in backbone.parameters() if parameter.requires_grad]
-        if slow:
-            optimizer.add_param_group({"params": slow, "lr": self.backbone_rate * site.learning_rate})
+        if any(parameter.requires_grad for parameter in backbone.parameters()):
+            for group in site.optimizer(backbone).param_groups:
+                factor = self.backbone_rate * group["factor"]
+                slow = {"params": group["params"], "lr": factor * site.learning_rate, "factor": factor}
+                optimizer.add_param_group(slow)
 
         def set_rates() -> None:
             begun, left = site.envelope.progress, site.envelope.mini_batches_left
             progress = begun + (1 - begun) * (site.mini_batches - 1) / left
             training = site.training
             rate = schedules.inverse_power(progress, training.lr) if self.decay else training.learning_rate(progress)
-            for group, factor in zip(optimizer.param_groups, (1.0, self.backbone_rate), strict=False):
-                group["lr"] = factor * rate
+            set_learning_rate(optimizer, rate)
 
         return optimizer, set_rates
 

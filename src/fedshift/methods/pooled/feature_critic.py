@@ -56,6 +56,7 @@ class FeatureCritic(PooledTraining):
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
         """Where the pooled data lie: this round's share of the mini-batches."""
+        site.training.check_one_rate(self.name)
         model = site.model(weights)
         critic = self.parts(site, lambda: critic_network(model.embedding_size, self.hidden))
         draws = site.generator_for("episodes")
