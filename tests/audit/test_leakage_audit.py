@@ -176,10 +176,11 @@ def test_the_sum_of_equal_samples_shows_the_sample(tmp_path: Path) -> None:
 
 
 def test_an_epoch_of_one_step_is_a_gradient(tmp_path: Path) -> None:
-    """A site with a single mini-batch sends its gradient, whatever the exchange is called; momentum and weight decay
-    hide nothing.
+    """A site with a single mini-batch sends its gradient, whatever the exchange is called; momentum, weight decay
+    and the layers' own learning rates hide nothing.
     """
     training = {"rounds": 1, "lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}
+    training["layer_rates"] = {"features": 0.5}
     found = audit(tmp_path, samples=1, iterations=60, training=training)
     whole = pick(found, "epoch", "analytic")
     assert (whole.steps, whole.labels_right, found.samples) == (1, 1, 1)

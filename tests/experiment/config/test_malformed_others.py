@@ -73,7 +73,7 @@ SECTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("a misspelt balance", {"training": {"class_weights": "balance"}}, "training.class_weights"),
     ("weights beside privacy", {"training": {"class_weights": "balanced", "privacy": {"epsilon": 8}}}, "privacy"),
     ("a rate of no layer", {"training": {"layer_rates": {"features.frist": 2}}}, "'features.first'"),
-    ("a rate of zero", {"training": {"layer_rates": {"features": 0}}}, "training.layer_rates.features"),
+    ("a rate of zero", {"training": {"layer_rates": {"features": 0}}}, "training.layer_rates: "),
     ("an unknown headline", {"evaluation": {"headline": "aurok"}}, "evaluation.headline"),
     ("a headline for two classes", {"evaluation": {"headline": "sensitivity"}}, "needs two classes"),
     ("resamples below zero", {"evaluation": {"resamples": -1}}, "evaluation.resamples"),
