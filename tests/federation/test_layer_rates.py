@@ -8,16 +8,18 @@ from typing import Any
 import pytest
 import torch
 from test_site import cross_entropy, exchanges, site_of
-from tiny import CNN, MLP, domains, setting
+from tiny import CNN, MLP, domains, plans, setting, vectors
 from torch import nn
 
 from fedshift.errors import UserError
 from fedshift.federation.setting_json import setting_from, setting_recipe
 from fedshift.federation.site import Envelope
+from fedshift.federation.site_runner import SiteRunner
 from fedshift.federation.training import set_learning_rate
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fednova import FedNova
 from fedshift.methods.federated.scaffold import Scaffold, zeros
+from fedshift.methods.federated.shot import SHOT
 from fedshift.models.network import Network, rate_factors, with_layer_rates
 from fedshift.weights import Weights
 
@@ -72,6 +74,17 @@ def test_the_rates_of_layers_follow_the_schedule_and_what_a_method_sets() -> Non
     assert rates == [pytest.approx([0.5 * rate, rate]) for rate in (0.1, 0.075, 0.05, 0.025)]
     set_learning_rate(optimizer, 0.8)
     assert [group["lr"] for group in optimizer.param_groups] == [0.4, 0.8]
+
+
+def test_a_methods_own_rate_of_the_backbone_is_multiplied() -> None:
+    method, found = SHOT(backbone_rate=0.1, decay=False), [vectors("here", 16)]
+    options = setting(method, found, MLP, lr=0.2, layer_rates={"features": 0.5})
+    site = SiteRunner(plans(method, found)[0], options).site
+    site.begin(Envelope(1, 1, 0.0, 10))
+    optimizer, set_rates = method._optimizer(site, site.model())
+    for _ in range(2):
+        assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.2, 0.01])
+        set_rates()
 
 
 @pytest.mark.parametrize("name", ["sgd", "adam"])

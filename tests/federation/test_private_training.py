@@ -67,6 +67,19 @@ def test_without_noise_and_clipping_private_steps_are_plain_ones(method: Method,
     assert (plain.loss > 0, private.loss) == (True, 0.0)
 
 
+def test_private_steps_have_the_rates_of_their_layers() -> None:
+    """Noise included: one step with the same noise is half as long where the rate is."""
+    method = FedAvg()
+    start = site_of(method, MLP, 1.0).model().state_dict()
+    plain, found = (
+        fitted(method, site_of(method, MLP, 1.0, batch_size=10, layer_rates=rates)).weights
+        for rates in ({}, {"features": 0.5})
+    )
+    for name, before in start.items():
+        factor = 0.5 if name.startswith("features") else 1.0
+        assert torch.allclose(found[name] - before, factor * (plain[name] - before), rtol=1e-3, atol=1e-6), name
+
+
 def test_noise_has_the_deviation_that_epsilon_was_computed_for() -> None:
     """Nothing but noise moves the weights, since gradients are clipped to almost nothing."""
     method = FedAvg(steps_per_round=1)

@@ -165,7 +165,10 @@ def with_layer_rates(network: Network, rates: Mapping[str, float]) -> Network:
         named[name] = [path for path in trained if (_lies_in(path, name) if of_stage is None else path in of_stage)]
         if not named[name]:
             names = [stage for stage, paths in layers.items() if not set(paths).isdisjoint(trained)]
-            names += [path for path, _ in network.named_modules() if any(_lies_in(one, path) for one in trained)]
+            above = [
+                path for path, _ in network.named_modules() if path.count(".") <= name.count(".")
+            ]  # keeps it short
+            names += [path for path in above if any(_lies_in(layer, path) for layer in trained)]
             raise UserError(
                 f"training.layer_rates: no layer that is trained is called '{name}'; {nearest(name, names)}"
             )
