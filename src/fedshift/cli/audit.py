@@ -128,12 +128,13 @@ def _print(found: LeakageAudit) -> None:
     for case in found.cases:
         table.add_row(*_row(case))
     console.print(table)
+    measured = "SSIM" if found.images else "correlation"
     console.print(
         "Means over the reconstructions, each beside the original that it resembles most: of the mini-batch, or of all "
         "training samples of the sites for an epoch. sites: 1 is what the site itself sends, more are in the sum that "
         "the server sees with aggregation: secure. guess: the sites' mean sample in place of a reconstruction. labels: "
-        "how many of the mini-batches' were inferred. 95 % bounds: of the mean SSIM or correlation. An attack that "
-        "fails says nothing about better ones.",
+        f"how many of the mini-batches' were inferred. 95 % bounds: of the mean {measured}. An attack that fails says "
+        "nothing about better ones.",
         **say,  # type: ignore[arg-type]
     )
     _print_crafted(console, found)
