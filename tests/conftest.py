@@ -30,6 +30,7 @@ LONGEST = ("test_network.py", "test_resume.py", "two_workers", "test_selftest.py
 """What takes longest, in this order: one that waits is followed by one that computes."""
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in this hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A process of pytest-xdist has whole files (``--dist loadgroup``), and one has all that use `two_workers`.
 
