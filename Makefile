@@ -18,10 +18,10 @@ demo: $(READY)  ## compare four methods on rotated digits; ends with a table and
 	$(BIN)/fedshift demo
 
 test: $(READY)  ## all tests; those on real data need FEDSHIFT_DATA and FEDSHIFT_WEIGHTS and say so when they skip
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(FEDSHIFT_WORKERS) --dist loadgroup --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(FEDSHIFT_WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-fast: $(READY)  ## the tests that start no processes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(FEDSHIFT_WORKERS) --dist loadgroup --no-loadscope-reorder -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(FEDSHIFT_WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-processors: $(READY)  ## the same under other instruction sets and numbers of threads, one after the other
 	FEDSHIFT_WORKERS=$(FEDSHIFT_WORKERS) tests/processors.sh $(BIN)/python

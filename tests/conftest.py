@@ -26,27 +26,18 @@ settings.register_profile("quick", max_examples=25, deadline=None)
 settings.load_profile("quick")
 
 
-LONGEST = ("test_network.py", "test_resume.py", "two_workers", "test_selftest.py", "test_network_apart.py")
-"""What takes longest, in this order: one that waits is followed by one that computes."""
+LONGEST = ("test_network.py", "test_resume.py", "test_selftest.py", "test_network_apart.py")
+"""The files that take longest, in this order: one that waits is followed by one that computes."""
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist reads the groups in this hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A process of pytest-xdist has whole files (``--dist loadgroup``), and one has all that use `two_workers`.
-
-    The longest come first, then all that start processes: at the end one would wait for them alone.
-    """
-    pooled = {item.path for item in items if "two_workers" in getattr(item, "fixturenames", ())}
-    groups = {item.path: "two_workers" if item.path in pooled else item.path.name for item in items}
+    """The longest files first, then all that start processes: at the end one worker would wait for them alone."""
 
     def place(item: pytest.Item) -> tuple[int, bool]:
-        group = groups[item.path]
-        first = LONGEST.index(group) if group in LONGEST else len(LONGEST)
+        first = LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
         return first, item.get_closest_marker("slow") is None
 
     items.sort(key=place)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(groups[item.path]))
 
 
 def pytest_collection_finish() -> None:

@@ -9,7 +9,7 @@ failed=()
 under() {
   local name="$*"
   echo "== $name"
-  env OMP_NUM_THREADS=1 "$@" "$python" -m pytest -n "${FEDSHIFT_WORKERS:-2}" --dist loadgroup -m "not slow" "${arguments[@]}" ||
+  env OMP_NUM_THREADS=1 "$@" "$python" -m pytest -n "${FEDSHIFT_WORKERS:-2}" --dist loadfile -m "not slow" "${arguments[@]}" ||
     failed+=("$name")
 }
 arguments=("$@")
