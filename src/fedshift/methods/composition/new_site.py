@@ -49,8 +49,10 @@ class NewSite:
 def _turned(network: Network, batches: Iterable[Tensor], prior: int) -> Network:
     """A copy of ``network`` with a classifier turned towards the features of these inputs (`turned_templates`)."""
     made = copy.deepcopy(network).eval()
+    if not turns(made) or made.objective != CLASSES:
+        return made
     found = [made.features(inputs).float() for inputs in batches]
-    if found and turns(made) and made.objective == CLASSES:
+    if found:
         features, classifier = torch.cat(found), made.classifier
         assert isinstance(classifier, nn.Linear)
         classifier.weight.copy_(turned_templates(classifier.weight, classifier(features), features, prior))
