@@ -71,6 +71,7 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
     "fedavg": _FEDERATED,
     "recipe": {
         **_FEDERATED,
+        "weighting": of("samples"),
         "augmentation": of("none", {"shear": 0.2}),
         "momentum": of(0.0, 0.5),
         "dropout": of(0.0, 0.3, where="mlp"),

@@ -29,12 +29,12 @@ def trained(name: str, network: dict[str, object], **options: Any) -> Weights:
 
 
 @pytest.mark.parametrize("network", [CNN, MLP], ids=["images", "vectors"])
-def test_with_everything_off_it_is_fedavg(network: dict[str, object]) -> None:
-    assert trained("recipe", network, **OFF) == trained("fedavg", network)
+def test_with_everything_off_it_is_fedavg_of_equal_shares(network: dict[str, object]) -> None:
+    assert trained("recipe", network, **OFF) == trained("fedavg", network, weighting="uniform")
 
 
 def test_on_images_it_is_fedavg_on_moved_images_with_momentum_at_the_server() -> None:
-    assert trained("recipe", CNN) == trained("fedavg", CNN, local=[MOVED], server=MOMENTUM)
+    assert trained("recipe", CNN) == trained("fedavg", CNN, weighting="uniform", local=[MOVED], server=MOMENTUM)
 
 
 @pytest.mark.parametrize(("channels", "augmentation", "beta"), [(1, SHAPES, 0.9), (3, COLOURS, 0.5)])
@@ -54,7 +54,7 @@ def test_images_of_one_channel_and_in_colour_have_their_own_means(
 
 
 def test_on_vectors_it_is_fedavg_with_dropout() -> None:
-    assert trained("recipe", MLP) == trained("fedavg", MLP, local=["dropout"])
+    assert trained("recipe", MLP) == trained("fedavg", MLP, weighting="uniform", local=["dropout"])
 
 
 def handed_out(method: Recipe, shape: tuple[int, ...], rounds: int) -> float:
@@ -98,7 +98,9 @@ def test_a_plug_in_that_is_named_takes_the_place_of_its_own() -> None:
 
 def test_an_optimiser_of_the_server_that_is_named_takes_the_place_of_its_momentum() -> None:
     server = {"optimizer": "momentum", "beta": 0.5}
-    assert trained("recipe", CNN, augmentation="none", server=server) == trained("fedavg", CNN, server=server)
+    assert trained("recipe", CNN, augmentation="none", server=server) == trained(
+        "fedavg", CNN, weighting="uniform", server=server
+    )
 
 
 def test_a_wrapper_trains_on_what_the_recipe_makes_of_samples() -> None:
