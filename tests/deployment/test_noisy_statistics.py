@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from fedshift.errors import UserError
 from fedshift.federation.remote.transport import request_key
 from fedshift.federation.remote.wire import body_of, seal, unseal
 
-pytest.importorskip("opacus")
+pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="opacus is not installed")
 RANGES = {"age": [0, 120], "pressure": [60, 160]}
 CATEGORIES = {"sex": ["f", "m", "x"]}
 NOISY: dict[str, Any] = {"statistics_noise": 4.0, "ranges": RANGES, "categories": CATEGORIES}

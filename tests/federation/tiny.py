@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -167,15 +167,15 @@ def step_on(method: Method, where: Federation, state: State) -> State:
     return state
 
 
-def run(
+def play(
     method: Method,
     found: Sequence[Domain] | None = None,
     network: Mapping[str, object] = CNN,
     rounds: int = 2,
     seed: int = 3,
     **options: Any,
-) -> tuple[State, Federation]:
-    """Start and ``rounds`` rounds; the state and the federation after them. ``options`` as for `federation`."""
+) -> Iterator[tuple[State, Federation]]:
+    """The state and the federation after each round of a run. ``options`` as for `federation`."""
     found = domains(network) if found is None else found
     where = federation(method, found, network, rounds=rounds, seed=seed, **options)
     start = start_of(method, found, network, seed)
@@ -184,7 +184,13 @@ def run(
     where.settle()
     for _ in range(rounds):
         state = step_on(method, where, state)
-    return state, where
+        yield state, where
+
+
+def run(method: Method, *arguments: Any, **options: Any) -> tuple[State, Federation]:
+    """The state and the federation after the last round. Arguments as for `play`."""
+    *_, last = play(method, *arguments, **options)
+    return last
 
 
 def bytes_of(

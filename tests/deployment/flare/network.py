@@ -87,6 +87,11 @@ class Network:
             if any(word.startswith(str(kit)) for word in process.info["cmdline"] or []):
                 yield process
 
+    def jobs(self, kit: Path) -> list[psutil.Process]:
+        """The processes of a kit's jobs."""
+        ends = ("worker_process", "runner_process")
+        return [one for one in self.processes(kit) if any(word.endswith(ends) for word in one.info["cmdline"])]
+
     def kill(self, kit: Path, only: str = "") -> int:
         """kill -9 of a kit's processes whose command holds ``only``; how many."""
         killed = [process for process in self.processes(kit) if only in " ".join(process.info["cmdline"])]
@@ -142,17 +147,26 @@ class Network:
         return fetch(deployment, self.folder / "runs")
 
 
+class Gates:
+    """A method whose steps last until a gate is open: that of a round, or of a site in a round (``3-north``)."""
+
+    def __init__(self, folder: Path, label: str, **options: Any) -> None:
+        self.folder = folder / label
+        self.folder.mkdir()
+        self.method = {"name": "slow_method:Slow", "label": label, "gates": str(self.folder), **options}
+
+    def open(self, *gates: int | str) -> None:
+        for gate in gates:
+            (self.folder / str(gate)).touch()
+
+    def reached(self, round_number: int, *sites: str) -> bool:
+        """Whether these sites wait in a round, or did."""
+        return all((self.folder / f"{round_number}-{site}-waits").exists() for site in sites)
+
+
 def rounds(deployment: Deployment) -> int:
     """Rounds that are done."""
     return sum(event.get("what") == "round" for event in deployment.events())
-
-
-def asked(deployment: Deployment, round_number: int) -> bool:
-    """Whether sites were asked to train in a round."""
-    return any(
-        event.get("is") == "asked" and event.get("round") == round_number and event.get("what") == "fit"
-        for event in deployment.events()
-    )
 
 
 IN_FLIGHT = 1

@@ -1,8 +1,9 @@
-"""FedAvg with steps that take a while, so that a test can kill something in the middle of one."""
+"""FedAvg with steps that last until a test says so, so that it can kill something in the middle of one."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import ClassVar
 
 from fedshift.federation.messages import Update
@@ -16,10 +17,19 @@ class Slow(FedAvg):
 
     name: ClassVar[str] = "slow_method:Slow"
 
-    seconds: float = 0.0
+    gates: str | None = None
+    """A folder: a site trains in round 3 when it holds a file ``3`` or ``3-north``. None: at once.
+
+    While it waits, there is a file ``3-north-waits``.
+    """
     only_at: str | None = None
     """The site that waits; None: all."""
 
     def fit(self, site: Site, weights: Weights) -> Update:
-        time.sleep(self.seconds if self.only_at in (None, site.name) else 0.0)
+        if self.gates is not None and self.only_at in (None, site.name):
+            every = Path(self.gates) / str(site.envelope.round)
+            own, waits = (every.with_name(f"{every.name}-{site.name}{end}") for end in ("", "-waits"))
+            waits.touch()
+            while not (every.exists() or own.exists()):
+                time.sleep(0.02)
         return super().fit(site, weights)

@@ -165,8 +165,24 @@ def test_a_reply_that_comes_while_the_coordinator_looks_who_is_lost_counts(
     assert [one for one in arrived if not isinstance(one[1], Sign)] == [("north", message)]
 
 
-def test_a_revoked_site_is_lost_at_once(kits: Provisioned, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not after the deadline, which may be an hour."""
+@pytest.mark.parametrize(
+    ("deadline", "patience", "revoked", "reason"),
+    [
+        (3600.0, {}, {"north"}, "its kit was revoked"),
+        (0.02, {}, {"south"}, "no reply within 0.02 s"),
+        (3600.0, {"north": 0.02}, set(), "it was lost before, and did not fetch its request within 0.02 s"),
+    ],
+    ids=["revoked", "deadline", "patience"],
+)
+def test_a_site_that_does_not_answer_is_lost(
+    deadline: float,
+    patience: dict[str, float],
+    revoked: set[str],
+    reason: str,
+    kits: Provisioned,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Revoked, at once; otherwise after the deadline, which may be an hour, or if it was lost before, its patience."""
     from nvflare.apis.signal import Signal
 
     from fedshift.deployment.flare import engine
@@ -175,11 +191,10 @@ def test_a_revoked_site_is_lost_at_once(kits: Provisioned, monkeypatch: pytest.M
 
     controller = SimpleNamespace(send=lambda *_, **__: None, cancel_task=lambda _: None)
     monkeypatch.setattr(engine, "_LOOK_AGAIN", 0.01)
-    monkeypatch.setattr(engine, "revoked_sites", lambda kit: {"north"} if kit.folder == kits.coordinator else set())
+    monkeypatch.setattr(engine, "revoked_sites", lambda kit: revoked if kit.folder == kits.coordinator else set())
     transport = engine.FlareTransport(controller, None, Signal(), lambda: None, load_kit(kits.coordinator))
-    arrived = transport.exchange(iter([("north", Message("{}", b"", ""))]), 3600.0, {})
-    ((site, lost),) = (one for one in arrived if not isinstance(one[1], Sign))
-    assert (site, lost) == ("north", Lost("its kit was revoked"))
+    arrived = transport.exchange(iter([("north", Message("{}", b"", ""))]), deadline, patience)
+    assert [one for one in arrived if not isinstance(one[1], Sign)] == [("north", Lost(reason))]
 
 
 def test_what_flare_writes_of_a_message_is_plain_values() -> None:

@@ -15,15 +15,13 @@ from loopback import SITES, model, options_of, same, simulate
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
 
 from namespaces import COORDINATOR, PORT, Namespaces, why_not
-from network import Network, environment
+from network import Gates, Network, environment
 
 from fedshift.deployment.flare.deployment_folder import Deployment
 from fedshift.deployment.secure.identity import Identity
 from fedshift.federation.remote.policy import AuditLog
 
 pytestmark = pytest.mark.slow
-
-WAITS = {"name": "slow_method:Slow", "label": "slow", "seconds": 4.0, "only_at": "south"}
 
 
 @pytest.fixture(scope="module")
@@ -52,15 +50,17 @@ def happened(deployment: Deployment, what: str, outcome: str, round_number: int,
     return any(wanted.items() <= event.items() for event in deployment.events())
 
 
-def halt(network: Network, deployment: Deployment, round_number: int) -> list[int]:
+def halt(network: Network, gates: Gates, deployment: Deployment, round_number: int) -> list[int]:
     """Halt the job of a site that has answered the first exchange of a round, and wait until the second has begun.
 
-    It lasts until `engine.patience` is over, since this site tells no shares.
+    Another site is in the first until this one is halted. The second lasts until `engine.patience` is over, since this
+    site tells no shares.
     """
     network.wait(deployment, lambda: happened(deployment, "fit", "answered", round_number, "east"))
-    jobs = [one.pid for one in network.processes(network.made.sites["east"]) if "worker_process" in str(one.cmdline())]
+    jobs = [one.pid for one in network.jobs(network.made.sites["east"])]
     for job in jobs:
         os.kill(job, signal.SIGSTOP)
+    gates.open(round_number)
     network.wait(deployment, lambda: happened(deployment, "unmask", "asked", round_number, "east"))
     assert not happened(deployment, "unmask", "answered", round_number, "east")
     return jobs
@@ -71,6 +71,7 @@ class Played:
     """A run of which a site, then the coordinator was killed between the two exchanges of a sum."""
 
     options: dict[str, Any]
+    deployment: Deployment
     folder: Path
     """Its results."""
     sockets: dict[str, list[tuple[str, str, bool]]] = field(default_factory=dict)
@@ -79,18 +80,20 @@ class Played:
 
 @pytest.fixture(scope="module")
 def played(network: Network) -> Played:
-    options = options_of(WAITS, name="sums")
+    gates = Gates(network.folder, "slow", only_at="south")
+    options = options_of(gates.method, name="sums")
     deployment = network.deploy(options, aggregation="secure", patience=60.0)
-    played = Played(options, Path())
-    assert halt(network, deployment, 1)
+    played = Played(options, deployment, Path())
+    assert halt(network, gates, deployment, 1)
     if isinstance(network, Namespaces):
         played.sockets = {name: network.sockets(name) for name in ("coordinator", *network.names)}
     assert network.kill(network.made.sites["east"], only="worker_process") == 1
 
-    jobs = halt(network, deployment, 2)
+    jobs = halt(network, gates, deployment, 2)
     assert network.kill(network.coordinator) >= 2
     for job in jobs:
         os.kill(job, signal.SIGCONT)
+    gates.open(3)
     network.start("coordinator")
     played.folder = network.finish(deployment)
     return played
@@ -99,7 +102,10 @@ def played(network: Network) -> Played:
 def test_killed_between_the_exchanges_a_run_ends_in_the_same_bits(
     network: Network, played: Played, tmp_path: Path
 ) -> None:
-    here = simulate(tmp_path, {**played.options, "methods": [{**WAITS, "seconds": 0.0}]}, aggregation="secure")
+    assert [event["status"] for event in played.deployment.events() if event.get("is") == "died"] == ["SITE_FAILED"]
+    here = simulate(
+        tmp_path, {**played.options, "methods": [{"name": "slow_method:Slow", "label": "slow"}]}, aggregation="secure"
+    )
     assert same(model(here, "slow", "west"), model(played.folder, "slow", "west"))
     for name in network.names:
         lines, _ = AuditLog.check(network.made.sites[name] / "memory" / "audit.jsonl")

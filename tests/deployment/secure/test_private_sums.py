@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ import yaml
 from loopback import Loopback, model, result, site_file, write_data
 
 pytest.importorskip("cryptography")
-pytest.importorskip("opacus")
 from federations import FOUR, deploy_secure, secure_options, simulate_secure, write_kits
 from test_secure_deployments import Killed, fingerprints, killed_at
 
@@ -26,6 +26,7 @@ from fedshift.functional.averaging import weighted_average
 from fedshift.functional.differential_privacy import NoisySteps
 from fedshift.weights import Weights
 
+pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="opacus is not installed")
 Change = Callable[[str, dict[str, Any], Message | Lost], Message | Lost]
 PRIVATE: dict[str, Any] = {"batch_size": 8, "lr": 0.1, "privacy": {"noise_multiplier": 30.0}}
 AT_SITES = {"targets": ["sites"], "seeds": [0], "test_fraction": 0.3}
