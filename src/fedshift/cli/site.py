@@ -18,6 +18,7 @@ from fedshift.deployment.privacy.ledger import PrivacyLedger
 from fedshift.deployment.privacy.noisy_statistics import lacking
 from fedshift.deployment.secure.identity import Identity
 from fedshift.deployment.site_file import SiteConfig, load_site, read_holding
+from fedshift.deployment.site_requests import seals_all
 from fedshift.encryption import KEY_FILE, present_key
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.environment import resolve_device, versions
@@ -84,7 +85,7 @@ def _say_policy(config: SiteConfig, say: object) -> None:
     for name in methods.names() if policy.methods == "all" else policy.methods:
         kind = methods.method_class(name)
         method = kind()
-        models = MASKED if method.reads == "sums" else SEALED if method.routed else WEIGHTS
+        models = MASKED if method.reads == "sums" else SEALED if seals_all(method) else WEIGHTS
         shares = {models if share == WEIGHTS else share for share in method.shares}
         if not kind.pooled and all(map(policy.lets_out, shares)):
             allowed.append(name)

@@ -30,6 +30,7 @@ from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.trial import try_method
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method, Traffic
+from fedshift.methods.catalogue import ROUTED
 from fedshift.models.network import Network
 from fedshift.models.payload import payload
 
@@ -71,7 +72,7 @@ class MethodCheck:
         bytes_up: bytes that leave the sites in all its runs; None where they are not known.
         bytes_down: bytes that reach the sites in all its runs; None where they are not known.
         shares: kinds of content that leave a site.
-        reads: what the server reads of the sites' models: sums, norms or models; of sealed ones the target's.
+        reads: what the server reads of the sites' models: sums, norms or models; with sealed ones in words.
     """
 
     label: str
@@ -264,7 +265,7 @@ def _method(method: Method, needs: Sequence[_Need], sealed: bool) -> MethodCheck
         bytes_up=sum(one.up for one in sent) if known else None,
         bytes_down=sum(one.down for one in sent) if known else None,
         shares=method.shares,
-        reads="the target's model; sources' are sealed for it" if sealed else method.reads,
+        reads=ROUTED[getattr(method, "inner", method).name] if sealed else method.reads,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,12 @@ from fedshift.encryption import write_private
 from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.messages import Sealed
 from fedshift.federation.remote.policy import AuditLog
-from fedshift.federation.remote.sealed_federation import Closed
 from fedshift.federation.remote.transport import Lost
 from fedshift.federation.remote.wire import Message, body_of, seal, unseal
+from fedshift.federation.secure.closed import Box, ClosedTensor, Package, Passage
 from fedshift.federation.secure.keys import KeyCard
 from fedshift.federation.secure.orders import card_entry
-from fedshift.federation.secure.sealing import Passage, SealingKey, key_text, seal_for, sealed_content
+from fedshift.federation.secure.sealing import SealingKey, key_text, seal_for
 from fedshift.functional.averaging import weighted_average
 from fedshift.methods.federated.kd3a import KD3A
 from fedshift.weights import Weights
@@ -35,6 +36,7 @@ FADA = {"name": "fada", "steps_per_round": 2}
 KD3A_OPTIONS = {"name": "kd3a"}
 RUN = "tiny-kd3a-east-seed-0"
 SOURCES = ("north", "south")
+TARGET_KEY = bytes(range(32))
 
 
 def between(folder: Path, source: dict[str, Any] | None = None, **policy: Any) -> Between:
@@ -84,10 +86,10 @@ def test_same_bits_as_the_local_engine_and_no_source_model_in_clear(
     sealed, up = theirs["bytes_up"]["sealed"], theirs["bytes_up"]["weights"]
     assert up == rounds * one, "the target's model alone is in clear"
     assert 1 < sealed / (rounds * one * len(SOURCES)) < 1 + 4000 / one
-    assert theirs["bytes_down"]["sealed"] == sealed
+    assert 0 <= theirs["bytes_down"]["sealed"] - sealed < 20 * rounds * len(SOURCES), "and where they belong"
     lines, _ = AuditLog.check(transport.programs["north"].config.audit_log)
     fits = [line for line in lines if line["step"] == made]
-    assert all(line["sealed_for"] == "east" and line["sent"]["weights"]["kind"] == "sealed" for line in fits)
+    assert all(line["sealed_for"] == ["east"] and line["sent"]["weights"]["kind"] == "sealed" for line in fits)
     lines, _ = AuditLog.check(transport.programs["east"].config.audit_log)
     assert [line["opened"] for line in lines if "opened" in line] == [list(SOURCES)] * rounds
     assert not list(transport.programs["east"].config.memory.glob("*/sealing/*")), "the key goes with the run"
@@ -145,56 +147,73 @@ def to_target(change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 
 
 def flipped(header: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
-    sealed = models["north"]["sealed"].clone()
+    sealed = models["north"]["0|sealed"].clone()
     sealed[len(sealed) // 2] ^= 1
-    return {**models, "north": Sealed({**models["north"], "sealed": sealed})}
+    return {**models, "north": Sealed({**models["north"], "0|sealed": sealed})}
 
 
 def swapped(header: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
     return {"north": models["south"], "south": models["north"]}
 
 
-def made_by(signer: str, weights: Weights, run_name: str = RUN) -> Callable[..., dict[str, Any]]:
+def box_of(
+    passage: Passage, value: Any, signer: str = "", key: bytes = TARGET_KEY, said: dict[str, Weights] | None = None
+) -> Sealed:
+    """A package of one box that another than the sender of its passage may have signed."""
+    models = {"": value} if isinstance(value, Weights) else value
+    keys = dict.fromkeys(passage.readers, SealingKey(key).public)
+    told, sealed = seal_for(keys, body_of({passage.field: value}).data, passage, said or models)
+    signature = key_of(signer or passage.sender).sign(Box.signed(passage, told, sealed), *signing())
+    der = certificate_of(passage.sender, key_of(passage.sender)).public_bytes(serialization.Encoding.DER)
+    box = Box.of(told, sealed, signature, der)
+    return Package([Box.read(box)], [(0, name, "") for name in models]).content
+
+
+def made_by(signer: str, run_name: str = RUN, **other: Any) -> Callable[..., dict[str, Any]]:
     """A model in the name of north, signed with the key of ``signer``, sealed with the target's own key."""
 
     def change(header: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
-        passage = Passage(run_name, header["envelope"]["exchange"] - 1, "fit", "weights", "north", "east")
-        sealed = seal_for(SealingKey(TARGET_KEY).public, body_of({"weights": weights}).data, passage)
-        signature = key_of(signer).sign(passage.signed_text(sealed), *signing())
-        der = certificate_of("north", key_of("north")).public_bytes(serialization.Encoding.DER)
-        return {**models, "north": sealed_content(sealed, signature, der)}
+        passage = Passage(run_name, header["envelope"]["exchange"] - 1, "fit", "weights", "north", ("east",))
+        return {**models, "north": box_of(passage, OTHER, signer, **other)}
 
     return change
 
 
-TARGET_KEY = bytes(range(32))
 OTHER = Weights({"features.w": torch.zeros(2)})
-NOT_SEALED = "model of 'north' was not sealed for this site's key and for exchange 1 of this run, or it was changed"
+NOT_SIGNED = "the sealed model of 'north' is not signed with a certificate"
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (flipped, NOT_SEALED),
-        (swapped, NOT_SEALED),
-        (made_by("north", OTHER, "another-run"), NOT_SEALED),
-        (made_by("coordinator", OTHER), "the sealed model of 'north' is not signed with a certificate"),
-        (made_by("north", OTHER), "the model that 'north' sealed for it: 'weights' holds other tensors than"),
+        (flipped, NOT_SIGNED),
+        (swapped, "as the model of 'north' of exchange 1, call fit, run .* is one of 'south' of exchange 1"),
+        (made_by("north", "another-run"), "run 'another-run'"),
+        (made_by("coordinator"), NOT_SIGNED),
+        (made_by("north"), "the model that 'north' sealed for it: 'weights' holds other tensors than"),
+        (made_by("north", key=bytes(range(1, 33))), "model of 'north' was not sealed for this site's key"),
+        (made_by("north", said={"": Weights({"w": torch.zeros(2)})}), "it does not look as it is said to"),
         (lambda header, models: {**models, "north": Sealed({"sealed": OTHER["features.w"]})}, "holds no sealed model"),
+        (lambda header, models: {**models, "north": OTHER}, "holds no sealed model"),
     ],
 )
 def test_the_target_opens_what_its_sender_sealed_for_it_and_nothing_else(
     change: Callable[..., dict[str, Any]], said: str, tmp_path: Path
 ) -> None:
     transport = between(tmp_path)
-    key = transport.programs["east"].config.memory / RUN / "sealing" / "key"
-    key.parent.mkdir(parents=True)
-    write_private(key, TARGET_KEY)
+    give_key(transport, "east", RUN)
     transport.meddle = to_target(change)
     with pytest.raises(FedshiftError, match=said):
         run(tmp_path, transport)
     lines, _ = AuditLog.check(transport.programs["east"].config.audit_log)
-    assert said in lines[-1]["refused"]
+    assert re.search(said, lines[-1]["refused"])
+
+
+def give_key(transport: Between, site: str, run_name: str) -> None:
+    """Let the attacker know the key of a site."""
+    key = transport.programs[site].config.memory / run_name / "sealing" / "key"
+    key.parent.mkdir(parents=True)
+    write_private(key, TARGET_KEY)
 
 
 def test_a_model_of_another_round_is_not_opened(tmp_path: Path) -> None:
@@ -207,7 +226,7 @@ def test_a_model_of_another_round_is_not_opened(tmp_path: Path) -> None:
         return (header, {**content, **before}) if header["envelope"]["round"] == 2 else None
 
     transport.meddle = meddle
-    with pytest.raises(FedshiftError, match="not sealed for this site's key and for exchange 3"):
+    with pytest.raises(FedshiftError, match="of exchange 3, call fit, run .* is one of 'north' of exchange 1"):
         run(tmp_path, transport)
 
 
@@ -221,14 +240,15 @@ def own_card(run_name: str, signer: str) -> list[str]:
 
 def forged_card(name: str, header: dict[str, Any]) -> dict[str, Any] | None:
     """The header of a request to seal, with something wrong in it."""
-    asked = header["seal"]
+    card = header["seal"]["for"]["east"]
     wrong: dict[str, dict[str, Any]] = {
-        "another key": {"seal": {**asked, "card": [own_card(RUN, "east")[0], *asked["card"][1:]]}},
-        "another run": {"seal": {**asked, "card": own_card("another-run", "east")}},
-        "another certificate": {"seal": {**asked, "card": own_card(RUN, "thief")}},
-        "another site": {"seal": {**asked, "for": "south"}},
-        "itself": {"seal": {**asked, "for": "north"}},
-        "nobody": {"seal": {"card": asked["card"]}},
+        "another key": {"seal": {"for": {"east": [own_card(RUN, "east")[0], *card[1:]]}}},
+        "another run": {"seal": {"for": {"east": own_card("another-run", "east")}}},
+        "another certificate": {"seal": {"for": {"east": own_card(RUN, "thief")}}},
+        "another site": {"seal": {"for": {"south": card}}},
+        "a second reader": {"seal": {"for": {"east": card, "south": card}}},
+        "itself": {"seal": {"for": {"north": card}}},
+        "nobody": {"seal": {"card": card}},
         "in clear": {name: value for name, value in header.items() if name not in ("seal", "routing")},
     }
     changed = wrong[name]
@@ -243,6 +263,7 @@ def forged_card(name: str, header: dict[str, Any]) -> dict[str, Any] | None:
         ("another certificate", "certificate of 'east' is not the one that rule policy.peers lists"),
         ("another site", "the key of 'south' is not signed"),
         ("itself", "asked to seal a model for itself"),
+        ("a second reader", "does not say for whom"),
         ("nobody", "does not say for whom"),
         ("in clear", "'north' refuses to send weights"),
     ],
@@ -289,10 +310,11 @@ def test_only_what_a_method_hands_on_is_sealed_or_opened(tmp_path: Path) -> None
 
 
 def test_server_code_cannot_read_what_is_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = Closed(Sealed({"sealed": torch.zeros(3, dtype=torch.uint8)}))
-    for look in (list, len, lambda one: one["sealed"], lambda one: one.select("head"), lambda one: one.nbytes):
-        with pytest.raises(FedshiftError, match="may only hand it on"):
+    closed = ClosedTensor((None, "", "w"), torch.float32, (2,))  # type: ignore[arg-type]
+    for look in (list, torch.Tensor.sum, lambda one: one[0], lambda one: one + 1, lambda one: one.equal(one)):
+        with pytest.raises(FedshiftError, match="only hand it on"):
             look(closed)
+    assert closed.shape == (2,) and type(closed.detach()) is ClosedTensor
 
     def curious(self: KD3A, federation: Any, state: Any) -> Any:
         models = [update.weights for update in federation.ask(self.fit, to=federation.sources, weights=state.weights)]

@@ -47,6 +47,7 @@ from torch import Tensor
 from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.data.transforms import STRONG, NamedAugmentation, strong_view
 from fedshift.errors import UserError
+from fedshift.federation.exchange import Routed
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import PerSite, Reply
 from fedshift.federation.reply_bounds import About, Bounds, Count, Share, Tensors
@@ -95,6 +96,9 @@ class COPA(Method):
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "classifier")
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     averages: ClassVar[Averages] = {"fit": Averaged(("features",))}
+    routed: ClassVar[Mapping[str, Routed]] = {
+        "fit": Routed("classifier", to={"fit": "others", "adapt": "classifiers"}, readers="all", in_model=True)
+    }
     relative_cost: ClassVar[float] = 1.1
     settings: ClassVar[Settings] = {"batch_norm": {"hybrid_normalisation": False}}
 

@@ -51,6 +51,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from fedshift.federation.exchange import Routed
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply, Statistics, Update
 from fedshift.federation.site import Batch, Site
@@ -80,6 +81,11 @@ class SHOT(Method):
     citation: ClassVar[str] = "Liang et al., ICML 2020"
     scenario: ClassVar[str] = "target without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("models", "labels", "trained")
+    routed: ClassVar[Mapping[str, Routed]] = {
+        "train_source": Routed("weights", to={"receive_and_adapt": "models"}, in_model=True),
+        "receive_and_adapt": Routed("models", in_model=True),
+        "adapt": Routed("models", in_model=True),
+    }
     needs_target: ClassVar[bool] = True
     one_target: ClassVar[bool] = True
     settings: ClassVar[Settings] = {"digits": {"pseudo_label_weight": 0.1}, "pretrained": {"backbone_rate": 0.1}}
