@@ -17,13 +17,16 @@ from fedshift.deployment.flare import roles
 from fedshift.deployment.privacy.ledger import PrivacyLedger
 from fedshift.deployment.privacy.noisy_statistics import lacking
 from fedshift.deployment.secure.identity import Identity
+from fedshift.deployment.secure.site_sums import SiteSums
 from fedshift.deployment.site_file import SiteConfig, load_site, read_holding
 from fedshift.deployment.site_requests import seals_all
 from fedshift.encryption import KEY_FILE, present_key
-from fedshift.errors import FedshiftError, UserError
+from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.experiment.environment import resolve_device, versions
-from fedshift.federation.messages import known_kinds
+from fedshift.experiment.runs.run_folder import SEALED_MODEL, model_file
+from fedshift.federation.messages import decode, known_kinds
 from fedshift.federation.remote.policy import ACCURACY, MASKED, METRICS, SEALED, WEIGHTS, AuditLog
+from fedshift.files import write_bytes
 from fedshift.methods import registry as methods
 
 
@@ -125,6 +128,26 @@ def agree_site(path: Path, yes: bool) -> None:
     if yes or typer.confirm("Agree to all of this?"):
         terms.agree()
         console.print(f"site {config.file.site}: agreed", highlight=False)
+
+
+def open_model(model: Path, path: Path, out: Path) -> None:
+    """Open a trained model that is sealed for a site, and write it as any other model of a run."""
+    from fedshift.deployment.secure.site_seals import SiteSeals
+
+    config, file = load_site(path), model / SEALED_MODEL if model.is_dir() else model
+    terms = AgreedTerms(config.memory, config.file.site, config.file.policy)
+    seals = SiteSeals(config, terms, SiteSums(config, terms))
+    try:
+        content, header = decode(file.read_bytes())
+        weights, metadata = seals.opened_file(content), header["fedshift"]
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror or error}") from None
+    except Refused as error:
+        raise UserError(f"{file}: {error}") from None
+    except (FedshiftError, KeyError):
+        raise UserError(f"{file} is damaged or is no sealed model: give the {SEALED_MODEL} of a run") from None
+    write_bytes(out, model_file(weights, metadata))
+    safe_console().print(f"site {config.file.site}: opened {file}, wrote {out}", highlight=False, markup=False)
 
 
 def _say_kit(config: SiteConfig, say: object) -> None:

@@ -15,7 +15,7 @@ from loopback import ADAPT, SITES, deploy, model, options_of, result, same, simu
 pytest.importorskip("cryptography")
 pytest.importorskip("cryptography.hazmat.primitives.hpke")
 from cryptography.hazmat.primitives import serialization
-from federations import Between, Meddle, Request, certificate_of, key_of, write_kits
+from federations import Between, Meddle, Request, box_of, certificate_of, key_of, write_kits
 
 from fedshift.deployment.secure.identity import signing
 from fedshift.encryption import write_private
@@ -24,10 +24,10 @@ from fedshift.federation.messages import Sealed
 from fedshift.federation.remote.policy import AuditLog
 from fedshift.federation.remote.transport import Lost
 from fedshift.federation.remote.wire import Message, body_of, seal, unseal
-from fedshift.federation.secure.closed import Box, ClosedTensor, Package, Passage
+from fedshift.federation.secure.closed import ClosedTensor, Passage
 from fedshift.federation.secure.keys import KeyCard
 from fedshift.federation.secure.orders import card_entry
-from fedshift.federation.secure.sealing import SealingKey, key_text, seal_for
+from fedshift.federation.secure.sealing import SealingKey, key_text
 from fedshift.functional.averaging import weighted_average
 from fedshift.methods.federated.kd3a import KD3A
 from fedshift.weights import Weights
@@ -156,25 +156,13 @@ def swapped(header: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
     return {"north": models["south"], "south": models["north"]}
 
 
-def box_of(
-    passage: Passage, value: Any, signer: str = "", key: bytes = TARGET_KEY, said: dict[str, Weights] | None = None
-) -> Sealed:
-    """A package of one box that another than the sender of its passage may have signed."""
-    models = {"": value} if isinstance(value, Weights) else value
-    keys = dict.fromkeys(passage.readers, SealingKey(key).public)
-    told, sealed = seal_for(keys, body_of({passage.field: value}).data, passage, said or models)
-    signature = key_of(signer or passage.sender).sign(Box.signed(passage, told, sealed), *signing())
-    der = certificate_of(passage.sender, key_of(passage.sender)).public_bytes(serialization.Encoding.DER)
-    box = Box.of(told, sealed, signature, der)
-    return Package([Box.read(box)], [(0, name, "") for name in models]).content
-
-
 def made_by(signer: str, run_name: str = RUN, **other: Any) -> Callable[..., dict[str, Any]]:
     """A model in the name of north, signed with the key of ``signer``, sealed with the target's own key."""
 
     def change(header: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
         passage = Passage(run_name, header["envelope"]["exchange"] - 1, "fit", "weights", "north", ("east",))
-        return {**models, "north": box_of(passage, OTHER, signer, **other)}
+        keys = other.get("keys", {"east": SealingKey(TARGET_KEY).public})
+        return {**models, "north": box_of(passage, OTHER, keys, signer, other.get("said"))}
 
     return change
 
@@ -191,7 +179,10 @@ NOT_SIGNED = "the sealed model of 'north' is not signed with a certificate"
         (made_by("north", "another-run"), "run 'another-run'"),
         (made_by("coordinator"), NOT_SIGNED),
         (made_by("north"), "the model that 'north' sealed for it: 'weights' holds other tensors than"),
-        (made_by("north", key=bytes(range(1, 33))), "model of 'north' was not sealed for this site's key"),
+        (
+            made_by("north", keys={"east": SealingKey(bytes(range(1, 33))).public}),
+            "model of 'north' was not sealed for this site's key",
+        ),
         (made_by("north", said={"": Weights({"w": torch.zeros(2)})}), "it does not look as it is said to"),
         (lambda header, models: {**models, "north": Sealed({"sealed": OTHER["features.w"]})}, "holds no sealed model"),
         (lambda header, models: {**models, "north": OTHER}, "holds no sealed model"),
@@ -226,7 +217,7 @@ def test_a_model_of_another_round_is_not_opened(tmp_path: Path) -> None:
         return (header, {**content, **before}) if header["envelope"]["round"] == 2 else None
 
     transport.meddle = meddle
-    with pytest.raises(FedshiftError, match="of exchange 3, call fit, run .* is one of 'north' of exchange 1"):
+    with pytest.raises(FedshiftError, match=r"of exchange 3, call fit, run .* is one of 'north' of exchange 1"):
         run(tmp_path, transport)
 
 
@@ -314,7 +305,8 @@ def test_server_code_cannot_read_what_is_sealed(tmp_path: Path, monkeypatch: pyt
     for look in (list, torch.Tensor.sum, lambda one: one[0], lambda one: one + 1, lambda one: one.equal(one)):
         with pytest.raises(FedshiftError, match="only hand it on"):
             look(closed)
-    assert closed.shape == (2,) and type(closed.detach()) is ClosedTensor
+    assert closed.shape == (2,)
+    assert type(closed.detach()) is ClosedTensor
 
     def curious(self: KD3A, federation: Any, state: Any) -> Any:
         models = [update.weights for update in federation.ask(self.fit, to=federation.sources, weights=state.weights)]

@@ -254,7 +254,7 @@ class Sealing:
         said, sealed = seal_for(keys, plain, passage, models)
         identity = self._sums.identity
         signature = identity.sign(Box.signed(passage, said, sealed))
-        if self._way.in_model:
+        if self._way.in_model and self._name in self._cards:
             self._boxes.note({"": exchange}, exchange)
         return {**found, field: Box.of(said, sealed, signature, identity.certificate)}
 

@@ -153,15 +153,15 @@ class ClosedTensor(Tensor):
 
     @staticmethod
     def __new__(cls, origin: tuple[Box, str, str], dtype: torch.dtype, shape: Sequence[int]) -> ClosedTensor:
-        made: ClosedTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)  # type: ignore[attr-defined]
+        made: ClosedTensor = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
         made.origin = origin
         return made
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"ClosedTensor({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Tensor:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         kind, aten = func.overloadpacket, torch.ops.aten
         if kind in (aten.detach, aten.clone):
             return ClosedTensor(args[0].origin, args[0].dtype, args[0].shape)
