@@ -147,7 +147,8 @@ def open_model(model: Path, path: Path, out: Path) -> None:
     except (FedshiftError, KeyError):
         raise UserError(f"{file} is damaged or is no sealed model: give the {SEALED_MODEL} of a run") from None
     write_bytes(out, model_file(weights, metadata))
-    safe_console().print(f"site {config.file.site}: opened {file}, wrote {out}", highlight=False, markup=False)
+    said = f"site {config.file.site}: opened {file}, wrote {out}"
+    safe_console().print(said, highlight=False, markup=False, soft_wrap=True)
 
 
 def _say_kit(config: SiteConfig, say: object) -> None:

@@ -89,7 +89,7 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
     fewest_unlabelled = 0 if unseen else min(len(others) for _, others in roles)
     for method in experiment.methods:
         if engine.routing == "sealed":
-            check_routed(method, experiment.training.adapters is not None)
+            warnings += check_routed(method, experiment.training.adapters is not None)
         if engine.sums_only:
             warnings += check_sums(method, fewest if drawn is None else drawn, fewest_unlabelled)
         if data.task not in method.tasks:

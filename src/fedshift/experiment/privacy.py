@@ -154,12 +154,15 @@ def check_sums(method: Method, sources: int, unlabelled: int = 0) -> tuple[str, 
     )
 
 
-def check_routed(method: Method, adapters: bool = False) -> None:
+def check_routed(method: Method, adapters: bool = False) -> tuple[str, ...]:
     """Check that a method's server leaves models unread, and that nothing else reads them.
 
     Args:
         method: of the run.
         adapters: whether only adapters are trained.
+
+    Returns:
+        Warnings.
 
     Raises:
         UserError: something would read them.
@@ -175,7 +178,7 @@ def check_routed(method: Method, adapters: bool = False) -> None:
             f"({method.display})"
         )
     if not any(way.in_model for way in method.routed.values()):
-        return
+        return ()
     reading = {
         "average": method.average is not None,
         "average_rounds": method.average_rounds > 1,
@@ -186,11 +189,21 @@ def check_routed(method: Method, adapters: bool = False) -> None:
             f"engine.routing: sealed hides parts of the trained model of {method.display}, which {option} reads: leave "
             "out one of them"
         )
+    if not _target_alone_reads(method):
+        return ()
+    return (
+        f"{method.display} with routing: sealed: only the target can measure the trained model, so there is no "
+        "accuracy at the sources, and none to select a round by",
+    )
+
+
+def _target_alone_reads(method: Method) -> bool:
+    """Whether only the target reads the trained model."""
+    return any(way.in_model and way.readers == "target" for way in method.routed.values())
 
 
 def measured_parts(method: Method, routing: str, split: Split) -> Split:
     """The rows that a run is measured on: not those of sources that may not read the trained model."""
-    of_target = any(way.in_model and way.readers == "target" for way in method.routed.values())
-    if routing != "sealed" or not of_target:
+    if routing != "sealed" or not _target_alone_reads(method):
         return split
     return replace(split, held_out={site: rows[:0] for site, rows in split.held_out.items()})

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 pytest.importorskip("cryptography")
 pytest.importorskip("cryptography.hazmat.primitives.hpke")
 from cryptography.hazmat.primitives import serialization
-from federations import Between, box_of, certificate_of, key_of, write_kits
+from federations import Between, Request, box_of, certificate_of, key_of, write_kits
 
 from fedshift.cli.site import open_model
 from fedshift.deployment.secure.identity import signing
-from fedshift.errors import UserError
+from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.predict import load_model
 from fedshift.federation.messages import Sealed, leaves
 from fedshift.federation.remote.policy import AuditLog
@@ -151,20 +151,29 @@ def test_killed_anywhere_a_run_ends_in_the_same_bits(
     assert result(here, name, "east")["selected"] == result(there, name, "east")["selected"]
 
 
-def test_a_missing_site_keeps_its_sealed_classifier(tmp_path: Path) -> None:
-    """And what it sealed in an exchange whose answer was lost is not taken for a newer model."""
-    transport = between(tmp_path)
+@pytest.mark.parametrize(
+    ("method", "lost", "wire"),
+    [(COPA, ("fit", 2), "int8"), (SHOT, ("train_source", 0), "float32")],
+    ids=["copa", "shot"],
+)
+def test_a_run_goes_on_without_a_site(method: dict[str, Any], lost: tuple[str, int], wire: str, tmp_path: Path) -> None:
+    """What the site sealed in an exchange whose answer was lost is not taken for a newer model."""
+    transport, name = between(tmp_path), method["name"]
 
     def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
-        lost = site == "south" and header.get("step") == "fit" and header["envelope"]["round"] == 2
-        return Lost("the line is dead") if lost else answer
+        moment = (header.get("step"), header.get("envelope", header).get("round"))
+        return Lost("the line is dead") if site == "south" and moment == lost else answer
 
     transport.change = change
-    there = run(tmp_path, transport, COPA, quorum=1, patience=0.1)
-    rounds = (there / "copa/east" / RUN / "rounds.jsonl").read_text().splitlines()
-    assert [list(json.loads(line)["extra"].get("missing", ())) for line in rounds][-1] == ["south"]
-    assert json.loads(rounds[-1])["target_accuracy"]["east"] is not None
-    assert same(opened(tmp_path, there, "copa", "east"), opened(tmp_path, there, "copa", "south"))
+    there = run(tmp_path, transport, method, quorum=1, patience=0.1, wire=wire)
+    rounds = [json.loads(line) for line in (there / name / "east" / RUN / "rounds.jsonl").read_text().splitlines()]
+    assert [list(line["extra"]["missing"]) for line in rounds if "missing" in line["extra"]] == [["south"]]
+    assert all("east" in line["target_accuracy"] for line in rounds)
+    whole = opened(tmp_path, there, name, "east")
+    if name == "shot":
+        assert whole["counted"].tolist() == [1.0, 0.0]
+    else:
+        assert same(whole, opened(tmp_path, there, name, "south"))
 
 
 # Attacks --------------------------------------------------------------------------------------------------------------
@@ -278,7 +287,7 @@ ON_SHOT: dict[str, tuple[Attack, str]] = {
     ),
     "the target's model for another site": (
         lambda run: run.says("east", "adapt", 2, seal={"for": {"north": card(run, THIEF)}}),
-        "asked to seal a model for 'north'",
+        "is the target of this run and asked to seal its model for 'north'",
     ),
     "the target's model in clear": (
         lambda run: run.says("east", "adapt", 2, seal=None, routing=None),
@@ -407,6 +416,21 @@ def test_copa_under_attack(attack: str, copa: Stopped) -> None:
     tried, said = ON_COPA[attack]
     found = tried(copa)
     assert re.search(said, found), found
+
+
+def test_what_the_target_refuses_to_open_ends_the_run_with_its_words(tmp_path: Path) -> None:
+    """Also with a quorum, which the target is not a part of."""
+    transport = between(tmp_path)
+
+    def meddle(site: str, header: dict[str, Any], content: dict[str, Any]) -> Request | None:
+        if header["do"] != "measure":
+            return None
+        spoilt = {"0|sealed": torch.zeros(9, dtype=torch.uint8)}
+        return header, {**content, "weights": Sealed({**content["weights"], **spoilt})}
+
+    transport.meddle = meddle
+    with pytest.raises(FedshiftError, match="the sealed model of 'north' is not signed"):
+        run(tmp_path, transport, SHOT, quorum=1)
 
 
 # Refused before training ----------------------------------------------------------------------------------------------

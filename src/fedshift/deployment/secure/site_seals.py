@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from fedshift.deployment.agreed_terms import AgreedTerms
 from fedshift.deployment.secure.boxes import Boxes, Way
 from fedshift.deployment.secure.site_sums import SiteSums
@@ -20,7 +22,7 @@ from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.exchange import Routed
 from fedshift.federation.messages import Content, Reply, Sealed, leaves, reply_content
 from fedshift.federation.remote.policy import SEALED
-from fedshift.federation.remote.wire import Message, body_of, seal
+from fedshift.federation.remote.wire import Message, Wire, body_of, seal
 from fedshift.federation.replies.checks import ReplyCheck
 from fedshift.federation.reply_bounds import About
 from fedshift.federation.secure.closed import Box, Package, Passage, most_bytes
@@ -35,6 +37,8 @@ from fedshift.weights import Weights
 
 FOLDER = "sealing"
 """In the site's memory of a run: its key, the card of it, and how new the models were that it opened."""
+_ROUNDED = 1 / 32
+"""How far rounding and its residual move a number, in parts of the largest: 8-bit numbers have 127 steps."""
 KEPT = ".models"
 """In the site's memory: the same of runs that are over and whose trained models are sealed. No run has such a name."""
 
@@ -102,9 +106,10 @@ class SiteSeals:
             raise Refused(f"site '{self.name}': a request to seal does not say for whom")
         is_target = header["part"]["role"] == "target"
         if way.readers == "target" and is_target != (self.name in cards):
-            whom = "itself" if self.name in cards else f"'{next(iter(cards))}'"
-            what = "another site's target" if is_target else "no target"
-            raise Refused(f"site '{self.name}' is asked to seal a model for {whom}, and is {what} in this run")
+            if is_target:
+                whom = f"'{next(iter(cards))}'"
+                raise Refused(f"site '{self.name}' is the target of this run and asked to seal its model for {whom}")
+            raise Refused(f"site '{self.name}' is asked to seal a model for itself and is not the target of this run")
         boxes = self._boxes(header["run"])
         for reader, card in cards.items():
             if reader == self.name and card.public != boxes.key.public:
@@ -146,7 +151,7 @@ class SiteSeals:
                 raise Refused(f"site '{self.name}': call {call} is not given models by site in '{argument}'")
             found = {}
             for sender, value in models.items():
-                if way.routed.in_model and isinstance(value, Weights) and _is_of(check.start, value):
+                if way.routed.in_model and isinstance(value, Weights) and _is_of(check.start, value, header["wire"]):
                     found[sender] = value  # nobody has trained it yet
                     continue
                 box = boxes.only(value, sender, _most(check, header))
@@ -274,12 +279,17 @@ def _most(check: ReplyCheck, header: Mapping[str, Any]) -> int:
     return most_bytes(check.size, int(header["setting"]["sources"]))
 
 
-def _is_of(start: Mapping[str, Any], model: Weights) -> bool:
-    """Whether a model is a part of the one that the run starts from."""
-    first = next(iter(model), None)
-    prefixes = [name.removesuffix(f"{first}") for name in start if first is not None and name.endswith(first)]
-    return any(
-        all(f"{prefix}{name}" in start for name in model)
-        and model.equal({name: start[f"{prefix}{name}"] for name in model})
-        for prefix in prefixes
-    )
+def _is_of(start: Weights, model: Weights, wire: Wire) -> bool:
+    """Whether a model is a part of the one that the run starts from, up to the rounding of the wire."""
+    first = next(iter(model), "")
+    prefixes = [name.removesuffix(first) for name in start if first and name.endswith(first)]
+    return any(_is_like(model, {name: start.get(f"{prefix}{name}") for name in model}, wire) for prefix in prefixes)
+
+
+def _is_like(model: Weights, other: Mapping[str, Tensor | None], wire: Wire) -> bool:
+    found = {name: tensor for name, tensor in other.items() if tensor is not None}
+    looks_alike = [one.shape for one in model.values()] == [found[name].shape for name in model if name in found]
+    if wire == "float32" or not looks_alike:
+        return model.equal(found)
+    largest = max(float(one.abs().max()) for one in found.values() if one.numel())
+    return all(bool((one - found[name]).abs().max() <= _ROUNDED * largest) for name, one in model.items())

@@ -33,6 +33,8 @@ class SealedFederation(RemoteFederation):
         self._cards: dict[str, list[str]] = {}
         self._readers: list[str] | None = None
         """Whom the replies to the requests that are being written are sealed for."""
+        self._said: dict[str, str] = {}
+        """What sites said that refused to measure a model."""
 
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         way = self.method.call_owner(call).routed.get(call)
@@ -60,10 +62,24 @@ class SealedFederation(RemoteFederation):
         return replace(reply, **{way.field: closed.get("", closed)}), layout
 
     def measure(self, weights: Weights, sites: Sequence[str], needed: Collection[str], **whole: Any) -> dict[str, Any]:
-        """As `RemoteFederation.measure`, by the sites that can open the model."""
+        """As `RemoteFederation.measure`, by the sites that can open the model.
+
+        Raises:
+            FedshiftError: a site that is needed refuses what it is given.
+        """
         boxes = {tensor.origin[0] for tensor in weights.values() if isinstance(tensor, ClosedTensor)}
         able = [site for site in sites if all(site in box.passage.readers for box in boxes)]
-        return super().measure(weights, able, needed, **whole)
+        self._said.clear()
+        found = super().measure(weights, able, needed, **whole)
+        for site in needed:
+            if site not in found and site in self._said:
+                raise FedshiftError(self._said[site])
+        return found
+
+    def _record(self, call: str, site: str, outcome: str, reason: str) -> None:
+        if reason.startswith(f"site '{site}'"):
+            self._said[site] = reason
+        super()._record(call, site, outcome, reason)
 
     def _content_for(self, site: str, name: str, value: Content | PerSite) -> Content:
         sent: Content = carried(super()._content_for(site, name, value))
@@ -82,7 +98,8 @@ class SealedFederation(RemoteFederation):
         """
         asked = [site for site in readers if site not in self._cards]
         seconds = self.patience if self._lost.issuperset(asked) else self.deadline
-        answers = ask_plain(self.transport, "sealing_key", self.run, {site: {} for site in asked}, seconds)
+        headers: dict[str, dict[str, str]] = {site: {} for site in asked}
+        answers = ask_plain(self.transport, "sealing_key", self.run, headers, seconds) if asked else {}
         for site in asked:
             answer = answers.get(site, Lost("did not answer"))
             if not isinstance(answer, Lost):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,8 +111,12 @@ class Box:
                 for site, tensors in whole["models"].items()
             }
             box = Box(passage, keys, models, dict(content))
-            nbytes = sum(model.nbytes for model in box.stand_ins().values())
-            if not 0 < nbytes <= _SMALLEST * len(content["sealed"]) + _BYTES_MORE:
+            shapes = [(_DTYPES[dtype], shape) for model in models.values() for _, dtype, shape in model]
+            nbytes = sum(dtype.itemsize * math.prod(shape) for dtype, shape in shapes)
+            if (
+                any(size < 0 for _, shape in shapes for size in shape)
+                or not 0 < nbytes <= _SMALLEST * len(content["sealed"]) + _BYTES_MORE
+            ):
                 raise ValueError
         except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, RecursionError, OverflowError):
             raise FedshiftError("a sealed model does not say what it is") from None
@@ -157,7 +162,7 @@ class ClosedTensor(Tensor):
         made.origin = origin
         return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ClosedTensor({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
