@@ -6,7 +6,7 @@ Adaptation. ICML 2020, equations 1 to 7; with several sources as KD3A (Feng et a
 Setting: domain adaptation without source data; K labelled source sites, one target site without labels.
 Wire: one upload of each source's model, K·S(θ), and one download of all by the target, K·S(θ). The sources take no
 further part. After that the ledger shows K·S(θ) per round: the target's adapted models, which are sent to be measured
-and saved.
+and saved. The coordinator need not read any of them.
 
 Model: backbone, bottleneck g = Linear → BatchNorm, classifier h linear with normalised weights.
     source k, before the first round: cross-entropy with labels (1 − α)·1[c = y] + α/C  → g_k, h_k             (1, 2)
