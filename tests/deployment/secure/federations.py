@@ -126,4 +126,5 @@ def box_of(
     told, sealed = seal_for(keys, plain or body_of({passage.field: value}).data, passage, said or models)
     signature = key_of(signer or passage.sender).sign(Box.signed(passage, told, sealed), *signing())
     der = certificate_of(passage.sender, key_of(passage.sender)).public_bytes(serialization.Encoding.DER)
-    return Package([Box.read(Box.of(told, sealed, signature, der))], [(0, name, "") for name in models]).content
+    box = Box.of(told, sealed, signature, der)
+    return Sealed({**Package([], [(0, name, "") for name in models]).content, **{f"0|{k}": box[k] for k in box}})

@@ -317,8 +317,27 @@ def test_server_code_cannot_read_what_is_sealed(tmp_path: Path, monkeypatch: pyt
         run(tmp_path, between(tmp_path))
 
 
-@pytest.mark.parametrize("spoil", [{}, {"weights": OTHER}, {"weights": Sealed({"sealed": torch.zeros(3)})}])
-def test_an_answer_that_is_not_sealed_is_refused(spoil: dict[str, Any], tmp_path: Path) -> None:
+def odd_box(exchange: int = 1, readers: tuple[str, ...] = ("east",), size: int = 2) -> Sealed:
+    """A box that is sealed for another exchange or reader than was asked for, or says that it holds another model."""
+    keys = {reader: SealingKey(TARGET_KEY).public for reader in readers}
+    passage = Passage(RUN, exchange, "fit", "weights", "north", readers)
+    sealed = box_of(passage, OTHER, keys, said={"": Weights({"features.w": torch.zeros(size)})})
+    return Sealed({name.removeprefix("0|"): part for name, part in sealed.items() if name != "places"})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        ({}, "holds no sealed model"),
+        ({"weights": OTHER}, "holds no sealed model"),
+        ({"weights": Sealed({"sealed": torch.zeros(3)})}, "holds no sealed model"),
+        ({"weights": odd_box(exchange=2)}, "not that of exchange 1 for east"),
+        ({"weights": odd_box(readers=("east", "south"))}, "not that of exchange 1 for east"),
+        ({"weights": odd_box()}, "'weights' holds other tensors than the site was sent"),
+        ({"weights": odd_box(size=2**20)}, "does not say what it is"),
+    ],
+)
+def test_an_answer_that_is_not_sealed_as_asked_is_refused(spoil: dict[str, Any], said: str, tmp_path: Path) -> None:
     transport = between(tmp_path)
 
     def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
@@ -329,8 +348,8 @@ def test_an_answer_that_is_not_sealed_is_refused(spoil: dict[str, Any], tmp_path
 
     transport.change = change
     there = run(tmp_path, transport, quorum=1)
-    record = json.loads((there / "kd3a/east/seed-0/rounds.jsonl").read_text().splitlines()[-1])
-    assert "holds no sealed model" in record["extra"]["missing"]["north"]
+    record = json.loads((there / "kd3a/east/seed-0/rounds.jsonl").read_text().splitlines()[0])
+    assert said in record["extra"]["missing"]["north"]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from federations import Between, Request, box_of, certificate_of, key_of, write_
 from fedshift.cli.site import open_model
 from fedshift.deployment.secure.identity import signing
 from fedshift.errors import FedshiftError, UserError
+from fedshift.experiment.check import check
+from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.predict import load_model
 from fedshift.federation.messages import Sealed, leaves
 from fedshift.federation.remote.policy import AuditLog
@@ -446,6 +448,18 @@ def test_what_the_target_refuses_to_open_ends_the_run_with_its_words(tmp_path: P
 def test_what_would_read_the_trained_model_is_refused(method: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=said):
         simulate(tmp_path, options(method), unseen={}, routing="sealed")
+
+
+def test_check_says_what_leaves_and_what_the_server_reads(tmp_path: Path) -> None:
+    files = write_data(tmp_path / "data", SITES)
+    both = {**options(SHOT), "methods": [SHOT, {**COPA, "adaptation": True}]}
+    experiment = parse({**both, "data": {"name": "arrays", "sites": files}, "engine": {"routing": "sealed"}})
+    found = check(experiment)
+    assert [(one.shares, one.reads) for one in found.methods] == [
+        (("numbers", "sealed"), "no model"),
+        (("weights", "numbers", "sealed"), "feature extractors"),
+    ]
+    assert any("only the target can measure" in warning for warning in found.warnings)
 
 
 def test_the_coordinator_cannot_measure_it_on_samples_of_its_own(tmp_path: Path) -> None:
