@@ -19,7 +19,7 @@ from federations import Between, Meddle, Request, box_of, certificate_of, key_of
 
 from fedshift.deployment.secure.identity import signing
 from fedshift.encryption import write_private
-from fedshift.errors import FedshiftError, UserError
+from fedshift.errors import FedshiftError
 from fedshift.federation.messages import Sealed
 from fedshift.federation.remote.policy import AuditLog
 from fedshift.federation.remote.transport import Lost
@@ -297,9 +297,6 @@ def test_only_what_a_method_hands_on_is_sealed_or_opened(tmp_path: Path) -> None
         run(tmp_path, transport)
 
 
-# The server -----------------------------------------------------------------------------------------------------------
-
-
 def test_server_code_cannot_read_what_is_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed = ClosedTensor((None, "", "w"), torch.float32, (2,))  # type: ignore[arg-type]
     for look in (list, torch.Tensor.sum, lambda one: one[0], lambda one: one + 1, lambda one: one.equal(one)):
@@ -350,17 +347,3 @@ def test_an_answer_that_is_not_sealed_as_asked_is_refused(spoil: dict[str, Any],
     there = run(tmp_path, transport, quorum=1)
     record = json.loads((there / "kd3a/east/seed-0/rounds.jsonl").read_text().splitlines()[0])
     assert said in record["extra"]["missing"]["north"]
-
-
-@pytest.mark.parametrize(
-    ("method", "said"),
-    [
-        ({"name": "fedavg"}, "fedavg has none: choose kd3a, fada"),
-        ({"name": "kd3a", "robust": {"rule": "norm_clipping"}}, "robust aggregation looks at"),
-    ],
-)
-def test_methods_that_it_cannot_hide_are_refused_before_training(
-    method: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=said):
-        simulate(tmp_path, options(method), unseen={}, routing="sealed")
