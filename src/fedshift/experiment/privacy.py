@@ -199,7 +199,7 @@ def check_routed(method: Method, adapters: bool = False) -> tuple[str, ...]:
 
 def _target_alone_reads(method: Method) -> bool:
     """Whether only the target reads the trained model."""
-    return any(way.in_model and way.readers == "target" for way in method.routed.values())
+    return any(way.in_model and way.readers != "all" for way in method.routed.values())
 
 
 def measured_parts(method: Method, routing: str, split: Split) -> Split:

@@ -81,14 +81,14 @@ class Routed:
     Attributes:
         field: of the reply: a model, or several by site.
         to: call → its argument that is given the models, by site.
-        readers: who may read them: the target, or all sites of the run.
+        readers: who may read them: the target, the sender alone (which gets them back), or all sites of the run.
         in_model: whether they are parts of the trained model, which is then sealed, too; the server hands on any others
             in the next exchange.
     """
 
     field: str
     to: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    readers: Literal["target", "all"] = "target"
+    readers: Literal["target", "sender", "all"] = "target"
     in_model: bool = False
 
 

@@ -133,7 +133,7 @@ def _for_another(played: Played) -> str:
     card = json.loads(requests[TARGET].header)["seal"]["for"][TARGET]
     answer = answer_to(programs[TARGET], forged(requests[TARGET], seal={"for": {THIEF: card}}))
     said = str(answer.get("message"))
-    expect(f"asked to seal its model for '{THIEF}'" in said, f"the target answers {said}")
+    expect(f"is asked to seal for '{THIEF}'" in said, f"the target answers {said}")
     expect("error" not in answer_to(programs[TARGET], requests[TARGET]), "the target does not answer a genuine request")
     return said
 

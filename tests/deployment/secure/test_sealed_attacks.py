@@ -15,7 +15,7 @@ pytest.importorskip("cryptography")
 pytest.importorskip("cryptography.hazmat.primitives.hpke")
 from cryptography.hazmat.primitives import serialization
 from federations import box_of, certificate_of, key_of
-from sealed import COPA, SEALED_ONLY, SHOT, Killed, between, run
+from sealed import COPA, SHOT, Killed, between, run
 
 from fedshift.deployment.secure.identity import signing
 from fedshift.federation.messages import Sealed
@@ -35,7 +35,7 @@ class Stopped:
     def __init__(self, folder: Path, method: dict[str, Any], rounds: int = 2) -> None:
         self.rounds = rounds
         self.requests: dict[tuple[str, str, int], Message] = {}
-        self.transport = between(folder, **({"send": SEALED_ONLY} if method is SHOT else {}))
+        self.transport = between(folder)
         self.name = f"tiny-{method['name']}-east-seed-0"
 
         def meddle(site: str, header: dict[str, Any], content: dict[str, Any]) -> None:
@@ -123,6 +123,12 @@ def given(shot: Stopped, value: Any, plain: bytes | None = None, said: Any = Non
     return {"models": {**content["models"], "north": sealed}}
 
 
+def with_method(shot: Stopped, **options: Any) -> dict[str, Any]:
+    """The setting of a run with another method."""
+    setting = shot.header("east", "adapt", 2)["setting"]
+    return {**setting, "method": {"name": "shot", "options": {**setting["method"]["options"], **options}}}
+
+
 FEW = Weights({"classifier.bias": torch.zeros(3)})
 THIEF = SealingKey(bytes(range(32))).public
 Attack = Callable[[Stopped], str]
@@ -137,11 +143,25 @@ ON_SHOT: dict[str, tuple[Attack, str]] = {
     ),
     "the target's model for another site": (
         lambda run: run.says("east", "adapt", 2, seal={"for": {"north": card(run, THIEF)}}),
-        "is the target of this run and asked to seal its model for 'north'",
+        "is asked to seal for 'north' what call adapt seals for the site itself alone",
+    ),
+    "the target's model for another site, as if it were a source": (
+        lambda run: run.says(
+            "east",
+            "adapt",
+            2,
+            seal={"for": {"north": card(run, THIEF)}},
+            part={**run.header("east", "adapt", 2)["part"], "role": "source"},
+        ),
+        "is asked to seal for 'north' what call adapt seals for the site itself alone",
     ),
     "the target's model in clear": (
         lambda run: run.says("east", "adapt", 2, seal=None, routing=None),
-        "refuses to send weights",
+        "has sealed models here, and this request is not sealed",
+    ),
+    "the models that the target keeps by another method": (
+        lambda run: run.says("east", "adapt", 2, setting=with_method(run, bottleneck=4, label_smoothing=0.2)),
+        "or is of another method",
     ),
     "a trained model of another round": (
         lambda run: run.says("east", "measure", 2, run.content("east", "measure", 1)),

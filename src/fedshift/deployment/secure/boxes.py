@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -61,6 +62,25 @@ class Boxes:
             self._terms.check_peers({site: found})
         elif certificate != self._sums.identity.certificate:
             raise Refused(f"site '{site}': {what} of '{site}' is signed with another certificate than its own")
+
+    # What the run is --------------------------------------------------------------------------------------------------
+
+    def check_setting(self, header: Mapping[str, Any]) -> None:
+        """Raise Refused if this run had sealed models before, and a request is of another method or not sealed.
+
+        Otherwise it could have the site send what others sealed for it, and what it keeps.
+        """
+        file = self.folder / "method"
+        if file.exists() and (file.read_text() != _method_in(header) or header.get("routing") != "sealed"):
+            raise Refused(
+                f"site '{self.name}': run '{header['run']}' has sealed models here, and this request is not sealed or "
+                f"is of another method; if a new run has the name of an old one, remove {self.folder.parent}"
+            )
+
+    def note_setting(self, header: Mapping[str, Any]) -> None:
+        """Write down that this run has sealed models, and of which method."""
+        if not (self.folder / "method").exists():
+            write_bytes(self.folder / "method", _method_in(header).encode(), private=True)
 
     # Who sealed it, and when ------------------------------------------------------------------------------------------
 
@@ -176,6 +196,11 @@ class Boxes:
 
     def _wrong(self, sender: str, error: FedshiftError) -> Refused:
         return Refused(f"site '{self.name}': the model that '{sender}' sealed for it: {error}")
+
+
+def _method_in(header: Mapping[str, Any]) -> str:
+    """A digest of the method in a request."""
+    return hashlib.sha256(json.dumps(header["setting"]["method"], sort_keys=True).encode()).hexdigest()
 
 
 def _looks(model: Weights) -> dict[str, tuple[str, tuple[int, ...]]]:

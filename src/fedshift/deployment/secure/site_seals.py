@@ -93,6 +93,8 @@ class SiteSeals:
         Raises:
             Refused: the reply is not one that the server leaves unread, or a reader's key is not signed by that site.
         """
+        boxes = self._boxes(header["run"])
+        boxes.check_setting(header)
         if "seal" not in header:
             return None
         way = method.call_owner(header["step"]).routed.get(header["step"])
@@ -104,17 +106,20 @@ class SiteSeals:
             cards = {}
         if not cards or (way.readers == "target" and len(cards) > 1):
             raise Refused(f"site '{self.name}': a request to seal does not say for whom")
-        is_target = header["part"]["role"] == "target"
-        if way.readers == "target" and is_target != (self.name in cards):
-            if is_target:
-                whom = f"'{next(iter(cards))}'"
-                raise Refused(f"site '{self.name}' is the target of this run and asked to seal its model for {whom}")
-            raise Refused(f"site '{self.name}' is asked to seal a model for itself and is not the target of this run")
-        boxes = self._boxes(header["run"])
+        if way.readers == "sender" and cards.keys() != {self.name}:
+            raise Refused(
+                f"site '{self.name}' is asked to seal for '{next(iter(cards))}' what call {header['step']} seals for "
+                "the site itself alone"
+            )
+        if way.readers == "target" and self.name in cards:
+            raise Refused(
+                f"site '{self.name}' is asked to seal a model for itself, as if it were another site's target"
+            )
         for reader, card in cards.items():
             if reader == self.name and card.public != boxes.key.public:
                 raise Refused(f"site '{self.name}' is asked to seal for a key that is said to be its own and is not")
             boxes.check_signed(reader, card.certificate, key_text(header["run"], reader, card.public), card.signature)
+        boxes.note_setting(header)
         entry["sealed_for"] = list(cards)
         return Sealing(self.name, self._sums, boxes, cards, way)
 
@@ -144,6 +149,7 @@ class SiteSeals:
             return content
         exchange, check = int(header["envelope"]["exchange"]), _check_of(runner, header)
         boxes, opened = self._boxes(header["run"]), dict(content)
+        boxes.note_setting(header)
         newest: dict[str, int] = {}
         for argument, way in given.items():
             models = content.get(argument)

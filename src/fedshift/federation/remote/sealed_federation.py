@@ -31,8 +31,8 @@ class SealedFederation(RemoteFederation):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._cards: dict[str, list[str]] = {}
-        self._readers: list[str] | None = None
-        """Whom the replies to the requests that are being written are sealed for."""
+        self._readers: dict[str, list[str]] | None = None
+        """By site, whom its reply to the request that is being written is sealed for."""
         self._said: dict[str, str] = {}
         """What sites said that refused to measure a model."""
 
@@ -40,7 +40,12 @@ class SealedFederation(RemoteFederation):
         way = self.method.call_owner(call).routed.get(call)
         try:
             if way is not None:
-                self._readers = self._with_keys(self.targets if way.readers == "target" else sorted(self._parts))
+                asked = list(requests)
+                senders = [request.site for request in asked]
+                readers = {"target": self.targets, "sender": senders, "all": sorted(self._parts)}[way.readers]
+                known = self._with_keys(readers)
+                self._readers = {site: [site] if way.readers == "sender" else known for site in senders}
+                requests = iter(asked)
             yield from super().deliver(call, requests)
         finally:
             self._readers = None
@@ -53,7 +58,7 @@ class SealedFederation(RemoteFederation):
             return super().reply_of(kind, call, request, header, content)
         box = Box.read(content.get(way.field), most_bytes(self.checks.size, len(self.sources)))
         exchange = request.envelope.exchange
-        readers = tuple(sorted(self._readers))
+        readers = tuple(sorted(self._readers[request.site]))
         if box.passage != Passage(self.run, exchange, call, way.field, request.site, readers):
             raise FedshiftError(f"its sealed model is not that of exchange {exchange} for {' and '.join(readers)}")
         # The rest is checked as always, with zeros in place of the numbers that only the readers can check.
@@ -86,8 +91,8 @@ class SealedFederation(RemoteFederation):
         return sent
 
     def _common(self, site: str) -> dict[str, Any]:
-        cards = None if self._readers is None else {reader: self._cards[reader] for reader in self._readers}
-        more = {} if cards is None else {"seal": {"for": cards}}
+        readers = (self._readers or {}).get(site)
+        more = {} if readers is None else {"seal": {"for": {reader: self._cards[reader] for reader in readers}}}
         return {**super()._common(site), "routing": "sealed", "at": self.progress.exchange, **more}
 
     def _with_keys(self, readers: Sequence[str]) -> list[str]:

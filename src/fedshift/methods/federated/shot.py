@@ -83,8 +83,8 @@ class SHOT(Method):
     memory_names: ClassVar[tuple[str, ...]] = ("models", "labels", "trained")
     routed: ClassVar[Mapping[str, Routed]] = {
         "train_source": Routed("weights", to={"receive_and_adapt": "models"}, in_model=True),
-        "receive_and_adapt": Routed("models", in_model=True),
-        "adapt": Routed("models", in_model=True),
+        "receive_and_adapt": Routed("models", readers="sender", in_model=True),
+        "adapt": Routed("models", readers="sender", in_model=True),
     }
     needs_target: ClassVar[bool] = True
     one_target: ClassVar[bool] = True
