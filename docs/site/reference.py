@@ -26,7 +26,7 @@ from fedshift.federation.training import Privacy, Training
 from fedshift.methods import registry as methods
 from fedshift.methods.advice import GROUPS
 from fedshift.methods.base import Method
-from fedshift.methods.catalogue import ENTRIES
+from fedshift.methods.catalogue import ENTRIES, ROUTED
 from fedshift.methods.composition.averaging import AVERAGES
 from fedshift.methods.composition.local import PLUG_INS
 from fedshift.methods.robust import RULES
@@ -41,11 +41,12 @@ def method_page(name: str, advice: str, results: str) -> str:
     common = Method.model_fields.keys() & kind.model_fields.keys()
     with_it = {"robust": bool(entry.rules), "server": entry.server, "local": entry.local}
     also = [what for what, goes in with_it.items() if goes]
+    sealed = f" (with `engine.routing: sealed` {ROUTED[name]})" if name in ROUTED else ""
     lines = [
         f"# {name}",
         f"{entry.citation}. {literal(advice)}",
         f"* Scenario: {entry.scenario}",
-        f"* Leaves a site: {', '.join(entry.shares)}; the server reads: {entry.reads}",
+        f"* Leaves a site: {', '.join(entry.shares)}; the server reads: {entry.reads}{sealed}",
         f"* Goes with: {', '.join(f'`{one}`' for one in also) or 'none of robust, server, local'}",
         f"* Settings: {', '.join(f'`{one}`' for one in ('paper', *entry.settings))}",
         "",

@@ -143,7 +143,7 @@ def coordinator_stop(kit: KitFolder = Path("coordinator")) -> None:
 
 
 site = typer.Typer(
-    help="A site's service: check its data and policy, start it, stop it.",
+    help="A site's service: check its data and policy, start it, stop it; open sealed models.",
     no_args_is_help=True,
 )
 SiteFile = Annotated[Path, typer.Argument(help="The site's own file.", metavar="SITE.yaml")]
@@ -166,6 +166,18 @@ def site_agree(
     from fedshift.cli.site import agree_site
 
     agree_site(path, yes)
+
+
+@site.command("open")
+def site_open(
+    model: Annotated[Path, typer.Argument(help="A run's folder or a model.sealed.", metavar="RUN_OR_MODEL")],
+    path: SiteFile = Path("SITE.yaml"),
+    out: Annotated[Path, typer.Option("--out", help="The file to write.")] = Path("model.safetensors"),
+) -> None:
+    """Open the coordinator's sealed model at a site that may read it, and write it as a model.safetensors."""
+    from fedshift.cli.site import open_model
+
+    open_model(model, path, out)
 
 
 @site.command("start")

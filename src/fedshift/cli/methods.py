@@ -18,8 +18,6 @@ from fedshift.methods.settings import PAPER
 if TYPE_CHECKING:
     from fedshift.methods.base import Method
 
-SEALABLE = "; with engine.routing: sealed no single one, it hands them on to the target"
-
 
 def show_methods(name: str | None) -> None:
     """List all methods, or print one method's description and options."""
@@ -67,7 +65,8 @@ def _group(title: str, members: Mapping[str, str]) -> Table:
             entry.citation,
             "for: " + ", ".join(entry.tasks) + (f" ({NEEDS_CLASSES[name]})" if name in NEEDS_CLASSES else ""),
             "leaves a site: " + ", ".join(entry.shares),
-            f"the server reads: {entry.reads}" + (SEALABLE if name in ROUTED else ""),
+            f"the server reads: {entry.reads}"
+            + (f"; with engine.routing: sealed {ROUTED[name]}" if name in ROUTED else ""),
             "goes with: " + (", ".join(options) or "none of robust, server, local"),
             "settings: " + ", ".join((PAPER, *entry.settings)),
         ]

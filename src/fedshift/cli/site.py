@@ -17,12 +17,16 @@ from fedshift.deployment.flare import roles
 from fedshift.deployment.privacy.ledger import PrivacyLedger
 from fedshift.deployment.privacy.noisy_statistics import lacking
 from fedshift.deployment.secure.identity import Identity
+from fedshift.deployment.secure.site_sums import SiteSums
 from fedshift.deployment.site_file import SiteConfig, load_site, read_holding
+from fedshift.deployment.site_requests import seals_all
 from fedshift.encryption import KEY_FILE, present_key
-from fedshift.errors import FedshiftError, UserError
+from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.experiment.environment import resolve_device, versions
-from fedshift.federation.messages import known_kinds
+from fedshift.experiment.runs.run_folder import SEALED_MODEL, model_file
+from fedshift.federation.messages import decode, known_kinds
 from fedshift.federation.remote.policy import ACCURACY, MASKED, METRICS, SEALED, WEIGHTS, AuditLog
+from fedshift.files import write_bytes
 from fedshift.methods import registry as methods
 
 
@@ -84,7 +88,7 @@ def _say_policy(config: SiteConfig, say: object) -> None:
     for name in methods.names() if policy.methods == "all" else policy.methods:
         kind = methods.method_class(name)
         method = kind()
-        models = MASKED if method.reads == "sums" else SEALED if method.routed else WEIGHTS
+        models = MASKED if method.reads == "sums" else SEALED if seals_all(method) else WEIGHTS
         shares = {models if share == WEIGHTS else share for share in method.shares}
         if not kind.pooled and all(map(policy.lets_out, shares)):
             allowed.append(name)
@@ -124,6 +128,27 @@ def agree_site(path: Path, yes: bool) -> None:
     if yes or typer.confirm("Agree to all of this?"):
         terms.agree()
         console.print(f"site {config.file.site}: agreed", highlight=False)
+
+
+def open_model(model: Path, path: Path, out: Path) -> None:
+    """Open a trained model that is sealed for a site, and write it as any other model of a run."""
+    from fedshift.deployment.secure.site_seals import SiteSeals
+
+    config, file = load_site(path), model / SEALED_MODEL if model.is_dir() else model
+    terms = AgreedTerms(config.memory, config.file.site, config.file.policy)
+    seals = SiteSeals(config, terms, SiteSums(config, terms))
+    try:
+        content, header = decode(file.read_bytes())
+        weights, metadata = seals.opened_file(content), header["fedshift"]
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror or error}") from None
+    except Refused as error:
+        raise UserError(f"{file}: {error}") from None
+    except (FedshiftError, KeyError):
+        raise UserError(f"{file} is damaged or is no sealed model: give the {SEALED_MODEL} of a run") from None
+    write_bytes(out, model_file(weights, metadata))
+    said = f"site {config.file.site}: opened {file}, wrote {out}"
+    safe_console().print(said, highlight=False, markup=False, soft_wrap=True)
 
 
 def _say_kit(config: SiteConfig, say: object) -> None:

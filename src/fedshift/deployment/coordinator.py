@@ -29,6 +29,7 @@ from fedshift.experiment.config.experiment import Experiment, method_name, parse
 from fedshift.experiment.config.sections import AdaptToOne, FlareEngine, LeaveOneOut, SourceTarget
 from fedshift.experiment.environment import resolve_device, threads_set
 from fedshift.experiment.plan import PlannedRun, Run
+from fedshift.experiment.privacy import measured_parts
 from fedshift.experiment.protocol import Split, new_site_of
 from fedshift.experiment.runs.context import Context
 from fedshift.experiment.runs.evaluator import Evaluator, Final
@@ -96,6 +97,7 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
         plan = DeployedPlan(experiment, agreed)
         check_fit(plan)
         _check_sums(plan)
+        _check_measured(plan)
         check_budgets(plan, begun=begun)
         context = Context(resolve_device(experiment.device), torch.get_num_threads(), watch)
         runs = folder / "runs" / experiment.name
@@ -160,6 +162,17 @@ def _carry_out(
         watch.finished(run, result, resumed=False)
 
 
+def _check_measured(plan: DeployedPlan) -> None:
+    """Raise UserError where the coordinator's own samples would have to be measured by a sealed model."""
+    for run in plan.runs if plan.experiment.engine.routing == "sealed" else ():
+        if run.run.target in plan.own and any(way.in_model for way in run.run.method.routed.values()):
+            raise UserError(
+                f"engine.routing: sealed hides parts of the trained model of {run.run.method.display} from the "
+                f"coordinator, which would have to measure it on its own '{run.run.target}': let a site be the target, "
+                "or leave it out"
+            )
+
+
 def _check_sums(plan: DeployedPlan) -> None:
     """Raise UserError where a site takes part only in sums of more sites than a run has."""
     for planned in plan.runs if plan.experiment.engine.sums_only else ():
@@ -217,7 +230,8 @@ class _AtSites:
     def __init__(
         self, plan: DeployedPlan, planned: PlannedRun, federation: RemoteFederation, device: torch.device
     ) -> None:
-        data, split, own = planned.data, planned.split, planned.run.target in plan.own
+        data, own = planned.data, planned.run.target in plan.own
+        split = measured_parts(planned.run.method, plan.experiment.engine.routing, planned.split)
         self._resamples, model = plan.experiment.evaluation.resamples, plan.experiment.model
         here = Split({}, {}, split.measured)
         new_site = new_site_of(plan.experiment.protocol, planned.run.method, data.input_shape)

@@ -15,9 +15,10 @@ from pydantic import BaseModel
 
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import FedshiftError, Refused
-from fedshift.federation.messages import Content, Statistics
+from fedshift.federation.messages import Content, Statistics, promised_kinds
 from fedshift.federation.remote.policy import MASKED, SEALED, WEIGHTS, whole_number
 from fedshift.federation.remote.wire import Body, Message, Residuals, body_of, unseal
+from fedshift.federation.replies.checks import reply_type
 from fedshift.federation.site import Envelope
 from fedshift.federation.site_memory import SiteMemory
 from fedshift.files import write_bytes
@@ -92,9 +93,17 @@ def shared_kinds(method: Method, header: Mapping[str, Any], on_refusal: str) -> 
     """
     if on_refusal == "leave_out":
         return ()
-    sealed = header.get("routing") == "sealed" and method.routed
+    sealed = header.get("routing") == "sealed" and seals_all(method)
     models = MASKED if header.get("aggregation") == "secure" else SEALED if sealed else WEIGHTS
     return tuple(models if kind == WEIGHTS else kind for kind in method.shares)
+
+
+def seals_all(method: Method) -> bool:
+    """Whether the models that a method routes can leave a site sealed, and no other in the same reply."""
+    calls = {call: promised_kinds(reply_type(method, call)) for call in method.routed}
+    return bool(calls) and all(
+        field == method.routed[call].field or kind != WEIGHTS for call in calls for field, kind in calls[call].items()
+    )
 
 
 def audit_entry(header: Mapping[str, Any], message: Message) -> dict[str, Any]:

@@ -59,7 +59,6 @@ from fedshift.methods.base import Method
 from fedshift.models.network import Network
 from fedshift.text import printable
 from fedshift.version import installed_version
-from fedshift.weights import Weights
 
 
 def open_site(path: Path) -> SiteProgram:
@@ -325,12 +324,9 @@ class SiteProgram:
         if unseen and header["part"]["whole"]:
             held_out = np.arange(len(self.holding.domain), dtype=np.int64)
         self.policy.check_group(self.name, ACCURACY, len(held_out), "measuring a model")
-        weights = content["weights"]
-        if not isinstance(weights, Weights):
-            raise FedshiftError("a request to measure holds no weights")
-        digest = digest_of(header)
+        digest, setting = digest_of(header), self._setting(header["setting"], method)
+        weights = self.seals.opened_model(header, setting, content, entry)
         if self._measurer is None or self._measurer[0] != digest:
-            setting = self._setting(header["setting"], method)
             network = method.evaluated_network(setting.build_network(), setting.sources).to(self.device)
             domain = self.holding.encoded(setting.preprocessing, setting.input_shape)
             view = SiteData([(domain, held_out, 0)], setting.preprocessing, None, self.device)
@@ -344,7 +340,8 @@ class SiteProgram:
         return seal({"answers": header["key"], "measures": measures}, body_of({}))
 
     def _end(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
-        """End a run: remove the memory of it."""
+        """End a run: remove the memory of it, but for the key of a sealed model."""
+        self.seals.end(header["run"])
         shutil.rmtree(self.config.memory / plain_name(header["run"]), ignore_errors=True)
         self._runner = self._measurer = None
         return seal({"answers": header["key"]}, body_of({}))

@@ -28,8 +28,10 @@ from fedshift.experiment.protocol import taking_part
 from fedshift.experiment.runs.context import Reporter
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.trial import try_method
+from fedshift.federation.messages import promised_kinds
 from fedshift.methods import registry as method_registry
-from fedshift.methods.base import Method, Traffic
+from fedshift.methods.base import Method, Traffic, calls_of, in_order
+from fedshift.methods.catalogue import ROUTED
 from fedshift.models.network import Network
 from fedshift.models.payload import payload
 
@@ -71,7 +73,7 @@ class MethodCheck:
         bytes_up: bytes that leave the sites in all its runs; None where they are not known.
         bytes_down: bytes that reach the sites in all its runs; None where they are not known.
         shares: kinds of content that leave a site.
-        reads: what the server reads of the sites' models: sums, norms or models; of sealed ones the target's.
+        reads: what the server reads of the sites' models: sums, norms or models; with sealed ones in words.
     """
 
     label: str
@@ -263,9 +265,20 @@ def _method(method: Method, needs: Sequence[_Need], sealed: bool) -> MethodCheck
         hours=sum(need.seconds for need in needs) / 3600,
         bytes_up=sum(one.up for one in sent) if known else None,
         bytes_down=sum(one.down for one in sent) if known else None,
-        shares=method.shares,
-        reads="the target's model; sources' are sealed for it" if sealed else method.reads,
+        shares=_leaving(method) if sealed else method.shares,
+        reads=ROUTED[getattr(method, "inner", method).name] if sealed else method.reads,
     )
+
+
+def _leaving(method: Method) -> tuple[str, ...]:
+    """The kinds that leave a site where routed models are sealed; models that the server reads still do, too."""
+    inner: Method = getattr(method, "inner", method)
+    clear = any(
+        kind == "weights" and (call not in inner.routed or field != inner.routed[call].field)
+        for call, reply in calls_of(type(inner)).items()
+        for field, kind in promised_kinds(reply).items()
+    )
+    return in_order({"sealed", *(kind for kind in method.shares if clear or kind != "weights")})
 
 
 def _domain(plan: Plan, name: str) -> DomainCheck:

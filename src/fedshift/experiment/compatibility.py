@@ -16,12 +16,11 @@ from fedshift.experiment.config.sections import LeaveOneOut, SourceTarget
 from fedshift.experiment.costs import privacy_warnings
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.plan import Plan
-from fedshift.experiment.privacy import check_private, check_private_task
+from fedshift.experiment.privacy import check_private, check_private_task, check_routed, check_sums
 from fedshift.experiment.protocol import check_compared, check_drawn
-from fedshift.federation.secure.sums import SMALLEST_ROSTER
 from fedshift.methods import registry
 from fedshift.methods.base import Method
-from fedshift.methods.catalogue import NEEDS_CLASSES, ROUTED, SUMS
+from fedshift.methods.catalogue import NEEDS_CLASSES
 from fedshift.methods.composition.new_site import turns
 from fedshift.methods.composition.plug_in import LocalOption
 from fedshift.models import registry as models
@@ -90,7 +89,7 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
     fewest_unlabelled = 0 if unseen else min(len(others) for _, others in roles)
     for method in experiment.methods:
         if engine.routing == "sealed":
-            check_routed(method)
+            warnings += check_routed(method, experiment.training.adapters is not None)
         if engine.sums_only:
             warnings += check_sums(method, fewest if drawn is None else drawn, fewest_unlabelled)
         if data.task not in method.tasks:
@@ -229,60 +228,6 @@ def _check_measurable(plan: Plan) -> None:
                     f"data: at site '{site}' no two samples can be compared, since no event was seen before another "
                     "time: take more samples, or do not measure there"
                 )
-
-
-def check_sums(method: Method, sources: int, unlabelled: int = 0) -> tuple[str, ...]:
-    """Check that secure aggregation can hide what a method's sites send.
-
-    Args:
-        method: of the run.
-        sources: the fewest labelled sites of a round.
-        unlabelled: the fewest sites without labels.
-
-    Returns:
-        Warnings.
-
-    Raises:
-        UserError: it cannot be hidden.
-    """
-    if method.reads != "sums":
-        why = "with robust aggregation " if method.robust is not None else ""
-        raise UserError(
-            f"engine.aggregation: secure lets the server read sums only, but {why}it reads {method.reads} of "
-            f"{method.display}'s sites: choose {', '.join(SUMS)}" + (" without robust" if why else "")
-        )
-    if sources < SMALLEST_ROSTER:
-        raise UserError(
-            f"engine.aggregation: secure needs {SMALLEST_ROSTER} labelled sites, here a round has {sources}: of "
-            "two sites each would know the other's model from the sum"
-        )
-    if method.needs_target and unlabelled < SMALLEST_ROSTER:
-        raise UserError(
-            f"engine.aggregation: secure needs {SMALLEST_ROSTER} sites without labels for {method.display}, which sums "
-            f"their models by themselves; here a run has {unlabelled}"
-        )
-    most = method.sums_per_model + 1
-    if sources > most:
-        return ()
-    return (
-        f"{method.display} with aggregation: secure among {sources} labelled sites: its sites learn "
-        f"{method.sums_per_model} sums of the same models a round, from which each of them can compute the models of "
-        f"the others; {most + 1} sites or more prevent it",
-    )
-
-
-def check_routed(method: Method) -> None:
-    """Raise UserError unless a method hands models on that its server does not read."""
-    if not method.routed:
-        raise UserError(
-            f"engine.routing: sealed hides models that the server only hands on from site to site, and "
-            f"{method.display} has none: choose {', '.join(ROUTED)}, or leave it out"
-        )
-    if method.robust is not None:
-        raise UserError(
-            f"engine.routing: sealed hides the models that robust aggregation looks at: leave out one of them "
-            f"({method.display})"
-        )
 
 
 def _check_plug_in(method: Method, plug_in: LocalOption, network: Network, data: DataSet) -> None:

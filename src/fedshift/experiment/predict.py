@@ -26,7 +26,7 @@ from fedshift.data.tasks.objective import Objective, objective_of
 from fedshift.data.transforms import to_network
 from fedshift.errors import UserError
 from fedshift.experiment.features import backbone_of
-from fedshift.experiment.runs.run_folder import MODEL
+from fedshift.experiment.runs.run_folder import MODEL, SEALED_MODEL
 from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
 from fedshift.models import registry as models
@@ -223,11 +223,11 @@ def load_model(path: Path, own_method: str | None = None, own_network: str | Non
     file = path / MODEL if path.is_dir() else path
     if not file.is_file():
         found = sorted(path.glob(f"**/{MODEL}")) if path.is_dir() else []
-        hint = (
-            f"; did you mean {found[0].parent}? ({len(found)} models are below {path})"
-            if found
-            else ": has the run finished?"
-        )
+        hint = ": has the run finished?"
+        if found:
+            hint = f"; did you mean {found[0].parent}? ({len(found)} models are below {path})"
+        elif (path / SEALED_MODEL).is_file():
+            hint = f", but a {SEALED_MODEL}: open it at a site that may read it, with fedshift site open"
         raise UserError(
             f"there is no {MODEL} in {path}{hint}"
             if path.is_dir()
@@ -250,9 +250,8 @@ def load_model(path: Path, own_method: str | None = None, own_network: str | Non
             trained = TrainedModel(network.eval(), method, classes, preprocessing, metadata, chosen)
             _ = trained.labelling
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError, OSError):
-        raise UserError(
-            f"{file} is damaged or was not written by fedshift: give the model.safetensors of a run"
-        ) from None
+        way = "give the model.safetensors of a run; a model.sealed is opened with fedshift site open"
+        raise UserError(f"{file} is damaged or was not written by fedshift: {way}") from None
     return trained
 
 

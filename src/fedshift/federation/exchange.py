@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Literal, Protocol, TypeVar
 
 from fedshift.encryption import write_private
 from fedshift.errors import FedshiftError
@@ -75,17 +76,20 @@ class Missing:
 
 @dataclass(frozen=True)
 class Routed:
-    """A model in the replies to a call that the server only hands on, in the next exchange, to the target.
+    """Models in the replies to a call that the server does not read: it hands them on, or keeps them for others.
 
     Attributes:
-        field: of the reply.
-        to: the call that is given the models.
-        argument: of that call: the models by site.
+        field: of the reply: a model, or several by site.
+        to: call → its argument that is given the models, by site.
+        readers: who may read them: the target, the sender alone (which gets them back), or all sites of the run.
+        in_model: whether they are parts of the trained model, which is then sealed, too; the server hands on any others
+            in the next exchange.
     """
 
     field: str
-    to: str
-    argument: str
+    to: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    readers: Literal["target", "sender", "all"] = "target"
+    in_model: bool = False
 
 
 class Screening(Protocol):

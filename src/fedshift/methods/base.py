@@ -134,8 +134,8 @@ class Method(Composed, ABC):
         relative_cost: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
         server_reads: what the server's code reads of the replies that hold models: ``sums`` (``replies.mean``) can be
             hidden by secure aggregation; ``norms`` are sums and numbers of single sites; ``models`` are single models.
-        routed: the calls whose replies hold models that the server only hands on to the target, so that they can be
-            sealed for it (``engine.routing: sealed``).
+        routed: the calls whose replies hold models that the server hands on or keeps and does not read, so that they
+            can be sealed for those who do (``engine.routing: sealed``).
     """
 
     citation: ClassVar[str]

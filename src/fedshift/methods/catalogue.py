@@ -232,5 +232,10 @@ NEEDS_CLASSES: Mapping[str, str] = {
 SUMS = tuple(name for name, entry in ENTRIES.items() if entry.reads == "sums")
 """The methods whose server reads only sums of the sites' models, so that secure aggregation can hide each of them."""
 
-ROUTED = ("kd3a", "fada")
-"""Those whose server only hands the sites' models on to the target, for which they can be sealed."""
+ROUTED: Mapping[str, str] = {
+    "kd3a": "the target's model",
+    "fada": "the target's model",
+    "shot": "no model",
+    "copa": "feature extractors",
+}
+"""Those whose server hands models on or keeps them unread, so that they can be sealed; and what it reads then."""

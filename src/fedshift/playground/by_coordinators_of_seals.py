@@ -1,4 +1,4 @@
-"""What a coordinator tries with models that it only hands on, from sources to a target, sealed by `routing: sealed`."""
+"""What a coordinator tries with models that it hands on or keeps for others, sealed by `routing: sealed`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from fedshift.deployment.secure.identity import Identity
-from fedshift.federation.messages import Content, Sealed
+from fedshift.errors import UserError
+from fedshift.experiment.predict import load_model
+from fedshift.experiment.runs.run_folder import SEALED_MODEL
+from fedshift.federation.messages import Content, Sealed, leaves
 from fedshift.federation.remote.transport import Lost
 from fedshift.federation.remote.wire import Message, unseal
-from fedshift.playground.in_process import answer_to, caught_requests, forged, rehearse
+from fedshift.playground.in_process import answer_to, caught_requests, forged, place_of, rehearse
 from fedshift.playground.played import FOUR, Played, of_four
-from fedshift.playground.promise import Promise, expect
+from fedshift.playground.promise import Broken, Promise, expect
+from fedshift.weights import Weights
 
 SOURCE, THIEF, TARGET = FOUR[0], FOUR[1], FOUR[-1]
 SEALED: dict[str, Any] = {
@@ -56,8 +60,8 @@ def _made(played: Played, header: Mapping[str, Any], **changes: Any) -> dict[str
     """Changes of a request; ``card``: another site's certificate with the target's key and signature."""
     if "card" not in changes:
         return changes
-    key, signature, _ = header["seal"]["card"]
-    return {"seal": {**header["seal"], "card": [key, signature, changes["card"]]}}
+    key, signature, _ = header["seal"]["for"][TARGET]
+    return {"seal": {"for": {TARGET: [key, signature, changes["card"]]}}}
 
 
 def _in_clear(played: Played) -> str:
@@ -77,14 +81,15 @@ def _handed_on(played: Played, name: str, spoil: str) -> str:
     content = unseal(requests[TARGET])[1]
     models: dict[str, Any] = dict(content["models"])  # type: ignore[arg-type]
     if spoil == "changed":
-        sealed = models[SOURCE]["sealed"].clone()
+        sealed = models[SOURCE]["0|sealed"].clone()
         sealed[len(sealed) // 2] ^= 1
-        models[SOURCE] = Sealed({**models[SOURCE], "sealed": sealed})
+        models[SOURCE] = Sealed({**models[SOURCE], "0|sealed": sealed})
     else:
         models[SOURCE], models[THIEF] = models[THIEF], models[SOURCE]
     answer = answer_to(programs[TARGET], forged(requests[TARGET], {**content, "models": models}))
     said = str(answer.get("message"))
-    expect("was not sealed for this site's key" in said, f"the target answers {said}")
+    word = "is not signed" if spoil == "changed" else f"is one of '{THIEF}'"
+    expect(word in said, f"the target answers {said}")
     expect("error" not in answer_to(programs[TARGET], requests[TARGET]), "the target does not open the genuine models")
     return said
 
@@ -97,11 +102,49 @@ def _swapped(played: Played) -> str:
     return _handed_on(played, "models-swapped", "swapped")
 
 
+def _all_sealed(site: str) -> dict[str, Any]:
+    return {"policy": {"send": ["sealed", "numbers", "accuracy", "metrics"], "methods": ["shot"]}}
+
+
+def _kept(played: Played) -> str:
+    clear: list[str] = []
+
+    def watch(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
+        content = unseal(answer)[1] if isinstance(answer, Message) else {}
+        clear.extend(f"{site}: {path}" for path, value in leaves(content) if isinstance(value, Weights))
+        return answer
+
+    rehearse(of_four(played), "kept", watch, "shot", SEALED, _all_sealed)
+    expect(not clear, f"models in clear: {clear}")
+    runs = place_of(of_four(played), "kept") / "deployment" / "runs"
+    folder = next(runs.rglob(SEALED_MODEL)).parent
+    try:
+        load_model(folder)
+    except UserError as error:
+        return str(error)
+    raise Broken(f"the coordinator opens {folder}")
+
+
+def _for_another(played: Played) -> str:
+    """The target is asked to seal its own models for another site, and seals them for itself alone."""
+    programs, requests = caught_requests(
+        of_four(played), "for-another", "receive_and_adapt", "shot", SEALED, _all_sealed
+    )
+    card = json.loads(requests[TARGET].header)["seal"]["for"][TARGET]
+    answer = answer_to(programs[TARGET], forged(requests[TARGET], seal={"for": {THIEF: card}}))
+    said = str(answer.get("message"))
+    expect(f"is asked to seal for '{THIEF}'" in said, f"the target answers {said}")
+    expect("error" not in answer_to(programs[TARGET], requests[TARGET]), "the target does not answer a genuine request")
+    return said
+
+
 COORDINATOR = "a curious coordinator"
 PROMISES = (
     Promise(COORDINATOR, "reads the sealed models that it hands on", _read),
     Promise(COORDINATOR, "asks for a model in clear that a site sends sealed only", _in_clear),
     Promise(COORDINATOR, "has a model sealed for a key that the target did not sign", _own_key),
     Promise(COORDINATOR, "changes a sealed model on its way to the target", _changed),
+    Promise(COORDINATOR, "reads the trained model that the target has it keep", _kept),
+    Promise(COORDINATOR, "has the target seal its model for another site", _for_another),
     Promise(COORDINATOR, "gives the target one site's model in the name of another", _swapped),
 )

@@ -58,7 +58,7 @@ class Network:
                 "smallest_group": 1,
                 "exposure": 1,
                 "models": "all",
-                "methods": ["fedavg", "csac", "kd3a", "slow_method:Slow"],
+                "methods": ["fedavg", "csac", "kd3a", "shot", "copa", "slow_method:Slow"],
             },
             **changes,
         }

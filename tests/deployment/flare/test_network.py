@@ -23,7 +23,9 @@ pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip instal
 
 from loopback import ADAPT, model, same
 from network import IN_FLIGHT, PATIENCE, Gates, Network, environment, rounds
+from safetensors.torch import load_file
 
+from fedshift.cli.site import open_model
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.deployment_folder import Deployment
 from fedshift.deployment.flare.kits import load_kit
@@ -87,6 +89,7 @@ SLOW = {"name": "slow_method:Slow", "label": "slow"}
 SOURCES = ("north", "south")
 """Who trains where east is the target."""
 OTHERS = ["fedavg", {"name": "csac", "acquisition_epochs": 1, "calibration_epochs": 1}, "kd3a"]
+SEALED = ["kd3a", {"name": "shot", "bottleneck": 4}, {"name": "copa", "local_epochs": 1, "adaptation": True}]
 
 
 @dataclass
@@ -159,6 +162,16 @@ def test_every_method_ends_in_the_bits_of_the_local_engine(played: Played, tmp_p
     for name in ("slow", "fedavg", "csac", "kd3a"):
         assert same(model(here, name, "east"), model(played.folder, name, "east")), name
     assert (played.folder / "order.json").read_text() == (here / "order.json").read_text()
+
+
+def test_sealed_models_end_in_the_same_bits(network: Network, tmp_path: Path) -> None:
+    options = options_of({}, name="sealed", protocol=ADAPT, methods=SEALED)
+    there = network.finish(network.deploy(options, unseen=False, routing="sealed"))
+    here = simulate(tmp_path, options, unseen={}, routing="sealed")
+    assert same(model(here, "kd3a", "east"), model(there, "kd3a", "east"))
+    for name in ("shot", "copa"):
+        open_model(there / name / "east/seed-0", network.made.sites["east"] / "SITE.yaml", tmp_path / name)
+        assert same(model(here, name, "east"), load_file(tmp_path / name)), name
 
 
 def test_what_was_killed_or_aborted_is_gone_on_with(network: Network, played: Played) -> None:

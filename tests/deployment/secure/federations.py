@@ -14,8 +14,12 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
 from loopback import Loopback, deploy, options_of, simulate
 
+from fedshift.deployment.secure.identity import signing
+from fedshift.federation.messages import Sealed
 from fedshift.federation.remote.transport import Lost, request_key
 from fedshift.federation.remote.wire import Message, body_of, seal, unseal
+from fedshift.federation.secure.closed import Box, Package, Passage
+from fedshift.weights import Weights
 
 FOUR = {"north": 41, "south": 17, "east": 26, "up": 22}
 SECURE = {"aggregation": "secure"}
@@ -96,3 +100,31 @@ class Between(Loopback):
             return message
         header, body = changed[0], body_of(changed[1])
         return seal({**header, "key": request_key(header, body.sha256)}, body)
+
+
+def box_of(
+    passage: Passage,
+    value: Any,
+    keys: Mapping[str, bytes],
+    signer: str = "",
+    said: Mapping[str, Weights] | None = None,
+    plain: bytes | None = None,
+) -> Sealed:
+    """What a call is given of a box, with anything wrong in it.
+
+    Args:
+        passage: of the box.
+        value: its model, or its models by site.
+        keys: reader → the public key that it is sealed for.
+        signer: who signs it; the sender if empty.
+        said: what it says is in it.
+        plain: what is in it instead.
+    """
+    models = {"": value} if isinstance(value, Weights) else value
+    from fedshift.federation.secure.sealing import seal_for  # needs a newer cryptography than the other tests here
+
+    told, sealed = seal_for(keys, plain or body_of({passage.field: value}).data, passage, said or models)
+    signature = key_of(signer or passage.sender).sign(Box.signed(passage, told, sealed), *signing())
+    der = certificate_of(passage.sender, key_of(passage.sender)).public_bytes(serialization.Encoding.DER)
+    box = Box.of(told, sealed, signature, der)
+    return Sealed({**Package([], [(0, name, "") for name in models]).content, **{f"0|{k}": box[k] for k in box}})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,19 +15,19 @@ from loopback import ADAPT, SITES, deploy, model, options_of, result, same, simu
 pytest.importorskip("cryptography")
 pytest.importorskip("cryptography.hazmat.primitives.hpke")
 from cryptography.hazmat.primitives import serialization
-from federations import Between, Meddle, Request, certificate_of, key_of, write_kits
+from federations import Between, Meddle, Request, box_of, certificate_of, key_of, write_kits
 
 from fedshift.deployment.secure.identity import signing
 from fedshift.encryption import write_private
-from fedshift.errors import FedshiftError, UserError
+from fedshift.errors import FedshiftError
 from fedshift.federation.messages import Sealed
 from fedshift.federation.remote.policy import AuditLog
-from fedshift.federation.remote.sealed_federation import Closed
 from fedshift.federation.remote.transport import Lost
 from fedshift.federation.remote.wire import Message, body_of, seal, unseal
+from fedshift.federation.secure.closed import ClosedTensor, Passage
 from fedshift.federation.secure.keys import KeyCard
 from fedshift.federation.secure.orders import card_entry
-from fedshift.federation.secure.sealing import Passage, SealingKey, key_text, seal_for, sealed_content
+from fedshift.federation.secure.sealing import SealingKey, key_text
 from fedshift.functional.averaging import weighted_average
 from fedshift.methods.federated.kd3a import KD3A
 from fedshift.weights import Weights
@@ -35,6 +36,7 @@ FADA = {"name": "fada", "steps_per_round": 2}
 KD3A_OPTIONS = {"name": "kd3a"}
 RUN = "tiny-kd3a-east-seed-0"
 SOURCES = ("north", "south")
+TARGET_KEY = bytes(range(32))
 
 
 def between(folder: Path, source: dict[str, Any] | None = None, **policy: Any) -> Between:
@@ -84,10 +86,10 @@ def test_same_bits_as_the_local_engine_and_no_source_model_in_clear(
     sealed, up = theirs["bytes_up"]["sealed"], theirs["bytes_up"]["weights"]
     assert up == rounds * one, "the target's model alone is in clear"
     assert 1 < sealed / (rounds * one * len(SOURCES)) < 1 + 4000 / one
-    assert theirs["bytes_down"]["sealed"] == sealed
+    assert 0 <= theirs["bytes_down"]["sealed"] - sealed < 20 * rounds * len(SOURCES), "and where they belong"
     lines, _ = AuditLog.check(transport.programs["north"].config.audit_log)
     fits = [line for line in lines if line["step"] == made]
-    assert all(line["sealed_for"] == "east" and line["sent"]["weights"]["kind"] == "sealed" for line in fits)
+    assert all(line["sealed_for"] == ["east"] and line["sent"]["weights"]["kind"] == "sealed" for line in fits)
     lines, _ = AuditLog.check(transport.programs["east"].config.audit_log)
     assert [line["opened"] for line in lines if "opened" in line] == [list(SOURCES)] * rounds
     assert not list(transport.programs["east"].config.memory.glob("*/sealing/*")), "the key goes with the run"
@@ -145,56 +147,64 @@ def to_target(change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
 
 
 def flipped(header: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
-    sealed = models["north"]["sealed"].clone()
+    sealed = models["north"]["0|sealed"].clone()
     sealed[len(sealed) // 2] ^= 1
-    return {**models, "north": Sealed({**models["north"], "sealed": sealed})}
+    return {**models, "north": Sealed({**models["north"], "0|sealed": sealed})}
 
 
 def swapped(header: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
     return {"north": models["south"], "south": models["north"]}
 
 
-def made_by(signer: str, weights: Weights, run_name: str = RUN) -> Callable[..., dict[str, Any]]:
+def made_by(signer: str, run_name: str = RUN, **other: Any) -> Callable[..., dict[str, Any]]:
     """A model in the name of north, signed with the key of ``signer``, sealed with the target's own key."""
 
     def change(header: dict[str, Any], models: dict[str, Any]) -> dict[str, Any]:
-        passage = Passage(run_name, header["envelope"]["exchange"] - 1, "fit", "weights", "north", "east")
-        sealed = seal_for(SealingKey(TARGET_KEY).public, body_of({"weights": weights}).data, passage)
-        signature = key_of(signer).sign(passage.signed_text(sealed), *signing())
-        der = certificate_of("north", key_of("north")).public_bytes(serialization.Encoding.DER)
-        return {**models, "north": sealed_content(sealed, signature, der)}
+        passage = Passage(run_name, header["envelope"]["exchange"] - 1, "fit", "weights", "north", ("east",))
+        keys = other.get("keys", {"east": SealingKey(TARGET_KEY).public})
+        return {**models, "north": box_of(passage, OTHER, keys, signer, other.get("said"))}
 
     return change
 
 
-TARGET_KEY = bytes(range(32))
 OTHER = Weights({"features.w": torch.zeros(2)})
-NOT_SEALED = "model of 'north' was not sealed for this site's key and for exchange 1 of this run, or it was changed"
+NOT_SIGNED = "the sealed model of 'north' is not signed with a certificate"
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (flipped, NOT_SEALED),
-        (swapped, NOT_SEALED),
-        (made_by("north", OTHER, "another-run"), NOT_SEALED),
-        (made_by("coordinator", OTHER), "the sealed model of 'north' is not signed with a certificate"),
-        (made_by("north", OTHER), "the model that 'north' sealed for it: 'weights' holds other tensors than"),
+        (flipped, NOT_SIGNED),
+        (swapped, "as the model of 'north' of exchange 1, call fit, run .* is one of 'south' of exchange 1"),
+        (made_by("north", "another-run"), "run 'another-run'"),
+        (made_by("coordinator"), NOT_SIGNED),
+        (made_by("north"), "the model that 'north' sealed for it: 'weights' holds other tensors than"),
+        (
+            made_by("north", keys={"east": SealingKey(bytes(range(1, 33))).public}),
+            "model of 'north' was not sealed for this site's key",
+        ),
+        (made_by("north", said={"": Weights({"w": torch.zeros(2)})}), "it does not look as it is said to"),
         (lambda header, models: {**models, "north": Sealed({"sealed": OTHER["features.w"]})}, "holds no sealed model"),
+        (lambda header, models: {**models, "north": OTHER}, "holds no sealed model"),
     ],
 )
 def test_the_target_opens_what_its_sender_sealed_for_it_and_nothing_else(
     change: Callable[..., dict[str, Any]], said: str, tmp_path: Path
 ) -> None:
     transport = between(tmp_path)
-    key = transport.programs["east"].config.memory / RUN / "sealing" / "key"
-    key.parent.mkdir(parents=True)
-    write_private(key, TARGET_KEY)
+    give_key(transport, "east", RUN)
     transport.meddle = to_target(change)
     with pytest.raises(FedshiftError, match=said):
         run(tmp_path, transport)
     lines, _ = AuditLog.check(transport.programs["east"].config.audit_log)
-    assert said in lines[-1]["refused"]
+    assert re.search(said, lines[-1]["refused"])
+
+
+def give_key(transport: Between, site: str, run_name: str) -> None:
+    """Let the attacker know the key of a site."""
+    key = transport.programs[site].config.memory / run_name / "sealing" / "key"
+    key.parent.mkdir(parents=True)
+    write_private(key, TARGET_KEY)
 
 
 def test_a_model_of_another_round_is_not_opened(tmp_path: Path) -> None:
@@ -207,7 +217,7 @@ def test_a_model_of_another_round_is_not_opened(tmp_path: Path) -> None:
         return (header, {**content, **before}) if header["envelope"]["round"] == 2 else None
 
     transport.meddle = meddle
-    with pytest.raises(FedshiftError, match="not sealed for this site's key and for exchange 3"):
+    with pytest.raises(FedshiftError, match=r"of exchange 3, call fit, run .* is one of 'north' of exchange 1"):
         run(tmp_path, transport)
 
 
@@ -221,14 +231,15 @@ def own_card(run_name: str, signer: str) -> list[str]:
 
 def forged_card(name: str, header: dict[str, Any]) -> dict[str, Any] | None:
     """The header of a request to seal, with something wrong in it."""
-    asked = header["seal"]
+    card = header["seal"]["for"]["east"]
     wrong: dict[str, dict[str, Any]] = {
-        "another key": {"seal": {**asked, "card": [own_card(RUN, "east")[0], *asked["card"][1:]]}},
-        "another run": {"seal": {**asked, "card": own_card("another-run", "east")}},
-        "another certificate": {"seal": {**asked, "card": own_card(RUN, "thief")}},
-        "another site": {"seal": {**asked, "for": "south"}},
-        "itself": {"seal": {**asked, "for": "north"}},
-        "nobody": {"seal": {"card": asked["card"]}},
+        "another key": {"seal": {"for": {"east": [own_card(RUN, "east")[0], *card[1:]]}}},
+        "another run": {"seal": {"for": {"east": own_card("another-run", "east")}}},
+        "another certificate": {"seal": {"for": {"east": own_card(RUN, "thief")}}},
+        "another site": {"seal": {"for": {"south": card}}},
+        "a second reader": {"seal": {"for": {"east": card, "south": card}}},
+        "itself": {"seal": {"for": {"north": card}}},
+        "nobody": {"seal": {"card": card}},
         "in clear": {name: value for name, value in header.items() if name not in ("seal", "routing")},
     }
     changed = wrong[name]
@@ -243,6 +254,7 @@ def forged_card(name: str, header: dict[str, Any]) -> dict[str, Any] | None:
         ("another certificate", "certificate of 'east' is not the one that rule policy.peers lists"),
         ("another site", "the key of 'south' is not signed"),
         ("itself", "asked to seal a model for itself"),
+        ("a second reader", "does not say for whom"),
         ("nobody", "does not say for whom"),
         ("in clear", "'north' refuses to send weights"),
     ],
@@ -285,14 +297,13 @@ def test_only_what_a_method_hands_on_is_sealed_or_opened(tmp_path: Path) -> None
         run(tmp_path, transport)
 
 
-# The server -----------------------------------------------------------------------------------------------------------
-
-
 def test_server_code_cannot_read_what_is_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = Closed(Sealed({"sealed": torch.zeros(3, dtype=torch.uint8)}))
-    for look in (list, len, lambda one: one["sealed"], lambda one: one.select("head"), lambda one: one.nbytes):
-        with pytest.raises(FedshiftError, match="may only hand it on"):
+    closed = ClosedTensor((None, "", "w"), torch.float32, (2,))  # type: ignore[arg-type]
+    for look in (list, torch.Tensor.sum, lambda one: one[0], lambda one: one + 1, lambda one: one.equal(one)):
+        with pytest.raises(FedshiftError, match="only hand it on"):
             look(closed)
+    assert closed.shape == (2,)
+    assert type(closed.detach()) is ClosedTensor
 
     def curious(self: KD3A, federation: Any, state: Any) -> Any:
         models = [update.weights for update in federation.ask(self.fit, to=federation.sources, weights=state.weights)]
@@ -303,8 +314,27 @@ def test_server_code_cannot_read_what_is_sealed(tmp_path: Path, monkeypatch: pyt
         run(tmp_path, between(tmp_path))
 
 
-@pytest.mark.parametrize("spoil", [{}, {"weights": OTHER}, {"weights": Sealed({"sealed": torch.zeros(3)})}])
-def test_an_answer_that_is_not_sealed_is_refused(spoil: dict[str, Any], tmp_path: Path) -> None:
+def odd_box(exchange: int = 1, readers: tuple[str, ...] = ("east",), size: int = 2) -> Sealed:
+    """A box that is sealed for another exchange or reader than was asked for, or says that it holds another model."""
+    keys = {reader: SealingKey(TARGET_KEY).public for reader in readers}
+    passage = Passage(RUN, exchange, "fit", "weights", "north", readers)
+    sealed = box_of(passage, OTHER, keys, said={"": Weights({"features.w": torch.zeros(size)})})
+    return Sealed({name.removeprefix("0|"): part for name, part in sealed.items() if name != "places"})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        ({}, "holds no sealed model"),
+        ({"weights": OTHER}, "holds no sealed model"),
+        ({"weights": Sealed({"sealed": torch.zeros(3)})}, "holds no sealed model"),
+        ({"weights": odd_box(exchange=2)}, "not that of exchange 1 for east"),
+        ({"weights": odd_box(readers=("east", "south"))}, "not that of exchange 1 for east"),
+        ({"weights": odd_box()}, "'weights' holds other tensors than the site was sent"),
+        ({"weights": odd_box(size=2**20)}, "does not say what it is"),
+    ],
+)
+def test_an_answer_that_is_not_sealed_as_asked_is_refused(spoil: dict[str, Any], said: str, tmp_path: Path) -> None:
     transport = between(tmp_path)
 
     def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
@@ -315,19 +345,5 @@ def test_an_answer_that_is_not_sealed_is_refused(spoil: dict[str, Any], tmp_path
 
     transport.change = change
     there = run(tmp_path, transport, quorum=1)
-    record = json.loads((there / "kd3a/east/seed-0/rounds.jsonl").read_text().splitlines()[-1])
-    assert "holds no sealed model" in record["extra"]["missing"]["north"]
-
-
-@pytest.mark.parametrize(
-    ("method", "said"),
-    [
-        ({"name": "fedavg"}, "fedavg has none: choose kd3a, fada"),
-        ({"name": "kd3a", "robust": {"rule": "norm_clipping"}}, "robust aggregation looks at"),
-    ],
-)
-def test_methods_that_it_cannot_hide_are_refused_before_training(
-    method: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=said):
-        simulate(tmp_path, options(method), unseen={}, routing="sealed")
+    record = json.loads((there / "kd3a/east/seed-0/rounds.jsonl").read_text().splitlines()[0])
+    assert said in record["extra"]["missing"]["north"]

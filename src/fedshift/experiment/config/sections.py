@@ -251,8 +251,9 @@ class EngineSection(Section):
 
     routing: Literal["plain", "sealed"] = Field(
         "plain",
-        description="sealed: models that the server only hands on from sites to the target (kd3a, fada) are sealed for "
-        "the target, and the coordinator cannot read them (docs/privacy.md); a simulation has the same bits",
+        description="sealed: models that the server hands on or keeps and does not read itself (kd3a, fada, shot, "
+        "copa) are sealed for the sites that do, and the coordinator cannot read them (docs/privacy.md); a simulation "
+        "has the same bits",
     )
 
     @property

@@ -9,6 +9,7 @@ import torch
 from fedshift.evaluation.records import RunResult
 from fedshift.experiment.budgets import site_budget
 from fedshift.experiment.plan import PlannedRun
+from fedshift.experiment.privacy import measured_parts
 from fedshift.experiment.protocol import new_site_of
 from fedshift.experiment.runs.context import Context, Workers
 from fedshift.experiment.runs.evaluator import Evaluator
@@ -29,7 +30,8 @@ def carry_out(context: Context, workers: Workers, planned: PlannedRun, folder: R
     experiment, device = planned.experiment, torch.device(context.device)
     resamples, data = experiment.evaluation.resamples, planned.data
     new_site = new_site_of(experiment.protocol, planned.run.method, data.input_shape)
-    evaluator = Evaluator(data, planned.split, device, experiment.model, resamples, new_site)
+    measured = measured_parts(planned.run.method, engine.routing, planned.split)
+    evaluator = Evaluator(data, measured, device, experiment.model, resamples, new_site)
     options: dict[str, Any] = {
         "budget": site_budget(planned.budget, sites),
         "rounds": max(1, planned.rounds),

@@ -25,14 +25,15 @@ from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.plan import Plan, PlannedRun, common_settings
 from fedshift.experiment.runs.identity import comparable, first_difference
 from fedshift.federation.message_files import read_message, write_message
-from fedshift.federation.messages import Content
+from fedshift.federation.messages import Content, encode, unshared
+from fedshift.federation.secure.closed import in_one, in_two, is_closed
 from fedshift.files import plain_yaml, write_bytes
 from fedshift.methods.base import State
 from fedshift.methods.composition.averaging import Kept
 from fedshift.weights import Weights
 
 FORMAT = 1
-MODEL = "model.safetensors"
+MODEL, SEALED_MODEL = "model.safetensors", "model.sealed"
 _CHECKPOINT = "checkpoint.safetensors"
 
 
@@ -169,13 +170,8 @@ class RunFolder:
         self._forget_checkpoint()
 
     def save_model(self, weights: Weights, metadata: Mapping[str, Any]) -> None:
-        """Write the final model as safetensors, under state-dict names.
-
-        Args:
-            weights: the model.
-            metadata: all that prediction needs, stored as JSON.
-        """
-        write_bytes(self.path / MODEL, model_file(weights, metadata))
+        """Write the final model, see `model_file`."""
+        write_bytes(self.path / (SEALED_MODEL if is_closed(weights) else MODEL), model_file(weights, metadata))
 
     def save_predictions(self, data: bytes) -> None:
         """Write the predictions per sample, which only the user may read."""
@@ -207,7 +203,7 @@ class RunFolder:
             memory: site → entry → file of its memory.
             header: exchange number, budgets, bytes, seconds and environment.
         """
-        content: dict[str, Content] = {"weights": state.weights}
+        content: dict[str, Content] = in_two("weights", state.weights)
         content |= {f"part:{name}": part for name, part in state.parts.items()}
         content |= {f"server:{name}": part for name, part in state.server.items()}
         averaged = state.averaged
@@ -238,7 +234,7 @@ class RunFolder:
         there, here = comparable(header.get("identity")), comparable(self.identity)
         if header.get("format") != FORMAT or first_difference(there, here) is not None:
             raise UserError(f"{file} belongs to another experiment or version: delete {self.path} and run again")
-        weights = content.get("weights")
+        weights = in_one("weights", content)
         if not isinstance(weights, Weights):
             raise UserError(f"{file} is damaged: delete {self.path} and run again")
         parts = {name.removeprefix("part:"): part for name, part in content.items() if name.startswith("part:")}
@@ -298,7 +294,7 @@ class RunFolder:
 
 
 def model_file(weights: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> bytes:
-    """A model in the format safetensors, under state-dict names.
+    """A model in the format safetensors, under state-dict names; its sealed parts, if it has any, as they are.
 
     Args:
         weights: the model.
@@ -306,8 +302,8 @@ def model_file(weights: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> by
     """
     from safetensors.torch import save
 
-    from fedshift.federation.messages import unshared
-
+    if is_closed(weights):
+        return encode(in_two("weights", Weights(weights)), {"fedshift": dict(metadata)})
     return save(
         unshared({name: tensor.contiguous() for name, tensor in weights.items()}),
         {"fedshift": json.dumps(metadata)},

@@ -42,7 +42,7 @@ class Policy(BaseModel):
         description="kinds that may leave: weights, numbers (counts, losses), accuracy (of a model on held-out "
         "samples), metrics (of a run's last model: AUROC, calibration …), statistics (means, sums that encode a "
         "table), styles, spectra, features; masked (a part of a sum of models under secure aggregation) and "
-        "sealed (a model that only another site can open) also wherever weights may",
+        "sealed (a model that the coordinator cannot open) also wherever weights may",
     )
     secure: Literal["allowed", "required"] = Field(
         "allowed", description="required: a model leaves only masked, as a part of a sum (docs/privacy.md)"

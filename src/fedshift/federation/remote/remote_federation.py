@@ -26,6 +26,7 @@ from fedshift.federation.remote.wire import Message, Residuals, Wire, body_of, s
 from fedshift.federation.replies.checks import checked_reply, reply_type
 from fedshift.federation.replies.layouts import Layout
 from fedshift.federation.reply_bounds import About
+from fedshift.federation.secure.closed import in_two
 from fedshift.weights import NamedTensors, Weights
 
 Event = Callable[[dict[str, Any]], None]
@@ -283,7 +284,7 @@ class RemoteFederation(Federation):
         Returns:
             What `checked_measures` returns, by site; lost sites are left out.
         """
-        body = body_of({"weights": weights}, self.wire)
+        body = body_of(in_two("weights", weights), self.wire)
         size = sum(value.nbytes for value in body.content.values() if isinstance(value, NamedTensors))
         outgoing: list[tuple[str, Message]] = []
         keys: dict[str, str] = {}
@@ -293,8 +294,7 @@ class RemoteFederation(Federation):
             outgoing.append((site, seal(header, body)))
             self.ledger.record(0, "measure", site, "down", {"measured": measured_bytes(size)})
         del body  # the transport may hold it elsewhere
-        found: dict[str, dict[str, Any]] = {}
-        grace = Grace(self.grace, self.quorum, len(sites), self._lost)
+        found, grace = dict[str, dict[str, Any]](), Grace(self.grace, self.quorum, len(sites), self._lost)
         missing = dict.fromkeys(sites, grace.too_late)
         for site, message in self._arrivals("measure", outgoing):
             if isinstance(message, Sign):

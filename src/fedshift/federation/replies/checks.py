@@ -111,10 +111,11 @@ class ReplyCheck:
     Args:
         method: the method of the run.
         about: what the server knows of each site.
+        all_sites: whether ``about`` has all sites of the run; a site knows only of itself.
     """
 
-    def __init__(self, method: HasCalls, about: Mapping[str, About]) -> None:
-        self._method, self._about = method, about
+    def __init__(self, method: HasCalls, about: Mapping[str, About], all_sites: bool = True) -> None:
+        self._method, self._about, self._all_sites = method, about, all_sites
         first = next(iter(about.values()), None)
         start = first.network.state_dict() if first is not None else {}
         self._start = {name: tensor.detach().cpu() for name, tensor in start.items()}
@@ -169,17 +170,23 @@ class ReplyCheck:
             self._check_values(name, value, sent.get(name), name in bounds)
         return layout
 
-    def check_model(self, call: str, kind: type[Reply], field: str, model: Weights, sent: Mapping[str, Any]) -> None:
-        """Check the model in one field of a reply whose other fields are not here; arguments as for `check`.
+    def check_field(self, call: str, kind: type[Reply], field: str, value: Any, sent: Mapping[str, Any]) -> None:
+        """Check one field of a reply of any site, whose other fields are not here; arguments as for `check`.
 
         Raises:
             FedshiftError: it is not what the call promises.
         """
-        layout = self._models.check(call, kind, {field: model}, sent)
+        if not fits(value, field_types(kind).get(field, Weights)):
+            raise FedshiftError(f"'{field}' of a {kind.__name__} cannot be a {type(value).__name__}")
+        of_all: Bounds = self._method.call_owner(call).bounds(call, next(iter(self._about.values())))
+        bounds = {name: bound for name, bound in of_all.items() if name == field}
+        for bound in bounds.values():
+            _check_bound(field, value, bound)
+        layout = self._models.check(call, kind, {field: value}, sent, bounds)
         odd = self._models.odd_ones(call, {"": layout}, 1) if layout is not None else {}
         for reason in odd.values():
             raise FedshiftError(reason)
-        self._check_values(field, model, sent.get(field), False)
+        self._check_values(field, value, sent.get(field), field in bounds)
 
     def odd_ones(self, call: str, layouts: Mapping[str, Layout], asked: int) -> dict[str, str]:
         """Find the replies whose open fields differ from those of most sites, see `TensorCheck.odd_ones`."""
@@ -193,7 +200,7 @@ class ReplyCheck:
             if not isinstance(value, Mapping) or isinstance(value, NamedTensors):
                 continue
             strangers = [key for key in value if key not in self._about]
-            if strangers:
+            if strangers and self._all_sites:
                 raise FedshiftError(f"'{name}' has an entry for {strangers[0][:40]!r}, which is no site of this run")
         for path, value in leaves(content):
             if isinstance(value, str):

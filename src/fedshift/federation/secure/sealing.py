@@ -1,27 +1,26 @@
-"""Models that one site seals for another, so that the coordinator carries them and cannot read them.
+"""Models that a site seals for others or for itself, so that the coordinator carries them and cannot read them.
 
-HPKE (RFC 9180) of the package cryptography: X25519, HKDF-SHA256, ChaCha20-Poly1305. What is sealed is bound to its
-passage: run, exchange, call, field, sender and receiver. HPKE says nothing of who sealed, so the sender signs, too.
+Models are encrypted with a key that is used once (ChaCha20-Poly1305), and that key for each reader with HPKE (RFC 9180:
+X25519, HKDF-SHA256, ChaCha20-Poly1305), both of the package cryptography. What is sealed is bound to its passage: run,
+exchange, call, field, sender and readers. HPKE says nothing of who sealed, so the sender signs, too.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from fedshift.encryption import read_private, write_private
-from fedshift.errors import FedshiftError, Refused, UserError
-from fedshift.federation.messages import Content, Sealed
+from fedshift.errors import Refused, UserError
+from fedshift.federation.secure.closed import Box, Passage, bytes_of
+from fedshift.weights import Weights
 
 try:
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+    from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
     from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
 except ImportError:
     raise UserError(
@@ -30,32 +29,8 @@ except ImportError:
 
 _SUITE = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.CHACHA20_POLY1305)
 _KEY = 32
-_MOST_OF_SENDER = 1 << 14
-"""Bytes of a signature, or of a certificate."""
-_BYTES_MORE = 1 << 16
-_BYTES_OF_NAME = 2_000
-
-
-@dataclass(frozen=True)
-class Passage:
-    """The way of one sealed model."""
-
-    run: str
-    exchange: int
-    call: str
-    field: str
-    sender: str
-    receiver: str
-
-    @property
-    def text(self) -> bytes:
-        """What the model is sealed with, beside the key."""
-        whole = [self.run, self.exchange, self.call, self.field, self.sender, self.receiver]
-        return json.dumps(["fedshift sealed model 1", *whole]).encode()
-
-    def signed_text(self, sealed: bytes) -> bytes:
-        """What the sender signs."""
-        return self.text + hashlib.sha256(sealed).digest()
+_NONCE = bytes(12)
+"""The key of a box is used once, so its nonce need not differ."""
 
 
 class SealingKey:
@@ -73,18 +48,22 @@ class SealingKey:
             write_private(file, os.urandom(_KEY))
         return SealingKey(read_private(file))
 
-    def open(self, sealed: bytes, passage: Passage) -> bytes:
-        """Decrypt a model.
+    def open(self, box: Box, reader: str) -> bytes:
+        """Decrypt what is in a box.
 
         Raises:
             Refused: it was not sealed with this key, was changed, or was sealed for another passage.
         """
+        way = box.passage
         try:
-            return _SUITE.decrypt(sealed, self._key, info=passage.text)
+            public, wrapped = box.keys.get(reader, (b"", b""))
+            if public != self.public:
+                raise ValueError
+            secret = _SUITE.decrypt(wrapped, self._key, info=_purpose(way, reader))
+            return ChaCha20Poly1305(secret).decrypt(_NONCE, bytes_of(box.content["sealed"]), way.text)
         except (InvalidTag, ValueError):
             raise Refused(
-                f"site '{passage.receiver}': the model of '{passage.sender}' was not sealed for this site's key and "
-                f"for exchange {passage.exchange} of this run, or it was changed"
+                f"site '{reader}': the model of '{way.sender}' was not sealed for this site's key, or it was changed"
             ) from None
 
 
@@ -93,46 +72,34 @@ def key_text(run: str, site: str, public: bytes) -> bytes:
     return json.dumps(["fedshift sealing key 1", run, site, public.hex()]).encode()
 
 
-def seal_for(public: bytes, plain: bytes, passage: Passage) -> bytes:
-    """Encrypt a model for the site that has the public key.
-
-    Raises:
-        Refused: the key is none.
-    """
-    try:
-        return _SUITE.encrypt(plain, X25519PublicKey.from_public_bytes(public), info=passage.text)
-    except ValueError:  # a point of low order, or of another length
-        raise Refused(f"site '{passage.sender}': the key of '{passage.receiver}' is none") from None
-
-
-def sealed_content(sealed: bytes, signature: bytes, certificate: bytes) -> Sealed:
-    """A sealed model as content of a message."""
-    return Sealed({"sealed": _tensor(sealed), "signature": _tensor(signature), "certificate": _tensor(certificate)})
-
-
-def parts_of(content: Content | None, model_bytes: int, tensors: int) -> tuple[bytes, bytes, bytes]:
-    """Sealed model, signature and certificate in content of a message.
+def seal_for(
+    keys: Mapping[str, bytes], plain: bytes, passage: Passage, models: Mapping[str, Weights]
+) -> tuple[bytes, bytes]:
+    """Encrypt models with a key that is used once, and that key for each reader.
 
     Args:
-        content: what should be `sealed_content`.
-        model_bytes: of the network.
-        tensors: how many the network has.
+        keys: reader → its public key.
+        plain: the models as bytes.
+        passage: of the models.
+        models: the models by site, whose looks are told in clear.
+
+    Returns:
+        What the box says of itself, and what is sealed.
 
     Raises:
-        FedshiftError: it is none, or too large for a model.
+        Refused: a key is none.
     """
-    most = {"sealed": 2 * model_bytes + _BYTES_MORE + _BYTES_OF_NAME * tensors}
-    if not isinstance(content, Sealed) or set(content) != {"sealed", "signature", "certificate"}:
-        raise FedshiftError("it holds no sealed model")
-    for name, tensor in content.items():
-        if tensor.dtype != torch.uint8 or tensor.dim() != 1 or len(tensor) > most.get(name, _MOST_OF_SENDER):
-            raise FedshiftError("its sealed model is too large, or not made of bytes")
-    sealed, signature, certificate = (
-        content[name].numpy().tobytes() for name in ("sealed", "signature", "certificate")
-    )
-    return sealed, signature, certificate
+    secret = os.urandom(_KEY)
+    wrapped: dict[str, tuple[bytes, bytes]] = {}
+    for reader, public in keys.items():
+        try:
+            own = X25519PublicKey.from_public_bytes(public)
+            wrapped[reader] = public, _SUITE.encrypt(secret, own, info=_purpose(passage, reader))
+        except ValueError:  # a point of low order, or of another length
+            raise Refused(f"site '{passage.sender}': the key of '{reader}' is none") from None
+    return Box.said(passage, wrapped, models), ChaCha20Poly1305(secret).encrypt(_NONCE, plain, passage.text)
 
 
-def _tensor(data: bytes) -> Tensor:
-    """uint8 (bytes,)."""
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def _purpose(passage: Passage, reader: str) -> bytes:
+    """What the key of a box is sealed for."""
+    return passage.text + json.dumps(reader).encode()

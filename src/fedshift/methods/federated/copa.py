@@ -5,7 +5,8 @@ Wu, Gong: Collaborative Optimization and Aggregation for Decentralized Domain Ge
 Setting: domain generalization; the target is never seen. With ``adaptation: true`` domain adaptation; a target without
 labels takes part.
 Wire: per round every site's feature extractor up and the mean down, 2·K·S(F); K classifiers up and K·(K − 1) down,
-K·K·|C|; N_k and the mean loss up. A target receives S(F) and K classifiers and returns S(F) and three numbers.
+K·K·|C|, which the server need not read; N_k and the mean loss up. A target receives S(F) and K classifiers and returns
+S(F) and three numbers.
 
 F is common. The classifiers C_1 … C_K are not averaged: the server collects them, and every site receives the others'.
     site k: min over F, C_k of  CE(C_k(F(x)), y) + Σ_{j≠k} CE(C_j(F(x)), y),   C_j frozen
@@ -47,6 +48,7 @@ from torch import Tensor
 from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.data.transforms import STRONG, NamedAugmentation, strong_view
 from fedshift.errors import UserError
+from fedshift.federation.exchange import Routed
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import PerSite, Reply
 from fedshift.federation.reply_bounds import About, Bounds, Count, Share, Tensors
@@ -95,6 +97,9 @@ class COPA(Method):
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "classifier")
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     averages: ClassVar[Averages] = {"fit": Averaged(("features",))}
+    routed: ClassVar[Mapping[str, Routed]] = {
+        "fit": Routed("classifier", to={"fit": "others", "adapt": "classifiers"}, readers="all", in_model=True)
+    }
     relative_cost: ClassVar[float] = 1.1
     settings: ClassVar[Settings] = {"batch_norm": {"hybrid_normalisation": False}}
 

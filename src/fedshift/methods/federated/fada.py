@@ -107,7 +107,7 @@ class FADA(Method):
     takes_plug_ins: ClassVar[bool] = False
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "disentangler")
     averages: ClassVar[Averages] = {"finish": Averaged()}
-    routed: ClassVar[Mapping[str, Routed]] = {"finish": Routed("weights", to="aggregate", argument="models")}
+    routed: ClassVar[Mapping[str, Routed]] = {"finish": Routed("weights", to={"aggregate": "models"})}
     needs_every_model: ClassVar[bool] = True
     needs_target: ClassVar[bool] = True
     one_target: ClassVar[bool] = True

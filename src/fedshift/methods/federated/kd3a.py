@@ -116,7 +116,7 @@ class KD3A(Method):
         }
     }
     averages: ClassVar[Averages] = {"fit": Averaged()}
-    routed: ClassVar[Mapping[str, Routed]] = {"fit": Routed("weights", to="distil", argument="models")}
+    routed: ClassVar[Mapping[str, Routed]] = {"fit": Routed("weights", to={"distil": "models"})}
     needs_every_model: ClassVar[bool] = True
     needs_target: ClassVar[bool] = True
     one_target: ClassVar[bool] = True

@@ -6,7 +6,7 @@ Adaptation. ICML 2020, equations 1 to 7; with several sources as KD3A (Feng et a
 Setting: domain adaptation without source data; K labelled source sites, one target site without labels.
 Wire: one upload of each source's model, K·S(θ), and one download of all by the target, K·S(θ). The sources take no
 further part. After that the ledger shows K·S(θ) per round: the target's adapted models, which are sent to be measured
-and saved.
+and saved. The coordinator need not read any of them.
 
 Model: backbone, bottleneck g = Linear → BatchNorm, classifier h linear with normalised weights.
     source k, before the first round: cross-entropy with labels (1 − α)·1[c = y] + α/C  → g_k, h_k             (1, 2)
@@ -51,6 +51,7 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from fedshift.federation.exchange import Routed
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply, Statistics, Update
 from fedshift.federation.site import Batch, Site
@@ -80,6 +81,11 @@ class SHOT(Method):
     citation: ClassVar[str] = "Liang et al., ICML 2020"
     scenario: ClassVar[str] = "target without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("models", "labels", "trained")
+    routed: ClassVar[Mapping[str, Routed]] = {
+        "train_source": Routed("weights", to={"receive_and_adapt": "models"}, in_model=True),
+        "receive_and_adapt": Routed("models", readers="sender", in_model=True),
+        "adapt": Routed("models", readers="sender", in_model=True),
+    }
     needs_target: ClassVar[bool] = True
     one_target: ClassVar[bool] = True
     settings: ClassVar[Settings] = {"digits": {"pseudo_label_weight": 0.1}, "pretrained": {"backbone_rate": 0.1}}

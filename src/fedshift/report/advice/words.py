@@ -17,7 +17,7 @@ KINDS: Mapping[str, str] = {
     "features": "features of single samples",
     "raw_data": "the samples themselves",
     "masked": "sums that cannot be read alone",
-    "sealed": "models that only the target can open",
+    "sealed": "models that the coordinator cannot open",
     "accuracy": "accuracies",
     "metrics": "metrics",
 }
