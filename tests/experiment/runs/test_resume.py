@@ -72,7 +72,7 @@ def small(folder: Path, method: dict[str, Any]) -> dict[str, Any]:
     ("method", "how"),
     [
         *((method, "replace") for method in (FEDAVG, CSAC, DEEPALL, AVERAGED, REMEMBERING)),
-        (CSAC, "fsync"),
+        (FEDAVG, "fsync"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.get("label", value["name"]),
 )
