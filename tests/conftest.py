@@ -26,8 +26,11 @@ settings.register_profile("quick", max_examples=25, deadline=None)
 settings.load_profile("quick")
 
 
-LONGEST = ("test_network.py", "test_resume.py", "test_selftest.py", "test_network_apart.py")
-"""The files that take longest, in this order: one that waits is followed by one that computes."""
+LONGEST = (
+    *("test_network.py", "test_options.py", "test_selftest.py", "test_contract.py", "test_resume.py", "test_golden.py"),
+    "test_network_apart.py",
+)
+"""The files that take longest, in this order: one that waits for processes is followed by one that computes."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from calling import Cli
 from safetensors.torch import load_file
-from small import Stop, StopAfter, experiment, images, outcome, sites
+from small import Stop, StopAfter, experiment, images, outcome, sites, write
 from torch import Tensor, nn
 
 import fedshift
@@ -25,6 +26,19 @@ from fedshift.weights import Weights
 
 pytestmark = pytest.mark.slow  # the import of peft takes seconds
 RANK = 2
+
+
+NET = """
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, input_shape, classes):
+        super().__init__()
+        self.first, self.head = nn.Linear(input_shape[0], 4), nn.Linear(4, classes)
+
+    def forward(self, x):
+        return self.head(self.first(x).relu())
+"""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -205,3 +219,19 @@ def test_an_estimator_with_adapters_predicts_as_it_trained(tmp_path: Path) -> No
     estimator.model_.save(tmp_path / "m.safetensors")
     found = fedshift.Model.load(tmp_path / "m.safetensors").predict_proba(x)
     assert np.array_equal(found, estimator.predict_proba(x))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"training": {"adapters": {"targets": ["frist"]}}}, "'first'"),
+        ({"model": "linear", "training": {"adapters": {}}}, "no linear or convolution"),
+        ({"training": {"adapters": {}}, "methods": ["fedbn"]}, "fedbn needs"),
+    ],
+    ids=["a target that is not there", "a network of its head alone", "no BatchNorm that trains"],
+)
+def test_what_does_not_fit_is_one_line(changes: dict[str, Any], said: str, cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(NET)
+    file = write(tmp_path / "e.yaml", experiment(sites(tmp_path), model={"name": "net.py:Net"}) | changes)
+    assert said in cli("run", file, "--runs", tmp_path / "runs").error()
+    assert not (tmp_path / "runs").exists(), "nothing is written"

@@ -1,4 +1,4 @@
-"""Malformed networks, adapters, weights of classes, measures, images, exports: one line each, exit code 2."""
+"""Malformed networks, weights of classes, measures, images, exports: one line each, exit code 2."""
 
 from __future__ import annotations
 
@@ -80,11 +80,6 @@ SECTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("predictions in words", {"evaluation": {"predictions": "some"}}, "evaluation.predictions"),
     ("an unknown field of measures", {"evaluation": {"headlines": "auroc"}}, "did you mean 'headline'"),
 ]
-NEEDS_PEFT: list[tuple[str, dict[str, Any], str]] = [
-    ("a target that is not there", {"training": {"adapters": {"targets": ["frist"]}}}, "'first'"),
-    ("a network of its head alone", {"model": "linear", "training": {"adapters": {}}}, "no linear or convolution"),
-    ("no BatchNorm that trains", {"training": {"adapters": {}}, "methods": ["fedbn"]}, "fedbn needs"),
-]
 
 
 def refused(cli: Cli, folder: Path, changes: dict[str, Any], text: str = NET) -> str:
@@ -103,13 +98,6 @@ def test_a_malformed_network(cli: Cli, tmp_path: Path, name: str, text: str, wor
 
 @pytest.mark.parametrize(("name", "changes", "word"), SECTIONS, ids=[case[0] for case in SECTIONS])
 def test_a_malformed_section(cli: Cli, tmp_path: Path, name: str, changes: dict[str, Any], word: str) -> None:
-    assert word in refused(cli, tmp_path, changes)
-
-
-@pytest.mark.slow  # the import of peft takes seconds
-@pytest.mark.parametrize(("name", "changes", "word"), NEEDS_PEFT, ids=[case[0] for case in NEEDS_PEFT])
-def test_adapters_that_do_not_fit(cli: Cli, tmp_path: Path, name: str, changes: dict[str, Any], word: str) -> None:
-    pytest.importorskip("peft")
     assert word in refused(cli, tmp_path, changes)
 
 

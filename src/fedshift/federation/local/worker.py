@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import shutil
 import sys
@@ -115,6 +117,7 @@ def main() -> None:
     """Run a worker: ``python -m fedshift.federation.local.worker ADDRESS THREADS NUMBER``, with the key on stdin."""
     address, threads, number = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(threads)
+    atexit.register(gc.freeze)  # or Python, at its end, looks for garbage among all that torch has made
     key = sys.stdin.buffer.read()
     os.environ[CHILD] = "1"
     folder = Path(address).resolve().parent
