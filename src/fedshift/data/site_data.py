@@ -139,10 +139,11 @@ class SiteData:
             self.read.append(rows.cpu())
             del self.read[:-4]
 
-    def all_batches(self, size: int) -> Iterator[Batch]:
-        """Every sample once, in order, without augmentation, ``size`` at a time."""
+    def all_batches(self, size: int, order: Tensor | None = None) -> Iterator[Batch]:
+        """Every sample once, in their order or in that of ``order``, without augmentation, ``size`` at a time."""
+        rows = torch.arange(self.samples) if order is None else order
         for begin in range(0, self.samples, size):
-            yield self.batch(torch.arange(begin, min(begin + size, self.samples)))
+            yield self.batch(rows[begin : begin + size])
 
     def _plain(self, rows: Tensor, place: Tensor) -> Tensor:
         # No cache for augmented data: only the few reads without augmentation could use it.

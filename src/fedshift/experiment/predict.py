@@ -148,16 +148,19 @@ class TrainedModel:
             raise UserError("this model predicts masks: name a folder for them with --masks FOLDER")
         extractor = self.extractor
 
-        def batches() -> Iterator[Tensor]:
+        def batches(order: Tensor | None = None) -> Iterator[Tensor]:
             for begin in range(0, len(inputs), _BATCH):
-                rows = torch.from_numpy(inputs[begin : begin + _BATCH])
+                part = slice(begin, begin + _BATCH)
+                rows = torch.from_numpy(inputs[part if order is None else order[part].numpy()])
                 if extractor is not None:
                     rows = extractor(rows).half()  # float16, as in the cache
                 yield to_network(rows, self.preprocessing, "cpu")
 
         network = self.network
         if adapted and len(inputs) and self.metadata.get("unseen"):
-            network = self.method.new_site_for(tuple(self.metadata["input_shape"])).adapted(network, batches)
+            new_site = self.method.new_site_for(tuple(self.metadata["input_shape"]))
+            order = new_site.order(len(inputs))
+            network = new_site.adapted(network, lambda: batches(order))
         none = np.zeros((0, len(self.classes)), dtype=np.float32)
         return np.concatenate([none, *(self.objective.scores(network(batch)).numpy() for batch in batches())])
 

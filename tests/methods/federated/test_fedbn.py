@@ -104,6 +104,21 @@ def test_a_new_site_s_batches_are_normalised_by_themselves(name: str) -> None:
     assert kept_state == state.weights, "answering changes no statistics"
 
 
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_new_site_has_statistics_of_all_its_samples_and_not_of_each_batch(name: str) -> None:
+    method, network = registry.parse({"name": name, "unseen": "target"}), NETWORKS[name]
+    found = domains(network, {"a": 16, "b": 9})
+    state, where = run(method, found, network, rounds=1)
+    answering = evaluated(method, state.weights, found, network)
+    inputs = next(site_of(where, "a").all_batches()).inputs
+    new_site = method.new_site_for(tuple(inputs.shape[1:]))
+    adapted = new_site.adapted(answering, lambda: [inputs])
+    with torch.no_grad():
+        torch.testing.assert_close(adapted(inputs[:1]), adapted(inputs)[:1])
+        assert not torch.allclose(adapted(inputs[:3]), answering(inputs[:3])), "it answers by the batch as before"
+        assert sorted(new_site.order(9).tolist()) == list(range(9)) != new_site.order(9).tolist()
+
+
 def test_a_single_vector_has_no_statistics_of_its_own() -> None:
     network = setting(FedBN(), domains(NORMED), NORMED).build_network()
     answering = with_batch_statistics(network).eval()

@@ -188,7 +188,8 @@ def answering(network: Network, view: SiteData, new_site: NewSite | None) -> Net
     """The network that predicts at a new site, adapted to the site's samples; None: the trained network."""
     if new_site is None:
         return network
-    return new_site.adapted(network, lambda: (inputs for inputs, _, _ in view.all_batches(_BATCH)))
+    order = new_site.order(view.samples)
+    return new_site.adapted(network, lambda: (inputs for inputs, _, _ in view.all_batches(_BATCH, order)))
 
 
 @torch.no_grad()

@@ -33,12 +33,20 @@ class NewSite:
     batch_norm: int | None = None
     classifier: int | None = None
 
+    def order(self, samples: int) -> Tensor | None:
+        """The order in which `adapted` should see the site's samples; None: any.
+
+        Files are often sorted by class. BatchNorm has to see mini-batches of all classes, since each of its layers
+        reads what the layers before it normalise by their mini-batch.
+        """
+        return None if self.batch_norm is None else torch.randperm(samples, generator=torch.Generator().manual_seed(0))
+
     def adapted(self, network: Network, batches: Callable[[], Iterable[Tensor]]) -> Network:
         """The network that predicts there, in evaluation mode.
 
         Args:
             network: the trained one. It is not changed.
-            batches: begins a pass over the inputs.
+            batches: begins a pass over the inputs, in the order that `order` gives.
         """
         if self.batch_norm is not None:
             network = adapted_to(network, batches(), self.batch_norm)

@@ -14,10 +14,11 @@ Where papers and code differ, and what was chosen
  1. The released FedBN skips every tensor whose name holds "bn". Here: every BatchNorm layer, whatever its name.
  2. A site that nobody trained on has no normalisation of its own. ``unseen: mean`` gives it the mean of the sites' (the
     appendix of FedBN's paper), for which each site sends a copy of its own. ``unseen: target`` measures statistics on
-    the new site's data, batch by batch (SiloBN's paper): then nothing of a site's normalisation leaves it, and under
-    FedBN scale and shift are those of the common start.
- 3. The accuracy at sources that is recorded is that of the published model; a site's own is known only there.
- 4. ``unseen: target`` needs batches: the statistics of one sample alone are poor, or those of the common start.
+    all samples of the new site that are predicted together (SiloBN's paper): then nothing of a site's normalisation
+    leaves it, and under FedBN scale and shift are those of the common start.
+ 3. The accuracy at sources that is recorded is that of the published model; a site's own is known only there. With
+    ``unseen: target`` it is measured batch by batch, in the order of the samples.
+ 4. ``unseen: target`` needs many samples: the statistics of one alone are poor, or those of the common start.
 
 Should reproduce: no published table of this setting is known to us.
 """
@@ -26,15 +27,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedshift.errors import UserError
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Site
 from fedshift.functional.averaging import is_buffer
+from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.models.adapters import has_adapters
 from fedshift.models.network import Network
@@ -50,7 +54,7 @@ class FedBN(FedAvg):
     citation: ClassVar[str] = "Li et al., ICLR 2021"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "normalisation")
 
-    unseen: Unseen = Field("mean", description="normalisation of a new site: the sites' mean, or its own batches'")
+    unseen: Unseen = Field("mean", description="normalisation of a new site: the sites' mean, or of its samples")
 
     def check(self, network: Network) -> None:
         if not normalisation_of(network.state_dict(), self.stays):
@@ -66,6 +70,10 @@ class FedBN(FedAvg):
 
     def evaluated_network(self, network: Network, sources: int) -> Network:
         return network if self.unseen == "mean" else with_batch_statistics(network)
+
+    def new_site_for(self, input_shape: tuple[int, ...]) -> NewSite:
+        given = super().new_site_for(input_shape)
+        return given if self.unseen == "mean" else _Measured(given.batch_norm or 0, given.classifier)
 
     def fit(self, site: Site, weights: Weights) -> Update:
         """Train the common model with the site's own normalisation."""
@@ -85,7 +93,7 @@ class SiloBN(FedBN):
     name: ClassVar[str] = "silobn"
     citation: ClassVar[str] = "Andreux et al., MICCAI DCL 2020"
 
-    unseen: Unseen = Field("target", description="statistics of a new site: its own batches', or the sites' mean")
+    unseen: Unseen = Field("target", description="statistics of a new site: its samples', or the sites' mean")
 
     def stays(self, name: str) -> bool:
         return is_buffer(name)
@@ -109,13 +117,28 @@ def with_batch_statistics(network: Network) -> Network:
     Running statistics do not change. They serve where a channel has one number in a batch, which has no deviation.
     """
     answering = copy.deepcopy(network)
-    for module in answering.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.track_running_stats = False
-            module.register_forward_pre_hook(_by_the_batch)
+    for layer in _layers(answering):
+        layer.track_running_stats = False
+        layer.register_forward_pre_hook(_by_the_batch)
     return answering
+
+
+def _layers(network: Network) -> list[_BatchNorm]:
+    return [module for module in network.modules() if isinstance(module, _BatchNorm)]
 
 
 def _by_the_batch(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
     (batch,) = inputs
-    layer.training = batch.numel() > batch.shape[1]
+    if not layer.track_running_stats:
+        layer.training = batch.numel() > batch.shape[1]
+
+
+@dataclass(frozen=True)
+class _Measured(NewSite):
+    """Statistics of all of a new site's samples, in place of those of each batch."""
+
+    def adapted(self, network: Network, batches: Callable[[], Iterable[Tensor]]) -> Network:
+        answering = copy.deepcopy(network)
+        for layer in _layers(answering):
+            layer.track_running_stats = layer.running_mean is not None
+        return super().adapted(answering, batches)
