@@ -2,8 +2,8 @@
 labels, the same turned by 30 degrees without.
 
 Measured, means over four splits (ACC_s / ACC_t / harmonic mean), 20 rounds: MDFNet 87.5 / 53.8 / 66.5, literal
-r 46.1 / 22.0 / 28.5; Source-only 93.2 / 40.5 / 56.4. The test's two splits are the hardest, with harmonic means of
-62.2, 34.0 and 54.3. Chance is 10.
+r 46.1 / 22.0 / 28.5; Source-only 93.2 / 40.5 / 56.4. Harmonic means over the test's two splits: 62.2, 34.0 and 54.3.
+Chance is 10.
 """
 
 from __future__ import annotations

@@ -192,7 +192,9 @@ def test_a_site_that_does_not_answer_is_lost(
     controller = SimpleNamespace(send=lambda *_, **__: None, cancel_task=lambda _: None)
     monkeypatch.setattr(engine, "_LOOK_AGAIN", 0.01)
     monkeypatch.setattr(engine, "revoked_sites", lambda kit: revoked if kit.folder == kits.coordinator else set())
-    transport = engine.FlareTransport(controller, None, Signal(), lambda: None, load_kit(kits.coordinator))
+    looks = itertools.count()
+    kit, endless = load_kit(kits.coordinator), lambda: "it is waited for without end" if next(looks) > 500 else None
+    transport = engine.FlareTransport(controller, None, Signal(), endless, kit)
     arrived = transport.exchange(iter([("north", Message("{}", b"", ""))]), deadline, patience)
     assert [one for one in arrived if not isinstance(one[1], Sign)] == [("north", Lost(reason))]
 
