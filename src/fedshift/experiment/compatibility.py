@@ -77,11 +77,10 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
         )
     if experiment.training.precision == "bf16" and not has_bf16_units(resolve_device(experiment.device)):
         warnings.append("training.precision: this device has no units for bf16, so it is no faster than float32")
-    if experiment.training.adapters is not None and _starts_at_random(experiment.model):
-        warnings.append(
-            "training.adapters: the weights that stay fixed are drawn at random; give model.pretrained to adapt a "
-            "trained network"
-        )
+    fixed = "adapters" if experiment.training.adapters is not None else "thaw_after"
+    if getattr(experiment.training, fixed) and _starts_at_random(experiment.model):
+        given = "give model.pretrained to adapt a trained network"
+        warnings.append(f"training.{fixed}: the weights that stay fixed are drawn at random; {given}")
     fewest = min(len(sources) for sources, _ in roles)
     if (drawn := experiment.protocol.drawn(fewest)) is not None:
         check_drawn(experiment.methods, engine.quorum, drawn, fewest)

@@ -131,6 +131,7 @@ class Method(Composed, ABC):
         trains_privately: whether it takes ``training.privacy``: its sites train with `Site.minimise` alone, send
             nothing else that is computed from samples, and its loss is a mean over samples and a ``regulariser``. A
             subclass must set it again.
+        thaws: whether it goes with ``training.thaw_after``; not if it needs gradients of the features at all times.
         relative_cost: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
         server_reads: what the server's code reads of the replies that hold models: ``sums`` (``replies.mean``) can be
             hidden by secure aggregation; ``norms`` are sums and numbers of single sites; ``models`` are single models.
@@ -146,6 +147,7 @@ class Method(Composed, ABC):
     tasks: ClassVar[tuple[Task, ...]] = ("classification",)
     one_target: ClassVar[bool] = False
     trains_privately: ClassVar[bool] = False
+    thaws: ClassVar[bool] = True
     relative_cost: ClassVar[float] = 1.0
     server_reads: ClassVar[Reads] = "models"
     routed: ClassVar[Mapping[str, Routed]] = {}
