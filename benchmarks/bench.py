@@ -1,10 +1,11 @@
 """``make bench``: ratios measured in one run, so that they hold on any machine. Absolute numbers are only a by-product.
 
-    python benchmarks/bench.py [--quick] [--only engine,workers,csac,elcfs,pooled,kd3a,mdfnet,vote,memory]
+    python benchmarks/bench.py [--quick] [--only engine,workers,sites,csac,elcfs,pooled,kd3a,mdfnet,vote,memory]
                                [--device cpu] [--output FILE]
 
 engine   FedAvg of fedshift against a bare PyTorch loop over the same batches, one thread
 workers  two workers, two threads, or two runs at once, against one worker of one thread
+sites    sites of one small network side by side against one after the other, one thread
 csac     seconds of a local mini-batch of CSAC against FedAvg
 elcfs    the same of ELCFS, per image that goes forward and backward
 pooled   seconds of a mini-batch of each pooled method against DeepAll, and against its own arithmetic
@@ -35,10 +36,11 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-PARTS = ("engine", "workers", "csac", "elcfs", "pooled", "kd3a", "mdfnet", "vote", "memory")
+PARTS = ("engine", "workers", "sites", "csac", "elcfs", "pooled", "kd3a", "mdfnet", "vote", "memory")
 AIMS = {
     "engine": "at least 0.95 of the bare loop",
     "workers": "two workers at least 1.7 times one",
+    "sites": "at least 1.5 times one after the other",
     "csac": "at most 1.35 (published: 1.14)",
     "elcfs": "at most 1.2 (published whole runs: 2.9 times FedAvg)",
     "pooled": "at most 1.15 times its arithmetic",
@@ -105,6 +107,7 @@ def _measure(part: str, quick: bool, device: str) -> list[Row]:
     if part == "vote":
         return [_memory_row(name, 10) for name in ("vote", "vote_leave_one_out", "vote_shapley")]
     import bench_pooled
+    import bench_sites
     import bench_steps
     import bench_training
 
@@ -112,6 +115,8 @@ def _measure(part: str, quick: bool, device: str) -> list[Row]:
         return bench_pooled.pooled(quick, device)
     if part == "workers":
         return bench_training.workers(quick)
+    if part == "sites":
+        return bench_sites.sites(quick)
     if part == "kd3a":
         return bench_training.kd3a(quick)
     if part == "mdfnet":
@@ -174,6 +179,19 @@ def _table(part: str, rows: list[Row]) -> Table:
                 f"{row['mini_batches_per_second_one_worker']:,.0f}",
                 *(f"{row[key]:.2f}" for key in ("two_workers", "two_threads", "two_runs")),
                 row["winner_of_one_run"],
+            )
+    elif part == "sites":
+        _columns(
+            table, "ms of the processor", "sites", "one by one", "side by side", "ratio", "of CPU time", "difference"
+        )
+        for row in rows:
+            table.add_row(
+                row["case"],
+                str(row["sites"]),
+                *(f"{value:.3f}" for value in row["processor_milliseconds_per_mini_batch"].values()),
+                f"{row['ratio']:.2f}",
+                f"{row['ratio_of_processor_seconds']:.2f}",
+                f"{row['difference_of_weights_after_a_round']:.0e}",
             )
     elif part == "kd3a":
         headings = ("mini-batches", "fedshift s", "bare s", "ratio", "of CPU time", "difference")

@@ -106,20 +106,22 @@ class Work:
         """The common start."""
         return Weights(self.setting.build_network().state_dict())
 
-    def federation(self, pool: WorkerPool | None = None) -> Federation:
+    def federation(self, pool: WorkerPool | None = None, *, side_by_side: bool = False) -> Federation:
         """The sites in this process, or in a pool's."""
         options: dict[str, Any] = {"budget": dict.fromkeys((plan.name for plan in self.plans), ENDLESS), "rounds": 1}
         if pool is None:
-            return LocalFederation(self.plans, self.setting, **options)
+            return LocalFederation(self.plans, self.setting, side_by_side=side_by_side, **options)
         return PoolFederation(pool, self.plans, self.setting, **options)
 
 
 class Rounds:
     """Goes on with a method's rounds at every call."""
 
-    def __init__(self, work: Work, pool: WorkerPool | None = None, threads: int = 1) -> None:
+    def __init__(
+        self, work: Work, pool: WorkerPool | None = None, threads: int = 1, *, side_by_side: bool = False
+    ) -> None:
         self.method, self.threads = work.method, threads
-        self.federation = work.federation(pool)
+        self.federation = work.federation(pool, side_by_side=side_by_side)
         self.state: State = self.method.start(self.federation, work.start())
 
     def __call__(self, rounds: int) -> None:

@@ -89,10 +89,10 @@ def setting(
     **options: Any,
 ) -> Setting:
     """``options`` are those of `Training`."""
-    data = data_set(found)
+    data, chosen = data_set(found), models.parse(network, permit=models.any_code)
     return Setting(
-        method, training(**options), models.parse(network), data.preprocessing, data.input_shape, CLASSES, len(found),
-        seed, "cpu", frozenset(refuse),
+        method, training(**options), chosen, data.preprocessing, data.input_shape, CLASSES, len(found), seed, "cpu",
+        frozenset(refuse),
     )  # fmt: skip
 
 

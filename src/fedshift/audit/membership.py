@@ -274,6 +274,7 @@ def _model(planned: PlannedRun, device: str) -> Network:
         on_refusal=engine.on_refusal,
         sums_only=engine.sums_only,
         per_round=planned.drawn,
+        side_by_side=engine.sites == "side_by_side",
     )
     start = Weights({name: tensor.cpu().contiguous() for name, tensor in network.state_dict().items()})
     federation.screening = screening_of(method, start)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 from fedshift.data.site_data import batches_per_epoch
+from fedshift.errors import UserError
 from fedshift.experiment.protocol import Split
 from fedshift.federation.site_runner import SitePlan
 from fedshift.federation.training import Training
@@ -48,7 +49,25 @@ def rounds_needed(method: Method, training: Training, split: Split, budget: Mapp
     """Rounds until every site has used its budget: ``training.rounds``, or more if the method uses less per round.
 
     It is 0 if the budget is used before the first round.
+
+    Raises:
+        UserError: the backbone would be frozen in all of them, or the method does not go with a frozen one.
     """
+    rounds = _rounds(method, training, split, budget)
+    if training.thaw_after and not getattr(method, "inner", method).thaws:
+        raise UserError(
+            f"training.thaw_after: {method.display} needs gradients of the features in every round: leave it out, or "
+            "choose another method, such as deepall"
+        )
+    if training.thaw_after and training.thaw_after >= rounds:
+        raise UserError(
+            f"training.thaw_after: {method.display} has {rounds} rounds, and the backbone would be frozen in all: "
+            "lower it, or choose model.trained_from"
+        )
+    return rounds
+
+
+def _rounds(method: Method, training: Training, split: Split, budget: Mapping[str, int]) -> int:
     if method.pooled or method.supervised_target:
         total = sum(budget.values())
         return math.ceil(total / math.ceil(total / training.rounds))

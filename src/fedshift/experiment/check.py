@@ -32,7 +32,7 @@ from fedshift.federation.messages import promised_kinds
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method, Traffic, calls_of, in_order
 from fedshift.methods.catalogue import ROUTED
-from fedshift.models.network import Network
+from fedshift.models.network import Network, freeze_backbone
 from fedshift.models.payload import payload
 
 _TIMED_BATCHES = 8
@@ -124,7 +124,9 @@ def check(experiment: Experiment) -> Check:
     data = plan.data
     device, threads = resolve_device(experiment.device), experiment.engine.thread_count()
     warnings = [*check_fit(plan), *plan.warnings()]
-    per_batch = _seconds_per_batch(experiment, data, device, threads)
+    per_batch = {
+        frozen: _seconds_per_batch(experiment, data, device, threads, frozen=frozen) for frozen in (True, False)
+    }
     needs = _needs(plan, per_batch, warnings)
     plain = payload(experiment.training.network(experiment.model, data.input_shape, len(data.classes), 0))
     return Check(
@@ -193,8 +195,8 @@ class _Need:
     traffic: Traffic | None
 
 
-def _needs(plan: Plan, per_batch: float, warnings: list[str]) -> dict[str, list[_Need]]:
-    """What every run needs, by method. A mini-batch takes ``per_batch`` seconds. Adds to ``warnings``."""
+def _needs(plan: Plan, per_batch: Mapping[bool, float], warnings: list[str]) -> dict[str, list[_Need]]:
+    """What every run needs, by method; ``per_batch``: seconds, by whether a backbone is frozen. Adds to ``warnings``."""
     needs: dict[str, list[_Need]] = {method.display: [] for method in plan.experiment.methods}
     dry: dict[object, DryRun | None] = {}
     refusing = bool(plan.experiment.engine.refuse_at)
@@ -231,13 +233,14 @@ def _dry_run(planned: PlannedRun, network: Network, warnings: list[str]) -> DryR
         return None
 
 
-def _need(planned: PlannedRun, network: Network, per_batch: float, dry: DryRun | None) -> _Need:
+def _need(planned: PlannedRun, network: Network, per_batch: Mapping[bool, float], dry: DryRun | None) -> _Need:
     method, engine = planned.run.method, planned.experiment.engine
     sites = 1 if method.pooled else len(planned.split.train)
     speed_up = engine.parallel_runs * min(engine.workers, sites)
     cost = method.cost_of(planned.plan.data.input_shape)
     trained = trained_of(planned)
-    seconds = trained * per_batch * cost / speed_up
+    frozen = min(1.0, planned.experiment.training.thaw_after / max(1, planned.rounds))
+    seconds = trained * (frozen * per_batch[True] + (1 - frozen) * per_batch[False]) * cost / speed_up
     sent = traffic(planned, network, dry) if dry is not None else None
     return _Need(planned.rounds, round(trained / len(planned.split.train)), _per_round(planned), seconds, sent)
 
@@ -306,8 +309,13 @@ def _learned(data: DataSet) -> str:
     return f"{data.task} of {', '.join(data.classes)}"
 
 
-def _seconds_per_batch(experiment: Experiment, data: DataSet, device: str, threads: int) -> float:
-    """Seconds of one mini-batch: the median over mini-batches of the largest domain, with the task's loss."""
+def _seconds_per_batch(experiment: Experiment, data: DataSet, device: str, threads: int, *, frozen: bool) -> float:
+    """Seconds of one mini-batch: the median over mini-batches of the largest domain, with the task's loss.
+
+    It is 0 for a frozen backbone in an experiment that freezes none.
+    """
+    if frozen and not experiment.training.thaw_after:
+        return 0.0
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -315,8 +323,9 @@ def _seconds_per_batch(experiment: Experiment, data: DataSet, device: str, threa
         rows = torch.arange(min(len(domain), experiment.training.batch_size * _TIMED_BATCHES)).numpy()
         view = SiteData([(domain, rows, 0)], data.preprocessing, experiment.training.augmentation, device)
         training = experiment.training
-        network = training.network(experiment.model, data.input_shape, len(data.classes), 0).to(device).train()
-        network = training.prepared(network)
+        network = training.network(experiment.model, data.input_shape, len(data.classes), 0).to(device)
+        freeze_backbone(network, frozen)
+        network = training.prepared(network).train()
         optimizer = experiment.training.build_optimizer(network.parameters(), experiment.training.lr)
         draws = torch.Generator().manual_seed(0)
         seconds, loss = [], objective_of(data.preprocessing).loss

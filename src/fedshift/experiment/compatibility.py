@@ -18,6 +18,7 @@ from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.privacy import check_private, check_private_task, check_routed, check_sums
 from fedshift.experiment.protocol import check_compared, check_drawn
+from fedshift.federation.local.stacked import check_side_by_side
 from fedshift.methods import registry
 from fedshift.methods.base import Method
 from fedshift.methods.catalogue import NEEDS_CLASSES
@@ -27,9 +28,6 @@ from fedshift.models import registry as models
 from fedshift.models.adapters import check_adapters, merged
 from fedshift.models.network import Network
 from fedshift.models.normalisation import batch_norms
-from fedshift.models.options import NetworkOptions
-from fedshift.models.own.libraries import NAMES as LIBRARIES
-from fedshift.models.own.options import OwnNetwork
 from fedshift.models.products import has_bf16_units
 from fedshift.weights import Weights
 
@@ -77,11 +75,10 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
         )
     if experiment.training.precision == "bf16" and not has_bf16_units(resolve_device(experiment.device)):
         warnings.append("training.precision: this device has no units for bf16, so it is no faster than float32")
-    if experiment.training.adapters is not None and _starts_at_random(experiment.model):
-        warnings.append(
-            "training.adapters: the weights that stay fixed are drawn at random; give model.pretrained to adapt a "
-            "trained network"
-        )
+    fixed = "adapters" if experiment.training.adapters is not None else "thaw_after"
+    if getattr(experiment.training, fixed) and experiment.model.starts_at_random:
+        given = "give model.pretrained to adapt a trained network"
+        warnings.append(f"training.{fixed}: the weights that stay fixed are drawn at random; {given}")
     fewest = min(len(sources) for sources, _ in roles)
     if (drawn := experiment.protocol.drawn(fewest)) is not None:
         check_drawn(experiment.methods, engine.quorum, drawn, fewest)
@@ -106,6 +103,9 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
                 plain = models.build(experiment.model, data.input_shape, len(data.classes), 0)
             network = _adapted(method, copy.deepcopy(start), plain, sources)
             method.check(network)
+            if engine.sites == "side_by_side":
+                kinds = {"in_parts": method.trains_in_parts, "plugged": bool(method.local_for(data.input_shape))}
+                check_side_by_side(method.display, network, experiment.training, **kinds)
             if private:
                 check_private(method, network, data.input_shape)
             for plug_in in method.local_for(data.input_shape):
@@ -138,13 +138,6 @@ def _why(method: Method) -> str:
     """Why it is for classification alone, where its equations say so."""
     reason = NEEDS_CLASSES.get(getattr(method, "inner", method).name)
     return f", because {reason}" if reason else ""
-
-
-def _starts_at_random(model: NetworkOptions) -> bool:
-    """Whether a network could have pre-trained weights and has none; False for a user's own code."""
-    if not isinstance(model, OwnNetwork):
-        return not getattr(model, "pretrained", False)
-    return model.name.partition(":")[0] in LIBRARIES and not model.options.get("pretrained")
 
 
 def _start(experiment: Experiment, data: DataSet) -> Network:

@@ -21,7 +21,7 @@ from fedshift.evaluation.records import Metric, SitePrivacy
 from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.budgets import budgets, rounds_needed
 from fedshift.experiment.config.experiment import Experiment, data_record, method_record
-from fedshift.experiment.config.sections import EXTENT, FlareEngine, LeaveOneOut
+from fedshift.experiment.config.sections import EXTENT, LeaveOneOut
 from fedshift.experiment.environment import data_fingerprint, versions
 from fedshift.experiment.features import built
 from fedshift.experiment.privacy import draws_of, site_privacy
@@ -266,7 +266,7 @@ class PlannedRun:
     def identity(self) -> dict[str, Any]:
         """The settings that identify the run, and others that are recorded with them."""
         experiment, settings = self.experiment, common_settings(self.experiment, self.run.method)
-        identity = {
+        return {
             **settings,
             "data": {**settings["data"], "fingerprint": self.plan.fingerprint},
             "target": self.run.target,
@@ -275,10 +275,8 @@ class PlannedRun:
             "engine": experiment.dump()["engine"],
             "device": experiment.device,
             "versions": versions(),
+            **experiment.engine.identity,
         }
-        if experiment.engine.sums_only:
-            identity["aggregation"] = experiment.engine.aggregation
-        return identity | {"wire": experiment.engine.wire} if isinstance(experiment.engine, FlareEngine) else identity
 
 
 def common_settings(experiment: Experiment, method: Method) -> dict[str, Any]:

@@ -92,10 +92,12 @@ def on_rung(
         budget: mini-batches of each site with all of the budget.
     """
     training = experiment.training
+    rounds = max(1, round(rung.share * training.rounds))
     part = training.model_copy(
         update={
             "mini_batches": max(1, round(rung.share * budget)),
-            "rounds": max(1, round(rung.share * training.rounds)),
+            "rounds": rounds,
+            "thaw_after": min(rounds - 1, round(rung.share * training.thaw_after)),
         }
     )
     update = {"name": f"{experiment.name}-rung{rung.number}", "training": part, "methods": tuple(methods)}

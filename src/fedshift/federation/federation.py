@@ -18,7 +18,7 @@ from fedshift.federation.randomness import sources_of_round
 from fedshift.federation.replies.checks import ReplyCheck, reply_type
 from fedshift.federation.reply_bounds import About, Bounds
 from fedshift.federation.secure.sums import SMALLEST_ROSTER, By, SumOnly, Total, Weighing, contribution, threshold
-from fedshift.federation.site import Envelope, PlugIn, Site
+from fedshift.federation.site import Envelope, LocalFit, PlugIn, Site
 from fedshift.models.network import Network
 
 OnRefusal = Literal["stop", "leave_out"]
@@ -46,6 +46,8 @@ class CallOwner(Protocol):
     def plug_ins(self, site: Site) -> Sequence[PlugIn]: ...
 
     def run_call(self, call: str, site: Site, content: Mapping[str, Any]) -> Reply: ...
+
+    def in_parts(self, call: str, site: Site, content: Mapping[str, Any]) -> LocalFit: ...
 
     def bounds(self, call: str, about: About) -> Bounds: ...
 
@@ -201,8 +203,7 @@ class Federation(ABC):
         answers: Generator[tuple[str, R], None, None] = self._exchange(call.__name__, to, content)
         if self.screening is not None:
             answers = self.screening.screened(call.__name__, content, answers)
-        replies = Replies(to, answers)
-        self._open = replies
+        self._open = replies = Replies(to, answers)
         return replies
 
     def ask_further(self, call: Callable[..., R], *, to: Sequence[str], **content: Content | PerSite) -> Replies[R]:
@@ -250,7 +251,6 @@ class Federation(ABC):
         weighing: Weighing | None = None,
     ) -> Generator[tuple[str, Any], None, None]:
         number = self.progress.exchange
-
         own = {site: {name: self._content_for(site, name, value) for name, value in content.items()} for site in to}
 
         def requests() -> Iterator[Request]:

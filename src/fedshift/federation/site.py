@@ -22,7 +22,7 @@ from fedshift.federation.training import exploded
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
-__all__ = ["Batch", "Envelope", "LossOf", "PlugIn", "Role", "Site"]
+__all__ = ["Batch", "Envelope", "LocalFit", "LossOf", "PlugIn", "Role", "Site"]
 
 M = TypeVar("M", bound=nn.Module)
 B = TypeVar("B")
@@ -131,19 +131,56 @@ class Site(SiteBase):
                 losses.append(loss.detach())
         values = torch.stack(losses).cpu().double() if losses else torch.zeros(1)
         mean = float(values.mean())
-        if not math.isfinite(mean) or exploded(mean, float(values[0])):
+        self.check_loss(mean, float(values[0]))
+        if remember is not None:
+            self.remember_optimizer(steppers[0], remember)
+        return mean
+
+    def check_loss(self, mean: float, first: float) -> None:
+        """Check the mean loss of an exchange's mini-batches beside the first of them.
+
+        Raises:
+            TrainingDiverged: it is not a number or explodes.
+        """
+        if not math.isfinite(mean) or exploded(mean, first):
             raise TrainingDiverged(
                 f"training turned to {mean} at site '{self.name}' in round {self.envelope.round} with learning rate "
                 f"{self.learning_rate:g}: lower training.lr or set training.clip_norm"
             )
-        if remember is not None:
-            self.remember_optimizer(steppers[0], remember)
-        return mean
 
     def weights_of(self, module: nn.Module) -> Weights:
         """Copy a module's weights and buffers as content that can be sent."""
         state, form = module.state_dict().items(), torch.contiguous_format
         return Weights({key: tensor.detach().cpu().clone(memory_format=form) for key, tensor in state})
+
+
+@dataclass(frozen=True)
+class LocalFit:
+    """A call that calls `Site.minimise` once, in parts: what it minimises, and the reply that it makes of the loss.
+
+    An engine that is given calls in parts can train the models of several sites together.
+    """
+
+    site: Site
+    model: Network
+    loss_of: LossOf
+    reply: Callable[[float], Any]
+    epochs: int = 1
+    steps: int | None = None
+    remember: str | None = None
+    regulariser: Callable[[], Tensor] | None = None
+
+    def carry_out(self) -> Any:
+        """The reply, after training at this site alone."""
+        loss = self.site.minimise(
+            self.loss_of,
+            self.model,
+            epochs=self.epochs,
+            steps=self.steps,
+            remember=self.remember,
+            regulariser=self.regulariser,
+        )
+        return self.reply(loss)
 
 
 class PlugIn:

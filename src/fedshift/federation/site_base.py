@@ -14,9 +14,9 @@ from fedshift.data.site_data import SiteData, batches_per_epoch, epoch_batches, 
 from fedshift.data.tasks.objective import CLASSES, Objective
 from fedshift.errors import FedshiftError
 from fedshift.federation.randomness import Draws, derive_seed, generator
-from fedshift.federation.site_memory import SiteMemory, load_optimizer, optimizer_state
+from fedshift.federation.site_memory import SiteMemory, begin_momentum, load_optimizer, optimizer_state
 from fedshift.federation.training import Training
-from fedshift.models.network import Network, rate_factors
+from fedshift.models.network import Network, freeze_backbone, rate_factors, waiting_parameters
 
 Role = Literal["source", "target"]
 
@@ -90,6 +90,8 @@ class SiteBase:
     def begin(self, envelope: Envelope) -> None:
         """Start an exchange. Its generators depend on the seed, the site and the exchange alone."""
         self.envelope = envelope
+        if self.training.thaw_after:  # sites of one process share the network, and are all in this round
+            freeze_backbone(self.network, envelope.round <= self.training.thaw_after)
         self.mini_batches = self._orders = self._done = 0
         self._rates, self._scheduled = [], []
         self.generator = generator(self.seed, self.name, envelope.exchange, "step")
@@ -141,10 +143,13 @@ class SiteBase:
         """
         parameters = [parameter for module in modules for parameter in module.parameters()]
         factors = rate_factors(modules) if self.training.layer_rates else None
-        optimizer = self.training.build_optimizer(parameters, self.learning_rate, factors)
+        waiting = waiting_parameters(modules) if self.training.thaw_after else ()
+        optimizer = self.training.build_optimizer(parameters, self.learning_rate, factors, waiting)
         kept = keep or not self.training.reset_optimizer_each_round
         if memory is not None and kept and memory in self.memory:
             load_optimizer(optimizer, self.memory[memory])
+            if self.training.thaw_after:
+                begin_momentum(optimizer)
         self._scheduled.append((optimizer, self.learning_rate))
         return optimizer
 

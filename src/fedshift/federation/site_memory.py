@@ -114,3 +114,11 @@ def load_optimizer(optimizer: torch.optim.Optimizer, content: Content) -> None:
             tensor = torch.empty_like(parameter, dtype=tensor.dtype).copy_(tensor)
         state.setdefault(int(number), {})[key] = tensor
     optimizer.load_state_dict({**whole, "state": state})
+
+
+def begin_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give parameters that were frozen so far a momentum of zero. Fused SGD wants that of all parameters or of none."""
+    for group in optimizer.param_groups:
+        if group.get("momentum"):
+            for parameter in group["params"]:
+                optimizer.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +17,7 @@ from fedshift.federation.federation import CallOwner, OnRefusal
 from fedshift.federation.messages import Reply, pieces, promised_kinds, reply_content, returned
 from fedshift.federation.randomness import Draws
 from fedshift.federation.reply_bounds import About
-from fedshift.federation.site import Envelope, Role, Site
+from fedshift.federation.site import Envelope, LocalFit, Role, Site
 from fedshift.federation.site_memory import SiteMemory
 from fedshift.federation.training import Training
 from fedshift.models.network import Network
@@ -134,12 +135,8 @@ class SiteRunner:
             FedshiftError: the call does not return a `Reply`.
             KindRefused: the reply holds, or its type promises, a kind that the site refuses to send.
         """
-        if self.refuse:  # what the call's signature promises can be refused before it trains
-            promised = returned(getattr(self.method.call_owner(call), call))
-            for name, kind in promised_kinds(promised).items() if promised else ():
-                self._check(call, name, kind)
-        cuda = [self.site.device] if self.site.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=cuda):  # dropout draws from torch's own generators, which `begin` seeds
+        self._check_promised(call)
+        with self._forked():  # dropout draws from torch's own generators, which `begin` seeds
             self.site.begin(envelope)
             self.site.plug_ins = self.method.plug_ins(self.site)
             reply = self.method.run_call(call, self.site, content)
@@ -147,11 +144,43 @@ class SiteRunner:
                 plug_in.end()
             self.site.plug_ins = ()
             self.site.end()
+        return self._checked(call, reply)
+
+    def begin(self, call: str, envelope: Envelope, content: Mapping[str, Any]) -> LocalFit:
+        """Run a call up to its training, which the engine does; then `finish` runs the rest.
+
+        Raises:
+            FedshiftError: the call cannot be taken apart.
+            KindRefused: as in `run`.
+        """
+        self._check_promised(call)
+        with self._forked():
+            self.site.begin(envelope)
+        return self.method.in_parts(call, self.site, content)
+
+    def finish(self, call: str, fit: LocalFit, loss: float) -> tuple[Reply, int]:
+        """The rest of a call after training with this mean loss; as `run`."""
+        reply = fit.reply(loss)
+        self.site.end()
+        return self._checked(call, reply)
+
+    def _forked(self) -> AbstractContextManager[None]:
+        """A context whose end restores torch's own generators."""
+        cuda = [self.site.device] if self.site.device.type == "cuda" else []
+        return torch.random.fork_rng(devices=cuda)
+
+    def _checked(self, call: str, reply: object) -> tuple[Reply, int]:
         if not isinstance(reply, Reply):
             raise FedshiftError(f"call {call} returned {type(reply).__name__}, not a Reply")
         for name, kind, _ in pieces(reply_content(reply)):  # before anything leaves the site
             self._check(call, name, kind)
         return reply, self.site.mini_batches
+
+    def _check_promised(self, call: str) -> None:
+        if self.refuse:  # what the call's signature promises can be refused before it trains
+            promised = returned(getattr(self.method.call_owner(call), call))
+            for name, kind in promised_kinds(promised).items() if promised else ():
+                self._check(call, name, kind)
 
     def _check(self, call: str, name: str, kind: str) -> None:
         """Raise KindRefused, naming the rule, for a kind that the site refuses to send."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Literal, Self, TypeVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 import torch
 from pydantic import (
@@ -12,8 +12,11 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    SerializerFunctionWrapHandler,
+    model_serializer,
     model_validator,
 )
 from torch import Tensor, nn
@@ -25,7 +28,7 @@ from fedshift.extras import compiler_comes_later
 from fedshift.functional import schedules
 from fedshift.models import registry as models
 from fedshift.models.adapters import Adapters, with_adapters
-from fedshift.models.network import Network, with_layer_rates
+from fedshift.models.network import Network, with_layer_rates, with_thawing
 from fedshift.models.options import NetworkOptions
 from fedshift.models.products import Precision, Products, with_precision, with_products
 
@@ -98,6 +101,11 @@ class Training(BaseModel):
         description="layers, by their path or their stage's name, with factors of the learning rate: "
         "{features.backbone: 0.1}; 1 for those that are not named",
     )
+    thaw_after: NonNegativeInt = Field(
+        0,
+        description="rounds in which a loaded backbone is frozen, and what comes before them; then it trains, at its "
+        "rate in layer_rates. 0: it trains from the beginning",
+    )
     momentum: Annotated[float, Field(ge=0, lt=1)] = Field(0.5, description="momentum of SGD")
     nesterov: bool = Field(False, description="Nesterov's form of momentum")
     weight_decay: NonNegativeFloat = Field(0.0, description="L2 penalty on all trained parameters")
@@ -145,7 +153,21 @@ class Training(BaseModel):
             raise ValueError(
                 "precision: bf16 rounds the gradients of single samples, which privacy clips: leave it out"
             )
+        if self.thaw_after and self.adapters is not None:
+            raise ValueError("thaw_after trains the backbone later, and adapters keep it fixed: leave out one of them")
+        if self.thaw_after >= self.rounds:
+            raise ValueError(
+                f"thaw_after: of {self.rounds} rounds the backbone would be frozen in all: lower it, or choose "
+                "model.trained_from"
+            )
         return self
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written: dict[str, Any] = plain(self)
+        if not self.thaw_after:  # private noise is drawn from the settings, which are those of earlier runs
+            written.pop("thaw_after", None)
+        return written
 
     def learning_rate(self, progress: float) -> float:
         """The learning rate when a share ``progress``, in [0, 1], of a run's mini-batches is done."""
@@ -198,7 +220,7 @@ class Training(BaseModel):
         return self
 
     def network(self, options: NetworkOptions, input_shape: tuple[int, ...], classes: int, seed: int) -> Network:
-        """The network that a run starts from, with its adapters and the learning rates of its layers.
+        """The network that a run starts from, with its adapters, the learning rates of its layers and its backbone.
 
         Args:
             options: the network.
@@ -207,19 +229,26 @@ class Training(BaseModel):
             seed: what the weights are drawn from.
 
         Raises:
-            UserError: the network cannot read such samples, cannot have these adapters, or lacks a named layer.
+            UserError: the network cannot read such samples, cannot have these adapters, or lacks a named layer
+                or a backbone to thaw.
         """
         network = models.build(options, input_shape, classes, seed)
         if self.adapters is not None:
             network = with_adapters(network, self.adapters, input_shape, seed)
-        return with_layer_rates(network, self.layer_rates) if self.layer_rates else network
+        if self.layer_rates:
+            network = with_layer_rates(network, self.layer_rates)
+        return with_thawing(network) if self.thaw_after else network
 
     def prepared(self, module: M) -> M:
         """A module that multiplies as these settings say; it is changed in place."""
         return with_precision(with_products(module, self.matrix_products), self.precision)
 
     def build_optimizer(
-        self, parameters: Iterable[Tensor], lr: float, factors: Mapping[Tensor, float] | None = None
+        self,
+        parameters: Iterable[Tensor],
+        lr: float,
+        factors: Mapping[Tensor, float] | None = None,
+        waiting: Collection[Tensor] = (),
     ) -> torch.optim.Optimizer:
         """The optimiser of these settings, over those ``parameters`` that require a gradient.
 
@@ -228,11 +257,13 @@ class Training(BaseModel):
             lr: the learning rate.
             factors: of the learning rates of single parameters; each group of the optimiser notes its own as
                 ``factor``. 1 for others.
+            waiting: parameters that are frozen now and train later. They are counted, so that what is remembered of
+                the others fits an optimiser of both.
         """
         compiler_comes_later()
         by_factor: dict[float, list[Tensor]] = {}
         for parameter in parameters:
-            if parameter.requires_grad:
+            if parameter.requires_grad or parameter in waiting:
                 by_factor.setdefault((factors or {}).get(parameter, 1.0), []).append(parameter)
         groups = [{"params": some, "lr": lr * factor, "factor": factor} for factor, some in by_factor.items()]
         if self.optimizer == "adam":

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from pydantic import model_validator
 
 from fedshift.data.domain import Task
+from fedshift.errors import FedshiftError
 from fedshift.federation.exchange import Replies, Routed
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import (
@@ -25,7 +26,7 @@ from fedshift.federation.messages import (
     returned,
 )
 from fedshift.federation.reply_bounds import About, Bounds
-from fedshift.federation.site import Site
+from fedshift.federation.site import LocalFit, Site
 from fedshift.import_paths import place_of
 from fedshift.methods.composition.averaging import Kept
 from fedshift.methods.composition.options import Composed
@@ -131,6 +132,7 @@ class Method(Composed, ABC):
         trains_privately: whether it takes ``training.privacy``: its sites train with `Site.minimise` alone, send
             nothing else that is computed from samples, and its loss is a mean over samples and a ``regulariser``. A
             subclass must set it again.
+        thaws: whether it goes with ``training.thaw_after``; not if it needs gradients of the features at all times.
         relative_cost: seconds of a mini-batch beside plain cross-entropy, a rough guide for estimates.
         server_reads: what the server's code reads of the replies that hold models: ``sums`` (``replies.mean``) can be
             hidden by secure aggregation; ``norms`` are sums and numbers of single sites; ``models`` are single models.
@@ -146,6 +148,7 @@ class Method(Composed, ABC):
     tasks: ClassVar[tuple[Task, ...]] = ("classification",)
     one_target: ClassVar[bool] = False
     trains_privately: ClassVar[bool] = False
+    thaws: ClassVar[bool] = True
     relative_cost: ClassVar[float] = 1.0
     server_reads: ClassVar[Reads] = "models"
     routed: ClassVar[Mapping[str, Routed]] = {}
@@ -281,6 +284,19 @@ class Method(Composed, ABC):
         """Run one of its calls at a site; a wrapper prepares the site for the inner method's calls."""
         reply: Reply = getattr(self.call_owner(call), call)(site, **content)
         return reply
+
+    @property
+    def trains_in_parts(self) -> bool:
+        """Whether `in_parts` gives every call of its sites in parts, so that sites can train side by side."""
+        return False
+
+    def in_parts(self, call: str, site: Site, content: Mapping[str, Any]) -> LocalFit:
+        """One of its calls at a site, up to its training.
+
+        Raises:
+            FedshiftError: its calls cannot be taken apart.
+        """
+        raise FedshiftError(f"{self.name} trains in its own way, so its sites cannot train side by side")
 
     def recipe(self) -> dict[str, Any]:
         """Where this method can be imported and with which options, so that another process can make its equal."""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.hooks import RemovableHandle
 
 from fedshift.data.tasks.objective import CLASSES, Objective
@@ -32,6 +34,8 @@ class Network(nn.Module):
     """What it learns; a run sets it."""
     channels_last = True
     """Whether it reads images in the channels-last memory format. A user's own network may not."""
+    backbone: str | None = None
+    """Path of the part that can be loaded with trained weights, all but the new layers; whoever makes it sets it."""
 
     def __init__(
         self,
@@ -188,6 +192,68 @@ def rate_factors(modules: Iterable[nn.Module]) -> dict[Tensor, float]:
     return factors
 
 
+def with_thawing(network: Network) -> Network:
+    """Mark a network's backbone, so that `freeze_backbone` finds it in copies and in what a method makes of it.
+
+    Returns:
+        ``network`` itself.
+
+    Raises:
+        UserError: it has none.
+    """
+    if network.backbone is None:
+        raise UserError(
+            "training.thaw_after: the network has no backbone that could be loaded with trained weights; leave it out, "
+            "or choose a network with the field pretrained, such as resnet18"
+        )
+    for module in network.get_submodule(network.backbone).modules():
+        setattr(module, _BACKBONE, True)
+    return network
+
+
+def freeze_backbone(network: nn.Module, frozen: bool) -> None:
+    """Freeze the backbone that `with_thawing` marked, or let it train again.
+
+    Frozen parameters need no gradient, and BatchNorm layers stay in evaluation mode. What was fixed before stays fixed.
+
+    Args:
+        network: changed in place.
+        frozen: whether it is frozen.
+    """
+    if getattr(network, _FROZEN, False) == frozen:
+        return
+    marked = (module for module in network.modules() if getattr(module, _BACKBONE, False))
+    for module in {part: None for top in marked for part in top.modules()}:  # a method may have put in layers
+        kind: Any = type(module)
+        if frozen:
+            waiting = [name for name, value in module.named_parameters(recurse=False) if value.requires_grad]
+            setattr(module, _WAITING, waiting)
+        elif (waiting := vars(module).pop(_WAITING, None)) is None:
+            continue
+        if isinstance(module, _BatchNorm):
+            module.__class__ = _evaluating(kind) if frozen else kind.__base__
+        for name in waiting:
+            module.get_parameter(name).requires_grad_(not frozen)
+    setattr(network, _FROZEN, frozen)
+
+
+def waiting_parameters(modules: Iterable[nn.Module]) -> set[Tensor]:
+    """The parameters in ``modules`` that are frozen now and will train later."""
+    layers = (layer for module in modules for layer in module.modules())
+    return {layer.get_parameter(name) for layer in layers for name in getattr(layer, _WAITING, ())}
+
+
+@functools.cache
+def _evaluating(kind: Any) -> Any:
+    """The class of the same layer that stays in evaluation mode. A class, since copies of the layer keep it."""
+
+    def train(self: nn.Module, mode: bool = True) -> nn.Module:
+        kind.train(self, False)
+        return self
+
+    return type(kind.__name__, (kind,), {"train": train})
+
+
 def _stage_layers(network: Network) -> dict[str, list[str]]:
     """Stage → the paths of its modules, which are listed in the order of the forward pass."""
     paths = [path for path, _ in network.named_modules() if path]
@@ -236,5 +302,6 @@ def _child(module: nn.Module, memo: dict[int, Any]) -> Any:
 
 
 _FACTOR = "learning_rate_factor"
+_BACKBONE, _FROZEN, _WAITING = "in_backbone", "backbone_is_frozen", "waiting_parameters"
 _PICKLING = ("__reduce_ex__", "__reduce__", "__getstate__", "__setstate__")
 _CONTAINERS = (dict, OrderedDict, set)

@@ -44,6 +44,11 @@ class NetworkOptions(BaseModel):
         """The name in messages and tables; without the path of a user's own file."""
         return self.name
 
+    @property
+    def starts_at_random(self) -> bool:
+        """Whether it could have pre-trained weights and has none; False for a user's own code."""
+        return not getattr(self, "pretrained", False)
+
     def networks(self) -> Iterator[NetworkOptions]:
         """This network and those inside it."""
         yield self

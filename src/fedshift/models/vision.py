@@ -139,7 +139,7 @@ class VisionOptions(NetworkOptions):
                 nn.Linear(head.in_features, self.bottleneck), nn.BatchNorm1d(self.bottleneck), nn.ReLU()
             )
             classifier = nn.Linear(self.bottleneck, head.out_features)
-        return Network(
+        network = Network(
             nn.Sequential(layers),
             classifier,
             embedding_size=classifier.in_features,
@@ -147,6 +147,8 @@ class VisionOptions(NetworkOptions):
             stages={stage: f"features.backbone.{path}" for stage, path in stages.items()},
             alignment_stages=alignment_stages,
         )
+        network.backbone = "features.backbone"
+        return network
 
     def _keep(self, backbone: nn.Module, stages: Mapping[str, str]) -> None:
         """Freeze the layers before ``trained_from`` and the BatchNorm statistics that must not change."""

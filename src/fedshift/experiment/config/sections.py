@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -17,6 +17,7 @@ from pydantic import (
     SerializerFunctionWrapHandler,
     field_validator,
     model_serializer,
+    model_validator,
 )
 
 from fedshift.errors import nearest
@@ -262,6 +263,11 @@ class EngineSection(Section):
         return self.aggregation == "secure"
 
     @property
+    def identity(self) -> dict[str, str]:
+        """The fields on which a run's bits depend, where they are not the default."""
+        return {"aggregation": self.aggregation} if self.sums_only else {}
+
+    @property
     def processes(self) -> int:
         """Processes on this machine that train at the same time."""
         return 1
@@ -279,10 +285,24 @@ class LocalEngine(EngineSection):
     name: Literal["local"] = Field("local", description="the engine")
     workers: PositiveInt = Field(1, description="worker processes that run the sites of one run")
     parallel_runs: PositiveInt = Field(1, description="runs (method, target, seed) that train at the same time")
+    sites: Literal["one_by_one", "side_by_side"] = Field(
+        "one_by_one",
+        description="side_by_side: all sites of a small mlp train at once in one process; results differ by rounding",
+    )
     refuse_at: dict[str, Kinds] = Field(
         default_factory=dict,
         description="site → kinds of content that this site refuses to send (a deployed site has them in SITE.yaml)",
     )
+
+    @model_validator(mode="after")
+    def _in_one_process(self) -> Self:
+        if self.sites == "side_by_side" and self.workers > 1:
+            raise ValueError("sites: side_by_side trains all sites of a run in one process: leave out workers")
+        return self
+
+    @property
+    def identity(self) -> dict[str, str]:
+        return super().identity | ({"sites": self.sites} if self.sites == "side_by_side" else {})
 
     @property
     def processes(self) -> int:
@@ -308,9 +328,14 @@ class FlareEngine(EngineSection):
     tries: PositiveInt = Field(
         5, description="jobs that may fail in a row without finishing a round before the run fails"
     )
+    sites: ClassVar[Literal["one_by_one"]] = "one_by_one"
     workers: ClassVar[int] = 1
     parallel_runs: ClassVar[int] = 1
     refuse_at: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    @property
+    def identity(self) -> dict[str, str]:
+        return super().identity | {"wire": self.wire}
 
 
 Engine = LocalEngine | FlareEngine

@@ -56,6 +56,9 @@ def run_experiment(
     for warning in (*plan.data.warnings, *plan.site_differences, *check_fit(plan)):
         reporter.warn(warning)
     folders = [run_folder(planned, folder) for planned in plan.runs]
+    if experiment.training.thaw_after:
+        for planned in plan.runs:
+            _ = planned.rounds  # refuses a method that has too few, before others train
     for warning in plan.warnings():
         reporter.warn(warning)
     unfinished = _unfinished(folders)

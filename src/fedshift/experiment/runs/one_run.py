@@ -43,6 +43,8 @@ def carry_out(context: Context, workers: Workers, planned: PlannedRun, folder: R
     }
     pool = workers.pool_for(shown)
     federation: Federation = (
-        PoolFederation(pool, sites, setting, **options) if pool else LocalFederation(sites, setting, **options)
+        PoolFederation(pool, sites, setting, **options)
+        if pool
+        else LocalFederation(sites, setting, side_by_side=engine.sites == "side_by_side", **options)
     )
     return train_and_evaluate(context, planned, folder, federation, evaluator, network)

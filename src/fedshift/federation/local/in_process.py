@@ -1,15 +1,17 @@
-"""The local engine without worker processes: all sites in this process, one after the other."""
+"""The local engine without worker processes: all sites in this process, one after the other or side by side."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fedshift.errors import KindRefused, TrainingDiverged
+from fedshift.errors import FedshiftError, KindRefused, TrainingDiverged
 from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.federation import Federation
-from fedshift.federation.site import Role
+from fedshift.federation.local.stacked import STACKED, minimise_together
+from fedshift.federation.site import LocalFit, Role
 from fedshift.federation.site_runner import Setting, SitePlan, SiteRunner, about_sites
 
 
@@ -19,9 +21,11 @@ def names_of(plans: Sequence[SitePlan], role: Role) -> list[str]:
 
 
 class LocalFederation(Federation):
-    """Sites in this process, one after the other."""
+    """Sites in this process, one after the other; or ``side_by_side``, in stacks of up to `STACKED` sites."""
 
-    def __init__(self, plans: Sequence[SitePlan], setting: Setting, **options: Any) -> None:
+    def __init__(
+        self, plans: Sequence[SitePlan], setting: Setting, *, side_by_side: bool = False, **options: Any
+    ) -> None:
         network = setting.build_network()
         runners = {plan.name: SiteRunner(plan, setting, network=network) for plan in plans}
         super().__init__(
@@ -33,8 +37,13 @@ class LocalFederation(Federation):
             **options,
         )
         self._runners = runners
+        self._side_by_side = side_by_side
 
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
+        if self._side_by_side:
+            while stack := list(islice(requests, STACKED)):
+                yield from self._together(call, stack)
+            return
         for request in requests:
             try:
                 reply, mini_batches = self._runners[request.site].run(call, request.envelope, request.content)
@@ -42,6 +51,29 @@ class LocalFederation(Federation):
                 yield Missing(request.site, error)
                 continue
             yield Answer(request.site, reply, mini_batches)
+
+    def _together(self, call: str, requests: Sequence[Request]) -> Iterator[Answer[Any] | Missing]:
+        """Train the sites of these requests side by side."""
+        fits: dict[str, LocalFit] = {}
+        lost: dict[str, FedshiftError] = {}
+        for request in requests:
+            try:
+                fits[request.site] = self._runners[request.site].begin(call, request.envelope, request.content)
+            except KindRefused as error:
+                lost[request.site] = error
+        trained = dict(zip(fits, minimise_together(list(fits.values())), strict=True))
+        for request in requests:
+            name = request.site
+            try:
+                if name in lost:
+                    raise lost[name]
+                mean, first = trained[name]
+                fits[name].site.check_loss(mean, first)
+                reply, mini_batches = self._runners[name].finish(call, fits.pop(name), mean)
+            except (TrainingDiverged, KindRefused) as error:
+                yield Missing(name, error)
+                continue
+            yield Answer(name, reply, mini_batches)
 
     def save_memory(self, folder: Path) -> dict[str, dict[str, str]]:
         return {

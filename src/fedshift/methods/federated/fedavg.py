@@ -20,8 +20,8 @@ Should reproduce: Rotated MNIST average 92.65 ± 0.08, PACS ResNet-18 82.36 ± 0
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import ClassVar, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveInt
 from torch import Tensor
@@ -29,8 +29,8 @@ from torch import Tensor
 from fedshift.data.domain import ALL_TASKS, Task
 from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Update
-from fedshift.federation.site import Batch, Site
-from fedshift.methods.base import Method, Reads, State, trained_mean
+from fedshift.federation.site import Batch, LocalFit, Site
+from fedshift.methods.base import Method, Reads, State, calls_of, trained_mean
 from fedshift.methods.robust import Averaged, Averages
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -52,16 +52,31 @@ class LocalTraining(Method):
 
     def fit(self, site: Site, weights: Weights) -> Update:
         """Train for E epochs from the common model."""
+        update: Update = self._fit_at(site, weights).carry_out()
+        return update
+
+    def _fit_at(self, site: Site, weights: Weights) -> LocalFit:
         model = site.model(weights)
-        loss = site.minimise(
-            self.loss_at(site, model, weights),
+        return LocalFit(
+            site,
             model,
+            self.loss_at(site, model, weights),
+            lambda loss: Update(site.weights_of(model), site.samples, loss),
             epochs=self.local_epochs,
             steps=self.steps_per_round,
             remember="optimizer",
             regulariser=self.regulariser_at(site, model, weights),
         )
-        return Update(site.weights_of(model), site.samples, loss)
+
+    @property
+    def trains_in_parts(self) -> bool:
+        """Where all that its sites do is `fit`, and the loss is that of the task."""
+        kind = type(self)
+        own = kind.fit is not LocalTraining.fit or kind.loss_at is not LocalTraining.loss_at
+        return not own and set(calls_of(kind)) == {"fit"}
+
+    def in_parts(self, call: str, site: Site, content: Mapping[str, Any]) -> LocalFit:
+        return self._fit_at(site, **content)
 
     def loss_at(self, site: Site, model: Network, weights: Weights) -> Callable[[Batch], Tensor]:
         """The loss of a mini-batch: that of the task, such as cross-entropy.

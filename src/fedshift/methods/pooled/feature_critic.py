@@ -45,6 +45,7 @@ class FeatureCritic(PooledTraining):
 
     name: ClassVar[str] = "feature_critic"
     citation: ClassVar[str] = "Li et al., ICML 2019"
+    thaws: ClassVar[bool] = False
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts", "critic")
     relative_cost: ClassVar[float] = 3.0

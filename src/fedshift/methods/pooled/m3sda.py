@@ -60,6 +60,7 @@ class M3SDA(PooledAdaptation):
 
     name: ClassVar[str] = "m3sda"
     citation: ClassVar[str] = "Peng et al., ICCV 2019"
+    thaws: ClassVar[bool] = False
     relative_cost: ClassVar[float] = 2.5
     settings: ClassVar[Settings] = {"reimplementation": {"moments": "mean_variance", "moment_weight": 0.5}}
 

@@ -48,6 +48,7 @@ class MASF(PooledTraining):
 
     name: ClassVar[str] = "masf"
     citation: ClassVar[str] = "Dou et al., NeurIPS 2019"
+    thaws: ClassVar[bool] = False
     relative_cost: ClassVar[float] = 2.2
 
     inner_rate: PositiveFloat | None = Field(None, description="α; none = the learning rate (paper: 1e-5, pre-trained)")

@@ -65,6 +65,10 @@ class OwnNetwork(NetworkOptions):
         checksum = {} if self._sha256 is None else {"sha256": self._sha256}
         return {**super().record(), "name": self.display, **checksum}
 
+    @property
+    def starts_at_random(self) -> bool:
+        return self.name.partition(":")[0] in libraries.NAMES and not self.options.get("pretrained")
+
     def build(self, input_shape: tuple[int, ...], classes: int) -> Network:
         with _seeded():
             module = self._made(input_shape, classes)

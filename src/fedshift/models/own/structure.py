@@ -143,6 +143,7 @@ def assembled(module: nn.Module, structure: Structure, classes: int) -> Network:
         network: Network = WholeNetwork(module, **keywords)
     else:
         network = Network(module, _taken_out(module, structure.classifier), **keywords)
+        network.backbone = "features"
     network.channels_last = not structure.contiguous
     return network
 
