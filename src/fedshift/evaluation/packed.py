@@ -183,11 +183,11 @@ def with_details(run: PackedRun, details: Mapping[str, Any]) -> PackedRun:
     Example:
         >>> run = PackedRun({"selected": {"last": {"round": 3}}}, {})
         >>> with_details(run, {"selected.last.per_class": [50.0]}).result
-        {'selected': {'last': {'per_class': [50.0], 'round': 3}}}
+        {'selected': {'last': {'round': 3, 'per_class': [50.0]}}}
     """
     if not all(map(_is_detail, details)):
         raise ValueError("a field of a result that is not kept here")
-    return replace(run, result=_in_order(nested({**details, **dict(leaves(run.result))})))
+    return replace(run, result=_in_order(nested({**dict(leaves(run.result)), **details})))
 
 
 def yaml_bytes(content: Mapping[str, Any]) -> bytes:
@@ -203,13 +203,16 @@ def yaml_bytes(content: Mapping[str, Any]) -> bytes:
 
 def _is_detail(path: str) -> bool:
     """Whether a field of a result is about a single site or class. It is kept with the rounds."""
-    return path == "sites" or (path.startswith("selected.") and path.split(".")[2:3] in (["sites"], ["per_class"]))
+    field, *below = path.split(".")
+    if field == "selected":
+        return below[1:2] in (["sites"], ["per_class"])
+    return path == "sites" or (field == "data" and len(below) > 1)
 
 
 def _shortened(path: str, value: Any) -> Any:
     if path == "sites":
         return shortened(value)
-    return rounded(value) if _is_detail(path) and path.endswith(".per_class") else value
+    return rounded(value) if path.startswith("selected.") and path.endswith(".per_class") else value
 
 
 def _cells(run: PackedRun) -> Cells:
