@@ -1,4 +1,4 @@
-"""Packed runs read back as they were, and a file that somebody spoiled is named with its line."""
+"""Packed runs read back as they were, but for some digits; a file that somebody spoiled is named with its line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedshift.errors import UserError
-from fedshift.evaluation.packed import ROUNDS, RUNS, SETTINGS, PackedRun, decode, decode_rounds, encode
+from fedshift.evaluation.packed import ROUNDS, RUNS, SETTINGS, PackedRun, decode, encode, with_details
+from fedshift.evaluation.packed_rounds import decode_rounds
 
 COMPRESS = lzma.compress
 
@@ -75,14 +76,59 @@ def text(content: Any) -> str:
 def test_what_is_packed_reads_back_as_it_was(given_runs: list[PackedRun], order: dict[str, Any]) -> None:
     files = encode(given_runs, order)
     assert files == encode(reversed(given_runs), order)
-    read, planned, _ = decode(files[SETTINGS], files[RUNS])
+    read, planned, *_ = decode(files[SETTINGS], files[RUNS])
     rounds = decode_rounds(files[ROUNDS])
     assert text(planned) == text(order)
     assert sorted(read) == sorted(run.name for run in given_runs)
     for run in given_runs:
-        assert text(read[run.name].result) == text(run.result)
+        back = rounds[run.name]
+        assert text(with_details(read[run.name], back.result).result) == text(run.result)
         assert text(read[run.name].identity) == text(run.identity)
-        assert (rounds[run.name].data if run.name in rounds else None) == run.rounds
+        assert (back.data is None) == (run.rounds is None)
+        assert rows(back.data) == rows(run.rounds)
+
+
+def rows(rounds: bytes | None) -> list[str]:
+    return [text(json.loads(line)) for line in (rounds or b"").splitlines()]
+
+
+LONG = 200 / 3
+
+
+def test_only_fields_that_no_table_needs_lose_digits() -> None:
+    site = {"site": "a", "threshold": LONG, "values": {"auroc": LONG}, "intervals": {"auroc": [LONG, LONG]}}
+    result = {
+        "method": "fedavg",
+        "target": "a",
+        "seed": 0,
+        "selected": {"last": {"accuracy": LONG, "sites": {"a": LONG}, "per_class": [LONG, None]}},
+        "sites": [{**site, "reliability": [[LONG, LONG, 12345678]]}],
+        "seconds": LONG,
+        "privacy": {"a": {"epsilon": LONG}},
+        "options": {"losses": LONG, "seconds": LONG},
+        "data": {"training_samples": {"a": 12345678}},
+    }
+    last = {
+        "round": 2,
+        "target_accuracy": {"a": LONG},
+        "source_accuracy": {"b": LONG},
+        "bytes": {"up": {"x": 12345678}},
+    }
+    lines = [
+        {"round": 1, "losses": {"b": LONG}},
+        {**last, "per_class": [LONG, None], "seconds": LONG, "extra": {"c": LONG}},
+    ]
+    run = PackedRun(result, result["options"], "".join(json.dumps(line) + "\n" for line in lines).encode())
+    files = encode([run], {})
+    read, back = decode(files[SETTINGS], files[RUNS])[0][run.name], decode_rounds(files[ROUNDS])[run.name]
+    result["selected"]["last"]["per_class"] = [66.6667, None]
+    result["sites"][0]["reliability"] = [[66.6667, 66.6667, 12345678]]
+    assert with_details(read, back.result).result == result
+    assert back.data is not None
+    assert list(map(json.loads, back.data.splitlines())) == [
+        {"round": 1, "losses": {"b": 66.6667}},
+        {**last, "per_class": [66.6667, None], "seconds": 66.6667, "extra": {"c": 66.6667}},
+    ]
 
 
 def made() -> dict[str, bytes]:
@@ -103,22 +149,26 @@ def made() -> dict[str, bytes]:
 
 
 def test_a_line_for_each_run_that_a_person_can_read() -> None:
-    """What all runs share stands once, in `experiment.yaml`; numbers have all their digits."""
+    """What all runs share stands once, in `experiment.yaml`; numbers have all their digits; rounds are columns."""
     files = made()
     assert files[RUNS].decode().splitlines() == [
-        "method,target,seed,selected.last.accuracy,selected.last.per_class,seconds,warnings,options.seed",
-        'fedavg,east,0,0.30000000000000004,"[50.0, null]",3.5,[],0',
-        'fedavg,east,1,1.3,"[50.0, null]",3.5,"[""one, two""]",1',
+        "method,target,seed,selected.last.accuracy,seconds,warnings,options.seed",
+        "fedavg,east,0,0.30000000000000004,3.5,[],0",
+        'fedavg,east,1,1.3,3.5,"[""one, two""]",1',
     ]
     assert "lr: 0.1" in files[SETTINGS].decode()
-    lines = lzma.decompress(files[ROUNDS]).splitlines()
-    assert [json.loads(line).get("round", "run") for line in lines] == ["run", 1, 2, "run", 1, 2]
+    lines = [json.loads(line) for line in lzma.decompress(files[ROUNDS]).splitlines()]
+    assert lines[1::2] == [["round", [1, 2]]] * 2
+    assert [(line["method"], line["seed"], line["result"]) for line in lines[::2]] == [
+        ("fedavg", seed, {"selected.last.per_class": [50.0, None]}) for seed in (0, 1)
+    ]
 
 
 def test_packing_again_changes_nothing_but_lines_of_new_runs() -> None:
     files = made()
-    read, order, columns = decode(files[SETTINGS], files[RUNS])
-    kept = [replace(run, rounds=decode_rounds(files[ROUNDS])[name].data) for name, run in read.items()]
+    read, order, columns, _ = decode(files[SETTINGS], files[RUNS])
+    rounds = decode_rounds(files[ROUNDS])
+    kept = [replace(with_details(read[name], there.result), rounds=there.data) for name, there in rounds.items()]
     assert encode(kept, order, columns) == files
     more = replace(kept[0], result={**kept[0].result, "target": "west", "warnings": []})
     lines = encode([*kept, more], order, columns)[RUNS].decode().splitlines()
@@ -129,7 +179,7 @@ def test_packing_again_changes_nothing_but_lines_of_new_runs() -> None:
 def test_a_line_that_is_deleted_is_a_run_less() -> None:
     files = made()
     lines = files[RUNS].splitlines(keepends=True)
-    read, _, _ = decode(files[SETTINGS], b"".join([lines[0], lines[2]]))
+    read, *_ = decode(files[SETTINGS], b"".join([lines[0], lines[2]]))
     assert list(read) == ["fedavg/east/seed-1"]
 
 
@@ -152,7 +202,7 @@ def replaced(old: bytes, new: bytes) -> Callable[[bytes], bytes]:
         (RUNS, replaced(b"east,0", b"e\xffst,0"), 2),
         (RUNS, replaced(b'two""]"', b'two""]'), 3),
         (RUNS, lambda data: b"", 1),
-        (SETTINGS, replaced(b"format: 1", b"format: 2"), 1),
+        (SETTINGS, replaced(b"format: 2", b"format: 3"), 1),
         (SETTINGS, replaced(b"all_runs:", b"all: ]"), 10),
         (SETTINGS, replaced(b"all_runs:", b"alle:"), 1),
     ],
@@ -171,16 +221,23 @@ def test_a_malformed_file_is_named_with_its_line(name: str, spoil: Callable[[byt
 @pytest.mark.parametrize(
     "spoil",
     [
-        replaced(b'"lines":2}\n{"round":1}\n', b'"lines":2}\n'),
-        replaced(b'"lines":2', b'"lines":-1'),
+        replaced(b'["round",[1,2]]\n', b""),
+        replaced(b'"columns":1', b'"columns":-1'),
+        replaced(b'"rounds":2', b'"rounds":987654321'),
         replaced(b'"target"', b'"site"'),
+        replaced(b'"result":{', b'"result":[{'),
         lambda lines: lines + b"[]\n",
+        replaced(b"[1,2]", b"[1]"),
+        replaced(b"[1,2]", b"[1,2],[0,2]"),
+        replaced(b"[1,2]", b"[1,2],[0,-1]"),
+        replaced(b'["round",', b"["),
+        replaced(b'["round"', b"[3"),
     ],
 )
 def test_malformed_rounds_are_named_with_their_line(spoil: Callable[[bytes], bytes]) -> None:
     data = lzma.compress(spoil(lzma.decompress(made()[ROUNDS])))
-    with pytest.raises(UserError, match=r"rounds\.jsonl\.xz line \d+ "):
-        decode_rounds(data)
+    with pytest.raises(UserError, match=r"somewhere/rounds\.jsonl\.xz line \d+ "):
+        assert [rounds.data for rounds in decode_rounds(data, "somewhere/").values()]
 
 
 @pytest.mark.parametrize("cut", [0, 1, 30, -1])
@@ -194,5 +251,5 @@ def test_no_cell_is_a_formula() -> None:
     run = PackedRun({"method": "=1+1", "target": "@b", "seed": 0, "seconds": -1.5}, {})
     files = encode([run], {})
     assert files["runs.csv"].decode().splitlines()[1] == "'=1+1,'@b,0,-1.5"
-    found, _, _ = decode(files["experiment.yaml"], files["runs.csv"])
+    found, *_ = decode(files["experiment.yaml"], files["runs.csv"])
     assert list(found) == ["=1+1/@b/seed-0"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
+import lzma
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,9 @@ from small import experiment, outcome, sites, write
 import fedshift
 from fedshift.errors import UserError
 from fedshift.evaluation import packing
+from fedshift.evaluation.packed import kept
+from fedshift.evaluation.packed_rounds import rows_of
+from fedshift.evaluation.stored import is_finished, stored
 from fedshift.report.collect import collect, read_rounds
 from fedshift.report.page import page
 from fedshift.report.table import table_of
@@ -48,6 +53,15 @@ def ran(once: tuple[dict[str, Any], Path], tmp_path: Path) -> tuple[dict[str, An
     return copy.deepcopy(options), folder
 
 
+def with_the_digits_that_are_kept(folder: Path) -> Path:
+    """The unpacked runs below ``folder``, rewritten as packing keeps them."""
+    for path in folder.rglob("result.json"):
+        path.write_text(json.dumps(kept(json.loads(path.read_text()))))
+    for path in folder.rglob("rounds.jsonl"):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(path.read_bytes()) or ()))
+    return folder
+
+
 def names(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
@@ -58,9 +72,11 @@ PACKED = {"experiment.yaml", "runs.csv", "rounds.jsonl.xz"}
 def test_packed_and_unpacked_read_alike(ran: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     _, folder = ran
     assert names(folder) == PACKED
-    whole = tmp_path / "whole" / "small"
-    for kept in whole.rglob("predictions.parquet"):
-        kept.unlink()  # they are not packed
+    exact = [(run.accuracy(), run.source_accuracy(), run.seconds) for run in collect(tmp_path / "whole").results]
+    assert [(run.accuracy(), run.source_accuracy(), run.seconds) for run in collect(folder).results] == exact
+    whole = with_the_digits_that_are_kept(tmp_path / "whole" / "small")
+    for beside in whole.rglob("predictions.parquet"):
+        beside.unlink()  # they are not packed
     for below in ("", "fedavg", "fedavg/b", "csac/a/seed-0"):
         there, here = collect(whole / below), collect(folder / below)
         for rule in ("last", "source", "oracle"):
@@ -74,14 +90,15 @@ def test_packed_and_unpacked_read_alike(ran: tuple[dict[str, Any], Path], tmp_pa
 def test_there_and_back(ran: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     _, folder = ran
     assert packing.unpack(folder).moved == 4
-    whole = tmp_path / "whole" / "small"
+    whole = with_the_digits_that_are_kept(tmp_path / "whole" / "small")
     ignored = {path for path in names(whole) if path.endswith((".safetensors", ".parquet", ".lock", "report.html"))}
     assert names(folder) == names(whole) - ignored
     for path in folder.rglob("*"):
         if path.is_file():
             there = (whole / path.relative_to(folder)).read_bytes()
             if path.name == "rounds.jsonl":
-                assert path.read_bytes() == there
+                lines, others = path.read_bytes().splitlines(), there.splitlines()
+                assert list(map(json.loads, lines)) == list(map(json.loads, others))
             else:  # JSON is YAML
                 assert yaml.safe_load(path.read_bytes()) == yaml.safe_load(there)
 
@@ -105,6 +122,7 @@ def test_runs_go_on_where_packed_results_end(ran: tuple[dict[str, Any], Path], t
     assert {path for path in names(folder) if (folder / path).is_file()} == {*PACKED, "report.html", *stay}
     assert len(stay) == 4, "models and predictions stay where they are"
     fedshift.run(options, tmp_path / "once")
+    with_the_digits_that_are_kept(tmp_path / "once")
     packing.unpack(folder)
     found, once = outcome(tmp_path / "runs"), outcome(tmp_path / "once")
     assert found == {name: content for name, content in once.items() if name in found}
@@ -163,9 +181,41 @@ def test_an_error_names_the_packed_line(ran: tuple[dict[str, Any], Path], tmp_pa
         assert "runs.csv line 3" in cli(*command).error()
     (folder / "runs.csv").write_text(text)
     (folder / "rounds.jsonl.xz").write_bytes(b"no xz")
-    assert cli("table", folder).code == 0, "a table needs no rounds"
+    assert "rounds.jsonl.xz is damaged" in cli("table", folder).error()
     with pytest.raises(UserError, match=r"rounds\.jsonl\.xz is damaged"):
         read_rounds(folder / "csac" / "b" / "seed-0" / "rounds.jsonl")
+
+
+def test_files_of_the_first_format_are_read_and_rewritten(tmp_path: Path, cli: Cli) -> None:
+    """It had all fields of results in `runs.csv`, and lines of rounds as they were."""
+    columns = ["method", "target", "seed", "selected.last.accuracy", "selected.last.per_class", "options.seed"]
+    digest = hashlib.sha256("\n".join(columns).encode()).hexdigest()[:12]
+    old, folder = tmp_path / "old", tmp_path / "old" / "fedavg" / "a" / "seed-0"
+    old.mkdir()
+    (old / "experiment.yaml").write_text(
+        f"format: 1\ncolumns: sha256-{digest}\norder: {{seeds: [0]}}\n"
+        "all_runs: {options: {lr: 0.123456789}}\nmethods: {}\n"
+    )
+    (old / "runs.csv").write_text(",".join(columns) + "\n" + 'fedavg,a,0,66.66666666666667,"[33.333333333333336]",0\n')
+    head, first = '{"method":"fedavg","target":"a","seed":0,"lines":2}', '{"round":1,"losses":{"b":0.123456789}}'
+    (old / "rounds.jsonl.xz").write_bytes(lzma.compress(f'{head}\n{first}\n{{"round":2}}\n'.encode(), preset=0))
+
+    def read() -> list[Any]:
+        files = [stored(folder / name) for name in ("result.json", "experiment.yaml", "rounds.jsonl")]
+        assert is_finished(folder)
+        return [yaml.safe_load(line) for file in files if file for line in file.data.splitlines() if line]
+
+    result = {"method": "fedavg", "target": "a", "seed": 0, "options": {"lr": 0.123456789, "seed": 0}}
+    last = {"accuracy": 66.66666666666667, "per_class": [33.333333333333336]}
+    rounds = [{"round": 1, "losses": {"b": 0.123456789}}, {"round": 2}]
+    settings = [{"lr": 0.123456789}, {"seed": 0}]
+    assert read() == [{**result, "selected": {"last": last}}, *settings, *rounds]
+    assert packing.pack(old) == packing.Change(old, 0, 0, renewed=1)
+    last["per_class"], rounds[0] = [33.3333], {"round": 1, "losses": {"b": 0.123457}}
+    assert read() == [{**result, "selected": {"last": last}}, *settings, *rounds]
+    before = {name: (old / name).read_bytes() for name in PACKED}
+    assert cli("results", "pack", tmp_path).out.strip() == "old: 0 runs packed"
+    assert {name: (old / name).read_bytes() for name in PACKED} == before
 
 
 def test_pack_what_is_no_experiment(tmp_path: Path, cli: Cli, ran: tuple[dict[str, Any], Path]) -> None:
@@ -174,3 +224,5 @@ def test_pack_what_is_no_experiment(tmp_path: Path, cli: Cli, ran: tuple[dict[st
     assert "no folder" in cli("results", "pack", tmp_path / "nowhere").error()
     packing.unpack(ran[1])
     assert "only a part of the experiment" in cli("results", "pack", ran[1] / "csac").error()
+    (ran[1] / "csac" / "a" / "seed-0" / "rounds.jsonl").write_text('{"round": 1}\n{"round"\n')
+    assert "rounds.jsonl line 2 is corrupt" in cli("results", "pack", ran[1]).error()

@@ -18,14 +18,16 @@ Folder = Annotated[Path, typer.Argument(help="An experiment's folder, or one tha
 def pack(folder: Folder) -> None:
     """Move finished runs into experiment.yaml, runs.csv and rounds.jsonl.xz. Models stay where they are.
 
-    Packed runs count as finished, and every command reads them. Pack again to add runs that finished since.
+    Packed runs count as finished, and every command reads them. Losses, weights, seconds of rounds and accuracies of
+    classes keep six digits. Pack again to add runs that finished since, or to rewrite files of an older version.
     """
     from fedshift.evaluation import packing
 
     for experiment in packing.experiments_below(folder):
         change = packing.pack(experiment)
         left = f", {change.left} unfinished runs unchanged" if change.left else ""
-        typer.echo(f"{experiment.name}: {change.moved} runs packed{left}")
+        renewed = f", {change.renewed} packed runs written in today's format" if change.renewed else ""
+        typer.echo(f"{experiment.name}: {change.moved} runs packed{renewed}{left}")
 
 
 @results.command()

@@ -1,4 +1,4 @@
-"""Nested records as flat tables: dotted paths for columns, JSON or plain text for cells."""
+"""Nested records as flat tables: dotted paths for columns, JSON or plain text for cells, six digits for floats."""
 
 from __future__ import annotations
 
@@ -77,3 +77,19 @@ def value_of(cell: str) -> Any:
         return json.loads(cell)
     except ValueError:
         return cell
+
+
+def rounded(value: Any) -> Any:
+    """The same with every float in it to six significant digits. Whole numbers stay.
+
+    Example:
+        >>> rounded({"loss": 0.66666666666, "bins": [12345678, 33.333333333]})
+        {'loss': 0.666667, 'bins': [12345678, 33.3333]}
+    """
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    if isinstance(value, Mapping):
+        return {name: rounded(one) for name, one in value.items()}
+    return value

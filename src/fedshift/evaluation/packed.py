@@ -3,7 +3,10 @@
 `runs.csv` has a line for each run and a column for each field of its result. `selected.last.accuracy` is the field
 `accuracy` in `last` in `selected`. A cell holds JSON or plain text; an empty cell means that the run has no such field.
 Values that are the same in every run, or in every run of a method, are in `experiment.yaml` instead. `rounds.jsonl.xz`
-holds the lines of every run's `rounds.jsonl` unchanged, after a line that names the run.
+holds the rounds of every run, and what its result says of single sites and classes (see `packed_rounds`).
+
+Some measurements in `rounds.jsonl.xz`, of which no table is computed, keep six digits: losses, weights, seconds of a
+round, accuracies of classes, bins of scores. Everything else is exact.
 
 Nothing here touches a file: `encode` makes the three files' bytes, `decode` and `decode_rounds` read them.
 """
@@ -13,27 +16,23 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import json
 import lzma
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import yaml
 
 from fedshift.errors import UserError
-from fedshift.evaluation.cells import cell_of, leaves, nested, value_of
+from fedshift.evaluation.cells import cell_of, leaves, nested, rounded, value_of
+from fedshift.evaluation.packed_rounds import KEY, ROUNDS, encode_rounds, name_of, rows_of, shortened
 from fedshift.evaluation.records import RunResult
 from fedshift.files import plain_yaml
 from fedshift.text import csv_cell, from_csv_cell
 
-SETTINGS, RUNS, ROUNDS = "experiment.yaml", "runs.csv", "rounds.jsonl.xz"
-FORMAT = 1
-_EXPANDS, _SMALL = 300, 1 << 24
-"""A file may expand to that many times its size, and so many bytes more; results expand to about twenty times."""
-_MEMORY = 1 << 28
-"""Bytes that the dictionary of a file may take."""
-_KEY = ("method", "target", "seed")
+SETTINGS, RUNS = "experiment.yaml", "runs.csv"
+FORMAT = 2
+"""Format 1 has all digits, all fields of results in `runs.csv`, and lines of rounds as they were. It is read, too."""
 _SHAREABLE = ("labelled", "unlabelled", "metric", "headline", "classes", "options", "data")
 """Fields that may move to `experiment.yaml`. All others are columns, even if every run has the same value."""
 DUMPER: Any = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
@@ -63,27 +62,14 @@ class PackedRun:
         return name_of(self.result)
 
 
-@dataclass(frozen=True)
-class Rounds:
-    """The lines of one run in `rounds.jsonl.xz`.
-
-    Attributes:
-        data: the lines.
-        before: how many lines of the file precede them.
-    """
-
-    data: bytes
-    before: int
-
-
-def name_of(run: Mapping[str, Any]) -> str:
-    """`<method>/<target>/seed-<n>` of a result, or of any mapping with these three fields.
+def kept(result: Mapping[str, Any]) -> dict[str, Any]:
+    """A result as packing keeps it: exact but for accuracies of classes and bins of scores, which have six digits.
 
     Example:
-        >>> name_of({"method": "fedavg", "target": "D0", "seed": 1})
-        'fedavg/D0/seed-1'
+        >>> kept({"seconds": 1.23456789, "selected": {"last": {"accuracy": 200 / 3, "per_class": [200 / 3]}}})
+        {'seconds': 1.23456789, 'selected': {'last': {'accuracy': 66.66666666666667, 'per_class': [66.6667]}}}
     """
-    return f"{run['method']}/{run['target']}/seed-{run['seed']}"
+    return nested({path: _shortened(path, value) for path, value in leaves(result)})
 
 
 def encode(runs: Iterable[PackedRun], order: Mapping[str, Any], columns: Sequence[str] = ()) -> dict[str, bytes]:
@@ -100,8 +86,10 @@ def encode(runs: Iterable[PackedRun], order: Mapping[str, Any], columns: Sequenc
         method,target,seed,seconds
         fedavg,D0,0,1.5
     """
-    runs = sorted(runs, key=lambda run: [run.result[field] for field in _KEY])
-    rows = [_cells(run) for run in runs]
+    runs = [replace(run, result=kept(run.result)) for run in runs]
+    runs.sort(key=lambda run: [run.result[field] for field in KEY])
+    details = [{path: value for path, value in leaves(run.result) if _is_detail(path)} for run in runs]
+    rows = [{path: cell for path, cell in _cells(run).items() if not _is_detail(path)} for run in runs]
     methods = [str(run.result["method"]) for run in runs]
     shared, by_method = _hoisted(rows, methods)
     above = set(shared).union(*by_method.values())
@@ -122,14 +110,19 @@ def encode(runs: Iterable[PackedRun], order: Mapping[str, Any], columns: Sequenc
             if cells
         },
     }
+    rounds = b"".join(
+        encode_rounds(run.result, rows_of(run.rounds), own) for run, own in zip(runs, details, strict=True)
+    )
     return {
-        ROUNDS: lzma.compress(b"".join(map(_lines, runs)), preset=9 | lzma.PRESET_EXTREME),
+        ROUNDS: lzma.compress(rounds, preset=9 | lzma.PRESET_EXTREME),
         SETTINGS: yaml_bytes(settings),
         RUNS: text.getvalue().encode(),
     }
 
 
-def decode(settings: bytes, runs: bytes, place: str = "") -> tuple[dict[str, PackedRun], dict[str, Any], list[str]]:
+def decode(
+    settings: bytes, runs: bytes, place: str = ""
+) -> tuple[dict[str, PackedRun], dict[str, Any], list[str], int]:
     """Read `experiment.yaml` and `runs.csv`.
 
     Args:
@@ -138,18 +131,18 @@ def decode(settings: bytes, runs: bytes, place: str = "") -> tuple[dict[str, Pac
         place: the folder of both, for messages.
 
     Returns:
-        The runs by name, without their rounds; the planned order; the columns.
+        The runs by name, without what is in `rounds.jsonl.xz`; the planned order; the columns; the format's number.
 
     Raises:
         UserError: one of the two is malformed. The message names the file and the line.
 
     Example:
         >>> files = encode([PackedRun({"method": "fedavg", "target": "D0", "seed": 0}, {})], {"seeds": [0]})
-        >>> runs, order, columns = decode(files["experiment.yaml"], files["runs.csv"])
-        >>> list(runs), order, columns
-        (['fedavg/D0/seed-0'], {'seeds': [0]}, ['method', 'target', 'seed'])
+        >>> runs, *others = decode(files["experiment.yaml"], files["runs.csv"])
+        >>> list(runs), others
+        (['fedavg/D0/seed-0'], [{'seeds': [0]}, ['method', 'target', 'seed'], 2])
     """
-    shared, by_method, order, digest = _settings(settings, f"{place}{SETTINGS}")
+    shared, by_method, order, digest, number_of_format = _settings(settings, f"{place}{SETTINGS}")
     file = f"{place}{RUNS}"
     found: dict[str, PackedRun] = {}
     columns: list[str] = []
@@ -160,7 +153,7 @@ def decode(settings: bytes, runs: bytes, place: str = "") -> tuple[dict[str, Pac
             number, before = reader.line_num, number
             if not columns:
                 columns = row
-                if _digest(columns) != digest or not set(_KEY) <= set(columns):
+                if _digest(columns) != digest or not set(KEY) <= set(columns):
                     raise ValueError(f"its columns are not those that {SETTINGS} was written for")
                 continue
             if len(row) != len(columns):
@@ -178,48 +171,23 @@ def decode(settings: bytes, runs: bytes, place: str = "") -> tuple[dict[str, Pac
         raise UserError(f"{file} line {number} is malformed ({error}): repair it, or restore the file") from None
     if not columns:
         raise UserError(f"{file} line 1 is malformed (no columns): restore the file")
-    return found, order, columns
+    return found, order, columns, number_of_format
 
 
-def decode_rounds(data: bytes, place: str = "") -> dict[str, Rounds]:
-    """The lines of each run in `rounds.jsonl.xz`, by the run's name.
-
-    Args:
-        data: content of the file.
-        place: its folder, for messages.
+def with_details(run: PackedRun, details: Mapping[str, Any]) -> PackedRun:
+    """The run with those fields of its result, by path, that are in `rounds.jsonl.xz`.
 
     Raises:
-        UserError: the file is malformed. The message names the file and the line.
+        ValueError: they are not such fields.
 
     Example:
-        >>> run = PackedRun({"method": "fedavg", "target": "D0", "seed": 0}, {}, rounds=b'{"round": 1}' + bytes([10]))
-        >>> decode_rounds(encode([run], {})["rounds.jsonl.xz"])["fedavg/D0/seed-0"].data.decode().strip()
-        '{"round": 1}'
+        >>> run = PackedRun({"selected": {"last": {"round": 3}}}, {})
+        >>> with_details(run, {"selected.last.per_class": [50.0]}).result
+        {'selected': {'last': {'round': 3, 'per_class': [50.0]}}}
     """
-    file = f"{place}{ROUNDS}"
-    try:
-        reader = lzma.LZMADecompressor(memlimit=_MEMORY)
-        text = reader.decompress(data, max_length=_EXPANDS * len(data) + _SMALL)
-        if not reader.eof:
-            raise lzma.LZMAError("truncated, or it expands to far more than results do")
-        lines = text.splitlines(keepends=True)
-    except lzma.LZMAError as error:
-        raise UserError(f"{file} is damaged ({str(error).rstrip('.')}): restore the file") from None
-    found: dict[str, Rounds] = {}
-    start = 0
-    while start < len(lines):
-        try:
-            head = json.loads(lines[start])
-            name, count = name_of(head), head["lines"]
-            if not isinstance(count, int) or not 0 <= count < len(lines) - start:
-                raise ValueError
-        except (ValueError, TypeError, KeyError):
-            raise UserError(
-                f"{file} line {start + 1} is malformed (it should name a run and count its lines): restore the file"
-            ) from None
-        found[name] = Rounds(b"".join(lines[start + 1 : start + 1 + count]), start + 1)
-        start += 1 + count
-    return found
+    if not all(map(_is_detail, details)):
+        raise ValueError("a field of a result that is not kept here")
+    return replace(run, result=_in_order(nested({**dict(leaves(run.result)), **details})))
 
 
 def yaml_bytes(content: Mapping[str, Any]) -> bytes:
@@ -233,18 +201,23 @@ def yaml_bytes(content: Mapping[str, Any]) -> bytes:
     return text.encode()
 
 
-def _lines(run: PackedRun) -> bytes:
-    """A line that names the run, then its rounds. An unfinished last line is left out."""
-    if run.rounds is None:
-        return b""
-    whole = run.rounds[: run.rounds.rfind(b"\n") + 1]
-    head = {field: run.result[field] for field in _KEY} | {"lines": len(whole.splitlines())}
-    return json.dumps(head, separators=(",", ":")).encode() + b"\n" + whole
+def _is_detail(path: str) -> bool:
+    """Whether a field of a result is about a single site or class. It is kept with the rounds."""
+    field, *below = path.split(".")
+    if field == "selected":
+        return below[1:2] in (["sites"], ["per_class"])
+    return path == "sites" or (field == "data" and len(below) > 1)
+
+
+def _shortened(path: str, value: Any) -> Any:
+    if path == "sites":
+        return shortened(value)
+    return rounded(value) if path.startswith("selected.") and path.endswith(".per_class") else value
 
 
 def _cells(run: PackedRun) -> Cells:
     """Every field of a run as text. Of the identity only what differs from the options, which is usually nothing."""
-    result = {**{field: run.result[field] for field in _KEY}, **run.result}
+    result = {**{field: run.result[field] for field in KEY}, **run.result}
     cells = {path: cell_of(value) for path, value in leaves(result)}
     options = {path: cell_of(value) for path, value in leaves(run.result.get("options") or {})}
     identity = {path: cell_of(value) for path, value in leaves(run.identity)}
@@ -277,25 +250,31 @@ def _run(
     options = dict(leaves(result.get("options") or {}))
     identity = {path: value for path, value in options.items() if path not in absent}
     identity |= {path.removeprefix("identity."): value for path, value in changed.items()}
+    return PackedRun(_in_order(result), nested(identity), line=line)
+
+
+def _in_order(result: Mapping[str, Any]) -> dict[str, Any]:
+    """The result with its fields in the order of `RunResult`."""
     known = [name for name in RunResult.model_fields if name in result]
-    ordered = {name: result[name] for name in [*known, *(name for name in result if name not in known)]}
-    return PackedRun(ordered, nested(identity), line=line)
+    return {name: result[name] for name in [*known, *(name for name in result if name not in known)]}
 
 
-def _settings(data: bytes, file: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any], str]:
-    """Fields of all runs, fields of each method's runs, the planned order, and the digest of the columns."""
+def _settings(data: bytes, file: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]], dict[str, Any], str, int]:
+    """Fields of all runs, fields of each method's runs, the planned order, the digest of the columns, the format."""
     try:
         found = plain_yaml(data)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
         raise UserError(f"{file} line {line} is malformed (not YAML): repair it, or restore the file") from None
-    if not isinstance(found, dict) or found.get("format") != FORMAT:
-        raise UserError(f"{file} line 1 is malformed (it should say format: {FORMAT}): restore the file")
+    if not isinstance(found, dict) or found.get("format") not in range(1, FORMAT + 1):
+        raise UserError(
+            f"{file} line 1 is malformed (it should say format: {FORMAT}, or an older one): restore the file"
+        )
     try:
         shared = dict(leaves(found["all_runs"]))
         by_method = {method: dict(leaves(fields)) for method, fields in found["methods"].items()}
-        return shared, by_method, dict(found["order"]), str(found["columns"])
+        return shared, by_method, dict(found["order"]), str(found["columns"]), int(found["format"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"{file} line 1 is malformed ({error!s} is missing or not a mapping): restore the file"

@@ -13,7 +13,9 @@ import yaml
 
 from fedshift.errors import UserError
 from fedshift.evaluation import packed
-from fedshift.evaluation.packed import PackedRun
+from fedshift.evaluation.packed import PackedRun, kept
+from fedshift.evaluation.packed_rounds import ROUNDS as PACKED_ROUNDS
+from fedshift.evaluation.packed_rounds import decode_rounds, rows_of
 from fedshift.evaluation.stored import (
     ORDER,
     RESULT,
@@ -39,11 +41,13 @@ class Change:
         experiment: its folder.
         moved: number of runs moved into or out of the packed files.
         left: number of unfinished runs.
+        renewed: number of runs that were packed in an older format and are now in today's.
     """
 
     experiment: Path
     moved: int
     left: int
+    renewed: int = 0
 
 
 def experiments_below(folder: Path) -> list[Path]:
@@ -73,8 +77,9 @@ def experiments_below(folder: Path) -> list[Path]:
 def pack(experiment: Path) -> Change:
     """Move the finished runs of an experiment into its packed files.
 
-    Unfinished runs and models (`model.safetensors`) stay in their folders. A folder is removed only after the packed
-    files are written and checked. So an interrupted call can be repeated.
+    Losses, weights, seconds of rounds and accuracies of classes keep six digits (see `packed`). Unfinished runs and
+    models (`model.safetensors`) stay in their folders. A folder is removed only after the packed files are written and
+    checked. So an interrupted call can be repeated. Files of an older format are written anew.
 
     Args:
         experiment: the experiment's folder.
@@ -96,7 +101,8 @@ def pack(experiment: Path) -> Change:
     finished = [folder for folder in folders if (folder / RESULT).exists()]
     left = sum(not is_finished(folder) for folder in folders)
     order = stored(experiment / ORDER)
-    if not finished and (there is None or not (experiment / ORDER).exists()):
+    renewed = len(there.runs) if there is not None and there.format < packed.FORMAT else 0
+    if not finished and not renewed and (there is None or not (experiment / ORDER).exists()):
         return Change(experiment, 0, left)
     runs = {run.name: run for run in _whole(there)}
     for folder in finished:
@@ -109,15 +115,15 @@ def pack(experiment: Path) -> Change:
             )
         runs[run.name] = run
     planned = json.loads(order.data) if order else {}
-    if there is None or set(runs) != set(there.runs) or _same(planned) != _same(there.order):
+    if there is None or renewed or set(runs) != set(there.runs) or _same(planned) != _same(there.order):
         files = packed.encode(runs.values(), planned, there.columns if there else ())
         _check(files, runs, planned, experiment)
-        for name in (packed.ROUNDS, packed.SETTINGS, packed.RUNS):  # last, because it lists the runs
+        for name in (PACKED_ROUNDS, packed.SETTINGS, packed.RUNS):  # last, because it lists the runs
             write_bytes(experiment / name, files[name])
     for folder in finished:
         _remove(folder, experiment)
     (experiment / ORDER).unlink(missing_ok=True)
-    return Change(experiment, len(finished), left)
+    return Change(experiment, len(finished), left, renewed)
 
 
 def unpack(experiment: Path) -> Change:
@@ -159,7 +165,7 @@ def unpack(experiment: Path) -> Change:
         write_bytes(folder / RESULT, _json(run.result))  # last, because it marks the run as finished
     if there.order and not (experiment / ORDER).exists():
         write_bytes(experiment / ORDER, _json(there.order))
-    for name in (packed.RUNS, packed.SETTINGS, packed.ROUNDS):
+    for name in (packed.RUNS, packed.SETTINGS, PACKED_ROUNDS):
         (experiment / name).unlink(missing_ok=True)
     return Change(experiment, len(runs), 0)
 
@@ -169,7 +175,7 @@ def _whole(there: Pack | None) -> list[PackedRun]:
     if there is None:
         return []
     rounds = {name: there.rounds(name) for name in there.runs}
-    return [replace(run, rounds=lines.data if (lines := rounds[name]) else None) for name, run in there.runs.items()]
+    return [replace(there.run(name), rounds=found.data if found else None) for name, found in rounds.items()]
 
 
 def _of_folder(folder: Path, experiment: Path) -> PackedRun:
@@ -178,6 +184,10 @@ def _of_folder(folder: Path, experiment: Path) -> PackedRun:
     if result is None or settings is None:
         raise UserError(f"{folder} holds no {SETTINGS}: it was not written by this version of fedshift")
     run = PackedRun(_mapping(result), _mapping(settings), rounds.data if rounds else None)
+    try:
+        rows_of(run.rounds)
+    except ValueError as error:
+        raise UserError(f"{folder / ROUNDS} {error} is corrupt: remove {folder} and run again") from None
     try:
         name = run.name
     except KeyError as error:
@@ -199,10 +209,9 @@ def _mapping(file: Stored) -> dict[str, Any]:
     return found
 
 
-def _content(run: PackedRun) -> tuple[str, str, list[Any]]:
-    """What makes two runs the same: their JSON, whatever the order of names in it."""
-    lines = (run.rounds or b"").split(b"\n")[:-1]
-    return _same(run.result), _same(run.identity), lines
+def _content(run: PackedRun) -> tuple[str, str, str]:
+    """What makes two runs the same: the JSON of what packing keeps of them, whatever the order of names in it."""
+    return _same(kept(run.result)), _same(run.identity), _same(rows_of(run.rounds))
 
 
 def _same(content: Any) -> str:
@@ -211,10 +220,10 @@ def _same(content: Any) -> str:
 
 def _check(files: dict[str, bytes], runs: dict[str, PackedRun], order: dict[str, Any], experiment: Path) -> None:
     """Raise UserError if the packed files do not read back as the same runs. Called before anything is written."""
-    read, planned, _ = packed.decode(files[packed.SETTINGS], files[packed.RUNS])
-    rounds = packed.decode_rounds(files[packed.ROUNDS])
+    read, planned, *_ = packed.decode(files[packed.SETTINGS], files[packed.RUNS])
+    rounds = decode_rounds(files[PACKED_ROUNDS])
     for name, run in runs.items():
-        back = replace(read[name], rounds=rounds[name].data if name in rounds else None)
+        back = replace(packed.with_details(read[name], rounds[name].result), rounds=rounds[name].data)
         if _content(back) != _content(run):
             raise UserError(f"{experiment / name} cannot be packed without loss: please report this")
     if _same(planned) != _same(order):

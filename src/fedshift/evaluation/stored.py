@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from fedshift.errors import UserError
-from fedshift.evaluation import packed
-from fedshift.evaluation.packed import PackedRun, Rounds
+from fedshift.evaluation import packed, packed_rounds
+from fedshift.evaluation.packed import PackedRun
+from fedshift.evaluation.packed_rounds import Rounds, decode_rounds, malformed
 
 FAILURE = "failure.txt"
 """Why an unfinished run stopped, in one line."""
@@ -34,7 +35,7 @@ class Stored:
     Attributes:
         data: the content.
         file: the file on disk, which may be a packed one.
-        line: the line of a packed file at which the content starts; else None.
+        line: the line of a packed file that holds the run, or names it; else None.
     """
 
     data: bytes
@@ -44,7 +45,7 @@ class Stored:
     def place(self, line: int | None = None) -> str:
         """How a message names the file, or a line of it (from 1)."""
         if self.line is not None:
-            return f"{self.file} line {self.line + (line or 1) - 1}"
+            return f"{self.file} line {self.line}" + (f", round line {line}" if line else "")
         return f"{self.file} line {line}" if line else str(self.file)
 
 
@@ -54,15 +55,33 @@ class Pack:
 
     Attributes:
         folder: the experiment's folder.
-        runs: the runs by name, without their rounds.
+        runs: the runs by name, without what is in `rounds.jsonl.xz`.
         order: the planned order.
         columns: the columns of `runs.csv`.
+        format: the number of the format.
     """
 
     folder: Path
     runs: Mapping[str, PackedRun]
     order: Mapping[str, Any]
     columns: list[str]
+    format: int
+
+    def run(self, name: str) -> PackedRun:
+        """A run with its whole result, without its rounds.
+
+        Raises:
+            UserError: a file is damaged, or has no such run.
+        """
+        if self.format == 1:
+            return self.runs[name]
+        rounds, file = self.rounds(name), self.folder / packed_rounds.ROUNDS
+        if rounds is None:
+            raise UserError(f"{file} does not hold the run {name} of {packed.RUNS}: restore the file")
+        try:
+            return packed.with_details(self.runs[name], rounds.result)
+        except ValueError as error:
+            raise malformed(str(file), rounds.line, str(error)) from None
 
     def rounds(self, name: str) -> Rounds | None:
         """The rounds of a run.
@@ -70,7 +89,7 @@ class Pack:
         Raises:
             UserError: their file is damaged.
         """
-        file = self.folder / packed.ROUNDS
+        file = self.folder / packed_rounds.ROUNDS
         return _rounds(file, _stamp(file)).get(name)
 
 
@@ -98,16 +117,15 @@ def stored(path: Path) -> Stored | None:
     if path.name == ORDER:
         pack = None if path.exists() else pack_of(folder)
         return _on_disk(path) if pack is None else Stored(_json(pack.order), folder / packed.SETTINGS)
-    run = None if (folder / RESULT).exists() else packed_run(folder)
-    if run is None:
+    pack, name = (None, "") if (folder / RESULT).exists() else _pack_and_name(folder)
+    if pack is None or name not in pack.runs:
         return _on_disk(path)
-    experiment = folder.parents[_DEPTH - 1]
     if path.name == ROUNDS:
-        pack = pack_of(experiment)
-        rounds = pack.rounds(run.name) if pack else None
-        return None if rounds is None else Stored(rounds.data, experiment / packed.ROUNDS, rounds.before + 1)
-    data = {RESULT: _json, SETTINGS: packed.yaml_bytes}[path.name](run.result if path.name == RESULT else run.identity)
-    return Stored(data, experiment / packed.RUNS, run.line)
+        rounds = pack.rounds(name)
+        lines = rounds.data if rounds else None
+        return Stored(lines, pack.folder / packed_rounds.ROUNDS, rounds.line) if rounds and lines is not None else None
+    data = _json(pack.run(name).result) if path.name == RESULT else packed.yaml_bytes(pack.runs[name].identity)
+    return Stored(data, pack.folder / packed.RUNS, pack.runs[name].line)
 
 
 def run_folders(root: Path) -> list[Path]:
@@ -144,7 +162,10 @@ def is_finished(folder: Path) -> bool:
         >>> is_finished(Path("no-such-experiment/fedavg/D0/seed-0"))
         False
     """
-    return (folder / RESULT).exists() or packed_run(folder) is not None
+    if (folder / RESULT).exists():
+        return True
+    pack, name = _pack_and_name(folder)
+    return pack is not None and name in pack.runs
 
 
 def packed_run(folder: Path) -> PackedRun | None:
@@ -157,12 +178,8 @@ def packed_run(folder: Path) -> PackedRun | None:
         >>> packed_run(Path("no-such-experiment/fedavg/D0/seed-0")) is None
         True
     """
-    folder = folder.absolute()
-    if len(folder.parents) < _DEPTH:
-        return None
-    experiment = folder.parents[_DEPTH - 1]
-    pack = pack_of(experiment)
-    return pack.runs.get(folder.relative_to(experiment).as_posix()) if pack else None
+    pack, name = _pack_and_name(folder)
+    return pack.run(name) if pack and name in pack.runs else None
 
 
 def pack_of(experiment: Path) -> Pack | None:
@@ -177,6 +194,15 @@ def pack_of(experiment: Path) -> Pack | None:
     """
     runs = experiment / packed.RUNS
     return _pack(experiment, _stamp(runs), _stamp(experiment / packed.SETTINGS)) if runs.exists() else None
+
+
+def _pack_and_name(folder: Path) -> tuple[Pack | None, str]:
+    """The packed files that may hold the run of this folder, and the run's name."""
+    folder = folder.absolute()
+    if len(folder.parents) < _DEPTH:
+        return None, ""
+    experiment = folder.parents[_DEPTH - 1]
+    return pack_of(experiment), folder.relative_to(experiment).as_posix()
 
 
 def _packed_folders(experiment: Path) -> list[Path]:
@@ -194,7 +220,7 @@ def _pack(experiment: Path, *_: object) -> Pack:
 @functools.lru_cache(maxsize=1)
 def _rounds(file: Path, *_: object) -> dict[str, Rounds]:
     """The rounds of all packed runs, read again when their file has changed."""
-    return packed.decode_rounds(_read(file), f"{file.parent}{os.sep}")
+    return decode_rounds(_read(file), f"{file.parent}{os.sep}")
 
 
 def _stamp(file: Path) -> tuple[int, int, int] | None:

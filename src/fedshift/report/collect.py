@@ -10,15 +10,15 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
 from fedshift.errors import UserError, nearest
-from fedshift.evaluation.packed import RUNS
+from fedshift.evaluation.packed import RUNS, kept
 from fedshift.evaluation.records import RoundRecord, RunResult, SiteMetric
 from fedshift.evaluation.stored import FAILURE, ORDER, RESULT, is_finished, packed_run, run_folders, stored
 from fedshift.text import one_line
@@ -219,11 +219,16 @@ def _check_unique(runs: Sequence[FinishedRun]) -> None:
             raise UserError(f"{seen[key]} and {run.folder} hold the same run {key}: remove one of the two")
         seen[key] = run.folder
         twin = packed_run(run.folder) if (run.folder / RESULT).exists() else None
-        if twin is not None and RunResult.model_validate(twin.result) != run.result:
+        if twin is not None and _kept(twin.result) != _kept(run.result.model_dump(mode="json")):
             raise UserError(
                 f"{run.folder} and line {twin.line} of {RUNS} hold the same run {key} with other results: "
                 "remove one of the two"
             )
+
+
+def _kept(result: Mapping[str, Any]) -> RunResult:
+    """The result with the digits that packing keeps."""
+    return RunResult.model_validate(kept(result))
 
 
 def _ordered(planned: Iterable[str], present: Iterable[str]) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedshift.errors import FedshiftError, UserError
-from fedshift.evaluation import packed
+from fedshift.evaluation import packed_rounds
 from fedshift.federation import messages
 from fedshift.federation.messages import encode
 from fedshift.federation.remote import wire
@@ -110,4 +110,4 @@ def test_text_of_every_language_is_read() -> None:
 
 def test_packed_results_do_not_expand_without_bound() -> None:
     with pytest.raises(UserError, match="expands"):
-        packed.decode_rounds(lzma.compress(bytes(25_000_000)))
+        packed_rounds.decode_rounds(lzma.compress(bytes(25_000_000)))
