@@ -183,6 +183,7 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "begin": of(0.0, 0.8),
         "information_weight": of(0.0, 0.3),
         "pseudo_label_weight": of(0.0, 1.0),
+        "pseudo_labels": of("neighbours"),
     },
     "shot": {
         "source_epochs": of(2),
@@ -216,7 +217,7 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "entropy_weight": of(0.0, 5.0),
         "r": of("round"),
         "rho": of(1.0),
-        "decay": of(False),
+        "decay": of(False, "unlabelled"),
         "draw": of(False),
         "keep_momentum": of(False, where="normed with momentum"),
         "readiness": of(0.9, 0.01),

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedshift.federation.site import Site
 from fedshift.functional.averaging import is_buffer
+from fedshift.functional.label_spreading import spread_labels
 from fedshift.methods.base import State
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.recipe_unlabelled import RecipeUnlabelled, TwoSides
@@ -138,3 +139,28 @@ def test_a_step_of_the_server_is_of_the_labelled_sites_model_alone() -> None:
     method = RecipeUnlabelled()
     weights = Weights({"labelled.w": torch.zeros(1), "own.w": torch.zeros(1)})
     assert list(method.personal(weights)) == ["own.w"]
+
+
+def test_labels_of_neighbours_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come from the model with which the target begins, and are those of every later round."""
+    losses: list[Any] = []
+    whole = Site.minimise
+
+    def seen(self: Site, loss_of: Any, *modules: Any, **options: Any) -> float:
+        if self.role == "target":
+            (batch,) = self.all_batches()
+            losses.append((loss_of(batch).item(), modules[0](batch.inputs).detach()))
+        return whole(self, loss_of, *modules, **options)
+
+    monkeypatch.setattr(Site, "minimise", seen)
+    method = RecipeUnlabelled(begin=0.0, pseudo_labels="neighbours", information_weight=0.0, pseudo_label_weight=0.7)
+    where = federation(method, FOUND, NORMED, rounds=3, budget=3, **(NO_MOMENTUM | {"lr": 0.5}))
+    state = step_on(method, where, method.start(where, start_of(method, FOUND, NORMED)))
+    inputs, _ = everything(where, "b")
+    first = normalised(network(method, side(state, "labelled")), inputs)
+    labels = spread_labels(inputs, first(inputs).detach().softmax(1))
+    for _ in range(2):
+        state = step_on(method, where, state)
+    assert len(losses) == 3
+    for loss, logits in losses:
+        assert loss == pytest.approx(0.7 * torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-4)

@@ -146,7 +146,9 @@ class MDFNet(Method):
     entropy_weight: NonNegativeFloat = Field(1.0, description="weight of H at unlabelled sites; 0 = without")
     r: Literal["progress", "round"] = Field("progress", description="r: share of the rounds done, or their number")
     rho: NonNegativeFloat = Field(10.0, description="ρ: how fast the unlabelled sites' share grows")
-    decay: bool = Field(True, description="lr₀/(1 + 10r)^0.75 at every site; off = training.lr_schedule")
+    decay: bool | Literal["unlabelled"] = Field(
+        True, description="lr₀/(1 + 10r)^0.75 at every site, or only at unlabelled ones; else training.lr_schedule"
+    )
     keep_momentum: bool = Field(True, description="momentum is kept over rounds; false: as training says")
     readiness: PositiveFloat | None = Field(
         None, description="unlabelled sites wait for a labelled cross-entropy below this share of ln C; none: never"
@@ -249,7 +251,8 @@ class MDFNet(Method):
             seen.append(loss.detach())
             return loss
 
-        trained, loss = self._trained(site, _Halves(self, site, weights), supervised, r, extra)
+        halves = _Halves(self, site, weights)
+        trained, loss = self._trained(site, halves, supervised, r if self.decay is True else None, extra)
         # Without a mini-batch nothing was measured: use the cross-entropy of guessing.
         mean = float(torch.stack(seen).cpu().double().mean()) if seen else math.log(site.classes)
         return LabelledUpdate(trained, site.samples, loss, mean)
@@ -269,7 +272,7 @@ class MDFNet(Method):
             each = F.cross_entropy(logits, labels[batch.rows.to(labels.device)], reduction="none")
             return loss + (sure * each).mean()
 
-        trained, loss = self._trained(site, halves, unsupervised, r, extra)
+        trained, loss = self._trained(site, halves, unsupervised, r if self.decay else None, extra)
         return UnlabelledUpdate(trained, site.samples, loss, 0 if labels is None else len(set(labels.tolist())))
 
     @torch.no_grad()
@@ -284,12 +287,15 @@ class MDFNet(Method):
     # Both ---------------------------------------------------------------------------------------------------------
 
     def _trained(
-        self, site: Site, halves: _Halves, loss_of: Callable[[Batch, Tensor], Tensor], r: float, extra: Extra
+        self, site: Site, halves: _Halves, loss_of: Callable[[Batch, Tensor], Tensor], r: float | None, extra: Extra
     ) -> tuple[Weights, float]:
-        """Train the model and the private modules; keep the latter. Returns the model and the mean loss."""
+        """Train the model and the private modules; keep the latter. Returns the model and the mean loss.
+
+        The learning rate decays with ``r``; none: it is the experiment's.
+        """
         model, private = halves.model, halves.private
         optimizer = site.optimizer(model, private, memory="optimizer", keep=self.keep_momentum)
-        if self.decay:
+        if r is not None:
             set_learning_rate(optimizer, schedules.inverse_power(r, site.training.lr, clamp=False))
 
         def whole(batch: Batch) -> Tensor:
