@@ -183,7 +183,6 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "begin": of(0.0, 0.8),
         "information_weight": of(0.0, 0.3),
         "pseudo_label_weight": of(0.0, 1.0),
-        "pseudo_labels": of("neighbours"),
     },
     "shot": {
         "source_epochs": of(2),
@@ -229,6 +228,7 @@ ELSEWHERE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("csac", "mmd_constant"): (True,),  # in the loss alone
     ("csac", "projection"): ("strided",),  # what `released` means for small maps: test_csac_alignment
     ("mdfnet", "interaction"): ("literal",),  # without a lower bound: test_mdfnet has its value, training diverges
+    ("recipe_unlabelled", "pseudo_labels"): ("neighbours",),  # the tiny target's are those of centroids: its own test
     ("recipe", "averaged"): (0.0,),  # no part of a round: test_recipe
     ("recipe", "templates"): (None,),  # the same
     ("recipe", "colour_augmentation"): ("none",),  # the tiny images have one channel: the same

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from test_shot import everything, nearest_labels
@@ -14,6 +17,7 @@ from fedshift.federation.site import Site
 from fedshift.functional.averaging import is_buffer
 from fedshift.functional.label_spreading import spread_labels
 from fedshift.methods.base import State
+from fedshift.methods.federated import recipe_unlabelled
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.recipe_unlabelled import RecipeUnlabelled, TwoSides
 from fedshift.models.network import Network
@@ -142,7 +146,11 @@ def test_a_step_of_the_server_is_of_the_labelled_sites_model_alone() -> None:
 
 
 def test_labels_of_neighbours_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They come from the model with which the target begins, and are those of every later round."""
+    """They come from the model with which the target begins, and are those of every later round. In noise they are not
+    those of centroids.
+    """
+    noise = np.random.default_rng(1).normal(size=(8, 5)).astype(np.float32)
+    found = [FOUND[0], dataclasses.replace(FOUND[1], inputs=noise)]
     losses: list[Any] = []
     whole = Site.minimise
 
@@ -152,15 +160,20 @@ def test_labels_of_neighbours_are_found_once(monkeypatch: pytest.MonkeyPatch) ->
             losses.append((loss_of(batch).item(), modules[0](batch.inputs).detach()))
         return whole(self, loss_of, *modules, **options)
 
+    counted = Mock(wraps=spread_labels)
+    monkeypatch.setattr(recipe_unlabelled, "spread_labels", counted)
     monkeypatch.setattr(Site, "minimise", seen)
     method = RecipeUnlabelled(begin=0.0, pseudo_labels="neighbours", information_weight=0.0, pseudo_label_weight=0.7)
-    where = federation(method, FOUND, NORMED, rounds=3, budget=3, **(NO_MOMENTUM | {"lr": 0.5}))
-    state = step_on(method, where, method.start(where, start_of(method, FOUND, NORMED)))
+    where = federation(method, found, NORMED, rounds=3, budget=3, **(NO_MOMENTUM | {"lr": 0.5}))
+    state = step_on(method, where, method.start(where, start_of(method, found, NORMED)))
     inputs, _ = everything(where, "b")
     first = normalised(network(method, side(state, "labelled")), inputs)
-    labels = spread_labels(inputs, first(inputs).detach().softmax(1))
+    with torch.no_grad():
+        features, probabilities = first.features(inputs), first(inputs).softmax(1)
+    labels = spread_labels(inputs, probabilities)
+    assert not torch.equal(labels, nearest_labels(features, probabilities))
     for _ in range(2):
         state = step_on(method, where, state)
-    assert len(losses) == 3
+    assert (len(losses), counted.call_count) == (3, 1)
     for loss, logits in losses:
         assert loss == pytest.approx(0.7 * torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-4)

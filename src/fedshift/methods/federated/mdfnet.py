@@ -147,7 +147,7 @@ class MDFNet(Method):
     r: Literal["progress", "round"] = Field("progress", description="r: share of the rounds done, or their number")
     rho: NonNegativeFloat = Field(10.0, description="ρ: how fast the unlabelled sites' share grows")
     decay: bool | Literal["unlabelled"] = Field(
-        True, description="lr₀/(1 + 10r)^0.75 at every site, or only at unlabelled ones; else training.lr_schedule"
+        True, description="lr₀/(1 + 10r)^0.75 at every site, or at unlabelled ones alone; off = training.lr_schedule"
     )
     keep_momentum: bool = Field(True, description="momentum is kept over rounds; false: as training says")
     readiness: PositiveFloat | None = Field(
@@ -251,8 +251,7 @@ class MDFNet(Method):
             seen.append(loss.detach())
             return loss
 
-        halves = _Halves(self, site, weights)
-        trained, loss = self._trained(site, halves, supervised, r if self.decay is True else None, extra)
+        trained, loss = self._trained(site, _Halves(self, site, weights), supervised, r, extra)
         # Without a mini-batch nothing was measured: use the cross-entropy of guessing.
         mean = float(torch.stack(seen).cpu().double().mean()) if seen else math.log(site.classes)
         return LabelledUpdate(trained, site.samples, loss, mean)
@@ -272,7 +271,7 @@ class MDFNet(Method):
             each = F.cross_entropy(logits, labels[batch.rows.to(labels.device)], reduction="none")
             return loss + (sure * each).mean()
 
-        trained, loss = self._trained(site, halves, unsupervised, r if self.decay else None, extra)
+        trained, loss = self._trained(site, halves, unsupervised, r, extra)
         return UnlabelledUpdate(trained, site.samples, loss, 0 if labels is None else len(set(labels.tolist())))
 
     @torch.no_grad()
@@ -287,15 +286,12 @@ class MDFNet(Method):
     # Both ---------------------------------------------------------------------------------------------------------
 
     def _trained(
-        self, site: Site, halves: _Halves, loss_of: Callable[[Batch, Tensor], Tensor], r: float | None, extra: Extra
+        self, site: Site, halves: _Halves, loss_of: Callable[[Batch, Tensor], Tensor], r: float, extra: Extra
     ) -> tuple[Weights, float]:
-        """Train the model and the private modules; keep the latter. Returns the model and the mean loss.
-
-        The learning rate decays with ``r``; none: it is the experiment's.
-        """
+        """Train the model and the private modules; keep the latter. Returns the model and the mean loss."""
         model, private = halves.model, halves.private
         optimizer = site.optimizer(model, private, memory="optimizer", keep=self.keep_momentum)
-        if r is not None:
+        if self.decay is True or (self.decay and site.role == "target"):
             set_learning_rate(optimizer, schedules.inverse_power(r, site.training.lr, clamp=False))
 
         def whole(batch: Batch) -> Tensor:
@@ -324,8 +320,7 @@ class _Halves:
         self._invariant = mask
         kept = site.memory.weights("private").clone() if "private" in site.memory else None
         with drawn_from(derive_seed(site.seed, site.name, "private")), torch.device("meta" if kept else "cpu"):
-            width = self.model.embedding_size
-            self.private = Private(len(mask.logits), width, method.decoder, inputs, method.draw)
+            self.private = Private(len(mask.logits), self.model.embedding_size, method.decoder, inputs, method.draw)
         if kept is not None:
             self.private.load_state_dict(dict(kept), assign=True)
         site.place(self.private)
@@ -348,9 +343,8 @@ class _Halves:
         return self.model.classifier(invariant), common
 
     def _interaction(self, specific: Tensor, invariant: Tensor) -> Tensor:
-        reading = self._method.interaction
-        if reading == "probabilities":
+        if self._method.interaction == "probabilities":
             return soft_interaction(self.private.mask.logits.sigmoid(), self._invariant.logits.sigmoid(), _SMOOTHING)
-        if reading == "features":
+        if self._method.interaction == "features":
             return soft_interaction(specific.sigmoid(), invariant.sigmoid(), _SMOOTHING).mean()
         return soft_interaction(specific, invariant).mean()

@@ -80,8 +80,8 @@ class RecipeUnlabelled(FedAvg):
     pseudo_label_weight: NonNegativeFloat = Field(0.3, description="β of the pseudo-labels at the target")
     pseudo_labels: Literal["centroids", "neighbours"] = Field(
         "centroids",
-        description="ŷ: the nearest centroid in its features; or predictions spread among samples with alike inputs, for "
-        "features of a pre-trained network and other vectors",
+        description="ŷ: the nearest centroid in its features; or predictions spread among samples whose inputs are "
+        "alike, for features of a pre-trained network and other vectors",
     )
 
     def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
