@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from test_shot import everything, nearest_labels
-from tiny import NORMED, federation, run, setting, start_of, step_on, vectors
+from tiny import CNN, NORMED, domains, federation, run, setting, start_of, step_on, vectors
 from torch import Tensor
 
 from fedshift.federation.site import Site
@@ -78,7 +78,7 @@ def test_while_it_waits_the_target_has_their_model_with_its_own_statistics() -> 
     ids=str,
 )
 def test_a_step_at_the_target_is_the_equation(options: dict[str, Any]) -> None:
-    method = RecipeUnlabelled(begin=0.0, **options)
+    method = RecipeUnlabelled(begin=0.0, pseudo_labels="centroids", **options)
     where = federation(method, FOUND, NORMED, rounds=1, budget=1, **NO_MOMENTUM)
     state = step_on(method, where, method.start(where, start_of(method, FOUND, NORMED)))
     inputs, _ = everything(where, "b")
@@ -177,3 +177,13 @@ def test_labels_of_neighbours_are_found_once(monkeypatch: pytest.MonkeyPatch) ->
     assert (len(losses), counted.call_count) == (3, 1)
     for loss, logits in losses:
         assert loss == pytest.approx(0.7 * torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(("network", "times"), [(NORMED, 1), (CNN, 0)], ids=["vectors", "images"])
+def test_neighbours_are_for_vectors_unless_they_are_asked_for(
+    network: dict[str, object], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Mock(wraps=spread_labels)
+    monkeypatch.setattr(recipe_unlabelled, "spread_labels", counted)
+    run(RecipeUnlabelled(begin=0.0), domains(network), network, rounds=1, budget=1)
+    assert counted.call_count == times

@@ -12,9 +12,9 @@ In every round, with θ the labelled sites' model and φ the target's own:
     server:   θ ← Σ_k (N_k / ΣN) θ_k
     target:   φ = θ with the BatchNorm statistics of the target's samples, in the first half of the rounds (``begin``);
               then  min over φ of  λ (E[H(p)] − H(E[p])) + β·CE(ŷ, p),  E over the mini-batch       (SHOT, 3 and 7)
-              ŷ, once per round over all data: nearest centroid in φ's features                     (SHOT, 4 to 6)
-              ``pseudo_labels: neighbours``: ŷ once, before the first step: φ's predictions, spread among the samples
-              whose inputs are alike and scaled to equally frequent classes (`functional/label_spreading.py`)
+              ŷ of images, once per round over all data: nearest centroid in φ's features           (SHOT, 4 to 6)
+              ŷ of vectors, once, before the first step: φ's predictions, spread among the samples whose inputs are
+              alike and scaled to equally frequent classes (`functional/label_spreading.py`)
               and φ's statistics are those of all the target's samples
     Labelled sites are measured with θ, the target with φ.
 
@@ -78,10 +78,10 @@ class RecipeUnlabelled(FedAvg):
     )
     information_weight: NonNegativeFloat = Field(1.0, description="λ of information maximisation at the target")
     pseudo_label_weight: NonNegativeFloat = Field(0.3, description="β of the pseudo-labels at the target")
-    pseudo_labels: Literal["centroids", "neighbours"] = Field(
-        "centroids",
+    pseudo_labels: Literal["auto", "centroids", "neighbours"] = Field(
+        "auto",
         description="ŷ: the nearest centroid in its features; or predictions spread among samples whose inputs are "
-        "alike, for features of a pre-trained network and other vectors",
+        "alike; auto: neighbours where samples are vectors",
     )
 
     def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
@@ -136,7 +136,8 @@ class RecipeUnlabelled(FedAvg):
 
     def _labels_at(self, site: Site, model: Network) -> Tensor:
         """ŷ of all the target's samples under a model in evaluation mode; those of neighbours stay as they were."""
-        if self.pseudo_labels == "centroids":
+        vectors = len(site.data.input_shape) == 1
+        if self.pseudo_labels == "centroids" or (self.pseudo_labels == "auto" and not vectors):
             return pseudo_labels_at(site, model)
         if "labels" not in site.memory:
             with torch.no_grad():
