@@ -216,7 +216,7 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "entropy_weight": of(0.0, 5.0),
         "r": of("round"),
         "rho": of(1.0),
-        "decay": of(False),
+        "decay": of(False, "unlabelled"),
         "draw": of(False),
         "keep_momentum": of(False, where="normed with momentum"),
         "readiness": of(0.9, 0.01),
@@ -228,6 +228,10 @@ ELSEWHERE: dict[tuple[str, str], tuple[Any, ...]] = {
     ("csac", "mmd_constant"): (True,),  # in the loss alone
     ("csac", "projection"): ("strided",),  # what `released` means for small maps: test_csac_alignment
     ("mdfnet", "interaction"): ("literal",),  # without a lower bound: test_mdfnet has its value, training diverges
+    ("recipe_unlabelled", "pseudo_labels"): (
+        "neighbours",
+        "centroids",
+    ),  # the tiny target's are those of centroids: its own test
     ("recipe", "averaged"): (0.0,),  # no part of a round: test_recipe
     ("recipe", "templates"): (None,),  # the same
     ("recipe", "colour_augmentation"): ("none",),  # the tiny images have one channel: the same

@@ -16,19 +16,20 @@ from fedshift.methods.masks import Mask
 from fedshift.weights import Weights
 
 
-@pytest.mark.parametrize("decay", [True, False])
-@pytest.mark.parametrize("keeps", [True, False])
-def test_the_rate_of_each_round(decay: bool, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("decay", "keeps"), [(True, True), (True, False), (False, True), (False, False), ("unlabelled", True)]
+)
+def test_the_rate_of_each_round(decay: Any, keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three rounds of r = 0, ½, 1 and half a cosine over the work done, for all parameters alike; momentum that a site
     keeps does not bring back the rate at which it was kept.
     """
-    used: list[tuple[int, float, set[float]]] = []
+    used: list[tuple[int, float, set[float], str]] = []
     plain = Site.minimise
 
     def watched(self: Site, *arguments: Any, optimizers: Any = None, **options: Any) -> float:
         (optimizer,) = optimizers
         rates = {group["lr"] for group in optimizer.param_groups}
-        used.append((self.envelope.round, self.envelope.progress, rates))
+        used.append((self.envelope.round, self.envelope.progress, rates, self.role))
         return plain(self, *arguments, optimizers=optimizers, **options)
 
     monkeypatch.setattr(Site, "minimise", watched)
@@ -41,11 +42,11 @@ def test_the_rate_of_each_round(decay: bool, keeps: bool, monkeypatch: pytest.Mo
     assert len(used) == 9
     assert isinstance(where, LocalFederation)
     assert all(("optimizer" in runner.site.memory) == keeps for runner in where._runners.values())
-    assert len({progress for _, progress, _ in used}) > 2
-    for number, progress, rates in used:
+    assert len({progress for _, progress, _, _ in used}) > 2
+    for number, progress, rates, role in used:
         r = (number - 1) / 2
         cosine = 0.02 + 0.18 * (1 + math.cos(math.pi * progress)) / 2
-        expected = 0.2 / (1 + 10 * r) ** 0.75 if decay else cosine
+        expected = 0.2 / (1 + 10 * r) ** 0.75 if decay is True or (decay and role == "target") else cosine
         assert sorted(rates) == pytest.approx([expected], rel=1e-6)
 
 

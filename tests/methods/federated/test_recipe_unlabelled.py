@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from test_shot import everything, nearest_labels
-from tiny import NORMED, federation, run, setting, start_of, step_on, vectors
+from tiny import CNN, NORMED, domains, federation, run, setting, start_of, step_on, vectors
 from torch import Tensor
 
 from fedshift.federation.site import Site
 from fedshift.functional.averaging import is_buffer
+from fedshift.functional.label_spreading import spread_labels
 from fedshift.methods.base import State
+from fedshift.methods.federated import recipe_unlabelled
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.recipe_unlabelled import RecipeUnlabelled, TwoSides
 from fedshift.models.network import Network
@@ -73,7 +78,7 @@ def test_while_it_waits_the_target_has_their_model_with_its_own_statistics() -> 
     ids=str,
 )
 def test_a_step_at_the_target_is_the_equation(options: dict[str, Any]) -> None:
-    method = RecipeUnlabelled(begin=0.0, **options)
+    method = RecipeUnlabelled(begin=0.0, pseudo_labels="centroids", **options)
     where = federation(method, FOUND, NORMED, rounds=1, budget=1, **NO_MOMENTUM)
     state = step_on(method, where, method.start(where, start_of(method, FOUND, NORMED)))
     inputs, _ = everything(where, "b")
@@ -138,3 +143,47 @@ def test_a_step_of_the_server_is_of_the_labelled_sites_model_alone() -> None:
     method = RecipeUnlabelled()
     weights = Weights({"labelled.w": torch.zeros(1), "own.w": torch.zeros(1)})
     assert list(method.personal(weights)) == ["own.w"]
+
+
+def test_labels_of_neighbours_are_found_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come from the model with which the target begins, and are those of every later round. In noise they are not
+    those of centroids.
+    """
+    noise = np.random.default_rng(1).normal(size=(8, 5)).astype(np.float32)
+    found = [FOUND[0], dataclasses.replace(FOUND[1], inputs=noise)]
+    losses: list[Any] = []
+    whole = Site.minimise
+
+    def seen(self: Site, loss_of: Any, *modules: Any, **options: Any) -> float:
+        if self.role == "target":
+            (batch,) = self.all_batches()
+            losses.append((loss_of(batch).item(), modules[0](batch.inputs).detach()))
+        return whole(self, loss_of, *modules, **options)
+
+    counted = Mock(wraps=spread_labels)
+    monkeypatch.setattr(recipe_unlabelled, "spread_labels", counted)
+    monkeypatch.setattr(Site, "minimise", seen)
+    method = RecipeUnlabelled(begin=0.0, pseudo_labels="neighbours", information_weight=0.0, pseudo_label_weight=0.7)
+    where = federation(method, found, NORMED, rounds=3, budget=3, **(NO_MOMENTUM | {"lr": 0.5}))
+    state = step_on(method, where, method.start(where, start_of(method, found, NORMED)))
+    inputs, _ = everything(where, "b")
+    first = normalised(network(method, side(state, "labelled")), inputs)
+    with torch.no_grad():
+        features, probabilities = first.features(inputs), first(inputs).softmax(1)
+    labels = spread_labels(inputs, probabilities)
+    assert not torch.equal(labels, nearest_labels(features, probabilities))
+    for _ in range(2):
+        state = step_on(method, where, state)
+    assert (len(losses), counted.call_count) == (3, 1)
+    for loss, logits in losses:
+        assert loss == pytest.approx(0.7 * torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-4)
+
+
+@pytest.mark.parametrize(("network", "times"), [(NORMED, 1), (CNN, 0)], ids=["vectors", "images"])
+def test_neighbours_are_for_vectors_unless_they_are_asked_for(
+    network: dict[str, object], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = Mock(wraps=spread_labels)
+    monkeypatch.setattr(recipe_unlabelled, "spread_labels", counted)
+    run(RecipeUnlabelled(begin=0.0), domains(network), network, rounds=1, budget=1)
+    assert counted.call_count == times

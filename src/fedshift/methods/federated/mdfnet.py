@@ -146,7 +146,9 @@ class MDFNet(Method):
     entropy_weight: NonNegativeFloat = Field(1.0, description="weight of H at unlabelled sites; 0 = without")
     r: Literal["progress", "round"] = Field("progress", description="r: share of the rounds done, or their number")
     rho: NonNegativeFloat = Field(10.0, description="ρ: how fast the unlabelled sites' share grows")
-    decay: bool = Field(True, description="lr₀/(1 + 10r)^0.75 at every site; off = training.lr_schedule")
+    decay: bool | Literal["unlabelled"] = Field(
+        True, description="lr₀/(1 + 10r)^0.75 at every site, or at unlabelled ones alone; off = training.lr_schedule"
+    )
     keep_momentum: bool = Field(True, description="momentum is kept over rounds; false: as training says")
     readiness: PositiveFloat | None = Field(
         None, description="unlabelled sites wait for a labelled cross-entropy below this share of ln C; none: never"
@@ -289,7 +291,7 @@ class MDFNet(Method):
         """Train the model and the private modules; keep the latter. Returns the model and the mean loss."""
         model, private = halves.model, halves.private
         optimizer = site.optimizer(model, private, memory="optimizer", keep=self.keep_momentum)
-        if self.decay:
+        if self.decay is True or (self.decay and site.role == "target"):
             set_learning_rate(optimizer, schedules.inverse_power(r, site.training.lr, clamp=False))
 
         def whole(batch: Batch) -> Tensor:
@@ -318,8 +320,7 @@ class _Halves:
         self._invariant = mask
         kept = site.memory.weights("private").clone() if "private" in site.memory else None
         with drawn_from(derive_seed(site.seed, site.name, "private")), torch.device("meta" if kept else "cpu"):
-            width = self.model.embedding_size
-            self.private = Private(len(mask.logits), width, method.decoder, inputs, method.draw)
+            self.private = Private(len(mask.logits), self.model.embedding_size, method.decoder, inputs, method.draw)
         if kept is not None:
             self.private.load_state_dict(dict(kept), assign=True)
         site.place(self.private)
@@ -342,9 +343,8 @@ class _Halves:
         return self.model.classifier(invariant), common
 
     def _interaction(self, specific: Tensor, invariant: Tensor) -> Tensor:
-        reading = self._method.interaction
-        if reading == "probabilities":
+        if self._method.interaction == "probabilities":
             return soft_interaction(self.private.mask.logits.sigmoid(), self._invariant.logits.sigmoid(), _SMOOTHING)
-        if reading == "features":
+        if self._method.interaction == "features":
             return soft_interaction(specific.sigmoid(), invariant.sigmoid(), _SMOOTHING).mean()
         return soft_interaction(specific, invariant).mean()

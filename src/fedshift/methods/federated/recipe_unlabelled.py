@@ -12,7 +12,9 @@ In every round, with θ the labelled sites' model and φ the target's own:
     server:   θ ← Σ_k (N_k / ΣN) θ_k
     target:   φ = θ with the BatchNorm statistics of the target's samples, in the first half of the rounds (``begin``);
               then  min over φ of  λ (E[H(p)] − H(E[p])) + β·CE(ŷ, p),  E over the mini-batch       (SHOT, 3 and 7)
-              ŷ, once per round over all data: nearest centroid in φ's features                     (SHOT, 4 to 6)
+              ŷ of images, once per round over all data: nearest centroid in φ's features           (SHOT, 4 to 6)
+              ŷ of vectors, once, before the first step: φ's predictions, spread among the samples whose inputs are
+              alike and scaled to equally frequent classes (`functional/label_spreading.py`)
               and φ's statistics are those of all the target's samples
     Labelled sites are measured with θ, the target with φ.
 
@@ -35,17 +37,19 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Collection
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal, cast
 
+import torch
 import torch.nn.functional as F
 from pydantic import Field, NonNegativeFloat
 from torch import Tensor, nn
 
 from fedshift.data.domain import Task
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import Update
+from fedshift.federation.messages import Statistics, Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.information import information_maximisation
+from fedshift.functional.label_spreading import spread_labels
 from fedshift.methods.base import Reads, State, trained_mean
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.shot import pseudo_labels_at
@@ -63,7 +67,7 @@ class RecipeUnlabelled(FedAvg):
     citation: ClassVar[str] = "fedshift 2026"
     scenario: ClassVar[str] = "target without labels"
     tasks: ClassVar[tuple[Task, ...]] = ("classification",)
-    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "model")
+    memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "model", "labels")
     needs_target: ClassVar[bool] = True
     one_target: ClassVar[bool] = True
     trains_privately: ClassVar[bool] = False
@@ -74,6 +78,11 @@ class RecipeUnlabelled(FedAvg):
     )
     information_weight: NonNegativeFloat = Field(1.0, description="λ of information maximisation at the target")
     pseudo_label_weight: NonNegativeFloat = Field(0.3, description="β of the pseudo-labels at the target")
+    pseudo_labels: Literal["auto", "centroids", "neighbours"] = Field(
+        "auto",
+        description="ŷ: the nearest centroid in its features; or predictions spread among samples whose inputs are "
+        "alike; auto: neighbours where samples are vectors",
+    )
 
     def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return self.mini_batches(batches_per_epoch, rounds)
@@ -111,7 +120,7 @@ class RecipeUnlabelled(FedAvg):
         if not times:
             return Update(begun, site.samples, 0.0)
         model = site.model(begun)
-        labels = pseudo_labels_at(site, site.model(begun).eval()) if self.pseudo_label_weight else None
+        labels = self._labels_at(site, site.model(begun).eval()) if self.pseudo_label_weight else None
 
         def loss_of(batch: Batch) -> Tensor:
             logits = model(batch.inputs)
@@ -124,6 +133,18 @@ class RecipeUnlabelled(FedAvg):
         loss = site.minimise(loss_of, model, steps=steps, remember="optimizer")
         site.memory["model"] = trained = site.weights_of(with_own_statistics(site, site.weights_of(model)))
         return Update(trained, site.samples, loss)
+
+    def _labels_at(self, site: Site, model: Network) -> Tensor:
+        """ŷ of all the target's samples under a model in evaluation mode; those of neighbours stay as they were."""
+        vectors = len(site.data.input_shape) == 1
+        if self.pseudo_labels == "centroids" or (self.pseudo_labels == "auto" and not vectors):
+            return pseudo_labels_at(site, model)
+        if "labels" not in site.memory:
+            with torch.no_grad():
+                parts = [(batch.inputs.flatten(1).float(), model(batch.inputs)) for batch in site.all_batches()]
+            samples, logits = (torch.cat(part) for part in zip(*parts, strict=True))
+            site.memory["labels"] = Statistics({"labels": spread_labels(samples, logits.softmax(1)).cpu()})
+        return cast(Statistics, site.memory["labels"])["labels"]
 
 
 class TwoSides(Network):
