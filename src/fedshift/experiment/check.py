@@ -196,7 +196,7 @@ class _Need:
 
 
 def _needs(plan: Plan, per_batch: Mapping[bool, float], warnings: list[str]) -> dict[str, list[_Need]]:
-    """What every run needs, by method; ``per_batch``: seconds, by whether a backbone is frozen. Adds to ``warnings``."""
+    """What every run needs, by method; ``per_batch``: seconds, frozen or not. Adds to ``warnings``."""
     needs: dict[str, list[_Need]] = {method.display: [] for method in plan.experiment.methods}
     dry: dict[object, DryRun | None] = {}
     refusing = bool(plan.experiment.engine.refuse_at)
