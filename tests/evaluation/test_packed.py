@@ -95,7 +95,7 @@ def rows(rounds: bytes | None) -> list[str]:
 LONG = 200 / 3
 
 
-def test_only_fields_that_no_table_needs_lose_digits() -> None:
+def test_few_fields_lose_digits_and_no_others() -> None:
     site = {"site": "a", "threshold": LONG, "values": {"auroc": LONG}, "intervals": {"auroc": [LONG, LONG]}}
     result = {
         "method": "fedavg",

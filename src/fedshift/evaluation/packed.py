@@ -5,8 +5,8 @@
 Values that are the same in every run, or in every run of a method, are in `experiment.yaml` instead. `rounds.jsonl.xz`
 holds the rounds of every run, and what its result says of single sites and classes (see `packed_rounds`).
 
-Some measurements in `rounds.jsonl.xz`, of which no table is computed, keep six digits: losses, weights, seconds of a
-round, accuracies of classes, bins of scores. Everything else is exact.
+In `rounds.jsonl.xz` losses, weights, seconds of rounds, accuracies of classes and bins of scores keep six digits.
+Everything else is exact, such as what tables average and compare.
 
 Nothing here touches a file: `encode` makes the three files' bytes, `decode` and `decode_rounds` read them.
 """
@@ -24,8 +24,19 @@ from typing import Any
 import yaml
 
 from fedshift.errors import UserError
-from fedshift.evaluation.cells import cell_of, leaves, nested, rounded, value_of
-from fedshift.evaluation.packed_rounds import KEY, ROUNDS, encode_rounds, name_of, rows_of, shortened
+from fedshift.evaluation.packed_rounds import (
+    KEY,
+    ROUNDS,
+    cell_of,
+    encode_rounds,
+    leaves,
+    name_of,
+    nested,
+    rounded,
+    rows_of,
+    shortened,
+    value_of,
+)
 from fedshift.evaluation.records import RunResult
 from fedshift.files import plain_yaml
 from fedshift.text import csv_cell, from_csv_cell

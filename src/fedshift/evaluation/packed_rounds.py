@@ -8,6 +8,8 @@ A column is a path in the run's rounds and the values there. If only some rounds
 rounds follow, from 0. Equal and similar values are side by side, which compresses better than a line for each round.
 `result` has what the run's result says of single sites and classes, by path. An older file is read as well: there, the
 line that names a run says `lines`, and the lines of its `rounds.jsonl` follow as they are.
+
+Below that are the functions that turn nested records into paths and cells, for these columns and those of `runs.csv`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedshift.errors import UserError
-from fedshift.evaluation.cells import leaves, nested, rounded
 
 ROUNDS = "rounds.jsonl.xz"
 _EXPANDS, _SMALL = 300, 1 << 24
@@ -27,7 +28,7 @@ _EXPANDS, _SMALL = 300, 1 << 24
 _MEMORY = 1 << 28
 """Bytes that the dictionary of a file may take."""
 _SIX_DIGITS = ("losses", "aggregation_weights", "seconds", "per_class", "target_hausdorff", "extra", "reliability")
-"""Fields of rounds, and of a site's metrics, whose floats keep six digits. Tables are computed of others."""
+"""Fields of rounds, and of a site's metrics, whose floats keep six digits."""
 KEY = ("method", "target", "seed")
 """The fields that name a run."""
 
@@ -203,3 +204,94 @@ def name_of(run: Mapping[str, Any]) -> str:
 
 def _dumped(content: Any) -> bytes:
     return json.dumps(content, separators=(",", ":")).encode() + b"\n"
+
+
+# Nested records as flat tables ----------------------------------------------------------------------------------------
+
+
+def leaves(value: Mapping[str, Any], above: str = "") -> Iterable[tuple[str, Any]]:
+    """The (path, value) of everything in ``value`` that is not a mapping with entries. A dot in a name becomes %2E.
+
+    Args:
+        value: a mapping of mappings.
+        above: a path to put before each, with its dot.
+
+    Raises:
+        ValueError: ``value`` is not a mapping.
+
+    Example:
+        >>> dict(leaves({"selected": {"last": {"accuracy": 75.0}}, "rounds": 3}))
+        {'selected.last.accuracy': 75.0, 'rounds': 3}
+    """
+    if not isinstance(value, Mapping):
+        raise ValueError(above or "everything")
+    for name, below in value.items():
+        path = f"{above}{name.replace('%', '%25').replace('.', '%2E')}"
+        if isinstance(below, Mapping) and below:
+            yield from leaves(below, f"{path}.")
+        else:
+            yield path, below
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of `leaves`.
+
+    Raises:
+        ValueError: one path is both a value and a mapping.
+
+    Example:
+        >>> nested({"selected.last.accuracy": 75.0, "rounds": 3})
+        {'selected': {'last': {'accuracy': 75.0}}, 'rounds': 3}
+    """
+    whole: dict[str, Any] = {}
+    for path, value in values.items():
+        *above, last = (name.replace("%2E", ".").replace("%25", "%") for name in path.split("."))
+        inner = whole
+        for name in above:
+            inner = inner.setdefault(name, {})
+            if not isinstance(inner, dict):
+                raise ValueError(f"{path} is below a value")
+        if last in inner:
+            raise ValueError(f"{path} is a value and a mapping")
+        inner[last] = value
+    return whole
+
+
+def cell_of(value: Any) -> str:
+    """A value as JSON. Text that cannot be mistaken for JSON stays as it is.
+
+    Example:
+        >>> cell_of("fedavg"), cell_of("1"), cell_of([1, None])
+        ('fedavg', '"1"', '[1, null]')
+    """
+    plain = isinstance(value, str) and value == value.strip() and value.isprintable() and value_of(value) is value
+    return value if plain and value else json.dumps(value, ensure_ascii=False)
+
+
+def value_of(cell: str) -> Any:
+    """The JSON in ``cell``; the same object ``cell`` if it is not JSON.
+
+    Example:
+        >>> value_of("fedavg"), value_of('"1"'), value_of("[1, null]")
+        ('fedavg', '1', [1, None])
+    """
+    try:
+        return json.loads(cell)
+    except ValueError:
+        return cell
+
+
+def rounded(value: Any) -> Any:
+    """The same with every float in it to six significant digits. Whole numbers stay.
+
+    Example:
+        >>> rounded({"loss": 0.66666666666, "bins": [12345678, 33.333333333]})
+        {'loss': 0.666667, 'bins': [12345678, 33.3333]}
+    """
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, list):
+        return [rounded(one) for one in value]
+    if isinstance(value, Mapping):
+        return {name: rounded(one) for name, one in value.items()}
+    return value
