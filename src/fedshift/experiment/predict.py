@@ -149,8 +149,7 @@ class TrainedModel:
         extractor = self.extractor
 
         def batches(order: Tensor | None = None) -> Iterator[Tensor]:
-            for begin in range(0, len(inputs), _BATCH):
-                part = slice(begin, begin + _BATCH)
+            for part in (slice(begin, begin + _BATCH) for begin in range(0, len(inputs), _BATCH)):
                 rows = torch.from_numpy(inputs[part if order is None else order[part].numpy()])
                 if extractor is not None:
                     rows = extractor(rows).half()  # float16, as in the cache
@@ -159,8 +158,7 @@ class TrainedModel:
         network = self.network
         if adapted and len(inputs) and self.metadata.get("unseen"):
             new_site = self.method.new_site_for(tuple(self.metadata["input_shape"]))
-            order = new_site.order(len(inputs))
-            network = new_site.adapted(network, lambda: batches(order))
+            network = new_site.adapted(network, lambda: batches(new_site.order(len(inputs))))
         none = np.zeros((0, len(self.classes)), dtype=np.float32)
         return np.concatenate([none, *(self.objective.scores(network(batch)).numpy() for batch in batches())])
 
