@@ -77,7 +77,12 @@ class Rounds:
 
 
 def malformed(file: str, line: int, why: str) -> UserError:
-    """The error for a line that cannot be read."""
+    """The error for a line that cannot be read.
+
+    Example:
+        >>> print(malformed("rounds.jsonl.xz", 3, "it should name a run"))
+        rounds.jsonl.xz line 3 is malformed (it should name a run): restore the file
+    """
     return UserError(f"{file} line {line} is malformed ({why}): restore the file")
 
 

@@ -54,7 +54,7 @@ def rounds_needed(method: Method, training: Training, split: Split, budget: Mapp
         UserError: the backbone would be frozen in all of them, or the method does not go with a frozen one.
     """
     rounds = _rounds(method, training, split, budget)
-    if training.thaw_after and not getattr(method, "inner", method).thaws:
+    if training.thaw_after and not method.thaws:
         raise UserError(
             f"training.thaw_after: {method.display} needs gradients of the features in every round: leave it out, or "
             "choose another method, such as deepall"

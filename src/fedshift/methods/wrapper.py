@@ -133,6 +133,11 @@ class Wrapper(Method):
         return self.inner.has_server_step
 
     @property
+    def thaws(self) -> bool:  # type: ignore[override]
+        """Whether a backbone that is frozen for some rounds goes with the inner method."""
+        return self.inner.thaws
+
+    @property
     def takes_plug_ins(self) -> bool:  # type: ignore[override]
         """Whether plug-ins of local training go with the inner method."""
         return self.inner.takes_plug_ins

@@ -117,7 +117,7 @@ def test_nothing_of_the_inner_method_is_forgotten() -> None:
     own = {"name", "citation", "setting", "label", "recipe", "display", "described_setting"}
     own |= {"scenario", "settings", "composition", *Composed.model_fields}  # a wrapper has its own
     own |= {"plug_ins", "kept_at_sites", "cost_of", "work", "reads"}  # made of its own and of what is handed on
-    own |= {"pooled", "supervised_target", "trains_privately"}  # refused
+    own |= {"pooled", "supervised_target", "trains_privately", "trains_in_parts", "in_parts"}  # refused
     both = (Method, Composed)
     hooks = {name for kind in both for name in (*vars(kind), *kind.__annotations__) if not name.startswith("_")}
     hooks -= {name for name in hooks if name.startswith("model_")}
