@@ -26,8 +26,9 @@ What the parts are worth is in benchmarks/recipe.md.
 
 Where it fails
 * Where the classes' shares at the target are far from equal: λ pushes them towards equal shares.
-* Where the labelled sites' model is hardly better than guessing: the target grows sure of wrong classes. With one
-  labelled site and no BatchNorm, on PACS features, it had 24.2 at sketch in place of 31.9.
+* With labels of centroids, where the labelled sites' model is hardly better than guessing: the target grows sure of
+  wrong classes. With one labelled site and no BatchNorm, on PACS features, it had 24.2 at sketch in place of 31.9;
+  labels of neighbours have 39.4.
 
 Should reproduce: no published table.
 """
