@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 if TYPE_CHECKING:
     from fedshift.federation.local.pool import WorkerPool
@@ -26,11 +28,10 @@ settings.register_profile("quick", max_examples=25, deadline=None)
 settings.load_profile("quick")
 
 
-LONGEST = (
-    *("test_network.py", "test_options.py", "test_selftest.py", "test_contract.py", "test_resume.py", "test_golden.py"),
-    "test_network_apart.py",
-)
-"""The files that take longest, in this order: one that waits for processes is followed by one that computes."""
+WAITING = ("test_network.py", "test_network_apart.py", "test_selftest.py")
+"""The files that wait for deployments most of the time: one worker runs them all, and the others compute meanwhile."""
+LONGEST = (*WAITING, "test_options.py", "test_contract.py", "test_resume.py", "test_golden.py")
+"""The files that take longest, in this order."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -41,6 +42,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return first, item.get_closest_marker("slow") is None
 
     items.sort(key=place)
+
+
+class ByFile(LoadFileScheduling):
+    """``--dist loadfile`` with the files that wait as one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return "waiting" if Path(file).name in WAITING else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:
