@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -36,25 +38,34 @@ LONGEST = (*WAITING, "test_options.py", "test_contract.py", "test_resume.py", "t
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, then all that start processes: at the end one worker would wait for them alone."""
+    slow = {item.path for item in items if item.get_closest_marker("slow") is not None}
 
     def place(item: pytest.Item) -> tuple[int, bool]:
         first = LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST)
-        return first, item.get_closest_marker("slow") is None
+        return first, item.path not in slow
 
     items.sort(key=place)
 
 
-class ByFile(LoadFileScheduling):
-    """``--dist loadfile`` with the files that wait as one."""
+@functools.cache
+def unit_of(file: Path) -> str:
+    """What one worker runs: a file, all that wait for deployments, or all that share the two worker processes."""
+    if file.name in WAITING:
+        return "waiting"
+    shares = re.search(r"\b(two_workers|shared_workers|pool: WorkerPool)\b", file.read_text(encoding="utf-8"))
+    return "sharing" if shares else str(file)
+
+
+class ByUnit(LoadFileScheduling):
+    """``--dist loadfile`` where some files are run as if they were one."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file: str = super()._split_scope(nodeid)
-        return "waiting" if Path(file).name in WAITING else file
+        return unit_of(Path(self.config.rootpath, super()._split_scope(nodeid)))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
-    return ByFile(config, log) if config.getvalue("dist") == "loadfile" else None
+    return ByUnit(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:
