@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from golden import OPTIONS
-from tiny import NORMED
+from tiny import NORMED, federation, start_of, vectors
 from torch import Tensor, nn
 
+from fedshift.data.domain import Domain
+from fedshift.federation.local.in_process import LocalFederation
 from fedshift.methods import registry
 from fedshift.methods.base import Method
-from fedshift.methods.heads import redrawn, with_block, with_experts
+from fedshift.methods.federated.fedavg import FedAvg
+from fedshift.methods.heads import redrawn, with_block, with_experts, with_own_statistics
 from fedshift.models import registry as models
 from fedshift.models.network import Network
 
@@ -93,3 +97,22 @@ def test_a_seed_redraws_without_moving_the_callers_generator() -> None:
     assert not torch.equal(first.weight, other.weight)
     assert not torch.equal(redrawn(layer).weight, layer.weight)
     assert not torch.equal(torch.get_rng_state(), before), "without a seed torch's generator draws"
+
+
+def test_a_site_s_statistics_are_those_of_all_its_samples_although_they_are_sorted_by_class() -> None:
+    found = vectors("a", 1200)
+    order = np.argsort(found.labels, kind="stable")
+    found = Domain("a", found.inputs[order], found.labels[order])
+    where = federation(FedAvg(), [found], NORMED)
+    assert isinstance(where, LocalFederation)
+    site = where._runners["a"].site
+    made = with_own_statistics(site, start_of(FedAvg(), [found], NORMED))
+    first = next(module for module in made.modules() if isinstance(module, nn.BatchNorm1d))
+    seen: list[Tensor] = []
+    first.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        made(torch.from_numpy(found.inputs))
+    variance, mean = torch.var_mean(torch.cat(seen), 0)
+    torch.testing.assert_close(first.running_mean, mean, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(first.running_var, variance, rtol=0.02, atol=0.0)
+    assert not made.training

@@ -186,6 +186,11 @@ def _take(inputs: Inputs, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8] 
     return inputs[rows]
 
 
+def mixed_order(samples: int) -> Tensor:
+    """An order of ``samples`` samples that mixes the classes of files that are sorted by class; always the same one."""
+    return torch.randperm(samples, generator=torch.Generator().manual_seed(0))
+
+
 def epoch_batches(
     samples: int, batch_size: int, generator: torch.Generator, chances: Tensor | None = None
 ) -> list[Tensor]:

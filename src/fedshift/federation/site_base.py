@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from fedshift.data.site_data import SiteData, batches_per_epoch, epoch_batches, poisson_batches
+from fedshift.data.site_data import SiteData, batches_per_epoch, epoch_batches, mixed_order, poisson_batches
 from fedshift.data.tasks.objective import CLASSES, Objective
 from fedshift.errors import FedshiftError
 from fedshift.federation.randomness import Draws, derive_seed, generator
@@ -238,17 +238,21 @@ class SiteBase:
                 inputs, labels, domains = data.batch(chosen, augmentation)
                 yield Batch(inputs, None if data is self.unlabelled else labels, domains, chosen)
 
-    def all_batches(self) -> Iterator[Batch]:
-        """Every training sample once, in order, without augmentation. It does not count as training."""
-        return self._in_order(self.data, max(self.training.batch_size, 256))
+    def all_batches(self, *, mixed: bool = False) -> Iterator[Batch]:
+        """Every training sample once, in order, without augmentation. It does not count as training.
+
+        Args:
+            mixed: in an order that mixes classes, for what is computed batch by batch. Files are often sorted by class.
+        """
+        order = mixed_order(self.data.samples) if mixed else None
+        return self._once(self.data, max(self.training.batch_size, 256), order)
 
     def held_out_batches(self) -> Iterator[Batch]:
         """Held-out samples, as `all_batches`. None unless the method ``uses_held_out`` and the protocol has any."""
-        return self._in_order(self.held_out, 256) if self.held_out is not None else iter(())
+        return self._once(self.held_out, 256) if self.held_out is not None else iter(())
 
-    def _in_order(self, data: SiteData, size: int) -> Iterator[Batch]:
-        first = 0
-        for inputs, labels, domains in data.all_batches(size):
-            rows = torch.arange(first, first + len(labels))
-            first += len(labels)
+    def _once(self, data: SiteData, size: int, order: Tensor | None = None) -> Iterator[Batch]:
+        order = torch.arange(data.samples) if order is None else order
+        for number, (inputs, labels, domains) in enumerate(data.all_batches(size, order)):
+            rows = order[number * size : (number + 1) * size]
             yield Batch(inputs, labels if self.role == "source" else None, domains, rows)

@@ -17,6 +17,7 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.randomness import derive_seed, drawn_from
 from fedshift.federation.site import Site
 from fedshift.models.network import Network
+from fedshift.models.normalisation import adapted_to
 from fedshift.weights import Weights
 
 M = TypeVar("M", bound=nn.Module)
@@ -106,20 +107,8 @@ def redrawn(module: M, seed: int | None = None) -> M:
 
 
 def with_own_statistics(site: Site, weights: Weights) -> Network:
-    """The model in evaluation mode, with BatchNorm statistics computed from this site's samples."""
-    model = site.model(weights).eval()
-    layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    if not layers or site.samples < 2:
-        return model
-    for layer in layers:
-        layer.reset_running_stats()
-        layer.momentum = None  # the plain mean over batches
-        layer.train()
-    with torch.no_grad():
-        for batch in site.all_batches():
-            if len(batch.inputs) > 1:
-                model(batch.inputs)
-    return model.eval()
+    """The model in evaluation mode, with BatchNorm statistics of this site's samples in place of the trained ones."""
+    return adapted_to(site.model(weights), (batch.inputs for batch in site.all_batches(mixed=True)), prior=0)
 
 
 def hand_over(

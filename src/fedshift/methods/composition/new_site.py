@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fedshift.data.site_data import mixed_order
 from fedshift.data.tasks.objective import CLASSES
 from fedshift.functional.templates import turned_templates
 from fedshift.models.network import Network
@@ -39,7 +40,7 @@ class NewSite:
         Files are often sorted by class. BatchNorm has to see mini-batches of all classes, since each of its layers
         reads what the layers before it normalise by their mini-batch.
         """
-        return None if self.batch_norm is None else torch.randperm(samples, generator=torch.Generator().manual_seed(0))
+        return None if self.batch_norm is None else mixed_order(samples)
 
     def adapted(self, network: Network, batches: Callable[[], Iterable[Tensor]]) -> Network:
         """The network that predicts there, in evaluation mode.
