@@ -20,7 +20,7 @@ MODULES = [
     *(
         module.name
         for package in (fedshift.functional, fedshift.evaluation)
-        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
     ),
 ]
 
@@ -48,7 +48,7 @@ def test_every_public_function_has_an_example(name: str) -> None:
     module = importlib.import_module(name)
     functions = [
         function
-        for called, function in inspect.getmembers(module, inspect.isfunction)
+        for called, function in inspect.getmembers(module, inspect.isroutine)
         if function.__module__ == name and not called.startswith("_")
     ]
     without = [function.__name__ for function in functions if "Example:\n" not in (function.__doc__ or "")]

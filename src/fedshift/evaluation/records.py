@@ -17,15 +17,15 @@ Metric = Literal["accuracy", "dice", "rmse", "concordance", "label_accuracy"]
 """What the fields called accuracy hold: accuracy in percent; for segmentation the Dice coefficient in percent; for
 regression the root mean squared error in the label's unit; for time to event Harrell's concordance in percent;
 for several labels the share of labels that are right, in percent."""
-OfClasses = Literal[
+ClassMetric = Literal[
     "accuracy", "balanced_accuracy", "auroc", "auprc", "sensitivity", "specificity", "brier", "calibration_error"
 ]
 Part = Literal["target", "held_out"]
 """Which samples of a site are measured."""
-SiteMetric = Literal[OfClasses, "rmse", "mae", "r2", "concordance", "label_accuracy", "f1"]
+SiteMetric = Literal[ClassMetric, "rmse", "mae", "r2", "concordance", "label_accuracy", "f1"]
 """What is computed once, from the scores of the last round's model (see `site_metrics`). All but the errors of a
 regression, which are in the label's unit, are in percent; ``r2`` may be below 0."""
-OF_CLASSES: tuple[SiteMetric, ...] = get_args(OfClasses)
+OF_CLASSES: tuple[SiteMetric, ...] = get_args(ClassMetric)
 ERRORS: frozenset[str] = frozenset({"brier", "calibration_error", "rmse", "mae"})
 """The metrics of which less is better."""
 IN_UNITS: frozenset[str] = frozenset({"rmse", "mae"})

@@ -191,6 +191,10 @@ def noise_multiplier(target: float, delta: float, rate: float, steps: int) -> fl
 
     Raises:
         UserError: no amount of noise is enough, or Opacus is not installed.
+
+    Example:
+        >>> round(noise_multiplier(2.0, 1e-5, rate=1.0, steps=1), 1)
+        2.0
     """
 
     def fast(sigma: float) -> float:

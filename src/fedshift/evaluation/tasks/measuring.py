@@ -139,7 +139,13 @@ class OfLabels(Measuring):
 
 
 def measuring_of(objective: Objective) -> Measuring:
-    """How the task of an objective is measured."""
+    """How the task of an objective is measured.
+
+    Example:
+        >>> from fedshift.data.tasks.objective import CLASSES
+        >>> measuring_of(CLASSES).metric
+        'accuracy'
+    """
     if isinstance(objective, Regression):
         return OfQuantities(objective.mean)
     kinds: Mapping[Task, type[Measuring]] = {"time_to_event": OfTimes, "multi_label": OfLabels}

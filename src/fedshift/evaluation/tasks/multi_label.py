@@ -44,6 +44,12 @@ def label_metrics(
         scored: the samples.
         resamples: bootstrap samples of the intervals; 0: no intervals.
         smallest_group: the fewest samples that a number may be made of.
+
+    Example:
+        >>> labels, scores = np.array([[1, 0], [0, 1], [1, 1]]), np.array([[0.9, 0.2], [0.6, 0.7], [0.8, 0.4]])
+        >>> found = label_metrics("a", "target", Scored(labels, (scores > 0.5).astype(int), scores.astype(np.float32)))
+        >>> found.support, round(found.values["label_accuracy"], 2), found.values["auroc"]
+        ([2, 2], 66.67, 100.0)
     """
     from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 

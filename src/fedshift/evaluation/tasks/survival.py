@@ -61,6 +61,11 @@ def survival_metrics(site: str, part: Part, scored: Scored, resamples: int = 0) 
         part: what its samples are.
         scored: the samples.
         resamples: bootstrap samples of the interval; 0: no interval.
+
+    Example:
+        >>> risks, labels = np.array([3.0, 1.0, 2.0]), np.array([[1.0, 1], [2.0, 1], [3.0, 0]])
+        >>> survival_metrics("a", "target", Scored(labels, risks, risks[:, None])).values["concordance"]
+        66.66666666666667
     """
     risks, labels = scored.predicted, scored.labels
     found, n = concordance(risks, labels), len(labels)
