@@ -22,7 +22,7 @@ from fedshift.data.domain import SparseRows
 from fedshift.data.transforms import to_network
 from fedshift.federation.local.pool import WorkerPool
 from fedshift.federation.randomness import generator
-from fedshift.functional.consensus_focus import shapley_focus
+from fedshift.functional.consensus_focus import FocusTally
 from fedshift.functional.knowledge_vote import distillation_loss, knowledge_vote
 from fedshift.functional.source_weights import domain_weights
 from fedshift.weights import Weights
@@ -238,7 +238,9 @@ class BareKD3A:
 
             models.append(self._trained(self.target, distilled))
             sizes = [len(self.sites[name][1]) for name in sources]
-            shares, own = domain_weights(shapley_focus(said, self.gate), sizes, len(inputs))
+            tally = FocusTally(len(said), self.gate)
+            tally.add(said)
+            shares, own = domain_weights(tally.focus(), sizes, len(inputs))
             states = [model.state_dict() for model in models]
             self.network.load_state_dict(
                 {

@@ -1,4 +1,4 @@
-"""The streaming mean of models, the merge of BatchNorm statistics, differences and distances."""
+"""The streaming mean of models, the merge of BatchNorm statistics, and which keys are buffers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from torch import Tensor, nn
 from fedshift.errors import UserError
 from fedshift.functional.averaging import (
     MeanAccumulator,
-    difference,
     is_buffer,
     parameters_of,
-    squared_distance,
     weighted_average,
 )
 from fedshift.weights import Weights
@@ -32,21 +30,6 @@ def finite(dtype: str) -> st.SearchStrategy[Tensor]:
     width = int(dtype.removeprefix("float"))
     elements = st.floats(width=width, allow_nan=False, allow_infinity=False)
     return arrays.arrays(dtype, arrays.array_shapes(max_dims=3, max_side=4), elements=elements).map(torch.from_numpy)
-
-
-def test_difference_and_distance() -> None:
-    a = {"w": torch.tensor([1.0, 5.0]), "n": torch.tensor(4)}
-    b = {"w": torch.tensor([4.0, 1.0]), "n": torch.tensor(9)}
-    assert difference(a, b).equal({"w": torch.tensor([-3.0, 4.0])})
-    assert squared_distance(a, b) == 25.0
-    with pytest.raises(UserError, match="'n'"):
-        squared_distance({"w": a["w"]}, b)
-
-
-def test_distance_of_tensors_longer_than_a_piece() -> None:
-    torch.manual_seed(0)
-    a, b = torch.randn(300, 500), torch.randn(300, 500)
-    assert squared_distance({"w": a.T}, {"w": b.T}) == pytest.approx((a.double() - b.double()).square().sum().item())
 
 
 def test_parameters_are_what_training_moves() -> None:

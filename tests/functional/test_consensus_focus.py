@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +16,7 @@ from torch import Tensor
 
 from fedshift.errors import UserError
 from fedshift.functional import consensus_focus
-from fedshift.functional.consensus_focus import (
-    FocusTally,
-    coalition_quality,
-    leave_one_out_focus,
-    shapley_focus,
-)
+from fedshift.functional.consensus_focus import FocusTally
 from fedshift.functional.knowledge_vote import knowledge_vote
 
 TEACHERS = torch.tensor(
@@ -39,6 +37,21 @@ BALLOTS = st.sampled_from(["rows", "top1"])
 def random_teachers(teachers: int, samples: int, classes: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return (2 * torch.randn(teachers, samples, classes, generator=generator, dtype=torch.float64)).softmax(2)
+
+
+def focus_of(predictions: Tensor, gate: float, **options: Any) -> Tensor:
+    tally = FocusTally(len(predictions), gate, **options)
+    tally.add(predictions)
+    return tally.focus()
+
+
+shapley_focus = partial(focus_of, rule="shapley")
+leave_one_out_focus = partial(focus_of, rule="leave_one_out")
+
+
+def coalition_quality(predictions: Tensor, gate: float, coalition: Sequence[int], **options: Any) -> float:
+    """Q of a coalition, to which the Shapley values among its members sum."""
+    return shapley_focus(predictions[list(coalition)], gate, **options).sum().item() if coalition else 0.0
 
 
 def naive_quality(predictions: Tensor, gate: float, coalition: tuple[int, ...], ballots: str) -> float:
@@ -125,15 +138,15 @@ def test_focus_against_all_orders(
     predictions = random_teachers(teachers, samples, classes, seed)
     everyone = tuple(range(teachers))
     for coalition in (everyone, everyone[1:], everyone[::2]):
-        found = coalition_quality(predictions, gate, coalition, ballots=ballots)  # type: ignore[arg-type]
+        found = coalition_quality(predictions, gate, coalition, ballots=ballots)
         assert found == pytest.approx(naive_quality(predictions, gate, coalition, ballots), abs=1e-12)
     total = naive_quality(predictions, gate, everyone, ballots)
     expected = [
         total - naive_quality(predictions, gate, tuple(k for k in everyone if k != out), ballots) for out in everyone
     ]
-    found = leave_one_out_focus(predictions, gate, ballots=ballots)  # type: ignore[arg-type]
+    found = leave_one_out_focus(predictions, gate, ballots=ballots)
     assert found.tolist() == pytest.approx(expected, abs=1e-12)
-    focus = shapley_focus(predictions, gate, ballots=ballots)  # type: ignore[arg-type]
+    focus = shapley_focus(predictions, gate, ballots=ballots)
     assert focus.dtype == torch.float64
     assert focus.tolist() == pytest.approx(naive_shapley(predictions, gate, ballots), abs=1e-12)
 
@@ -142,7 +155,7 @@ def test_focus_against_all_orders(
 def test_what_holds_for_any_teachers(teachers: int, seed: int, ballots, random) -> None:  # type: ignore[no-untyped-def]
     predictions = random_teachers(teachers, 30, 4, seed)
     focus = shapley_focus(predictions, 0.6, ballots=ballots)
-    total = coalition_quality(predictions, 0.6, range(teachers), ballots=ballots)
+    total = naive_quality(predictions, 0.6, tuple(range(teachers)), ballots)
     assert focus.sum().item() == pytest.approx(total, abs=1e-12)
     order = random.sample(range(teachers), teachers)
     torch.testing.assert_close(shapley_focus(predictions[order], 0.6, ballots=ballots), focus[order])
@@ -187,7 +200,7 @@ def test_sampled_orders() -> None:
 def test_many_teachers_are_sampled(ballots, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
     predictions = random_teachers(11, 30, 3, 0)
     predictions[1] = predictions[0]
-    total = coalition_quality(predictions, 0.6, range(11), ballots=ballots)
+    total = naive_quality(predictions, 0.6, tuple(range(11)), ballots)
     with monkeypatch.context() as patch:
         patch.setattr(consensus_focus, "EXACT_UP_TO", 11)
         exact = shapley_focus(predictions, 0.6, ballots=ballots)
@@ -232,12 +245,9 @@ def test_a_tally_of_other_teachers() -> None:
         tally.add(TEACHERS)
 
 
-def test_no_coalition_of_strangers() -> None:
-    for coalition in ([3], [-1], [0, 7]):
-        with pytest.raises(UserError, match="0 to 2"):
-            coalition_quality(TEACHERS, 0.9, coalition)
-    for function in (shapley_focus, leave_one_out_focus):
-        with pytest.raises(UserError, match="gate"):
-            function(TEACHERS, 1.0)
-        with pytest.raises(UserError, match="teacher"):
-            function(torch.zeros(0, 2, 3), 0.9)
+@pytest.mark.parametrize("focus", [shapley_focus, leave_one_out_focus])
+def test_impossible_votes_are_refused(focus: Callable[..., Tensor]) -> None:
+    with pytest.raises(UserError, match="gate"):
+        focus(TEACHERS, 1.0)
+    with pytest.raises(UserError, match="teacher"):
+        focus(torch.zeros(0, 2, 3), 0.9)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedshift.errors import UserError
-from fedshift.functional.spectra import amplitude, half_width, interpolated, low_frequencies, phase
+from fedshift.functional.spectra import amplitude, half_width, interpolated, low_frequencies
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -74,12 +74,6 @@ def test_against_the_whole_spectrum(height: int, width: int, rate: float, seed: 
             np.testing.assert_allclose(found[n, c].numpy(), expected, atol=1e-9)
 
 
-def test_amplitude_and_phase_are_the_spectrum() -> None:
-    images = draw(2, 3, 7, 6)
-    together = torch.polar(amplitude(images), phase(images))
-    torch.testing.assert_close(torch.fft.irfft2(together, s=(7, 6)), images)
-
-
 def test_the_window_is_the_middle_of_the_shifted_amplitude() -> None:
     images = draw(3, 2, 10, 9)
     whole = np.fft.fftshift(np.abs(np.fft.fft2(images.numpy())), axes=(-2, -1))
@@ -122,7 +116,8 @@ def test_the_whole_spectrum_of_fact() -> None:
 def test_the_phase_stays(seed: int, rate: float) -> None:
     images, donors = draw(1, 1, 8, 10, seed=seed), draw(1, 1, 8, 10, seed=seed + 1)
     moved = interpolated(images, low_frequencies(donors, 2), torch.tensor(rate, dtype=torch.float64), 2)
-    turn = torch.remainder(phase(moved) - phase(images) + torch.pi, 2 * torch.pi) - torch.pi
+    turn = torch.remainder(torch.fft.rfft2(moved).angle() - torch.fft.rfft2(images).angle() + torch.pi, 2 * torch.pi)
+    turn = turn - torch.pi
     certain = amplitude(moved) > 1e-6
     assert turn[certain].abs().max() < 1e-6
 

@@ -25,7 +25,6 @@ from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.protocol import taking_part
-from fedshift.experiment.runs.context import Reporter
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.trial import try_method
 from fedshift.federation.messages import promised_kinds
@@ -162,7 +161,7 @@ class NoiseCost:
     plain: float
 
 
-def noise_costs(experiment: Experiment, reporter: Reporter | None = None) -> list[NoiseCost]:
+def noise_costs(experiment: Experiment) -> list[NoiseCost]:
     """Train with the first seed, with ``training.privacy`` and without, and keep only the accuracies.
 
     Use public or made-up data: each training looks at them, and this cost in ε is not counted.
@@ -178,7 +177,7 @@ def noise_costs(experiment: Experiment, reporter: Reporter | None = None) -> lis
     found: list[dict[tuple[str, str], float]] = []
     with tempfile.TemporaryDirectory() as folder:
         for number, one in enumerate((experiment, experiment.model_copy(update={"training": plain}))):
-            place = run_experiment(one, Path(folder, str(number)), reporter)
+            place = run_experiment(one, Path(folder, str(number)))
             results = [RunResult.model_validate_json(file.read_bytes()) for file in place.rglob("result.json")]
             found.append({(result.method, result.target): result.accuracy() or 0.0 for result in results})
     return [NoiseCost(*run, accuracy, found[1][run]) for run, accuracy in found[0].items()]

@@ -1,4 +1,4 @@
-"""Weighted means of models, merged BatchNorm statistics, and distances between models."""
+"""Weighted means of models, and merged BatchNorm statistics."""
 
 from __future__ import annotations
 
@@ -186,40 +186,6 @@ def weighted_average(
         share = {key: row[index] for key, row in weights.items()} if isinstance(weights, Mapping) else weights[index]
         mean.add(model, share, f"model {index}")
     return mean.result()
-
-
-def difference(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> Weights:
-    """``first − second`` for the float tensors. Integer tensors are left out.
-
-    Raises:
-        UserError: names, shapes or types differ.
-
-    Example:
-        >>> difference({"w": torch.tensor([3.0])}, {"w": torch.tensor([1.0])})["w"]
-        tensor([2.])
-    """
-    Weights(first).check_like(second, "difference")
-    return Weights({name: tensor - second[name] for name, tensor in first.items() if tensor.is_floating_point()})
-
-
-def squared_distance(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    """``‖first − second‖²`` over all float tensors, in float64.
-
-    Raises:
-        UserError: names, shapes or types differ.
-
-    Example:
-        >>> squared_distance({"w": torch.tensor([3.0, 4.0])}, {"w": torch.zeros(2)})
-        25.0
-    """
-    Weights(first).check_like(second, "squared distance")
-    total = 0.0
-    for name, tensor in first.items():
-        if tensor.is_floating_point():
-            for left, right in float64_chunks(tensor, second[name]):
-                gap = left - right
-                total += torch.dot(gap, gap).item()
-    return total
 
 
 def float64_chunks(first: Tensor, second: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -1,12 +1,13 @@
 """KD3A's consensus focus: what each source adds to the knowledge vote (Feng et al., ICML 2021).
 
-`source_weights` turns the focus into shares of the aggregate.
+The quality of a coalition S of teachers is ``Q(S) = Σ_x n_p(S) · max_c p_c(S)``, with only S voting (equation 7); 0 if
+S is empty. `source_weights` turns the focus into shares of the aggregate.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 import torch
@@ -16,7 +17,7 @@ from fedshift.errors import UserError
 from fedshift.functional.knowledge_vote import UNSUPPORTED, Ballots, check_predictions
 
 EXACT_UP_TO = 10
-"""The most teachers for which `shapley_focus` goes through all coalitions (2¹⁰)."""
+"""The most teachers for which Shapley values go through all coalitions (2¹⁰)."""
 
 _ORDERS = 128
 
@@ -24,114 +25,26 @@ _ORDERS = 128
 _CHUNK = 524_288
 
 
-def coalition_quality(
-    predictions: Tensor, gate: float, coalition: Sequence[int], *, ballots: Ballots = "rows"
-) -> float:
-    """Quality of a coalition, ``Q(S) = Σ_x n_p(S) · max_c p_c(S)``, with only the teachers S voting (KD3A, equation 7).
-
-    In float64; 0 for the empty coalition. Q is a sum over samples, so the values of batches add up.
-
-    Args:
-        predictions: each teacher's probabilities, (K, n, C).
-        gate: g, at least 0 and below 1.
-        coalition: numbers of the teachers in S.
-        ballots: as in `knowledge_vote`. With ``"top1"``, samples on which no teacher passes the gate count 0, as in the
-            released code; then Q never falls when a teacher joins.
-
-    Raises:
-        UserError: other shapes, an impossible gate, or a teacher that does not exist.
-
-    Example:
-        >>> two = torch.tensor([[[0.9, 0.1]], [[0.8, 0.2]]])  # two teachers, one sample
-        >>> round(coalition_quality(two, 0.5, [0, 1]), 4)  # 2 · mean(0.9, 0.8)
-        1.7
-    """
-    check_predictions(predictions, gate)
-    teachers = len(predictions)
-    if not all(0 <= teacher < teachers for teacher in coalition):
-        raise UserError(f"a coalition of {teachers} teachers has numbers 0 to {teachers - 1}, found {list(coalition)}")
-    members = torch.zeros(1, teachers, dtype=torch.bool)
-    members[0, list(coalition)] = True
-    return _qualities(predictions, gate, members, ballots).item()
-
-
-def leave_one_out_focus(predictions: Tensor, gate: float, *, ballots: Ballots = "rows") -> Tensor:
-    """Leave-one-out focus ``CF_k = Q(all) − Q(all but k)`` (KD3A, equation 8).
-
-    With ballots ``"rows"`` it can be negative; `source_weights.domain_weights` counts that as 0.
-
-    Args:
-        predictions: each teacher's probabilities, (K, n, C).
-        gate: g, at least 0 and below 1.
-        ballots: as in `coalition_quality`.
-
-    Returns:
-        (K,) float64 on the CPU.
-
-    Raises:
-        UserError: other shapes, or an impossible gate.
-
-    Example:
-        >>> two = torch.tensor([[[0.9, 0.1]], [[0.8, 0.2]]])
-        >>> leave_one_out_focus(two, 0.5).round(decimals=4)
-        tensor([0.9000, 0.8000], dtype=torch.float64)
-    """
-    check_predictions(predictions, gate)
-    tally = FocusTally(len(predictions), gate, rule="leave_one_out", ballots=ballots)
-    tally.add(predictions)
-    return tally.focus()
-
-
-def shapley_focus(
-    predictions: Tensor,
-    gate: float,
-    *,
-    ballots: Ballots = "rows",
-    permutations: int | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """Shapley values of Q: each teacher's mean gain over all orders of joining (KD3A's released code).
-
-    They sum to Q(all). For up to 10 teachers they are exact. For more, or when ``permutations`` is given, they are
-    means over sampled orders, every second order being the reverse of the one before.
-
-    Args:
-        predictions: each teacher's probabilities, (K, n, C).
-        gate: g, at least 0 and below 1.
-        ballots: as in `coalition_quality`.
-        permutations: number of sampled orders, 128 by default where sampling is needed.
-        generator: generator of the orders, on the CPU; PyTorch's global one by default.
-
-    Returns:
-        (K,) float64 on the CPU.
-
-    Raises:
-        UserError: as in `coalition_quality`, and for fewer than 1 permutation.
-
-    Example:
-        >>> two = torch.tensor([[[0.9, 0.1]], [[0.8, 0.2]]])
-        >>> shapley_focus(two, 0.5).round(decimals=4)
-        tensor([0.9000, 0.8000], dtype=torch.float64)
-    """
-    check_predictions(predictions, gate)
-    tally = FocusTally(len(predictions), gate, ballots=ballots, permutations=permutations, generator=generator)
-    tally.add(predictions)
-    return tally.focus()
-
-
 class FocusTally:
-    """`shapley_focus` or `leave_one_out_focus` over batches of samples, without keeping any sample.
+    """The focus of every teacher, added up over batches of samples, without keeping any sample.
 
     Q is a sum over samples. So the tally keeps one number for each coalition that the rule needs: 2^K for exact Shapley
-    values, K + 1 for leave-one-out.
+    values, K + 1 for leave-one-out. All sums are in float64.
 
     Args:
         teachers: K.
         gate: g, at least 0 and below 1.
-        rule: ``"shapley"`` or ``"leave_one_out"``.
-        ballots: as in `coalition_quality`.
-        permutations: as in `shapley_focus`.
-        generator: as in `shapley_focus`.
+        rule: ``"leave_one_out"`` is ``CF_k = Q(all) − Q(all but k)`` (equation 8). ``"shapley"`` are the Shapley values
+            of Q: each teacher's mean gain over all orders of joining (KD3A's released code), which sum to Q(all).
+        ballots: as in `knowledge_vote`. With ``"rows"`` a focus can be negative; `source_weights.domain_weights` counts
+            that as 0. With ``"top1"``, samples on which no teacher passes the gate count 0, as in the released code;
+            then Q never falls when a teacher joins.
+        permutations: number of sampled orders, every second one the reverse of the one before. None: Shapley values
+            are exact for up to 10 teachers, and means over 128 orders for more.
+        generator: generator of the orders, on the CPU; PyTorch's global one by default.
+
+    Raises:
+        UserError: fewer than 1 permutation.
 
     Example:
         >>> tally = FocusTally(2, 0.5, rule="leave_one_out")
@@ -177,7 +90,7 @@ class FocusTally:
             predictions: the teachers' probabilities, (K, n, C).
 
         Raises:
-            UserError: other shapes, or another number of teachers.
+            UserError: other shapes, an impossible gate, or another number of teachers.
         """
         check_predictions(predictions, self._gate)
         teachers = self._members.shape[1]

@@ -8,16 +8,6 @@ from __future__ import annotations
 import math
 
 
-def constant(progress: float, start: float) -> float:
-    """``start``, whatever the progress.
-
-    Example:
-        >>> constant(0.5, start=0.1)
-        0.1
-    """
-    return start
-
-
 def linear(progress: float, start: float, end: float) -> float:
     """``g₀ + (g₁ − g₀)·t/T``. KD3A's gate over epochs t = 0…T−1, which therefore never reaches its end.
 

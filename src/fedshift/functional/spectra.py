@@ -1,4 +1,4 @@
-"""Amplitude and phase spectra of images, the low-frequency window, and interpolation between two amplitudes.
+"""Amplitude spectra of images, the low-frequency window, and interpolation between two amplitudes.
 
 Sources: FedDG-ELCFS (Liu et al., CVPR 2021) and FACT (Xu et al., CVPR 2021). Images are real, so one half of a spectrum
 mirrors the other. Only the half that `torch.fft.rfft2` returns is kept: frequencies u of rows in FFT order, v of
@@ -28,22 +28,6 @@ def amplitude(images: Tensor) -> Tensor:
                 [0., 0.]])
     """
     return _spectrum(images).abs()
-
-
-def phase(images: Tensor) -> Tensor:
-    """Phase ``P = arg F(x)`` per channel, in radians.
-
-    Args:
-        images: (…, H, W).
-
-    Returns:
-        (…, H, ⌊W/2⌋ + 1).
-
-    Example:
-        >>> phase(torch.tensor([[0.0, 1.0]]))[0].abs()  # frequency 1 has sign −1
-        tensor([0.0000, 3.1416])
-    """
-    return _spectrum(images).angle()
 
 
 def half_width(share: float, height: int, width: int) -> int:
