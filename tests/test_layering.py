@@ -41,6 +41,8 @@ LONGEST_FILE = 350
 MOST_FILES = 14
 ALIKE = ("functional", "methods/federated", "methods/pooled", "data/builders", "cli")
 """Folders whose files are alike, one thing each: they may hold any number."""
+SAME_ROLE = ("__init__.py", "registry.py")
+"""Names that say the same of each folder: its classes by name are in `registry.py`."""
 
 FILES = sorted(path for path in SOURCE.rglob("*.py"))
 MODULES = {
@@ -167,3 +169,8 @@ def test_no_file_is_long() -> None:
 def test_no_room_holds_many_files() -> None:
     counts = Counter(path.parent.relative_to(SOURCE).as_posix() for path in FILES if path.name != "__init__.py")
     assert {room: number for room, number in counts.items() if number > MOST_FILES and room not in ALIKE} == {}
+
+
+def test_no_three_files_have_one_name() -> None:
+    counts = Counter(path.name for path in FILES if path.name not in SAME_ROLE)
+    assert {name: number for name, number in counts.items() if number > 2} == {}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from fedshift.data.builders.table import Table
+from fedshift.data.builders.own_tables import Table
 from fedshift.data.domain import DataSet, Preprocessing
 from fedshift.data.tables import encode_rows, moments
 from fedshift.errors import UserError

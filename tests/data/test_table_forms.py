@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from fedshift.data.builders.table import Table
+from fedshift.data.builders.own_tables import Table
 from fedshift.data.domain import DataSet
 from fedshift.data.tables import encode_rows
 from fedshift.errors import UserError

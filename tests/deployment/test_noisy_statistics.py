@@ -13,7 +13,7 @@ import yaml
 from loopback import SITES, Loopback, model, options_of, site_file
 from test_agreement import TABLE, begin, write_tables
 
-from fedshift.data.builders.table import Table
+from fedshift.data.builders.own_tables import Table
 from fedshift.deployment.coordinator import coordinate
 from fedshift.deployment.privacy.ledger import LEDGER, SECRET
 from fedshift.deployment.site_file import load_site, read_holding

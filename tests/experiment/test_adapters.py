@@ -21,7 +21,7 @@ from fedshift.federation.training import Training
 from fedshift.models import registry as models
 from fedshift.models.adapters import Adapters, check_adapters, merged, with_adapters
 from fedshift.models.network import Network
-from fedshift.models.own.options import given
+from fedshift.models.own.own_network import given
 from fedshift.weights import Weights
 
 pytestmark = pytest.mark.slow  # the import of peft takes seconds

@@ -15,7 +15,7 @@ from fedshift.errors import UserError
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.files import write_bytes
 from fedshift.report.differences import p_value
-from fedshift.report.papers import distances, features
+from fedshift.report.papers import distances, placements
 from fedshift.report.papers.catalogue import Catalogue, Entry, Source, read
 from fedshift.report.papers.comparison import Compared, Gain, Number, Runs, compared
 from fedshift.report.papers.drawing import ours_and_published, svg_file
@@ -128,7 +128,7 @@ def _run(catalogue: Catalogue, entry: Entry) -> None:
             if "distances" in kinds:
                 distances.measure(catalogue.results / state.experiment.name)
             if "features" in kinds:
-                features.measure(catalogue.results / state.experiment.name, state.experiment)
+                placements.measure(catalogue.results / state.experiment.name, state.experiment)
 
 
 def _carry_on(catalogue: Catalogue, source: Source, errors: Console) -> None:

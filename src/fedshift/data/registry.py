@@ -25,7 +25,7 @@ _SOURCES: ClassRegistry[DataSource] = ClassRegistry(
         "mask_folder": "fedshift.data.builders.mask_folder:MaskFolder",
         "image_folder": "fedshift.data.builders.image_folder:ImageFolder",
         "arrays": "fedshift.data.builders.arrays:Arrays",
-        "table": "fedshift.data.builders.table:Table",
+        "table": "fedshift.data.builders.own_tables:Table",
         "sites": "fedshift.data.builders.at_sites:AtSites",
     },
     own=True,

@@ -76,12 +76,12 @@ def parse(
     own = ":" in name
     if own:
         permit(name)
-        from fedshift.models.own import options as own_options
+        from fedshift.models.own import own_network
         from fedshift.models.own.structure import Parts
-    kind = own_options.OwnNetwork if own else options_class(name)
+    kind = own_network.OwnNetwork if own else options_class(name)
     try:
         if own:
-            return own_options.parse(mapping, folder)
+            return own_network.parse(mapping, folder)
         return kind.model_validate(dict(mapping), context={"folder": folder, "permit": permit})
     except ValidationError as invalid:
         # Report the first fault only: later ones often follow from it.

@@ -15,6 +15,7 @@ from fedshift.report.html import render
 from fedshift.report.sections.about import cost_section, facts, settings_section, warnings_section
 from fedshift.report.sections.blocks import Section, section
 from fedshift.report.sections.metrics import classes_section, metrics_section
+from fedshift.report.sections.over_rounds import curves_section, weights_section
 from fedshift.report.sections.predictions import features_section, predictions_section
 from fedshift.report.sections.results import (
     differences_section,
@@ -25,7 +26,6 @@ from fedshift.report.sections.results import (
     verdict_section,
 )
 from fedshift.report.sections.samples import ShownSamples
-from fedshift.report.sections.training import curves_section, weights_section
 from fedshift.report.table import Table, table_of
 
 PAGE = "report.html"

@@ -17,7 +17,7 @@ pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip instal
 
 from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.certificates import revoked_sites
-from fedshift.deployment.flare.checks import check_certificates, check_settings
+from fedshift.deployment.flare.kit_checks import check_certificates, check_settings
 from fedshift.deployment.flare.kits import COORDINATOR_CLASS, SITE_CLASS, Project, load_kit
 from fedshift.deployment.flare.provision import Provisioned
 from fedshift.errors import UserError

@@ -20,7 +20,7 @@ from nvflare.private.fed.client.admin import FedAdminAgent
 from nvflare.private.fed.client.client_req_processors import ClientRequestProcessors
 from nvflare.private.fed.utils.app_authz import AppAuthzService
 
-from fedshift.deployment.flare import checks, lockdown
+from fedshift.deployment.flare import kit_checks, lockdown
 from fedshift.deployment.flare.lockdown import CLIENT, JOB, MODULE, Unlockable, lock_down
 from fedshift.deployment.flare.service import Service
 from fedshift.errors import UserError
@@ -68,8 +68,8 @@ def test_a_service_does_not_start_again_what_cannot_be_locked_down(
 ) -> None:
     kit = SimpleNamespace(role="site", name="north", folder=tmp_path, flare=tmp_path / "flare")
     service = Service(kit, tick=0.01)  # type: ignore[arg-type]
-    monkeypatch.setattr(checks, "check_certificates", lambda _: None)
-    monkeypatch.setattr(checks, "check_reachable", lambda _: "")
+    monkeypatch.setattr(kit_checks, "check_certificates", lambda _: None)
+    monkeypatch.setattr(kit_checks, "check_reachable", lambda _: "")
     started: list[list[str]] = []
 
     def start(self: Service) -> None:

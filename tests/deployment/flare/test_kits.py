@@ -19,8 +19,8 @@ from fedshift.errors import UserError
 pytest.importorskip("nvflare", reason="NVIDIA FLARE is not installed: pip install -e '.[deploy]'")
 
 from fedshift.deployment.flare import roles
-from fedshift.deployment.flare.checks import check_certificates, check_port, check_reachable
 from fedshift.deployment.flare.deployment_folder import Deployment
+from fedshift.deployment.flare.kit_checks import check_certificates, check_port, check_reachable
 from fedshift.deployment.flare.kits import Kit, Project, load_kit
 from fedshift.deployment.flare.provision import Provisioned, relocate
 from fedshift.deployment.flare.service import Service

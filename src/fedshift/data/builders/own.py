@@ -10,7 +10,7 @@ from pydantic import Field, PrivateAttr, ValidationError
 
 from fedshift.data.builders.arrays import Arrays
 from fedshift.data.builders.in_memory import InMemory, samples_in
-from fedshift.data.builders.table import Table
+from fedshift.data.builders.own_tables import Table
 from fedshift.data.builders.table_labels import Condition
 from fedshift.data.domain import DataSet, DataSource, Manifest, Preprocessing
 from fedshift.errors import UserError, in_words

@@ -70,7 +70,7 @@ def set_revoked(folder: Path, site: str, revoked: bool) -> bool:
 def load_kit(folder: Path, role: str) -> Kit:
     """Read the kit of a role and check its certificates."""
     installed()
-    from fedshift.deployment.flare.checks import check_certificates
+    from fedshift.deployment.flare.kit_checks import check_certificates
     from fedshift.deployment.flare.kits import load_kit
 
     kit = load_kit(folder, role)
@@ -87,21 +87,21 @@ def revoked_sites(kit: Kit) -> list[str]:
 
 def check_settings(kit: Kit) -> None:
     """Check that the kit holds what a role needs, and no filter of FLARE's, which would have no effect."""
-    from fedshift.deployment.flare.checks import check_settings
+    from fedshift.deployment.flare.kit_checks import check_settings
 
     check_settings(kit)
 
 
 def expiry(kit: Kit) -> str:
     """The date on which the kit's certificates expire."""
-    from fedshift.deployment.flare.checks import check_certificates
+    from fedshift.deployment.flare.kit_checks import check_certificates
 
     return f"{check_certificates(kit):%Y-%m-%d}"
 
 
 def unreachable(kit: Kit) -> str | None:
     """Why the coordinator cannot be reached from here; None if it can."""
-    from fedshift.deployment.flare.checks import check_reachable
+    from fedshift.deployment.flare.kit_checks import check_reachable
 
     return check_reachable(kit)
 
@@ -159,7 +159,7 @@ def start(kit: Kit, site_file: Path | None = None, *, foreground: bool = False, 
     if before.pid is not None:
         raise UserError(f"{kit.role} '{kit.name}' runs already (process {before.pid}); stop it first")
     present_key()  # a key that cannot be used is said now, and not in the middle of a run
-    from fedshift.deployment.flare.checks import check_port, check_settings
+    from fedshift.deployment.flare.kit_checks import check_port, check_settings
 
     check_settings(kit)
     if kit.role == "coordinator":

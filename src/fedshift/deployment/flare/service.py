@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from fedshift.deployment import sinks
-from fedshift.deployment.flare import checks, lockdown
+from fedshift.deployment.flare import kit_checks, lockdown
 from fedshift.deployment.flare.jobs import Attendance, Deployments
 from fedshift.deployment.flare.kits import Kit, empty_channel, load_kit
 from fedshift.errors import FedshiftError, UserError
@@ -61,7 +61,7 @@ class Service:
         Raises:
             UserError: the kit cannot be used.
         """
-        checks.check_certificates(self.kit)
+        kit_checks.check_certificates(self.kit)
         self._open_log()
         self._end_strays()
         forwarding = self._forward_logs()
@@ -113,13 +113,13 @@ class Service:
 
     def _once(self) -> None:
         """Start FLARE's process and watch it until it ends."""
-        checks.check_certificates(self.kit)
-        checks.check_settings(self.kit)
+        kit_checks.check_certificates(self.kit)
+        kit_checks.check_settings(self.kit)
         if self.kit.role == "coordinator":
             if self._starts == 0:
-                checks.check_port(self.kit)
+                kit_checks.check_port(self.kit)
         else:
-            reason = checks.check_reachable(self.kit)
+            reason = kit_checks.check_reachable(self.kit)
             if reason:
                 raise _Unreachable(reason)
         self._start_child()

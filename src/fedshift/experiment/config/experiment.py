@@ -40,7 +40,7 @@ from fedshift.methods.base import Method
 from fedshift.models import registry as model_registry
 from fedshift.models.frozen import Frozen
 from fedshift.models.options import NetworkOptions
-from fedshift.models.own import options as own_networks
+from fedshift.models.own import own_network
 
 
 class Experiment(Section):
@@ -153,7 +153,7 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
         raise UserError("engine.grace: it begins when those of engine.quorum have answered; set engine.quorum, too")
     if isinstance(engine, FlareEngine) and getattr(experiment.protocol, "sites_each", 1) > 1:
         raise UserError("protocol.sites_each: a deployed site keeps its samples together; leave it out")
-    if own_networks.is_given(experiment.model) and (engine.processes > 1 or isinstance(engine, FlareEngine)):
+    if own_network.is_given(experiment.model) and (engine.processes > 1 or isinstance(engine, FlareEngine)):
         raise UserError(
             "model: it was given as an object, which other processes cannot make; name it file.py:Class, or leave out "
             "engine.workers and engine.parallel_runs"
@@ -197,8 +197,8 @@ def _engine(value: Any) -> BaseModel:
 def _model(value: Any, folder: Path) -> NetworkOptions:
     if isinstance(value, NetworkOptions):
         return value
-    if own_networks.is_object(value):
-        return own_networks.given(value)
+    if own_network.is_object(value):
+        return own_network.given(value)
     return model_registry.parse(named(value, "model"), folder, model_registry.any_code)
 
 

@@ -12,7 +12,7 @@ from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.summary import AVERAGE, mean_and_standard_error
 from fedshift.report.averages import mean_over_targets, weights_by_layer, weights_over_rounds
 from fedshift.report.collect import natural
-from fedshift.report.papers import distances, features
+from fedshift.report.papers import distances, placements
 from fedshift.report.papers.catalogue import By, Catalogue, Entry, Panel, Place
 from fedshift.report.papers.comparison import Compared, Number, Runs, compared
 from fedshift.report.papers.drawing import Series, SeriesPanel
@@ -134,7 +134,7 @@ def _sites(panel: Panel, runs: Runs, place: Place) -> Iterator[Series]:
 
 def _placed(folder: Path, method: str, by: By) -> Iterator[Series]:
     """Where a method's model places samples, by class or by site."""
-    points = features.read(folder).get(method, [])
+    points = placements.read(folder).get(method, [])
     for name in sorted({point[by] for point in points}, key=natural):
         chosen = [point for point in points if point[by] == name]
         yield Series(name, [point["x"] for point in chosen], [point["y"] for point in chosen], [None] * len(chosen))
