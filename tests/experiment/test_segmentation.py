@@ -27,7 +27,7 @@ from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.predict import load_model
 from fedshift.functional.losses import task_loss
 from fedshift.models import registry
-from fedshift.models.unet import UNet
+from fedshift.models.networks.unet import UNet
 from fedshift.report.collect import read_rounds
 from fedshift.report.page import page
 from fedshift.report.table import table_of

@@ -35,7 +35,7 @@ from fedshift.methods import Method, State, Site, Update, trained_mean
 shipped = ("fedshift.methods.federated", "fedshift.methods.pooled")
 assert not [name for name in sys.modules if name.startswith(shipped)]
 
-from fedshift.models import vision
+from fedshift.models.networks import vision
 registry.build(registry.parse({"name": "mnist_cnn"}), (1, 28, 28), 10, 0)
 assert "torchvision" not in sys.modules
 """

@@ -30,7 +30,7 @@ from fedshift.federation.training import Training
 from fedshift.methods import registry
 from fedshift.methods.base import Method, State
 from fedshift.methods.composition.options import Composed
-from fedshift.models.unet import UNet
+from fedshift.models.networks.unet import UNet
 from fedshift.weights import Weights
 
 __all__ = ["vgg_files"]  # a fixture
@@ -157,9 +157,9 @@ def test_every_value_that_may_be_chosen_is_tried(name: str) -> None:
         tried |= set(ELSEWHERE.get((name, option), ()))
         if get_origin(described.annotation) is Literal:
             default = BASE.get(name, {}).get(option, described.default)
-            assert tried == set(get_args(described.annotation)) - {default}, option
+            assert tried == set(get_args(described.annotation)) - {default}, f"cases of '{option}': see option_cases.py"
         elif described.annotation is bool:
-            assert tried == {not described.default}, option
+            assert tried == {not described.default}, f"cases of '{option}': see option_cases.py"
 
 
 @pytest.mark.parametrize(("name", "option", "one"), CASES)

@@ -146,7 +146,7 @@ def test_it_learns_more_than_a_constant(name: str, task: str) -> None:
     while len(reached) < 12 and (not reached or reached[-1] < 0.2):
         run.go_on()
         reached.append(run.better_than_a_constant())
-    assert reached[-1] >= 0.2, reached
+    assert reached[-1] >= 0.2, f"share of the loss that it saves, by round: {reached}; give it options in OPTIONS"
 
 
 @pytest.mark.parametrize("name", WITHOUT_ITS_TERM)

@@ -46,7 +46,7 @@ def test_bad_options_are_told_in_one_line(mapping: dict[str, object], message: s
 
 @pytest.mark.parametrize("name", IMAGE_NETWORKS)
 def test_image_networks_refuse_vectors(name: str) -> None:
-    with pytest.raises(UserError, match=rf"'{name}' .*images.* vectors of 1280 .*mlp"):
+    with pytest.raises(UserError, match=rf"'{name}' .*images.* vectors of 1280 .*mlp"):  # else it belongs into OTHERS
         registry.build(registry.parse({"name": name}), (1280,), 7, 0)
 
 

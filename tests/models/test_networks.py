@@ -16,7 +16,7 @@ from torch.nn import functional
 from fedshift.errors import UserError
 from fedshift.models import registry
 from fedshift.models.network import Network
-from fedshift.models.vision import GreyToColour, TensorFlowConv2d
+from fedshift.models.networks.vision import GreyToColour, TensorFlowConv2d
 
 
 def network(shape: tuple[int, ...], classes: int = 7, **options: object) -> Network:

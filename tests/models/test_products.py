@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedshift.errors import UserError
 from fedshift.models import products
-from fedshift.models.mlp import Mlp
+from fedshift.models.networks.mlp import Mlp
 from fedshift.models.products import OneDnnLinear, with_products
 
 available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]

@@ -9,7 +9,7 @@ from torch import nn
 
 from fedshift.errors import UserError
 from fedshift.models import registry
-from fedshift.models.unet import UNet
+from fedshift.models.networks.unet import UNet
 
 
 @pytest.mark.parametrize(("levels", "width", "size"), [(5, 16, 32), (3, 4, 24), (2, 3, 10)])

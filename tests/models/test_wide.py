@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedshift.models.mlp import Mlp
+from fedshift.models.networks.mlp import Mlp
 from fedshift.models.wide import WIDE, WideLinear
 
 

@@ -30,8 +30,8 @@ from fedshift.federation.site_memory import SiteMemory
 from fedshift.federation.training import Training
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.models import registry as models
-from fedshift.models.mlp import Mlp
 from fedshift.models.network import Network
+from fedshift.models.networks.mlp import Mlp
 from fedshift.models.options import NetworkOptions
 from fedshift.models.wide import WideLinear
 from fedshift.weights import Weights

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ from typing import Annotated, Any
 import typer
 import typer.main
 
+from fedshift.cli import listings
 from fedshift.cli.audits import audit
 from fedshift.cli.federation import ExperimentFile, KitFolder, Overrides, Runs, coordinator, project, site
 from fedshift.cli.results import results
@@ -23,15 +23,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-
-def names_of(room: str) -> Callable[[], list[str]]:
-    """What a shell offers after ``fedshift methods``, ``datasets`` or ``models``: the names of a room's registry."""
-
-    def names() -> list[str]:
-        return list(importlib.import_module(f"fedshift.{room}.registry").names())
-
-    return names
 
 
 OwnMethod = Annotated[str | None, typer.Option("--method", help="FILE.py:Class, if your own method trained the model.")]
@@ -199,55 +190,8 @@ def watch(
     watch_folder(folder, port)
 
 
-@app.command()
-def methods(
-    name: Annotated[
-        str | None, typer.Argument(help="A method.", metavar="[NAME]", autocompletion=names_of("methods"))
-    ] = None,
-) -> None:
-    """List the methods, or describe one: its paper, what leaves a site, its options."""
-    from fedshift.cli.methods import show_methods
-
-    show_methods(name)
-
-
-@app.command()
-def datasets(
-    name: Annotated[
-        str | None, typer.Argument(help="A data set.", metavar="[NAME]", autocompletion=names_of("data"))
-    ] = None,
-    fetch: Annotated[
-        bool, typer.Option("--fetch", help="Download its files to FEDSHIFT_DATA, if it is free to have.")
-    ] = False,
-) -> None:
-    """List the data sets, or describe one: source, licence, layout, how to get it, whether its files are here."""
-    from fedshift.cli.datasets import show_datasets
-
-    show_datasets(name, fetch)
-
-
-@app.command()
-def models(
-    name: Annotated[
-        str | None, typer.Argument(help="A network.", metavar="[NAME]", autocompletion=names_of("models"))
-    ] = None,
-) -> None:
-    """List the networks, or describe one and its options."""
-    from fedshift.cli.fields import show_models
-
-    show_models(name)
-
-
-@app.command()
-def fields(
-    section: Annotated[
-        str | None, typer.Argument(help="protocol, training, engine or evaluation.", metavar="[SECTION]")
-    ] = None,
-) -> None:
-    """List the fields of an experiment's sections protocol, training, engine and evaluation."""
-    from fedshift.cli.fields import show_fields
-
-    show_fields(section)
+for listing in (listings.methods, listings.datasets, listings.models, listings.fields):
+    app.command()(listing)
 
 
 @app.command()

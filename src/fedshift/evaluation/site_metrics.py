@@ -15,11 +15,11 @@ from numpy.typing import NDArray
 
 from fedshift.evaluation.bootstrap import Outcomes, intervals, weighted
 from fedshift.evaluation.metrics import accuracy, withheld
-from fedshift.evaluation.records import Part, SiteMetric, SiteMetrics
+from fedshift.evaluation.records import OF_CLASSES, Part, SiteMetric, SiteMetrics
 
 BINS = 10
 """Bins of scores, of equal width, in a reliability curve."""
-_WEIGHTED: tuple[SiteMetric, ...] = ("balanced_accuracy", "auroc", "auprc", "sensitivity", "specificity", "brier")
+_WEIGHTED = tuple(metric for metric in OF_CLASSES if metric not in ("accuracy", "calibration_error"))
 _BY_CLASS: tuple[SiteMetric, ...] = ("balanced_accuracy", "auroc", "auprc", "sensitivity", "specificity")
 """Metrics that treat classes apart. A site that does not tell the support of a class tells none of them."""
 

@@ -31,9 +31,9 @@ from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.environment import resolve_device
 from fedshift.files import write_bytes
 from fedshift.models import registry as models
-from fedshift.models.frozen import Extractor, Frozen
+from fedshift.models.networks.frozen import Extractor, Frozen
+from fedshift.models.networks.vision import VisionOptions
 from fedshift.models.pretrained import must_be_downloaded
-from fedshift.models.vision import VisionOptions
 
 Half = npt.NDArray[np.float16]
 _BATCH = 64

@@ -30,10 +30,10 @@ from fedshift.experiment.runs.run_folder import MODEL, SEALED_MODEL
 from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
 from fedshift.models import registry as models
-from fedshift.models.frozen import Extractor
 from fedshift.models.network import Network
+from fedshift.models.networks.frozen import Extractor
+from fedshift.models.networks.unet import SegmentationOptions
 from fedshift.models.options import NetworkOptions
-from fedshift.models.unet import SegmentationOptions
 from fedshift.weights import Weights
 
 _BATCH = 256

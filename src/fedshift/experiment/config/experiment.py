@@ -38,7 +38,7 @@ from fedshift.files import edited_yaml
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method
 from fedshift.models import registry as model_registry
-from fedshift.models.frozen import Frozen
+from fedshift.models.networks.frozen import Frozen
 from fedshift.models.options import NetworkOptions
 from fedshift.models.own import own_network
 

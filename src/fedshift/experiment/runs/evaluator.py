@@ -21,8 +21,8 @@ from fedshift.evaluation.tasks.measuring import MetricOptions, measuring_of
 from fedshift.experiment.protocol import Split
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.models.network import Network
+from fedshift.models.networks.unet import SegmentationOptions
 from fedshift.models.options import NetworkOptions
-from fedshift.models.unet import SegmentationOptions
 from fedshift.weights import Weights
 
 _BATCH = 500

@@ -24,7 +24,7 @@ _OF_CLASSES: dict[SiteMetric, str] = {
     "brier": "Brier",
     "calibration_error": "calibration error",
 }
-_COLUMNS: dict[Metric, dict[SiteMetric, str]] = {
+COLUMNS: dict[Metric, dict[SiteMetric, str]] = {
     "accuracy": _OF_CLASSES,
     "dice": _OF_CLASSES,
     "rmse": {"rmse": "RMSE", "mae": "MAE", "r2": "R², %"},
@@ -52,7 +52,7 @@ def metrics_section(results: Sequence[RunResult], methods: Sequence[str]) -> Sec
     if not any(result.targets for result in results):
         return None
     metric = results[0].metric
-    shares, columns = baselines(results), _COLUMNS[metric]
+    shares, columns = baselines(results), COLUMNS[metric]
     lines: list[Cells] = []
     for method, target in dict.fromkeys((result.method, result.target) for result in results):
         values = mean_site_metrics([one for one in results if (one.method, one.target) == (method, target)])

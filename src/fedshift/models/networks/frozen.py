@@ -12,8 +12,8 @@ from torch.nn import functional
 
 from fedshift.errors import UserError
 from fedshift.models import registry
-from fedshift.models.mlp import Mlp
 from fedshift.models.network import Network
+from fedshift.models.networks.mlp import Mlp
 from fedshift.models.options import NetworkOptions
 
 _SCALES: dict[str, tuple[tuple[float, ...], tuple[float, ...]]] = {

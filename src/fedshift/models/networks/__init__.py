@@ -1,0 +1,1 @@
+"""The networks that come with fedshift: one kind per file."""
