@@ -12,7 +12,7 @@ from fedshift.deployment.privacy.ledger import LEDGER, SECRET
 from fedshift.deployment.site_server import SiteProgram
 from fedshift.errors import UserError
 from fedshift.federation.remote.wire import Message, unseal
-from fedshift.playground.in_process import answer_to, caught_requests, forged, place_of, rehearse
+from fedshift.playground.in_process import answer_to, caught_requests, folder_of, forged, rehearse
 from fedshift.playground.played import FOUR, NASTY, Played, of_four
 from fedshift.playground.promise import Broken, Promise, expect
 
@@ -112,7 +112,7 @@ def _from_the_seed(played: Played) -> str:
 def _statistics(played: Played) -> str:
     """A table without ranges is refused; with them, sums have noise and are counted once."""
     four = of_four(played)
-    folder = place_of(four, "tables")
+    folder = folder_of(four, "tables")
     folder.mkdir(parents=True)
     draws = np.random.default_rng(1)
 
@@ -138,7 +138,7 @@ def _statistics(played: Played) -> str:
         experiment={"training": PRIVATE},
         differs=lambda site: differs(site, statistics_noise=4.0, ranges={"age": [0, 120]}),
     )
-    spent = place_of(four, "with-ranges") / FIRST / "memory" / LEDGER
+    spent = folder_of(four, "with-ranges") / FIRST / "memory" / LEDGER
     steps = [json.loads(line)["step"] for line in spent.read_text(encoding="utf-8").splitlines()]
     expect(steps.count("statistics") == 1, f"the site counted {steps}")
     return said
@@ -149,7 +149,7 @@ def _under_masks(played: Played) -> str:
     four = of_four(played)
     experiment = {"training": PRIVATE, "engine": {"aggregation": "secure"}}
     rehearse(four, "both", experiment=experiment, differs=_with_budget)
-    folders: list[Path] = [place_of(four, "both") / site / "memory" for site in four.sites]
+    folders: list[Path] = [folder_of(four, "both") / site / "memory" for site in four.sites]
     steps = [json.loads(line)["step"] for line in (folders[0] / LEDGER).read_text(encoding="utf-8").splitlines()]
     expect(steps.count("fit") == PRIVATE["rounds"], f"the site counted {steps}")
     expect(len({(folder / SECRET).read_bytes() for folder in folders}) == len(folders), "two sites share a secret")

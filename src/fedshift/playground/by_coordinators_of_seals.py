@@ -13,7 +13,7 @@ from fedshift.experiment.runs.run_folder import SEALED_MODEL
 from fedshift.federation.messages import Content, Sealed, leaves
 from fedshift.federation.remote.transport import Lost
 from fedshift.federation.remote.wire import Message, unseal
-from fedshift.playground.in_process import answer_to, caught_requests, forged, place_of, rehearse
+from fedshift.playground.in_process import answer_to, caught_requests, folder_of, forged, rehearse
 from fedshift.playground.played import FOUR, Played, of_four
 from fedshift.playground.promise import Broken, Promise, expect
 from fedshift.weights import Weights
@@ -116,7 +116,7 @@ def _kept(played: Played) -> str:
 
     rehearse(of_four(played), "kept", watch, "shot", SEALED, _all_sealed)
     expect(not clear, f"models in clear: {clear}")
-    runs = place_of(of_four(played), "kept") / "deployment" / "runs"
+    runs = folder_of(of_four(played), "kept") / "deployment" / "runs"
     folder = next(runs.rglob(SEALED_MODEL)).parent
     try:
         load_model(folder)

@@ -32,7 +32,7 @@ from fedshift.federation.secure.orders import (
     upload_of,
 )
 from fedshift.federation.secure.sums import Layout
-from fedshift.playground.in_process import answer_to, caught_requests, forged, place_of, rehearse
+from fedshift.playground.in_process import answer_to, caught_requests, folder_of, forged, rehearse
 from fedshift.playground.played import FOUR, Played, of_four
 from fedshift.playground.promise import Promise, expect
 from fedshift.weights import Weights
@@ -102,7 +102,7 @@ def _honest(played: Played) -> str:
     rehearse(four, "sums", experiment=SECURE, differs=required(four))
     sent: set[str] = set()
     for site in four.sites:
-        lines, _ = AuditLog.check(place_of(four, "sums") / site / "memory" / "audit.jsonl")
+        lines, _ = AuditLog.check(folder_of(four, "sums") / site / "memory" / "audit.jsonl")
         sent |= {piece["kind"] for line in lines for piece in line.get("sent", {}).values()}
     expect("masked" in sent and "weights" not in sent, f"what left the sites is {sorted(sent)}")
     return f"{len(four.sites)} sites train, and no model left one alone: {', '.join(sorted(sent))}"

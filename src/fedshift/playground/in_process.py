@@ -65,7 +65,7 @@ def rehearse(
 
     Args:
         played: the federation.
-        name: of the run; its files lie below `place_of`.
+        name: of the run; its files lie below `folder_of`.
         change: the attacker.
         method: what trains.
         experiment: sections of the experiment that differ, and options of its engine.
@@ -74,7 +74,7 @@ def rehearse(
     Returns:
         What the coordinator wrote down.
     """
-    folder = place_of(played, name)
+    folder = folder_of(played, name)
     different = dict(experiment or {})
     engine = {"quorum": 1, **different.pop("engine", {})}
     _prepare(folder, played.experiment(name, {"name": method}, engine=engine, **different))
@@ -84,7 +84,7 @@ def rehearse(
     return [json.loads(line) for line in lines]
 
 
-def place_of(played: Played, name: str) -> Path:
+def folder_of(played: Played, name: str) -> Path:
     """The folder of a run in this process: ``deployment`` is the coordinator's, the others are the sites'."""
     return played.folder / "in process" / name
 
@@ -135,7 +135,7 @@ def caught_requests(
                 raise Caught
             yield from super().exchange(iter(whole), deadline, patience)
 
-    folder = place_of(played, name)
+    folder = folder_of(played, name)
     _prepare(folder, played.experiment(name, {"name": method}, **(experiment or {})))
     transport = Listening({other: site_copy(played, other, folder, differs) for other in played.sites})
     with contextlib.suppress(Caught):
