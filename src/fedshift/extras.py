@@ -38,14 +38,14 @@ COMPILER = "torch._dynamo"
 
 
 class _LaterCompiler(ModuleType):
-    """Stands for ``torch._dynamo``: answers what torch's optimisers ask of it, and becomes it for anybody else."""
+    """Takes the place of ``torch._dynamo``. It serves torch's optimisers itself; any other use imports the compiler."""
 
     def __init__(self) -> None:
         super().__init__(COMPILER)
         self._marked: list[Callable[..., Any]] = []
 
     def disable(self, function: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
-        """A function as it is, since nothing is compiled yet. torch keeps this answer beside the function."""
+        """Return the function unchanged: nothing is compiled yet. torch stores the result beside the function."""
         self._marked.append(function)
         return function
 
@@ -53,7 +53,7 @@ class _LaterCompiler(ModuleType):
         """Nothing is compiled yet."""
 
     def __getattr__(self, name: str) -> Any:
-        """What only the compiler has, or the path of its submodules: it is imported, and torch asks it anew."""
+        """Import the compiler and return its attribute. From then on torch uses the compiler itself."""
         if name.startswith("__") and name != "__path__":
             raise AttributeError(name)
         if sys.modules.get(COMPILER) is self:
@@ -66,7 +66,7 @@ class _LaterCompiler(ModuleType):
 def compiler_comes_later() -> bool:
     """Let torch's optimisers work without torch's compiler, until somebody uses the compiler in this process.
 
-    They import it to tell it what not to compile. With it, a process takes 150 MB and a second more.
+    Optimisers import the compiler only to mark what it must not compile. The import costs 150 MB and a second.
 
     Returns:
         Whether the compiler is still not imported.

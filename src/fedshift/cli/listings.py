@@ -10,7 +10,7 @@ import typer
 
 
 def names_of(folder: str) -> Callable[[], list[str]]:
-    """The names that a shell offers after ``fedshift methods``, ``datasets`` or ``models``: those in a folder's registry."""
+    """What a shell offers after ``fedshift methods``, ``datasets`` or ``models``: the names in that folder's list."""
 
     def names() -> list[str]:
         return list(importlib.import_module(f"fedshift.{folder}.registry").names())

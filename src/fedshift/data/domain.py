@@ -157,7 +157,7 @@ class Preprocessing(BaseModel):
 
     @model_serializer(mode="wrap")
     def _without_absent(self, plain: SerializerFunctionWrapHandler) -> dict[str, object]:
-        """Files and caches that know no window and no objective stay as they are."""
+        """Leave out `_LATER` fields that are not set, so that files and caches written before them stay the same."""
         written: dict[str, object] = plain(self)
         return {name: value for name, value in written.items() if value is not None or name not in _LATER}
 

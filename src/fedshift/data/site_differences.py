@@ -28,7 +28,7 @@ def site_differences(data: DataSet) -> tuple[str, ...]:
 
 
 def _shared(data: DataSet) -> Iterator[str]:
-    """The pairs of sites that share samples: any image, or half of the rows, which may be alike by chance."""
+    """The pairs of sites that share samples: one image is enough; of rows, which can be alike by chance, half."""
     domains = {name: domain for name, domain in data.domains.items() if not isinstance(domain.inputs, SparseRows)}
     small = sum(np.asarray(domain.inputs).nbytes for domain in domains.values()) <= _MOST_BYTES
     rows = {name: _fingerprints(domain) for name, domain in domains.items()} if small else {}

@@ -50,7 +50,11 @@ EXPERIMENT, PROGRESS = "experiment.json", "progress.jsonl"
 
 
 def check_deployable(experiment: Experiment) -> FlareEngine:
-    """The engine of an experiment that can be deployed. Raises UserError for one that cannot."""
+    """Check that an experiment can be deployed, and return its engine.
+
+    Raises:
+        UserError: it cannot be deployed.
+    """
     if not isinstance(experiment.engine, FlareEngine):
         raise UserError("engine.name: write engine: {name: flare} in an experiment that is deployed")
     if not isinstance(experiment.data, AtSites):
@@ -83,7 +87,9 @@ def check_deployable(experiment: Experiment) -> FlareEngine:
 def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None:
     """Run what is not finished of the deployment in ``folder``.
 
-    Raises NewJobNeeded when the run has to go on in a new job, UserError and FedshiftError for what ends it.
+    Raises:
+        NewJobNeeded: the run has to go on in a new job.
+        UserError, FedshiftError: the run ends.
     """
     experiment = parse(json.loads((folder / EXPERIMENT).read_text(encoding="utf-8")))
     engine = check_deployable(experiment)
@@ -241,7 +247,11 @@ class _AtSites:
         self._federation, self._classes = federation, len(data.classes)
 
     def measure(self, network: Network, weights: Weights) -> dict[str, Any]:
-        """As `Evaluator.measure`; raises FedshiftError when the target's own site does not answer."""
+        """As `Evaluator.measure`.
+
+        Raises:
+            FedshiftError: the target's own site does not answer.
+        """
         found = self._ask(weights, list(dict.fromkeys([*self._sources, *self._targets])))
         record = self._record(found)
         return record if self._here is None else {**self._here.measure(network, weights), **record}
@@ -259,7 +269,11 @@ class _AtSites:
         return Final(record, (*_metrics(found, self._targets, "target"), *held_out))
 
     def _ask(self, weights: Weights, sites: Sequence[str], **whole: Any) -> dict[str, Any]:
-        """What sites report of a model. Raises FedshiftError if no target that is asked answers."""
+        """What sites report of a model.
+
+        Raises:
+            FedshiftError: no target that is asked answers.
+        """
         targets = [site for site in self._targets if site in sites]
         found = self._federation.measure(weights, sites, targets, **whole) if sites else {}
         if targets and not any(site in found for site in targets):

@@ -273,7 +273,11 @@ def encoded_for(experiment: Experiment, agreed: Agreed, target: str) -> DataSet:
 def _own_set(
     experiment: Experiment, shape: tuple[int, ...], classes: tuple[str, ...], preprocessing: Preprocessing
 ) -> DataSet | None:
-    """The coordinator's own unseen set. Raises UserError unless it fits what the sites hold."""
+    """The coordinator's own unseen set.
+
+    Raises:
+        UserError: it does not fit what the sites hold.
+    """
     assert isinstance(experiment.data, AtSites)
     if experiment.data.unseen is None:
         return None

@@ -32,10 +32,10 @@ from fedshift.federation.remote.policy import Policy
 from fedshift.text import one_line
 
 MOST_SAMPLES = 50_000_000
-"""Samples of one site. The coordinator lists a site's rows by number, in 8 bytes each."""
+"""Most samples of one site. The coordinator lists a site's rows by number, in 8 bytes each."""
 MOST_CLASSES, MOST_COLUMNS, MOST_CATEGORIES = 100_000, 1_000_000, 100_000
 LARGEST_SAMPLE = 2**31
-"""Numbers in one sample."""
+"""Most numbers in one sample."""
 
 Name = Annotated[str, StringConstraints(max_length=500)]
 """Name of a class, a column or a category."""

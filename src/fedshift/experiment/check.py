@@ -302,7 +302,7 @@ def _domain(plan: Plan, name: str) -> DomainCheck:
 
 
 def _learned(data: DataSet) -> str:
-    """Such as "3 classes" or "regression of pressure"."""
+    """What the data set is for, in words: "3 classes" or "regression of pressure"."""
     if data.preprocessing.objective is None:
         return f"{len(data.classes)} classes"
     return f"{data.task} of {', '.join(data.classes)}"

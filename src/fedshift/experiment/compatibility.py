@@ -184,7 +184,7 @@ def _adapted(method: Method, network: Network, plain: Network | None, sources: i
 
 
 def _check_headline(experiment: Experiment, data: DataSet) -> None:
-    """Raises UserError where the headline cannot be measured on these data."""
+    """Raise UserError where the headline cannot be measured on these data."""
     headline = experiment.evaluation.headline
     if headline != "accuracy" and data.task == "segmentation":
         raise UserError(
@@ -205,7 +205,7 @@ def _check_headline(experiment: Experiment, data: DataSet) -> None:
 
 
 def _check_measurable(plan: Plan) -> None:
-    """Raises UserError where nothing can be measured at a target."""
+    """Raise UserError where nothing can be measured at a target."""
     measuring = measuring_of(objective_of(plan.data.preprocessing))
     if measuring.metric != "concordance" or isinstance(plan.experiment.data, AtSites):
         return
@@ -224,7 +224,7 @@ def _check_measurable(plan: Plan) -> None:
 
 
 def _check_plug_in(method: Method, plug_in: LocalOption, network: Network, data: DataSet) -> None:
-    """Raises UserError where a plug-in of local training does not go with the network or the samples."""
+    """Raise UserError where a plug-in of local training does not go with the network or the samples."""
     try:
         if data.task not in plug_in.tasks:
             raise UserError(
@@ -236,7 +236,7 @@ def _check_plug_in(method: Method, plug_in: LocalOption, network: Network, data:
 
 
 def _check_new_site(method: Method, experiment: Experiment, network: Network) -> None:
-    """Raises UserError where a network cannot adapt to an unseen site in the way that an option asks for."""
+    """Raise UserError where a network cannot adapt to an unseen site in the way that an option asks for."""
     unfit = {}
     if method.batch_norm_at_new_site is not None:
         follows = batch_norms(network)
@@ -252,7 +252,7 @@ def _check_new_site(method: Method, experiment: Experiment, network: Network) ->
 
 
 def _check_judged(method: Method, experiment: Experiment) -> None:
-    """Raises UserError where an average that looks at the sources' held-out parts after every round cannot."""
+    """Raise UserError where an average that looks at the sources' held-out parts after every round cannot."""
     if getattr(experiment.protocol, "test_fraction", 1.0) == 0:
         raise UserError(
             f"methods: {method.display}: average: it chooses rounds by the sources' held-out parts, and "
@@ -268,7 +268,7 @@ def _check_judged(method: Method, experiment: Experiment) -> None:
 def _check_rule(
     method: Method, sources: Sequence[str], others: Sequence[str], quorum: int | None, drawn: int | None
 ) -> None:
-    """Raises UserError where a robust rule cannot work on the replies of these sites, or of those a quorum leaves.
+    """Raise UserError where a robust rule cannot work on the replies of these sites, or of those a quorum leaves.
 
     ``drawn`` is how many sources a round has, None where it has all.
     """

@@ -41,7 +41,7 @@ def drawn_from(seed: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Draws:
-    """Where a site's private training takes its random numbers from.
+    """The source of random numbers of a site's private training.
 
     Attributes:
         noise_multiplier: σ.

@@ -15,7 +15,7 @@ from fedshift.errors import UserError
 def affine_matrices(
     angle: Tensor, shear: Tensor, scale: Tensor, shift: Tensor, aspect: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Where each pixel of a changed image comes from: ``input = A⁻¹(output − t)`` with ``A = R·H·S``.
+    """The map from pixels of a changed image to those of the original: ``input = A⁻¹(output − t)`` with ``A = R·H·S``.
 
     ``R = [[cos, −sin], [sin, cos]]``, ``H = [[1, h_x], [h_y, 1]]``, ``S = diag(s_x, s_y)``. The image is scaled first.
 

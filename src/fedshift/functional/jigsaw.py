@@ -41,7 +41,7 @@ def tile_permutations(number: int) -> Tensor:
 
 
 def _sum(left: int, right: int) -> int:
-    """Of x + y·√−1 with x and y modulo 3, written as the number x + 3y."""
+    """The sum of two numbers x + y·√−1 with x and y modulo 3, each written as x + 3y."""
     return (left + right) % 3 + 3 * ((left // 3 + right // 3) % 3)
 
 

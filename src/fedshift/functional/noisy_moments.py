@@ -18,7 +18,7 @@ Floats = npt.NDArray[np.float64]
 Ranges = Mapping[str, tuple[float, float]]
 """Column → its least and largest value."""
 _LEAST_DEVIATION = 0.01
-"""Of a column, in halves of its range: noise can make a variance negative."""
+"""The least deviation of a column, in halves of its range: noise can make a variance negative."""
 
 
 def within(values: Floats, bounds: tuple[float, float] | None) -> Floats:

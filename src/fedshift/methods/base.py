@@ -299,7 +299,7 @@ class Method(Composed, ABC):
         raise FedshiftError(f"{self.name} trains in its own way, so its sites cannot train side by side")
 
     def recipe(self) -> dict[str, Any]:
-        """Where this method can be imported and with which options, so that another process can make its equal."""
+        """The class to import and its options, from which another process makes an equal method."""
         return {"class": place_of(type(self)), "options": self.model_dump(mode="json")}
 
 

@@ -88,10 +88,10 @@ class Rule(BaseModel, ABC):
     rule: str
 
     def check(self, sites: int) -> None:
-        """Raises UserError where so many replies are too few."""
+        """Raise UserError where so many replies are too few."""
 
     def check_sources(self, sources: Sequence[str]) -> None:
-        """Raises UserError where these sources do not fit."""
+        """Raise UserError where these sources do not fit."""
 
     @abstractmethod
     def judge(self, sites: Sequence[str], models: Iterable[Weights], centre: Weights) -> Verdict:

@@ -26,7 +26,7 @@ SEALED: dict[str, Any] = {
 
 
 def _site_file(site: str) -> dict[str, Any]:
-    """Of the sources no model leaves that is not sealed; the target's own does."""
+    """A site's file: a source may send sealed models only; the target's own model is not sealed."""
     return {"policy": {"send": ["weights" if site == TARGET else "sealed", "numbers", "accuracy", "metrics"]}}
 
 

@@ -31,7 +31,7 @@ from fedshift.playground.promise import Broken, Promise, expect
 def goes_on(played: Played, certificate: Path | None) -> bool:
     """Whether the coordinator's port goes on speaking to a peer that shows this certificate, or none."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # the attacker believes everybody
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # an attacker checks no certificate
     if certificate is not None:
         context.load_cert_chain(certificate / "client.crt", certificate / "client.key")
     try:
@@ -115,7 +115,7 @@ def _phones_home(played: Played) -> str:
 
 
 def _watched_page(played: Played) -> str:
-    """`fedshift watch` of the honest run, asked for as a browser does that a stranger leads there."""
+    """Requests to `fedshift watch` from a browser that has a stranger's page open."""
     import psutil
 
     port, folder = roles.free_port(), played.coordinator / "deployments" / "honest" / "runs"
@@ -228,7 +228,7 @@ def _taken_disk(played: Played) -> str:
     """The disks of all roles in the middle of a run, with a key in their environment."""
 
     class Stopped(Exception):
-        """The machine is switched off."""
+        """Ends the run where the machine would be switched off."""
 
     def stop(_: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
         if header.get("envelope", {}).get("round") == 2:

@@ -191,7 +191,7 @@ _NAMES: dict[Metric, tuple[str, ...]] = {
     "concordance": ("concordance",),
     "label_accuracy": ("label_accuracy", "auroc", "auprc", "f1"),
 }
-"""By what the runs of a task are compared by."""
+"""The measures that runs can have, by the metric of their rounds."""
 
 
 def measure_of(name: str, results: Sequence[RunResult]) -> Measure:

@@ -33,7 +33,7 @@ _FAILED = re.compile(r"Failing job (\S+) due to reported failure from")
 """A line of FLARE's server when a site says that its process of a job has ended. FLARE then waits for the other sites
 to end theirs, for some seconds, before it ends the job."""
 _EVICTIONS, _WINDOW = 3, 60.0
-"""So many evictions in so many seconds mean that two machines are using one kit."""
+"""Evictions, and the seconds within which so many mean that two machines use one kit."""
 _LOOK_AGAIN = 0.25
 """Seconds between looks at FLARE's list of sites."""
 

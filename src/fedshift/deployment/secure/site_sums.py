@@ -50,7 +50,11 @@ class SiteSums:
 
     @cached_property
     def identity(self) -> Identity:
-        """The certificate and key of the site's kit. Raises UserError if there is none."""
+        """The certificate and key of the site's kit.
+
+        Raises:
+            UserError: there is none.
+        """
         return Identity.of_kit(self._config.kit, self.name)
 
     def site(self, run: str, verified: Collection[str] = ()) -> SecureSite:

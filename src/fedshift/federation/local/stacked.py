@@ -154,7 +154,7 @@ class _Stack:
             self._first = self._totals.clone()
 
     def _shrink(self, number: int) -> None:
-        """From now on only the first so many sites train."""
+        """Go on with the first so many sites only."""
         self._number = number
         self.optimizer.shrink(number)
         pairs = zip(self.tensors[::2], self.tensors[1::2], strict=True)

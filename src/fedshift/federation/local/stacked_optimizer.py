@@ -1,4 +1,4 @@
-"""The steps of several sites' optimisers, each operation for all sites."""
+"""Optimiser steps of several sites at once: every operation is done for all sites together."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class StackedOptimizer:
     """SGD or Adam on stacked tensors.
 
     Each site has its own optimiser, as if it trained alone. Rates, settings and remembered momentum are read from it,
-    and `keep` leaves momentum in it. So schedules, rates of layers and momentum that is kept need nothing here.
+    and `keep` writes momentum back to it. So schedules, rates of layers and kept momentum need no code here.
 
     Args:
         fits: what the sites train.
@@ -57,7 +57,7 @@ class StackedOptimizer:
                     self.done[place] = float(entry["step"])
 
     def shrink(self, number: int) -> None:
-        """From now on only the first so many sites train."""
+        """Go on with the first so many sites only."""
         self._values = [whole[:number] for whole in self.tensors]
         self._now = {name: [whole[:number] for whole in stacks] for name, stacks in self.state.items()}
         self._slopes = [whole[:number] for whole in self.slopes]
@@ -100,7 +100,7 @@ class StackedOptimizer:
                 values.addcmul_(way, _by_site(rate, values), value=-1)
 
     def _way(self, place: int) -> Tensor:
-        """Where a tensor moves, by its gradient."""
+        """The direction in which a tensor moves, before it is multiplied by the learning rate."""
         slope = self._slopes[place]
         if self.training.weight_decay:
             slope.add_(self._values[place], alpha=self.training.weight_decay)
@@ -150,5 +150,5 @@ class StackedOptimizer:
 
 
 def _by_site(values: Tensor, like: Tensor) -> Tensor:
-    """Values of the sites (sites,) so that they multiply ``like`` (sites, …)."""
+    """Values of the sites (sites,), reshaped so that they can be multiplied with ``like`` (sites, …)."""
     return values.view(-1, *([1] * (like.dim() - 1)))

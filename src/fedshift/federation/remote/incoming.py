@@ -25,8 +25,7 @@ HELD_IN_MEMORY = 32 << 20
 
 @dataclass(frozen=True)
 class Held:
-    """An answer that waits: ``message`` itself or, where there are ``paths``, all of it but the body. That is in these
-    files, one after the other."""
+    """An answer that waits. With ``paths``, its body is in these files, in this order, and not in ``message``."""
 
     message: Message
     paths: tuple[Path, ...] = ()
@@ -34,8 +33,14 @@ class Held:
 
 @dataclass(frozen=True)
 class Taken:
-    """A usable reply. ``layout``: of its open fields, while they are to be compared with those of other sites.
-    ``held``: where its message waits, in place of ``answer``."""
+    """A usable reply.
+
+    Attributes:
+        answer: the reply; None while its message is in a file.
+        memory: names and checksums of what the site keeps after the call.
+        layout: names and shapes of the tensors that must be compared with other sites' replies; None: there are none.
+        held: where the message waits.
+    """
 
     answer: Answer[Any] | None
     memory: dict[str, str]
@@ -43,7 +48,7 @@ class Taken:
     held: Held | None = None
 
     def put_by(self, held: Held | None) -> Taken:
-        """This reply while it waits: only its message in a file is kept, where there is one."""
+        """This reply as it waits: without its answer if the message is in a file."""
         return self if held is None or not held.paths else replace(self, answer=None, held=held)
 
 

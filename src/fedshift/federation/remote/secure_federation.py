@@ -50,7 +50,7 @@ RECORD = "sums.json"
 """The file of keys and sums, in the coordinator's own folder of a run's memory."""
 _ENTRY = "sums"
 _TENSORS = 2
-"""Of an answer to a request to unmask."""
+"""Tensors in an answer to a request to unmask."""
 
 
 class SecureFederation(RemoteFederation):

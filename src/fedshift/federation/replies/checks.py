@@ -30,9 +30,9 @@ Honest models of the golden runs are at most 0.72 of the norm away. Without a li
 enter the mean, and training would diverge at all other sites.
 """
 LARGEST_MEAN, LARGEST_VARIANCE, LARGEST_COUNTER = 1e9, 1e18, 2**31
-"""Of BatchNorm's running statistics, which depend on the scale of the data and not on training."""
+"""Largest values of BatchNorm's running statistics, which depend on the scale of the data and not on training."""
 FEWEST_TENSORS = 1000
-"""As many tensors a reply may always hold; more if the request and the network have more."""
+"""Tensors that a reply may always hold; more if the request and the network have more."""
 
 
 class HasCalls(Protocol):

@@ -23,10 +23,10 @@ from fedshift.weights import NamedTensors
 
 By = Literal["samples", "uniform"]
 SMALLEST_ROSTER = 3
-"""Of two sites each knows the other's contribution from the sum."""
+"""The fewest sites of a sum. With two, each learns the other's contribution from the sum."""
 _DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)}
 _MOST = 2**40
-"""Numbers of a contribution: more cannot be described by mistake or by a stranger's layout."""
+"""Most numbers of a contribution. A layout with more is a mistake or an attack."""
 
 
 def threshold(roster: int) -> int:
@@ -190,7 +190,7 @@ class Total:
 
 
 ALL = "all sites"
-"""Stands for the sites in a record of means, where no site's own number is known."""
+"""The key of a mean over all sites in a record, where no single site's number is known."""
 
 
 def _as(mean: Tensor, dtype: torch.dtype) -> Tensor:
@@ -199,7 +199,7 @@ def _as(mean: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class SumOnly(Replies[R]):
-    """Replies under secure aggregation. Only `mean` reads them; nothing is asked before."""
+    """Replies under secure aggregation. Only `mean` reads them, and the exchange begins when it is called."""
 
     def __init__(self, sites: Sequence[str], take: Callable[[By], Mean]) -> None:
         super().__init__(sites, _nothing())

@@ -37,7 +37,7 @@ class LocalOption(BaseModel, ABC):
         """The plug-in at a site, for one exchange."""
 
     def check(self, network: Network, input_shape: tuple[int, ...]) -> None:
-        """Look at the options beside the network and the samples, before any training.
+        """Check that the options fit the network and the samples, before any training.
 
         Raises:
             UserError: they do not fit.

@@ -67,7 +67,7 @@ from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 _LARGEST = 2.0**31
-"""Of d and d · (G − A): no larger number can be summed."""
+"""Largest value of d and d · (G − A): larger numbers cannot be summed."""
 
 
 @dataclass(frozen=True)

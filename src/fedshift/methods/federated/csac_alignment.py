@@ -153,7 +153,7 @@ class Aligner(nn.Module):
 
         Maps are kept as (n, h, w, c), so that selected rows are channels-last for the projections without a copy.
         """
-        key = "frozen_features" if self.options.frozen == "local" else None  # a frozen M changes every round
+        key = "frozen_features" if self.options.frozen == "local" else None  # the frozen model changes every round
         if key in self.site.scratch:
             return self.site.scratch[key]  # type: ignore[no-any-return]
         per_sample = sum(feature.numel() * feature.element_size() for feature in self._measure())
@@ -168,7 +168,7 @@ class Aligner(nn.Module):
 
 
 def _height_and_width(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Of a stage's map: a volume's without its depth; a sequence is of height 1."""
+    """Height and width of a stage's map: of a volume without its depth; a sequence has height 1."""
     if len(shape) == 1:
         return 1, 1
     height, width = (1, *shape[1:])[-2:]

@@ -70,7 +70,7 @@ class LocalTraining(Method):
 
     @property
     def trains_in_parts(self) -> bool:
-        """Where all that its sites do is `fit`, and the loss is that of the task."""
+        """True if `fit` is the only call and its loss is the task's."""
         kind = type(self)
         own = kind.fit is not LocalTraining.fit or kind.loss_at is not LocalTraining.loss_at
         return not own and set(calls_of(kind)) == {"fit"}

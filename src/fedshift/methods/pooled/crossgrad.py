@@ -55,7 +55,7 @@ class CrossGrad(PooledTraining):
     domain_share: Annotated[float, Field(ge=0, le=1)] = Field(0.5, description="α_d: the same for the domain network")
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
-        """Where the pooled data lie: this round's share of the mini-batches."""
+        """Train on this round's mini-batches in the pool."""
         model = site.model(weights)
         domain_network = self.parts(site, lambda: with_classes(model, site.domains)).train()
 

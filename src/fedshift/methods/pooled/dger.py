@@ -62,7 +62,7 @@ class DGER(PooledTraining):
     hidden: tuple[PositiveInt, ...] = Field((1024, 256), description="hidden layers of D, T_i and T'_i")
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
-        """Where the pooled data lie: this round's share of the mini-batches."""
+        """Train on this round's mini-batches in the pool."""
         model = site.model(weights)
         parts = self.parts(site, lambda: Parts(model.embedding_size, model.classes, site.domains, self.hidden))
         by_domain = inverse_frequencies(site.data.domain_numbers, site.domains)

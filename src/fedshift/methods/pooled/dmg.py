@@ -59,7 +59,7 @@ class DMG(PooledTraining):
         return network.with_parts(network.features, masked)
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
-        """Where the pooled data lie: this round's share of the mini-batches."""
+        """Train on this round's mini-batches in the pool."""
         model = site.model(weights)
         masked = cast(MaskedClassifier, model.classifier)
 

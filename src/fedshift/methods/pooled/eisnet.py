@@ -66,7 +66,7 @@ class EISNet(PooledTraining):
         return check_tiles(self.name, input_shape)
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
-        """Where the pooled data lie: this round's share of the mini-batches."""
+        """Train on this round's mini-batches in the pool."""
         model = site.model(weights)
         parts = self.parts(site, lambda: Parts(model, self))
         puzzles = Puzzles(site, self.permutations, self.ordered, self.tile_greyscale)

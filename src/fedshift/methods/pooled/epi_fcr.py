@@ -61,7 +61,7 @@ class EpiFCR(PooledTraining):
     warm_up: Annotated[float, Field(ge=0, le=1)] = Field(1 / 6, description="share of the run before the episodes")
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
-        """Where the pooled data lie: this round's share of the mini-batches."""
+        """Train on this round's mini-batches in the pool."""
         model = site.model(weights)
         parts = self.parts(site, lambda: Parts(model, site.domains)).train()
         draws = site.generator_for("pairs")

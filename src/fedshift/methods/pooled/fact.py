@@ -64,7 +64,7 @@ class FACT(PooledTraining):
         return ()
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
-        """Where the pooled data lie: this round's share of the mini-batches."""
+        """Train on this round's mini-batches in the pool."""
         model = site.model(weights)
         teacher = self.parts(site, lambda: MeanTeacher(model, self.momentum, warm_up=True)).train()
         draws = site.generator_for("amplitude mix")

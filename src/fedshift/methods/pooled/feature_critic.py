@@ -56,7 +56,7 @@ class FeatureCritic(PooledTraining):
     warm_up: Annotated[float, Field(ge=0, le=1)] = Field(0.0, description="share of the run that is DeepAll alone")
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
-        """Where the pooled data lie: this round's share of the mini-batches."""
+        """Train on this round's mini-batches in the pool."""
         site.training.check_one_rate(self.name)
         model = site.model(weights)
         critic = self.parts(site, lambda: critic_network(model.embedding_size, self.hidden))

@@ -60,7 +60,7 @@ class JiGen(PooledTraining):
         return check_tiles(self.name, input_shape)
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
-        """Where the pooled data lie: this round's share of the mini-batches."""
+        """Train on this round's mini-batches in the pool."""
         model = site.model(weights)
         head = self.parts(site, lambda: nn.Linear(model.embedding_size, self.permutations + 1))
         puzzles = Puzzles(site, self.permutations, self.ordered, self.tile_greyscale)

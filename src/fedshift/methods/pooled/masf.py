@@ -60,7 +60,7 @@ class MASF(PooledTraining):
     embedding: PositiveInt = Field(128, description="width of the metric network's output")
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
-        """Where the pooled data lie: this round's share of the mini-batches."""
+        """Train on this round's mini-batches in the pool."""
         model = site.model(weights)
         metric = self.parts(site, lambda: metric_network(model.embedding_size, self.embedding))
         draws = site.generator_for("episodes")

@@ -60,7 +60,7 @@ class MetaReg(PooledTraining):
     regulariser_rate: PositiveFloat = Field(1.0, description="learning rate of φ beside that of the networks")
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
-        """Where the pooled data lie: this round's share of the mini-batches."""
+        """Train on this round's mini-batches in the pool."""
         model = site.model(weights)
         parts = self.parts(site, lambda: Parts(model, site.domains))
         batches = self.of_sources(site, steps)

@@ -65,7 +65,7 @@ class MixStyle(DeepAll):
         return ()
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
-        """Where the pooled data lie: this round's share of the mini-batches."""
+        """Train on this round's mini-batches in the pool."""
         model = site.model(weights)
         mixer = Mixer(self.probability, self.alpha, site.generator_for("mixstyle"), self.partners == "cross_domain")
         mixer.attach(model, self.stages)

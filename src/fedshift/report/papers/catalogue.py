@@ -35,7 +35,7 @@ class _Strict(BaseModel):
 
 
 class Place(_Strict):
-    """Where a number of ours is found. A cell's place is that of its row, changed by that of its column."""
+    """The runs behind a number of ours. A cell's place is its row's, with what its column changes."""
 
     experiment: str = Field("", description="the experiment's name, or none; the entry's first if empty")
     method: str = Field("", description="the method's label")
@@ -139,7 +139,7 @@ class State:
 
     @property
     def text(self) -> str:
-        """Such as "54 runs finished" or "20 of 54 runs finished"."""
+        """How many runs are finished, in words: "54 runs finished" or "20 of 54 runs finished"."""
         of = "" if self.done or self.planned is None else f" of {self.planned}"
         runs = "run" if self.finished == self.planned == 1 else "runs"
         begun = f"{self.finished}{of} {runs} finished" if self.finished else "not begun"

@@ -35,9 +35,9 @@ from fedshift.deployment.flare.limits import CERTIFICATES, LARGEST_FRAME, LISTEN
 from fedshift.deployment.json_files import read_object
 
 HANDSHAKE_SECONDS = 10.0
-"""A handshake may take so long, from the connection to its end."""
+"""Most seconds from a connection to the end of its handshake."""
 HANDSHAKES, HANDSHAKES_PER_ADDRESS = 128, 16
-"""So many handshakes may be under way, in all and from one address."""
+"""Most handshakes under way, in all and from one address."""
 CONNECTIONS_PER_CERTIFICATE = 8
 """A site needs one connection for its client, one for its job, and for a moment some of a job that ends."""
 _LOOK_AGAIN = 0.5
