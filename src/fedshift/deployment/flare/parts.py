@@ -178,7 +178,11 @@ class Counter:
                 raise FedshiftError("the coordinator did not take a part of the answer")
 
     def _ask(self, **what: Any) -> Shareable:
-        """Send a request until it is answered; raises FedshiftError if it is refused, or for too long is not."""
+        """Send a request until it is answered.
+
+        Raises:
+            FedshiftError: it is refused, or not answered for too long.
+        """
         deadline = time.monotonic() + _GIVE_UP_SECONDS
         while True:
             request = Shareable()

@@ -85,7 +85,11 @@ class Boxes:
     # Who sealed it, and when ------------------------------------------------------------------------------------------
 
     def only(self, value: Any, sender: str, most: int) -> Box:
-        """The box of a single model in a request; raises Refused if it is none."""
+        """The box of a single model in a request.
+
+        Raises:
+            Refused: it is no such box.
+        """
         try:
             package = Package.read(value, most)
             if len(package.boxes) != 1 or package.places != [(0, "", "")]:

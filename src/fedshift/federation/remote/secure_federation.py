@@ -151,7 +151,11 @@ class SecureFederation(RemoteFederation):
     # The second exchange: shares --------------------------------------------------------------------------------------
 
     def _unmasked(self, call: str, masked: SecureSum, layout: Layout) -> Mean:
-        """The mean of a sum, once enough of its sites told their shares; raises FedshiftError if too few did."""
+        """The mean of a sum, once enough of its sites told their shares.
+
+        Raises:
+            FedshiftError: too few sites did.
+        """
         told, reasons = self._shares(masked)
         total = Total()
         total.sites, total.layout = masked.answered, layout
