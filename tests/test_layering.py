@@ -170,7 +170,7 @@ def test_no_file_is_long() -> None:
 def test_no_room_holds_many_files() -> None:
     counts = Counter(path.parent.relative_to(SOURCE).as_posix() for path in FILES if path.name != "__init__.py")
     full = {room: number for room, number in counts.items() if number > MOST_FILES and room not in ALIKE}
-    assert full == {}, f"no folder has more than {MOST_FILES} files: give those that belong together a folder of their own"
+    assert full == {}, f"no folder has more than {MOST_FILES} files: those that belong together need one of their own"
 
 
 def test_no_three_files_have_one_name() -> None:

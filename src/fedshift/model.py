@@ -34,6 +34,13 @@ class Model:
         classes_: the names of the classes, in the order of their probabilities.
         metadata: what the run wrote about the model: method, network, sources, target, versions.
         result: the result of its run, if the model was loaded from the run's folder.
+
+    Example:
+        >>> from fedshift import FederatedClassifier
+        >>> X, y = np.repeat([[0.0], [0.1], [0.9], [1.0]], 10, axis=0), np.repeat(["low", "high"], 20)
+        >>> model = FederatedClassifier(model="linear", rounds=5).fit(X, y).model_
+        >>> model.predict([[0.05], [0.95]]).tolist()
+        ['low', 'high']
     """
 
     def __init__(self, trained: TrainedModel, result: RunResult | None = None) -> None:

@@ -53,14 +53,7 @@ def run_experiment(
     engine, folder, reporter = experiment.engine, runs / experiment.name, reporter or Reporter()
     device, threads = resolve_device(experiment.device), engine.thread_count()
     plan = Plan(experiment, taking_part(experiment.protocol, built(experiment, watcher=reporter)))
-    for warning in (*plan.data.warnings, *plan.site_differences, *check_fit(plan)):
-        reporter.warn(warning)
-    folders = [run_folder(planned, folder) for planned in plan.runs]
-    if experiment.training.thaw_after:
-        for planned in plan.runs:
-            _ = planned.rounds  # refuses a method that has too few, before others train
-    for warning in plan.warnings():
-        reporter.warn(warning)
+    folders = _checked(plan, folder, reporter)
     unfinished = _unfinished(folders)
     elsewhere = dict(pair for pair in zip(folders, plan.runs, strict=True) if callbacks and pair[0].result() is None)
     if not helper:
@@ -81,6 +74,26 @@ def run_experiment(
         others = "; others diverged too" if len(diverged) > 1 else ""
         raise TrainingDiverged(f"{diverged[0]}{others}") from diverged[0]
     return folder
+
+
+def _checked(plan: Plan, folder: Path, reporter: Reporter) -> list[RunFolder]:
+    """Check that the parts of an experiment fit, and tell the warnings.
+
+    Returns:
+        The folder of every run.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    for warning in (*plan.data.warnings, *plan.site_differences, *check_fit(plan)):
+        reporter.warn(warning)
+    folders = [run_folder(planned, folder) for planned in plan.runs]
+    if plan.experiment.training.thaw_after:
+        for planned in plan.runs:
+            _ = planned.rounds  # refuses a method that has too few, before others train
+    for warning in plan.warnings():
+        reporter.warn(warning)
+    return folders
 
 
 def _unfinished(folders: Sequence[RunFolder]) -> int:
