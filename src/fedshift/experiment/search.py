@@ -25,7 +25,7 @@ from fedshift.methods.base import Method
 
 @dataclass(frozen=True)
 class Rung:
-    """One step of the search.
+    """One rung of the search.
 
     Attributes:
         number: counted from 1.
@@ -39,7 +39,7 @@ class Rung:
 
 
 def rungs(methods: int, factor: int) -> tuple[Rung, ...]:
-    """The steps of a search: each has ``factor`` times the budget of the one before, for that part of its methods.
+    """The rungs of a search: each has ``factor`` times the budget of the one before, for that part of its methods.
 
     The last rung has at most ``factor`` methods, besides the first of the list. That one stays to the end, because the
     others are compared with it.
