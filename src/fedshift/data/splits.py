@@ -88,8 +88,7 @@ def part_rows(domain: Domain, fraction: float, seed: int, split: Literal["random
     """Training and held-out rows of one domain.
 
     A random split holds out a share of every class, or of all samples if labels are no classes. If this holds out
-    nothing, as with few samples per class, it draws
-    rows whatever their class.
+    nothing, as with few samples per class, it draws rows whatever their class.
 
     Args:
         domain: the domain.

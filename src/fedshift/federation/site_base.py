@@ -102,7 +102,7 @@ class SiteBase:
             torch.manual_seed(seed)
 
     def end(self) -> None:
-        """End an exchange. The optimisers go, and with them the model that trained, of which a site keeps none."""
+        """End an exchange. Drop the optimisers, and with them the trained model: a site keeps neither."""
         self._scheduled = []
 
     @property

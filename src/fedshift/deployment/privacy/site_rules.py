@@ -167,7 +167,7 @@ class SiteRules:
                 self.ledger.pay(mark, cost(site.mini_batches), **place)
 
     def _mark(self, header: Mapping[str, Any], device: torch.device, **of: str) -> str:
-        """The mark of an exchange. The request's key covers run, round, step, content and the data's fingerprint."""
+        """The mark of an exchange. The request's key covers run, round, call, content and the data's fingerprint."""
         # Last bits depend on these, and two answers with the same noise may not differ in any.
         here = {"versions": versions(), "device": str(device), "threads": torch.get_num_threads()}
         if device.type != "cpu":  # sums in any order

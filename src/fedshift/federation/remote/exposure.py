@@ -22,7 +22,7 @@ from fedshift.functional.exposure import exposure, largest_shares
 from fedshift.models.wide import WideLinear
 
 _WATCHED = 1024
-"""Samples of a site that are watched; of more, every second, third … one."""
+"""Most samples of a site that are watched; of a larger site every second or third one is, and so on."""
 GROUPS = (2, 4, 8, 16)
 _WORK = 5e6
 """Numbers to look at for differences of units, in all layers together."""

@@ -2,7 +2,7 @@
 
 X25519 for agreement, HKDF with SHA-256 for what is derived, ChaCha20-Poly1305 for shares on their way through the
 server: all from the package cryptography. Every derived key is bound to one sum by its *binding*, a digest of run,
-exchange, step, roster and the content that was sent. So sites that were sent different models have different masks,
+exchange, call, roster and the content that was sent. So sites that were sent different models have different masks,
 which do not cancel.
 """
 

@@ -39,6 +39,6 @@ class MeanTeacher(nn.Module):
 
     @torch.no_grad()
     def forward(self, inputs: Tensor) -> Tensor:
-        """What it says of ``inputs``, without a gradient."""
+        """Its outputs for ``inputs``, without a gradient."""
         said: Tensor = self.network(inputs)
         return said

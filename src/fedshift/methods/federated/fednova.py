@@ -83,7 +83,7 @@ class FedNova(LocalTraining):
         return state.advance(weights, report={"losses": losses, "aggregation_weights": shares, "factors": factors})
 
     def train(self, site: Site, weights: Weights) -> Normalised:
-        """Local training; how far its steps carry."""
+        """Train locally, and compute ‖a_i‖₁ of the steps that were made."""
         if self.proximal_weight:
             site.training.check_one_rate(f"{self.name} with proximal_weight")
         before = site.mini_batches
