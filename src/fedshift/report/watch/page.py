@@ -237,7 +237,7 @@ def _state(deployment: Deployed) -> str:
     said = f"Deployment {deployment.state}{f': {deployment.message}' if deployment.message else ''}."
     if not deployment.stopped:
         return said
-    return f"{said} The coordinator's service does not run ({deployment.stopped}): fedshift coordinator start."
+    return f"{said} The coordinator's service does not run ({deployment.stopped}): start it with fedshift coordinator start."
 
 
 def _ago(seconds: float | None) -> str:
