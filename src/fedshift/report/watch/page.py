@@ -237,7 +237,8 @@ def _state(deployment: Deployed) -> str:
     said = f"Deployment {deployment.state}{f': {deployment.message}' if deployment.message else ''}."
     if not deployment.stopped:
         return said
-    return f"{said} The coordinator's service does not run ({deployment.stopped}): start it with fedshift coordinator start."
+    why = f"The coordinator's service does not run ({deployment.stopped})"
+    return f"{said} {why}: start it with fedshift coordinator start."
 
 
 def _ago(seconds: float | None) -> str:
