@@ -123,11 +123,17 @@ def line(text: str, *words: str) -> list[str]:
     return next(found for row in text.splitlines() if (found := row.split())[: len(words)] == list(words))
 
 
-def test_the_list_says_what_is_finished_and_what_is_missing(cli: Cli, folder: Path) -> None:
+def test_the_list_says_what_is_finished_and_what_is_missing(
+    cli: Cli, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    long = "a-name-that-is-typed"
+    (folder / "papers.yaml").write_text(yaml.safe_dump([ENTRIES[0], {**ENTRIES[1], "name": long}, ENTRIES[2]]))
     text = cli("bench", "list", "--folder", folder).out
+    assert line(text, long), "no name is broken into two lines"
     assert "7 of 8 runs finished" in text
     assert "Its images." in text
-    assert "no-such-folder" in text
+    assert "no-such-folder" in "".join(text.split()), "a long path is whole"
 
 
 def test_differences_to_the_published_row(cli: Cli, folder: Path) -> None:

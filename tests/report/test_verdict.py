@@ -227,6 +227,13 @@ def test_who_trains_better_alone_need_not_federate() -> None:
     assert "federate" not in first_sentence(found)
 
 
+@pytest.mark.parametrize("there", [(), ("alone",), ("alone", "deepall")])
+def test_a_baseline_that_was_not_run_is_told(there: tuple[str, ...]) -> None:
+    found = verdict(simulated(np.random.default_rng(7), dict.fromkeys(["fedavg", *there], 60.0)))
+    told = " ".join(one.short for one in found.unknown)
+    assert ("alone" not in told, "pooling" not in told) == ("alone" in there, "deepall" in there)
+
+
 def test_pooled_methods_and_the_upper_bound_are_never_the_choice() -> None:
     truth = {"fedavg": 60.0, "deepall": 80.0, "oracle": 99.0}
     results = simulated(np.random.default_rng(8), truth).results

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fedshift.deployment.json_files import append_event
 from fedshift.errors import UserError
 from fedshift.report.watch.page import watch_page, watched
 from fedshift.report.watch.server import server
@@ -38,7 +39,7 @@ def running(write_part: Write) -> Path:
 
 def test_what_runs_have_done(running: Path) -> None:
     (one,) = watched(running)
-    assert (one.name, one.planned, one.state) == ("exp", 4, "")
+    assert (one.name, one.planned, one.deployment) == ("exp", 4, None)
     by_target = {run.names[1]: run for run in one.runs}
     assert [record.round for record in by_target["b"].rounds] == [1, 2], "a line that is being written does not count"
     assert by_target["b"].missing == {"north": "no answer in <60> s"}
@@ -58,9 +59,67 @@ def test_the_page_says_it_and_escapes_it(running: Path) -> None:
     assert "order.json" in watch_page(running), "a damaged file is a warning"
 
 
-def test_deployments_and_empty_folders(running: Path, tmp_path: Path) -> None:
-    (running.parent / "state.json").write_text(json.dumps({"state": "running"}))
-    assert "Deployment running" in watch_page(running)
+def test_a_method_that_trains_less_in_a_round_has_more_rounds(running: Path) -> None:
+    run = running / "exp" / "fedavg" / "b"
+    settings = "training: {rounds: 8, mini_batches: {x: 120, y: 80}}"
+    (run / "seed-0" / "experiment.yaml").write_text(settings)
+    (one,) = watched(running)
+    pace = {record.round: record.mini_batches for record in one.runs[1].rounds}
+    assert one.runs[1].planned_rounds == 2 + (100 - pace[2]) / (pace[2] - pace[1])
+
+
+@pytest.fixture
+def kit(tmp_path: Path) -> Path:
+    """A coordinator's kit whose service does not run, with a deployment that has not begun its first run."""
+    kit = tmp_path / "kits" / "federation" / "coordinator"
+    deployment = kit / "deployments" / "study"
+    deployment.mkdir(parents=True)
+    project = {
+        "name": "p",
+        "contact": "p@example.org",
+        "server": "localhost",
+        "port": 8002,
+        "sites": ["north", "south"],
+    }
+    (kit / "kit.json").write_text(json.dumps({"role": "coordinator", "name": "coordinator", "project": project}))
+    (deployment / "wanted.json").write_text(json.dumps({"want": "run", "request": 2}))
+    return kit
+
+
+def test_a_deployment_says_whom_it_waits_for_and_who_does_not_answer(kit: Path) -> None:
+    study = kit / "deployments" / "study"
+    waiting = {"state": "waiting", "request": 2, "message": "for south to connect"}
+    (study / "state.json").write_text(json.dumps(waiting))
+    page = watch_page(kit.parents[1])
+    assert "Deployment waiting: for south to connect." in page, "found from above, before it has runs"
+    assert "service does not run" in page
+    (study / "state.json").write_text(json.dumps({"state": "running", "request": 2}))
+    for event in (
+        {"what": "warning", "message": "clock of <south>"},
+        {"what": "experiment", "is": "begun", "runs": 6},
+        {"what": "fit", "site": "north", "is": "asked", "round": 3},
+        {"what": "fit", "site": "south", "is": "asked", "round": 3},
+        {"what": "fit", "site": "north", "is": "answered", "round": 3, "bytes": 5},
+        {"what": "trained", "site": "north", "mini_batches": 5},
+    ):
+        append_event(study / "progress.jsonl", event)
+    (one,) = watched(kit)
+    assert one.planned == 6
+    assert one.deployment is not None
+    assert one.deployment.warnings == ("clock of <south>",)
+    last = {site.name: site.last for site in one.deployment.sites}
+    assert "round 3" in last["north"]
+    assert ["no answer" in last[name] for name in ("north", "south")] == [False, True]
+    append_event(study / "progress.jsonl", {"what": "fit", "site": "south", "is": "lost", "reason": "no answer"})
+    assert "no answer" in watch_page(study)
+    (study / "state.json").write_text(json.dumps({"state": "finished", "request": 1}))
+    assert "Deployment waiting" in watch_page(study), "what has ended was an earlier request"
+    (study / "state.json").write_text(json.dumps({"state": "finished", "request": 2}))
+    (one,) = watched(study)
+    assert (one.deployment.stopped, one.deployment.sites) == ("", ()), "nobody is missing once it has ended"
+
+
+def test_empty_folders(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert "no run" in watch_page(tmp_path / "empty")
     with pytest.raises(UserError, match="no folder"):

@@ -31,16 +31,18 @@ def show_list(folder: Path) -> None:
     """
     catalogue, console = read(folder), safe_console()
     for paper in dict.fromkeys(entry.paper for entry in catalogue.entries):
-        table = Table(box=None, pad_edge=False, title=paper, title_justify="left", title_style="bold")
-        for column in ("name", "shows", "experiment", "state", "what differs or is missing"):
-            table.add_column(column, overflow="fold")
+        table = Table(
+            box=None, pad_edge=False, title=paper, title_justify="left", title_style="bold", show_header=False
+        )
+        table.add_column(no_wrap=True)  # a name is typed after `bench` and `figure`
+        table.add_column(overflow="fold")
         for entry in catalogue.entries:
             if entry.paper == paper:
                 states = [catalogue.state(source) for source in entry.experiments]
-                names = "\n".join(state.experiment.name for state in states) or MISSING
-                texts = "\n".join(state.text for state in states) or "cannot run here"
-                rest = " ".join(filter(None, (entry.instead, entry.missing)))
-                table.add_row(*map(Text, (entry.name, entry.shows, names, texts, rest)))
+                lines = [f"{state.experiment.name}: {state.text}" for state in states] or ["cannot run here"]
+                lines += [f"differs: {entry.instead}"] if entry.instead else []
+                lines += [f"missing: {entry.missing}"] if entry.missing else []
+                table.add_row(Text(entry.name), Text("\n".join((entry.shows, *lines))))
         console.print(table)
         console.print()
 

@@ -8,7 +8,7 @@ first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,6 +28,11 @@ MAJORITY = "most frequent class"
 """Name of the row that always names a target's most frequent class."""
 FEW_SITES = 5
 FEW_SEEDS = 3
+_NOT_RUN: Sequence[tuple[Role, str, str]] = (
+    ("alone", "what sites reach alone", "No run of alone: nothing here shows whether it is worth federating at all."),
+    ("pooled", "what pooling would reach", "No pooled method: nothing here shows what keeping samples at sites costs."),
+)
+"""Baselines that an experiment may lack, in a few words, and as a sentence."""
 QUESTIONS = {
     "leave_one_out": "Does it work at a new site? Each target in turn took no part in training and was only tested.",
     "adapt_to_one": "Does it work at a site without labels? Each target in turn took part without its labels.",
@@ -184,7 +189,7 @@ def verdict(collected: Collected, table: Table | None = None) -> Verdict:
         against=tuple(against),
         left=mean_by_kind([run.bytes_up for run in runs]),
         guarantee=max(private, key=_epsilon).guarantee if runs and len(private) == len(runs) else None,
-        unknown=tuple(_unknown(collected, table, means)),
+        unknown=tuple(_unknown(collected, table, means, set(roles.values()))),
         differences=tuple(found),
     )
 
@@ -281,8 +286,8 @@ def _against(
         )
 
 
-def _unknown(collected: Collected, table: Table, whole: Mapping[str, Row]) -> Iterator[Unknown]:
-    """What the runs leave open."""
+def _unknown(collected: Collected, table: Table, whole: Mapping[str, Row], there: Set[Role]) -> Iterator[Unknown]:
+    """What the runs leave open. ``there``: the roles of the table's methods."""
     repeat, targets = table.measure.repeat, table.columns[:-1]
     most = max((row.n for row in table.rows), default=0)
     if most == 1:
@@ -307,6 +312,10 @@ def _unknown(collected: Collected, table: Table, whole: Mapping[str, Row]) -> It
         if (tried := len(labels)) > 1:
             why = f"{tried} settings of {name} were compared at these targets: the best looks a little too good."
             yield Unknown(f"which setting of {name} is best elsewhere", why)
+    if "federated" in there:
+        for role, short, why in _NOT_RUN:
+            if role not in there:
+                yield Unknown(short, why)
     yield Unknown(
         "how settings were chosen",
         "The records do not say how settings were chosen. If it was by looking at these targets, all numbers are too "

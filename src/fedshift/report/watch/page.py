@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fedshift.deployment.json_files import read_object
 from fedshift.errors import UserError
 from fedshift.evaluation.records import IN_UNITS, RoundRecord, RunResult, with_unit
 from fedshift.evaluation.stored import FAILURE, ORDER, RESULT, ROUNDS, SETTINGS, is_finished, run_folders
@@ -18,7 +17,20 @@ from fedshift.files import plain_yaml
 from fedshift.report.collect import read_order, read_result, read_rounds
 from fedshift.report.html import render
 from fedshift.report.page import DARK, LIGHT
-from fedshift.report.sections.blocks import Block, Cells, Entry, Grid, Listing, Section, Text, grid, number, section
+from fedshift.report.sections.blocks import (
+    MISSING,
+    Block,
+    Cells,
+    Entry,
+    Grid,
+    Listing,
+    Section,
+    Text,
+    grid,
+    number,
+    section,
+)
+from fedshift.report.watch.deployed import Deployed, deployed, deployments_in
 from fedshift.text import one_line
 
 REFRESH = 5
@@ -34,7 +46,7 @@ class WatchedRun:
         names: method, target and seed.
         result: its result, once it is finished.
         rounds: what it measured so far; empty when it is finished.
-        planned_rounds: rounds in its settings; 0 if they cannot be read. Some methods need more.
+        planned_rounds: rounds that it will have at the pace of its work so far; 0 if its settings cannot be read.
         failure: why it stopped; "" if it did not fail.
         age: seconds since its last round was written; None before the first.
     """
@@ -68,14 +80,14 @@ class Watched:
         name: its name.
         runs: the runs that were begun.
         planned: number of planned runs.
-        state: of a deployment: waiting, running, finished, failed or aborted; "" for a local experiment.
+        deployment: what its coordinator says of it; None for a local experiment.
         faults: files that cannot be read.
     """
 
     name: str
     runs: Sequence[WatchedRun]
     planned: int
-    state: str = ""
+    deployment: Deployed | None = None
     faults: Sequence[str] = ()
 
     @property
@@ -100,6 +112,8 @@ def watched(root: Path) -> list[Watched]:
     if not root.is_dir():
         raise UserError(f"no folder '{root}': give the folder of the runs, or a coordinator's kit")
     by_experiment: dict[Path, list[Path]] = {}
+    for place in deployments_in(root):  # also those whose first run has not begun
+        by_experiment[place / "runs" / place.name] = []
     for folder in run_folders(root):
         by_experiment.setdefault(folder.parents[2], []).append(folder)
     return [_experiment(folder, runs) for folder, runs in by_experiment.items()]
@@ -118,8 +132,8 @@ def _experiment(folder: Path, folders: Sequence[Path]) -> Watched:
     except UserError as error:
         faults.append(str(error))
         planned = len(folders)
-    deployed = read_object(folder.parents[1] / "state.json") if folder.parent.name == "runs" else None
-    return Watched(folder.name, runs, planned, str((deployed or {}).get("state", "")), faults)
+    found = deployed(folder.parents[1]) if folder.parent.name == "runs" else None
+    return Watched(folder.name, runs, max(planned, found.runs if found else 0), found, faults)
 
 
 def _run(folder: Path) -> WatchedRun:
@@ -133,10 +147,31 @@ def _run(folder: Path) -> WatchedRun:
         age = max(0.0, time.time() - (folder / ROUNDS).stat().st_mtime)
     with suppress(OSError, ValueError, UserError):
         settings = plain_yaml((folder / SETTINGS).read_bytes())
-    training = settings.get("training") if isinstance(settings, Mapping) else None
-    rounds = training.get("rounds") if isinstance(training, Mapping) else None
-    planned = rounds if isinstance(rounds, int) else 0
-    return WatchedRun((method, target, seed), None, read_rounds(folder / ROUNDS), planned, one_line(failure), age)
+    records = read_rounds(folder / ROUNDS)
+    planned = _planned_rounds(settings, records, target) if isinstance(settings, Mapping) else 0
+    return WatchedRun((method, target, seed), None, records, planned, one_line(failure), age)
+
+
+def _planned_rounds(settings: Mapping[str, Any], records: Sequence[RoundRecord], target: str) -> int:
+    """Rounds of a run. A method that trains less in a round than others has more than its settings say.
+
+    Args:
+        settings: the run's settings, in which `training.mini_batches` is the budget of every site that trains.
+        records: the rounds so far. What was trained before the first is in all of them.
+        target: the target, which may train as well; the records count its work as that of the sources.
+    """
+    training, protocol = settings.get("training"), settings.get("protocol")
+    training = training if isinstance(training, Mapping) else {}
+    rounds, budget = training.get("rounds"), training.get("mini_batches")
+    drawn = isinstance(protocol, Mapping) and protocol.get("sites_per_round")  # who is not drawn uses budget untrained
+    known = isinstance(budget, Mapping) and all(isinstance(size, int) for size in budget.values())
+    if isinstance(budget, Mapping) and known and len(records) > 1 and not drawn:
+        first, last = records[0], records[-1]
+        pace = (last.mini_batches - first.mini_batches) / (last.round - first.round)
+        whole = sum(budget.values()) / max(1, len(set(budget) - {target}))
+        if pace > 0:
+            return last.round + max(0, round((whole - last.mini_batches) / pace))
+    return rounds if isinstance(rounds, int) else 0
 
 
 def watch_page(root: Path) -> str:
@@ -154,12 +189,16 @@ def watch_page(root: Path) -> str:
 def _blocks(one: Watched) -> Iterator[Block]:
     finished = sum(run.result is not None for run in one.runs)
     failed = sum(bool(run.failure) for run in one.runs)
-    said = [f"Deployment {one.state}."] if one.state else []
-    said.append(f"{finished} of {one.planned} runs finished" + (f", {failed} failed." if failed else "."))
+    said = [] if one.deployment is None else [_state(one.deployment)]
+    if one.planned:
+        said.append(f"{finished} of {one.planned} runs finished" + (f", {failed} failed." if failed else "."))
     if one.seconds_left:
         said.append(f"The rest takes {_clock(one.seconds_left)} at this pace, one run after the other.")
     said.append(f"Sites sent {sum(run.sent for run in one.runs) / 1e6:,.2f} MB.")
     yield Text(" ".join(said), "verdict")
+    if one.deployment is not None and one.deployment.sites:
+        rows = [[site.name, site.last, _ago(site.age)] for site in one.deployment.sites]
+        yield grid("Sites", ["site", "last event", "when"], rows, css="facts")
     current = [run for run in one.runs if run.result is None]
     if current:
         yield _runs("Begun", current)
@@ -169,7 +208,7 @@ def _blocks(one: Watched) -> Iterator[Block]:
         yield Listing(tuple(missing), "Missing in the last round")
     done = [run for run in one.runs if run.result is not None]
     told = [warning for run in done if run.result is not None for warning in run.result.warnings]
-    warnings = list(dict.fromkeys([*one.faults, *told]))
+    warnings = list(dict.fromkeys([*one.faults, *(one.deployment.warnings if one.deployment else ()), *told]))
     if warnings:
         more = [f"and {len(warnings) - _MOST_WARNINGS} more"] if len(warnings) > _MOST_WARNINGS else []
         yield Listing((*warnings[:_MOST_WARNINGS], *more), "Warnings")
@@ -188,11 +227,22 @@ def _runs(caption: str, runs: Sequence[WatchedRun]) -> Grid:
         )
         done = run.result.rounds if run.result else last.round if last else 0
         of = f" of {run.planned_rounds}" if run.planned_rounds else ""
-        when = "" if run.age is None else f"{_clock(run.age)} ago"
         rows.append([run.names[0], run.names[1], run.names[2].removeprefix("seed-"), f"{done}{of}", told])
-        rows[-1] += [number(run.sent / 1e6), run.failure or when]
+        rows[-1] += [number(run.sent / 1e6), run.failure or _ago(run.age)]
     head = ["method", "target", "seed", "round", "measured, %", "MB sent", "last round"]
     return grid(caption, head, rows, css="classes")
+
+
+def _state(deployment: Deployed) -> str:
+    said = f"Deployment {deployment.state}{f': {deployment.message}' if deployment.message else ''}."
+    if not deployment.stopped:
+        return said
+    why = f"The coordinator's service does not run ({deployment.stopped})"
+    return f"{said} {why}: start it with fedshift coordinator start."
+
+
+def _ago(seconds: float | None) -> str:
+    return MISSING if seconds is None else f"{_clock(seconds)} ago"
 
 
 def _clock(seconds: float) -> str:
