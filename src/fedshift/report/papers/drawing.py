@@ -94,7 +94,8 @@ def ours_and_published(panels: Sequence[SeriesPanel], note: str = "") -> Figure:
         axes.set_ylabel(panel.y_label)
         handles, labels = axes.get_legend_handles_labels()
         if handles:
-            beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if panel.points else {}
+            covers = panel.points or len(handles) > 6  # among so many points there is no room left
+            beside: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1, 0.5)} if covers else {}
             axes.legend(handles, labels, frameon=False, labelcolor=INK, fontsize="small", **beside)
     if note:
         figure.supxlabel(textwrap.fill(note, 80 * columns), fontsize="small", color=INK)
