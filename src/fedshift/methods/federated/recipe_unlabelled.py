@@ -28,7 +28,7 @@ Where it fails
 * Where the classes' shares at the target are far from equal: λ pushes them towards equal shares.
 * With labels of centroids, where the labelled sites' model is hardly better than guessing: the target grows sure of
   wrong classes. With one labelled site and no BatchNorm, on PACS features, it had 24.2 at sketch in place of 31.9;
-  labels of neighbours have 39.4.
+  labels of neighbours have 39.4. On five digits, learned from the start, it has 66.0, FedAvg 73.4.
 
 Should reproduce: no published table.
 """
