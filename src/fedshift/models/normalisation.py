@@ -68,6 +68,8 @@ def adapted_to(network: Network, batches: Iterable[Tensor], prior: int) -> Netwo
     """
     made = copy.deepcopy(network).eval()
     layers, samples = batch_norms(made), 0
+    if not layers:
+        return made
     trained = [_statistics(layer) for layer in layers]
     for layer in layers:
         layer.train()
