@@ -30,7 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "deepall": {"local_epochs": 1},
 }
 OWN = '''
-"""A method in a person's own file, with steps that go wrong."""
+"""A method in a person's own file, with calls that go wrong."""
 import os
 import signal
 import time

@@ -216,7 +216,7 @@ def test_only_the_window_travels_and_only_once() -> None:
     each = 4 * 1 * 5 * 3
     assert where.ledger.total["up"]["spectra"] == each * (10 + 5 + 2)
     assert where.ledger.total["down"]["spectra"] == 2 * each * (10 + 5 + 2)
-    kinds = {(entry.step, entry.kind) for entry in where.ledger.entries if entry.kind == "spectra"}
+    kinds = {(entry.call, entry.kind) for entry in where.ledger.entries if entry.kind == "spectra"}
     assert kinds == {("share_spectra", "spectra"), ("receive", "spectra")}
     assert isinstance(where, LocalFederation)
     bank = where._runners["a"].site.memory["bank"]
