@@ -109,7 +109,7 @@ def test_only_aggregates_need_a_group() -> None:
             rule.check_group("north", kind, 4, "a call")
 
 
-def test_how_many_samples_a_step_looked_at(tmp_path: Path) -> None:
+def test_how_many_samples_a_call_looked_at(tmp_path: Path) -> None:
     """28 training samples (of 40, 30 % held out), batches of 8, two of them left: 16 are behind the model."""
     training: dict[str, Any] = {"batch_size": 8, "lr": 0.1}
     for group, allowed in ((16, True), (17, False)):

@@ -245,7 +245,7 @@ def reduced(network: Network, played: Played) -> Reduced:
     return Reduced(options, deployment, network.finish(deployment))
 
 
-def test_a_quorum_is_not_slowed_by_a_site_that_never_ends_a_step(reduced: Reduced) -> None:
+def test_a_quorum_is_not_slowed_by_a_site_that_never_ends_a_call(reduced: Reduced) -> None:
     """It is waited for in the first round, and in no other, as `test_slow_site` shows."""
     lost = reduced.lost("late")
     assert lost.keys() == {("east", 1), ("east", 2), ("east", 3)}

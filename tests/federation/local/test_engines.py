@@ -200,7 +200,7 @@ def engines(own: Any, pools: dict[int, WorkerPool], **options: Any) -> Iterator[
 
 
 @pytest.mark.slow
-def test_errors_of_a_step_keep_their_class(own: Any, pools: dict[int, WorkerPool]) -> None:
+def test_errors_of_a_call_keep_their_class(own: Any, pools: dict[int, WorkerPool]) -> None:
     for where in engines(own, pools):
         with pytest.raises(UserError, match=r"^a mistake at large$") as user:
             where.ask(own.mistake, to=["large"]).only()
