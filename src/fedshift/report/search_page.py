@@ -32,7 +32,9 @@ def search_page(climbed: Sequence[Climbed], out: Sequence[str], budget: int) -> 
         out: the domains that the search did not read.
         budget: mini-batches of each site with all of the budget.
     """
-    tests = [(level, method, _difference(level, method)) for level in climbed for method in level.experiment.methods[1:]]
+    tests = [
+        (level, method, _difference(level, method)) for level in climbed for method in level.experiment.methods[1:]
+    ]
     corrected = dict(
         zip(
             ((level.rung.number, method.display) for level, method, _ in tests),
