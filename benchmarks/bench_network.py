@@ -70,7 +70,6 @@ class Echo(Method):
     """Sends weights to every site and has them sent back."""
 
     name: ClassVar[str] = "bench_network:Echo"
-    citation: ClassVar[str] = "none"
 
     megabytes: float = Field(0.0, description="of float32 weights, each way; 0: an empty call")
     exchanges: int = Field(1, description="in the one round")

@@ -74,7 +74,6 @@ OWN = """from fedshift.methods import FedAvg, Federation, Site, State, Update, U
 
 class Greedy(FedAvg):
     name = "greedy"
-    citation = "2026"
 
     def fit(self, site: Site, weights: Weights) -> Update:
         list(site.batches(steps=1))[0]
@@ -82,7 +81,6 @@ class Greedy(FedAvg):
 
 class Many(FedAvg):
     name = "many"
-    citation = "2026"
 
     def round(self, federation: Federation, state: State) -> State:
         raise UserError(f"many: {len(federation.sources)} sites are too few")

@@ -35,7 +35,6 @@ class Probe(Method):
     """A method of several small calls."""
 
     name: ClassVar[str] = "probe"
-    citation: ClassVar[str] = "none"
     shares: ClassVar[tuple[str, ...]] = ("weights", "statistics", "numbers")
     memory_names: ClassVar[tuple[str, ...]] = ("diary",)
 

@@ -19,7 +19,7 @@ from fedshift.methods.base import per_round
 BY_STEPS = {"fada", "fedsr", "fedl2r", "fedcmi"}
 """Methods that train on a number of mini-batches in a round."""
 CLASSES = [registry.method_class(name) for name in registry.names()]
-ON_EPOCHS = [kind.name for kind in CLASSES if not (kind.pooled or kind.supervised_target or kind.name in BY_STEPS)]
+ON_EPOCHS = [kind.name for kind in CLASSES if not (kind.pooled or kind.target == "labelled" or kind.name in BY_STEPS)]
 
 
 @pytest.mark.parametrize("name", ON_EPOCHS)

@@ -68,7 +68,7 @@ def rounds_needed(method: Method, training: Training, split: Split, budget: Mapp
 
 
 def _rounds(method: Method, training: Training, split: Split, budget: Mapping[str, int]) -> int:
-    if method.pooled or method.supervised_target:
+    if method.pooled or method.target == "labelled":
         total = sum(budget.values())
         return math.ceil(total / math.ceil(total / training.rounds))
     needed: list[int] = []

@@ -122,7 +122,7 @@ def check(experiment: Experiment) -> Check:
     plan = Plan(experiment, taking_part(experiment.protocol, built(experiment)))
     data = plan.data
     device, threads = resolve_device(experiment.device), experiment.engine.thread_count()
-    warnings = [*check_fit(plan), *plan.warnings()]
+    warnings = list(check_fit(plan))
     per_batch = {
         frozen: _seconds_per_batch(experiment, data, device, threads, frozen=frozen) for frozen in (True, False)
     }
@@ -247,7 +247,7 @@ def _need(planned: PlannedRun, network: Network, per_batch: Mapping[bool, float]
 def _per_round(planned: PlannedRun) -> float:
     """Mini-batches of a source in one round, the mean over the sources. What a method does before is left out."""
     method, training = planned.run.method, planned.experiment.training
-    if method.pooled or method.supervised_target:
+    if method.pooled or method.target == "labelled":
         return planned.mini_batches / max(1, planned.rounds)
     epochs = [batches_per_epoch(len(rows), training.batch_size) for rows in planned.split.train.values()]
     whole = sum(method.mini_batches(epoch, 2) - method.mini_batches(epoch, 1) for epoch in epochs) / len(epochs)

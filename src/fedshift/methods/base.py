@@ -99,11 +99,26 @@ class RunPlan:
     sums_only: bool = False
 
 
+@dataclass(frozen=True)
+class Samples:
+    """The training samples of an experiment.
+
+    Attributes:
+        shape: of one.
+        epochs: source → mini-batches of an epoch, in the split in which it has the fewest.
+    """
+
+    shape: tuple[int, ...]
+    epochs: Mapping[str, int] = field(default_factory=dict)
+
+
 U = TypeVar("U", bound=Update)
 Trained = Callable[[int, int], int]
 """Mini-batches of an epoch, and rounds → the mini-batches of a run."""
 Reads = Literal["sums", "norms", "models"]
 """What a server reads of the models that sites send."""
+Target = Literal["unseen", "unlabelled", "one unlabelled", "labelled"]
+"""What a method trains on of the target."""
 
 
 class Method(Composed, ABC):
@@ -115,19 +130,15 @@ class Method(Composed, ABC):
 
     Attributes:
         name: in experiment files.
-        citation: where it was published.
-        scenario: what sites there are, for lists.
         settings: named values of the options beside the paper's.
         memory_names: what a site keeps between exchanges.
         tasks: what it can learn.
-        needs_target: whether a target without labels takes part.
-        one_target: whether it adapts to exactly one.
+        target: what it trains on of the target: nothing (``unseen``), its samples without labels (``one unlabelled``
+            where there must be exactly one), or its labels (``labelled``, an upper bound).
         pooled: whether all data lie in one place.
-        supervised_target: whether it trains on the target's labels alone, an upper bound.
         uses_held_out: whether sites choose by their held-out parts.
-        averages: the calls whose models it averages over sites, which robust aggregation can screen.
-        needs_every_model: whether it also uses these models one by one, for instance to let them vote.
-        has_server_step: whether it takes the option ``server``; by default if it averages.
+        averages: the calls whose models it averages over sites. Robust aggregation can screen them, and a server's
+            optimiser can follow.
         takes_plug_ins: whether it takes plug-ins of local training: its sites train one network with `Site.minimise`.
         trains_privately: whether it takes ``training.privacy``: its sites train with `Site.minimise` alone, send
             nothing else that is computed from samples, and its loss is a mean over samples and a ``regulariser``. A
@@ -140,13 +151,9 @@ class Method(Composed, ABC):
             can be sealed for those who do (``engine.routing: sealed``).
     """
 
-    citation: ClassVar[str]
-    scenario: ClassVar[str] = "unseen target"
-    needs_target: ClassVar[bool] = False
-    supervised_target: ClassVar[bool] = False
+    target: ClassVar[Target] = "unseen"
     uses_held_out: ClassVar[bool] = False
     tasks: ClassVar[tuple[Task, ...]] = ("classification",)
-    one_target: ClassVar[bool] = False
     trains_privately: ClassVar[bool] = False
     thaws: ClassVar[bool] = True
     relative_cost: ClassVar[float] = 1.0
@@ -156,7 +163,7 @@ class Method(Composed, ABC):
     @model_validator(mode="after")
     def _epochs_to_divide(self) -> Self:
         if self.exchanges_per_epoch > 1:
-            if self.pooled or self.supervised_target:
+            if self.pooled or self.target == "labelled":
                 raise ValueError(f"exchanges_per_epoch: {self.name} trains in one place; leave it out")
             if all(per_round(trained, 64) == per_round(trained, 128) for trained in self.work):
                 raise ValueError(
@@ -164,6 +171,11 @@ class Method(Composed, ABC):
                     "on epochs; change that number"
                 )
         return self
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether the target's samples take part in training."""
+        return self.target != "unseen"
 
     @property
     def work(self) -> tuple[Trained, Trained]:
@@ -208,11 +220,8 @@ class Method(Composed, ABC):
             UserError: they do not.
         """
 
-    def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
-        """Check that the options fit the samples, before any training.
-
-        Args:
-            input_shape: of one sample.
+    def check_samples(self, samples: Samples) -> tuple[str, ...]:
+        """Check that the options fit the training samples, before any training.
 
         Returns:
             Warnings.
@@ -220,10 +229,6 @@ class Method(Composed, ABC):
         Raises:
             UserError: the method cannot work on such samples.
         """
-        return ()
-
-    def check_steps(self, steps: Mapping[str, int]) -> tuple[str, ...]:
-        """Warnings about these options where an epoch of each source has so many mini-batches (``steps``)."""
         return ()
 
     def adapt_network(self, network: Network, sources: int) -> Network:

@@ -50,7 +50,6 @@ class Note(Reply):
 
 class Own(Method):
     name: ClassVar[str] = "own"
-    citation: ClassVar[str] = "none"
     memory_names: ClassVar[tuple[str, ...]] = ("count",)
 
     def round(self, federation, state):
