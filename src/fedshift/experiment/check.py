@@ -29,7 +29,7 @@ from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.trial import try_method
 from fedshift.federation.messages import promised_kinds
 from fedshift.methods import registry as method_registry
-from fedshift.methods.base import Method, Traffic, calls_of, in_order
+from fedshift.methods.base import Method, Traffic, calls_of, cost_of, in_order
 from fedshift.methods.catalogue import ROUTED
 from fedshift.models.network import Network, freeze_backbone
 from fedshift.models.payload import payload
@@ -236,7 +236,7 @@ def _need(planned: PlannedRun, network: Network, per_batch: Mapping[bool, float]
     method, engine = planned.run.method, planned.experiment.engine
     sites = 1 if method.pooled else len(planned.split.train)
     speed_up = engine.parallel_runs * min(engine.workers, sites)
-    cost = method.cost_of(planned.plan.data.input_shape)
+    cost = cost_of(method, planned.plan.data.input_shape)
     trained = trained_of(planned)
     frozen = min(1.0, planned.experiment.training.thaw_after / max(1, planned.rounds))
     seconds = trained * (frozen * per_batch[True] + (1 - frozen) * per_batch[False]) * cost / speed_up

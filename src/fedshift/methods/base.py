@@ -15,16 +15,7 @@ from fedshift.data.domain import Task
 from fedshift.errors import FedshiftError
 from fedshift.federation.exchange import Replies, Routed
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import (
-    KINDS,
-    NUMBERS,
-    Content,
-    Number,
-    Reply,
-    Update,
-    promised_kinds,
-    returned,
-)
+from fedshift.federation.messages import KINDS, NUMBERS, Content, Number, Reply, Update, promised_kinds, returned
 from fedshift.federation.reply_bounds import About, Bounds
 from fedshift.federation.site import LocalFit, Site
 from fedshift.import_paths import place_of
@@ -165,22 +156,12 @@ class Method(Composed, ABC):
         if self.exchanges_per_epoch > 1:
             if self.pooled or self.target == "labelled":
                 raise ValueError(f"exchanges_per_epoch: {self.name} trains in one place; leave it out")
-            if all(per_round(trained, 64) == per_round(trained, 128) for trained in self.work):
+            if all(per_round(trained, 64) == per_round(trained, 128) for trained in work_of(self)):
                 raise ValueError(
                     f"exchanges_per_epoch: {self.name} trains on a number of mini-batches between two exchanges, not "
                     "on epochs; change that number"
                 )
         return self
-
-    @property
-    def needs_target(self) -> bool:
-        """Whether the target's samples take part in training."""
-        return self.target != "unseen"
-
-    @property
-    def work(self) -> tuple[Trained, Trained]:
-        """`mini_batches` and `target_mini_batches`."""
-        return self.mini_batches, self.target_mini_batches
 
     @abstractmethod
     def round(self, federation: Federation, state: State) -> State:
@@ -255,9 +236,20 @@ class Method(Composed, ABC):
         """Parameters of the common model that each site has of its own. A server's optimiser leaves them alone."""
         return ()
 
-    def cost_of(self, input_shape: tuple[int, ...]) -> float:
-        """`relative_cost` with what its plug-ins add for samples of this shape."""
-        return self.relative_cost + sum(plug_in.cost for plug_in in self.local_for(input_shape))
+    @property
+    def sums_per_model(self) -> int:
+        """How many different sums of the same models every site learns in a round.
+
+        With S of them a site can solve for the models of S others, so secure aggregation needs S + 2 sites.
+        """
+        return 1
+
+    # Made of the above. The engine asks for it; a method of your own leaves it alone ----------------------------------
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether the target's samples take part in training."""
+        return self.target != "unseen"
 
     @property
     def shares(self) -> tuple[str, ...]:
@@ -272,14 +264,6 @@ class Method(Composed, ABC):
         if self.robust is not None:
             return "norms" if self.robust.rule == "norm_clipping" and self.server_reads != "models" else "models"
         return self.server_reads
-
-    @property
-    def sums_per_model(self) -> int:
-        """How many different sums of the same models every site learns in a round.
-
-        With S of them a site can solve for the models of S others, so secure aggregation needs S + 2 sites.
-        """
-        return 1
 
     def call_owner(self, call: str) -> Method:
         """The method that has the call of this name: itself, or the one that it wraps."""
@@ -306,6 +290,16 @@ class Method(Composed, ABC):
     def recipe(self) -> dict[str, Any]:
         """The class to import and its options, from which another process makes an equal method."""
         return {"class": place_of(type(self)), "options": self.model_dump(mode="json")}
+
+
+def work_of(method: Method) -> tuple[Trained, Trained]:
+    """How much a method trains at a source, and at a target without labels."""
+    return method.mini_batches, method.target_mini_batches
+
+
+def cost_of(method: Method, input_shape: tuple[int, ...]) -> float:
+    """`Method.relative_cost` with what its plug-ins add for samples of this shape."""
+    return method.relative_cost + sum(plug_in.cost for plug_in in method.local_for(input_shape))
 
 
 def per_round(trained: Trained, batches_per_epoch: int) -> int:

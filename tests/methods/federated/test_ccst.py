@@ -116,8 +116,7 @@ def test_nothing_of_the_inner_method_is_forgotten() -> None:
     """A new hook of methods has to be handed on, or named here as not the other's."""
     own = {"name", "setting", "label", "recipe", "display", "described_setting"}
     own |= {"settings", "composition", *Composed.model_fields}  # a wrapper has its own
-    own |= {"plug_ins", "kept_at_sites", "cost_of", "work", "reads"}  # made of its own and of what is handed on
-    own |= {"needs_target"}  # made of what is handed on
+    own |= {"plug_ins", "kept_at_sites", "reads", "needs_target"}  # made of its own and of what is handed on
     own |= {"pooled", "trains_privately", "trains_in_parts", "in_parts"}  # refused
     both = (Method, Composed)
     hooks = {name for kind in both for name in (*vars(kind), *kind.__annotations__) if not name.startswith("_")}
