@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from page_tables import read
 
 from fedshift.deployment.json_files import append_event
 from fedshift.errors import UserError
+from fedshift.evaluation.site_bytes import write_site_bytes
 from fedshift.report.watch.page import watch_page, watched
 from fedshift.report.watch.server import server
 
@@ -57,6 +59,21 @@ def test_the_page_says_it_and_escapes_it(running: Path) -> None:
     assert "<script" not in text
     (running / "exp" / "order.json").write_text("{")
     assert "order.json" in watch_page(running), "a damaged file is a warning"
+
+
+def test_each_site_of_a_run_that_goes_on_says_what_it_sent(running: Path) -> None:
+    run = running / "exp" / "fedavg" / "b" / "seed-0"
+    assert "What left each site" not in watch_page(running), "not known of runs that an older version began"
+    north = {"up": {"weights": 1_500_000, "numbers": 8}, "down": {"weights": 2_000_000}}
+    write_site_bytes(run, {"<north>": north, "south": {"up": {}, "down": {"weights": 2_000_000}}})
+    page = watch_page(running)
+    assert "<north>" not in page
+    _, *rows = read(page).tables["What left each site so far"]
+    assert {row[1][0]: [exact for _, exact in row[2:]] for row in rows} == {
+        "<north>": [8.0, 1_500_000.0, 2_000_000.0],
+        "south": [0.0, 0.0, 2_000_000.0],
+    }
+    assert {row[0][0] for row in rows} == {"fedavg / b / seed-0"}
 
 
 def test_a_method_that_trains_less_in_a_round_has_more_rounds(running: Path) -> None:
