@@ -93,10 +93,10 @@ def test_what_left_each_site_is_what_the_results_say(tmp_path: Path, write_part:
     text, found = page(collect(tmp_path / "runs" / "exp")), collect(tmp_path / "runs" / "exp").results
     head, *body = read(text).tables["What left each site, in a run"]
     names = [name for name, _ in head]
-    assert names == ["method", "site", "runs", "sent: numbers", "sent: weights", "received: weights"]
+    assert names == ["method", "site", "runs", "sent: numbers", "sent: weights", "sent to it: weights"]
     assert {line[0][0] for line in body} == {"fedavg"}
     for way, kind in (("up", "numbers"), ("up", "weights"), ("down", "weights")):
-        column = names.index(f"{'sent' if way == 'up' else 'received'}: {kind}")
+        column = names.index(f"{'sent' if way == 'up' else 'sent to it'}: {kind}")
         own = {
             site: [
                 run.bytes_by_site.sites[site][way][kind] for run in found if run.bytes_by_site and site != run.target

@@ -5,8 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from page_tables import read
@@ -14,6 +16,7 @@ from page_tables import read
 from fedshift.deployment.json_files import append_event
 from fedshift.errors import UserError
 from fedshift.evaluation.site_bytes import write_site_bytes
+from fedshift.report.watch.deployed import SeenSite
 from fedshift.report.watch.page import watch_page, watched
 from fedshift.report.watch.server import server
 
@@ -134,6 +137,77 @@ def test_a_deployment_says_whom_it_waits_for_and_who_does_not_answer(kit: Path) 
     (study / "state.json").write_text(json.dumps({"state": "finished", "request": 2}))
     (one,) = watched(study)
     assert (one.deployment.stopped, one.deployment.sites) == ("", ()), "nobody is missing once it has ended"
+
+
+def heard(kit: Path, *events: dict[str, Any]) -> dict[str, SeenSite]:
+    """What is said of each site after these events, the last of them now and the others a minute apart."""
+    study = kit / "deployments" / "study"
+    (study / "state.json").write_text(json.dumps({"state": "running", "request": 2}))
+    timed = [
+        {"time": time.time() - 60 * age} | event for age, event in zip(range(len(events))[::-1], events, strict=True)
+    ]
+    (study / "progress.jsonl").write_text("".join(json.dumps(event) + "\n" for event in timed))
+    (one,) = watched(kit)
+    assert one.deployment is not None
+    return {site.name: site for site in one.deployment.sites}
+
+
+def happened(state: str, number: int, call: str = "fit", **more: str) -> dict[str, Any]:
+    return {"what": call, "site": "north", "is": state, "round": number, **more}
+
+
+def test_a_lost_site_is_missing_until_it_answers_again(kit: Path) -> None:
+    """As the coordinator logs a site that was killed under a quorum: it is asked again in every exchange."""
+    events = [
+        happened("asked", 1), happened("answered", 1),
+        happened("asked", 2), happened("lost", 2, reason="no reply within 6 s"),
+        happened("asked", 2, "measure"), happened("lost", 2, "measure", reason="no reply within 6 s"),
+        happened("asked", 3),
+    ]  # fmt: skip
+    assert heard(kit, *events[:3])["north"].trouble == "", "it may yet answer"
+    north = heard(kit, *events)["north"]
+    assert north.lost
+    assert "round 2" in north.trouble
+    assert "no reply within 6 s" in north.trouble
+    assert north.since == pytest.approx(180, abs=5), "since the first loss"
+    assert north.age == pytest.approx(0, abs=5)
+    assert heard(kit, *events)["south"] == SeenSite("south", "nothing yet", None)
+    page = watch_page(kit)
+    head, row, _ = read(page).tables["Sites"]
+    shown = dict(zip([name for name, _ in head], [text for text, _ in row], strict=True))
+    assert shown["site"] == "north"
+    assert "no reply within 6 s" in shown["missing"]
+    assert shown["since"].startswith("3:0")
+    assert "Lost: north." in page
+    revoked = heard(kit, *events, happened("lost", 3, reason="its kit was revoked"))["north"]
+    assert "round 2" in revoked.trouble
+    assert revoked.trouble.endswith("its kit was revoked"), "since the first loss, for the last reason"
+    back = heard(kit, *events, {"what": "site", "site": "north", "is": "back"})["north"]
+    assert (back.trouble, back.since) == ("", None)
+    again = heard(kit, *events, happened("answered", 3))["north"]
+    assert (again.trouble, again.since) == ("", None)
+    assert "Lost" not in watch_page(kit)
+
+
+def test_a_reply_that_is_refused_is_no_answer(kit: Path) -> None:
+    refused = [happened("asked", 1), happened("answered", 1), happened("refused", 1, reason="not finite")]
+    events = [*refused, happened("asked", 2), happened("answered", 2), happened("refused", 2, reason="not finite")]
+    north = heard(kit, *events, happened("asked", 3))["north"]
+    assert not north.lost
+    assert "round 2" not in north.trouble
+    assert north.trouble.endswith("not finite")
+    assert north.since == pytest.approx(240, abs=5)
+
+
+def test_a_site_may_refuse_one_call_and_answer_the_others(kit: Path) -> None:
+    measuring = [happened("asked", 1, "measure"), happened("refused", 1, "measure", reason="policy.send")]
+    training = [happened("asked", 2), happened("answered", 2)]
+    north = heard(kit, *measuring, *training, happened("asked", 2, "measure"))["north"]
+    assert "policy.send" in north.trouble
+    assert not north.lost
+    lost = heard(kit, *measuring, happened("asked", 2), happened("lost", 2, reason="no answer"))["north"]
+    assert lost.lost, "a site that is not there is told first"
+    assert lost.trouble.endswith("no answer")
 
 
 def test_empty_folders(tmp_path: Path) -> None:

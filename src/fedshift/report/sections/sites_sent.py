@@ -12,7 +12,7 @@ from fedshift.report.sections.blocks import Cells, Entry, Grid, grid
 
 POOL = "pool"
 """What the ledger calls the place where pooled methods have all samples."""
-_WAYS: dict[Direction, str] = {"up": "sent", "down": "received"}
+_WAYS: dict[Direction, str] = {"up": "sent", "down": "sent to it"}
 _Both = dict[Direction, dict[str, float]]
 """Direction → kind → bytes of a run."""
 

@@ -195,7 +195,7 @@ def watch_page(root: Path) -> str:
 def _blocks(one: Watched) -> Iterator[Block]:
     finished = sum(run.result is not None for run in one.runs)
     failed = sum(bool(run.failure) for run in one.runs)
-    said = [] if one.deployment is None else [_state(one.deployment)]
+    said = [] if one.deployment is None else [_state(one.deployment), *_lost(one.deployment)]
     if one.planned:
         said.append(f"{finished} of {one.planned} runs finished" + (f", {failed} failed." if failed else "."))
     if one.seconds_left:
@@ -203,15 +203,19 @@ def _blocks(one: Watched) -> Iterator[Block]:
     said.append(f"Sites sent {sum(run.sent for run in one.runs) / 1e6:,.2f} MB.")
     yield Text(" ".join(said), "verdict")
     if one.deployment is not None and one.deployment.sites:
-        rows = [[site.name, site.last, _ago(site.age)] for site in one.deployment.sites]
-        yield grid("Sites", ["site", "last event", "when"], rows, css="facts")
+        rows = [
+            [site.name, site.trouble or MISSING, _ago(site.since), site.last, _ago(site.age)]
+            for site in one.deployment.sites
+        ]
+        yield grid("Sites", ["site", "missing", "since", "last event", "when"], rows, css="facts")
     current = [run for run in one.runs if run.result is None]
     if current:
         yield _runs("Begun", current)
         sent = {" / ".join(run.names): [run.by_site] for run in current if run.by_site is not None}
         if (left := sites_sent("What left each site so far", "run", sent)) is not None:
             yield left
-    absent = [(run.names, site, why) for run in current for site, why in run.missing.items()]
+    told_above = {site.name for site in one.deployment.sites if site.lost} if one.deployment is not None else set()
+    absent = [(run.names, site, why) for run in current for site, why in run.missing.items() if site not in told_above]
     missing = [f"{site}: {one_line(why)} ({' / '.join(names)})" for names, site, why in absent]
     if missing:
         yield Listing(tuple(missing), "Missing in the last round")
@@ -248,6 +252,12 @@ def _state(deployment: Deployed) -> str:
         return said
     why = f"The coordinator's service does not run ({deployment.stopped})"
     return f"{said} {why}: start it with fedshift coordinator start."
+
+
+def _lost(deployment: Deployed) -> list[str]:
+    """Whom the runs go on without, as a sentence; empty if all sites take part."""
+    lost = [site.name for site in deployment.sites if site.lost]
+    return [f"Lost: {', '.join(lost)}."] if lost else []
 
 
 def _ago(seconds: float | None) -> str:
