@@ -197,6 +197,12 @@ def test_a_reply_that_is_refused_is_no_answer(kit: Path) -> None:
     assert "round 2" not in north.trouble
     assert north.trouble.endswith("not finite")
     assert north.since == pytest.approx(240, abs=5)
+    good = [happened("asked", 3), happened("answered", 3), happened("asked", 4)]
+    assert heard(kit, *events, *good)["north"].trouble == ""
+    absent = heard(kit, happened("lost", 0, reason="no answer"), *refused)["north"]
+    assert not absent.lost, "it is there again"
+    assert "round 1" in absent.trouble
+    assert absent.since == pytest.approx(0, abs=5)
 
 
 def test_a_site_may_refuse_one_call_and_answer_the_others(kit: Path) -> None:
