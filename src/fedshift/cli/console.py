@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich import markup
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 
 def safe_console(*, stderr: bool = False) -> Console:
-    """A console for standard output, or for standard error. Whatever is printed on it is made printable."""
-    made = Console(stderr=stderr)
+    """A console for standard output, or for standard error. Whatever is printed on it is made printable and not cut."""
+    made = _Whole(stderr=stderr)
     made.push_render_hook(_MakePrintable())
     return made
 
@@ -25,6 +25,11 @@ def safe_console(*, stderr: bool = False) -> Console:
 def escape(text: str) -> str:
     """``text`` as it stands, in a place where rich expects markup, such as the description of a progress bar."""
     return markup.escape(printable(text))
+
+
+class _Whole(Console):
+    def print(self, *objects: Any, crop: bool = False, **options: Any) -> None:
+        super().print(*objects, crop=crop, **options)
 
 
 class _MakePrintable(RenderHook):
