@@ -53,12 +53,12 @@ class Folded:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if not console.is_terminal:
             # As wide as it is. What prints it must not crop, as `safe_console` does not.
-            yield from console.render(self._grid(range(len(self.head)), whole=True), options.update(max_width=_ANY))
+            yield from console.render(self._grid(range(len(self.head))), options.update(max_width=_ANY))
             return
         for number, block in enumerate(self.blocks(console, options)):
             if number and not self.ruled:
                 yield ""
-            yield self._grid(block, widest=options.max_width)
+            yield self._grid(block, options.max_width)
 
     def blocks(self, console: Console, options: ConsoleOptions) -> list[list[int]]:
         """The columns of each block, at a terminal."""
@@ -77,31 +77,30 @@ class Folded:
 
         found: list[list[int]] = [[]]
         for column in others:
-            tried = self._grid([*names, *found[-1], column], widest=options.max_width)
+            tried = self._grid([*names, *found[-1], column], options.max_width)
             needed = Measurement.get(console, options.update(max_width=_ANY), tried).minimum
             if found[-1] and (needed > options.max_width or len(found[-1]) == most):
                 found.append([])
             found[-1].append(column)
         return found
 
-    def _grid(self, columns: Sequence[int], *, whole: bool = False, widest: int = _ANY) -> Grid:
+    def _grid(self, columns: Sequence[int], widest: int = _ANY) -> Grid:
         from rich import box
         from rich.table import Table as Grid
 
         grid = Grid(box=box.SIMPLE_HEAD if self.ruled else None, pad_edge=False)
-        room = widest - 6 - max((self._least(column) for column in columns[self.names :]), default=0)
+        room = widest - (3 * self.names + 2 if self.ruled else 2 * self.names)
+        named = sum(min(_NAME, self._least(column)) for column in columns[: self.names])
+        least = {column: min(self._least(column), max(1, room - named)) for column in columns}
+        left = room - max((least[column] for column in columns[self.names :]), default=0)
         for column in columns:
-            words = column < self.names or column in self.words
-            least = self._least(column)
-            if column < self.names:
-                least = min(least, max(_NAME, room // max(1, self.names)))
-            least = min(least, max(1, widest - 2))
+            names = column < self.names
+            words = names or column in self.words
             grid.add_column(
                 _plain(self.head[column]),
                 justify="left" if words else "right",
-                min_width=least,
+                min_width=min(self._least(column), max(_NAME, left // self.names)) if names else least[column],
                 overflow="fold",
-                no_wrap=whole,
             )
         for row in self.rows:
             grid.add_row(*(_plain(row[column]) for column in columns))
