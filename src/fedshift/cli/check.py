@@ -79,7 +79,7 @@ def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), 
         )
     why = _why_rounds_differ(found.methods)
     if why is not None:
-        console.print(why, markup=False, highlight=False, soft_wrap=True)
+        console.print(why, markup=False, highlight=False)
     if found.privacy:
         delta = next(iter(found.privacy.values())).delta
         sites = [[site, f"{spent.run:.2f}", f"{spent.together:.2f}"] for site, spent in found.privacy.items()]
