@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fedshift.evaluation.packed import ROUNDS, RUNS, SETTINGS, PackedRun, decode, encode, with_details
-from fedshift.evaluation.packed_rounds import decode_rounds
+from fedshift.evaluation.packs.packed import ROUNDS, RUNS, SETTINGS, PackedRun, decode, encode, with_details
+from fedshift.evaluation.packs.packed_rounds import decode_rounds
 from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.site_bytes import FILE, MOST_SITES, read_site_bytes, site_bytes, write_site_bytes
 

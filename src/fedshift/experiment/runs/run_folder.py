@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedshift.errors import FedshiftError, UserError
-from fedshift.evaluation.packed import DUMPER
+from fedshift.evaluation.packs.packed import DUMPER
 from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.evaluation.records import RoundRecord, RunResult
 from fedshift.evaluation.site_bytes import FILE as BYTES

@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from fedshift.errors import UserError
-from fedshift.evaluation.packed_rounds import (
+from fedshift.evaluation.packs.packed_rounds import (
     KEY,
     ROUNDS,
     cell_of,
