@@ -8,7 +8,6 @@ from pathlib import Path
 
 import yaml
 from rich.console import Console
-from rich.table import Table
 
 from fedshift.cli.console import safe_console
 from fedshift.cli.run import reporter_at
@@ -20,6 +19,7 @@ from fedshift.experiment.search import Rung, budget_of, going_on, kept_out, on_r
 from fedshift.files import write_bytes
 from fedshift.methods.base import Method
 from fedshift.report.collect import collect
+from fedshift.report.folding import Folded
 from fedshift.report.search_page import Climbed, search_page
 
 
@@ -57,16 +57,14 @@ def _show_budget(experiment: Experiment, ladder: Sequence[Rung], out: Sequence[s
     first = check(on_rung(experiment, ladder[0], experiment.methods, out, budget))
     hours = sum(method.hours for method in first.methods) / len(first.methods)
     runs = first.methods[0].runs
-    table = Table(box=None, pad_edge=False)
-    for column in ("rung", "methods", "runs", "mini-batches per site", "hours"):
-        table.add_column(column, justify="right")
+    rows: list[list[str]] = []
     total = 0.0
     for rung in ladder:
         cost = hours * rung.methods * rung.share / ladder[0].share
         total += cost
         batches = f"{round(rung.share * budget):,}"
-        table.add_row(str(rung.number), str(rung.methods), str(runs * rung.methods), batches, f"{cost:.2f}")
-    console.print(table)
+        rows.append([str(rung.number), str(rung.methods), str(runs * rung.methods), batches, f"{cost:.2f}"])
+    console.print(Folded(["rung", "methods", "runs", "mini-batches per site", "hours"], rows))
     said = f"not read: {', '.join(out)}; " if out else "all sites take part; "
     console.print(f"{said}training of all runs: about {total:.2f} h", markup=False, highlight=False, soft_wrap=True)
 

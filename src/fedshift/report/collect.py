@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from fedshift.errors import UserError, nearest
-from fedshift.evaluation.packed import RUNS, kept
+from fedshift.evaluation.packs.packed import RUNS, kept
 from fedshift.evaluation.records import RoundRecord, RunResult, SiteMetric
 from fedshift.evaluation.stored import FAILURE, ORDER, RESULT, is_finished, packed_run, run_folders, stored
 from fedshift.text import one_line
