@@ -173,8 +173,8 @@ def test_a_mistake_in_a_site_file_is_one_line(changes: dict[str, Any], message: 
 def test_a_broken_audit_log_is_said_and_stops_the_start(fedshift: Cli, kits: Path) -> None:
     file = site_file(kits)
     log = AuditLog(file.parent / "memory" / "audit.jsonl")
-    log.append(do="step", run="r", round=1)
-    log.append(do="step", run="r", round=2)
+    log.append(do="call", run="r", round=1)
+    log.append(do="call", run="r", round=2)
     text = log.path.read_text()
     log.path.write_text(text.replace('"round": 1', '"round": 7'))
     code, out, _ = fedshift("site", "check", str(file))

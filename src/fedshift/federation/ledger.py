@@ -18,7 +18,7 @@ class Entry:
     """Content of one field and kind that left a site (``up``) or reached it (``down``)."""
 
     exchange: int
-    step: str
+    call: str
     site: str
     direction: Direction
     field: str
@@ -38,13 +38,13 @@ class Ledger:
     total: Totals = field(default_factory=lambda: {"up": {}, "down": {}})
     by_site: dict[str, Totals] | None = field(default_factory=dict)
 
-    def record(self, exchange: int, step: str, site: str, direction: Direction, content: Mapping[str, Any]) -> None:
+    def record(self, exchange: int, call: str, site: str, direction: Direction, content: Mapping[str, Any]) -> None:
         """Count ``content``. Pieces of the same field and kind become one entry."""
         sizes: dict[tuple[str, str], int] = defaultdict(int)
         for name, kind, size in pieces(content):
             sizes[name, kind] += size
         for (name, kind), size in sizes.items():
-            self.entries.append(Entry(exchange, step, site, direction, name, kind, size))
+            self.entries.append(Entry(exchange, call, site, direction, name, kind, size))
             self.total[direction][kind] = self.total[direction].get(kind, 0) + size
             if self.by_site is not None:
                 kinds = self.by_site.setdefault(site, {"up": {}, "down": {}})[direction]
