@@ -166,8 +166,9 @@ class _WeightedMMD(torch.autograd.Function):
     """The weighted sum and its gradient, written by hand.
 
     Let D be the squared distances, k'(D) = −Σ_u k_u(D)/(2σ_u²), and c a pair's weight times the estimator's factor. The
-    loss changes by G_ij = c·k'(D_ij) with D_ij, and by Σ_j 2·(G_ij + G_ji)(z_i − z_j) with row z_i. All pairs of a layer
-    share its own distances, so their G are summed first. Two products per side remain, whatever the number of pairs.
+    loss changes by G_ij = c·k'(D_ij) with D_ij, and by Σ_j 2·(G_ij + G_ji)(z_i − z_j) with row z_i. All pairs of one
+    layer share its own distances, so their G are summed first. Two products per side remain, whatever the number of
+    pairs.
 
     Values and slopes are made of the same kernels, so both are computed at once, and nothing is kept but the gradient.
     On small layers the number of operations costs more than what they compute. So each works on all layers or pairs,
