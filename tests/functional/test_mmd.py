@@ -178,6 +178,18 @@ def test_equal_rows_everywhere_give_kernels_of_one_and_no_gradient(
 
 
 @both
+def test_equal_rows_of_layers_that_differ_give_no_gradient(cross: Any) -> None:
+    """Products round the distances within layers and between them otherwise: what is left there is no bandwidth."""
+    values = torch.randn(2, 1, 50, generator=torch.Generator().manual_seed(0)) * 100
+    fused, local = values.repeat(1, 6, 1).requires_grad_(), values.repeat(1, 6, 1).requires_grad_()
+    cross(fused, local).diagonal().sum().backward()
+    assert fused.grad is not None
+    assert local.grad is not None
+    assert fused.grad.abs().max() == 0
+    assert local.grad.abs().max() == 0
+
+
+@both
 def test_float32_far_from_the_origin(cross: Any) -> None:
     fused, local = layers(2, 16, 64, 0, 300.0), layers(2, 16, 64, 1, 300.2)
     single = cross(fused.float(), local.float()).double()
