@@ -82,7 +82,6 @@ class CSAC(Method, AlignmentOptions):
     """The farthest model weighs most; sites then align the fused model with what they knew, across layers."""
 
     name: ClassVar[str] = "csac"
-    citation: ClassVar[str] = "Yuan et al., IEEE TKDE 2023"
     memory_names: ClassVar[tuple[str, ...]] = ("local_model", "projections", "optimizer", "sent")
     averages: ClassVar[Averages] = {"acquire": Averaged(), "calibrate": Averaged()}
     server_reads: ClassVar[Reads] = "sums"
