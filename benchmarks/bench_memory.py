@@ -76,7 +76,7 @@ class Generated(Federation):
         super().__init__(method, about={}, sources=names, targets=(), budget=dict.fromkeys(names, 2), rounds=2, seed=0)
         self.like = like
 
-    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
+    def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
         for request in requests:
             number = int(request.site)
             yield Answer(request.site, Update(model_of(self.like, number), 100 + number % 7, 0.5), 1)

@@ -70,11 +70,10 @@ class Echo(Method):
     """Sends weights to every site and has them sent back."""
 
     name: ClassVar[str] = "bench_network:Echo"
-    citation: ClassVar[str] = "none"
 
-    megabytes: float = Field(0.0, description="of float32 weights, each way; 0: an empty step")
+    megabytes: float = Field(0.0, description="of float32 weights, each way; 0: an empty call")
     exchanges: int = Field(1, description="in the one round")
-    sleep: float = Field(0.0, description="seconds that an empty step takes")
+    sleep: float = Field(0.0, description="seconds that an empty call takes")
 
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return rounds  # granted and never used: a run without any has no rounds

@@ -45,12 +45,12 @@ CSAC_OPTIONS: Mapping[str, dict[str, Any]] = {
 
 
 class LocalSteps:
-    """One site and one step of a method; every call trains on and notes the time of every mini-batch."""
+    """One site and one call of a method; every call trains on and notes the time of every mini-batch."""
 
-    def __init__(self, work: Work, step: str) -> None:
-        self.step, self.device = step, work.setting.device
+    def __init__(self, work: Work, call: str) -> None:
+        self.call, self.device = call, work.setting.device
         self.runner = SiteRunner(work.plans[0], work.setting)
-        self.content: dict[str, Any] = {} if step == "acquire" else {"weights": work.start()}
+        self.content: dict[str, Any] = {} if call == "acquire" else {"weights": work.start()}
         self.exchange = 0
         self.seconds: list[Seconds] = []
         self._draw = self.runner.site.batches
@@ -69,15 +69,15 @@ class LocalSteps:
             self.seconds.append((now[0] - began[0], now[1] - began[1]))
             began = now
 
-    def run(self, step: str, content: Mapping[str, Any] | None = None) -> Reply:
-        """Run a step, with the content that belongs to the timed one unless other content is given."""
+    def run(self, call: str, content: Mapping[str, Any] | None = None) -> Reply:
+        """Run a call, with the content that belongs to the timed one unless other content is given."""
         self.exchange += 1
         if content is None:
-            content = self.content if step == self.step else {}
-        return self.runner.run(step, Envelope(self.exchange, self.exchange, 0.0, ENDLESS), content)[0]
+            content = self.content if call == self.call else {}
+        return self.runner.run(call, Envelope(self.exchange, self.exchange, 0.0, ENDLESS), content)[0]
 
     def __call__(self) -> None:
-        self.run(self.step)
+        self.run(self.call)
 
 
 def csac(quick: bool, device: str) -> list[Row]:
@@ -90,8 +90,8 @@ def csac(quick: bool, device: str) -> list[Row]:
         options = CSAC_OPTIONS.get(name, {})
         method = {"name": "csac", "acquisition_steps": steps, "calibration_steps": steps, **options}
         sites = {"fedavg": LocalSteps(fedavg, "fit")}
-        for part, step in (("acquisition", "acquire"), ("calibration", "calibrate")):
-            sites[part] = LocalSteps(Work(method, data, model, training, device), step)
+        for part, call in (("acquisition", "acquire"), ("calibration", "calibrate")):
+            sites[part] = LocalSteps(Work(method, data, model, training, device), call)
         sites["calibration"].run("acquire")  # leaves the frozen local model
         for site in sites.values():
             site()  # warms up; also computes the frozen features where they are kept

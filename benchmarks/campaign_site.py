@@ -59,7 +59,7 @@ def _obey(who: str) -> None:
 
     def handle(program: SiteProgram, message: Message, coordinator: str) -> Message:
         answer = _handle(program, message, coordinator)
-        asked_for_a_call = json.loads(message.header).get("do") == "step"
+        asked_for_a_call = json.loads(message.header).get("do") == "call"
         return LIES[lie](answer) if lie and asked_for_a_call else answer
 
     SiteProgram.handle = handle if lie else _handle  # type: ignore[method-assign, assignment]

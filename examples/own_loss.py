@@ -18,7 +18,6 @@ class ConfidencePenalty(FedAvg):
     """FedAvg on cross-entropy minus β times the entropy of the prediction."""
 
     name: ClassVar[str] = "confidence_penalty"
-    citation: ClassVar[str] = "Pereyra et al., ICLR 2017"
     tasks = ("classification",)
 
     beta: NonNegativeFloat = Field(0.1, description="β: weight of the entropy; 0 = FedAvg")

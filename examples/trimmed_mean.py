@@ -16,7 +16,6 @@ class TrimmedMean(LocalTraining):
     """Of every number of the model, the mean without the highest and the lowest values."""
 
     name: ClassVar[str] = "trimmed_mean"
-    citation: ClassVar[str] = "Yin et al., ICML 2018"
 
     trim: NonNegativeInt = Field(1, description="b: sites left out at each end, for every number of the model")
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from calling import Cli
+
+from fedshift.cli.console import reflowed
 
 
 def test_help(cli: Cli) -> None:
@@ -65,3 +68,24 @@ def test_fields_of_every_section(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> N
     assert "wrong_labels" not in training
     assert "did you mean 'training'" in cli("fields", "trainin").error()
     assert "fedshift models NAME" in cli("fields", "model").error()
+
+
+def test_a_description_fits_a_narrow_terminal() -> None:
+    """Paragraphs and items fold between words; equations and items are not joined with what is above them."""
+    from fedshift.methods.federated import csac
+
+    prose = (csac.__doc__ or "").strip()
+    for width in (60, 80, 100):
+        lines = reflowed(prose, width).splitlines()
+        assert max(map(len, lines)) <= width
+        assert " ".join(lines).split() == prose.split(), "every word, in its order"
+        before = [line for line in prose.splitlines() if re.match(r" *\d+\. |    \S+ = ", line)]
+        starts = [line[:20] for line in lines]
+        assert len(before) > 12
+        assert [line for line in before if line[:20] not in starts] == []
+    items = [line for line in reflowed(prose, 60).splitlines() if re.match(r" *\d+\. ", line)]
+    assert [int(line.split(".")[0]) for line in items] == list(range(1, len(items) + 1))
+    wide = reflowed(prose, 120)
+    assert wide == prose, "nothing changes where there is room"
+    paragraph = next(part for part in prose.split("\n\n") if part.startswith("``setting: practical"))
+    assert len(reflowed(paragraph, 1000).splitlines()) == 1

@@ -173,8 +173,8 @@ def test_a_mistake_in_a_site_file_is_one_line(changes: dict[str, Any], message: 
 def test_a_broken_audit_log_is_said_and_stops_the_start(fedshift: Cli, kits: Path) -> None:
     file = site_file(kits)
     log = AuditLog(file.parent / "memory" / "audit.jsonl")
-    log.append(do="step", run="r", round=1)
-    log.append(do="step", run="r", round=2)
+    log.append(do="call", run="r", round=1)
+    log.append(do="call", run="r", round=2)
     text = log.path.read_text()
     log.path.write_text(text.replace('"round": 1', '"round": 7'))
     code, out, _ = fedshift("site", "check", str(file))
@@ -238,13 +238,18 @@ def test_a_deployed_experiment_is_not_run_here(fedshift: Cli, tmp_path: Path) ->
 def test_status_and_logs_of_a_deployment(fedshift: Cli, kits: Path) -> None:
     deployment = Deployment(kits / "coordinator", "study")
     deployment.want("run")
-    deployment.set_state("failed", message="site 'north' refuses (rule policy.methods: csac)", exit_code=2)
+    deployment.set_state("failed", message="site 'north' refuses (rule policy.methods: csac)", exit_code=2, request=1)
     deployment.record({"what": "round", "method": "fedavg", "target": "south", "seed": 0, "round": 3, "accuracy": 81.0})
     deployment.record({"what": "fit", "site": "north", "is": "lost", "reason": "no reply within 5 s", "round": 4})
     kit = str(kits / "coordinator")
     code, out, _ = fedshift("deploy", "status", "--kit", kit)
     assert code == 0
     assert "study: failed, fedavg → south round 3 site 'north' refuses" in out
+    assert "no reply" not in out, "it has ended"
+    deployment.set_state("running", request=1)
+    out = fedshift("deploy", "status", "--kit", kit)[1]
+    assert "study: running" in out
+    assert [line for line in out.splitlines() if "north: lost" in line and "no reply within 5 s" in line]
     assert "reason=no reply within 5 s" in fedshift("deploy", "logs", "study", "--kit", kit)[1]
     assert fedshift("deploy", "abort", "study", "--kit", kit)[0] == 0
     assert deployment.wanted["want"] == "abort"

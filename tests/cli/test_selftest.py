@@ -79,7 +79,7 @@ def test_logs_are_exported_and_verified(cli: Cli, tmp_path: Path) -> None:
     north, coordinator = (tmp_path / "federation" / place for place in ("sites/north", "coordinator"))
     log = AuditLog(north / "memory" / "audit.jsonl")
     for number in range(3):
-        log.append(do="step", round=number)
+        log.append(do="call", round=number)
     Deployment(coordinator, "study").want("run")
     Deployment(coordinator, "study").record({"what": "experiment", "is": "begun"})
     authority = ("--authority", coordinator / "flare" / "startup" / "rootCA.pem")

@@ -19,7 +19,7 @@ from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.federation.exchange import Answer, Request
 from fedshift.federation.local.in_process import LocalFederation
-from fedshift.federation.remote.transport import request_key
+from fedshift.federation.remote.transport import PROTOCOL, request_key
 from fedshift.federation.remote.wire import body_of, seal, unseal
 from fedshift.playground.in_process import Loopback
 from fedshift.weights import Weights
@@ -106,13 +106,13 @@ class Without(LocalFederation):
     absent: ClassVar[set[tuple[str, int]]] = set()
     """(site, round)"""
 
-    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
+    def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
         spent, lost = [], None
         for request in requests:
             if (request.site, request.envelope.round) in self.absent:
                 lost = request
                 continue
-            reply, mini_batches = self._runners[request.site].run(step, request.envelope, request.content)
+            reply, mini_batches = self._runners[request.site].run(call, request.envelope, request.content)
             spent.append(mini_batches / self.budget[request.site])
             yield Answer(request.site, reply, mini_batches)
         if lost is not None:
@@ -177,10 +177,10 @@ def answered(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a site answers to a request for a call with something in it changed: the header, and the content."""
     header = {
-        "do": "step",
-        "protocol": 1,
+        "do": "call",
+        "protocol": PROTOCOL,
         "run": "r",
-        "step": "fit",
+        "call": "fit",
         "envelope": {"exchange": 1, "round": 1, "progress": 0.0, "mini_batches_left": 5},
         "memory": {},
         "kept": {},

@@ -18,6 +18,7 @@ from fedshift.deployment.site_server import SiteProgram
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
 from fedshift.experiment.runs.experiment_loop import run_experiment
+from fedshift.federation.remote.transport import PROTOCOL
 from fedshift.federation.remote.wire import body_of, seal, unseal
 
 TABLE = {"name": "table", "label": "outcome", "numeric": ["age", "pressure"], "categorical": ["sex"]}
@@ -138,6 +139,21 @@ def test_another_version_is_refused_before_training(tmp_path: Path, monkeypatch:
     monkeypatch.setattr("fedshift.deployment.handshake.installed_version", lambda: "9.9")
     with pytest.raises(UserError, match=r"9\.9.* same version"):
         deploy(tmp_path, options_of({"name": "fedavg"}))
+
+
+@pytest.mark.parametrize("role", ["handshake", "site_server"])
+def test_requests_of_another_version_are_refused_in_one_line(
+    role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where both sides call themselves the same version of fedshift. Either side may be the older one."""
+    older = "fedshift.federation.remote.transport" if role == "handshake" else "fedshift.deployment.site_server"
+    monkeypatch.setattr(f"{older}.PROTOCOL", PROTOCOL - 1)
+    with pytest.raises(UserError) as caught:
+        deploy(tmp_path, options_of({"name": "fedavg"}))
+    said = str(caught.value)
+    assert "\n" not in said
+    assert f"version {PROTOCOL}" in said or f"coordinator {PROTOCOL}" in said
+    assert "install the same fedshift" in said
 
 
 @pytest.mark.parametrize(

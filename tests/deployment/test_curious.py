@@ -49,7 +49,7 @@ def site(tmp_path: Path, samples: int, **policy: Any) -> SiteProgram:
 def asked(
     program: SiteProgram, weights: Weights, network: Mapping[str, Any], exchange: int = 1, **training: Any
 ) -> tuple[dict[str, Any], Weights | None]:
-    """What FedAvg's step answers to these weights: the header, and the model if there is one."""
+    """What FedAvg's call answers to these weights: the header, and the model if there is one."""
     answer, content = answered(
         program,
         weights,
@@ -158,7 +158,7 @@ def test_another_network_is_refused_until_the_site_agrees(tmp_path: Path) -> Non
     program = program_of(tmp_path)
     assert "error" not in request(program)
     other = {**SETTING, "network": HEADS[1]}
-    for do in ("step", "measure"):
+    for do in ("call", "measure"):
         assert "policy.models" in request(program, do=do, round=1, setting=other)["message"]
     assert [term["hidden"] for term in program.terms.asked()["models"]] == [[4]]
     assert "error" not in request(program)  # the first one still works
@@ -187,7 +187,7 @@ def test_other_splits_are_refused_until_the_site_agrees(tmp_path: Path) -> None:
     assert "error" not in request(program, do="hello", **hello(seeds=[0, 1]))
     part = request_part(program)
     for change in ({"seed": 2}, {"test_fraction": 0.29}):
-        for do in ("step", "measure"):
+        for do in ("call", "measure"):
             other = {**part, "split": {**part["split"], **change}}
             assert "policy.splits" in request(program, do=do, round=1, part=other)["message"]
     assert "policy.splits" in request(program, do="hello", **hello(seeds=[0, 2]))["message"]

@@ -24,6 +24,7 @@ from fedshift.deployment.site_file import load_site
 from fedshift.deployment.site_server import SiteProgram, open_site
 from fedshift.evaluation.metrics import counts_by_class
 from fedshift.federation.remote.policy import AuditLog
+from fedshift.federation.remote.transport import PROTOCOL
 
 ENVELOPE = {"exchange": 1, "round": 1, "progress": 0.0, "mini_batches_left": 5}
 
@@ -78,7 +79,7 @@ def test_a_strange_envelope_leaves_the_log_whole(strange: Any, tmp_path: Path) -
     for name in ("round", "exchange", "mini_batches_left"):
         answer = request(program, envelope={**ENVELOPE, name: strange})
         assert "envelope" in answer["message"]
-    request(program, step="\ud800")
+    request(program, call="\ud800")
     again = open_site(program.config.path)
     assert "error" not in request(again)
     lines, _ = AuditLog.check(again.config.audit_log)
@@ -187,13 +188,13 @@ def test_a_whole_request_is_answered(program: SiteProgram) -> None:
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"step": "round"}, "not a call"),
-        ({"step": "mini_batches"}, "not a call"),
-        ({"step": "_own"}, "not a call"),
-        ({"step": "__init__"}, "not a call"),
-        ({"step": 3}, "not a call"),
+        ({"call": "round"}, "not a call"),
+        ({"call": "mini_batches"}, "not a call"),
+        ({"call": "_own"}, "not a call"),
+        ({"call": "__init__"}, "not a call"),
+        ({"call": 3}, "not a call"),
         ({"do": "shell"}, "does not know"),
-        ({"protocol": 2}, "install the same fedshift"),
+        ({"protocol": PROTOCOL + 1}, "install the same fedshift"),
         ({"run": "../../etc"}, "names a file"),
         ({"memory": {"optimizer": "../../secret"}}, "names a file"),
         ({"key": "../../x"}, "key"),
@@ -228,7 +229,7 @@ def test_no_code_comes_in_with_a_wrapper(form: Any, program: SiteProgram, tmp_pa
 def test_requests_with_anything_in_them_never_crash_a_site(program: SiteProgram) -> None:
     draws = random.Random(1)
     strange = [None, -1, 0, 10**30, "", "x" * 500, [], {}, [[]], True, 1.5, "../..", {"a": None}]
-    names = ["do", "run", "step", "key", "envelope", "memory", "kept", "checkpoint", "wire", "setting", "part"]
+    names = ["do", "run", "call", "key", "envelope", "memory", "kept", "checkpoint", "wire", "setting", "part"]
     for _ in range(300):
         request(program, **{draws.choice(names): draws.choice(strange)})
     later = {"exchange": 1, "round": 2, "progress": 0.0, "mini_batches_left": 5}

@@ -44,11 +44,11 @@ STRANGE = Weights({"x": torch.zeros(1)})
 Spoil = Callable[[dict[str, Any], dict[str, Any]], None]
 
 
-def attacked(folder: Path, spoil: Spoil, do: str = "step", step: str | None = None, **policy: Any) -> Loopback:
+def attacked(folder: Path, spoil: Spoil, do: str = "call", call: str | None = None, **policy: Any) -> Loopback:
     """Sites of which one changes the header and content of what it answers to requests to ``do`` something."""
 
     def change(site: str, header: dict[str, Any], answer: Any) -> Any:
-        if site != HOSTILE or header["do"] != do or step not in (None, header.get("step")):
+        if site != HOSTILE or header["do"] != do or call not in (None, header.get("call")):
             return answer
         said, content, _ = unseal(answer)
         spoil(said, content)
@@ -74,7 +74,7 @@ def says(**header: Any) -> Spoil:
 
 
 @pytest.mark.parametrize(
-    ("method", "step", "spoil"),
+    ("method", "call", "spoil"),
     [
         ({"name": "fedavg"}, "fit", puts(weights=STRANGE)),
         ({"name": "fedavg"}, "fit", puts(weights=Weights({}))),
@@ -89,10 +89,10 @@ def says(**header: Any) -> Spoil:
     ids=["sent", "nothing", "samples", "more-samples", "less-samples", "not-sent", "part", "other-part", "wrong-part"],
 )
 def test_the_first_reply_does_not_say_how_the_others_must_be(
-    method: dict[str, Any], step: str, spoil: Spoil, tmp_path: Path
+    method: dict[str, Any], call: str, spoil: Spoil, tmp_path: Path
 ) -> None:
-    """Refused in every exchange of the step, and nobody else is."""
-    deploy(tmp_path, options_of(method), transport=attacked(tmp_path, spoil, step=step), engine={"quorum": 2})
+    """Refused in every exchange of the call, and nobody else is."""
+    deploy(tmp_path, options_of(method), transport=attacked(tmp_path, spoil, call=call), engine={"quorum": 2})
     assert refused(tmp_path) == {HOSTILE}
 
 
@@ -101,14 +101,14 @@ def test_a_target_cannot_send_a_part_of_a_model(tmp_path: Path) -> None:
         content["models"] = {source: found.select("classifier") for source, found in content["models"].items()}
 
     protocol = {**ADAPT, "targets": [HOSTILE]}
-    for step in ("receive_and_adapt", "adapt"):  # the models come, or are there already
-        folder = tmp_path / step
+    for call in ("receive_and_adapt", "adapt"):  # the models come, or are there already
+        folder = tmp_path / call
         with pytest.raises(FedshiftError, match=rf"site '{HOSTILE}' is lost .*'models/east' holds"):
             deploy(
                 folder,
                 options_of({"name": "shot"}, protocol=protocol),
                 unseen={},
-                transport=attacked(folder, less, step=step),
+                transport=attacked(folder, less, call=call),
             )
 
 
@@ -147,13 +147,13 @@ def layouts(check: TensorCheck, kind: type[Reply], sent: dict[str, Any], **repli
     reasons, left = {}, {}
     for site, content in replies.items():
         try:
-            layout = check.check("step", kind, content, sent)
+            layout = check.check("call", kind, content, sent)
         except FedshiftError as error:
             reasons[site] = str(error)
         else:
             if layout is not None:
                 left[site] = layout
-    return reasons | check.odd_ones("step", left, len(replies))
+    return reasons | check.odd_ones("call", left, len(replies))
 
 
 def test_what_was_sent_says_how_replies_must_be() -> None:
@@ -200,7 +200,7 @@ def test_where_nothing_tells_nobody_is_believed() -> None:
 def test_models_that_nobody_was_sent_are_whole(tensors: dict[str, torch.Tensor], message: str) -> None:
     for kind, content in ((Update, {"weights": Weights(tensors)}), (Adapted, {"models": {"a": Weights(tensors)}})):
         with pytest.raises(FedshiftError, match=message):
-            TensorCheck(LIKE).check("step", kind, content, {})
+            TensorCheck(LIKE).check("call", kind, content, {})
 
 
 # Numbers -------------------------------------------------------------------------------------------------------------
@@ -335,11 +335,11 @@ def test_without_an_attack_the_bits_are_the_same(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("asked", "agreed"), [(2, True), (3, True), (4, False), (5, False)])
 def test_two_that_answer_alike_decide_for_later_if_they_are_most_of_those_asked(asked: int, agreed: bool) -> None:
     check = TensorCheck(LIKE)
-    layout = check.check("step", Part, {"classifier": HEAD}, {})
+    layout = check.check("call", Part, {"classifier": HEAD}, {})
     assert layout is not None
-    assert not check.odd_ones("step", {"a": layout, "b": layout}, asked)
+    assert not check.odd_ones("call", {"a": layout, "b": layout}, asked)
     if agreed:
         with pytest.raises(FedshiftError):
-            check.check("step", Part, {"classifier": WHOLE}, {})
+            check.check("call", Part, {"classifier": WHOLE}, {})
     else:
-        assert check.check("step", Part, {"classifier": WHOLE}, {}) is not None
+        assert check.check("call", Part, {"classifier": WHOLE}, {}) is not None

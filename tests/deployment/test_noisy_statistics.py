@@ -19,7 +19,7 @@ from fedshift.deployment.privacy.ledger import LEDGER, SECRET
 from fedshift.deployment.site_file import load_site, read_holding
 from fedshift.deployment.site_server import SiteProgram
 from fedshift.errors import UserError
-from fedshift.federation.remote.transport import request_key
+from fedshift.federation.remote.transport import PROTOCOL, request_key
 from fedshift.federation.remote.wire import body_of, seal, unseal
 
 pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="opacus is not installed")
@@ -44,7 +44,7 @@ def card(program: SiteProgram) -> dict[str, Any]:
     from fedshift import __version__
 
     split = {"test_fraction": 0.3, "split": "auto"}
-    header = {"do": "hello", "protocol": 1, "run": "r", "version": __version__, "methods": [], "private": True}
+    header = {"do": "hello", "protocol": PROTOCOL, "run": "r", "version": __version__, "methods": [], "private": True}
     header |= {"on_refusal": "stop", "split": split, "seeds": [0]}
     body = body_of({})
     answer, _, _ = unseal(program.handle(seal({"key": request_key(header, body.sha256), **header}, body), "c"))
@@ -70,7 +70,7 @@ def test_statistics_have_noise_and_are_counted_once(tmp_path: Path) -> None:
     first = card(program)["card"]
     assert card(SiteProgram(program.config))["card"]["given"] == first["given"]
     (line,) = lines(program)
-    assert (line["step"], line["noise_multiplier"], line["sample_rate"], line["steps"]) == ("statistics", 4.0, 1.0, 1)
+    assert (line["call"], line["noise_multiplier"], line["sample_rate"], line["steps"]) == ("statistics", 4.0, 1.0, 1)
     assert first["privacy"]["spent"] == [[4.0, 1.0, 1]]
     exact = read_holding(program.config).given
     assert exact is not None
@@ -154,4 +154,4 @@ def test_a_run_on_tables_is_private_from_the_first_sum_on(tmp_path: Path) -> Non
     # Two numbers, two columns that say which are missing, three categories.
     assert (8, 7) in [tuple(tensor.shape) for tensor in found.values()]
     for program in transport.programs.values():
-        assert [line["step"] for line in lines(program)] == ["statistics", "fit"]
+        assert [line["call"] for line in lines(program)] == ["statistics", "fit"]

@@ -98,7 +98,7 @@ CASES: dict[str, tuple[str, str, Spoil]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_quorum_goes_on_without_it(case: str, tmp_path: Path) -> None:
-    method, step, spoil = CASES[case]
+    method, call, spoil = CASES[case]
     adapts = method == "fada"
     if not adapts:
         write_images(tmp_path)
@@ -107,7 +107,7 @@ def test_a_quorum_goes_on_without_it(case: str, tmp_path: Path) -> None:
         training={"rounds": 2, "batch_size": 8, "lr": 0.05},
         **({"protocol": ADAPT} if adapts else {"model": CNN}),
     )
-    transport = attacked(tmp_path, spoil, step=step, send=EVERYTHING)
+    transport = attacked(tmp_path, spoil, call=call, send=EVERYTHING)
     there, _ = deploy(
         tmp_path,
         options,
@@ -124,7 +124,7 @@ def test_a_quorum_goes_on_without_it(case: str, tmp_path: Path) -> None:
 
 
 def test_without_a_quorum_the_run_ends_and_names_it(tmp_path: Path) -> None:
-    transport = attacked(tmp_path, changed("weights", filled(3e38)), step="fit")
+    transport = attacked(tmp_path, changed("weights", filled(3e38)), call="fit")
     with pytest.raises(FedshiftError, match=f"site '{HOSTILE}' .*norm"):
         deploy(tmp_path, options_of({"name": "fedavg"}), transport=transport)
 
@@ -182,7 +182,7 @@ def test_a_refusal_when_the_run_is_resumed_does_not_end_it(tmp_path: Path) -> No
 @pytest.mark.parametrize("how", ["late", "error", "diverged", "garbage", "nan", "shape", "other", "fields"])
 def test_a_reply_that_cannot_be_used_is_recorded_and_the_quorum_goes_on(how: str, tmp_path: Path) -> None:
     def spoil(site: str, header: dict[str, Any], answer: Any) -> Any:
-        if not (site == "south" and header["do"] == "step" and header["envelope"]["round"] == 2):
+        if not (site == "south" and header["do"] == "call" and header["envelope"]["round"] == 2):
             return answer
         if how == "late":
             return Lost("no reply within 5 s")
@@ -223,7 +223,7 @@ def test_training_that_went_wrong_at_a_site_ends_the_run_without_enough_others(
     quorum: int | None, tmp_path: Path
 ) -> None:
     def spoil(site: str, header: dict[str, Any], answer: Any) -> Any:
-        if site != "south" or header["do"] != "step":
+        if site != "south" or header["do"] != "call":
             return answer
         return seal({"error": "TrainingDiverged", "message": "site 'south' in round 1: no number"}, body_of({}))
 
@@ -236,7 +236,7 @@ def test_training_that_went_wrong_at_a_site_ends_the_run_without_enough_others(
 
 def test_a_lost_site_without_a_quorum_ends_the_run_with_a_clear_message(tmp_path: Path) -> None:
     def lose(site: str, header: dict[str, Any], answer: Any) -> Any:
-        return Lost("no reply within 5 s") if site == "south" and header["do"] == "step" else answer
+        return Lost("no reply within 5 s") if site == "south" and header["do"] == "call" else answer
 
     files = write_data(tmp_path / "data", SITES)
     places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
@@ -252,7 +252,7 @@ def test_a_site_that_misses_a_round_leaves_the_documented_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lose(site: str, header: dict[str, Any], answer: Any) -> Any:
-        late = site == "south" and header["do"] == "step" and header["envelope"]["round"] == 2
+        late = site == "south" and header["do"] == "call" and header["envelope"]["round"] == 2
         return Lost("no reply within 5 s") if late else answer
 
     options = options_of({"name": "fedavg"})
@@ -284,7 +284,7 @@ def test_a_site_that_is_lost_before_the_run_goes_on_stands_in_by_its_card(tmp_pa
     options = options_of({"name": "fedavg"})
 
     def die(site: str, header: dict[str, Any], answer: Any) -> Any:
-        if header["do"] == "step" and header["envelope"]["round"] == 2:
+        if header["do"] == "call" and header["envelope"]["round"] == 2:
             raise Killed
         return answer
 

@@ -53,7 +53,7 @@ def test_rounds_count_for_a_day(clock: list[float], reopened: bool, tmp_path: Pa
             log.check_rate("north", rule, "run", number)
         except Refused:
             return False
-        log.append(do="step", run="run", round=number)
+        log.append(do="call", run="run", round=number)
         return True
 
     done = {hours: asks(hours, number) for hours, number in [(0, 1), (10, 2), (23.9, 3), (24.1, 3), (25, 4), (34.1, 4)]}
@@ -76,13 +76,13 @@ def test_what_does_not_work_counts_for_nothing(clock: list[float], tmp_path: Pat
     """Greetings, refusals and answers that are sent again use no round up."""
     rule, log = Policy(rounds_per_day=1), AuditLog(tmp_path / "audit.jsonl")
     log.append(do="hello", run="run", round=1)
-    log.append(do="step", run="run", round=2, refused="no")
-    log.append(do="step", run="run", round=3, again=True)
+    log.append(do="call", run="run", round=2, refused="no")
+    log.append(do="call", run="run", round=3, again=True)
     log.check_rate("north", rule, "run", 4)
 
 
 def test_a_kind_that_no_field_promised_does_not_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step that puts features where its reply type says weights is found out by what it sends."""
+    """A call that puts features where its reply type says weights is found out by what it sends."""
 
     def smuggle(self: FedAvg, site: Site, weights: Weights) -> Update:
         batch = next(iter(site.batches()))
@@ -102,14 +102,14 @@ def test_a_kind_that_no_field_promised_does_not_leave(tmp_path: Path, monkeypatc
 def test_only_aggregates_need_a_group() -> None:
     """Features are of single samples whatever their number; means and models are held to the rule."""
     rule = Policy(smallest_group=5)
-    rule.check_group("north", "features", 1, "a step")
+    rule.check_group("north", "features", 1, "a call")
     for kind in ("weights", "numbers", "accuracy", "statistics"):
-        rule.check_group("north", kind, 5, "a step")
+        rule.check_group("north", kind, 5, "a call")
         with pytest.raises(Refused):
-            rule.check_group("north", kind, 4, "a step")
+            rule.check_group("north", kind, 4, "a call")
 
 
-def test_how_many_samples_a_step_looked_at(tmp_path: Path) -> None:
+def test_how_many_samples_a_call_looked_at(tmp_path: Path) -> None:
     """28 training samples (of 40, 30 % held out), batches of 8, two of them left: 16 are behind the model."""
     training: dict[str, Any] = {"batch_size": 8, "lr": 0.1}
     for group, allowed in ((16, True), (17, False)):
@@ -124,9 +124,17 @@ def test_a_number_of_a_day_is_not_that_of_another_run(clock: list[float], tmp_pa
     rule, log = Policy(rounds_per_day=2), AuditLog(tmp_path / "audit.jsonl")
     for run in ("one", "two"):
         log.check_rate("north", rule, run, 1)
-        log.append(do="step", run=run, round=1)
+        log.append(do="call", run=run, round=1)
     with pytest.raises(Refused):
         log.check_rate("north", rule, "three", 1)
+
+
+def test_rounds_in_a_log_of_before_count(clock: list[float], tmp_path: Path) -> None:
+    """Version 1 of the requests named a call ``step``. Its logs are read on, so an upgrade gives no round away."""
+    rule, before = Policy(rounds_per_day=1), AuditLog(tmp_path / "audit.jsonl")
+    before.append(do="step", step="fit", run="run", round=1)
+    with pytest.raises(Refused, match="rounds_per_day"):
+        AuditLog(tmp_path / "audit.jsonl").check_rate("north", rule, "run", 2)
 
 
 def test_a_round_counts_from_its_first_request(clock: list[float], tmp_path: Path) -> None:
@@ -136,7 +144,7 @@ def test_a_round_counts_from_its_first_request(clock: list[float], tmp_path: Pat
     for hours in (0, 20):
         clock[0] = begun + hours * HOUR
         log.check_rate("north", rule, "run", 1)
-        log.append(do="step", run="run", round=1)
+        log.append(do="call", run="run", round=1)
     clock[0] = begun + 23 * HOUR
     with pytest.raises(Refused):
         log.check_rate("north", rule, "run", 2)
@@ -178,26 +186,26 @@ def test_a_refusal_names_the_rule_and_ends_the_run(
     log = [json.loads(line) for line in (tmp_path / "south/memory/audit.jsonl").read_text().splitlines()]
     assert rule in log[-1]["refused"]
     if "rounds_per_day" not in rule and policy.get("send") != ["weights", "numbers"]:
-        assert not any(line["do"] == "step" for line in log), "before any training"
+        assert not any(line["do"] == "call" for line in log), "before any training"
 
 
 def test_the_audit_log_is_a_chain(tmp_path: Path) -> None:
     deploy(tmp_path, options_of({"name": "fedavg"}))
     log = tmp_path / "north/memory/audit.jsonl"
     lines, last = AuditLog.check(log)
-    assert [line["do"] for line in lines] == ["hello", *["step", "measure"] * 3, "end"]
-    step = lines[1]
-    assert step["method"] == "fedavg"
-    assert step["step"] == "fit"
-    assert step["sent"]["weights"]["kind"] == "weights"
-    assert step["sent"]["weights"]["shapes"]["classifier.bias"] == [3]
-    assert step["sent"]["samples"] == {"kind": "numbers"}
-    assert step["sent_bytes"] > step["sent"]["weights"]["bytes"]
-    assert len(step["received_digest"]) == len(step["sent_digest"]) == len(last) == 64
+    assert [line["do"] for line in lines] == ["hello", *["call", "measure"] * 3, "end"]
+    first = lines[1]
+    assert first["method"] == "fedavg"
+    assert first["call"] == "fit"
+    assert first["sent"]["weights"]["kind"] == "weights"
+    assert first["sent"]["weights"]["shapes"]["classifier.bias"] == [3]
+    assert first["sent"]["samples"] == {"kind": "numbers"}
+    assert first["sent_bytes"] > first["sent"]["weights"]["bytes"]
+    assert len(first["received_digest"]) == len(first["sent_digest"]) == len(last) == 64
 
     text = log.read_text()
     for spoiled in (
-        text.replace('"step": "fit"', '"step": "fat"', 1),
+        text.replace('"call": "fit"', '"call": "fat"', 1),
         "\n".join([*text.splitlines()[:2], *text.splitlines()[3:]]) + "\n",
         text.replace("\n", "\n\n", 1),
     ):

@@ -217,7 +217,7 @@ def test_kinds_that_a_reply_promises() -> None:
     assert promised_kinds(Many) == {"weights": "weights", "by_site": "spectra", "count": "numbers"}
 
 
-def test_what_a_step_promises_is_refused_before_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_call_promises_is_refused_before_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
     method = ELCFS()
     found = domains(CNN, {"large": 9})
     (plan,) = plans(method, found)

@@ -133,7 +133,7 @@ def test_a_request_that_comes_again_is_not_trained_again(tmp_path: Path) -> None
     places = {site: site_file(tmp_path, site, files[site]) for site in SITES}
 
     def die(site: str, header: dict[str, Any], answer: Any) -> Any:
-        if header["do"] == "step" and header["envelope"]["exchange"] == 2 and site == "east":
+        if header["do"] == "call" and header["envelope"]["exchange"] == 2 and site == "east":
             raise Killed
         return answer
 
@@ -141,8 +141,8 @@ def test_a_request_that_comes_again_is_not_trained_again(tmp_path: Path) -> None
         deploy(tmp_path, options, transport=Loopback(places, die))
     deploy(tmp_path, options, transport=Loopback(places))
     log = [json.loads(line) for line in (tmp_path / "north/memory/audit.jsonl").read_text().splitlines()]
-    steps = [(line["exchange"], line.get("again", False)) for line in log if line["do"] == "step"]
-    assert steps == [(1, False), (2, False), (2, True), (3, False)]
+    calls = [(line["exchange"], line.get("again", False)) for line in log if line["do"] == "call"]
+    assert calls == [(1, False), (2, False), (2, True), (3, False)]
 
 
 def test_sites_are_told_up_to_where_a_checkpoint_reaches(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_sites_are_told_up_to_where_a_checkpoint_reaches(tmp_path: Path) -> None
     told: list[int] = []
 
     def listening(site: str, header: dict[str, Any], answer: Any) -> Any:
-        if site == "north" and header["do"] == "step":
+        if site == "north" and header["do"] == "call":
             told.append(header["checkpoint"])
         return answer
 
@@ -196,7 +196,7 @@ def test_data_that_change_during_a_run_end_it(tmp_path: Path) -> None:
 
     def touch(site: str, header: dict[str, Any], answer: Any) -> Any:
         nonlocal touched
-        if not touched and header["do"] == "step" and header["envelope"]["round"] == 2:
+        if not touched and header["do"] == "call" and header["envelope"]["round"] == 2:
             touched = True
             with np.load(files["east"]) as found:
                 changed = {"x": found["x"] + 1, "y": found["y"]}

@@ -121,7 +121,7 @@ def test_syslog_gets_a_line_that_it_can_take(tmp_path: Path) -> None:
     with udp, local:
         udp.bind(("127.0.0.1", 0))
         local.bind(str(tmp_path / "log"))
-        append_line(tmp_path / "audit.jsonl", {"do": "step", "sent": {"shapes": "x" * 100_000}})
+        append_line(tmp_path / "audit.jsonl", {"do": "call", "sent": {"shapes": "x" * 100_000}})
         for receiver, address in ((udp, f"127.0.0.1:{udp.getsockname()[1]}"), (local, str(tmp_path / "log"))):
             receiver.settimeout(5)
             (tmp_path / "sent.json").unlink(missing_ok=True)
@@ -129,7 +129,7 @@ def test_syslog_gets_a_line_that_it_can_take(tmp_path: Path) -> None:
             got = receiver.recv(1 << 20).rstrip(b"\0").decode()
             assert got.startswith("<38>fedshift: ")  # authorisation, information
             entry = json.loads(got.partition("fedshift: ")[2])
-            assert entry["short"]["do"] == "step"
+            assert entry["short"]["do"] == "call"
             assert len(entry["digest"]) == 64
             assert len(got) < 5000
 

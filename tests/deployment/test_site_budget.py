@@ -105,7 +105,7 @@ def test_noise_is_of_the_secret_and_a_run_that_was_killed_repeats_it(tmp_path: P
         (tmp_path / "c" / name / "memory" / SECRET).write_bytes(secret)
 
     def killed(site: str, header: dict[str, Any], answer: Any) -> Any:
-        if header["do"] == "step" and header["envelope"]["round"] == 2 and site == "south":
+        if header["do"] == "call" and header["envelope"]["round"] == 2 and site == "south":
             raise Killed
         return answer
 
@@ -125,7 +125,7 @@ def test_a_repeated_request_repeats_its_answer_and_is_counted_once(tmp_path: Pat
     site = program(tmp_path)
     before = weights_of(site, request(site, setting=ASKED))
     (line,) = lines(site)
-    assert (line["steps"], line["round"], line["step"]) == (4, 1, "fit")
+    assert (line["steps"], line["round"], line["call"]) == (4, 1, "fit")
     for file in (site.config.memory / "r").glob("answer-*"):
         file.unlink()
     again = SiteProgram(site.config)

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedshift.errors import UserError
-from fedshift.evaluation.packed import ROUNDS, RUNS, SETTINGS, PackedRun, decode, encode, with_details
-from fedshift.evaluation.packed_rounds import decode_rounds
+from fedshift.evaluation.packs.packed import ROUNDS, RUNS, SETTINGS, PackedRun, decode, encode, with_details
+from fedshift.evaluation.packs.packed_rounds import decode_rounds
 
 COMPRESS = lzma.compress
 

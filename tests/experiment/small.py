@@ -100,7 +100,7 @@ def outcome(runs: Path) -> dict[str, Any]:
             found[name] = [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
         elif path.name == "result.json":
             whole = json.loads(path.read_text())
-            kept = ("selected", "rounds", "mini_batches", "bytes_up", "bytes_down", "data", "classes")
+            kept = ("selected", "rounds", "mini_batches", "bytes_up", "bytes_down", "bytes_by_site", "data", "classes")
             found[name] = {key: whole[key] for key in kept}
         elif path.name == "model.safetensors":
             found[name] = {key: value.tobytes() for key, value in load_file(path).items()}

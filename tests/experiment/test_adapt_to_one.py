@@ -229,7 +229,7 @@ def test_equal_work(
         allowed = site_budget(budget, site_plans(method, data, split))
         assert sum(allowed.values()) == sum(budget.values())
         needed = rounds_needed(method, training, split, budget)
-        if method.pooled or method.supervised_target:
+        if method.pooled or method.target == "labelled":
             assert len(allowed) == 1
             assert needed <= rounds
             continue

@@ -18,8 +18,8 @@ from small import experiment, outcome, sites, write
 import fedshift
 from fedshift.errors import UserError
 from fedshift.evaluation import packing
-from fedshift.evaluation.packed import kept
-from fedshift.evaluation.packed_rounds import rows_of
+from fedshift.evaluation.packs.packed import kept
+from fedshift.evaluation.packs.packed_rounds import rows_of
 from fedshift.evaluation.stored import is_finished, stored
 from fedshift.report.collect import collect, read_rounds
 from fedshift.report.page import page

@@ -12,12 +12,12 @@ from small import experiment, sites
 import fedshift
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.experiment import plan as plan_module
-from fedshift.experiment.budgets import budgets, rounds_needed, site_budget
+from fedshift.experiment.budgets import budgets, site_budget
 from fedshift.experiment.config.experiment import parse
-from fedshift.experiment.plan import Plan, pooled_bytes, site_plans
+from fedshift.experiment.config.sections import LeaveOneOut
+from fedshift.experiment.plan import POOL, Plan, pooled_bytes, site_plans
 from fedshift.experiment.protocol import Split, split_of
 from fedshift.experiment.runs import one_run
-from fedshift.federation.training import Training
 from fedshift.methods import registry
 from fedshift.methods.base import Method
 
@@ -71,20 +71,28 @@ def test_numbers_of_domains_are_their_places() -> None:
     ]  # fmt: skip
 
 
-def test_rounds_until_all_have_used_their_budget() -> None:
-    """FedAvg, batches of 2: a has 3 mini-batches a round, b has 1. With 12 and 5 that is 4 and 5 rounds."""
-    training = Training(rounds=4, batch_size=2)
-    method = named("fedavg")
-    split = Split(SPLIT.train, {}, SPLIT.measured)
-    assert rounds_needed(method, training, split, {"a": 12, "b": 4}) == 4
-    assert rounds_needed(method, training, split, {"a": 12, "b": 5}) == 5
-    assert rounds_needed(method, training, split, {"a": 13, "b": 4}) == 5
-    csac = registry.parse({"name": "csac", "acquisition_epochs": 2, "calibration_epochs": 1})
-    # Acquisition takes 6 and 2 first: 12 leaves 6, which are 2 rounds of 3.
-    assert rounds_needed(csac, training, split, {"a": 12, "b": 4}) == 2
-    assert rounds_needed(csac, training, split, {"a": 6, "b": 2}) == 0
-    # A pool trains on ceil(9 / 4) = 3 in a round, so it needs 3 rounds and not 4.
-    assert rounds_needed(named("deepall"), training, split, {"a": 6, "b": 3}) == 3
+def test_the_target_is_not_among_the_sites() -> None:
+    split = split_of(LeaveOneOut(), data(), "a", 0)
+    plans = site_plans(named("fedavg"), data(), split)
+    assert [plan.name for plan in plans] == ["b", "t"]
+    assert [number for plan in plans for _, _, number in plan.parts] == [0, 1]
+    (pool,) = site_plans(named("deepall"), data(), split)
+    assert pool.name == POOL
+    assert [part[0].name for part in pool.parts] == ["b", "t"]
+
+
+def test_runs_come_seed_by_seed(tmp_path: Path) -> None:
+    options = experiment(
+        sites(tmp_path), protocol={"targets": ["c", "a"], "seeds": [4, 1]}, methods=["deepall", "fedavg"]
+    )
+    resolved = parse(options)
+    order = [
+        (planned.run.seed, planned.run.target, planned.run.method.name)
+        for planned in Plan(resolved, resolved.data.build()).runs
+    ]
+    assert order == [
+        (seed, target, method) for seed in (4, 1) for target in ("c", "a") for method in ("deepall", "fedavg")
+    ]
 
 
 def test_one_site_in_place_of_all_has_the_work_of_all() -> None:

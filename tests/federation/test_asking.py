@@ -32,10 +32,9 @@ ABOUT = About(
 
 
 class Probe(Method):
-    """A method of several small steps."""
+    """A method of several small calls."""
 
     name: ClassVar[str] = "probe"
-    citation: ClassVar[str] = "none"
     shares: ClassVar[tuple[str, ...]] = ("weights", "statistics", "numbers")
     memory_names: ClassVar[tuple[str, ...]] = ("diary",)
 
@@ -82,7 +81,7 @@ class Fake(Federation):
         self.answer = answer
         self.asked: list[str] = []
 
-    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
+    def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any], None, None]:
         for request in requests:
             self.asked.append(request.site)
             yield Answer(request.site, self.answer(request), 2)
@@ -200,10 +199,10 @@ def test_mistakes_of_a_method() -> None:
     where = federation(probe)
     with pytest.raises(FedshiftError, match=r"'larg' .*'large'"):
         where.ask(probe.fit, to=["larg"], weights=Weights({}))
-    steps: list[Any] = [Probe().fit, FedAvg().fit, Probe.fit, lambda site: None]
-    for step in steps:
+    calls: list[Any] = [Probe().fit, FedAvg().fit, Probe.fit, lambda site: None]
+    for call in calls:
         with pytest.raises(FedshiftError, match="call of the method"):
-            where.ask(step, to=where.sources)
+            where.ask(call, to=where.sources)
     assert where.progress.exchange == 0
     with pytest.raises(FedshiftError, match=r"wrong .*not a Reply"):
         where.ask(probe.wrong, to=["large"]).only()

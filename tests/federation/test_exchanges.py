@@ -28,7 +28,7 @@ class Lossy(Fake):
         super().__init__(numbered, **{"budget": BUDGET, **options})
         self.gone, self.round = missing, round_
 
-    def deliver(self, step: str, requests: Iterator[Request]) -> Generator[Any, None, None]:
+    def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Any, None, None]:
         for request in requests:
             if request.site in self.gone:
                 yield Missing(request.site, self.gone[request.site])
@@ -74,11 +74,11 @@ def test_how_many_must_answer(gone: str, quorum: int | None, goes_on: bool) -> N
 def test_a_quorum_above_those_asked_is_all_of_them() -> None:
     """Two of the sites are asked, the quorum is three: both must answer."""
     where = Lossy({}, quorum=3)
-    step, weights = where.method.fit, Weights({"w": torch.zeros(3)})  # type: ignore[attr-defined]
-    assert len(list(where.ask(step, to=("a", "b"), weights=weights))) == 2
+    call, weights = where.method.fit, Weights({"w": torch.zeros(3)})  # type: ignore[attr-defined]
+    assert len(list(where.ask(call, to=("a", "b"), weights=weights))) == 2
     where.gone = {"a": fault("a")}
     with pytest.raises(TrainingDiverged):
-        where.ask(step, to=("a", "b"), weights=weights).drain()
+        where.ask(call, to=("a", "b"), weights=weights).drain()
 
 
 def test_a_refusal_is_another_thing_than_a_fault() -> None:

@@ -185,6 +185,8 @@ def test_ledger_of_a_model_with_batch_norm() -> None:
     ledger.record(1, "fit", "a", "up", reply_content(update))
     ledger.record(1, "fit", "b", "up", reply_content(update))
     assert ledger.total == {"down": {"weights": size}, "up": {"weights": 2 * size, "numbers": 32}}
+    sent = {"weights": size, "numbers": 16}
+    assert ledger.by_site == {"a": {"up": sent, "down": {"weights": size}}, "b": {"up": sent, "down": {}}}
     page, totals = ledger.settle()
     assert totals == ledger.total
     assert [(entry.site, entry.direction, entry.field, entry.bytes) for entry in page[:3]] == [
@@ -193,6 +195,14 @@ def test_ledger_of_a_model_with_batch_norm() -> None:
     ledger.record(2, "fit", "a", "down", {"weights": update.weights})
     assert ledger.settle()[1] == {"up": {}, "down": {"weights": size}}
     assert ledger.total["down"]["weights"] == 2 * size
+    assert ledger.by_site["a"]["down"] == {"weights": 2 * size}
+    saved, later = json.loads(json.dumps(ledger.saved())), Ledger()
+    later.restore(saved)
+    assert (later.total, later.by_site) == (ledger.total, ledger.by_site), "a run goes on from its checkpoint"
+    later.restore({"bytes": saved["bytes"]})
+    later.record(3, "fit", "a", "down", {"weights": update.weights})
+    assert later.total["down"]["weights"] == 3 * size
+    assert later.by_site is None, "a checkpoint of before does not say what sites sent until then"
 
 
 def test_several_pieces_of_one_field_and_kind_are_one_entry() -> None:

@@ -34,11 +34,10 @@ from fedshift.methods.base import Method
 
 class Sure(Method):
     name: ClassVar[str] = "sure"
-    citation: ClassVar[str] = "none"
     shares: ClassVar[tuple[str, ...]] = ("raw_data", "weights", "numbers")
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
     pooled: ClassVar[bool] = True
-    needs_target: ClassVar[bool] = True
+    target: ClassVar[Target] = "unlabelled"
 
     def mini_batches(self, batches_per_epoch, rounds):
         return rounds * batches_per_epoch

@@ -1,10 +1,9 @@
-"""What a call sees of its site: batches, budgets, generators, an optimiser that remembers, and memory on disk."""
+"""What a call sees of its site: batches, budgets, generators, models, an optimiser that remembers."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import math
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -19,9 +18,8 @@ from hypothesis import strategies as st
 from tiny import CNN, MLP, NORMED, domains, federation, images, plans, setting, vectors
 from torch import nn
 
-from fedshift.errors import FedshiftError, TrainingDiverged, UserError
+from fedshift.errors import FedshiftError, TrainingDiverged
 from fedshift.federation.local.in_process import LocalFederation
-from fedshift.federation.messages import Statistics
 from fedshift.federation.randomness import derive_seed, generator
 from fedshift.federation.site import Batch, Envelope, Role, Site
 from fedshift.federation.site_memory import SiteMemory
@@ -82,6 +80,24 @@ def test_steps_go_over_the_data_as_often_as_needed() -> None:
     assert rows(site_of(5).batches(steps=1)) == rows(site_of(5).batches(epochs=1))
 
 
+def test_a_second_pass_in_one_exchange_draws_another_order() -> None:
+    site = site_of(40)
+    first, second = rows(site.batches()), rows(site.batches())
+    assert first != second
+    assert sorted(np.concatenate(first)) == sorted(np.concatenate(second)) == list(range(40))
+
+
+def test_an_exchange_begins_anew() -> None:
+    """Its first pass has the order of a first pass and its own budget, whatever was drawn in the one before."""
+    site = site_of(40, left=9)
+    for _ in range(2):
+        list(site.batches())
+    assert site.mini_batches == 9  # 5 and what was left
+    site.begin(Envelope(2, 1, 0.5, 9))
+    assert site.mini_batches == 0
+    assert rows(site.batches()) == rows(site_of(40, exchange=2).batches())
+
+
 @pytest.mark.parametrize("weights", ["balanced", (1.0, 4.0, 2.0)])
 def test_classes_are_drawn_by_their_weights(weights: Any) -> None:
     site = site_of(21, class_weights=weights, batch_size=7)
@@ -107,6 +123,12 @@ def test_all_batches_are_in_order_and_free() -> None:
     site = site_of(21, left=0)
     assert rows(site.all_batches()) == [list(range(21))]
     assert site.mini_batches == 0
+
+
+def test_rows_of_many_samples_are_their_numbers() -> None:
+    """More than go through a network at a time."""
+    site = site_of(600)
+    assert [row for batch in site.all_batches() for row in batch.rows.tolist()] == list(range(600))
 
 
 def test_a_target_hands_out_no_labels() -> None:
@@ -267,80 +289,6 @@ def test_an_optimiser_that_is_given_is_remembered_by_whoever_made_it() -> None:
     model = site.model()
     with pytest.raises(FedshiftError, match="not those that are given"):
         site.minimise(cross_entropy(model), model, optimizers=[site.optimizer(model)], remember="optimizer")
-
-
-# Memory ---------------------------------------------------------------------------------------------------------------
-
-
-def test_memory_has_declared_names_only() -> None:
-    memory = SiteMemory(["mask"])
-    with pytest.raises(FedshiftError, match="'masc' is not declared"):
-        memory["masc"] = 1
-    with pytest.raises(KeyError):
-        _ = memory["mask"]
-    memory["mask"] = 1
-    assert dict(memory) == {"mask": 1}
-    with pytest.raises(FedshiftError, match="holds int, not Weights"):
-        memory.weights("mask")
-    del memory["mask"]
-    assert len(memory) == 0
-
-
-def test_memory_is_saved_and_loaded_bit_for_bit(tmp_path: Path) -> None:
-    memory = SiteMemory(["model", "bank", "count"])
-    memory["model"] = Weights({"w": torch.tensor([math.nan, -0.0, 1e-40]), "n": torch.tensor(2**40)})
-    memory["bank"] = {"a": Statistics({"m": torch.ones(2).double()}), "b": 0.1}
-    memory["count"] = 3
-    other = SiteMemory(["model", "bank", "count"])
-    other["count"] = 9
-    other.load(tmp_path, memory.save(tmp_path, 1))
-    assert dict(other) == dict(memory)
-    assert other["model"].equal(memory["model"])  # type: ignore[union-attr, arg-type]
-    other.load(tmp_path, {})
-    assert dict(other) == {}
-
-
-def test_only_what_changed_is_written(tmp_path: Path) -> None:
-    memory = SiteMemory(["model", "count"])
-    memory["model"], memory["count"] = Weights({"w": torch.ones(2)}), 1
-    assert memory.save(tmp_path, 4) == {"model": "model-4.safetensors", "count": "count-4.safetensors"}
-    for file in tmp_path.iterdir():
-        file.write_bytes(b"untouched")
-    memory["count"] = 2
-    assert memory.save(tmp_path, 5) == {"model": "model-4.safetensors", "count": "count-5.safetensors"}
-    assert (tmp_path / "model-4.safetensors").read_bytes() == b"untouched"
-    assert (tmp_path / "count-4.safetensors").read_bytes() == b"untouched"  # an older checkpoint may point to it
-    del memory["model"]
-    assert memory.save(tmp_path, 6) == {"count": "count-5.safetensors"}
-    again = SiteMemory(["count"])
-    again.load(tmp_path, {"count": "count-5.safetensors"})
-    assert again.save(tmp_path, 7) == {"count": "count-5.safetensors"}
-
-
-def test_memory_files_that_are_damaged_or_of_another_entry(tmp_path: Path) -> None:
-    memory = SiteMemory(["count", "mask"])
-    memory["count"] = 1
-    files = memory.save(tmp_path, 1)
-    with pytest.raises(UserError, match="does not hold 'mask'"):
-        memory.load(tmp_path, {"mask": files["count"]})
-    assert dict(memory) == {"count": 1}
-    (tmp_path / files["count"]).write_bytes(b"x")
-    with pytest.raises(UserError, match="damaged"):
-        memory.load(tmp_path, files)
-    with pytest.raises(UserError, match="cannot read"):
-        memory.load(tmp_path, {"count": "absent.safetensors"})
-
-
-def test_batch_is_plain() -> None:
-    batch = Batch(torch.ones(1), torch.tensor([1]), torch.zeros(1), torch.zeros(1))
-    assert batch.targets.tolist() == [1]
-
-
-def test_a_second_pass_in_one_exchange_draws_another_order() -> None:
-    site = site_of(40)
-    first, second = rows(site.batches()), rows(site.batches())
-    assert first != second
-    assert sorted(np.concatenate(first)) == sorted(np.concatenate(second)) == list(range(40))
 
 
 # What stays ----------------------------------------------------------------------------------------------------------

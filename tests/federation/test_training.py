@@ -1,4 +1,4 @@
-"""Optimisers, schedules and clipping against their formulas, and what an exchange begins anew."""
+"""Optimisers, schedules and clipping against their formulas, and the mean loss."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ from typing import Any
 import pytest
 import torch
 from pydantic import ValidationError
-from test_site import rows, site_of
+from test_site import site_of
 from tiny import training
 from torch import Tensor, nn
 
-from fedshift.federation.messages import Statistics
 from fedshift.federation.site import Envelope
-from fedshift.federation.site_memory import SiteMemory
-from fedshift.weights import Weights
 
 SLOPES = (torch.tensor([0.5, -1.0]), torch.tensor([0.25, 2.0]), torch.tensor([-1.5, 0.75]))
 
@@ -127,44 +124,3 @@ def test_the_mean_loss_is_that_of_all_batches() -> None:
     found = site.minimise(loss_of, model)
     assert len(losses) == 3
     assert found == pytest.approx(sum(loss.item() for loss in losses) / 3, abs=1e-6)
-
-
-def test_an_exchange_begins_anew() -> None:
-    """Its first pass has the order of a first pass and its own budget, whatever was drawn in the one before."""
-    site = site_of(40, left=9)
-    for _ in range(2):
-        list(site.batches())
-    assert site.mini_batches == 9  # 5 and what was left
-    site.begin(Envelope(2, 1, 0.5, 9))
-    assert site.mini_batches == 0
-    assert rows(site.batches()) == rows(site_of(40, exchange=2).batches())
-
-
-def test_rows_of_many_samples_are_their_numbers() -> None:
-    """More than go through a network at a time."""
-    site = site_of(600)
-    assert [row for batch in site.all_batches() for row in batch.rows.tolist()] == list(range(600))
-
-
-def test_weights_that_were_taken_do_not_move_with_the_model() -> None:
-    site = site_of(8)
-    model = site.model()
-    taken = site.weights_of(model)
-    kept = taken.clone()
-    site.minimise(lambda batch: nn.functional.cross_entropy(model(batch.inputs), batch.targets), model)
-    assert taken == kept != site.weights_of(model)
-
-
-def test_loading_forgets_what_was_not_saved(tmp_path: Any) -> None:
-    memory = SiteMemory(("a", "b"))
-    memory["a"] = Weights({"w": torch.ones(1)})
-    files = memory.save(tmp_path, 1)
-    memory["a"] = Weights({"w": torch.zeros(1)})
-    memory["b"] = Statistics({"s": torch.ones(1)})
-    later = memory.save(tmp_path, 2)
-    assert set(later) == {"a", "b"}
-    memory.load(tmp_path, files)
-    assert set(memory) == {"a"}
-    assert memory.weights("a")["w"].item() == 1
-    memory.load(tmp_path, later)
-    assert memory.weights("a")["w"].item() == 0

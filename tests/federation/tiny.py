@@ -16,7 +16,7 @@ from fedshift.federation.local.pool import PoolFederation, WorkerPool
 from fedshift.federation.site import Role
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.federation.training import Training
-from fedshift.methods.base import Method, RunPlan, State, Traffic
+from fedshift.methods.base import Method, RunPlan, Samples, State, Traffic
 from fedshift.methods.rounds import play_round
 from fedshift.methods.screening import screening_of
 from fedshift.models import registry as models
@@ -65,7 +65,7 @@ def domains(network: Mapping[str, object] = CNN, sizes: Mapping[str, int] = SIZE
 def normed_for(method: Method) -> dict[str, object]:
     """A network with BatchNorm: on vectors, or on images for a method that works on these alone."""
     try:
-        method.check_samples((5,))
+        method.check_samples(Samples((5,)))
     except UserError:
         return NORMED_CNN
     return NORMED
@@ -106,7 +106,7 @@ def plans(method: Any, found: Sequence[Domain], roles: Mapping[str, Role] | None
     if getattr(method, "needs_target", False) and not roles:
         target = unlabelled_like(found[0])
         extra = [(target, np.arange(len(target)), len(parts))]
-    if getattr(method, "supervised_target", False):
+    if getattr(method, "target", "unseen") == "labelled":
         return [SitePlan(extra[0][0].name, "source", extra)]
     if getattr(method, "pooled", False):
         return [SitePlan("pool", "source", parts, extra)]

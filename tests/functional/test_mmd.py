@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from fedshift.functional.mmd import (
     MULTIPLIERS,
     cross_multi_kernel_mmd,
     multi_kernel_mmd,
+    weighted_multi_kernel_mmd,
 )
 
 
@@ -41,6 +43,16 @@ def layers(count: int, n: int, f: int, seed: int, offset: float = 0.0, dtype: to
     generator = torch.Generator().manual_seed(seed)
     scales = torch.rand(count, 1, 1, generator=generator, dtype=torch.float64) + 0.5
     return (torch.randn(count, n, f, generator=generator, dtype=torch.float64) * scales + offset).to(dtype)
+
+
+def of_all_pairs(source: Tensor, target: Tensor, *args: Any, **options: Any) -> Tensor:
+    """The matrix of `cross_multi_kernel_mmd`, each entry by the function that training minimises."""
+    one_hot = torch.eye(len(source) * len(target)).view(-1, len(source), len(target))
+    values = [weighted_multi_kernel_mmd(source, target, weights, *args, **options) for weights in one_hot]
+    return torch.stack(values).view(len(source), len(target))
+
+
+both = pytest.mark.parametrize("cross", [cross_multi_kernel_mmd, of_all_pairs], ids=["definition", "training"])
 
 
 def test_worked_numbers() -> None:
@@ -76,12 +88,13 @@ def test_against_the_kernel_of_scikit_learn(estimator: str) -> None:
     assert multi_kernel_mmd(s, t, estimator=estimator).item() == pytest.approx(expected, abs=1e-12)  # type: ignore[arg-type]
 
 
+@both
 @pytest.mark.parametrize("estimator", ["unbiased", "biased"])
 @pytest.mark.parametrize("multipliers", [MULTIPLIERS, (0.5, 1.0, 2.5), (1.0,), (0.2, 0.6, 1.0)])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-6)])
-def test_matrix_equals_pairs(estimator, multipliers, dtype, tolerance) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 4e-6)])
+def test_matrix_equals_pairs(cross, estimator, multipliers, dtype, tolerance) -> None:  # type: ignore[no-untyped-def]
     fused, local = layers(3, 6, 40, 0, 0.3, dtype), layers(2, 6, 40, 1, 0.0, dtype)
-    matrix = cross_multi_kernel_mmd(fused, local, multipliers, estimator)
+    matrix = cross(fused, local, multipliers, estimator)
     assert matrix.shape == (3, 2)
     for i, j in itertools.product(range(3), range(2)):
         pair = multi_kernel_mmd(fused[i], local[j], multipliers, estimator).item()
@@ -90,14 +103,15 @@ def test_matrix_equals_pairs(estimator, multipliers, dtype, tolerance) -> None: 
         assert pair == pytest.approx(naive, abs=tolerance)
 
 
-def test_gradients_equal_those_of_the_definition() -> None:
+@both
+def test_gradients_equal_those_of_the_definition(cross: Any) -> None:
     for estimator in ("unbiased", "biased"):
         grads = []
         for batched in (True, False):
             fused, local = layers(2, 5, 6, 0).requires_grad_(), layers(3, 5, 6, 1, 0.5).requires_grad_()
             weights = torch.arange(1.0, 7.0).view(2, 3).double()
             if batched:
-                values = cross_multi_kernel_mmd(fused, local, estimator=estimator)  # type: ignore[arg-type]
+                values = cross(fused, local, estimator=estimator)
             else:
                 pairs = [naive_mmd(a, b, biased=estimator == "biased") for a in fused for b in local]
                 values = torch.stack(pairs).view(2, 3)
@@ -106,13 +120,15 @@ def test_gradients_equal_those_of_the_definition() -> None:
         torch.testing.assert_close(grads[0], grads[1], rtol=1e-9, atol=1e-12)
 
 
+@both
 @pytest.mark.parametrize("estimator", ["unbiased", "biased"])
-def test_gradcheck_with_the_bandwidth_held(estimator: str) -> None:
+def test_gradcheck_with_the_bandwidth_held(cross: Any, estimator: str) -> None:
     fused, local = layers(2, 4, 3, 0).requires_grad_(), layers(2, 4, 3, 1, 0.5).requires_grad_()
     bandwidth = torch.tensor([[3.0, 4.0], [5.0, 6.0]]).double()
 
     def function(a: Tensor, b: Tensor) -> Tensor:
-        return cross_multi_kernel_mmd(a, b, estimator=estimator, constant=True, bandwidth=bandwidth)  # type: ignore[arg-type]
+        found: Tensor = cross(a, b, estimator=estimator, constant=True, bandwidth=bandwidth)
+        return found
 
     assert torch.autograd.gradcheck(function, (fused, local))
     assert torch.autograd.gradcheck(lambda a: function(a, local.detach()), (fused,))
@@ -144,12 +160,15 @@ def test_a_single_sample_gives_the_biased_value() -> None:
         assert multi_kernel_mmd(s, t, constant=constant).item() == pytest.approx(expected, abs=1e-12)
 
 
+@both
 @pytest.mark.parametrize("value", [0.0, 1.0, 1234.567])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equal_rows_everywhere_give_kernels_of_one_and_no_gradient(value: float, dtype: torch.dtype) -> None:
+def test_equal_rows_everywhere_give_kernels_of_one_and_no_gradient(
+    cross: Any, value: float, dtype: torch.dtype
+) -> None:
     fused = torch.full((2, 6, 50), value, dtype=dtype).requires_grad_()
     local = torch.full((2, 6, 50), value, dtype=dtype).requires_grad_()
-    values = cross_multi_kernel_mmd(fused, local)
+    values = cross(fused, local)
     values.sum().backward()
     assert values.detach().flatten().tolist() == pytest.approx([0.0] * 4, abs=1e-5)
     assert fused.grad is not None
@@ -158,15 +177,30 @@ def test_equal_rows_everywhere_give_kernels_of_one_and_no_gradient(value: float,
     assert local.grad.abs().max() == 0
 
 
-def test_float32_far_from_the_origin() -> None:
+@both
+def test_equal_rows_of_layers_that_differ_give_no_gradient(cross: Any) -> None:
+    """Products round the distances within layers and between them otherwise: what is left there is no bandwidth."""
+    values = torch.randn(2, 1, 50, generator=torch.Generator().manual_seed(0)) * 100
+    fused, local = values.repeat(1, 6, 1).requires_grad_(), values.repeat(1, 6, 1).requires_grad_()
+    cross(fused, local).diagonal().sum().backward()
+    assert fused.grad is not None
+    assert local.grad is not None
+    assert fused.grad.abs().max() == 0
+    assert local.grad.abs().max() == 0
+
+
+@both
+def test_float32_far_from_the_origin(cross: Any) -> None:
     fused, local = layers(2, 16, 64, 0, 300.0), layers(2, 16, 64, 1, 300.2)
-    single = cross_multi_kernel_mmd(fused.float(), local.float()).double()
+    single = cross(fused.float(), local.float()).double()
     torch.testing.assert_close(single, cross_multi_kernel_mmd(fused, local), rtol=0, atol=1e-5)
 
 
-def test_half_precision_is_computed_in_single() -> None:
-    fused, local = layers(2, 8, 16, 0, dtype=torch.float16), layers(2, 8, 16, 1, dtype=torch.float16)
-    values = cross_multi_kernel_mmd(fused, local)
+@both
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_is_computed_in_single(cross: Any, dtype: torch.dtype) -> None:
+    fused, local = layers(2, 8, 16, 0, dtype=dtype), layers(2, 8, 16, 1, dtype=dtype)
+    values = cross(fused, local)
     assert values.dtype == torch.float32
     torch.testing.assert_close(
         values.double(), cross_multi_kernel_mmd(fused.double(), local.double()), atol=1e-5, rtol=0
@@ -184,6 +218,50 @@ def test_half_precision_is_computed_in_single() -> None:
         ((2, 4, 3), (2, 4, 3), (1.0, 0.0)),
     ],
 )
-def test_what_does_not_fit(source, target, multipliers) -> None:  # type: ignore[no-untyped-def]
+@both
+def test_what_does_not_fit(cross, source, target, multipliers) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(UserError):
-        cross_multi_kernel_mmd(torch.zeros(source), torch.zeros(target), multipliers)
+        cross(torch.zeros(source), torch.zeros(target), multipliers)
+
+
+def test_weights_of_another_shape() -> None:
+    with pytest.raises(UserError, match="weights"):
+        weighted_multi_kernel_mmd(torch.zeros(2, 4, 3), torch.zeros(3, 4, 3), torch.zeros(3, 2))
+
+
+@given(
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.floats(-3, 3),
+    st.sampled_from(["unbiased", "biased"]),
+    st.sampled_from([MULTIPLIERS, (0.5, 1.0, 2.5)]),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+@settings(max_examples=80)
+def test_weighted_sum_and_its_gradients(sources, targets, n, f, offset, estimator, multipliers, constant, seed) -> None:  # type: ignore[no-untyped-def]
+    """What training minimises, against the definition under autograd, also behind another operation."""
+    fused, local = (
+        layers(sources, n, f, seed).requires_grad_(),
+        layers(targets, n, f, seed + 1, offset).requires_grad_(),
+    )
+    weights = torch.randn(sources, targets, generator=torch.Generator().manual_seed(seed)).double()
+    options: Any = {"multipliers": multipliers, "estimator": estimator, "constant": constant}
+    expected = (weights * cross_multi_kernel_mmd(fused, local, **options)).sum()
+    found = weighted_multi_kernel_mmd(fused, local, weights, **options)
+    assert found.item() == pytest.approx(expected.item(), abs=1e-9)
+    gradients = [torch.autograd.grad(0.6 * loss.exp(), (fused, local)) for loss in (found, expected)]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-7, atol=1e-9)
+
+
+def test_one_side_alone_needs_a_gradient() -> None:
+    fused, local = layers(2, 5, 4, 0).requires_grad_(), layers(2, 5, 4, 1, 0.5)
+    weights = torch.tensor([[0.2, 0.8], [0.5, 0.5]], requires_grad=True)
+    weighted_multi_kernel_mmd(fused, local, weights).backward()
+    expected = torch.autograd.grad((weights.detach() * cross_multi_kernel_mmd(fused, local)).sum(), fused)[0]
+    torch.testing.assert_close(fused.grad, expected)
+    assert weights.grad is None
+    assert local.grad is None
+    assert not weighted_multi_kernel_mmd(fused.detach(), local, weights).requires_grad

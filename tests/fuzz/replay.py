@@ -124,8 +124,8 @@ class Counted:
 
     def opened(self, site: str, message: Message) -> tuple[Told, Mapping[str, Content], int]:
         header, content, _ = unseal(message)
-        number = self._asked.get((site, header["step"]), 0)
-        self._asked[site, header["step"]] = number + 1
+        number = self._asked.get((site, header["call"]), 0)
+        self._asked[site, header["call"]] = number + 1
         return header, content, number
 
 
@@ -141,7 +141,7 @@ class Played(Counted):
     ) -> Generator[tuple[str, Message | Lost], None, None]:
         for site, message in messages:
             header, content, number = self.opened(site, message)
-            call, envelope = header["step"], Envelope(**header["envelope"])
+            call, envelope = header["call"], Envelope(**header["envelope"])
             self._recording.sent.setdefault((site, call), set()).update(looks(content))
             answer, mini_batches = self._runners[site].run(call, envelope, content)
             said = {"mini_batches": mini_batches, "memory": {"optimizer": "optimizer-1.safetensors"}}
@@ -163,9 +163,9 @@ class Replayed(Counted):
     ) -> Generator[tuple[str, Message | Lost], None, None]:
         for site, message in messages:
             header, content, number = self.opened(site, message)
-            place = header["step"], number
+            place = header["call"], number
             if site != self._hostile:
-                self._check_sent((site, header["step"]), content)
+                self._check_sent((site, header["call"]), content)
             elif place in self._instead:
                 yield site, readdressed(self._instead[place], header["key"])
                 continue

@@ -12,7 +12,7 @@ import pytest
 from fedshift.methods import registry, robust
 from fedshift.methods.advice import GROUPS
 from fedshift.methods.catalogue import ENTRIES, ROUTED, RULES, Entry
-from fedshift.methods.composition.options import goes_with_server, robust_rules
+from fedshift.methods.composition.options import robust_rules
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -21,20 +21,25 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def test_an_entry_is_its_class(name: str) -> None:
     kind = registry.method_class(name)
     method = kind()
+    entry = ENTRIES[name]
     wanted = Entry(
         place=f"{kind.__module__}:{kind.__name__}",
-        scenario=kind.scenario + (", pooled" if kind.pooled else ""),
+        scenario=entry.scenario,
         shares=method.shares,
-        citation=kind.citation,
+        citation=entry.citation,
         settings=tuple(kind.settings),
         reads=method.reads,
         rules=robust_rules(method),
-        server=goes_with_server(method),
+        server=bool(method.averages),
         local=not kind.pooled and method.takes_plug_ins,
         tasks=method.tasks,
     )
     assert kind.name == name
-    assert ENTRIES[name] == wanted, f"in methods/catalogue.py '{name}' must give {wanted}"
+    assert entry == wanted, f"in methods/catalogue.py '{name}' must give {wanted}"
+    assert entry.scenario.endswith(", pooled") == kind.pooled
+    assert entry.scenario.startswith("unseen target") == (method.target == "unseen")
+    assert ("with labels" in entry.scenario) == (method.target == "labelled")
+    assert re.search(r"\d{4}", entry.citation), "a citation has a year"
     assert (name in ROUTED) == bool(getattr(method, "routed", {}))
 
 

@@ -96,10 +96,7 @@ def assert_close(first: Weights, second: Weights) -> None:
 def test_it_says_what_it_is(name: str) -> None:
     kind = registry.method_class(name)
     assert kind.name == name
-    for text in (kind.citation, kind.scenario, inspect.getdoc(kind)):
-        assert text
-        assert text.strip()
-    assert any(character.isdigit() for character in kind.citation), "a citation has a year"
+    assert (inspect.getdoc(kind) or "").strip()
     assert kind.round.__qualname__.split(".")[0] != "Method"
     assert {"weights", "numbers"} <= set(kind().shares) <= set(known_kinds())
     assert kind.pooled == ("raw_data" in kind().shares)
@@ -155,7 +152,7 @@ def test_same_seed_same_weights_another_seed_others(name: str) -> None:
 @every_method
 def test_the_order_of_sites_does_not_matter(name: str) -> None:
     method = method_of(name)
-    if method.pooled or method.supervised_target:
+    if method.pooled or method.target == "labelled":
         pytest.skip("one site")
     second = one_round(method, [domains()[index] for index in (2, 0, 1)])
     assert_close(played(name).states[1].weights, second.weights)
@@ -235,7 +232,7 @@ def test_memory_is_declared_and_state_survives_a_file(name: str, tmp_path: Path)
 @every_method
 def test_mini_batches_are_as_announced(name: str) -> None:
     method = method_of(name)
-    if method.pooled or method.supervised_target:
+    if method.pooled or method.target == "labelled":
         pytest.skip("one site trains its share of what the others need")
     where = played(name).where
     for site, per_epoch in (("large", 5), ("small", 1), ("one", 1)):

@@ -14,12 +14,12 @@ from fedshift.experiment.budgets import budgets, rounds_needed
 from fedshift.experiment.protocol import Split
 from fedshift.federation.training import Training
 from fedshift.methods import registry
-from fedshift.methods.base import per_round
+from fedshift.methods.base import per_round, work_of
 
 BY_STEPS = {"fada", "fedsr", "fedl2r", "fedcmi"}
 """Methods that train on a number of mini-batches in a round."""
 CLASSES = [registry.method_class(name) for name in registry.names()]
-ON_EPOCHS = [kind.name for kind in CLASSES if not (kind.pooled or kind.supervised_target or kind.name in BY_STEPS)]
+ON_EPOCHS = [kind.name for kind in CLASSES if not (kind.pooled or kind.target == "labelled" or kind.name in BY_STEPS)]
 
 
 @pytest.mark.parametrize("name", ON_EPOCHS)
@@ -27,7 +27,7 @@ def test_a_round_trains_on_the_part_of_an_epoch(name: str) -> None:
     """What comes before the first round keeps its whole epochs. Epochs of 4, 1 and, at a target, 2 mini-batches."""
     method = method_of(name, exchanges_per_epoch=3)
     _, where = run(method, domains(sizes={"large": 26, "small": 5}), rounds=1)
-    sources, target = method.work
+    sources, target = work_of(method)
     for site, epoch, trained in (("large", 4, sources), ("small", 1, sources), ("target", 2, target)):
         if site in where.progress.used and not (name == "shot" and trained is sources):  # SHOT's train before round 1
             before, each = trained(epoch, 1) - per_round(trained, epoch), per_round(trained, -(-epoch // 3))

@@ -200,7 +200,7 @@ def test_they_go_with_every_federated_method(name: str) -> None:
     One half of them after the other: many ask twice for the loss, and a mini-batch with all of them asks 64 times.
     """
     found = domains(CNN, {"large": 9, "small": 5})
-    few: dict[str, Any] = {"rounds": 1, "budget": 4 if registry.method_class(name).supervised_target else None}
+    few: dict[str, Any] = {"rounds": 1, "budget": 4 if registry.method_class(name).target == "labelled" else None}
     plain, where = run(method_of(name), found, **few)
     _, here = where.ledger.settle()
     for local in HALVES:

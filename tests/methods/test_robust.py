@@ -316,7 +316,7 @@ def test_what_does_not_fit_is_refused_before_anything_runs(name: str) -> None:
 def test_a_wrapper_takes_the_rule_beside_itself() -> None:
     with pytest.raises(ValidationError, match="write it beside styles"):
         registry.parse({"name": "styles", "method": {"name": "fedavg", "robust": "median"}})
-    with pytest.raises(ValidationError, match=r"kd3a|styles needs the model of every site"):
+    with pytest.raises(ValidationError, match="styles needs the model of every site"):
         registry.parse({"name": "styles", "method": {"name": "kd3a"}, "robust": "median"})
 
 

@@ -14,13 +14,12 @@ from tiny import NORMED, domains, normed_for, run, start_of
 from fedshift.functional.averaging import is_buffer, parameters_of
 from fedshift.methods import registry
 from fedshift.methods.base import State
-from fedshift.methods.composition.options import goes_with_server
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.server import Adaptive, Momentum, after_round
 from fedshift.weights import Weights
 
 PLAIN = {"optimizer": "momentum", "beta": 0, "rate": 1}
-SERVED = [name for name in registry.names() if goes_with_server(registry.method_class(name)())]
+SERVED = [name for name in registry.names() if registry.method_class(name)().averages]
 
 
 def model(weight: float, mean: float = 0.0, counter: int = 0) -> Weights:

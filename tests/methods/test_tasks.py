@@ -57,7 +57,7 @@ LEARNERS = [
     (name, task)
     for name, entry in ENTRIES.items()
     for task in entry.tasks
-    if task in OBJECTIVES and not registry.method_class(name).supervised_target
+    if task in OBJECTIVES and registry.method_class(name).target != "labelled"
 ]
 GO_WITH_EVERY_TASK = [
     name for name, kind in PLUG_INS.items() if "regression" in kind.tasks and name != "stochastic_depth"

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from fedshift.errors import UserError
 from fedshift.models import registry
-from fedshift.models.network import Network
+from fedshift.models.network import Network, StageReader
 from fedshift.models.networks.vision import GreyToColour, TensorFlowConv2d
 
 
@@ -344,3 +344,28 @@ def test_a_copy_is_whole_and_apart() -> None:
     copied[1].register_forward_hook(lambda *_: None)
     assert len(features[1]._forward_hooks) == 1
     assert torch.equal(copied[3].odd(torch.ones(1, 4))[0], recurrent(torch.ones(1, 4))[0])
+
+
+def test_a_reader_gives_what_single_passes_give_and_leaves_nothing_behind() -> None:
+    model = network((6,), name="mlp", hidden=[5, 4])
+    model.features.hidden1.register_forward_hook(lambda _module, _inputs, output: output + 1)  # as plug-ins do
+    with StageReader(model, ("hidden2", "hidden1")) as read:
+        model.features.hidden2.register_forward_hook(
+            lambda _module, _inputs, output: 2 * output
+        )  # before the first pass
+        for seed in range(3):
+            inputs = torch.rand(2, 6, generator=torch.Generator().manual_seed(seed))
+            logits, stages = read(inputs)
+            expected, single = model.with_stages(inputs, ("hidden2", "hidden1"))
+            assert list(stages) == ["hidden2", "hidden1"]
+            torch.testing.assert_close((logits, stages), (expected, single), rtol=0, atol=0)
+            torch.testing.assert_close(logits, model.classifier(stages["hidden2"]), rtol=0, atol=0)
+    assert len(model.features.hidden1._forward_hooks) == 1
+    assert len(model.features.hidden2._forward_hooks) == 1
+
+
+def test_a_reader_is_closed_after_an_error() -> None:
+    model = network((6,), name="mlp", hidden=[5])
+    with pytest.raises(RuntimeError), StageReader(model, ("hidden1",)) as read:
+        read(torch.rand(2, 7))
+    assert not model.features.hidden1._forward_hooks

@@ -7,15 +7,16 @@ import io
 import json
 import re
 from collections.abc import Callable
-from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote
 
 import numpy as np
 import pytest
+from page_tables import read
 
 from fedshift.evaluation.predictions import SitePredictions, as_parquet
 from fedshift.evaluation.records import RoundRecord, SiteMetrics
+from fedshift.evaluation.site_bytes import MOST_SITES, SiteBytes, site_bytes
 from fedshift.evaluation.site_metrics import Scored
 from fedshift.experiment.budgets import budgets
 from fedshift.experiment.config.experiment import parse
@@ -36,55 +37,6 @@ from fedshift.report.table import table_of
 from fedshift.report.table_formats import as_json, markdown
 
 Write = Callable[..., Path]
-
-
-class Tables(HTMLParser):
-    """The tables of a page by caption: rows of (text, exact number or None). Also what a keyboard can reach."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tables: dict[str, list[list[tuple[str, float | None]]]] = {}
-        self.rows: list[list[tuple[str, float | None]]] = []
-        self.text: str | None = None
-        self.exact: float | None = None
-        self.regions = 0
-        self.scopes: set[str | None] = set()
-        self.attributes: list[dict[str, str | None]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = dict(attrs)
-        if tag == "table":
-            self.rows = []
-        elif tag == "tr":
-            self.rows.append([])
-        elif tag in ("th", "td", "caption"):
-            self.text, self.exact = "", float(found["data-value"] or 0) if "data-value" in found else None
-            if tag == "th":
-                self.scopes.add(found.get("scope"))
-        elif tag == "div" and found.get("role") == "region":
-            assert found["tabindex"] == "0"
-            assert found["aria-label"]
-            self.regions += 1
-
-    def handle_data(self, data: str) -> None:
-        if self.text is not None:
-            self.text += data
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag == "caption":
-            assert self.text
-            assert self.text not in self.tables, "no two tables have the same title"
-            self.tables[self.text] = self.rows
-            self.text = None
-        elif tag in ("th", "td"):
-            self.rows[-1].append((self.text or "", self.exact))
-            self.text = None
-
-
-def read(text: str) -> Tables:
-    found = Tables()
-    found.feed(text)
-    return found
 
 
 def files(text: str) -> dict[str, list[list[str]]]:
@@ -119,6 +71,66 @@ def test_page_table_and_json_have_the_same_numbers(experiment: Path) -> None:
     averages = {row["method"]: row["mean"] for row in rows if row["target"] == "average"}
     assert expected["mean"] in averages.values()
     assert f"{expected['mean']:.2f} %" in text[: text.index('id="result"')], "the verdict heads the page"
+
+
+def test_what_left_each_site_is_what_the_results_say(tmp_path: Path, write_part: Write) -> None:
+    """Every number on the page is that of `result.json`, and those of all sites add up to the table of costs."""
+    for target, seed, scale in (("a", 0, 1), ("a", 1, 3), ("b", 0, 10)):
+        others = {name: weight * scale for name, weight in {"a": 100, "b": 200, "c": 200}.items() if name != target}
+        sites = {
+            name: {"up": {"weights": size, "numbers": 8}, "down": {"weights": 50}} for name, size in others.items()
+        }
+        write_part(
+            "fedavg",
+            target,
+            seed,
+            50.0,
+            bytes_up={"weights": sum(others.values()), "numbers": 16},
+            bytes_down={"weights": 100},
+            bytes_by_site=SiteBytes.model_validate({"number": 2, "sites": sites}),
+        )
+    write_part("old", "a", 0, 50.0)  # a run of before
+    text, found = page(collect(tmp_path / "runs" / "exp")), collect(tmp_path / "runs" / "exp").results
+    head, *body = read(text).tables["What left each site, in a run"]
+    names = [name for name, _ in head]
+    assert names == ["method", "site", "runs", "sent: numbers", "sent: weights", "sent to it: weights"]
+    assert {line[0][0] for line in body} == {"fedavg"}
+    for way, kind in (("up", "numbers"), ("up", "weights"), ("down", "weights")):
+        column = names.index(f"{'sent' if way == 'up' else 'sent to it'}: {kind}")
+        own = {
+            site: [
+                run.bytes_by_site.sites[site][way][kind] for run in found if run.bytes_by_site and site != run.target
+            ]
+            for site in "abc"
+        }
+        assert {site: (line[2][1], line[column][1]) for line in body for site in line[1][0].split(", ")} == {
+            site: (len(sizes), sum(sizes) / len(sizes)) for site, sizes in own.items()
+        }
+        whole = sum(line[2][1] * line[column][1] * len(line[1][0].split(", ")) for line in body)  # type: ignore[operator]
+        assert whole == sum(getattr(run, f"bytes_{way}").get(kind, 0) for run in found if run.method == "fedavg")
+
+
+def test_the_range_over_very_many_sites(write_part: Write) -> None:
+    many = {f"site-{n}": {"up": {"weights": n}, "down": {"weights": 7}} for n in range(MOST_SITES + 1)}
+    folder = write_part("fedavg", "a", 0, 50.0, bytes_by_site=site_bytes(many))
+    _, *body = read(page(collect(folder.parents[2]))).tables["What left each site, in a run"]
+    assert [(line[1][0].split()[0], line[2][1], line[3][1]) for line in body] == [
+        ("least", 0.0, 7.0), ("median", MOST_SITES / 2, 7.0), ("most", MOST_SITES, 7.0),
+    ]  # fmt: skip
+    assert all(f"{MOST_SITES + 1}" in line[1][0] for line in body)
+
+
+def test_a_pool_is_told_from_a_site(write_part: Write) -> None:
+    raw = {"up": {"raw_data": 9}, "down": {}}
+    sites = {"Liverpool": raw, "b": raw, "pool": {"up": {"weights": 4}, "down": {}}}
+    folder = write_part("deepall", "a", 0, 50.0, bytes_by_site=site_bytes(sites))
+    text = page(collect(folder.parents[2]))
+    rows = {line[1][0] for line in read(text).tables["What left each site, in a run"][1:]}
+    assert rows == {"b, Liverpool", "pool"}
+    assert "pool: the place" in text
+    del sites["pool"]
+    folder = write_part("deepall", "a", 1, 50.0, experiment="other", bytes_by_site=site_bytes(sites))
+    assert "pool: the place" not in page(collect(folder.parents[2]))
 
 
 def test_every_reader_can_use_it(experiment: Path) -> None:

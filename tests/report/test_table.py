@@ -34,7 +34,7 @@ Accuracy in percent, mean ± standard error over seeds (n−1), n = 2 seeds, exc
 
 
 def printed(experiment: Path, width: int) -> str:
-    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=width, record=True, force_terminal=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(terminal(table_of(collect(experiment))))
     return console.export_text()
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import http.client
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from page_tables import read
 
 from fedshift.deployment.json_files import append_event
 from fedshift.errors import UserError
+from fedshift.evaluation.site_bytes import write_site_bytes
+from fedshift.report.watch.deployed import SeenSite
 from fedshift.report.watch.page import watch_page, watched
 from fedshift.report.watch.server import server
 
@@ -57,6 +62,21 @@ def test_the_page_says_it_and_escapes_it(running: Path) -> None:
     assert "<script" not in text
     (running / "exp" / "order.json").write_text("{")
     assert "order.json" in watch_page(running), "a damaged file is a warning"
+
+
+def test_each_site_of_a_run_that_goes_on_says_what_it_sent(running: Path) -> None:
+    run = running / "exp" / "fedavg" / "b" / "seed-0"
+    assert "What left each site" not in watch_page(running), "not known of runs that an older version began"
+    north = {"up": {"weights": 1_500_000, "numbers": 8}, "down": {"weights": 2_000_000}}
+    write_site_bytes(run, {"<north>": north, "south": {"up": {}, "down": {"weights": 2_000_000}}})
+    page = watch_page(running)
+    assert "<north>" not in page
+    _, *rows = read(page).tables["What left each site so far"]
+    assert {row[1][0]: [exact for _, exact in row[2:]] for row in rows} == {
+        "<north>": [8.0, 1_500_000.0, 2_000_000.0],
+        "south": [0.0, 0.0, 2_000_000.0],
+    }
+    assert {row[0][0] for row in rows} == {"fedavg / b / seed-0"}
 
 
 def test_a_method_that_trains_less_in_a_round_has_more_rounds(running: Path) -> None:
@@ -117,6 +137,83 @@ def test_a_deployment_says_whom_it_waits_for_and_who_does_not_answer(kit: Path) 
     (study / "state.json").write_text(json.dumps({"state": "finished", "request": 2}))
     (one,) = watched(study)
     assert (one.deployment.stopped, one.deployment.sites) == ("", ()), "nobody is missing once it has ended"
+
+
+def heard(kit: Path, *events: dict[str, Any]) -> dict[str, SeenSite]:
+    """What is said of each site after these events, the last of them now and the others a minute apart."""
+    study = kit / "deployments" / "study"
+    (study / "state.json").write_text(json.dumps({"state": "running", "request": 2}))
+    timed = [
+        {"time": time.time() - 60 * age} | event for age, event in zip(range(len(events))[::-1], events, strict=True)
+    ]
+    (study / "progress.jsonl").write_text("".join(json.dumps(event) + "\n" for event in timed))
+    (one,) = watched(kit)
+    assert one.deployment is not None
+    return {site.name: site for site in one.deployment.sites}
+
+
+def happened(state: str, number: int, call: str = "fit", **more: str) -> dict[str, Any]:
+    return {"what": call, "site": "north", "is": state, "round": number, **more}
+
+
+def test_a_lost_site_is_missing_until_it_answers_again(kit: Path) -> None:
+    """As the coordinator logs a site that was killed under a quorum: it is asked again in every exchange."""
+    events = [
+        happened("asked", 1), happened("answered", 1),
+        happened("asked", 2), happened("lost", 2, reason="no reply within 6 s"),
+        happened("asked", 2, "measure"), happened("lost", 2, "measure", reason="no reply within 6 s"),
+        happened("asked", 3),
+    ]  # fmt: skip
+    assert heard(kit, *events[:3])["north"].trouble == "", "it may yet answer"
+    north = heard(kit, *events)["north"]
+    assert north.lost
+    assert "round 2" in north.trouble
+    assert "no reply within 6 s" in north.trouble
+    assert north.since == pytest.approx(180, abs=5), "since the first loss"
+    assert north.age == pytest.approx(0, abs=5)
+    assert heard(kit, *events)["south"] == SeenSite("south", "nothing yet", None)
+    page = watch_page(kit)
+    head, row, _ = read(page).tables["Sites"]
+    shown = dict(zip([name for name, _ in head], [text for text, _ in row], strict=True))
+    assert shown["site"] == "north"
+    assert "no reply within 6 s" in shown["missing"]
+    assert shown["since"].startswith("3:0")
+    assert "Lost: north." in page
+    revoked = heard(kit, *events, happened("lost", 3, reason="its kit was revoked"))["north"]
+    assert "round 2" in revoked.trouble
+    assert revoked.trouble.endswith("its kit was revoked"), "since the first loss, for the last reason"
+    back = heard(kit, *events, {"what": "site", "site": "north", "is": "back"})["north"]
+    assert (back.trouble, back.since) == ("", None)
+    again = heard(kit, *events, happened("answered", 3))["north"]
+    assert (again.trouble, again.since) == ("", None)
+    assert "Lost" not in watch_page(kit)
+
+
+def test_a_reply_that_is_refused_is_no_answer(kit: Path) -> None:
+    refused = [happened("asked", 1), happened("answered", 1), happened("refused", 1, reason="not finite")]
+    events = [*refused, happened("asked", 2), happened("answered", 2), happened("refused", 2, reason="not finite")]
+    north = heard(kit, *events, happened("asked", 3))["north"]
+    assert not north.lost
+    assert "round 2" not in north.trouble
+    assert north.trouble.endswith("not finite")
+    assert north.since == pytest.approx(240, abs=5)
+    good = [happened("asked", 3), happened("answered", 3), happened("asked", 4)]
+    assert heard(kit, *events, *good)["north"].trouble == ""
+    absent = heard(kit, happened("lost", 0, reason="no answer"), *refused)["north"]
+    assert not absent.lost, "it is there again"
+    assert "round 1" in absent.trouble
+    assert absent.since == pytest.approx(0, abs=5)
+
+
+def test_a_site_may_refuse_one_call_and_answer_the_others(kit: Path) -> None:
+    measuring = [happened("asked", 1, "measure"), happened("refused", 1, "measure", reason="policy.send")]
+    training = [happened("asked", 2), happened("answered", 2)]
+    north = heard(kit, *measuring, *training, happened("asked", 2, "measure"))["north"]
+    assert "policy.send" in north.trouble
+    assert not north.lost
+    lost = heard(kit, *measuring, happened("asked", 2), happened("lost", 2, reason="no answer"))["north"]
+    assert lost.lost, "a site that is not there is told first"
+    assert lost.trouble.endswith("no answer")
 
 
 def test_empty_folders(tmp_path: Path) -> None:

@@ -16,9 +16,13 @@ from fedshift.cli.federation import ExperimentFile, KitFolder, Overrides, Runs, 
 from fedshift.cli.results import results
 from fedshift.cli.security import security
 
+TRAIN, READ, LOOK_UP = "Train on this machine", "Read finished and running experiments", "Look up names and options"
+NETWORK, PRIVACY = "Train over a network", "Privacy and security"
+PAPERS = "The papers' tables and figures, in a copy of fedshift's repository"
+"""Headings of the commands in ``fedshift --help``; they stand in the order of their first commands."""
 app = typer.Typer(
     name="fedshift",
-    help="Train one model across sites whose data cannot be pooled and do not look alike.",
+    help="Train one model across sites whose data cannot be pooled and do not look alike. Begin with fedshift demo.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -31,7 +35,19 @@ OwnNetwork = Annotated[
 ]
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN)
+def demo(runs: Runs = Path("runs")) -> None:
+    """Compare four methods on rotated handwritten digits; print a table and write a report.
+
+    Takes less than two minutes on two idle cores. On a busy machine it takes longer; progress shows the time left.
+    """
+    from fedshift.cli.run import run_file
+
+    typer.echo("48 small runs: less than two minutes on two idle cores, longer on a busy machine", err=True)
+    run_file(Path(__file__).with_name("demo.yaml"), [], runs, samples=True)
+
+
+@app.command(rich_help_panel=TRAIN)
 def run(
     experiment: ExperimentFile,
     overrides: Overrides = None,
@@ -53,7 +69,7 @@ def run(
     run_file(experiment, overrides or [], runs, track or [], samples)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN)
 def search(
     experiment: ExperimentFile,
     overrides: Overrides = None,
@@ -77,7 +93,7 @@ def search(
     search_file(experiment, overrides or [], runs, keep_out or [], factor, plan)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN)
 def check(
     experiment: ExperimentFile,
     overrides: Overrides = None,
@@ -98,7 +114,7 @@ def check(
     check_file(experiment, overrides or [], runs, noise_cost=noise_cost)
 
 
-@app.command()
+@app.command(rich_help_panel=TRAIN)
 def features(experiment: ExperimentFile, overrides: Overrides = None) -> None:
     """Compute a frozen backbone's features of the experiment's images once, and cache them for all later runs.
 
@@ -109,7 +125,7 @@ def features(experiment: ExperimentFile, overrides: Overrides = None) -> None:
     features_file(experiment, overrides or [])
 
 
-@app.command()
+@app.command(rich_help_panel=READ)
 def table(
     folder: Annotated[Path, typer.Argument(help="An experiment's folder, or one that holds it.", metavar="DIR")],
     format: Annotated[str, typer.Option("--format", help="terminal, markdown, latex, csv, json or svg.")] = "terminal",
@@ -132,43 +148,7 @@ def table(
     print_table(folder, format, select, metric)
 
 
-BenchmarksFolder = Annotated[
-    Path, typer.Option("--folder", help="The benchmarks folder of fedshift's repository.", metavar="DIR")
-]
-
-
-@app.command()
-def bench(
-    name: Annotated[str, typer.Argument(help="list, or the name of a table or figure.", metavar="list|NAME")],
-    folder: BenchmarksFolder = Path("benchmarks"),
-    run: Annotated[bool, typer.Option("--run/--no-run", help="Run what is unfinished, or only compare.")] = True,
-) -> None:
-    """List the papers' tables and figures; or run the experiments behind one and print ours beside the published.
-
-    Example: fedshift bench kd3a-table-8 --no-run
-    """
-    from fedshift.cli import bench as papers
-
-    papers.show_list(folder) if name == "list" else papers.bench(name, folder, run)
-
-
-@app.command()
-def figure(
-    name: Annotated[str, typer.Argument(help="The name of a table or figure: fedshift bench list.", metavar="NAME")],
-    folder: BenchmarksFolder = Path("benchmarks"),
-    run: Annotated[bool, typer.Option("--run/--no-run", help="Run first what is unfinished.")] = True,
-    out: Annotated[Path, typer.Option("--out", help="Folder of NAME.svg and NAME.csv.", metavar="DIR")] = Path("."),
-) -> None:
-    """Run what is unfinished behind a table or figure of the papers; draw ours beside the published, and write a CSV.
-
-    Example: fedshift figure csac-figure-6 --out figures
-    """
-    from fedshift.cli import bench as papers
-
-    papers.figure(name, folder, run, out)
-
-
-@app.command()
+@app.command(rich_help_panel=READ)
 def advise(
     folder: Annotated[Path, typer.Argument(help="An experiment's folder, or one that holds it.", metavar="DIR")],
     format: Annotated[str, typer.Option("--format", help="terminal or json.")] = "terminal",
@@ -179,7 +159,7 @@ def advise(
     print_advice(folder, format)
 
 
-@app.command()
+@app.command(rich_help_panel=READ)
 def watch(
     folder: Annotated[Path, typer.Argument(help="The folder of the runs, or a coordinator's kit.", metavar="DIR")],
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8765,
@@ -191,22 +171,10 @@ def watch(
 
 
 for listing in (listings.methods, listings.datasets, listings.models, listings.fields):
-    app.command()(listing)
+    app.command(rich_help_panel=LOOK_UP)(listing)
 
 
-@app.command()
-def demo(runs: Runs = Path("runs")) -> None:
-    """Compare four methods on rotated handwritten digits; print a table and write a report.
-
-    Takes less than two minutes on two idle cores. On a busy machine it takes longer; progress shows the time left.
-    """
-    from fedshift.cli.run import run_file
-
-    typer.echo("48 small runs: less than two minutes on two idle cores, longer on a busy machine", err=True)
-    run_file(Path(__file__).with_name("demo.yaml"), [], runs, samples=True)
-
-
-@app.command()
+@app.command(rich_help_panel=READ)
 def predict(
     model: Annotated[Path, typer.Argument(help="A run's folder or a model.safetensors.", metavar="RUN_OR_MODEL")],
     data: Annotated[Path, typer.Argument(help="An image, a folder of images, an .npz or a .csv.", metavar="DATA")],
@@ -223,7 +191,7 @@ def predict(
     print_predictions(model, data, format, method, masks, network)
 
 
-@app.command()
+@app.command(rich_help_panel=READ)
 def export(
     model: Annotated[Path, typer.Argument(help="A run's folder or a model.safetensors.", metavar="RUN_OR_MODEL")],
     to: Annotated[str, typer.Option("--to", help="onnx, torchscript or safetensors.")],
@@ -240,15 +208,15 @@ def export(
     export_run(model, to, out, method, network)
 
 
-app.add_typer(audit, name="audit")
-app.add_typer(results, name="results")
-app.add_typer(project, name="project")
-app.add_typer(coordinator, name="coordinator")
-app.add_typer(site, name="site")
-app.add_typer(security, name="security")
+app.add_typer(audit, name="audit", rich_help_panel=PRIVACY)
+app.add_typer(results, name="results", rich_help_panel=READ)
+app.add_typer(project, name="project", rich_help_panel=NETWORK)
+app.add_typer(coordinator, name="coordinator", rich_help_panel=NETWORK)
+app.add_typer(site, name="site", rich_help_panel=NETWORK)
+app.add_typer(security, name="security", rich_help_panel=PRIVACY)
 
 
-@app.command()
+@app.command(rich_help_panel=NETWORK)
 def deploy(
     what: Annotated[
         str,
@@ -271,6 +239,42 @@ def deploy(
     deploy(what, rest or [], kit, runs, detach)
 
 
+BenchmarksFolder = Annotated[
+    Path, typer.Option("--folder", help="The benchmarks folder of fedshift's repository.", metavar="DIR")
+]
+
+
+@app.command(rich_help_panel=PAPERS)
+def bench(
+    name: Annotated[str, typer.Argument(help="list, or the name of a table or figure.", metavar="list|NAME")],
+    folder: BenchmarksFolder = Path("benchmarks"),
+    run: Annotated[bool, typer.Option("--run/--no-run", help="Run what is unfinished, or only compare.")] = True,
+) -> None:
+    """List the papers' tables and figures; or run the experiments behind one and print ours beside the published.
+
+    Example: fedshift bench kd3a-table-8 --no-run
+    """
+    from fedshift.cli import bench as papers
+
+    papers.show_list(folder) if name == "list" else papers.bench(name, folder, run)
+
+
+@app.command(rich_help_panel=PAPERS)
+def figure(
+    name: Annotated[str, typer.Argument(help="The name of a table or figure: fedshift bench list.", metavar="NAME")],
+    folder: BenchmarksFolder = Path("benchmarks"),
+    run: Annotated[bool, typer.Option("--run/--no-run", help="Run first what is unfinished.")] = True,
+    out: Annotated[Path, typer.Option("--out", help="Folder of NAME.svg and NAME.csv.", metavar="DIR")] = Path("."),
+) -> None:
+    """Run what is unfinished behind a table or figure of the papers; draw ours beside the published, and write a CSV.
+
+    Example: fedshift figure csac-figure-6 --out figures
+    """
+    from fedshift.cli import bench as papers
+
+    papers.figure(name, folder, run, out)
+
+
 def _version(value: bool) -> None:
     if value:
         from fedshift import __version__
@@ -285,7 +289,7 @@ def common(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
     ] = False,
 ) -> None:
-    """Train one model across sites whose data cannot be pooled and do not look alike."""
+    """Train one model across sites whose data cannot be pooled and do not look alike. Begin with fedshift demo."""
 
 
 @functools.cache

@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
 
 from fedshift.audit.cases import Case
 from fedshift.audit.gradient_search import Watcher
@@ -23,6 +22,7 @@ from fedshift.deployment.site_file import load_site
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import load
 from fedshift.files import write_bytes
+from fedshift.report.folding import Folded
 
 RECORD, PICTURE, MEMBERSHIP = "leakage.json", "leakage.png", "membership.json"
 
@@ -121,13 +121,9 @@ def _print(found: LeakageAudit) -> None:
         **say,  # type: ignore[arg-type]
     )
     likeness = ("PSNR", "guess", "SSIM", "guess") if found.images else ("guess", "correlation", "guess")
-    table = Table(box=None, pad_edge=False)
     bounds = ("95 % bounds",) if found.repeats > 1 else ()
-    for column in ("sent", "sites", "size", "steps", "attack", "MSE", *likeness, *bounds, "labels"):
-        table.add_column(column, justify="left" if column in ("sent", "attack") else "right", no_wrap=True)
-    for case in found.cases:
-        table.add_row(*_row(case))
-    console.print(table)
+    head = ("sent", "sites", "size", "steps", "attack", "MSE", *likeness, *bounds, "labels")
+    console.print(Folded(head, [_row(case) for case in found.cases], names=1 + head.index("attack")))
     measured = "SSIM" if found.images else "correlation"
     console.print(
         "Means over the reconstructions, each beside the original that it resembles most: of the mini-batch, or of all "
@@ -143,15 +139,14 @@ def _print(found: LeakageAudit) -> None:
 
 
 def _print_crafted(console: Console, found: LeakageAudit) -> None:
-    table = Table(box=None, pad_edge=False)
-    for column in ("crafted network", "layout", "read", "exposure", "under the policy"):
-        table.add_column(column, no_wrap=True)
+    rows = []
     for case in found.crafted:
         whose = "chosen" if case.chosen else "own"
         name = f"{whose} {case.network['name']} {case.network.get('hidden', '')}"
         left = f"{case.read} leave" if case.refused is None else f"refused, {case.refused}"
-        table.add_row(name, case.layout, f"{case.read}/{case.samples}", f"{case.exposure:.2f}", left)
-    console.print(table)
+        rows.append([name, case.layout, f"{case.read}/{case.samples}", f"{case.exposure:.2f}", left])
+    head = ("crafted network", "layout", "read", "exposure", "under the policy")
+    console.print(Folded(head, rows, words=range(1, len(head))))
 
 
 def _row(case: Case) -> list[str]:
@@ -208,27 +203,22 @@ def _print_membership(found: MembershipAudit) -> None:
         f"{found.accuracy_of_others:.1f} on the others",
         **say,
     )
-    table = Table(box=None, pad_edge=False)
-    for column in ("attack", "guesses", "right", "95 % bounds", "AUC", "ε at least"):
-        table.add_column(column, justify="left" if column == "attack" else "right", no_wrap=True)
-    at_rates = Table(box=None, pad_edge=False)
-    for column in ("attack", "false accusations", "members found", "95 % bounds"):
-        at_rates.add_column(column, justify="left" if column == "attack" else "right", no_wrap=True)
+    rows, at_rates = list[list[str]](), list[list[str]]()
     for one in found.attacks:
         share = 100 * one.right / one.guesses
-        table.add_row(
-            one.name, str(one.guesses), f"{share:.1f} %", _bounds(one), f"{one.auc:.1f}", f"{one.epsilon:.2f}"
+        rows.append(
+            [one.name, str(one.guesses), f"{share:.1f} %", _bounds(one), f"{one.auc:.1f}", f"{one.epsilon:.2f}"]
         )
         for at in one.at_rates:
             accused, caught = 100 * at.false / at.others, 100 * at.found / at.members
-            at_rates.add_row(one.name, f"{accused:.2f} %", f"{caught:.2f} %", _bounds(at, 2))
-    console.print(table)
+            at_rates.append([one.name, f"{accused:.2f} %", f"{caught:.2f} %", _bounds(at, 2)])
+    console.print(Folded(["attack", "guesses", "right", "95 % bounds", "AUC", "ε at least"], rows))
     console.print(
         "Of each training the fifth of the samples that looks most like members is guessed to be, and the fifth that "
         "looks least like them not to be; 50 % right is chance.",
         **say,
     )
-    console.print(at_rates)
+    console.print(Folded(["attack", "false accusations", "members found", "95 % bounds"], at_rates))
     console.print(
         "Members found while 1 % and 0.1 % of the others are accused, as far as the other trainings tell where to draw "
         "the line; as many as are accused is chance. An attack that fails says nothing about better ones.",

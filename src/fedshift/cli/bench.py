@@ -15,6 +15,7 @@ from fedshift.errors import UserError
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.files import write_bytes
 from fedshift.report.differences import p_value
+from fedshift.report.folding import Folded
 from fedshift.report.papers import distances, placements
 from fedshift.report.papers.catalogue import Catalogue, Entry, Source, read
 from fedshift.report.papers.comparison import Compared, Gain, Number, Runs, compared
@@ -72,6 +73,8 @@ def bench(name: str, folder: Path, run: bool) -> None:
     for panel in entry.panels:
         if panel.kind == "cells":
             found = compared(catalogue, panel, runs)
+            if panel.title:
+                console.print(Text(panel.title, style="italic"))
             console.print(_table(found))
             for line in _below(found):
                 console.print(Text(line))
@@ -151,14 +154,10 @@ def _carry_on(catalogue: Catalogue, source: Source, errors: Console) -> None:
         stop()
 
 
-def _table(found: Compared) -> Table:
+def _table(found: Compared) -> Folded:
     """Three lines a row: ours, published, and the difference where the data are the paper's."""
     panel = found.panel
-    table = Table(box=None, pad_edge=False, title=panel.title or None, title_justify="left")
-    table.add_column("")
-    table.add_column("")
-    for column in panel.columns:
-        table.add_column(Text(column), justify="right")
+    rows: list[list[str]] = []
     for row in panel.rows:
         ours = [found.ours.get((row, column)) for column in panel.columns]
         printed = [found.published.get((row, column)) for column in panel.columns]
@@ -168,9 +167,8 @@ def _table(found: Compared) -> Table:
         if any(printed) and found.ours and panel.comparable:
             both = zip(ours, printed, strict=True)
             lines.append(("difference", [f"{a.mean - b.mean:+.2f}" if a and b else MISSING for a, b in both]))
-        for number, (kind, cells) in enumerate(lines):
-            table.add_row(Text("" if number else row), kind, *cells)
-    return table
+        rows += [["" if number else row, kind, *cells] for number, (kind, cells) in enumerate(lines)]
+    return Folded(["", "", *panel.columns], rows, names=2)
 
 
 def _shown(number: Number | None) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.table import Table
-
 from fedshift.cli.console import escape, safe_console
 from fedshift.errors import UserError
 from fedshift.evaluation.stored import is_finished, run_folders
 from fedshift.experiment.check import MethodCheck, check, noise_costs
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.runs.run_folder import check_place
+from fedshift.report.folding import Folded
 
 
 def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), *, noise_cost: bool = False) -> None:
@@ -28,13 +27,12 @@ def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), 
         f"data {escape(found.data)} ({found.fingerprint}): {escape(found.learned)}, samples of {shape}",
         highlight=False,
     )
-    domains = Table(box=None, pad_edge=False)
-    for column in ("domain", "samples", "trains", "held out", "measured as target", "without samples of"):
-        domains.add_column(column, justify="left" if column in ("domain", "without samples of") else "right")
-    for domain in found.domains:
-        numbers = (domain.samples, domain.train, domain.held_out, domain.measured_as_target)
-        domains.add_row(escape(domain.name), *map(str, numbers), escape(", ".join(domain.missing)))
-    console.print(domains)
+    head = ("domain", "samples", "trains", "held out", "measured as target", "without samples of")
+    numbers = [(one.samples, one.train, one.held_out, one.measured_as_target) for one in found.domains]
+    domains = [
+        [one.name, *map(str, own), ", ".join(one.missing)] for one, own in zip(found.domains, numbers, strict=True)
+    ]
+    console.print(Folded(head, domains, words=(len(head) - 1,)))
     console.print(
         f"model {escape(found.model)}: {found.parameters:,} parameters, {found.payload:,} bytes; on {found.device}, "
         f"{found.threads} thread(s) per process",
@@ -42,8 +40,7 @@ def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), 
     )
     for sentence in found.found:
         console.print(f"  {sentence}", markup=False, highlight=False, soft_wrap=True)
-    methods = Table(box=None, pad_edge=False)
-    for column in (
+    columns = (
         "method",
         "runs",
         "rounds",
@@ -53,11 +50,10 @@ def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), 
         "down",
         "leaves a site",
         "server reads",
-    ):
-        methods.add_column(column, justify="left" if column in ("method", "leaves a site", "server reads") else "right")
-    for method in found.methods:
-        methods.add_row(
-            escape(method.label),
+    )
+    methods = [
+        [
+            method.label,
             str(method.runs),
             str(method.rounds),
             str(method.mini_batches_per_site),
@@ -66,8 +62,10 @@ def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), 
             _size(method.bytes_down),
             ", ".join(method.shares),
             method.reads,
-        )
-    console.print(methods)
+        ]
+        for method in found.methods
+    ]
+    console.print(Folded(columns, methods, words=(len(columns) - 2, len(columns) - 1)))
     console.print(
         f"training of all runs: about {_duration(sum(method.hours for method in found.methods))}; starting, evaluating "
         "and saving add to this",
@@ -81,15 +79,11 @@ def check_file(path: Path, overrides: Sequence[str], runs: Path = Path("runs"), 
         )
     why = _why_rounds_differ(found.methods)
     if why is not None:
-        console.print(why, markup=False, highlight=False, soft_wrap=True)
+        console.print(why, markup=False, highlight=False)
     if found.privacy:
         delta = next(iter(found.privacy.values())).delta
-        privacy = Table(box=None, pad_edge=False)
-        for column in ("site", f"ε of a run at δ = {delta:g}", "ε of all runs together"):
-            privacy.add_column(column, justify="left" if column == "site" else "right")
-        for site, spent in found.privacy.items():
-            privacy.add_row(escape(site), f"{spent.run:.2f}", f"{spent.together:.2f}")
-        console.print(privacy)
+        sites = [[site, f"{spent.run:.2f}", f"{spent.together:.2f}"] for site, spent in found.privacy.items()]
+        console.print(Folded(["site", f"ε of a run at δ = {delta:g}", "ε of all runs together"], sites))
     for cost in noise_costs(experiment) if noise_cost else ():
         what = f"{escape(cost.method)} → {escape(cost.target)}, seed {experiment.protocol.seeds[0]}"
         console.print(

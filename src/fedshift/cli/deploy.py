@@ -22,6 +22,7 @@ from fedshift.evaluation.records import with_unit
 from fedshift.experiment.config.experiment import Experiment, load
 from fedshift.experiment.runs.run_folder import RunFolder, check_place
 from fedshift.files import write_bytes
+from fedshift.report.watch.deployed import deployed
 
 _ACTIONS = ("status", "logs", "abort", "resume")
 
@@ -174,6 +175,10 @@ def _status(kit: Path, name: str | None) -> None:
             highlight=False,
             markup=False,
         )
+        seen = deployed(deployment.folder)
+        for site in seen.sites if seen is not None else ():
+            if site.trouble:
+                console.print(f"  {site.name}: {site.trouble}", highlight=False, markup=False, soft_wrap=True)
 
 
 def _logs(kit: Path, name: str | None) -> None:

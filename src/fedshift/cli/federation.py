@@ -112,7 +112,7 @@ def project_try(
 
 
 coordinator = typer.Typer(
-    help="The coordinator's service.",
+    help="The coordinator's service: start it, stop it, see whether it runs.",
     no_args_is_help=True,
 )
 Foreground = Annotated[bool, typer.Option("--foreground", help="Stay in the foreground, for systemd and containers.")]

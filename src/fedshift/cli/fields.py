@@ -10,21 +10,25 @@ from typing import Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 from rich.table import Table
+from rich.text import Text
 
 from fedshift.cli.console import escape, safe_console
 from fedshift.errors import UserError, nearest
+from fedshift.text import printable
 
 
 def options_table(kind: type[BaseModel], title: str = "options", without: Collection[str] = ()) -> Table:
-    """A table of the fields of ``kind``: default, allowed values if these are a list, meaning."""
+    """A table of the fields of ``kind``: default, and meaning with the allowed values if these are a list."""
     table = Table(box=None, pad_edge=False, title=title, title_justify="left")
-    for column in ("field", "default", "one of", "meaning"):
+    for column in ("field", "default", "meaning"):
         table.add_column(column, overflow="fold")
     for field, info in kind.model_fields.items():
         if field not in without:
             default = "required" if info.is_required() else written(info.get_default(call_default_factory=True))
-            values = ", ".join(_values(info.annotation))
-            table.add_row(field, escape(default), escape(values), escape(info.description or ""))
+            meaning, values = Text(printable(info.description or "")), ", ".join(_values(info.annotation))
+            if values:
+                meaning.append(f"{'; ' if meaning else ''}one of {printable(values)}", style="dim")
+            table.add_row(field, escape(default), meaning)
     return table
 
 

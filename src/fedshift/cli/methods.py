@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from fedshift.cli.console import escape, safe_console
+from fedshift.cli.console import escape, reflowed, safe_console
 from fedshift.cli.fields import options_table, written
 from fedshift.methods.advice import GROUPS
 from fedshift.methods.catalogue import ENTRIES, NEEDS_CLASSES, ROUTED, RULES
@@ -31,14 +31,15 @@ def show_methods(name: str | None) -> None:
             "`local` and `average` have the options; docs/composition.md says how they act together.",
             markup=False,
             highlight=False,
-            soft_wrap=True,
         )
         return
     from fedshift.methods import registry  # imports torch, which the list above does not need
     from fedshift.methods.base import Method
 
     method = registry.method_class(name)
-    console.print((sys.modules[method.__module__].__doc__ or "").strip(), markup=False, highlight=False, soft_wrap=True)
+    prose = (sys.modules[method.__module__].__doc__ or "").strip()
+    prose = reflowed(prose, console.width) if console.is_terminal else prose
+    console.print(prose, markup=False, highlight=False, soft_wrap=True)
     common = Method.model_fields.keys() & method.model_fields.keys()
     if own := method.model_fields.keys() - common:
         console.print()

@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fedshift.cli.console import escape, safe_console
+from fedshift.cli.console import safe_console
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.predict import load_model
+from fedshift.report.folding import Folded
 from fedshift.text import csv_text, json_text, printable
 
 _FORMATS = ("terminal", "csv", "json")
@@ -64,14 +65,12 @@ def print_predictions(
         names = trained.classes if trained.objective.has_probabilities else ()
         sys.stdout.write(csv_text([[*head, *names], *rows]))
     else:
-        from rich.table import Table
-
         head = ["sample", *(["label"] if labelled else []), "predicted", "probability"]
         if not trained.objective.has_probabilities:
             head = [*head[:-2], trained.objective.described(trained.classes)]
-        table = Table(*head, box=None, pad_edge=False)
+        rows = []
         for p in predictions:
-            label = [escape(p.label or "")] if labelled else []
-            said = f"{p.predicted:.6g}" if isinstance(p.predicted, float) else escape(p.predicted)
-            table.add_row(escape(p.name), *label, said, *([f"{max(p.probabilities):.3f}"] if p.probabilities else []))
-        safe_console().print(table)
+            label = [p.label or ""] if labelled else []
+            said = f"{p.predicted:.6g}" if isinstance(p.predicted, float) else p.predicted
+            rows.append([p.name, *label, said, *([f"{max(p.probabilities):.3f}"] if p.probabilities else [])])
+        safe_console().print(Folded(head, rows, words=range(1, len(head))))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import yaml
 from rich.console import Console
-from rich.table import Table
 
 from fedshift.cli.console import safe_console
 from fedshift.cli.run import reporter_at
@@ -20,6 +19,7 @@ from fedshift.experiment.search import Rung, budget_of, going_on, kept_out, on_r
 from fedshift.files import write_bytes
 from fedshift.methods.base import Method
 from fedshift.report.collect import collect
+from fedshift.report.folding import Folded
 from fedshift.report.search_page import Climbed, search_page
 
 
@@ -30,14 +30,14 @@ def search_file(
     errors = safe_console(stderr=True)
     experiment = load(path, overrides)
     out = kept_out(experiment, keep_out)
-    steps = rungs(len(experiment.methods), factor)
+    ladder = rungs(len(experiment.methods), factor)
     budget = budget_of(experiment, out)
-    _show_budget(experiment, steps, out, budget)
+    _show_budget(experiment, ladder, out, budget)
     if plan_only:
         return
     folder = runs / f"{experiment.name}-search"
     try:
-        climbed = _climb(experiment, steps, out, budget, folder, errors)
+        climbed = _climb(experiment, ladder, out, budget, folder, errors)
     except KeyboardInterrupt:
         errors.print("interrupted: run the same command again to continue after the last round", highlight=False)
         sys.exit(130)
@@ -51,34 +51,32 @@ def search_file(
         errors.print(f"{name}: {made}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _show_budget(experiment: Experiment, steps: Sequence[Rung], out: Sequence[str], budget: int) -> None:
+def _show_budget(experiment: Experiment, ladder: Sequence[Rung], out: Sequence[str], budget: int) -> None:
     """Print what the search will cost, if methods that go on cost what all cost in the mean."""
     console = safe_console()
-    first = check(on_rung(experiment, steps[0], experiment.methods, out, budget))
+    first = check(on_rung(experiment, ladder[0], experiment.methods, out, budget))
     hours = sum(method.hours for method in first.methods) / len(first.methods)
     runs = first.methods[0].runs
-    table = Table(box=None, pad_edge=False)
-    for column in ("rung", "methods", "runs", "mini-batches per site", "hours"):
-        table.add_column(column, justify="right")
+    rows: list[list[str]] = []
     total = 0.0
-    for step in steps:
-        cost = hours * step.methods * step.share / steps[0].share
+    for rung in ladder:
+        cost = hours * rung.methods * rung.share / ladder[0].share
         total += cost
-        batches = f"{round(step.share * budget):,}"
-        table.add_row(str(step.number), str(step.methods), str(runs * step.methods), batches, f"{cost:.2f}")
-    console.print(table)
+        batches = f"{round(rung.share * budget):,}"
+        rows.append([str(rung.number), str(rung.methods), str(runs * rung.methods), batches, f"{cost:.2f}"])
+    console.print(Folded(["rung", "methods", "runs", "mini-batches per site", "hours"], rows))
     said = f"not read: {', '.join(out)}; " if out else "all sites take part; "
     console.print(f"{said}training of all runs: about {total:.2f} h", markup=False, highlight=False, soft_wrap=True)
 
 
 def _climb(
-    experiment: Experiment, steps: Sequence[Rung], out: Sequence[str], budget: int, folder: Path, errors: Console
+    experiment: Experiment, ladder: Sequence[Rung], out: Sequence[str], budget: int, folder: Path, errors: Console
 ) -> list[Climbed]:
     """Run the rungs. Finished runs are not repeated, so a second call goes on where the first stopped."""
     methods: tuple[Method, ...] = experiment.methods
     climbed: list[Climbed] = []
-    for step in steps:
-        part = on_rung(experiment, step, methods, out, budget)
+    for rung in ladder:
+        part = on_rung(experiment, rung, methods, out, budget)
         reporter, stop = reporter_at(errors)
         try:
             run_experiment(part, folder, reporter)
@@ -90,9 +88,9 @@ def _climb(
             raise UserError("another process runs some of this search: start the command again when it is done")
         results = tuple(collect(folder / part.name).results)
         ranking = ranked(methods, results)
-        last = step.number == len(steps)
-        methods = going_on(ranking, experiment.methods[0], 2 if last else steps[step.number].methods)
-        climbed.append(Climbed(step, part, results, methods))
+        last = rung.number == len(ladder)
+        methods = going_on(ranking, experiment.methods[0], 2 if last else ladder[rung.number].methods)
+        climbed.append(Climbed(rung, part, results, methods))
         if len(methods) < 2:
             raise UserError(f"{part.name}: all methods but the first diverged: lower training.lr")
     return climbed

@@ -116,7 +116,7 @@ def audit_entry(header: Mapping[str, Any], message: Message) -> dict[str, Any]:
         "run": str(header.get("run"))[:200],
         "do": str(header.get("do"))[:40],
         "method": str(method.get("name"))[:100] if isinstance(method, Mapping) else None,
-        "step": str(header.get("step"))[:100] if "step" in header else None,
+        "call": str(header.get("call"))[:100] if "call" in header else None,
         "round": whole_number(envelope.get("round", header.get("round", 0))),
         "exchange": whole_number(envelope.get("exchange", 0)),
         "received_bytes": message.size,
@@ -130,7 +130,7 @@ def narrowed(memory: SiteMemory, header: Mapping[str, Any], sent: Mapping[str, A
         return body_of(sent)
     remembered = memory.get(RESIDUALS)
     whole: Residuals = dict(remembered) if isinstance(remembered, Statistics) else {}
-    prefix = f"{header['step']}|"
+    prefix = f"{header['call']}|"
     own = {name.removeprefix(prefix): value for name, value in whole.items() if name.startswith(prefix)}
     body = body_of(sent, header["wire"], own)
     whole |= {f"{prefix}{name}": value for name, value in own.items()}

@@ -107,7 +107,7 @@ class SiteProgram:
             if header.get("key") != request_key(header, body):
                 raise FedshiftError("a request's key does not fit its content")
             work = {"hello": self._hello, "measure": self._measure, "end": self._end, "sealing_key": self.seals.key}
-            work |= {"step": partial(self._step, body), "key": self.sums.key, "unmask": self.sums.unmask}
+            work |= {"call": partial(self._call, body), "key": self.sums.key, "unmask": self.sums.unmask}
             do = header.get("do")
             if not isinstance(do, str) or do not in work:
                 raise UserError(f"site '{self.name}' does not know the request '{do}'")
@@ -213,7 +213,7 @@ class SiteProgram:
 
     # Calls ------------------------------------------------------------------------------------------------------------
 
-    def _step(self, body: str, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+    def _call(self, body: str, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
         """Run one call, or repeat the answer to the same request."""
         envelope = envelope_of(header["envelope"])
         run = plain_name(header["run"])
@@ -223,12 +223,12 @@ class SiteProgram:
         self.policy.check_method(self.name, header["setting"]["method"]["name"], shares)
         self.log.check_rate(self.name, self.policy, run, envelope.round)
         # Check what the reply's type promises before the call runs, and the reply itself before it leaves.
-        promised = promised_kinds(reply_type(method, header["step"]))
+        promised = promised_kinds(reply_type(method, header["call"]))
         promised = {"sum": MASKED} if "sum" in header else promised
         if (sealing := self.seals.begun(header, method, entry)) is not None:
             promised = sealing.promised(promised)
         for field, kind in promised.items():
-            self.policy.check_kind(self.name, kind, f"field '{field}' of call {header['step']}")
+            self.policy.check_kind(self.name, kind, f"field '{field}' of call {header['call']}")
         self._check_unchanged(header["part"]["fingerprint"])
         self._check_terms(header, method, agree=False)
         runner = self._runner_for(header, method)
@@ -241,23 +241,23 @@ class SiteProgram:
             answer, held = before
             entry |= {"again": True, "sent": described(held)}
             # The policy may have changed.
-            self.policy.check_sent(self.name, entry["sent"], header["step"], runner.site.samples)
+            self.policy.check_sent(self.name, entry["sent"], header["call"], runner.site.samples)
             return answer
         memory = runner.site.memory
         self._remember(runner, folder, header["memory"])
         self._runner = None  # a call that fails may leave its memory half written
         content = self.seals.opened(header, runner, method, content, entry)
         with self.rules.paid(header, method, runner.site), ExposureWatch(runner.site) as watch:
-            reply, mini_batches = runner.run(header["step"], envelope, content)
-        sent = reply_content(reply) if summing is None else summing.contribution(reply, header["step"], runner, content)
+            reply, mini_batches = runner.run(header["call"], envelope, content)
+        sent = reply_content(reply) if summing is None else summing.contribution(reply, header["call"], runner, content)
         sent = sent if sealing is None else sealing.sealed(reply, header, runner, content)
         entry["sent"] = described(sent)
         looked = runner.site.samples if self.rules.budget else watch.samples()
-        self.policy.check_sent(self.name, entry["sent"], header["step"], looked)
+        self.policy.check_sent(self.name, entry["sent"], header["call"], looked)
         singles = "features" in self.policy.send and "features" in method.shares  # they show single samples anyway
         if not (singles or self.rules.budget):  # with a budget, noise covers samples, and a refusal would tell of them
             entry["exposure"] = round(watch.score(), 3)
-            self.policy.check_exposure(self.name, header["step"], entry["exposure"], watch.samples())
+            self.policy.check_exposure(self.name, header["call"], entry["exposure"], watch.samples())
         self._check_terms(header, method, agree=True)
         told = {"answers": header["key"], "mini_batches": mini_batches}
         if summing is not None:

@@ -12,10 +12,10 @@ from typing import Any
 import yaml
 
 from fedshift.errors import UserError
-from fedshift.evaluation import packed
-from fedshift.evaluation.packed import PackedRun, kept
-from fedshift.evaluation.packed_rounds import ROUNDS as PACKED_ROUNDS
-from fedshift.evaluation.packed_rounds import decode_rounds, rows_of
+from fedshift.evaluation.packs import packed
+from fedshift.evaluation.packs.packed import PackedRun, kept
+from fedshift.evaluation.packs.packed_rounds import ROUNDS as PACKED_ROUNDS
+from fedshift.evaluation.packs.packed_rounds import decode_rounds, rows_of
 from fedshift.evaluation.stored import (
     ORDER,
     RESULT,

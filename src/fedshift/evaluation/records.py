@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from fedshift.evaluation.metrics import harmonic_mean
+from fedshift.evaluation.site_bytes import SiteBytes
 from fedshift.text import in_unit
 
 Selection = Literal["last", "source", "oracle"]
@@ -268,6 +269,9 @@ class RunResult(_Record):
     mini_batches: Count = Field(description="local mini-batches per site, CSAC's acquisition included")
     bytes_up: dict[str, Count] = Field(default_factory=dict, description="bytes that left the sites, per kind")
     bytes_down: dict[str, Count] = Field(default_factory=dict, description="bytes that reached the sites, per kind")
+    bytes_by_site: SiteBytes | None = Field(
+        default=None, description="the same of each site, or its range over very many; None in old records"
+    )
     versions: dict[str, str] = Field(default_factory=dict)
     threads: Count
     device: str

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from fedshift.errors import UserError
-from fedshift.evaluation import packed, packed_rounds
-from fedshift.evaluation.packed import PackedRun
-from fedshift.evaluation.packed_rounds import Rounds, decode_rounds, malformed
+from fedshift.evaluation.packs import packed, packed_rounds
+from fedshift.evaluation.packs.packed import PackedRun
+from fedshift.evaluation.packs.packed_rounds import Rounds, decode_rounds, malformed
 
 FAILURE = "failure.txt"
 """Why an unfinished run stopped, in one line."""

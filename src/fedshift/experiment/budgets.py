@@ -10,7 +10,7 @@ from fedshift.errors import UserError
 from fedshift.experiment.protocol import Split
 from fedshift.federation.site_runner import SitePlan
 from fedshift.federation.training import Training
-from fedshift.methods.base import Method, Trained, per_round
+from fedshift.methods.base import Method, Trained, per_round, work_of
 
 
 def budgets(method: Method, methods: Sequence[Method], training: Training, split: Split) -> dict[str, int]:
@@ -31,7 +31,7 @@ def budgets(method: Method, methods: Sequence[Method], training: Training, split
     def needs(candidate: Method, exchanges: int) -> dict[str, int]:
         return {
             site: _work(trained, len(rows), training, exchanges)
-            for trained, chosen in zip(candidate.work, (split.train, split.unlabelled), strict=True)
+            for trained, chosen in zip(work_of(candidate), (split.train, split.unlabelled), strict=True)
             for site, rows in chosen.items()
         }
 
@@ -68,11 +68,11 @@ def rounds_needed(method: Method, training: Training, split: Split, budget: Mapp
 
 
 def _rounds(method: Method, training: Training, split: Split, budget: Mapping[str, int]) -> int:
-    if method.pooled or method.supervised_target:
+    if method.pooled or method.target == "labelled":
         total = sum(budget.values())
         return math.ceil(total / math.ceil(total / training.rounds))
     needed: list[int] = []
-    for trained, chosen in zip(method.work, (split.train, split.unlabelled), strict=True):
+    for trained, chosen in zip(work_of(method), (split.train, split.unlabelled), strict=True):
         for site, rows in chosen.items():
             before, each = _rounds_work(trained, len(rows), training, method.exchanges_per_epoch)
             if each > 0:

@@ -29,7 +29,7 @@ from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.trial import try_method
 from fedshift.federation.messages import promised_kinds
 from fedshift.methods import registry as method_registry
-from fedshift.methods.base import Method, Traffic, calls_of, in_order
+from fedshift.methods.base import Method, Traffic, calls_of, cost_of, in_order
 from fedshift.methods.catalogue import ROUTED
 from fedshift.models.network import Network, freeze_backbone
 from fedshift.models.payload import payload
@@ -122,7 +122,7 @@ def check(experiment: Experiment) -> Check:
     plan = Plan(experiment, taking_part(experiment.protocol, built(experiment)))
     data = plan.data
     device, threads = resolve_device(experiment.device), experiment.engine.thread_count()
-    warnings = [*check_fit(plan), *plan.warnings()]
+    warnings = list(check_fit(plan))
     per_batch = {
         frozen: _seconds_per_batch(experiment, data, device, threads, frozen=frozen) for frozen in (True, False)
     }
@@ -236,7 +236,7 @@ def _need(planned: PlannedRun, network: Network, per_batch: Mapping[bool, float]
     method, engine = planned.run.method, planned.experiment.engine
     sites = 1 if method.pooled else len(planned.split.train)
     speed_up = engine.parallel_runs * min(engine.workers, sites)
-    cost = method.cost_of(planned.plan.data.input_shape)
+    cost = cost_of(method, planned.plan.data.input_shape)
     trained = trained_of(planned)
     frozen = min(1.0, planned.experiment.training.thaw_after / max(1, planned.rounds))
     seconds = trained * (frozen * per_batch[True] + (1 - frozen) * per_batch[False]) * cost / speed_up
@@ -247,7 +247,7 @@ def _need(planned: PlannedRun, network: Network, per_batch: Mapping[bool, float]
 def _per_round(planned: PlannedRun) -> float:
     """Mini-batches of a source in one round, the mean over the sources. What a method does before is left out."""
     method, training = planned.run.method, planned.experiment.training
-    if method.pooled or method.supervised_target:
+    if method.pooled or method.target == "labelled":
         return planned.mini_batches / max(1, planned.rounds)
     epochs = [batches_per_epoch(len(rows), training.batch_size) for rows in planned.split.train.values()]
     whole = sum(method.mini_batches(epoch, 2) - method.mini_batches(epoch, 1) for epoch in epochs) / len(epochs)

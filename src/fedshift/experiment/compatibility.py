@@ -17,10 +17,10 @@ from fedshift.experiment.costs import privacy_warnings
 from fedshift.experiment.environment import resolve_device
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.privacy import check_private, check_private_task, check_routed, check_sums
-from fedshift.experiment.protocol import check_compared, check_drawn
+from fedshift.experiment.protocol import check_compared, check_drawn, shortest_epochs
 from fedshift.federation.local.stacked import check_side_by_side
 from fedshift.methods import registry
-from fedshift.methods.base import Method
+from fedshift.methods.base import Method, Samples
 from fedshift.methods.catalogue import NEEDS_CLASSES
 from fedshift.methods.composition.new_site import turns
 from fedshift.methods.composition.plug_in import LocalOption
@@ -130,7 +130,9 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
                     way = "" if method.pooled else " or write engine.on_refusal: leave_out"
                     raise UserError(f"engine.refuse_at: {refusal}: choose another method, take the kind out{way}")
                 warnings.append(f"{refusal}: the site is left out of such exchanges")
-        warnings += method.check_samples(data.input_shape)
+    samples = Samples(data.input_shape, shortest_epochs(experiment.training, (one.split for one in plan.runs)))
+    for method in experiment.methods:
+        warnings += method.check_samples(samples)
     return (*warnings, *privacy_warnings(plan))
 
 

@@ -55,7 +55,6 @@ class SiteClassifier(Method):
     """Logistic regression that predicts which of two sites a sample comes from: one source or one target."""
 
     name: ClassVar[str] = "site_classifier"
-    citation: ClassVar[str] = "Ben-David et al., Machine Learning 2010"
 
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return 0

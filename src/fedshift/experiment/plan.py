@@ -6,7 +6,6 @@ Running, checking and deploying an experiment use the same `Plan`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +27,6 @@ from fedshift.experiment.privacy import draws_of, site_privacy
 from fedshift.experiment.protocol import (
     Split,
     roles_of,
-    shortest_epochs,
     split_of,
     taking_part,
     targets_of,
@@ -137,12 +135,6 @@ class Plan:
             self._encoded.clear()  # first, so that two encodings need not fit in memory together
             self._encoded[target] = self._data_for(target)
         return self._encoded[target]
-
-    def warnings(self) -> Iterator[str]:
-        """The methods' warnings about sources whose epochs have few mini-batches."""
-        steps = shortest_epochs(self.experiment.training, (planned.split for planned in self.runs))
-        for method in self.experiment.methods:
-            yield from method.check_steps(steps)
 
     def _split(self, target: str, seed: int) -> Split:
         return split_of(self.experiment.protocol, self.data, target, seed)
@@ -321,7 +313,7 @@ def site_plans(method: Method, data: DataSet, split: Split) -> list[SitePlan]:
     unlabelled = [
         (data.domains[name], rows, number) for number, (name, rows) in enumerate(split.unlabelled.items(), len(names))
     ]
-    if method.supervised_target:
+    if method.target == "labelled":
         return [SitePlan(domain.name, "source", [(domain, rows, 0)]) for domain, rows, _ in unlabelled]
     if method.pooled:
         return [SitePlan(POOL, "source", parts, unlabelled if method.needs_target else ())]

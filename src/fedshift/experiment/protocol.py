@@ -256,7 +256,7 @@ def check_drawn(methods: Sequence[Method], quorum: int | None, drawn: int, sourc
             "(protocol.sites_per_round): lower it"
         )
     for method in methods:
-        if method.pooled or method.supervised_target:
+        if method.pooled or method.target == "labelled":
             why = "trains in one place, where no site can be drawn"
         elif method.needs_target:
             why = "weighs the models of all sources for its target in every round"

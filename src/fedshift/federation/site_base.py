@@ -94,6 +94,7 @@ class SiteBase:
             freeze_backbone(self.network, envelope.round <= self.training.thaw_after)
         self.mini_batches = self._orders = self._done = 0
         self._rates, self._scheduled = [], []
+        # Another word would draw other numbers.
         self.generator = generator(self.seed, self.name, envelope.exchange, "step")
         seed = derive_seed(self.seed, self.name, envelope.exchange, "torch")
         if self.device.type == "cpu":  # torch.manual_seed formats the call stack for every accelerator not in use

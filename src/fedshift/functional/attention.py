@@ -49,17 +49,16 @@ def cross_layer_attention(
     if len(shapes) != 1 or len(next(iter(shapes))) != 4:
         raise UserError(f"attention needs features of one shape (n, c, g, w), found {sorted(shapes)}")
     with torch.no_grad():
-        left, right = _stacked(fused), _stacked(local)
-        n, c = left.shape[1:3]
-        d = left[0, 0, 0].numel()
-        rows: list[Tensor] = []
+        left, right = _stacked(fused).flatten(3), _stacked(local).flatten(3)
+        n, c, d = left.shape[1:]
+        scores: list[Tensor] = []
         if position:
-            scores = _mean_product(left.mean((3, 4)), right.mean((3, 4)), n)
-            rows.append((scores / c**0.5 if scale else scores).softmax(1))
+            affinity = _product(left.mean(3), right.mean(3))
+            scores.append(affinity / c**0.5 if scale else affinity)
         if channel:
-            scores = _mean_product(left.mean(2), right.mean(2), n)
-            rows.append((scores / d**0.5 if scale else scores).softmax(1))
-        return rows[0] if len(rows) == 1 else (rows[0] + rows[1]) / 2
+            affinity = _product(left.mean(2), right.mean(2))
+            scores.append(affinity / d**0.5 if scale else affinity)
+        return torch.stack(scores).div_(n).softmax(2).mean(0)
 
 
 def _shapes(layers: Sequence[Tensor] | Tensor) -> set[tuple[int, ...]]:
@@ -74,6 +73,6 @@ def _stacked(layers: Sequence[Tensor] | Tensor) -> Tensor:
     return layers if isinstance(layers, Tensor) else torch.stack(list(layers))
 
 
-def _mean_product(left: Tensor, right: Tensor, samples: int) -> Tensor:
-    """Inner products of pooled features (R, n, …) of all pairs of layers, averaged over samples."""
-    return left.flatten(1) @ right.flatten(1).T / samples
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """Inner products of pooled features (R, n, …) of all pairs of layers, summed over samples."""
+    return left.flatten(1) @ right.flatten(1).T

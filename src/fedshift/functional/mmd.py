@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ def multi_kernel_mmd(
     constant: bool = False,
     bandwidth: Tensor | None = None,
 ) -> Tensor:
-    """Squared MMD between two batches, a scalar: `cross_multi_kernel_mmd` of two single layers.
+    """Squared MMD between two batches, a scalar: `weighted_multi_kernel_mmd` of two single layers.
 
     Args:
         source: (n, f).
@@ -46,7 +47,8 @@ def multi_kernel_mmd(
     if source.dim() != 2 or target.dim() != 2:
         raise UserError(f"MMD needs two batches (n, f), found {tuple(source.shape)} and {tuple(target.shape)}")
     width = None if bandwidth is None else bandwidth.reshape(1, 1)
-    return cross_multi_kernel_mmd(source[None], target[None], multipliers, estimator, constant, width)[0, 0]
+    one = source.new_ones((1, 1), dtype=torch.float32)
+    return weighted_multi_kernel_mmd(source[None], target[None], one, multipliers, estimator, constant, width)
 
 
 def cross_multi_kernel_mmd(
@@ -57,12 +59,12 @@ def cross_multi_kernel_mmd(
     constant: bool = False,
     bandwidth: Tensor | None = None,
 ) -> Tensor:
-    """Squared MMD of every layer of ``source`` with every layer of ``target`` (CSAC, equation 6).
+    """Squared MMD of every layer of ``source`` with every layer of ``target`` (CSAC, equation 6), as it is defined.
 
     The kernels ``k_u(a, b) = exp(−‖a−b‖² / (2σ_u²))`` with ``σ_u² = a_u · bandwidth`` are summed with weight 1.
 
-    The result equals that of pairwise calls. But each layer's own distances are computed once, and those between layers
-    in one matrix product. First derivatives only. Half precision is computed in float32.
+    This forms every difference of two rows. `weighted_multi_kernel_mmd` is what training minimises. Half precision is
+    computed in float32.
 
     Args:
         source: (R, n, f).
@@ -74,8 +76,8 @@ def cross_multi_kernel_mmd(
             batches. With n = 1 the biased value is returned, since the other is not defined.
         constant: add the released code's ``2/(n−1)`` to the unbiased estimate. It has no gradient.
         bandwidth: (R, S). By default the mean of ‖z_i − z_j‖² over all (2n)² pairs of the two layers' rows, the zeros
-            of the diagonal included. Constant for back-propagation. Where it is zero up to rounding (all rows equal),
-            every kernel is 1 and the gradient is 0.
+            of the diagonal included. Constant for back-propagation. Where it is zero (all rows equal), every kernel is
+            1 and the gradient is 0.
 
     Returns:
         (R, S).
@@ -89,6 +91,66 @@ def cross_multi_kernel_mmd(
         tensor([[0.0000, 2.1100],
                 [2.1100, 0.0000]])
     """
+    source, target = _checked(source, target, multipliers)
+    sources, (targets, n, _) = len(source), target.shape
+    joint = torch.cat((source[:, None].expand(-1, targets, -1, -1), target[None].expand(sources, -1, -1, -1)), dim=2)
+    squared = (joint[..., :, None, :] - joint[..., None, :, :]).square().sum(-1)
+    if bandwidth is None:
+        bandwidth = squared.detach().mean((2, 3))
+    inverse = torch.where(bandwidth > 0, 1 / bandwidth, 0.0)[:, :, None, None]
+    kernels = torch.stack([torch.exp(squared * inverse / (-2 * a)) for a in multipliers]).sum(0)
+    same = kernels[:, :, :n, :n].sum((2, 3)) + kernels[:, :, n:, n:].sum((2, 3))
+    across = kernels[:, :, :n, n:].mean((2, 3))
+    if estimator == "biased" or n == 1:
+        return same / n**2 - 2 * across
+    diagonals = 2 * n * len(multipliers)  # there every kernel is 1
+    mmd = (same - diagonals) / (n * (n - 1)) - 2 * across
+    return mmd + 2 / (n - 1) if constant else mmd
+
+
+def weighted_multi_kernel_mmd(
+    source: Tensor,
+    target: Tensor,
+    weights: Tensor,
+    multipliers: Sequence[float] = MULTIPLIERS,
+    estimator: Estimator = "unbiased",
+    constant: bool = False,
+    bandwidth: Tensor | None = None,
+) -> Tensor:
+    """Σ weights · `cross_multi_kernel_mmd`, a scalar, in a small part of the time.
+
+    Each layer's own distances are computed once, those between layers in one matrix product, and the gradient together
+    with the value. First derivatives only.
+
+    Args:
+        source: (R, n, f).
+        target: (S, n, f).
+        weights: (R, S), constant for back-propagation.
+        multipliers: as in `cross_multi_kernel_mmd`.
+        estimator: as in `cross_multi_kernel_mmd`.
+        constant: as in `cross_multi_kernel_mmd`.
+        bandwidth: as in `cross_multi_kernel_mmd`; what is zero up to rounding counts as zero.
+
+    Raises:
+        UserError: as in `cross_multi_kernel_mmd`, or weights of another shape.
+
+    Example:
+        >>> layers = torch.tensor([[[0.0], [2.0]], [[1.0], [5.0]]])
+        >>> weighted_multi_kernel_mmd(layers, layers, torch.tensor([[0.0, 1.0], [0.0, 0.0]]), estimator="biased")
+        tensor(2.1099)
+    """
+    source, target = _checked(source, target, multipliers)
+    if weights.shape != (len(source), len(target)):
+        raise UserError(f"MMD needs weights ({len(source)}, {len(target)}), found {tuple(weights.shape)}")
+    n = source.shape[1]
+    unbiased = estimator == "unbiased" and n > 1
+    weights = weights.detach().to(source.dtype)
+    mmd: Tensor = _WeightedMMD.apply(source, target, weights, tuple(multipliers), unbiased, bandwidth)
+    return mmd + weights.sum() * (2 / (n - 1)) if constant and unbiased else mmd
+
+
+def _checked(source: Tensor, target: Tensor, multipliers: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Layers in the precision that is computed in."""
     if source.dim() != 3 or target.dim() != 3 or source.shape[1:] != target.shape[1:] or 0 in source.shape:
         raise UserError(
             f"MMD needs layers (R, n, f) and (S, n, f) of the same samples and features, at least one of each, found "
@@ -96,126 +158,138 @@ def cross_multi_kernel_mmd(
         )
     if not multipliers or min(multipliers) <= 0:
         raise UserError(f"bandwidth multipliers must be positive numbers, found {list(multipliers)}")
-    samples = source.shape[1]
-    unbiased = estimator == "unbiased" and samples > 1
     dtype = torch.promote_types(torch.promote_types(source.dtype, target.dtype), torch.float32)
-    source, target = source.to(dtype), target.to(dtype)
-    mmd: Tensor = _CrossMMD.apply(source, target, multipliers, unbiased, bandwidth)
-    return mmd + 2 / (samples - 1) if constant and unbiased else mmd
+    return source.to(dtype), target.to(dtype)
 
 
-class _CrossMMD(torch.autograd.Function):
-    """The (R, S) values and their gradient, written by hand.
+class _WeightedMMD(torch.autograd.Function):
+    """The weighted sum and its gradient, written by hand.
 
-    Let D be the squared distances, k'(D) = −Σ_u k_u(D)/(2σ_u²), g the upstream gradient and c the estimator's factor.
-    Then the loss changes by G_ij = g·c·k'(D_ij) with D_ij, and by Σ_j 2·G_ij (z_i − z_j) with row z_i. All pairs of a
+    Let D be the squared distances, k'(D) = −Σ_u k_u(D)/(2σ_u²), and c a pair's weight times the estimator's factor. The
+    loss changes by G_ij = c·k'(D_ij) with D_ij, and by Σ_j 2·(G_ij + G_ji)(z_i − z_j) with row z_i. All pairs of one
     layer share its own distances, so their G are summed first. Two products per side remain, whatever the number of
     pairs.
 
-    On small layers the number of operations costs more than what they compute, so each works on the layers of both
-    sides, and on the kernels of all pairs, at once.
+    Values and slopes are made of the same kernels, so both are computed at once, and nothing is kept but the gradient.
+    On small layers the number of operations costs more than what they compute. So each works on all layers or pairs,
+    and views are taken once.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, source: Tensor, target: Tensor, multipliers: Sequence[float], unbiased: bool, bandwidth: Tensor | None
+        ctx: Any,
+        source: Tensor,
+        target: Tensor,
+        weights: Tensor,
+        multipliers: tuple[float, ...],
+        unbiased: bool,
+        bandwidth: Tensor | None,
     ) -> Tensor:
-        sources, targets, samples = len(source), len(target), source.shape[1]
+        sources, targets, n = len(source), len(target), source.shape[1]
         rows = torch.cat((source, target))
         # Distances do not depend on the origin. Near it fewer digits cancel.
-        rows -= source.mean(dim=(0, 1))
-        distances, norms = _distances(rows, sources)
-        own, across = distances[: sources + targets], distances[sources + targets :]
-        across = across.view(sources, targets, samples, samples)
-
+        rows -= source.mean((0, 1))
+        own, across, norms = _distances(rows, sources)
         if bandwidth is None:
-            totals = distances.flatten(1).sum(1)
-            within = totals[:sources, None] + totals[sources : sources + targets]
-            bandwidth = within.add_(totals[sources + targets :].view(sources, targets), alpha=2) / (2 * samples) ** 2
+            sums = own.sum((1, 2))
+            total = (sums[:sources, None] + sums[sources:]).add_(across.sum((1, 3)), alpha=2)
+            bandwidth = total.div_((2 * n) ** 2)
         # Squared distances have this rounding error. A narrower kernel would show rounding only.
-        error = norms.mean(1) * (5 * torch.finfo(rows.dtype).eps)
-        inverse = torch.where(bandwidth > error[:sources, None] + error[sources:], 1 / bandwidth, 0.0)
+        error = norms.sum(1).mul_(5 * torch.finfo(rows.dtype).eps / n)
+        inverse = torch.where(bandwidth > error[:sources, None] + error[sources:], bandwidth.reciprocal(), 0.0)
 
-        # Kernels of each pair: among the rows of the source, among those of the target, and between them.
-        relative = rows.new_empty(3, sources, targets, samples, samples)
-        scale = inverse[:, :, None, None]
-        torch.mul(own[:sources, None], scale, out=relative[0])
-        torch.mul(own[None, sources:], scale, out=relative[1])
-        torch.mul(across, scale, out=relative[2])
-        kernels, slopes = _kernels(relative, multipliers)
-        sums = kernels.flatten(3).sum(3)
-
-        ctx.within, ctx.across, ctx.sources = 1 / samples**2, -2 / samples**2, sources
-        same = sums[0].add_(sums[1])
+        values, slopes = _kernels(own, across, inverse, multipliers)
+        within, between = 1 / (n * (n - 1)) if unbiased else 1 / n**2, -2 / n**2
+        same = values[:2].view(2, sources, targets, n * n).sum((0, 3))
         if unbiased:
-            ctx.within = 1 / (samples * (samples - 1))
-            same -= 2 * samples * len(multipliers)  # the diagonals, where every kernel is 1
-        ctx.save_for_backward(rows, inverse, slopes)
-        mmd: Tensor = (same * ctx.within).add_(sums[2], alpha=ctx.across)
-        return mmd
+            same -= 2 * n * len(multipliers)  # the diagonals, where every kernel is 1
+        mmd = same.mul_(within).add_(values[2].view_as(across).sum((1, 3)), alpha=between)
+        if any(ctx.needs_input_grad):
+            ctx.sources, scale = sources, weights * inverse
+            ctx.save_for_backward(_gradient(rows, slopes, scale * (-4 * within), scale * (-2 * between)))
+        loss: Tensor = mmd.mul_(weights).sum()
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        rows, inverse, slopes = ctx.saved_tensors
-        sources, (layers, samples, _) = ctx.sources, rows.shape
-        targets = layers - sources
-        factors = upstream * inverse
-
-        # Both D_ij and D_ji depend on z_i, hence the factor 4 of G within a layer.
-        own = rows.new_empty(layers, samples, samples)
-        weights, flat = factors * (4 * ctx.within), slopes.flatten(3)
-        torch.bmm(weights[:, None, :], flat[0], out=own[:sources].view(sources, 1, -1))
-        torch.bmm(weights.T[:, None, :], flat[1].transpose(0, 1), out=own[sources:].view(targets, 1, -1))
-        # G between layers as one matrix, (R·n, S·n).
-        across = rows.new_empty(sources, samples, targets, samples)
-        torch.mul(slopes[2], (factors * (2 * ctx.across))[:, :, None, None], out=across.transpose(1, 2))
-        # Σ_j G_ij z_i is a product with a diagonal, so one product does the layer's own part.
-        diagonal = own.sum(2)
-        diagonal[:sources] += across.sum((2, 3))
-        diagonal[sources:] += across.sum((0, 1))
-        own.neg_().diagonal(dim1=1, dim2=2).add_(diagonal)
-        gradient = torch.bmm(own, rows)
-        across = across.view(sources * samples, targets * samples)
-        gradient[:sources].flatten(0, 1).addmm_(across, rows[sources:].flatten(0, 1), alpha=-1)
-        gradient[sources:].flatten(0, 1).addmm_(across.T, rows[:sources].flatten(0, 1), alpha=-1)
-        return gradient[:sources], gradient[sources:], None, None, None
+        gradient = ctx.saved_tensors[0] * upstream
+        return gradient[: ctx.sources], gradient[ctx.sources :], None, None, None, None
 
 
-def _distances(rows: Tensor, sources: int) -> tuple[Tensor, Tensor]:
+def _distances(rows: Tensor, sources: int) -> tuple[Tensor, Tensor, Tensor]:
     """‖z_i − z_j‖² and ‖z_i‖² of layers ``rows`` (R + S, n, f), of which the first R are sources.
 
     Returns:
-        (R + S + R·S, n, n) and (R + S, n): within each layer, zero on the diagonal, then of each pair of layers.
+        Within each layer (R + S, n, n), zero on the diagonal; between pairs of layers (R, n, S, n); norms (R + S, n).
     """
-    layers, samples, _ = rows.shape
-    targets = layers - sources
+    layers, n, width = rows.shape
     products = torch.bmm(rows, rows.mT)
     # Taken from the products, so that equal rows round alike and their distance is zero.
     norms = products.diagonal(dim1=1, dim2=2)
-    between = (rows[:sources].flatten(0, 1) @ rows[sources:].flatten(0, 1).T).view(sources, samples, targets, samples)
-    distances = rows.new_empty(layers + sources * targets, samples, samples)
-    own, across = distances[:layers], distances[layers:].view(sources, targets, samples, samples)
-    torch.add(norms[:, :, None], norms[:, None, :], out=own).sub_(products, alpha=2)
-    torch.add(norms[:sources, None, :, None], norms[None, sources:, None, :], out=across)
-    across.sub_(between.transpose(1, 2), alpha=2)
-    return distances.clamp_(min=0), norms
+    own = torch.add(norms.unsqueeze(2), norms.unsqueeze(1)).sub_(products, alpha=2).clamp_(min=0)
+    flat, first = rows.view(layers * n, width), sources * n
+    across = norms[:sources, :, None, None] + norms[sources:]
+    across.view(first, -1).addmm_(flat[:first], flat[first:].T, alpha=-2)
+    return own, across.clamp_(min=0), norms
 
 
-def _kernels(relative: Tensor, multipliers: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Σ_u exp(−D/(2a_u)) and its derivative by D, for D = ``relative``.
+def _kernels(own: Tensor, across: Tensor, inverse: Tensor, multipliers: tuple[float, ...]) -> tuple[Tensor, Tensor]:
+    """Σ_u exp(−D/(2a_u)) and its derivative by D, for D = distances · ``inverse`` of each pair of layers.
 
-    Multipliers that fall by a factor of three from the largest need one exponential: a_u/3 cubes the kernel.
+    Only the widest kernel needs exponentials: a_u/3 cubes it, as any smaller multiplier is a power.
+
+    Returns:
+        Each (3, R·S·n²): among the rows of the source and of the target, (R, S, n, n) each, then between them,
+        (R, n, S, n).
     """
-    widths = sorted(multipliers, reverse=True)
-    kernels = relative.new_empty(len(widths), relative.numel())
+    sources, n, targets, _ = across.shape
+    widths = tuple(sorted(multipliers, reverse=True))
+    kernels = own.new_empty(len(widths), 3 * across.numel())
     each = kernels.unbind()
-    for place, width in enumerate(widths):
-        if place and abs(widths[place - 1] / width - 3) < 1e-12:
-            wider = each[place - 1]
-            torch.mul(wider, wider, out=each[place]).mul_(wider)
-        else:
-            torch.mul(relative.view(-1), -0.5 / width, out=each[place]).exp_()
-    factors = kernels.new_tensor([[1.0] * len(widths), [-0.5 / width for width in widths]])
-    values, slopes = (factors @ kernels).view(2, *relative.shape)
-    return values, slopes
+    scale = (inverse * (-0.5 / widths[0])).view(sources, targets, 1, 1)
+    relative = each[0].view(3, sources, targets, n, n)
+    torch.mul(own[:sources, None], scale, out=relative[0])
+    torch.mul(own[sources:], scale, out=relative[1])
+    torch.mul(across, scale.transpose(1, 2), out=relative[2].view_as(across))
+    each[0].exp_()
+    for place in range(1, len(widths)):
+        ratio = widths[place - 1] / widths[place]
+        torch.pow(each[place - 1], 3 if abs(ratio - 3) < 1e-12 else ratio, out=each[place])
+    found = (_factors(widths, own.dtype, own.device) @ kernels).view(2, 3, -1)
+    return found[0], found[1]
+
+
+@functools.lru_cache(maxsize=8)
+def _factors(widths: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(2, u): what sums kernels, and what sums their derivatives."""
+    return torch.tensor([[1.0] * len(widths), [-0.5 / width for width in widths]], dtype=dtype, device=device)
+
+
+def _gradient(rows: Tensor, slopes: Tensor, within: Tensor, between: Tensor) -> Tensor:
+    """The gradient by all layers ``rows`` (R + S, n, f).
+
+    Args:
+        rows: all layers.
+        slopes: as of `_kernels`.
+        within: (R, S), −4 times c of the kernels within layers, times the inverse bandwidth.
+        between: (R, S), −2 times that of the kernels between layers.
+    """
+    (sources, targets), (layers, n, width) = within.shape, rows.shape
+    slopes = slopes.view(3, sources, targets, n * n)
+    own = rows.new_empty(layers, 1, n * n)
+    torch.bmm(within.unsqueeze(1), slopes[0], out=own[:sources])
+    torch.bmm(within.T.unsqueeze(1), slopes[1].transpose(0, 1), out=own[sources:])
+    across = slopes[2].view(sources, n, targets, n) * between.view(sources, 1, targets, 1)
+    own = own.view(layers, n, n)
+    # Σ_j G_ij z_i is a product with a diagonal, so one product does the layer's own part.
+    diagonal = own.sum(2)
+    diagonal[:sources] += across.sum((2, 3))
+    diagonal[sources:] += across.sum((0, 1))
+    own.diagonal(dim1=1, dim2=2).sub_(diagonal)
+    gradient = torch.bmm(own, rows)
+    across, first = across.view(sources * n, targets * n), sources * n
+    flat, whole = rows.view(layers * n, width), gradient.view(layers * n, width)
+    whole[:first].addmm_(across, flat[first:])
+    whole[first:].addmm_(across.T, flat[:first])
+    return gradient

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedshift.errors import UserError
 
@@ -53,7 +53,19 @@ def projection_layer(
     if len(shape) != 1:
         raise UserError(f"a projection takes features of one to four dimensions, found {tuple(shape)}; choose others")
     linear = _initialised(nn.Linear(shape[0], channels * size[0] * size[1], device="meta"), generator)
-    return nn.Sequential(linear, nn.Unflatten(1, (channels, *size)))
+    return _AsMap(linear, (channels, *size))
+
+
+class _AsMap(nn.Sequential):
+    """A layer whose outputs (n, c·g·w) are viewed as maps (n, c, g, w)."""
+
+    def __init__(self, layer: nn.Module, shape: tuple[int, int, int]) -> None:
+        super().__init__(layer)
+        self.shape = shape
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self._modules["0"](inputs)
+        return outputs.view(-1, *self.shape)
 
 
 def projection_convolution(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from fedshift.federation.site import Batch, Site
     from fedshift.functional.averaging import MeanAccumulator, weighted_average
     from fedshift.functional.losses import task_loss
-    from fedshift.methods.base import Method, RunPlan, State, Traffic, trained_mean
+    from fedshift.methods.base import Method, RunPlan, Samples, State, Traffic, trained_mean
     from fedshift.methods.federated.fedavg import FedAvg, LocalTraining
     from fedshift.methods.robust import Averaged
     from fedshift.methods.settings import Settings
@@ -50,6 +50,7 @@ __all__ = [
     "Replies",
     "Reply",
     "RunPlan",
+    "Samples",
     "Settings",
     "Site",
     "Spectra",
@@ -84,7 +85,7 @@ _PLACES = {
     "federation.site": ("Batch", "Site"),
     "functional.averaging": ("MeanAccumulator", "weighted_average"),
     "functional.losses": ("task_loss",),
-    "methods.base": ("Method", "RunPlan", "State", "Traffic", "trained_mean"),
+    "methods.base": ("Method", "RunPlan", "Samples", "State", "Traffic", "trained_mean"),
     "methods.federated.fedavg": ("FedAvg", "LocalTraining"),
     "methods.robust": ("Averaged",),
     "methods.settings": ("Settings",),

@@ -15,16 +15,7 @@ from fedshift.data.domain import Task
 from fedshift.errors import FedshiftError
 from fedshift.federation.exchange import Replies, Routed
 from fedshift.federation.federation import Federation
-from fedshift.federation.messages import (
-    KINDS,
-    NUMBERS,
-    Content,
-    Number,
-    Reply,
-    Update,
-    promised_kinds,
-    returned,
-)
+from fedshift.federation.messages import KINDS, NUMBERS, Content, Number, Reply, Update, promised_kinds, returned
 from fedshift.federation.reply_bounds import About, Bounds
 from fedshift.federation.site import LocalFit, Site
 from fedshift.import_paths import place_of
@@ -99,11 +90,26 @@ class RunPlan:
     sums_only: bool = False
 
 
+@dataclass(frozen=True)
+class Samples:
+    """The training samples of an experiment.
+
+    Attributes:
+        shape: of one.
+        epochs: source → mini-batches of an epoch, in the split in which it has the fewest.
+    """
+
+    shape: tuple[int, ...]
+    epochs: Mapping[str, int] = field(default_factory=dict)
+
+
 U = TypeVar("U", bound=Update)
 Trained = Callable[[int, int], int]
 """Mini-batches of an epoch, and rounds → the mini-batches of a run."""
 Reads = Literal["sums", "norms", "models"]
 """What a server reads of the models that sites send."""
+Target = Literal["unseen", "unlabelled", "one unlabelled", "labelled"]
+"""What a method trains on of the target."""
 
 
 class Method(Composed, ABC):
@@ -115,19 +121,15 @@ class Method(Composed, ABC):
 
     Attributes:
         name: in experiment files.
-        citation: where it was published.
-        scenario: what sites there are, for lists.
         settings: named values of the options beside the paper's.
         memory_names: what a site keeps between exchanges.
         tasks: what it can learn.
-        needs_target: whether a target without labels takes part.
-        one_target: whether it adapts to exactly one.
+        target: what it trains on of the target: nothing (``unseen``), its samples without labels (``one unlabelled``
+            where there must be exactly one), or its labels (``labelled``, an upper bound).
         pooled: whether all data lie in one place.
-        supervised_target: whether it trains on the target's labels alone, an upper bound.
         uses_held_out: whether sites choose by their held-out parts.
-        averages: the calls whose models it averages over sites, which robust aggregation can screen.
-        needs_every_model: whether it also uses these models one by one, for instance to let them vote.
-        has_server_step: whether it takes the option ``server``; by default if it averages.
+        averages: the calls whose models it averages over sites. Robust aggregation can screen them, and a server's
+            optimiser can follow.
         takes_plug_ins: whether it takes plug-ins of local training: its sites train one network with `Site.minimise`.
         trains_privately: whether it takes ``training.privacy``: its sites train with `Site.minimise` alone, send
             nothing else that is computed from samples, and its loss is a mean over samples and a ``regulariser``. A
@@ -140,13 +142,9 @@ class Method(Composed, ABC):
             can be sealed for those who do (``engine.routing: sealed``).
     """
 
-    citation: ClassVar[str]
-    scenario: ClassVar[str] = "unseen target"
-    needs_target: ClassVar[bool] = False
-    supervised_target: ClassVar[bool] = False
+    target: ClassVar[Target] = "unseen"
     uses_held_out: ClassVar[bool] = False
     tasks: ClassVar[tuple[Task, ...]] = ("classification",)
-    one_target: ClassVar[bool] = False
     trains_privately: ClassVar[bool] = False
     thaws: ClassVar[bool] = True
     relative_cost: ClassVar[float] = 1.0
@@ -156,19 +154,14 @@ class Method(Composed, ABC):
     @model_validator(mode="after")
     def _epochs_to_divide(self) -> Self:
         if self.exchanges_per_epoch > 1:
-            if self.pooled or self.supervised_target:
+            if self.pooled or self.target == "labelled":
                 raise ValueError(f"exchanges_per_epoch: {self.name} trains in one place; leave it out")
-            if all(per_round(trained, 64) == per_round(trained, 128) for trained in self.work):
+            if all(per_round(trained, 64) == per_round(trained, 128) for trained in work_of(self)):
                 raise ValueError(
                     f"exchanges_per_epoch: {self.name} trains on a number of mini-batches between two exchanges, not "
                     "on epochs; change that number"
                 )
         return self
-
-    @property
-    def work(self) -> tuple[Trained, Trained]:
-        """`mini_batches` and `target_mini_batches`."""
-        return self.mini_batches, self.target_mini_batches
 
     @abstractmethod
     def round(self, federation: Federation, state: State) -> State:
@@ -208,11 +201,8 @@ class Method(Composed, ABC):
             UserError: they do not.
         """
 
-    def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
-        """Check that the options fit the samples, before any training.
-
-        Args:
-            input_shape: of one sample.
+    def check_samples(self, samples: Samples) -> tuple[str, ...]:
+        """Check that the options fit the training samples, before any training.
 
         Returns:
             Warnings.
@@ -220,10 +210,6 @@ class Method(Composed, ABC):
         Raises:
             UserError: the method cannot work on such samples.
         """
-        return ()
-
-    def check_steps(self, steps: Mapping[str, int]) -> tuple[str, ...]:
-        """Warnings about these options where an epoch of each source has so many mini-batches (``steps``)."""
         return ()
 
     def adapt_network(self, network: Network, sources: int) -> Network:
@@ -250,9 +236,20 @@ class Method(Composed, ABC):
         """Parameters of the common model that each site has of its own. A server's optimiser leaves them alone."""
         return ()
 
-    def cost_of(self, input_shape: tuple[int, ...]) -> float:
-        """`relative_cost` with what its plug-ins add for samples of this shape."""
-        return self.relative_cost + sum(plug_in.cost for plug_in in self.local_for(input_shape))
+    @property
+    def sums_per_model(self) -> int:
+        """How many different sums of the same models every site learns in a round.
+
+        With S of them a site can solve for the models of S others, so secure aggregation needs S + 2 sites.
+        """
+        return 1
+
+    # Made of the above. The engine asks for it; a method of your own leaves it alone ----------------------------------
+
+    @property
+    def needs_target(self) -> bool:
+        """Whether the target's samples take part in training."""
+        return self.target != "unseen"
 
     @property
     def shares(self) -> tuple[str, ...]:
@@ -267,14 +264,6 @@ class Method(Composed, ABC):
         if self.robust is not None:
             return "norms" if self.robust.rule == "norm_clipping" and self.server_reads != "models" else "models"
         return self.server_reads
-
-    @property
-    def sums_per_model(self) -> int:
-        """How many different sums of the same models every site learns in a round.
-
-        With S of them a site can solve for the models of S others, so secure aggregation needs S + 2 sites.
-        """
-        return 1
 
     def call_owner(self, call: str) -> Method:
         """The method that has the call of this name: itself, or the one that it wraps."""
@@ -301,6 +290,16 @@ class Method(Composed, ABC):
     def recipe(self) -> dict[str, Any]:
         """The class to import and its options, from which another process makes an equal method."""
         return {"class": place_of(type(self)), "options": self.model_dump(mode="json")}
+
+
+def work_of(method: Method) -> tuple[Trained, Trained]:
+    """How much a method trains at a source, and at a target without labels."""
+    return method.mini_batches, method.target_mini_batches
+
+
+def cost_of(method: Method, input_shape: tuple[int, ...]) -> float:
+    """`Method.relative_cost` with what its plug-ins add for samples of this shape."""
+    return method.relative_cost + sum(plug_in.cost for plug_in in method.local_for(input_shape))
 
 
 def per_round(trained: Trained, batches_per_epoch: int) -> int:

@@ -50,11 +50,15 @@ class Averaged:
             same name; where none is sent, from the last that was, and at first from the common start.
         changes: those fields that hold a change or a gradient in place of a model. It is measured from zero.
         at: which sites are asked.
+        rules: the rules of robust aggregation that may screen them. ``each``: those that leave every site a model of
+            its own, as a method needs that also lets them vote. ``none``: no rule helps, as where a site's own number
+            multiplies its model.
     """
 
     fields: tuple[str, ...] = ("weights",)
     changes: tuple[str, ...] = ()
     at: Literal["sources", "targets"] = "sources"
+    rules: Literal["all", "each", "none"] = "all"
 
 
 Averages = Mapping[str, Averaged]
@@ -250,11 +254,14 @@ RULES: Mapping[str, type[Rule]] = {
 }
 
 
-def unfit(rule: type[Rule], averages: Averages, needs_every_model: bool) -> str:
-    """Why a rule does not go with a method of which these are the class attributes; empty where it does."""
+def unfit(rule: type[Rule], averages: Averages) -> str:
+    """Why a rule does not go with a method that averages these; empty where it does."""
+    kinds = {averaged.rules for averaged in averages.values()}
     if not averages:
         return "averages no models of sites"
-    if rule.one_model and needs_every_model:
+    if "none" in kinds:
+        return "multiplies models by what sites say of themselves, which no rule looks at"
+    if rule.one_model and "each" in kinds:
         return f"needs the model of every site, and {_name(rule)} makes one of all"
     if rule is Trust and any(averaged.at == "targets" for averaged in averages.values()):
         return f"averages models of sites without labels, and for {_name(rule)} the trusted site must be among them"

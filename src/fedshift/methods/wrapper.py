@@ -15,7 +15,7 @@ from fedshift.federation.federation import Federation
 from fedshift.federation.messages import Reply
 from fedshift.federation.reply_bounds import About, Bounds
 from fedshift.federation.site import Site
-from fedshift.methods.base import Method, Reads, RunPlan, State, Traffic, calls_of, in_order
+from fedshift.methods.base import Method, Reads, RunPlan, Samples, State, Target, Traffic, calls_of, in_order
 from fedshift.methods.composition.averaging import Averaging
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.composition.plug_in import LocalOption
@@ -38,7 +38,7 @@ class Wrapper(Method):
 
     @model_validator(mode="after")
     def _trains_at_sites(self) -> Self:
-        if self.inner.pooled or self.inner.supervised_target:
+        if self.inner.pooled or self.inner.target == "labelled":
             raise ValueError(f"{self.inner.name} does not train at source sites; choose a federated method")
         if self.inner.robust is not None:
             raise ValueError(f"robust: write it beside {self.name}, not in the method behind it")
@@ -89,14 +89,9 @@ class Wrapper(Method):
         return tuple(dict.fromkeys((*self.inner.memory_names, *self.own_memory)))
 
     @property
-    def needs_target(self) -> bool:  # type: ignore[override]
-        """Whether a target without labels takes part in the inner method."""
-        return self.inner.needs_target
-
-    @property
-    def one_target(self) -> bool:  # type: ignore[override]
-        """Whether the inner method adapts to exactly one target."""
-        return self.inner.one_target
+    def target(self) -> Target:  # type: ignore[override]
+        """What the inner method trains on of the target."""
+        return self.inner.target
 
     @property
     def uses_held_out(self) -> bool:  # type: ignore[override]
@@ -121,16 +116,6 @@ class Wrapper(Method):
     def server_reads(self) -> Reads:  # type: ignore[override]
         """What the server reads for the inner method."""
         return self.inner.reads
-
-    @property
-    def needs_every_model(self) -> bool:  # type: ignore[override]
-        """Whether the inner method does more with the models than average them."""
-        return self.inner.needs_every_model
-
-    @property
-    def has_server_step(self) -> bool | None:  # type: ignore[override]
-        """Whether a server's optimiser goes with the inner method."""
-        return self.inner.has_server_step
 
     @property
     def thaws(self) -> bool:  # type: ignore[override]
@@ -167,11 +152,8 @@ class Wrapper(Method):
     def check(self, network: Network) -> None:
         self.inner.check(network)
 
-    def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
-        return self.inner.check_samples(input_shape)
-
-    def check_steps(self, steps: Mapping[str, int]) -> tuple[str, ...]:
-        return self.inner.check_steps(steps)
+    def check_samples(self, samples: Samples) -> tuple[str, ...]:
+        return self.inner.check_samples(samples)
 
     def bounds(self, call: str, about: About) -> Bounds:
         return self.inner.bounds(call, about)

@@ -127,22 +127,52 @@ class Network(nn.Module):
         Raises:
             UserError: the network has no stage of that name.
         """
-        seen: dict[str, Tensor] = {}
-        handles: list[RemovableHandle] = []
+        with StageReader(self, names) as read:
+            return read(inputs)
+
+
+class StageReader:
+    """`Network.with_stages` of many mini-batches: what looks at the stages stays attached until this is closed.
+
+    It is attached by the first pass, so that it sees what was attached before, such as plug-ins, has made of a stage. A
+    copy of the network that is made in between must not be used.
+
+    Args:
+        network: whose stages.
+        names: the stages to keep.
+
+    Raises:
+        UserError: the network has no stage of that name.
+    """
+
+    def __init__(self, network: Network, names: Sequence[str]) -> None:
         for name in names:
-            if name not in self.stages:
-                raise UserError(f"the network has no stage '{name}'; {nearest(name, self.stages)}")
+            if name not in network.stages:
+                raise UserError(f"the network has no stage '{name}'; {nearest(name, network.stages)}")
+        self._network, self._names = network, tuple(names)
+        self._seen: dict[str, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
 
-            def keep(_module: nn.Module, _inputs: object, output: Tensor, name: str = name) -> None:
-                seen[name] = output.float()  # bf16 stays inside the network
+    def __enter__(self) -> StageReader:
+        return self
 
-            handles.append(self.get_submodule(self.stages[name]).register_forward_hook(keep))
-        try:
-            logits = self(inputs)
-        finally:
-            for handle in handles:
-                handle.remove()
-        return logits, {name: seen[name] for name in names}
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def __call__(self, inputs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Logits (n, classes), and the stages' outputs in the order of the names."""
+        if not self._handles:
+            for name in self._names:
+                stage = self._network.get_submodule(self._network.stages[name])
+                self._handles.append(stage.register_forward_hook(functools.partial(self._keep, name)))
+        logits = self._network(inputs)
+        seen, self._seen = self._seen, {}  # a graph lives no longer than its mini-batch
+        return logits, {name: seen[name] for name in self._names}
+
+    def _keep(self, name: str, _module: nn.Module, _inputs: object, output: Tensor) -> None:
+        self._seen[name] = output.float()  # bf16 stays inside the network
 
 
 def with_layer_rates(network: Network, rates: Mapping[str, float]) -> Network:

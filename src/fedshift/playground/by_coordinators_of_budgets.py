@@ -139,8 +139,8 @@ def _statistics(played: Played) -> str:
         differs=lambda site: differs(site, statistics_noise=4.0, ranges={"age": [0, 120]}),
     )
     spent = folder_of(four, "with-ranges") / FIRST / "memory" / LEDGER
-    steps = [json.loads(line)["step"] for line in spent.read_text(encoding="utf-8").splitlines()]
-    expect(steps.count("statistics") == 1, f"the site counted {steps}")
+    calls = [json.loads(line)["call"] for line in spent.read_text(encoding="utf-8").splitlines()]
+    expect(calls.count("statistics") == 1, f"the site counted {calls}")
     return said
 
 
@@ -150,10 +150,10 @@ def _under_masks(played: Played) -> str:
     experiment = {"training": PRIVATE, "engine": {"aggregation": "secure"}}
     rehearse(four, "both", experiment=experiment, differs=_with_budget)
     folders: list[Path] = [folder_of(four, "both") / site / "memory" for site in four.sites]
-    steps = [json.loads(line)["step"] for line in (folders[0] / LEDGER).read_text(encoding="utf-8").splitlines()]
-    expect(steps.count("fit") == PRIVATE["rounds"], f"the site counted {steps}")
+    calls = [json.loads(line)["call"] for line in (folders[0] / LEDGER).read_text(encoding="utf-8").splitlines()]
+    expect(calls.count("fit") == PRIVATE["rounds"], f"the site counted {calls}")
     expect(len({(folder / SECRET).read_bytes() for folder in folders}) == len(folders), "two sites share a secret")
-    return f"{len(folders)} sites count what they answer under masks, too: {steps.count('fit')} times training"
+    return f"{len(folders)} sites count what they answer under masks, too: {calls.count('fit')} times training"
 
 
 COORDINATOR = "a curious coordinator"

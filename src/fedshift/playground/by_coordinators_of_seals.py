@@ -34,7 +34,7 @@ def _read(played: Played) -> str:
     crossed: dict[str, Mapping[str, Content]] = {}
 
     def watch(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
-        if header.get("step") == "fit" and isinstance(answer, Message):
+        if header.get("call") == "fit" and isinstance(answer, Message):
             crossed[site] = unseal(answer)[1]
         return answer
 

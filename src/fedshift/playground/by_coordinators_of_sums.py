@@ -285,7 +285,7 @@ def _spoiled(played: Played, name: str, do: str, spoil: Callable[[Masked], Maske
 
 
 def _spoilt_upload(played: Played) -> str:
-    events = _spoiled(played, "upload-spoilt", "step", lambda found: Masked({**found, "sum": torch.zeros(3)}))
+    events = _spoiled(played, "upload-spoilt", "call", lambda found: Masked({**found, "sum": torch.zeros(3)}))
     said = [event for event in events if event.get("is") in ("refused", "lost") and "reason" in event]
     expect({event["site"] for event in said} == {LIAR}, f"another site is blamed: {said}")
     return f"site '{LIAR}' refused: {said[0]['reason']}"

@@ -26,7 +26,7 @@ LIAR = "north"
 Spoil = Callable[[Message], Message | list[Message]]
 
 
-def _spoiled(played: Played, name: str, spoil: Spoil, do: str = "step", **engine: Any) -> str:
+def _spoiled(played: Played, name: str, spoil: Spoil, do: str = "call", **engine: Any) -> str:
     """The liar spoils its replies; the other site goes on, and the coordinator says who it was."""
 
     def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost | list[Message]:

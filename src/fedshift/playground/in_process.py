@@ -39,7 +39,7 @@ class Loopback:
         whole = list(messages)
         for site, message in reversed(whole) if self.backwards else whole:
             header = json.loads(message.header)
-            self.asked.append((site, header.get("step", header["do"])))
+            self.asked.append((site, header.get("call", header["do"])))
             answer = self.programs[site].handle(message, "coordinator")
             changed = self.change(site, header, answer)
             for one in changed if isinstance(changed, list) else [changed]:
@@ -129,7 +129,7 @@ def caught_requests(
             whole = list(messages)
             for to, message in whole:
                 header = json.loads(message.header)
-                if call in (header.get("step"), header["do"]):
+                if call in (header.get("call"), header["do"]):
                     caught[to] = message
             if caught:
                 raise Caught

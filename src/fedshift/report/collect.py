@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from fedshift.errors import UserError, nearest
-from fedshift.evaluation.packed import RUNS, kept
+from fedshift.evaluation.packs.packed import RUNS, kept
 from fedshift.evaluation.records import RoundRecord, RunResult, SiteMetric
 from fedshift.evaluation.stored import FAILURE, ORDER, RESULT, is_finished, packed_run, run_folders, stored
 from fedshift.text import one_line
@@ -196,7 +196,7 @@ def _parse(model: type[Model], text: bytes, where: str, advice: str) -> Model:
         return model.model_validate_json(text)
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(step) for step in first["loc"])
+        field = ".".join(str(part) for part in first["loc"])
         what = " ".join(f"{field + ': ' if field else ''}{first['msg']}".split())
         raise UserError(f"{where} is corrupt or was not written by fedshift ({what}): {advice}") from error
 

@@ -32,15 +32,17 @@ def search_page(climbed: Sequence[Climbed], out: Sequence[str], budget: int) -> 
         out: the domains that the search did not read.
         budget: mini-batches of each site with all of the budget.
     """
-    tests = [(step, method, _difference(step, method)) for step in climbed for method in step.experiment.methods[1:]]
+    tests = [
+        (level, method, _difference(level, method)) for level in climbed for method in level.experiment.methods[1:]
+    ]
     corrected = dict(
         zip(
-            ((step.rung.number, method.display) for step, method, _ in tests),
+            ((level.rung.number, method.display) for level, method, _ in tests),
             holm([test.p if test else None for _, _, test in tests]),
             strict=True,
         )
     )
-    metric = next((result.metric for step in climbed for result in step.results), "accuracy")
+    metric = next((result.metric for level in climbed for result in level.results), "accuracy")
     first = climbed[0].experiment.methods[0].display
     sites = f"Not read at all: {', '.join(out)}." if out else "All sites took part: the result is for one that did not."
     lines = [
@@ -49,27 +51,27 @@ def search_page(climbed: Sequence[Climbed], out: Sequence[str], budget: int) -> 
         f"Every source in turn was left out of training and measured. {sites}",
         "",
     ]
-    for step in climbed:
-        part = round(step.rung.share * budget)
+    for level in climbed:
+        part = round(level.rung.share * budget)
         lines += [
-            f"## Rung {step.rung.number}: {part:,} mini-batches a site",
+            f"## Rung {level.rung.number}: {part:,} mini-batches a site",
             "",
             f"| method | mean | minus {first} | p | p (Holm) | goes on |",
             "| --- | ---: | ---: | ---: | ---: | --- |",
         ]
-        for method, mean in ranked(step.experiment.methods, step.results):
+        for method, mean in ranked(level.experiment.methods, level.results):
             name = method.display
-            test = next((test for at, other, test in tests if at is step and other is method), None)
+            test = next((test for at, other, test in tests if at is level and other is method), None)
             cells = ["", "", ""]
             if test is not None:
                 error = "" if test.standard_error is None else f" ± {shown(metric, test.standard_error)}"
                 cells = [
                     f"{'-' if test.mean < 0 else '+'}{shown(metric, abs(test.mean))}{error}",
                     p_value(test.p),
-                    p_value(corrected[step.rung.number, name]),
+                    p_value(corrected[level.rung.number, name]),
                 ]
             score = "diverged" if mean is None else shown(metric, mean)
-            lines.append(f"| {name} | {score} | {' | '.join(cells)} | {'yes' if method in step.going_on else ''} |")
+            lines.append(f"| {name} | {score} | {' | '.join(cells)} | {'yes' if method in level.going_on else ''} |")
         lines.append("")
     looks = sum(test is not None and test.p is not None for _, _, test in tests)
     lines.append(
@@ -81,13 +83,13 @@ def search_page(climbed: Sequence[Climbed], out: Sequence[str], budget: int) -> 
 
 
 def _quantity(climbed: Sequence[Climbed]) -> str:
-    results = [result for step in climbed for result in step.results]
+    results = [result for level in climbed for result in level.results]
     return headline(results).what
 
 
-def _difference(step: Climbed, method: Method) -> TTest | None:
+def _difference(level: Climbed, method: Method) -> TTest | None:
     """The method minus the first, tested over seeds."""
-    first = step.experiment.methods[0].display
-    by_name = {name: [result for result in step.results if result.method == name] for name in (method.display, first)}
+    first = level.experiment.methods[0].display
+    by_name = {name: [result for result in level.results if result.method == name] for name in (method.display, first)}
     found = compare(by_name[method.display], by_name[first])
     return found.average if found else None

@@ -213,7 +213,7 @@ def _site_notes(results: Sequence[RunResult], measure: Measure) -> Iterator[str]
 
 
 def _intervals(whole: Table) -> Iterator[Table]:
-    """The intervals over samples of the entries of ``whole``."""
+    """The intervals over samples of the entries of ``whole``, for the methods that have some."""
     columns = whole.columns[:-1]
     cells: dict[str, dict[str, Cell | None]] = {
         method: {
@@ -224,14 +224,16 @@ def _intervals(whole: Table) -> Iterator[Table]:
         }
         for method, line in whole.cells.items()
     }
-    if any(cell for line in cells.values() for cell in line.values()):
+    known = {method: line for method, line in cells.items() if any(line.values())}
+    if known:
         note = (
             "Bootstrap over the target's samples (over groups where the data have them), bounds averaged over "
             f"{whole.measure.repeat}s: how far its few samples leave the number open."
         )
         title = f"{whole.measure.name}: 95 % intervals over samples"
         measure = replace(whole.measure, title=title, what="", notes=(note,))
-        yield Table(whole.select, measure, whole.methods, columns, cells, (), measure.notes)
+        methods = tuple(method for method in whole.methods if method in known)
+        yield Table(whole.select, measure, methods, columns, known, (), measure.notes)
 
 
 def _worst(whole: Table, results: Sequence[RunResult]) -> Iterator[Table]:

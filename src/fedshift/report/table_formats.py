@@ -6,17 +6,20 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from fedshift.report.folding import Folded
 from fedshift.report.table import MISSING, Cell, Table
 from fedshift.text import csv_text, json_text, printable
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
-    from rich.table import Table as Grid
     from rich.text import Text
 
 
 def terminal(table: Table) -> RenderableType:
-    """The table for a `rich.console.Console`. If the terminal is too narrow, it has one line per entry."""
+    """The table for a `rich.console.Console`.
+
+    In a narrow terminal it stands on its side, if it fits in that way, or else in blocks of its columns.
+    """
     from rich.console import Group
 
     return Group(*(part for one in (table, *table.more) for part in _titled(one)))
@@ -33,53 +36,26 @@ def _titled(table: Table) -> Iterable[RenderableType]:
 
 @dataclass(frozen=True)
 class _Fitting:
-    """The matrix, if it fits without cutting a number; otherwise one line per entry."""
+    """The matrix, upright or on its side."""
 
     table: Table
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.measure import Measurement
-
-        matrix = self._matrix()
-        # rich never measures more than the given width, so give it far more than any table needs.
-        needed = Measurement.get(console, options.update(max_width=100_000), matrix).minimum
-        fits = needed <= options.max_width
-        yield matrix if fits else self._list()
-
-    def _matrix(self) -> Grid:
-        grid = _grid()
-        grid.add_column("method", min_width=max(map(len, ("method", *self.table.methods))))
-        for column in self.table.columns:
-            # In a narrow terminal the standard error wraps below its mean. The mean is never cut.
-            grid.add_column(_plain(column), justify="right", min_width=max(6, len(column)))
-        for method in self.table.methods:
-            grid.add_row(_plain(method), *map(_rich_entry, self.table.cells[method].values()))
-        return grid
-
-    def _list(self) -> Grid:
-        grid = _grid("method", "target")
-        grid.add_column(self.table.measure.name.lower(), justify="right", no_wrap=True)
-        for method in self.table.methods:
-            for column, cell in self.table.cells[method].items():
-                grid.add_row(_plain(method), _plain(column), _rich_entry(cell))
-        return grid
-
-
-def _grid(*names: str) -> Grid:
-    from rich import box
-    from rich.table import Table as Grid
-
-    grid = Grid(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in names:
-        grid.add_column(name, overflow="fold")
-    return grid
-
-
-def _plain(text: str) -> Text:
-    """Text in which rich does not read brackets as markup."""
-    from rich.text import Text
-
-    return Text(printable(text))
+        methods, columns, cells = self.table.methods, self.table.columns, self.table.cells
+        upright = Folded(
+            ["method", *columns],
+            [[name, *(_rich_entry(cells[name][column]) for column in columns)] for name in methods],
+            ruled=True,
+        )
+        aside = Folded(
+            ["target", *methods],
+            [[column, *(_rich_entry(cells[name][column]) for name in methods)] for column in columns],
+            ruled=True,
+        )
+        if console.is_terminal and len(upright.blocks(console, options)) > 1:
+            yield aside if len(aside.blocks(console, options)) == 1 else upright
+        else:
+            yield upright
 
 
 def _rich_entry(cell: Cell | None) -> Text:

@@ -148,7 +148,7 @@ class Network:
 
 
 class Gates:
-    """A method whose steps last until a gate is open: that of a round, or of a site in a round (``3-north``)."""
+    """A method whose calls last until a gate is open: that of a round, or of a site in a round (``3-north``)."""
 
     def __init__(self, folder: Path, label: str, **options: Any) -> None:
         self.folder = folder / label

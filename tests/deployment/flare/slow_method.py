@@ -1,4 +1,4 @@
-"""FedAvg with steps that last until a test says so, so that it can kill something in the middle of one."""
+"""FedAvg with calls that last until a test says so, so that it can kill something in the middle of one."""
 
 from __future__ import annotations
 

@@ -123,8 +123,8 @@ class Played:
 def played(network: Network) -> Played:
     """One deployment for several tests, as each job starts four processes.
 
-    A whole site dies in mid-step, then the whole coordinator, each killed with -9; then the deployment is aborted, and
-    resumed. Every time the sites wait in their steps. `test_network_apart` kills the job of a site alone.
+    A whole site dies in mid-call, then the whole coordinator, each killed with -9; then the deployment is aborted, and
+    resumed. Every time the sites wait in their calls. `test_network_apart` kills the job of a site alone.
     """
     gates = Gates(network.folder, "slow")
     options = options_of({}, name="played", protocol=ADAPT, methods=[gates.method, *OTHERS])
@@ -223,8 +223,8 @@ class Reduced:
 def reduced(network: Network, played: Played) -> Reduced:
     """One deployment for several tests. Models cross in parts.
 
-    First a site never ends a step in time. In the next run it is there again, and dies as a whole in mid-step; then
-    another's kit is revoked in mid-step. Both stay away.
+    First a site never ends a call in time. In the next run it is there again, and dies as a whole in mid-call; then
+    another's kit is revoked in mid-call. Both stay away.
     """
     late, gates = Gates(network.folder, "late", only_at="east"), Gates(network.folder, "killed")
     large = {"name": "mlp", "hidden": [300, 300]}
@@ -245,7 +245,7 @@ def reduced(network: Network, played: Played) -> Reduced:
     return Reduced(options, deployment, network.finish(deployment))
 
 
-def test_a_quorum_is_not_slowed_by_a_site_that_never_ends_a_step(reduced: Reduced) -> None:
+def test_a_quorum_is_not_slowed_by_a_site_that_never_ends_a_call(reduced: Reduced) -> None:
     """It is waited for in the first round, and in no other, as `test_slow_site` shows."""
     lost = reduced.lost("late")
     assert lost.keys() == {("east", 1), ("east", 2), ("east", 3)}

@@ -109,9 +109,9 @@ def test_killed_between_the_exchanges_a_run_ends_in_the_same_bits(
     assert same(model(here, "slow", "west"), model(played.folder, "slow", "west"))
     for name in network.names:
         lines, _ = AuditLog.check(network.made.sites[name] / "memory" / "audit.jsonl")
-        steps = [line for line in lines if line["do"] == "step"]
-        assert {line["round"] for line in steps if line.get("again")} >= {1, 2}, "kept answers are given again"
-        assert {piece["kind"] for line in steps for piece in line["sent"].values()} == {"masked"}
+        calls = [line for line in lines if line["do"] == "call"]
+        assert {line["round"] for line in calls if line.get("again")} >= {1, 2}, "kept answers are given again"
+        assert {piece["kind"] for line in calls for piece in line["sent"].values()} == {"masked"}
 
 
 def test_in_network_namespaces_of_their_own(network: Network, played: Played) -> None:

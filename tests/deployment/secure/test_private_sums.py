@@ -48,7 +48,7 @@ def budgeted(folder: Path, change: Change | None = None, **privacy: Any) -> Loop
 def paid(transport: Loopback, site: str) -> list[str]:
     """What a site's ledger has lines for."""
     file = transport.programs[site].config.memory / LEDGER
-    return [json.loads(line)["step"] for line in file.read_text().splitlines()]
+    return [json.loads(line)["call"] for line in file.read_text().splitlines()]
 
 
 def rounds(runs: Path, target: str = "west") -> list[dict[str, Any]]:
@@ -110,7 +110,7 @@ def spending(transport: Loopback, moment: tuple[str, str, int]) -> Change:
             for steps in (10_000, 1000, 100, 10, 1):
                 one, number = NoisySteps(30.0, 1.0, steps), 0
                 while ledger.epsilon(one) < 30:
-                    ledger.pay(f"another {steps} {number}", one, step="another project")
+                    ledger.pay(f"another {steps} {number}", one, call="another project")
                     number += 1
         return answer
 
@@ -139,7 +139,7 @@ def test_a_budget_that_ends_between_the_exchanges_costs_the_next_sum_its_site(
 
 
 def test_killed_between_the_exchanges_noise_is_paid_for_once(tmp_path: Path) -> None:
-    change, deaths = killed_at(("up", "step", 1), ("north", "unmask", 1), ("east", "unmask", 2)), 0
+    change, deaths = killed_at(("up", "call", 1), ("north", "unmask", 1), ("east", "unmask", 2)), 0
     options = secure_options(training=PRIVATE)
     while True:
         transport = budgeted(tmp_path, change)

@@ -39,8 +39,8 @@ class Stopped:
         self.name = f"tiny-{method['name']}-east-seed-0"
 
         def meddle(site: str, header: dict[str, Any], content: dict[str, Any]) -> None:
-            if header["do"] in ("step", "measure"):
-                call, number = header.get("step", header["do"]), header.get("envelope", header)["round"]
+            if header["do"] in ("call", "measure"):
+                call, number = header.get("call", header["do"]), header.get("envelope", header)["round"]
                 self.requests[site, call, number] = seal(header, body_of(content))
 
         self.transport.meddle = meddle

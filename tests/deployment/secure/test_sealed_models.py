@@ -67,7 +67,7 @@ def test_same_bits_as_the_local_engine_and_no_source_model_in_clear(
     crossed: dict[str, bytes] = {}
 
     def watch(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
-        if header.get("step") == made and isinstance(answer, Message):
+        if header.get("call") == made and isinstance(answer, Message):
             _, content, _ = unseal(answer)
             assert isinstance(content["weights"], Sealed)
             crossed[site] = answer.body
@@ -88,7 +88,7 @@ def test_same_bits_as_the_local_engine_and_no_source_model_in_clear(
     assert 1 < sealed / (rounds * one * len(SOURCES)) < 1 + 4000 / one
     assert 0 <= theirs["bytes_down"]["sealed"] - sealed < 20 * rounds * len(SOURCES), "and where they belong"
     lines, _ = AuditLog.check(transport.programs["north"].config.audit_log)
-    fits = [line for line in lines if line["step"] == made]
+    fits = [line for line in lines if line["call"] == made]
     assert all(line["sealed_for"] == ["east"] and line["sent"]["weights"]["kind"] == "sealed" for line in fits)
     lines, _ = AuditLog.check(transport.programs["east"].config.audit_log)
     assert [line["opened"] for line in lines if "opened" in line] == [list(SOURCES)] * rounds
@@ -105,7 +105,7 @@ def test_killed_anywhere_a_run_ends_in_the_same_bits(wire: str, tmp_path: Path) 
     left = [("south", "fit", 1), ("east", "distil", 1), ("north", "fit", 2), ("east", "distil", 2)]
 
     def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
-        moment = (site, header.get("step"), header.get("envelope", header).get("round"))
+        moment = (site, header.get("call"), header.get("envelope", header).get("round"))
         if moment in left:
             left.remove(moment)
             for file in (tmp_path / "north").rglob("answer-*") if len(left) == 2 else ():
@@ -139,7 +139,7 @@ def to_target(change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]
     """Change the models that the target is given in a round."""
 
     def meddle(site: str, header: dict[str, Any], content: dict[str, Any]) -> Request | None:
-        if header.get("step") != "distil" or header["envelope"]["round"] != number:
+        if header.get("call") != "distil" or header["envelope"]["round"] != number:
             return None
         return header, {**content, "models": change(header, dict(content["models"]))}
 
@@ -211,7 +211,7 @@ def test_a_model_of_another_round_is_not_opened(tmp_path: Path) -> None:
     transport, before = between(tmp_path), {}
 
     def meddle(site: str, header: dict[str, Any], content: dict[str, Any]) -> Request | None:
-        if header.get("step") != "distil":
+        if header.get("call") != "distil":
             return None
         before.setdefault("models", content["models"])
         return (header, {**content, **before}) if header["envelope"]["round"] == 2 else None
@@ -283,7 +283,7 @@ def test_only_what_a_method_hands_on_is_sealed_or_opened(tmp_path: Path) -> None
 
     def meddle(site: str, header: dict[str, Any], content: dict[str, Any]) -> Request | None:
         held.update({"seal": header["seal"]} if "seal" in header else {})
-        return ({**header, **held}, content) if header.get("step") == "distil" else None
+        return ({**header, **held}, content) if header.get("call") == "distil" else None
 
     transport.meddle = meddle
     with pytest.raises(FedshiftError, match="what call distil sends is not only handed on"):
@@ -291,7 +291,7 @@ def test_only_what_a_method_hands_on_is_sealed_or_opened(tmp_path: Path) -> None
     transport = between(tmp_path)
     sealed = Sealed({"sealed": torch.zeros(3, dtype=torch.uint8)})
     transport.meddle = lambda site, header, content: (
-        (header, {"weights": sealed}) if header.get("step") == "fit" else None
+        (header, {"weights": sealed}) if header.get("call") == "fit" else None
     )
     with pytest.raises(FedshiftError, match="call fit is not given sealed models in 'weights'"):
         run(tmp_path, transport)
@@ -338,7 +338,7 @@ def test_an_answer_that_is_not_sealed_as_asked_is_refused(spoil: dict[str, Any],
     transport = between(tmp_path)
 
     def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
-        if site != "north" or header.get("step") != "fit" or not isinstance(answer, Message):
+        if site != "north" or header.get("call") != "fit" or not isinstance(answer, Message):
             return answer
         told, content, _ = unseal(answer)
         return seal(told, body_of({**{name: content[name] for name in ("samples", "loss")}, **spoil}))

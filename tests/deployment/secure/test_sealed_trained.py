@@ -94,7 +94,7 @@ def test_killed_anywhere_a_run_ends_in_the_same_bits(
     left = list(moments)
 
     def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
-        moment = (site, header.get("step", header["do"]), header.get("envelope", header).get("round"))
+        moment = (site, header.get("call", header["do"]), header.get("envelope", header).get("round"))
         if moment in left:
             left.remove(moment)
             for file in tmp_path.rglob("answer-*") if len(left) == 1 else ():
@@ -127,7 +127,7 @@ def test_a_run_goes_on_without_a_site(method: dict[str, Any], lost: tuple[str, i
     transport, name = between(tmp_path), method["name"]
 
     def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
-        moment = (header.get("step"), header.get("envelope", header).get("round"))
+        moment = (header.get("call"), header.get("envelope", header).get("round"))
         return Lost("the line is dead") if site == "south" and moment == lost else answer
 
     transport.change = change

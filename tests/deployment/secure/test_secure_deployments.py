@@ -52,7 +52,7 @@ def test_same_bits_as_the_local_engine_and_nothing_single_leaves(method: dict[st
     sent = {piece["kind"] for line in lines for piece in line.get("sent", {}).values() if line["do"] != "measure"}
     assert sent == {"numbers", "masked"}
     assert {"key", "unmask"} <= {line["do"] for line in lines}
-    assert all(line["roster"] == sorted(FOUR) for line in lines if line["do"] == "step")
+    assert all(line["roster"] == sorted(FOUR) for line in lines if line["do"] == "call")
     memory = transport.programs["north"].config.memory
     assert not [path for path in memory.rglob("*") if "upload" in path.name or path.name == "key"]
     assert not list((there / name / "west" / "seed-0").glob("memory/**/*"))
@@ -68,7 +68,7 @@ def test_a_sum_is_of_the_sites_that_are_drawn(tmp_path: Path) -> None:
     rosters = []
     for program in transport.programs.values():
         lines, _ = AuditLog.check(program.config.audit_log)
-        rosters += [tuple(line["roster"]) for line in lines if line["do"] == "step"]
+        rosters += [tuple(line["roster"]) for line in lines if line["do"] == "call"]
     assert {len(roster) for roster in rosters} == {3}
     assert len(rosters) == 3 * 4
     assert len(set(rosters)) > 1
@@ -77,7 +77,7 @@ def test_a_sum_is_of_the_sites_that_are_drawn(tmp_path: Path) -> None:
 
 
 def losing(*lost: tuple[str, str, int]) -> Change:
-    """Sites that are lost in the exchange of a kind (step, unmask) of a round."""
+    """Sites that are lost in the exchange of a kind (call, unmask) of a round."""
 
     def change(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
         number = header.get("envelope", header).get("round")
@@ -99,7 +99,7 @@ def test_sites_are_lost_before_and_between_the_exchanges(
 ) -> None:
     """Also with a rounded wire, where a site that was away has not seen what was rounded before."""
     options = secure_options()
-    transport = between(tmp_path, losing(("up", "step", 1), ("down", "unmask", 1), ("east", "unmask", 2)))
+    transport = between(tmp_path, losing(("up", "call", 1), ("down", "unmask", 1), ("east", "unmask", 2)))
     there, _ = deploy_secure(tmp_path, options, FIVE, transport=transport, engine={"quorum": 4, "wire": wire})
     records = [json.loads(line) for line in (there / "fedavg/west/seed-0/rounds.jsonl").read_text().splitlines()]
     assert [list(record["extra"].get("missing", {})) for record in records[-2:]] == [["up"], []]
@@ -137,7 +137,7 @@ def killed_at(*moments: tuple[str, str, int]) -> Change:
 def test_killed_between_the_exchanges_a_run_ends_in_the_same_bits(tmp_path: Path) -> None:
     """Coordinator and sites begin anew each time: from nothing, and from a checkpoint."""
     options = secure_options(CSAC)
-    moments = [("north", "unmask", 0), ("up", "step", 1), ("east", "unmask", 1), ("up", "unmask", 2)]
+    moments = [("north", "unmask", 0), ("up", "call", 1), ("east", "unmask", 1), ("up", "unmask", 2)]
     change, deaths = killed_at(*moments), 0
     while True:
         try:
@@ -157,7 +157,7 @@ def test_a_site_that_is_back_after_the_others_told_their_shares_is_in_no_sum(tmp
 
     def once(site: str, header: dict[str, Any], answer: Message | Lost) -> Message | Lost:
         killing = killed_at(("down", "unmask", 1))
-        return killing(site, header, losing(("up", "step", 1))(site, header, answer))
+        return killing(site, header, losing(("up", "call", 1))(site, header, answer))
 
     quorum = {"quorum": 4}
     with pytest.raises(Killed):
@@ -166,7 +166,7 @@ def test_a_site_that_is_back_after_the_others_told_their_shares_is_in_no_sum(tmp
     record = json.loads((there / "fedavg/west/seed-0/rounds.jsonl").read_text().splitlines()[-2])
     assert "before others were told" in record["extra"]["missing"]["up"]
     other = tmp_path / "other"
-    through, _ = deploy_secure(other, options, FIVE, transport=between(other, losing(("up", "step", 1))), engine=quorum)
+    through, _ = deploy_secure(other, options, FIVE, transport=between(other, losing(("up", "call", 1))), engine=quorum)
     assert same(model(through, "fedavg", "west"), model(there, "fedavg", "west"))
 
 
@@ -175,7 +175,7 @@ def test_too_few_shares_end_the_run_which_goes_on_later(tmp_path: Path) -> None:
     with pytest.raises(FedshiftError, match=r"needs 3 of 5 sites.*site 'down': it is away"):
         deploy_secure(tmp_path, options, FIVE, transport=between(tmp_path, losing(*away)))
     # A site of the sum that is away now, too, is waited for by name.
-    gone = losing(("north", "step", 1))
+    gone = losing(("north", "call", 1))
     with pytest.raises(FedshiftError, match="'north' is in the sum"):
         deploy_secure(tmp_path, options, FIVE, transport=between(tmp_path, gone), engine={"quorum": 4})
     there, _ = deploy_secure(tmp_path, options, FIVE, transport=between(tmp_path, losing()))
@@ -198,13 +198,13 @@ LAYOUT = [["loss"], [["weights", "weights", "w", "torch.float32", [7]]]]
 @pytest.mark.parametrize(
     ("do", "spoil"),
     [
-        ("step", lambda answer: rewritten(answer, {"layout": None})),
-        ("step", lambda answer: rewritten(answer, {"layout": LAYOUT})),
-        ("step", lambda answer: rewritten(answer, {"layout": LAYOUT}, sum=torch.zeros(10, dtype=torch.int64))),
-        ("step", lambda answer: rewritten(answer, {}, sum=torch.zeros(3))),
-        ("step", lambda answer: rewritten(answer, {}, sealed=torch.zeros(1, dtype=torch.uint8))),
-        ("step", lambda answer: seal(json.loads(answer.header), body_of({}))),
-        ("step", lambda answer: rewritten(answer, {"mini_batches": 10**6})),
+        ("call", lambda answer: rewritten(answer, {"layout": None})),
+        ("call", lambda answer: rewritten(answer, {"layout": LAYOUT})),
+        ("call", lambda answer: rewritten(answer, {"layout": LAYOUT}, sum=torch.zeros(10, dtype=torch.int64))),
+        ("call", lambda answer: rewritten(answer, {}, sum=torch.zeros(3))),
+        ("call", lambda answer: rewritten(answer, {}, sealed=torch.zeros(1, dtype=torch.uint8))),
+        ("call", lambda answer: seal(json.loads(answer.header), body_of({}))),
+        ("call", lambda answer: rewritten(answer, {"mini_batches": 10**6})),
         ("unmask", lambda answer: rewritten(answer, {}, own=torch.ones(5, 33, dtype=torch.uint8))),
         ("unmask", lambda answer: rewritten(answer, {}, own=torch.ones(5, 33))),
         ("unmask", lambda answer: seal(json.loads(answer.header), body_of({}))),

@@ -21,7 +21,7 @@ from fedshift.deployment.secure.identity import Identity, signing
 from fedshift.deployment.site_server import SiteProgram, open_site
 from fedshift.federation.messages import Content
 from fedshift.federation.remote.policy import AuditLog
-from fedshift.federation.remote.transport import request_key
+from fedshift.federation.remote.transport import PROTOCOL, request_key
 from fedshift.federation.remote.wire import body_of, seal, unseal
 from fedshift.federation.secure.at_server import SecureSum
 from fedshift.federation.secure.keys import KeyCard, Order, signed_text
@@ -62,7 +62,7 @@ class Coordinator:
 
     def ask(self, site: str, header: Mapping[str, Any], content: Mapping[str, Content] | None = None) -> Answer:
         body = body_of(content or {})
-        whole = {"protocol": 1, "run": "r", **header}
+        whole = {"protocol": PROTOCOL, "run": "r", **header}
         message = seal({"key": request_key(whole, body.sha256), **whole}, body)
         answer, held, _ = unseal(self.sites[site].handle(message, "coordinator"))
         return answer, held
@@ -74,9 +74,9 @@ class Coordinator:
         cards = {name: self.cards[name] for name in names}
         whole = sum_entry(Weighing("samples", 8, len(FOUR)), cards, dict.fromkeys(names, ENVELOPE))
         header = {
-            "do": "step",
+            "do": "call",
             "run": "r",
-            "step": "fit",
+            "call": "fit",
             "envelope": ENVELOPE,
             "memory": {},
             "kept": {},
@@ -145,7 +145,7 @@ def test_one_update_is_masked_once(asking: Coordinator) -> None:
     slower = {**SETTING, "training": {"lr": 0.5}}
     assert "masks it only once" in asking.mask("north", setting=slower)[0]["message"]
     lines, _ = AuditLog.check(asking.sites["north"].config.audit_log)
-    assert [bool(line.get("refused")) for line in lines if line["do"] == "step"] == [False] * 3 + [True] * 4
+    assert [bool(line.get("refused")) for line in lines if line["do"] == "call"] == [False] * 3 + [True] * 4
     later = {**ENVELOPE, "exchange": 2}
     asking.mask("north", envelope=later, envelopes=dict.fromkeys(FOUR, later), checkpoint=1)
     assert "is over" in asking.mask("north")[0]["message"]
@@ -318,7 +318,7 @@ def test_a_site_without_a_kit_says_so(tmp_path: Path) -> None:
     files = write_data(tmp_path / "data", FOUR)
     program = open_site(site_file(tmp_path, "north", files["north"]))
     body = body_of({})
-    header = {"do": "key", "protocol": 1, "run": "r"}
+    header = {"do": "key", "protocol": PROTOCOL, "run": "r"}
     answer, _, _ = unseal(program.handle(seal({**header, "key": request_key(header, body.sha256)}, body), "c"))
     assert "no usable key" in answer["message"]
     assert hashlib.sha256(body.data).hexdigest() == body.sha256

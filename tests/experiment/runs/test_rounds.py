@@ -75,6 +75,21 @@ def test_numbers_of_a_run_are_the_sums_of_its_rounds(method: str, tmp_path: Path
     else:
         assert result["bytes_down"]["weights"] == 2 * 4 * 57 * 4
         assert "raw_data" not in result["bytes_up"]
+    by_site = result["bytes_by_site"]["sites"]
+    assert result["bytes_by_site"]["number"] == len(by_site)
+    for way in ("up", "down"):
+        kinds = {kind for both in by_site.values() for kind in both[way]}
+        assert result[f"bytes_{way}"] == {
+            kind: sum(both[way].get(kind, 0) for both in by_site.values()) for kind in kinds
+        }
+    if method == "deepall":
+        assert {name: both["up"]["raw_data"] for name, both in by_site.items() if name != "pool"} == {
+            "b": 18 * 5 * 4,
+            "c": 24 * 5 * 4,
+        }
+    else:
+        assert {name: both["down"]["weights"] for name, both in by_site.items()} == {"b": 4 * 57 * 4, "c": 4 * 57 * 4}
+    assert not (tmp_path / "runs" / "small" / method / "a" / "seed-0" / "bytes.json").exists(), "only while it lasts"
 
 
 @pytest.mark.parametrize(("every", "measured"), [(1, [1, 2, 3, 4, 5]), (2, [2, 4, 5]), (3, [3, 5]), (9, [5])])

@@ -30,7 +30,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "deepall": {"local_epochs": 1},
 }
 OWN = '''
-"""A method in a person's own file, with steps that go wrong."""
+"""A method in a person's own file, with calls that go wrong."""
 import os
 import signal
 import time
@@ -50,7 +50,6 @@ class Note(Reply):
 
 class Own(Method):
     name: ClassVar[str] = "own"
-    citation: ClassVar[str] = "none"
     memory_names: ClassVar[tuple[str, ...]] = ("count",)
 
     def round(self, federation, state):
@@ -200,7 +199,7 @@ def engines(own: Any, pools: dict[int, WorkerPool], **options: Any) -> Iterator[
 
 
 @pytest.mark.slow
-def test_errors_of_a_step_keep_their_class(own: Any, pools: dict[int, WorkerPool]) -> None:
+def test_errors_of_a_call_keep_their_class(own: Any, pools: dict[int, WorkerPool]) -> None:
     for where in engines(own, pools):
         with pytest.raises(UserError, match=r"^a mistake at large$") as user:
             where.ask(own.mistake, to=["large"]).only()

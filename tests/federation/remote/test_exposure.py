@@ -77,7 +77,7 @@ def score(
     local_epochs: int = 1,
     **training: Any,
 ) -> float:
-    """The exposure of FedAvg's step on a network whose weights ``change`` crafted."""
+    """The exposure of FedAvg's call on a network whose weights ``change`` crafted."""
     method = FedAvg(local_epochs=local_epochs)
     whole = setting(method, [domain], network, **{**ONCE, **training})
     runner = SiteRunner(SitePlan("north", "source", [(domain, np.arange(len(domain)), 0)]), whole)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedshift.errors import FedshiftError, UserError
-from fedshift.evaluation import packed_rounds
+from fedshift.evaluation.packs import packed_rounds
 from fedshift.federation import messages
 from fedshift.federation.messages import encode
 from fedshift.federation.remote import wire

@@ -43,7 +43,7 @@ def valid(wire: Wire) -> Message:
         "name": "north",
         "flag": True,
     }
-    header = {"do": "step", "run": "a", "envelope": {"exchange": 3, "progress": 0.25}, "memory": {}}
+    header = {"do": "call", "run": "a", "envelope": {"exchange": 3, "progress": 0.25}, "memory": {}}
     return seal(header, body_of(content, wire))
 
 
@@ -157,7 +157,7 @@ def spoiled(message: Message, draws: random.Random, *, sealed: bool) -> Message:
 
 def test_ten_thousand_mutations_are_refused_or_harmless() -> None:
     """No crash, and nothing but messages: with its digest left as it was every mutation is refused; with a digest that
-    fits, what comes through is plain values and tensors, which the next check holds against the step's reply.
+    fits, what comes through is plain values and tensors, which the next check holds against the call's reply.
     """
     draws = random.Random(0)
     messages = [valid(wire) for wire in ("float32", "bf16", "int8")]

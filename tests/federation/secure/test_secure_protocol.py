@@ -287,6 +287,6 @@ def test_another_key_in_the_same_run_is_refused(five: Federation) -> None:
 def test_every_part_of_an_order_is_bound(five: Federation) -> None:
     order = five.order()
     changed: list[dict[str, Any]] = [
-        {"run": "x"}, {"exchange": 2}, {"step": "x"}, {"content": "x"}, {"cards": order.cards[:4]},
+        {"run": "x"}, {"exchange": 2}, {"call": "x"}, {"content": "x"}, {"cards": order.cards[:4]},
     ]  # fmt: skip
     assert len({order.binding, *(replace(order, **change).binding for change in changed)}) == 6

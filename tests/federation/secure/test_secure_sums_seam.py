@@ -83,7 +83,7 @@ def test_csac_from_sums_is_csac(options: dict[str, Any]) -> None:
     fedavg, _ = played("csac", False, NORMED, aggregation="average")
     if options.get("aggregation") != "average":  # the shares matter here by far more than the tolerance
         assert apart(plain.weights, fedavg.weights) > 1e-3
-    asked = {entry.step for entry in where.ledger.entries}
+    asked = {entry.call for entry in where.ledger.entries}
     assert ("weigh" in asked) == (options.get("aggregation") != "average")
 
 
@@ -97,7 +97,7 @@ def test_mdfnet_from_sums_is_mdfnet(options: dict[str, Any]) -> None:
     secure, where = played("mdfnet", True, NORMED, rounds=3, r="round", **options)
     assert apart(plain.weights, secure.weights) < 2e-5
     assert before.progress == where.progress
-    assert {entry.step for entry in where.ledger.entries} == {"fit", "fit_unlabelled"}
+    assert {entry.call for entry in where.ledger.entries} == {"fit", "fit_unlabelled"}
     assert plain.report["losses"].keys() >= {"middle", "target"}
     assert set(secure.report["losses"]) == {ALL}
     assert secure.report["aggregation_weights"] == {}

@@ -28,7 +28,7 @@ from fedshift.federation.setting_json import setting_from, setting_recipe
 from fedshift.federation.site import Site
 from fedshift.federation.site_runner import Setting
 from fedshift.methods import registry
-from fedshift.methods.base import Method
+from fedshift.methods.base import Method, Samples
 from fedshift.methods.composition.options import Composed
 from fedshift.methods.federated.alone import Alone
 from fedshift.methods.federated.ccst import CCST, StyleTransfer
@@ -114,10 +114,10 @@ def test_it_is_the_inner_method_with_other_samples(name: str, monkeypatch: pytes
 
 def test_nothing_of_the_inner_method_is_forgotten() -> None:
     """A new hook of methods has to be handed on, or named here as not the other's."""
-    own = {"name", "citation", "setting", "label", "recipe", "display", "described_setting"}
-    own |= {"scenario", "settings", "composition", *Composed.model_fields}  # a wrapper has its own
-    own |= {"plug_ins", "kept_at_sites", "cost_of", "work", "reads"}  # made of its own and of what is handed on
-    own |= {"pooled", "supervised_target", "trains_privately", "trains_in_parts", "in_parts"}  # refused
+    own = {"name", "setting", "label", "recipe", "display", "described_setting"}
+    own |= {"settings", "composition", *Composed.model_fields}  # a wrapper has its own
+    own |= {"plug_ins", "kept_at_sites", "reads", "needs_target"}  # made of its own and of what is handed on
+    own |= {"pooled", "trains_privately", "trains_in_parts", "in_parts"}  # refused
     both = (Method, Composed)
     hooks = {name for kind in both for name in (*vars(kind), *kind.__annotations__) if not name.startswith("_")}
     hooks -= {name for name in hooks if name.startswith("model_")}
@@ -127,15 +127,15 @@ def test_nothing_of_the_inner_method_is_forgotten() -> None:
 @pytest.mark.parametrize("name", ["fedavg", "fedadg", "fedomg", "kd3a", "mdfnet"])
 def test_it_says_of_itself_what_the_inner_method_says(name: str) -> None:
     inner = registry.parse({"name": name})
-    for said in ("needs_target", "one_target", "uses_held_out", "needs_every_model", "averages", "has_server_step"):
+    for said in ("target", "needs_target", "uses_held_out", "averages"):
         assert getattr(StyleTransfer(method=inner), said) == getattr(inner, said), said
 
 
 def test_warnings_of_the_inner_method_are_handed_on() -> None:
-    inner = MDFNet()
-    (warning,) = inner.check_steps({"a": 2})
+    inner, samples = MDFNet(), Samples((3, 8, 8), {"a": 2})
+    (warning,) = inner.check_samples(samples)
     assert "a (2)" in warning
-    assert StyleTransfer(method=inner).check_steps({"a": 2}) == (warning,)
+    assert StyleTransfer(method=inner).check_samples(samples) == (warning,)
 
 
 def test_each_site_alone_in_its_own_styles_is_measured_with_its_own_model() -> None:
@@ -231,7 +231,6 @@ class _Plain(Wrapper):
     """Does nothing to the inner method."""
 
     name: ClassVar[str] = "plain"
-    citation: ClassVar[str] = "made here"
 
     method: Any
 

@@ -19,6 +19,7 @@ from fedshift.errors import ReplyRefused, UserError
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.messages import Spectra
 from fedshift.federation.randomness import generator
+from fedshift.methods.base import Samples
 from fedshift.methods.federated import elcfs
 from fedshift.methods.federated.elcfs import ELCFS, _Bank
 from fedshift.methods.federated.fedavg import FedAvg
@@ -216,7 +217,7 @@ def test_only_the_window_travels_and_only_once() -> None:
     each = 4 * 1 * 5 * 3
     assert where.ledger.total["up"]["spectra"] == each * (10 + 5 + 2)
     assert where.ledger.total["down"]["spectra"] == 2 * each * (10 + 5 + 2)
-    kinds = {(entry.step, entry.kind) for entry in where.ledger.entries if entry.kind == "spectra"}
+    kinds = {(entry.call, entry.kind) for entry in where.ledger.entries if entry.kind == "spectra"}
     assert kinds == {("share_spectra", "spectra"), ("receive", "spectra")}
     assert isinstance(where, LocalFederation)
     bank = where._runners["a"].site.memory["bank"]
@@ -269,16 +270,16 @@ def test_images_of_different_sizes_or_grey_and_colour_say_which_site(other: dict
 
 def test_vectors_have_no_spectra() -> None:
     with pytest.raises(UserError, match="the samples are not images"):
-        ELCFS().check_samples(vectors("a", 3).inputs.shape[1:])
+        ELCFS().check_samples(Samples(vectors("a", 3).inputs.shape[1:]))
 
 
 def test_a_window_below_one_frequency_is_a_warning() -> None:
-    (warning,) = ELCFS().check_samples((1, 28, 28))
+    (warning,) = ELCFS().check_samples(Samples((1, 28, 28)))
     assert "window of 3×3" in warning
     assert "0.036" in warning
-    assert ELCFS(window=0.05).check_samples((1, 28, 28)) == ()
-    assert ELCFS(window=0).check_samples((1, 28, 28)) == ()
-    assert ELCFS().check_samples((3, 224, 224)) == ()
+    assert ELCFS(window=0.05).check_samples(Samples((1, 28, 28))) == ()
+    assert ELCFS(window=0).check_samples(Samples((1, 28, 28))) == ()
+    assert ELCFS().check_samples(Samples((3, 224, 224))) == ()
     assert ELCFS()._half_width(28, 28) == 1
     assert ELCFS(window=0)._half_width(28, 28) == 0
 

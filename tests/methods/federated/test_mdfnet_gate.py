@@ -21,7 +21,7 @@ from fedshift.federation.exchange import Answer, Missing, Request
 from fedshift.federation.federation import Federation
 from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site import Envelope, Site
-from fedshift.methods.base import State
+from fedshift.methods.base import Samples, State
 from fedshift.methods.federated.mdfnet import LabelledUpdate, MDFNet, UnlabelledUpdate, _Halves
 from fedshift.methods.heads import hand_over
 
@@ -247,10 +247,10 @@ def test_pseudo_labels_of_few_classes_are_warned_of_after_two_rounds(monkeypatch
 
 
 def test_few_mini_batches_in_an_epoch_are_warned_of_before_training() -> None:
-    assert "dslr" in MDFNet().check_steps({"amazon": 30, "dslr": 5})[0]
-    assert "amazon" not in MDFNet().check_steps({"amazon": 30, "dslr": 5})[0]
-    assert MDFNet().check_steps({"amazon": 30}) == ()
-    assert practical().check_steps({"dslr": 5}) == ()
+    assert "dslr" in MDFNet().check_samples(Samples((5,), {"amazon": 30, "dslr": 5}))[0]
+    assert "amazon" not in MDFNet().check_samples(Samples((5,), {"amazon": 30, "dslr": 5}))[0]
+    assert MDFNet().check_samples(Samples((5,), {"amazon": 30})) == ()
+    assert practical().check_samples(Samples((5,), {"dslr": 5})) == ()
 
 
 # Momentum ---------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from tiny import CNN, MLP, run
 
 from fedshift.data.transforms import Augmentation
 from fedshift.methods import registry
-from fedshift.methods.base import State
+from fedshift.methods.base import State, cost_of
 from fedshift.methods.composition.averaging import EMA, Kept
 from fedshift.methods.composition.new_site import NewSite
 from fedshift.methods.composition.views import AugmentOption
@@ -112,7 +112,7 @@ def test_a_wrapper_trains_on_what_the_recipe_makes_of_samples() -> None:
 
 
 def test_its_cost_is_that_of_its_plug_ins_for_these_samples() -> None:
-    assert Recipe().cost_of((5,)) == 1.0
-    assert Recipe().cost_of((1, 8, 8)) > 1.0
-    assert Recipe(augmentation=Augmentation()).cost_of((1, 8, 8)) == 1.0
-    assert Recipe(colour_augmentation=Augmentation()).cost_of((3, 8, 8)) == 1.0
+    assert cost_of(Recipe(), (5,)) == 1.0
+    assert cost_of(Recipe(), (1, 8, 8)) > 1.0
+    assert cost_of(Recipe(augmentation=Augmentation()), (1, 8, 8)) == 1.0
+    assert cost_of(Recipe(colour_augmentation=Augmentation()), (3, 8, 8)) == 1.0

@@ -232,8 +232,8 @@ def test_each_source_sends_its_model_once() -> None:
     models = [entry for entry in entries if entry.kind == "weights"]
     for source in where.sources:
         (only,) = (entry for entry in models if entry.site == source)
-        assert (only.step, only.direction, only.bytes) == ("train_source", "up", size)
-        assert {entry.step for entry in entries if entry.site == source} == {"train_source"}
+        assert (only.call, only.direction, only.bytes) == ("train_source", "up", size)
+        assert {entry.call for entry in entries if entry.site == source} == {"train_source"}
     received = [entry.bytes for entry in models if entry.site == "target" and entry.direction == "down"]
     returned = [entry.bytes for entry in models if entry.site == "target" and entry.direction == "up"]
     assert sum(received) == 3 * size
@@ -318,4 +318,4 @@ def test_a_finished_run_predicts(tmp_path: Path) -> None:
 def test_it_needs_a_target() -> None:
     with pytest.raises(UserError, match="adapt_to_one"):
         fedshift.run({"data": "rotated_digits", "model": "linear", "methods": ["shot"]})
-    assert registry.method_class("shot").needs_target
+    assert registry.method_class("shot").target == "one unlabelled"

@@ -17,6 +17,7 @@ from fedshift.federation.site import Envelope, Site
 from fedshift.functional.jigsaw import shuffled_tiles, tile_permutations
 from fedshift.functional.mixing import mixed_styles
 from fedshift.methods import registry
+from fedshift.methods.base import Samples
 from fedshift.methods.composition.mean_teacher import MeanTeacher
 from fedshift.methods.composition.mixstyle import Mixer, beta
 from fedshift.methods.composition.puzzles import Puzzles, tile_mask
@@ -53,7 +54,7 @@ def test_it_is_deepall_where_its_terms_are_off(options: dict[str, object]) -> No
 @pytest.mark.parametrize("name", ["fact", "jigen", "eisnet", "mixstyle"])
 def test_vectors_are_refused(name: str) -> None:
     with pytest.raises(UserError, match=f"{name} needs images"):
-        registry.parse({"name": name}).check_samples((5,))
+        registry.parse({"name": name}).check_samples(Samples((5,)))
 
 
 # MixStyle -------------------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ class SiteRules:
         self._policy.check_kind(self.site, "statistics", "the encoding of its data")  # before it is paid for
         if holding.given["numeric"]:
             cost = NoisySteps(float(self.budget.statistics_noise or 0), 1.0, 1)
-            self.ledger.pay(self._statistics_mark(holding), cost, step="statistics")
+            self.ledger.pay(self._statistics_mark(holding), cost, call="statistics")
 
     def _refuse_without_noise(self) -> None:
         if self.budget is not None:
@@ -163,7 +163,7 @@ class SiteRules:
             yield
         finally:
             if site.mini_batches:
-                place = {"run": header["run"], "round": header["envelope"]["round"], "step": header["step"]}
+                place = {"run": header["run"], "round": header["envelope"]["round"], "call": header["call"]}
                 self.ledger.pay(mark, cost(site.mini_batches), **place)
 
     def _mark(self, header: Mapping[str, Any], device: torch.device, **of: str) -> str:
@@ -225,7 +225,7 @@ class SiteRules:
         noise = float(gaussian((1,), SecretStream(self.ledger.secret(), f"{mark}\x1fmeasurement")))
         share = (float(right.sum()) + deviation * noise) / len(right)
         cost = NoisySteps(deviation, 1.0, 1)
-        self.ledger.pay(mark, cost, run=header["run"], round=header["round"], step="measure")
+        self.ledger.pay(mark, cost, run=header["run"], round=header["round"], call="measure")
         measures = {
             "accuracy": 100.0 * min(1.0, max(0.0, share)),
             "samples": view.samples,

@@ -97,9 +97,9 @@ class SiteSeals:
         boxes.check_setting(header)
         if "seal" not in header:
             return None
-        way = method.call_owner(header["step"]).routed.get(header["step"])
+        way = method.call_owner(header["call"]).routed.get(header["call"])
         if way is None:
-            raise Refused(f"site '{self.name}': what call {header['step']} sends is not only handed on to another site")
+            raise Refused(f"site '{self.name}': what call {header['call']} sends is not only handed on to another site")
         try:
             cards = {str(reader): card_of(str(reader), card) for reader, card in header["seal"]["for"].items()}
         except (KeyError, TypeError, AttributeError, FedshiftError):
@@ -108,7 +108,7 @@ class SiteSeals:
             raise Refused(f"site '{self.name}': a request to seal does not say for whom")
         if way.readers == "sender" and cards.keys() != {self.name}:
             raise Refused(
-                f"site '{self.name}' is asked to seal for '{next(iter(cards))}' what call {header['step']} seals for "
+                f"site '{self.name}' is asked to seal for '{next(iter(cards))}' what call {header['call']} seals for "
                 "the site itself alone"
             )
         if way.readers == "target" and self.name in cards:
@@ -138,7 +138,7 @@ class SiteSeals:
         Raises:
             Refused: one was not sealed by its sender for this site and this exchange, or is no model of this run.
         """
-        call = header["step"]
+        call = header["call"]
         ways = [Way(made, way) for made, way in method.call_owner(call).routed.items() if call in way.to]
         given = {way.routed.to[call]: way for way in ways}
         places = [path.split("/")[0] for path, value in leaves(content) if isinstance(value, Sealed)]
@@ -251,7 +251,7 @@ class Sealing:
         Raises:
             FedshiftError: the reply is not what the call promises.
         """
-        call, found = header["step"], reply_content(reply)
+        call, found = header["call"], reply_content(reply)
         try:
             _check_of(runner, header).check(call, self._name, type(reply), found, sent)
         except FedshiftError as error:

@@ -129,7 +129,7 @@ class SiteSums:
         order, answered = order_of(header["run"], header["order"]), header["answered"]
         if not isinstance(answered, list) or not all(isinstance(site, str) for site in answered):
             raise Refused(f"site '{self.name}': a request to unmask does not say who answered")
-        entry |= {"step": order.step[:100], "exchange": order.exchange, "answered": answered[: len(order.roster)]}
+        entry |= {"call": order.call[:100], "exchange": order.exchange, "answered": answered[: len(order.roster)]}
         told = self.site(order.run).reveal(order, answered, sealed_of(content))
         sent = revealed_content(told, order, answered)
         entry["sent"] = described(sent)

@@ -139,7 +139,8 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
                 "{kind: adapt_to_one, …} or source_target"
             )
         pairs = experiment.protocol.pairs if isinstance(experiment.protocol, SourceTarget) else "all"
-        if method.one_target and pairs != "all" and any(len(unlabelled) > 1 for _, unlabelled in pairs):
+        one = method.target in ("one unlabelled", "labelled")
+        if one and pairs != "all" and any(len(unlabelled) > 1 for _, unlabelled in pairs):
             raise UserError(
                 f"methods: {method.display} adapts to one target, but protocol.pairs has a pair with several "
                 "unlabelled sites; give pairs with one, or choose a method for several, such as mdfnet"

@@ -76,7 +76,7 @@ def train_everywhere(experiment: Experiment, data: DataSet) -> TrainedEverywhere
         metadata=model_metadata(planned),
         bytes_up=federation.ledger.total["up"],
         rounds=federation.round,
-        warnings=(*data.warnings, *warnings, *plan.warnings()),
+        warnings=(*data.warnings, *warnings),
     )
 
 

@@ -91,8 +91,6 @@ def _checked(plan: Plan, folder: Path, reporter: Reporter) -> list[RunFolder]:
     if plan.experiment.training.thaw_after:
         for planned in plan.runs:
             _ = planned.rounds  # refuses a method that has too few, before others train
-    for warning in plan.warnings():
-        reporter.warn(warning)
     return folders
 
 

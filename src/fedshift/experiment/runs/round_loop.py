@@ -14,6 +14,7 @@ from fedshift.errors import FedshiftError, TrainingDiverged, UserError
 from fedshift.evaluation.predictions import as_parquet, can_be_kept
 from fedshift.evaluation.records import ERRORS, RoundRecord, RunResult
 from fedshift.evaluation.selection import selected_rounds
+from fedshift.evaluation.site_bytes import site_bytes
 from fedshift.experiment.config.sections import SourceTarget
 from fedshift.experiment.environment import Usage, versions
 from fedshift.experiment.plan import PlannedRun, Run, model_metadata
@@ -147,7 +148,7 @@ class _RunLoop:
         progress.exchange, progress.used = header["exchange"], header["used"]
         progress.undrawn = header.get("undrawn", 0)
         self.federation.budget.update(header.get("budget", {}))
-        ledger.total = header["bytes"]
+        ledger.restore(header)
         self.seconds = header["seconds"]
         now = self._environment()
         for name, then in header.get("environment", {}).items():
@@ -263,7 +264,7 @@ class _RunLoop:
             "used": federation.progress.used,
             "undrawn": federation.progress.undrawn,
             "budget": federation.budget,
-            "bytes": federation.ledger.total,
+            **federation.ledger.saved(),
             "seconds": self.seconds,
             "environment": self._environment(),
         }
@@ -320,6 +321,7 @@ class _RunLoop:
             mini_batches=self._mini_batches(),
             bytes_up=self.federation.ledger.total["up"],
             bytes_down=self.federation.ledger.total["down"],
+            bytes_by_site=site_bytes(self.federation.ledger.by_site),
             versions=versions(),
             threads=context.threads,
             device=context.device,

@@ -17,9 +17,11 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from fedshift.errors import FedshiftError, UserError
-from fedshift.evaluation.packed import DUMPER
+from fedshift.evaluation.packs.packed import DUMPER
 from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.evaluation.records import RoundRecord, RunResult
+from fedshift.evaluation.site_bytes import FILE as BYTES
+from fedshift.evaluation.site_bytes import write_site_bytes
 from fedshift.evaluation.stored import FAILURE, ORDER, RESULT, ROUNDS, SETTINGS, pack_of, run_folders, stored
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.plan import Plan, PlannedRun, common_settings
@@ -219,6 +221,7 @@ class RunFolder:
             **header,
         }
         write_message(self.path / _CHECKPOINT, content, whole)
+        write_site_bytes(self.path, header.get("bytes_by_site"))
         self._tidy(memory)
 
     def load_checkpoint(self) -> tuple[State, dict[str, Any]] | None:
@@ -285,7 +288,8 @@ class RunFolder:
                 file.unlink(missing_ok=True)
 
     def _forget_checkpoint(self) -> None:
-        (self.path / _CHECKPOINT).unlink(missing_ok=True)
+        for name in (_CHECKPOINT, BYTES):
+            (self.path / name).unlink(missing_ok=True)
         self._tidy({})
         for folder in sorted(self.memory.glob("*")):
             folder.rmdir()

@@ -209,7 +209,7 @@ class PoolFederation(Federation):
                     may_run = len(waiting) < BUFFERED_ANSWERS or (queue and queue[0].site == site)
                     if worker not in busy and queue and may_run:
                         request = queue.popleft()
-                        command = {"do": "step", "site": request.site, "step": call, "envelope": vars(request.envelope)}
+                        command = {"do": "call", "site": request.site, "call": call, "envelope": vars(request.envelope)}
                         self._pool.send(worker, command, **request.content)
                         busy[worker] = request.site
                 ready = wait([self._pool.connections[worker] for worker in busy])

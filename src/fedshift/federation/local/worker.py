@@ -56,9 +56,9 @@ class Worker:
         self._runners[plan.name] = SiteRunner(plan, self._setting, network=self._network)
         return {}, {}
 
-    def step(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
+    def call(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
         envelope = Envelope(**header["envelope"])
-        reply, mini_batches = self._runners[header["site"]].run(header["step"], envelope, content)
+        reply, mini_batches = self._runners[header["site"]].run(header["call"], envelope, content)
         return reply_content(reply), {"reply": place_of(type(reply)), "mini_batches": mini_batches}
 
     def save(self, header: dict[str, Any], content: dict[str, Any]) -> Answer:
@@ -74,7 +74,7 @@ class Worker:
         commands: dict[str, Callable[[dict[str, Any], dict[str, Any]], Answer]] = {
             "setting": self.setting,
             "site": self.site,
-            "step": self.step,
+            "call": self.call,
             "save": self.save,
             "load": self.load,
         }

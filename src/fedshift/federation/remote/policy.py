@@ -25,6 +25,8 @@ ACCURACY = "accuracy"
 METRICS = "metrics"
 """The kind of what a site adds to that report at the end of a run: AUROC, calibration and so on."""
 _DAY = 24 * 3600
+_COUNTED = ("call", "measure", "step")
+"""What counts towards the limits of a day and of a round. Version 1 of the requests named a call ``step``."""
 _FEW, _MOST_EXPOSED = 16, 0.8
 """How fast the limit of exposure falls with the number of samples, and the most that it is at any site."""
 MASKED, SEALED, WEIGHTS = Masked.kind, Sealed.kind, Weights.kind
@@ -291,7 +293,7 @@ class AuditLog:
         return self._last
 
     def _count(self, line: Mapping[str, Any]) -> None:
-        if line.get("do") in ("step", "measure") and not line.get("refused") and not line.get("again"):
+        if line.get("do") in _COUNTED and not line.get("refused") and not line.get("again"):
             key = str(line.get("run")), whole_number(line.get("round"))
             when, requests = self._rounds.get(key, (float(line["time"]), 0))
             self._rounds[key] = when, requests + 1

@@ -105,7 +105,7 @@ class RemoteFederation(Federation):
     ) -> Message:
         site, written = request.site, self._outbox.write(call, request.site, request.content)
         own = {"envelope": vars(request.envelope), "memory": self._memory.get(site, {})}
-        header = {"do": "step", "step": call, **own, **self._common(site)}
+        header = {"do": "call", "call": call, **own, **self._common(site)}
         keys[site] = header["key"] = request_key(header, written.body.sha256)
         residuals[site] = written.residuals
         return seal(header, written.body)

@@ -128,7 +128,7 @@ class SecureFederation(RemoteFederation):
         envelopes = {request.site: vars(request.envelope) for request in asked if request.site in self._cards}
         cards = {site: self._cards[site] for site in envelopes}
         self._sum = sum_entry(self._weighing, cards, envelopes)
-        header = {"step": call, "envelope": vars(asked[0].envelope), **self._common(asked[0].site)}
+        header = {"call": call, "envelope": vars(asked[0].envelope), **self._common(asked[0].site)}
         self._order, _ = order_in(header, self._outbox.write(call, ALL, first).body.sha256)
         told = [site for site in envelopes if self._said is None or site in self._said]
         with closing(super().deliver(call, (request for request in asked if request.site in told))) as answers:

@@ -218,7 +218,7 @@ class SecureSite:
         return split_secret(secret, len(order.roster), threshold(len(order.roster)))
 
     def _file(self, order: Order, what: str) -> Path:
-        return self._folder / f"{int(order.exchange)}-{re.sub(r'[^A-Za-z0-9_]', '-', order.step)}-{what}"
+        return self._folder / f"{int(order.exchange)}-{re.sub(r'[^A-Za-z0-9_]', '-', order.call)}-{what}"
 
 
 def _written(upload: Upload) -> bytes:

@@ -48,14 +48,14 @@ class Order:
     Attributes:
         run: the run's name.
         exchange: number of the exchange.
-        step: the call.
+        call: the call whose replies are summed.
         content: SHA-256 of the content that was sent, in hexadecimal; each site computes it from what it got.
         cards: the key cards of the roster, by name in order.
     """
 
     run: str
     exchange: int
-    step: str
+    call: str
     content: str
     cards: tuple[KeyCard, ...]
 
@@ -68,7 +68,7 @@ class Order:
     def binding(self) -> bytes:
         """The digest that all keys of the sum are bound to."""
         keys = [[card.site, card.public.hex()] for card in self.cards]
-        whole = ["fedshift secure sum 1", self.run, self.exchange, self.step, self.content, keys]
+        whole = ["fedshift secure sum 1", self.run, self.exchange, self.call, self.content, keys]
         return hashlib.sha256(json.dumps(whole).encode()).digest()
 
 

@@ -74,7 +74,7 @@ def order_in(header: Mapping[str, Any], body_sha256: str) -> tuple[Order, Weighi
         content = [body_sha256, header["setting"], whole["weighing"], whole["envelopes"]]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         exchange = header["envelope"]["exchange"]
-        return Order(header["run"], exchange, header["step"], digest, cards), Weighing(by, exponent, terms)
+        return Order(header["run"], exchange, header["call"], digest, cards), Weighing(by, exponent, terms)
     except (KeyError, TypeError, ValueError, AttributeError, FedshiftError):
         raise Refused("a request to mask does not say what the sum is of") from None
 
@@ -82,7 +82,7 @@ def order_in(header: Mapping[str, Any], body_sha256: str) -> tuple[Order, Weighi
 def order_entry(order: Order) -> dict[str, Any]:
     """An order in the header of a request to unmask. A site knows from its record whether it masked for this one."""
     keys = {card.site: _text(card.public) for card in order.cards}
-    return {"exchange": order.exchange, "step": order.step, "content": order.content, "keys": keys}
+    return {"exchange": order.exchange, "call": order.call, "content": order.content, "keys": keys}
 
 
 def order_of(run: str, entry: Any) -> Order:
@@ -93,7 +93,7 @@ def order_of(run: str, entry: Any) -> Order:
     """
     try:
         cards = tuple(card_of(site, [key, "", ""]) for site, key in sorted(entry["keys"].items()))
-        return Order(run, int(entry["exchange"]), str(entry["step"]), str(entry["content"]), cards)
+        return Order(run, int(entry["exchange"]), str(entry["call"]), str(entry["content"]), cards)
     except (KeyError, TypeError, ValueError, AttributeError, FedshiftError):
         raise Refused("a request to unmask does not say what the sum is of") from None
 

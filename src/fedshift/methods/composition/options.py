@@ -28,8 +28,6 @@ class Composed(BaseModel, ABC):
     settings: ClassVar[Settings] = {}
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
     averages: ClassVar[Averages] = {}
-    needs_every_model: ClassVar[bool] = False
-    has_server_step: ClassVar[bool | None] = None
     pooled: ClassVar[bool] = False
     takes_plug_ins: ClassVar[bool] = True
 
@@ -75,11 +73,11 @@ class Composed(BaseModel, ABC):
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
         if self.robust is not None:
-            reason = unfit(type(self.robust), self.averages, self.needs_every_model)
+            reason = unfit(type(self.robust), self.averages)
             if reason:
                 others = " or ".join(robust_rules(self))
                 raise ValueError(f"robust: {self.name} {reason}; " + (f"choose {others}" if others else "leave it out"))
-        if self.server is not None and not goes_with_server(self):
+        if self.server is not None and not self.averages:
             raise ValueError(f"server: {self.name} averages no models of sites, so there is no step; leave it out")
         if self.average is not None and self.average_rounds > 1:
             raise ValueError("average: average_rounds is an average over rounds, too; choose one of the two")
@@ -144,9 +142,4 @@ class Composed(BaseModel, ABC):
 
 def robust_rules(method: Composed) -> tuple[str, ...]:
     """The rules of robust aggregation that go with a method."""
-    return tuple(name for name, rule in RULES.items() if not unfit(rule, method.averages, method.needs_every_model))
-
-
-def goes_with_server(method: Composed) -> bool:
-    """Whether a server's optimiser goes with a method."""
-    return bool(method.averages) if method.has_server_step is None else method.has_server_step
+    return tuple(name for name, rule in RULES.items() if not unfit(rule, method.averages))

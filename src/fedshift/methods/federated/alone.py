@@ -36,7 +36,6 @@ class Alone(Method):
     """The task's loss at every labelled site, and no exchange."""
 
     name: ClassVar[str] = "alone"
-    citation: ClassVar[str] = "reference row of the win-win gain, fedshift 2026"
     memory_names: ClassVar[tuple[str, ...]] = ("model", "optimizer")
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     trains_privately: ClassVar[bool] = True

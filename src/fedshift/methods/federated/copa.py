@@ -55,7 +55,7 @@ from fedshift.federation.reply_bounds import About, Bounds, Count, Share, Tensor
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.averaging import MeanAccumulator
 from fedshift.functional.experts import confident_pseudo_labels, unlabelled_ensemble_loss
-from fedshift.methods.base import Method, State
+from fedshift.methods.base import Method, State, Target
 from fedshift.methods.heads import Experts, with_experts
 from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
@@ -92,8 +92,6 @@ class COPA(Method):
     """Features that suit every site's classifier. The prediction is the mean over all classifiers."""
 
     name: ClassVar[str] = "copa"
-    citation: ClassVar[str] = "Wu and Gong, ICCV 2021"
-    scenario: ClassVar[str] = "unseen target, or one without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "classifier")
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     averages: ClassVar[Averages] = {"fit": Averaged(("features",))}
@@ -116,9 +114,9 @@ class COPA(Method):
     )
 
     @property
-    def needs_target(self) -> bool:  # type: ignore[override]
+    def target(self) -> Target:  # type: ignore[override]
         """Whether a target without labels takes part."""
-        return self.adaptation
+        return "unlabelled" if self.adaptation else "unseen"
 
     def mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return rounds * (self.steps_per_round or self.local_epochs * batches_per_epoch)

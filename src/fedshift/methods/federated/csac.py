@@ -63,7 +63,7 @@ from fedshift.methods.base import Method, Reads, State
 from fedshift.methods.federated.csac_alignment import Aligner, AlignmentOptions
 from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
-from fedshift.models.network import Network
+from fedshift.models.network import Network, StageReader
 from fedshift.weights import Weights
 
 _LARGEST = 2.0**31
@@ -82,7 +82,6 @@ class CSAC(Method, AlignmentOptions):
     """The farthest model weighs most; sites then align the fused model with what they knew, across layers."""
 
     name: ClassVar[str] = "csac"
-    citation: ClassVar[str] = "Yuan et al., IEEE TKDE 2023"
     memory_names: ClassVar[tuple[str, ...]] = ("local_model", "projections", "optimizer", "sent")
     averages: ClassVar[Averages] = {"acquire": Averaged(), "calibrate": Averaged()}
     server_reads: ClassVar[Reads] = "sums"
@@ -221,24 +220,26 @@ class CSAC(Method, AlignmentOptions):
             reference = site.model(local if self.frozen == "local" else weights).eval().requires_grad_(False)
             aligner = Aligner(self, site, reference)
             trained.append(aligner)
+        read = StageReader(model, () if aligner is None else aligner.stages)
 
         def loss(batch: Batch) -> Tensor:
+            logits, features = read(batch.inputs)
             if aligner is None:
-                return site.objective.loss(model(batch.inputs), batch.targets)
-            logits, features = model.with_stages(batch.inputs, aligner.stages)
+                return site.objective.loss(logits, batch.targets)
             alignment: Tensor = self.alignment_weight * aligner(logits, features, batch)
             return site.objective.loss(logits, batch.targets) + alignment if self.cross_entropy else alignment
 
         if self.reset_projection_each_round:
             site.memory.pop("optimizer", None)  # its momentum belongs to other projections
         # The code's two optimisers have the same settings, so here one optimiser has both modules' parameters.
-        mean = site.minimise(
-            loss,
-            *trained,
-            epochs=self.calibration_epochs,
-            steps=self.calibration_steps,
-            remember="optimizer",
-        )
+        with read:
+            mean = site.minimise(
+                loss,
+                *trained,
+                epochs=self.calibration_epochs,
+                steps=self.calibration_steps,
+                remember="optimizer",
+            )
         calibrated = site.weights_of(model)
         if aligner is not None and aligner.stages:
             site.memory["projections"] = site.weights_of(aligner.projections)

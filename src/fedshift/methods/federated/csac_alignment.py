@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedshift.federation.randomness import derive_seed
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.attention import cross_layer_attention
-from fedshift.functional.mmd import cross_multi_kernel_mmd, multi_kernel_mmd
+from fedshift.functional.mmd import multi_kernel_mmd, weighted_multi_kernel_mmd
 from fedshift.functional.projection import Reduction, projection_layer
 from fedshift.models.network import Network
 
@@ -97,12 +97,12 @@ class Aligner(nn.Module):
         ours = [layer(features[stage]) for layer, stage in zip(self.projections[:number], self.stages, strict=True)]
         theirs = [layer(feature) for layer, feature in zip(self.projections[number:], frozen, strict=True)]
         fused, local = torch.stack(ours), torch.stack(theirs)
-        left, right = fused.flatten(2), local.flatten(2)
+        left, right, attention = fused.flatten(2), local.flatten(2), self._attention(fused, local)
         if options.measure == "mse":
-            pairs = (left[:, None] - right[None]).square().mean(dim=(2, 3))
-        else:
-            pairs = cross_multi_kernel_mmd(left, right, estimator=options.mmd_estimator, constant=options.mmd_constant)
-        return (self._attention(fused, local) * pairs).sum()
+            return (attention * (left[:, None] - right[None]).square().mean(dim=(2, 3))).sum()
+        return weighted_multi_kernel_mmd(
+            left, right, attention, estimator=options.mmd_estimator, constant=options.mmd_constant
+        )
 
     def _attention(self, fused: Tensor, local: Tensor) -> Tensor:
         """α of (9), or that of an ablation, (|R|, |R|).

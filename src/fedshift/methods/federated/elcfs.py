@@ -64,7 +64,7 @@ from fedshift.functional.meta_learning import inner_step, with_gradient
 from fedshift.functional.segmentation import boundary_loss
 from fedshift.functional.source_weights import rounded_shares
 from fedshift.functional.spectra import half_width, interpolated, low_frequencies
-from fedshift.methods.base import Method, Reads, RunPlan, State, Traffic, trained_mean
+from fedshift.methods.base import Method, Reads, RunPlan, Samples, State, Traffic, trained_mean
 from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
@@ -95,7 +95,6 @@ class ELCFS(Method):
     """Meta-learning: a gradient step on own images should also help on the same images in another site's style."""
 
     name: ClassVar[str] = "elcfs"
-    citation: ClassVar[str] = "Liu et al., CVPR 2021"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "bank")
     averages: ClassVar[Averages] = {"fit": Averaged()}
     server_reads: ClassVar[Reads] = "sums"
@@ -161,13 +160,13 @@ class ELCFS(Method):
         more = sum(self._shared(number) - self._shared(plan.dry_samples[site]) for site, number in plan.samples.items())
         return plan.dry + Traffic(up=more * each, down=(len(plan.samples) - 1) * more * each)
 
-    def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
-        if len(input_shape) != 3:
+    def check_samples(self, samples: Samples) -> tuple[str, ...]:
+        if len(samples.shape) != 3:
             raise UserError(
                 f"{self.display} exchanges spectra of images, but the samples are not images: choose another method"
             )
-        smallest = min(input_shape[1:])
-        if self.window == 0 or half_width(self.window, *input_shape[1:]) > 0:
+        smallest = min(samples.shape[1:])
+        if self.window == 0 or half_width(self.window, *samples.shape[1:]) > 0:
             return ()
         return (
             f"{self.display}.window: {self.window:g} of {smallest} pixels is less than one frequency, so a window of "

@@ -71,7 +71,7 @@ from fedshift.federation.site import Batch, Site
 from fedshift.functional.averaging import is_buffer, weighted_average
 from fedshift.functional.clustering import dispersion
 from fedshift.functional.source_weights import gain_weights, relative_gains
-from fedshift.methods.base import Method, RunPlan, State, Traffic
+from fedshift.methods.base import Method, RunPlan, State, Target, Traffic
 from fedshift.methods.federated.fada_networks import NOTHING, Disentangler, DomainIdentifiers, square_layer
 from fedshift.methods.heads import with_block, with_own_statistics
 from fedshift.methods.robust import Averaged, Averages
@@ -101,16 +101,12 @@ class FADA(Method):
     """Domain identifiers compare features of both sides; both generators learn to make them indistinguishable."""
 
     name: ClassVar[str] = "fada"
-    citation: ClassVar[str] = "Peng et al., ICLR 2020"
-    scenario: ClassVar[str] = "target without labels"
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     takes_plug_ins: ClassVar[bool] = False
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "disentangler")
-    averages: ClassVar[Averages] = {"finish": Averaged()}
+    averages: ClassVar[Averages] = {"finish": Averaged(rules="each")}
     routed: ClassVar[Mapping[str, Routed]] = {"finish": Routed("weights", to={"aggregate": "models"})}
-    needs_every_model: ClassVar[bool] = True
-    needs_target: ClassVar[bool] = True
-    one_target: ClassVar[bool] = True
+    target: ClassVar[Target] = "one unlabelled"
     relative_cost: ClassVar[float] = 2.0
     settings: ClassVar[Settings] = {"every_step": {"steps_per_round": 1, "gain": "absolute"}}
 

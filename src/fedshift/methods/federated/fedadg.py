@@ -130,7 +130,6 @@ class FedADG(Method):
     """Features of all sites are moved to one reference distribution, which is learned, too."""
 
     name: ClassVar[str] = "fedadg"
-    citation: ClassVar[str] = "Zhang et al., arXiv 2021"
     takes_plug_ins: ClassVar[bool] = False
     memory_names: ClassVar[tuple[str, ...]] = (
         "discriminator",

@@ -97,7 +97,6 @@ class FedAvg(LocalTraining):
     """Every site trains from the common model; the server averages their models."""
 
     name: ClassVar[str] = "fedavg"
-    citation: ClassVar[str] = "McMahan et al., AISTATS 2017"
     trains_privately: ClassVar[bool] = True
     averages: ClassVar[Averages] = {"fit": Averaged()}
     server_reads: ClassVar[Reads] = "sums"

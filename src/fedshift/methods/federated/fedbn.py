@@ -51,7 +51,6 @@ class FedBN(FedAvg):
     """FedAvg of all but BatchNorm, which each site has of its own."""
 
     name: ClassVar[str] = "fedbn"
-    citation: ClassVar[str] = "Li et al., ICLR 2021"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "normalisation")
 
     unseen: Unseen = Field("mean", description="normalisation of a new site: the sites' mean, or of its samples")
@@ -91,7 +90,6 @@ class SiloBN(FedBN):
     """FedAvg of all but BatchNorm's statistics, which each site has of its own."""
 
     name: ClassVar[str] = "silobn"
-    citation: ClassVar[str] = "Andreux et al., MICCAI DCL 2020"
 
     unseen: Unseen = Field("target", description="statistics of a new site: its samples', or the sites' mean")
 

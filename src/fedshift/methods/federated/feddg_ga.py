@@ -54,7 +54,6 @@ class GeneralizationAdjustment(LocalTraining):
     """Weights that follow the gap between the common model and each site's own."""
 
     name: ClassVar[str] = "feddg_ga"
-    citation: ClassVar[str] = "Zhang et al., CVPR 2023"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "own_loss")
     averages: ClassVar[Averages] = {"train": Averaged()}
     server_reads: ClassVar[Reads] = "norms"

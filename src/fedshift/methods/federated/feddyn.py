@@ -45,7 +45,6 @@ class FedDyn(LocalTraining):
     """Dynamic regularization."""
 
     name: ClassVar[str] = "feddyn"
-    citation: ClassVar[str] = "Acar et al., ICLR 2021"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "gradient")
     averages: ClassVar[Averages] = {"fit": Averaged()}
     server_reads: ClassVar[Reads] = "sums"

@@ -53,7 +53,6 @@ class FedIIR(FedAvg):
     """FedAvg with a penalty on gradients that differ between sites."""
 
     name: ClassVar[str] = "fediir"
-    citation: ClassVar[str] = "Guo et al., ICML 2023"
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     averages: ClassVar[Averages] = {
         "measure": Averaged(("gradient",), changes=("gradient",)),

@@ -42,6 +42,7 @@ from fedshift.functional.losses import proximal_penalty
 from fedshift.methods.base import State, trained_mean
 from fedshift.methods.federated.fedavg import LocalTraining
 from fedshift.methods.federated.scaffold import plain_steps
+from fedshift.methods.robust import Averaged, Averages
 from fedshift.models.network import Network
 from fedshift.weights import Weights
 
@@ -57,8 +58,7 @@ class FedNova(LocalTraining):
     """The mean of normalised updates."""
 
     name: ClassVar[str] = "fednova"
-    citation: ClassVar[str] = "Wang et al., NeurIPS 2020"
-    has_server_step: ClassVar[bool | None] = True
+    averages: ClassVar[Averages] = {"train": Averaged(rules="none")}
 
     proximal_weight: NonNegativeFloat = Field(0.0, description="μ of a proximal term, as FedProx has")
 

@@ -44,9 +44,7 @@ class FedOMG(LocalTraining):
     """Updates matched on the server."""
 
     name: ClassVar[str] = "fedomg"
-    citation: ClassVar[str] = "Nguyen et al., ICLR 2025"
-    averages: ClassVar[Averages] = {"fit": Averaged()}
-    needs_every_model: ClassVar[bool] = True
+    averages: ClassVar[Averages] = {"fit": Averaged(rules="each")}
     settings: ClassVar[Settings] = {"released": {"rescaled": True}}
 
     kappa: NonNegativeFloat = Field(0.5, description="κ: how far the direction may be from the mean update")

@@ -34,7 +34,6 @@ class FedProx(FedAvg):
     """FedAvg with a penalty on the distance from the common model."""
 
     name: ClassVar[str] = "fedprox"
-    citation: ClassVar[str] = "Li et al., MLSys 2020"
     trains_privately: ClassVar[bool] = True
 
     proximal_weight: NonNegativeFloat = Field(0.01, description="μ: weight of the proximal term")

@@ -41,7 +41,6 @@ class FedSAM(FedAvg):
     """FedAvg with sharpness-aware local steps."""
 
     name: ClassVar[str] = "fedsam"
-    citation: ClassVar[str] = "Caldarola et al., ECCV 2022"
     tasks: ClassVar[tuple[Task, ...]] = ALL_TASKS
     settings: ClassVar[Settings] = {"asam": {"adaptive": True, "radius": 0.5}}
     relative_cost: ClassVar[float] = 2.0

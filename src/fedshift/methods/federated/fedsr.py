@@ -99,7 +99,6 @@ class Encoder(nn.Module):
 class _SimpleRepresentation(Method):
     """What the three methods share: a code before the classifier, penalties on it, and the rounds of FedAvg."""
 
-    citation: ClassVar[str] = "Nguyen et al., NeurIPS 2022"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "references")
     averages: ClassVar[Averages] = {"fit": Averaged()}
     server_reads: ClassVar[Reads] = "sums"

@@ -44,7 +44,6 @@ class GPerXAN(FedBN):
     """Two normalisations assembled, one of them personal."""
 
     name: ClassVar[str] = "gperxan"
-    citation: ClassVar[str] = "Le et al., CVPR 2024"
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     relative_cost: ClassVar[float] = 1.2
 

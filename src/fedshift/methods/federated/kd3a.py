@@ -72,7 +72,7 @@ from fedshift.functional import knowledge_vote as votes
 from fedshift.functional import schedules
 from fedshift.functional.averaging import is_buffer, weighted_average
 from fedshift.functional.consensus_focus import FocusTally
-from fedshift.methods.base import Method, State
+from fedshift.methods.base import Method, State, Target
 from fedshift.methods.federated import kd3a_shares
 from fedshift.methods.federated.kd3a_teachers import BatchNormAlignment, Teachers, with_private
 from fedshift.methods.robust import Averaged, Averages
@@ -99,8 +99,6 @@ class KD3A(Method):
     """Source models vote on the target's samples; sources are weighted by what they add to the consensus."""
 
     name: ClassVar[str] = "kd3a"
-    citation: ClassVar[str] = "Feng et al., ICML 2021"
-    scenario: ClassVar[str] = "target without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "alignment", "private")
     settings: ClassVar[Settings] = {
         "released": {
@@ -115,11 +113,9 @@ class KD3A(Method):
             "mixup": 2.0,
         }
     }
-    averages: ClassVar[Averages] = {"fit": Averaged()}
+    averages: ClassVar[Averages] = {"fit": Averaged(rules="each")}
     routed: ClassVar[Mapping[str, Routed]] = {"fit": Routed("weights", to={"distil": "models"})}
-    needs_every_model: ClassVar[bool] = True
-    needs_target: ClassVar[bool] = True
-    one_target: ClassVar[bool] = True
+    target: ClassVar[Target] = "one unlabelled"
 
     aggregations_per_epoch: PositiveFloat = Field(1.0, description="r: aggregations in each epoch of the sources")
     gate_start: Annotated[float, Field(ge=0, lt=1)] = Field(0.9, description="g₀: confidence gate at the beginning")

@@ -73,7 +73,7 @@ from fedshift.functional.mdfnet_schedule import (
     progress_since,
     progressive_weight,
 )
-from fedshift.methods.base import Method, Reads, RunPlan, State, Traffic
+from fedshift.methods.base import Method, Reads, RunPlan, Samples, State, Target, Traffic
 from fedshift.methods.heads import hand_over, with_block
 from fedshift.methods.masks import Mask, Private, parts, with_masked_inputs
 from fedshift.methods.robust import Averaged, Averages
@@ -115,11 +115,9 @@ class MDFNet(Method):
     """Masks separate shared from specific features; unlabelled sites train on pseudo-labels from clusters."""
 
     name: ClassVar[str] = "mdfnet"
-    citation: ClassVar[str] = "P²MDCL, anonymous, ICLR 2022 submission"
-    scenario: ClassVar[str] = "labelled and unlabelled sites"
     memory_names: ClassVar[tuple[str, ...]] = ("private", "optimizer")
     averages: ClassVar[Averages] = {"fit": Averaged(), "fit_unlabelled": Averaged(at="targets")}
-    needs_target: ClassVar[bool] = True
+    target: ClassVar[Target] = "unlabelled"
     server_reads: ClassVar[Reads] = "sums"
     settings: ClassVar[Settings] = {
         "practical": {"readiness": 0.25, "threshold": 0.9, "rho": 0.5, "lend": 0.9, "draw": False}
@@ -173,8 +171,8 @@ class MDFNet(Method):
             down += number * (len(plan.samples) + plan.targets - 1)
         return plan.dry + Traffic(waiting * up, waiting * down)
 
-    def check_steps(self, steps: Mapping[str, int]) -> tuple[str, ...]:
-        few = [f"{site} ({number})" for site, number in steps.items() if number < _FEW_STEPS]
+    def check_samples(self, samples: Samples) -> tuple[str, ...]:
+        few = [f"{site} ({number})" for site, number in samples.epochs.items() if number < _FEW_STEPS]
         if not few or self.readiness is not None:
             return ()
         return (

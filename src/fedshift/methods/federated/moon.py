@@ -40,7 +40,6 @@ class Moon(FedAvg):
     """FedAvg with a contrast between three models' features."""
 
     name: ClassVar[str] = "moon"
-    citation: ClassVar[str] = "Li et al., CVPR 2021"
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "previous")
     relative_cost: ClassVar[float] = 1.7

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+from fedshift.methods.base import Target
 from fedshift.methods.pooled.deepall import DeepAll
 
 
@@ -24,9 +25,5 @@ class Oracle(DeepAll):
     """Cross-entropy on the target's labels: the result if every sample had a label."""
 
     name: ClassVar[str] = "oracle"
-    citation: ClassVar[str] = "as in Feng et al., ICML 2021"
-    scenario: ClassVar[str] = "target with labels, an upper bound"
     pooled: ClassVar[bool] = False
-    needs_target: ClassVar[bool] = True
-    supervised_target: ClassVar[bool] = True
-    one_target: ClassVar[bool] = True
+    target: ClassVar[Target] = "labelled"

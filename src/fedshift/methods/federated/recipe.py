@@ -73,7 +73,6 @@ class Recipe(FedAvg):
     classifier that the new site turns towards its own samples."""
 
     name: ClassVar[str] = "recipe"
-    citation: ClassVar[str] = "fedshift 2026"
     tasks: ClassVar[tuple[Task, ...]] = ALL_TASKS
 
     weighting: Literal["samples", "uniform"] = Field("uniform", description="shares 1/K, or FedAvg's N_k/ΣN")

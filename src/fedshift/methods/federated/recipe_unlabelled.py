@@ -56,7 +56,7 @@ from fedshift.federation.site import Batch, Site
 from fedshift.functional.information import information_maximisation
 from fedshift.functional.kept_answers import kept_answers
 from fedshift.functional.label_spreading import spread_labels
-from fedshift.methods.base import Reads, State, trained_mean
+from fedshift.methods.base import Reads, State, Target, trained_mean
 from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.shot import pseudo_labels_at
 from fedshift.methods.heads import with_own_statistics
@@ -79,12 +79,9 @@ class RecipeUnlabelled(FedAvg):
     """FedAvg among labelled sites; the site without labels adapts a model of its own, which stays its own."""
 
     name: ClassVar[str] = "recipe_unlabelled"
-    citation: ClassVar[str] = "fedshift 2026"
-    scenario: ClassVar[str] = "target without labels"
     tasks: ClassVar[tuple[Task, ...]] = ("classification",)
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "model", "labels")
-    needs_target: ClassVar[bool] = True
-    one_target: ClassVar[bool] = True
+    target: ClassVar[Target] = "one unlabelled"
     trains_privately: ClassVar[bool] = False
     server_reads: ClassVar[Reads] = "models"
 

@@ -63,7 +63,6 @@ class Scaffold(LocalTraining):
     """Local steps corrected by the difference of two control variates."""
 
     name: ClassVar[str] = "scaffold"
-    citation: ClassVar[str] = "Karimireddy et al., ICML 2020"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "control")
     averages: ClassVar[Averages] = {"train": Averaged(("weights", "control"), changes=("control",))}
     server_reads: ClassVar[Reads] = "sums"

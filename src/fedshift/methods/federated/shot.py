@@ -59,7 +59,7 @@ from fedshift.federation.training import set_learning_rate
 from fedshift.functional import schedules
 from fedshift.functional.information import information_maximisation, pseudo_labels
 from fedshift.functional.losses import smoothed_cross_entropy
-from fedshift.methods.base import Method, State
+from fedshift.methods.base import Method, State, Target
 from fedshift.methods.heads import with_block
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
@@ -78,16 +78,13 @@ class SHOT(Method):
     """Each source's classifier is frozen; the target trains features for confident and diverse predictions."""
 
     name: ClassVar[str] = "shot"
-    citation: ClassVar[str] = "Liang et al., ICML 2020"
-    scenario: ClassVar[str] = "target without labels"
     memory_names: ClassVar[tuple[str, ...]] = ("models", "labels", "trained")
     routed: ClassVar[Mapping[str, Routed]] = {
         "train_source": Routed("weights", to={"receive_and_adapt": "models"}, in_model=True),
         "receive_and_adapt": Routed("models", readers="sender", in_model=True),
         "adapt": Routed("models", readers="sender", in_model=True),
     }
-    needs_target: ClassVar[bool] = True
-    one_target: ClassVar[bool] = True
+    target: ClassVar[Target] = "one unlabelled"
     settings: ClassVar[Settings] = {"digits": {"pseudo_label_weight": 0.1}, "pretrained": {"backbone_rate": 0.1}}
 
     source_epochs: PositiveInt = Field(1, description="epochs at a source per round of the run, all before the first")

@@ -20,7 +20,7 @@ from fedshift.federation.randomness import generator
 from fedshift.federation.reply_bounds import LARGEST_VALUE, About, Bounds, Tensors
 from fedshift.federation.site import Site
 from fedshift.functional.styles import style_assignment
-from fedshift.methods.base import State
+from fedshift.methods.base import Samples, State
 from fedshift.methods.federated.ccst_styles import (
     Channels,
     Columns,
@@ -58,7 +58,6 @@ class Received(Reply):
 class StyleWrapper(Wrapper):
     """Style transfer around another method."""
 
-    citation: ClassVar[str] = "Chen et al., WACV 2023"
     settings: ClassVar[Settings] = {
         "vgg": {"style_space": "vgg"},
         "released": {"style_space": "vgg", "unbiased_content": True, "one_style_per_batch": True},
@@ -123,20 +122,20 @@ class StyleWrapper(Wrapper):
                 find_file(file, self._field)
         super().check(network)
 
-    def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
+    def check_samples(self, samples: Samples) -> tuple[str, ...]:
         """Check that styles can be applied to samples of this shape.
 
         Raises:
             UserError: they cannot.
         """
-        if len(input_shape) != 3 and (self.style_space != "pixel" or self.style_mode == "single"):
+        if len(samples.shape) != 3 and (self.style_space != "pixel" or self.style_mode == "single"):
             raise UserError(
                 f"{self._field}: {self.style_space} in mode {self.style_mode} needs images; vectors have style_space: "
                 "pixel and style_mode: overall"
             )
-        if self.style_space == "lab" and input_shape[0] != 3:
-            raise UserError(f"{self._field}: lab needs colour images, these have {input_shape[0]} channel(s)")
-        return super().check_samples(input_shape)
+        if self.style_space == "lab" and samples.shape[0] != 3:
+            raise UserError(f"{self._field}: lab needs colour images, these have {samples.shape[0]} channel(s)")
+        return super().check_samples(samples)
 
     def adapt_network(self, network: Network, sources: int) -> Network:
         if self.level is not None and self.level > sources:
@@ -166,7 +165,7 @@ class StyleWrapper(Wrapper):
     def share_styles(self, site: Site) -> SharedStyles:
         """The style of all images of a source together, or the styles of some of them."""
         try:
-            self.check_samples(site.data.input_shape)
+            self.check_samples(Samples(site.data.input_shape))
         except UserError as error:
             raise UserError(f"site '{site.name}': {error}") from None
         return SharedStyles(self._styles(site))

@@ -8,6 +8,7 @@ from typing import ClassVar
 from torch import nn
 
 from fedshift.federation.site import Batch, Site
+from fedshift.methods.base import Target
 from fedshift.methods.pooled.training import PooledTraining
 
 DomainBatches = tuple[tuple[Batch, ...], Batch]
@@ -17,8 +18,7 @@ DomainBatches = tuple[tuple[Batch, ...], Batch]
 class PooledAdaptation(PooledTraining):
     """Base of methods on a pool of all sources and of the target's samples without labels. A subclass writes `fit`."""
 
-    scenario: ClassVar[str] = "target without labels"
-    needs_target: ClassVar[bool] = True
+    target: ClassVar[Target] = "unlabelled"
 
     def target_mini_batches(self, batches_per_epoch: int, rounds: int) -> int:
         return self.mini_batches(batches_per_epoch, rounds) if self.needs_target else 0

@@ -58,7 +58,6 @@ class CDAN(PooledAdaptation):
     """Features that fool a domain classifier, which reads features and predictions together."""
 
     name: ClassVar[str] = "cdan"
-    citation: ClassVar[str] = "Long et al., NeurIPS 2018"
     relative_cost: ClassVar[float] = 1.6
     settings: ClassVar[Settings] = {"released": {"ramp_share": 0.1}}
 

@@ -43,7 +43,6 @@ class CMSS(PooledAdaptation):
     """A second network chooses the source samples that look most like the target's."""
 
     name: ClassVar[str] = "cmss"
-    citation: ClassVar[str] = "Yang et al., ECCV 2020"
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     relative_cost: ClassVar[float] = 1.3
 

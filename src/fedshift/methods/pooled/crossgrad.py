@@ -45,7 +45,6 @@ class CrossGrad(PooledTraining):
     """A label network that a domain network's gradients have made robust."""
 
     name: ClassVar[str] = "crossgrad"
-    citation: ClassVar[str] = "Shankar et al., ICLR 2018"
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     relative_cost: ClassVar[float] = 4.0
 

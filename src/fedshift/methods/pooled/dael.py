@@ -39,6 +39,7 @@ from fedshift.data.transforms import STRONG, NamedAugmentation, strong_view
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional import experts as terms
+from fedshift.methods.base import Target
 from fedshift.methods.heads import Experts, with_experts
 from fedshift.methods.pooled.adaptation import PooledAdaptation
 from fedshift.models.network import Network
@@ -49,7 +50,6 @@ class DAEL(PooledAdaptation):
     """One expert per source, trained on its domain and by the other experts; the most confident labels the target."""
 
     name: ClassVar[str] = "dael"
-    citation: ClassVar[str] = "Zhou et al., IEEE TIP 2021"
     relative_cost: ClassVar[float] = 2.0
 
     threshold: Annotated[float, Field(ge=0, le=1)] = Field(0.95, description="least probability of a pseudo-label")
@@ -60,9 +60,9 @@ class DAEL(PooledAdaptation):
     strong: NamedAugmentation = Field(STRONG, description="strong view of images: a preset's name or its parts")
 
     @property
-    def needs_target(self) -> bool:  # type: ignore[override]
+    def target(self) -> Target:  # type: ignore[override]
         """Whether the target's samples are in the pool."""
-        return self.unlabelled_weight > 0
+        return "unlabelled" if self.unlabelled_weight > 0 else "unseen"
 
     def adapt_network(self, network: Network, sources: int) -> Network:
         return with_experts(network, sources)

@@ -32,7 +32,6 @@ class DeepAll(Method):
     """The task's loss on the pooled data of all sources."""
 
     name: ClassVar[str] = "deepall"
-    citation: ClassVar[str] = "Li et al., ICCV 2017"
     pooled: ClassVar[bool] = True
     tasks: ClassVar[tuple[Task, ...]] = ALL_TASKS
 

@@ -50,7 +50,6 @@ class DGER(PooledTraining):
     """Adversarial domains, and classifiers that must agree across them."""
 
     name: ClassVar[str] = "dger"
-    citation: ClassVar[str] = "Zhao et al., NeurIPS 2020"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts", "heads")
     relative_cost: ClassVar[float] = 1.5
 

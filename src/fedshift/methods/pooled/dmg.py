@@ -45,7 +45,6 @@ class DMG(PooledTraining):
     """A mask of the features for each source."""
 
     name: ClassVar[str] = "dmg"
-    citation: ClassVar[str] = "Chattopadhyay et al., ECCV 2020"
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer",)
     relative_cost: ClassVar[float] = 1.1

@@ -59,7 +59,6 @@ class DSBN(PooledAdaptation):
     """Domains share all weights except BatchNorm's; the model of stage 1 labels the target for stage 2."""
 
     name: ClassVar[str] = "dsbn"
-    citation: ClassVar[str] = "Chang et al., CVPR 2019"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts", "teacher")
     relative_cost: ClassVar[float] = 1.2
 

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.jigsaw import MOST
+from fedshift.methods.base import Samples
 from fedshift.methods.composition.plug_in import check_tiles
 from fedshift.methods.composition.puzzles import Puzzles
 from fedshift.methods.composition.triplets import KeyQueue
@@ -45,7 +46,6 @@ class EISNet(PooledTraining):
     """Jigsaw puzzles and triplets over a queue of keys."""
 
     name: ClassVar[str] = "eisnet"
-    citation: ClassVar[str] = "Wang et al., ECCV 2020"
     relative_cost: ClassVar[float] = 1.6
 
     jigsaw_weight: NonNegativeFloat = Field(0.7, description="α")
@@ -62,8 +62,8 @@ class EISNet(PooledTraining):
     margin: NonNegativeFloat = Field(2.0, description="ξ")
     momentum: Annotated[float, Field(ge=0, le=1)] = Field(0.999, description="m of the key encoder")
 
-    def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
-        return check_tiles(self.name, input_shape)
+    def check_samples(self, samples: Samples) -> tuple[str, ...]:
+        return check_tiles(self.name, samples.shape)
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
         """Train on this round's mini-batches in the pool."""

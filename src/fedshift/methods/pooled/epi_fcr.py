@@ -47,7 +47,6 @@ class EpiFCR(PooledTraining):
     """Episodes in which features and classifier meet partners from other domains."""
 
     name: ClassVar[str] = "epi_fcr"
-    citation: ClassVar[str] = "Li et al., ICCV 2019"
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     relative_cost: ClassVar[float] = 2.5
 

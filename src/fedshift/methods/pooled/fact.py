@@ -35,6 +35,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.distillation import softened_divergence
 from fedshift.functional.schedules import sigmoid_ramp
+from fedshift.methods.base import Samples
 from fedshift.methods.composition.mean_teacher import MeanTeacher
 from fedshift.methods.composition.views import amplitude_mixed
 from fedshift.methods.pooled.training import PooledTraining
@@ -47,7 +48,6 @@ class FACT(PooledTraining):
     """A co-teacher on amplitude-mixed images."""
 
     name: ClassVar[str] = "fact"
-    citation: ClassVar[str] = "Xu et al., CVPR 2021"
     relative_cost: ClassVar[float] = 2.7
     settings: ClassVar[Settings] = {"released": {"cross_entropy_weight": 0.5}}
 
@@ -58,8 +58,8 @@ class FACT(PooledTraining):
     temperature: PositiveFloat = Field(10.0, description="τ")
     momentum: Annotated[float, Field(ge=0, le=1)] = Field(0.9995, description="m of the teacher")
 
-    def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
-        if len(input_shape) != 3:
+    def check_samples(self, samples: Samples) -> tuple[str, ...]:
+        if len(samples.shape) != 3:
             raise UserError("fact needs images: vectors have no spectrum; choose another method")
         return ()
 

@@ -44,7 +44,6 @@ class FeatureCritic(PooledTraining):
     """A learnt auxiliary loss on the features."""
 
     name: ClassVar[str] = "feature_critic"
-    citation: ClassVar[str] = "Li et al., ICML 2019"
     thaws: ClassVar[bool] = False
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts", "critic")

@@ -34,6 +34,7 @@ from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.jigsaw import MOST
+from fedshift.methods.base import Samples
 from fedshift.methods.composition.plug_in import check_tiles
 from fedshift.methods.composition.puzzles import Puzzles
 from fedshift.methods.pooled.training import PooledTraining
@@ -44,7 +45,6 @@ class JiGen(PooledTraining):
     """A second head that names the order of an image's tiles."""
 
     name: ClassVar[str] = "jigen"
-    citation: ClassVar[str] = "Carlucci et al., CVPR 2019"
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     relative_cost: ClassVar[float] = 1.1
 
@@ -56,8 +56,8 @@ class JiGen(PooledTraining):
         0.1, description="probability that a tile of a shuffled colour image loses its colour"
     )
 
-    def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
-        return check_tiles(self.name, input_shape)
+    def check_samples(self, samples: Samples) -> tuple[str, ...]:
+        return check_tiles(self.name, samples.shape)
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
         """Train on this round's mini-batches in the pool."""

@@ -59,7 +59,6 @@ class M3SDA(PooledAdaptation):
     """Features of all domains get equal moments; pairs of classifiers disagree where the target still differs."""
 
     name: ClassVar[str] = "m3sda"
-    citation: ClassVar[str] = "Peng et al., ICCV 2019"
     thaws: ClassVar[bool] = False
     relative_cost: ClassVar[float] = 2.5
     settings: ClassVar[Settings] = {"reimplementation": {"moments": "mean_variance", "moment_weight": 0.5}}

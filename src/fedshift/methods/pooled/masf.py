@@ -47,7 +47,6 @@ class MASF(PooledTraining):
     """Global class alignment and local sample clustering after a virtual step."""
 
     name: ClassVar[str] = "masf"
-    citation: ClassVar[str] = "Dou et al., NeurIPS 2019"
     thaws: ClassVar[bool] = False
     relative_cost: ClassVar[float] = 2.2
 

@@ -45,7 +45,6 @@ class MDAN(PooledAdaptation):
     """Features that domain classifiers cannot tell from the target's; harder sources have more weight."""
 
     name: ClassVar[str] = "mdan"
-    citation: ClassVar[str] = "Zhao et al., NeurIPS 2018"
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     relative_cost: ClassVar[float] = 1.1
 

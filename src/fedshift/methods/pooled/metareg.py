@@ -49,7 +49,6 @@ class MetaReg(PooledTraining):
     """A meta-learnt weighted L1 penalty on the classifier."""
 
     name: ClassVar[str] = "metareg"
-    citation: ClassVar[str] = "Balaji et al., NeurIPS 2018"
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "parts")
     relative_cost: ClassVar[float] = 1.5

@@ -31,6 +31,7 @@ from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.errors import UserError, nearest
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
+from fedshift.methods.base import Samples
 from fedshift.methods.composition.mixstyle import Mixer
 from fedshift.methods.pooled.deepall import DeepAll
 from fedshift.models.network import Network
@@ -41,7 +42,6 @@ class MixStyle(DeepAll):
     """Pooled training with mixed feature statistics."""
 
     name: ClassVar[str] = "mixstyle"
-    citation: ClassVar[str] = "Zhou et al., ICLR 2021"
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     relative_cost: ClassVar[float] = 1.1
 
@@ -59,8 +59,8 @@ class MixStyle(DeepAll):
                     f"mixstyle.stages: the network has no stage '{stage}'; {nearest(stage, network.stages)}"
                 )
 
-    def check_samples(self, input_shape: tuple[int, ...]) -> tuple[str, ...]:
-        if len(input_shape) != 3:
+    def check_samples(self, samples: Samples) -> tuple[str, ...]:
+        if len(samples.shape) != 3:
             raise UserError("mixstyle needs images: vectors have no statistics over positions; choose another method")
         return ()
 

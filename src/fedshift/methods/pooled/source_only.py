@@ -24,4 +24,3 @@ class SourceOnly(DeepAll):
     """Cross-entropy on the pooled data of all sources; nothing is adapted."""
 
     name: ClassVar[str] = "source_only"
-    citation: ClassVar[str] = "as in Feng et al., ICML 2021"

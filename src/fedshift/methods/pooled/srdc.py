@@ -62,7 +62,6 @@ class SRDC(PooledAdaptation):
     """Deep clustering of the target's samples, regularised by the sources' labels."""
 
     name: ClassVar[str] = "srdc"
-    citation: ClassVar[str] = "Tang et al., CVPR 2020"
     memory_names: ClassVar[tuple[str, ...]] = ("optimizer", "centres")
     relative_cost: ClassVar[float] = 1.3
     settings: ClassVar[Settings] = {"released": {"auxiliary": "batch", "detach": False}}

@@ -129,7 +129,7 @@ def _points(points: float, unit: str) -> str:
 
 def left_sites(verdict: Verdict) -> str:
     """What left the sites in a run of the chosen method."""
-    kinds = {kind: size for kind, size in verdict.left.items() if size}
+    kinds = {kind: count for kind, count in verdict.left.items() if count}
     privacy = (
         f"Each run has differential privacy: {verdict.guarantee}."
         if verdict.guarantee
@@ -138,13 +138,19 @@ def left_sites(verdict: Verdict) -> str:
     if not kinds:
         return f"The records do not say what left the sites. {privacy}"
     listing = ", ".join(
-        f"{KINDS.get(kind, kind)} ({_size(size)})" for kind, size in sorted(kinds.items(), key=lambda item: -item[1])
+        f"{KINDS.get(kind, kind)} ({size(count)})" for kind, count in sorted(kinds.items(), key=lambda item: -item[1])
     )
     samples = "" if "raw_data" in kinds else " No sample left its site."
     return f"In a run of {verdict.method}, all sites together sent: {listing}.{samples} {privacy}"
 
 
-def _size(count: float) -> str:
+def size(count: float) -> str:
+    """A number of bytes with its unit.
+
+    Example:
+        >>> size(960), size(4502880)
+        ('960 bytes', '4.50 MB')
+    """
     return f"{count / 1e6:,.2f} MB" if count >= 1e4 else f"{count:,.0f} bytes"
 
 

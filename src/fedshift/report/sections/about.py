@@ -26,6 +26,7 @@ from fedshift.report.sections.blocks import (
     settings,
 )
 from fedshift.report.sections.metrics import unit_of
+from fedshift.report.sections.sites_sent import sites_sent
 
 _OF_A_RUN = ("target", "seed", "method", "versions", "aggregation", "wire")
 """Settings that a run records and an experiment file does not have."""
@@ -71,7 +72,17 @@ def cost_section(results: Sequence[RunResult], methods: Sequence[str]) -> Sectio
         )
     head = ["method", "rounds", "mini-batches per site", "seconds", "ms per mini-batch", "MB up", "MB down"]
     note = "Means over the runs of a method. Up leaves the sites, down reaches them; all sites together; 1 MB = 10⁶ B."
-    return section("cost", "Cost", grid("Cost of a run", head, lines, [note]), *_bytes(sizes))
+    known = {
+        method: [run.bytes_by_site for run in results if run.method == method and run.bytes_by_site is not None]
+        for method in methods
+    }
+    own = sites_sent(
+        "What left each site, in a run",
+        "method",
+        known,
+        "Means over the runs in which the site took part; sites with equal numbers share a row.",
+    )
+    return section("cost", "Cost", grid("Cost of a run", head, lines, [note]), own, *_bytes(sizes))
 
 
 def _bytes(sizes: dict[str, dict[str, dict[str, float]]]) -> Iterator[Block]:

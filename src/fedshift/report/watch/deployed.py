@@ -21,6 +21,14 @@ _DEEPEST = 4
 """How many folders a deployment may be below the watched one: <folder>/<project>/coordinator/deployments/<name>."""
 _READ = 4 << 20
 """Bytes at the end of the log of events that are read."""
+_TOLD = {
+    "asked": "asked for {call}; no answer yet",
+    "answered": "answered {call}",
+    "lost": "lost at {call}: {reason}",
+    "refused": "refused at {call}: {reason}",
+    "back": "is back",
+}
+"""What an event of a site says of it."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +39,28 @@ class SeenSite:
         name: the site.
         last: the last event, such as "answered fit, round 3".
         age: seconds since then; None if there was none.
+        trouble: why the others go on without its replies, such as "lost since round 2 (fit): no answer"; "" if they do
+            not. It stands until the site answers again, also while it is asked anew.
+        since: seconds since the first loss or refusal of those; None without.
+        lost: whether it does not answer at all; else it answers, and its replies are refused.
     """
 
     name: str
     last: str
     age: float | None
+    trouble: str = ""
+    since: float | None = None
+    lost: bool = False
+
+
+@dataclass(frozen=True)
+class _Trouble:
+    """A call that a site has not answered with a usable reply since a time."""
+
+    kind: str
+    call: str
+    since: float
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -108,22 +133,48 @@ def _events(file: Path) -> Iterator[Mapping[str, Any]]:
 
 
 def _seen(site: str, events: list[Mapping[str, Any]]) -> SeenSite:
-    for event in reversed(events):
-        state = event.get("is")
-        if event.get("site") == site and state in ("asked", "answered", "lost", "refused", "back"):
-            where = f", round {event['round']}" if "round" in event else ""
-            call = f"{event.get('what')}{where}"
-            reason = one_line(str(event.get("reason", "")))
-            told = {
-                "asked": f"asked for {call}; no answer yet",
-                "answered": f"answered {call}",
-                "lost": f"lost at {call}: {reason}",
-                "refused": f"refused at {call}: {reason}",
-                "back": "is back",
-            }[state]
-            age = max(0.0, time.time() - float(event.get("time", 0)))
-            return SeenSite(site, told, age)
-    return SeenSite(site, "nothing yet", None)
+    own = [event for event in events if event.get("site") == site and event.get("is") in _TOLD]
+    if not own:
+        return SeenSite(site, "nothing yet", None)
+    last, now = own[-1], time.time()
+    told = _TOLD[last["is"]].format(call=_call(last), reason=one_line(str(last.get("reason", ""))))
+    age = max(0.0, now - float(last.get("time", 0)))
+    troubles = _troubles(own)
+    lost = [one for one in troubles if one.kind == "lost"]
+    if not troubles:
+        return SeenSite(site, told, age)
+    first, newest = min(lost or troubles, key=lambda one: one.since), (lost or troubles)[-1]
+    trouble = f"{first.kind} since {first.call}: {newest.reason}"
+    return SeenSite(site, told, age, trouble, max(0.0, now - first.since), bool(lost))
+
+
+def _troubles(events: list[Mapping[str, Any]]) -> list[_Trouble]:
+    """The calls that a site has not answered with a usable reply, the last to fail at the end.
+
+    A reply may be refused after it arrived, so it counts only once the site is asked again. One that counts ends every
+    loss, and refusals of the same call: a site may refuse one call for ever and answer the others.
+    """
+    found: dict[str, _Trouble] = {}
+    answered = ""
+    for event in (*events, {"is": "asked"}):
+        state, call = event["is"], str(event.get("what"))
+        if state == "asked" and answered:
+            found = {name: one for name, one in found.items() if one.kind == "refused" and name != answered}
+        if state in ("lost", "refused"):
+            before, since = found.pop(call, None), float(event.get("time", 0))
+            place, reason = _call(event), one_line(str(event.get("reason", "")))
+            if before is not None and before.kind == state:
+                place, since = before.call, before.since
+            found[call] = _Trouble(state, place, since, reason)
+        elif state == "back":
+            found = {}
+        answered = call if state == "answered" else ""
+    return list(found.values())
+
+
+def _call(event: Mapping[str, Any]) -> str:
+    where = f", round {event['round']}" if "round" in event else ""
+    return f"{event.get('what')}{where}"
 
 
 def _warning(event: Mapping[str, Any]) -> str:

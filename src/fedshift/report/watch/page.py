@@ -12,6 +12,7 @@ from typing import Any
 
 from fedshift.errors import UserError
 from fedshift.evaluation.records import IN_UNITS, RoundRecord, RunResult, with_unit
+from fedshift.evaluation.site_bytes import SiteBytes, read_site_bytes
 from fedshift.evaluation.stored import FAILURE, ORDER, RESULT, ROUNDS, SETTINGS, is_finished, run_folders
 from fedshift.files import plain_yaml
 from fedshift.report.collect import read_order, read_result, read_rounds
@@ -30,6 +31,7 @@ from fedshift.report.sections.blocks import (
     number,
     section,
 )
+from fedshift.report.sections.sites_sent import sites_sent
 from fedshift.report.watch.deployed import Deployed, deployed, deployments_in
 from fedshift.text import one_line
 
@@ -49,6 +51,7 @@ class WatchedRun:
         planned_rounds: rounds that it will have at the pace of its work so far; 0 if its settings cannot be read.
         failure: why it stopped; "" if it did not fail.
         age: seconds since its last round was written; None before the first.
+        by_site: what each site sent and received so far; None if that is not known.
     """
 
     names: tuple[str, str, str]
@@ -57,6 +60,7 @@ class WatchedRun:
     planned_rounds: int
     failure: str
     age: float | None
+    by_site: SiteBytes | None = None
 
     @property
     def missing(self) -> dict[str, str]:
@@ -139,7 +143,8 @@ def _experiment(folder: Path, folders: Sequence[Path]) -> Watched:
 def _run(folder: Path) -> WatchedRun:
     method, target, seed = folder.parts[-3:]
     if is_finished(folder):
-        return WatchedRun((method, target, seed), read_result(folder / RESULT), (), 0, "", None)
+        result = read_result(folder / RESULT)
+        return WatchedRun((method, target, seed), result, (), 0, "", None, result.bytes_by_site)
     failure, age, settings = "", None, None
     with suppress(OSError):
         failure = (folder / FAILURE).read_text(encoding="utf-8", errors="replace").strip() or "it failed"
@@ -149,7 +154,8 @@ def _run(folder: Path) -> WatchedRun:
         settings = plain_yaml((folder / SETTINGS).read_bytes())
     records = read_rounds(folder / ROUNDS)
     planned = _planned_rounds(settings, records, target) if isinstance(settings, Mapping) else 0
-    return WatchedRun((method, target, seed), None, records, planned, one_line(failure), age)
+    by_site = read_site_bytes(folder)
+    return WatchedRun((method, target, seed), None, records, planned, one_line(failure), age, by_site)
 
 
 def _planned_rounds(settings: Mapping[str, Any], records: Sequence[RoundRecord], target: str) -> int:
@@ -189,7 +195,7 @@ def watch_page(root: Path) -> str:
 def _blocks(one: Watched) -> Iterator[Block]:
     finished = sum(run.result is not None for run in one.runs)
     failed = sum(bool(run.failure) for run in one.runs)
-    said = [] if one.deployment is None else [_state(one.deployment)]
+    said = [] if one.deployment is None else [_state(one.deployment), *_lost(one.deployment)]
     if one.planned:
         said.append(f"{finished} of {one.planned} runs finished" + (f", {failed} failed." if failed else "."))
     if one.seconds_left:
@@ -197,12 +203,19 @@ def _blocks(one: Watched) -> Iterator[Block]:
     said.append(f"Sites sent {sum(run.sent for run in one.runs) / 1e6:,.2f} MB.")
     yield Text(" ".join(said), "verdict")
     if one.deployment is not None and one.deployment.sites:
-        rows = [[site.name, site.last, _ago(site.age)] for site in one.deployment.sites]
-        yield grid("Sites", ["site", "last event", "when"], rows, css="facts")
+        rows = [
+            [site.name, site.trouble or MISSING, _ago(site.since), site.last, _ago(site.age)]
+            for site in one.deployment.sites
+        ]
+        yield grid("Sites", ["site", "missing", "since", "last event", "when"], rows, css="facts")
     current = [run for run in one.runs if run.result is None]
     if current:
         yield _runs("Begun", current)
-    absent = [(run.names, site, why) for run in current for site, why in run.missing.items()]
+        sent = {" / ".join(run.names): [run.by_site] for run in current if run.by_site is not None}
+        if (left := sites_sent("What left each site so far", "run", sent)) is not None:
+            yield left
+    told_above = {site.name for site in one.deployment.sites if site.lost} if one.deployment is not None else set()
+    absent = [(run.names, site, why) for run in current for site, why in run.missing.items() if site not in told_above]
     missing = [f"{site}: {one_line(why)} ({' / '.join(names)})" for names, site, why in absent]
     if missing:
         yield Listing(tuple(missing), "Missing in the last round")
@@ -239,6 +252,12 @@ def _state(deployment: Deployed) -> str:
         return said
     why = f"The coordinator's service does not run ({deployment.stopped})"
     return f"{said} {why}: start it with fedshift coordinator start."
+
+
+def _lost(deployment: Deployed) -> list[str]:
+    """Whom the runs go on without, as a sentence; empty if all sites take part."""
+    lost = [site.name for site in deployment.sites if site.lost]
+    return [f"Lost: {', '.join(lost)}."] if lost else []
 
 
 def _ago(seconds: float | None) -> str:

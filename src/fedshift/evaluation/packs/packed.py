@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from fedshift.errors import UserError
-from fedshift.evaluation.packed_rounds import (
+from fedshift.evaluation.packs.packed_rounds import (
     KEY,
     ROUNDS,
     cell_of,
@@ -217,7 +217,7 @@ def _is_detail(path: str) -> bool:
     field, *below = path.split(".")
     if field == "selected":
         return below[1:2] in (["sites"], ["per_class"])
-    return path == "sites" or (field == "data" and len(below) > 1)
+    return path == "sites" or field == "bytes_by_site" or (field == "data" and len(below) > 1)
 
 
 def _shortened(path: str, value: Any) -> Any:

@@ -1,0 +1,1 @@
+"""The format of finished runs in a few small files."""

@@ -1,0 +1,94 @@
+"""What each site of a run sent and received, by kind of content: a field of its result, and a file while it lasts.
+
+Up to `MOST_SITES` sites, a result names each of them. Above that, it has the least, the median and the most bytes of a
+site for every kind, so that a result of a thousand sites is no larger than one of a hundred. All of it is for the whole
+run: nothing is kept by round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import median_low
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fedshift.files import write_bytes
+
+MOST_SITES = 100
+"""Sites that a result names one by one."""
+FILE = "bytes.json"
+"""In the folder of a run that is not finished: what its sites sent and received so far."""
+Count = Annotated[int, Field(ge=0)]
+Direction = Literal["up", "down"]
+BySite = Mapping[str, Mapping[str, Mapping[str, int]]]
+"""Site → direction → kind → bytes."""
+
+
+class Spread(BaseModel):
+    """How many bytes of a kind crossed the borders of single sites, over all sites of a run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    least: Count
+    median: Count = Field(description="of an even number of sites, the lower of the two in the middle")
+    most: Count
+
+
+class SiteBytes(BaseModel):
+    """What the sites of a run sent (``up``) and received (``down``), in bytes by kind."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    number: Count = Field(description="sites that sent or received anything")
+    sites: dict[str, dict[Direction, dict[str, Count]]] = Field(
+        default_factory=dict, description="each site; empty if there are too many"
+    )
+    spread: dict[Direction, dict[str, Spread]] = Field(
+        default_factory=dict, description="if there are too many: the range over sites"
+    )
+
+
+def site_bytes(by_site: BySite | None) -> SiteBytes | None:
+    """What a result says of the bytes that a ledger counted by site; None if it did not count them from the start.
+
+    Example:
+        >>> found = site_bytes({"D0": {"up": {"weights": 8}, "down": {"weights": 16}}})
+        >>> found.sites["D0"]["up"], found.spread
+        ({'weights': 8}, {})
+        >>> many = {f"D{site}": {"up": {"weights": site}, "down": {}} for site in range(200)}
+        >>> site_bytes(many).spread["up"]["weights"]
+        Spread(least=0, median=99, most=199)
+    """
+    if by_site is None:
+        return None
+    if len(by_site) <= MOST_SITES:
+        return SiteBytes.model_validate({"number": len(by_site), "sites": by_site})
+    spread: dict[str, dict[str, Spread]] = {}
+    for way in ("up", "down"):
+        kinds = sorted({kind for both in by_site.values() for kind in both[way]})
+        sizes = {kind: [both[way].get(kind, 0) for both in by_site.values()] for kind in kinds}
+        spread[way] = {
+            kind: Spread(least=min(found), median=median_low(found), most=max(found)) for kind, found in sizes.items()
+        }
+    return SiteBytes.model_validate({"number": len(by_site), "spread": spread})
+
+
+def write_site_bytes(folder: Path, by_site: BySite | None) -> None:
+    """Write what the sites of a run sent and received so far to its folder, for those who watch it.
+
+    Raises:
+        UserError: the disk is full or read-only.
+    """
+    found = site_bytes(by_site)
+    if found is not None:
+        write_bytes(folder / FILE, found.model_dump_json().encode(), flush=False)
+
+
+def read_site_bytes(folder: Path) -> SiteBytes | None:
+    """What `write_site_bytes` wrote to a run's folder; None if it cannot be read."""
+    try:
+        return SiteBytes.model_validate_json((folder / FILE).read_bytes())
+    except (OSError, ValidationError):
+        return None

@@ -1,0 +1,117 @@
+"""`fedshift.check` foretells what runs do (work, rounds, bytes), and trains nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small import experiment, features, save, sites
+
+import fedshift
+from fedshift.errors import UserError
+from fedshift.methods.base import RunPlan, Traffic
+from fedshift.methods.federated.fedavg import FedAvg
+
+METHODS = [
+    "deepall",
+    "fedavg",
+    {"name": "fedavg", "label": "fedavg3", "local_epochs": 3},
+    {"name": "csac", "acquisition_epochs": 4, "calibration_epochs": 2},
+]
+NORMALISED = {"name": "mlp", "hidden": [4], "batch_norm": True}
+
+
+def test_every_method_does_the_same_work(tmp_path: Path) -> None:
+    where = save(tmp_path, a=features(1, 30), b=features(2, 50), c=features(3, 90))
+    results = fedshift.run(experiment(where, methods=METHODS), tmp_path / "runs")
+    assert len({run.mini_batches for run in results.runs}) == 1
+    assert {run.method: run.rounds for run in results.runs} == {"deepall": 2, "fedavg": 8, "fedavg3": 3, "csac": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "training"),
+    [("linear", {}), ("linear", {"mini_batches": 40}), (NORMALISED, {"mini_batches": 7}), (NORMALISED, {"rounds": 5})],
+)
+def test_check_foretells_the_run(tmp_path: Path, training: dict[str, Any], model: Any) -> None:
+    """Bytes each way, rounds and mini-batches are those that the finished runs report."""
+    where = save(tmp_path, a=features(1, 30), b=features(2, 50), c=features(3, 90))
+    options = experiment(where, methods=METHODS, model=model, protocol={"targets": ["a"], "seeds": [0, 1]})
+    options["training"].update(training)
+    foretold = fedshift.check(options)
+    results = fedshift.run(options, tmp_path / "runs")
+    assert {domain.name: domain.train for domain in foretold.domains if domain.name != "a"} == results.runs[0].data[
+        "training_samples"
+    ]
+    for method in foretold.methods:
+        runs = [run for run in results.runs if run.method == method.label]
+        assert method.runs == len(runs) == 2
+        assert {run.rounds for run in runs} == {method.rounds}
+        assert {run.mini_batches for run in runs} == {method.mini_batches_per_site}
+        assert sum(sum(run.bytes_up.values()) for run in runs) == method.bytes_up, method.label
+        assert sum(sum(run.bytes_down.values()) for run in runs) == method.bytes_down, method.label
+        assert set(method.shares) >= set(runs[0].bytes_up)
+
+
+def test_a_method_that_foretells_its_bytes_is_told_of_whole_sites(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[RunPlan] = []
+
+    def traffic(self: FedAvg, plan: RunPlan) -> Traffic:
+        told.append(plan)
+        return plan.dry
+
+    monkeypatch.setattr(FedAvg, "traffic", traffic)
+    where = save(tmp_path, a=features(1, 30), b=features(2, 50), c=features(3, 90))
+    found = fedshift.check(experiment(where, methods=["fedavg"], protocol={"targets": ["a"], "seeds": [0]}))
+    assert told[0].samples == {domain.name: domain.train for domain in found.domains if domain.name != "a"}
+    assert told[0].dry_samples == {"b": 2, "c": 2}
+    assert told[0].rounds == found.methods[0].rounds
+
+
+OWN = """from fedshift.methods import FedAvg, Federation, Site, State, Update, UserError, Weights
+
+class Greedy(FedAvg):
+    name = "greedy"
+
+    def fit(self, site: Site, weights: Weights) -> Update:
+        list(site.batches(steps=1))[0]
+        return super().fit(site, weights)
+
+class Many(FedAvg):
+    name = "many"
+
+    def round(self, federation: Federation, state: State) -> State:
+        raise UserError(f"many: {len(federation.sources)} sites are too few")
+"""
+
+
+def test_check_does_without_the_bytes_of_a_method_that_has_to_train_first(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    options = experiment(sites(tmp_path / "data"), methods=["fedavg", f"{tmp_path}/own.py:Greedy"])
+    fedavg, greedy = fedshift.check(options).methods
+    assert fedavg.bytes_up
+    assert (greedy.bytes_up, greedy.bytes_down) == (None, None)
+    (warning,) = fedshift.check(options).warnings
+    assert "greedy" in warning
+    assert "IndexError" in warning
+
+
+def test_check_finds_what_a_method_refuses_in_its_first_round(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+    with pytest.raises(UserError, match="2 sites are too few"):
+        fedshift.check(experiment(sites(tmp_path / "data"), methods=[f"{tmp_path}/own.py:Many"]))
+
+
+def test_check_trains_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = sites(tmp_path / "data")
+    found = fedshift.check(experiment(where, methods=METHODS))
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+    assert found.classes == ("0", "1", "2")
+    assert [(domain.name, domain.samples, domain.measured_as_target) for domain in found.domains] == [
+        ("a", 30, 30), ("b", 24, 24), ("c", 33, 33),
+    ]  # fmt: skip
+    assert found.parameters == 18
+    assert found.payload == 72
