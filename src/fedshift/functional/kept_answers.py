@@ -41,7 +41,7 @@ def kept_answers(before: Tensor, after: Tensor, surest: float = 0.25) -> float:
     Example:
         >>> before = torch.tensor([[0.9, 0.1], [0.6, 0.4], [0.45, 0.55], [0.1, 0.9]])
         >>> after = torch.tensor([[0.8, 0.2], [0.1, 0.9], [0.9, 0.1], [0.7, 0.3]])
-        >>> kept_answers(before, after)  # sure of the first and the last; the last changed
+        >>> kept_answers(before, after, surest=0.5)  # sure of the first and the last; the last changed
         0.5
     """
     if before.dim() != 2 or before.shape != after.shape or not before.numel():

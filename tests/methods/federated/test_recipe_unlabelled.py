@@ -131,7 +131,7 @@ def test_the_target_goes_on_from_its_own_model(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(
     ("options", "kept", "trusted"),
-    [({}, 0.49, False), ({}, 0.5, True), ({"trust": 0.9}, 0.8, False), ({"trust": 0.0}, 0.0, True)],
+    [({}, 0.69, False), ({}, 0.7, True), ({"trust": 0.9}, 0.8, False), ({"trust": 0.0}, 0.0, True)],
 )
 def test_below_trust_the_labelled_sites_model_answers_at_the_target(
     options: dict[str, Any], kept: float, trusted: bool, monkeypatch: pytest.MonkeyPatch
