@@ -40,9 +40,9 @@ def reflowed(prose: str, width: int) -> str:
     stay lines of their own; what does not fit continues below its first word.
 
     Example:
-        >>> print(reflowed(" 1. One item that goes on." + chr(10) + "    x = 1", 16))
-         1. One item
-            that goes on.
+        >>> print(reflowed(" 1. One item that goes on." + chr(10) + "    x = 1", 18))
+         1. One item that
+            goes on.
             x = 1
     """
     joined: list[str] = []

@@ -80,6 +80,13 @@ def write_site_bytes(folder: Path, by_site: BySite | None) -> None:
 
     Raises:
         UserError: the disk is full or read-only.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> write_site_bytes(folder, {"D0": {"up": {"weights": 8}, "down": {}}})
+        >>> [file.name for file in folder.iterdir()]
+        ['bytes.json']
     """
     found = site_bytes(by_site)
     if found is not None:
@@ -87,7 +94,15 @@ def write_site_bytes(folder: Path, by_site: BySite | None) -> None:
 
 
 def read_site_bytes(folder: Path) -> SiteBytes | None:
-    """What `write_site_bytes` wrote to a run's folder; None if it cannot be read."""
+    """What `write_site_bytes` wrote to a run's folder; None if it cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> write_site_bytes(folder, {"D0": {"up": {"weights": 8}, "down": {}}})
+        >>> read_site_bytes(folder).sites["D0"]["up"], read_site_bytes(folder / "elsewhere")
+        ({'weights': 8}, None)
+    """
     try:
         return SiteBytes.model_validate_json((folder / FILE).read_bytes())
     except (OSError, ValidationError):
