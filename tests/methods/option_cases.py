@@ -183,6 +183,7 @@ FEDERATED_METHODS: dict[str, dict[str, tuple[Try, ...]]] = {
         "begin": of(0.0, 0.8),
         "information_weight": of(0.0, 0.3),
         "pseudo_label_weight": of(0.0, 1.0),
+        "trust": of(0.0, where="fast", begin=0.0),
     },
     "shot": {
         "source_epochs": of(2),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 from unittest.mock import Mock
@@ -126,6 +127,43 @@ def test_the_target_goes_on_from_its_own_model(monkeypatch: pytest.MonkeyPatch) 
     step_on(method, where, first)
     assert begun[0].without(is_buffer) == side(first, "labelled").without(is_buffer)
     assert begun[1] == side(first, "own")
+
+
+@pytest.mark.parametrize(
+    ("options", "kept", "trusted"),
+    [({}, 0.69, False), ({}, 0.7, True), ({"trust": 0.9}, 0.8, False), ({"trust": 0.0}, 0.0, True)],
+)
+def test_below_trust_the_labelled_sites_model_answers_at_the_target(
+    options: dict[str, Any], kept: float, trusted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target compares both models' predictions for all its samples, and trains its own one on in either case."""
+    asked: list[tuple[Tensor, Tensor]] = []
+    begun: list[Network] = []
+    whole = Site.minimise
+
+    def judged(before: Tensor, after: Tensor) -> float:
+        asked.append((before, after))
+        return kept
+
+    def seen(self: Site, loss_of: Any, *modules: Any, **options: Any) -> float:
+        if self.role == "target":
+            begun.append(copy.deepcopy(modules[0]).eval())
+        return whole(self, loss_of, *modules, **options)
+
+    monkeypatch.setattr(recipe_unlabelled, "kept_answers", judged)
+    monkeypatch.setattr(Site, "minimise", seen)
+    method = RecipeUnlabelled(begin=0.0, **options)
+    where = federation(method, FOUND, NORMED, rounds=2, budget=4, **(NO_MOMENTUM | {"lr": 0.5}))
+    state = step_on(method, where, method.start(where, start_of(method, FOUND, NORMED)))
+    step_on(method, where, state)
+    inputs, _ = everything(where, "b")
+    theirs, own = normalised(network(method, side(state, "labelled")), inputs), begun[1]
+    with torch.no_grad():
+        torch.testing.assert_close(asked[0][0], theirs(inputs).softmax(1), atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(asked[0][1], own(inputs).softmax(1), atol=2e-6, rtol=1e-5)
+        assert not torch.allclose(*asked[0], atol=1e-3)
+    assert_like(side(state, "own"), own if trusted else theirs)
+    assert state.report["kept_answers"] == {"b": kept}
 
 
 def test_each_side_answers_with_its_own_model() -> None:
