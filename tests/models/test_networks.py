@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from torch.nn import functional
 
 from fedshift.errors import UserError
 from fedshift.models import registry
-from fedshift.models.network import Network, StageReader
+from fedshift.models.network import Network
 from fedshift.models.networks.vision import GreyToColour, TensorFlowConv2d
 
 
@@ -307,65 +306,3 @@ def test_a_stage_that_is_not_there_cannot_be_the_first_trained_one() -> None:
 def test_unknown_stage_gets_the_nearest_name() -> None:
     with pytest.raises(UserError, match=r"no stage 'conv3'; did you mean 'conv"):
         network((1, 28, 28), name="mnist_cnn").with_stages(torch.rand(1, 1, 28, 28), ["conv3"])
-
-
-def test_a_copy_is_whole_and_apart() -> None:
-    """As torch's own: weights, modes, hooks and what is shared within the network, for modules of any kind."""
-    tied = nn.Linear(4, 4)
-    recurrent = nn.LSTM(4, 4)
-    features = nn.Sequential(tied, nn.BatchNorm1d(4), nn.Sequential(tied, nn.Dropout(0.5)), nn.Identity())
-    features[3].odd, features[3].empty = recurrent, None
-    features[3].remembered = {"rows": [1, 2]}
-    features[3].again = features[3].remembered
-    network = Network(features, nn.Linear(4, 3), embedding_size=4, classes=3, stages={"one": "features.0"},
-                      alignment_stages=["one"], seed=5)  # fmt: skip
-    heard: list[nn.Module] = []
-    features[1].register_forward_hook(lambda module, *_: heard.append(module))
-    features[0].bias.requires_grad_(False)
-    features[1].eval()
-    made = copy.deepcopy(network)
-    assert type(made) is Network
-    assert made.keywords == network.keywords
-    assert str(made) == str(network)
-    assert [(name, one.training) for name, one in made.named_modules()] == [
-        (name, one.training) for name, one in network.named_modules()
-    ]
-    there, here = dict(made.named_parameters()), dict(network.named_parameters())
-    assert list(there) == list(here)
-    for name, parameter in there.items():
-        assert torch.equal(parameter, here[name])
-        assert parameter.requires_grad == here[name].requires_grad
-        assert parameter.data_ptr() != here[name].data_ptr()
-    copied = made.features
-    assert copied[0] is copied[2][0] is not tied
-    assert copied[3].again is copied[3].remembered is not features[3].remembered
-    assert torch.equal(made.eval()(torch.ones(2, 4)), network.eval()(torch.ones(2, 4)))
-    assert heard == [copied[1], features[1]]
-    copied[1].register_forward_hook(lambda *_: None)
-    assert len(features[1]._forward_hooks) == 1
-    assert torch.equal(copied[3].odd(torch.ones(1, 4))[0], recurrent(torch.ones(1, 4))[0])
-
-
-def test_a_reader_gives_what_single_passes_give_and_leaves_nothing_behind() -> None:
-    model = network((6,), name="mlp", hidden=[5, 4])
-    model.features.hidden1.register_forward_hook(lambda _module, _inputs, output: output + 1)  # as plug-ins do
-    with StageReader(model, ("hidden2", "hidden1")) as read:
-        model.features.hidden2.register_forward_hook(
-            lambda _module, _inputs, output: 2 * output
-        )  # before the first pass
-        for seed in range(3):
-            inputs = torch.rand(2, 6, generator=torch.Generator().manual_seed(seed))
-            logits, stages = read(inputs)
-            expected, single = model.with_stages(inputs, ("hidden2", "hidden1"))
-            assert list(stages) == ["hidden2", "hidden1"]
-            torch.testing.assert_close((logits, stages), (expected, single), rtol=0, atol=0)
-            torch.testing.assert_close(logits, model.classifier(stages["hidden2"]), rtol=0, atol=0)
-    assert len(model.features.hidden1._forward_hooks) == 1
-    assert len(model.features.hidden2._forward_hooks) == 1
-
-
-def test_a_reader_is_closed_after_an_error() -> None:
-    model = network((6,), name="mlp", hidden=[5])
-    with pytest.raises(RuntimeError), StageReader(model, ("hidden1",)) as read:
-        read(torch.rand(2, 7))
-    assert not model.features.hidden1._forward_hooks
