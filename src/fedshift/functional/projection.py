@@ -64,7 +64,7 @@ class _AsMap(nn.Sequential):
         self.shape = shape
 
     def forward(self, inputs: Tensor) -> Tensor:
-        outputs: Tensor = self._modules["0"](inputs)
+        outputs: Tensor = self[0](inputs)
         return outputs.view(-1, *self.shape)
 
 
