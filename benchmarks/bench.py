@@ -1,7 +1,7 @@
 """``make bench``: ratios measured in one run, so that they hold on any machine. Absolute numbers are only a by-product.
 
-    python benchmarks/bench.py [--quick] [--only engine,workers,sites,csac,elcfs,pooled,kd3a,mdfnet,vote,memory]
-                               [--device cpu] [--output FILE]
+    python benchmarks/bench.py [--quick] [--only engine,workers,sites,csac,elcfs,pooled,kd3a,mdfnet,allocator,vote,
+                               memory] [--device cpu] [--output FILE]
 
 engine   FedAvg of fedshift against a bare PyTorch loop over the same batches, one thread
 workers  two workers, two threads, or two runs at once, against one worker of one thread
@@ -11,6 +11,7 @@ elcfs    the same of ELCFS, per image that goes forward and backward
 pooled   seconds of a mini-batch of each pooled method against DeepAll, and against its own arithmetic
 kd3a     seconds of an epoch of KD3A on Amazon Review against a bare loop
 mdfnet   seconds of 100 rounds of MDFNet on the cached features of 5,000 images, two workers
+allocator  a mini-batch of FedAvg with memory that was freed kept for the next one, and without
 vote     memory and seconds of KD3A's vote and focus over 10 sources, 100,000 samples and 345 classes
 memory   the server's memory while it aggregates 10, 100 and 1,000 models of 45 MB
 
@@ -36,7 +37,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-PARTS = ("engine", "workers", "sites", "csac", "elcfs", "pooled", "kd3a", "mdfnet", "vote", "memory")
+from fedshift.federation.local.allocator import keep_freed_memory
+
+PARTS = ("engine", "workers", "sites", "csac", "elcfs", "pooled", "kd3a", "mdfnet", "allocator", "vote", "memory")
 AIMS = {
     "engine": "at least 0.95 of the bare loop",
     "workers": "two workers at least 1.7 times one",
@@ -46,6 +49,7 @@ AIMS = {
     "pooled": "at most 1.15 times its arithmetic",
     "kd3a": "an epoch of Amazon Review in at most 4 s (released code: 10 s on two cores)",
     "mdfnet": "100 rounds in under a minute on two cores",
+    "allocator": "fewer seconds for about as much memory",
     "vote": "under 1 GiB; Shapley values of 10 sources in one pass over the predictions",
     "memory": "flat, under 1 GiB",
 }
@@ -106,11 +110,15 @@ def _measure(part: str, quick: bool, device: str) -> list[Row]:
         return _memory(quick)
     if part == "vote":
         return [_memory_row(name, 10) for name in ("vote", "vote_leave_one_out", "vote_shapley")]
+    import bench_allocator
     import bench_pooled
     import bench_sites
     import bench_steps
     import bench_training
 
+    if part == "allocator":
+        return bench_allocator.allocator(quick)
+    keep_freed_memory()  # as every run does
     if part == "pooled":
         return bench_pooled.pooled(quick, device)
     if part == "workers":
@@ -240,6 +248,14 @@ def _table(part: str, rows: list[Row]) -> Table:
             keys = ("ratio", "ratio_of_processor_seconds", "passes", "operations", "beside_its_arithmetic")
             milliseconds = f"{row['milliseconds_per_mini_batch']:.1f}"
             table.add_row(f"{row['method']}, {row['case']}", milliseconds, *(f"{row[name]:.2f}" for name in keys))
+    elif part == "allocator":
+        table.caption = "each cell: as the C library does it, then with freed memory kept"
+        _columns(table, "FedAvg's mini-batch", "CPU ms", "ratio", "new pages", "peak MiB")
+        for row in rows:
+            ways = [row[key].values() for key in ("milliseconds", "new_pages", "peak_bytes")]
+            milliseconds, pages = ("  ".join(f"{value:,.1f}" for value in values) for values in ways[:2])
+            peaks = "  ".join(f"{value / 2**20:,.0f}" for value in ways[2])
+            table.add_row(row["case"], milliseconds, f"{row['ratio_of_processor_seconds']:.2f}", pages, peaks)
     elif part == "mdfnet":
         _columns(table, "features of an image", "matrix products", "images", "mini-batches", "seconds of 100 rounds")
         for row in rows:

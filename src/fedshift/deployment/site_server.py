@@ -46,6 +46,7 @@ from fedshift.deployment.site_requests import (
 from fedshift.errors import FedshiftError, Refused, UserError
 from fedshift.experiment.config.error_messages import describe
 from fedshift.experiment.environment import resolve_device
+from fedshift.federation.local.allocator import keep_freed_memory
 from fedshift.federation.messages import promised_kinds, reply_content
 from fedshift.federation.remote.exposure import ExposureWatch
 from fedshift.federation.remote.policy import ACCURACY, MASKED, AuditLog, described, whole_number
@@ -81,6 +82,7 @@ class SiteProgram:
         self.device = resolve_device(config.file.device)
         if config.file.threads is not None:
             torch.set_num_threads(config.file.threads)
+        keep_freed_memory()
         self._stamp = self._stamp_now()
         self.holding = self.rules.shown(read_holding(config))
         self._runner: tuple[str, SiteRunner, dict[str, str]] | None = None

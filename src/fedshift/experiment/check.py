@@ -27,6 +27,7 @@ from fedshift.experiment.plan import Plan, PlannedRun
 from fedshift.experiment.protocol import taking_part
 from fedshift.experiment.runs.experiment_loop import run_experiment
 from fedshift.experiment.trial import try_method
+from fedshift.federation.local.allocator import keep_freed_memory
 from fedshift.federation.messages import promised_kinds
 from fedshift.methods import registry as method_registry
 from fedshift.methods.base import Method, Traffic, calls_of, cost_of, in_order
@@ -317,6 +318,7 @@ def _seconds_per_batch(experiment: Experiment, data: DataSet, device: str, threa
         return 0.0
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
+    keep_freed_memory()
     try:
         domain = max(data.domains.values(), key=len)
         rows = torch.arange(min(len(domain), experiment.training.batch_size * _TIMED_BATCHES)).numpy()

@@ -18,6 +18,7 @@ import torch
 
 from fedshift.data.domain import Domain, SparseRows
 from fedshift.errors import FedshiftError
+from fedshift.federation.local.allocator import keep_freed_memory
 from fedshift.federation.messages import decode, encode, reply_content
 from fedshift.federation.setting_json import setting_from
 from fedshift.federation.site import Envelope
@@ -117,6 +118,7 @@ def main() -> None:
     """Run a worker: ``python -m fedshift.federation.local.worker ADDRESS THREADS NUMBER``, with the key on stdin."""
     address, threads, number = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(threads)
+    keep_freed_memory()
     atexit.register(gc.freeze)  # or Python, at its end, looks for garbage among all that torch has made
     key = sys.stdin.buffer.read()
     os.environ[CHILD] = "1"
