@@ -171,6 +171,8 @@ def fields(kind: type[BaseModel], without: Collection[str] = ()) -> str:
             default = info.get_default(call_default_factory=True)
             section = isinstance(default, BaseModel)  # which has a table of its own
             value = "required" if info.is_required() else "its defaults" if section else written(default)
+            if (kind, name) == (Experiment, "name"):
+                value = "the file's name"
             rows.append(f"| `{name}` | {cell(value)} | {meaning(info.description or '')} |")
     return "\n".join(rows) if len(rows) > 2 else "No options."
 

@@ -51,6 +51,21 @@ def test_advice_agrees_with_the_table(cli: Cli, finished: tuple[Path, dict[str, 
     assert cli("advise", runs, "--format", "yaml").code == 2
 
 
+def test_report_writes_the_page_anew(cli: Cli, finished: tuple[Path, dict[str, Any]]) -> None:
+    runs, _ = finished
+    (folder,) = (path for path in runs.iterdir() if path.is_dir())
+    page = folder / "report.html"
+    page.unlink(missing_ok=True)
+    assert cli("report", folder).out.strip() == str(page)
+    assert "Verdict" in page.read_text()
+    assert f"did you mean '{folder.name}'?" in cli("report", f"{folder}x").error()
+
+
+def test_a_wrong_call_names_the_help_of_its_command(cli: Cli) -> None:
+    assert "see fedshift run --help" in cli("run").error()
+    assert "see fedshift --help" in cli("rn").error()
+
+
 @pytest.mark.parametrize("select", ["last", "source", "oracle"])
 def test_table_as_json(cli: Cli, finished: tuple[Path, dict[str, Any]], select: str) -> None:
     runs, _ = finished

@@ -96,6 +96,7 @@ def test_quotes_blank_lines_and_a_byte_order_mark(tmp_path: Path) -> None:
         ("age,stage,ill\n1,I,no\nold,I,yes\n", r"b\.csv, line 3, column 'age': 'old' is not a number"),
         ("age,stage,ill\n1,I,no\ninf,I,yes\n", r"line 3, column 'age': 'inf' is not a number"),
         ("age,stage,ill\n1,I,no\n2,I,\n", r"line 3, column 'ill': the label is missing"),
+        ("age,stage,ill\n1,I,\n2,I,\n", r"b\.csv, column 'ill': no row has a label.*fedshift predict"),
         ("age,stage,ill\n1,I,no\n2,I\n", r"line 3: 2 cells, but the first line has 3 columns"),
         ("age,age,ill\n1,I,no\n", r"column 'age' appears more than once"),
         ("age,stage,ill\n1,I,no\n2,I,ja\n", r"'a' has \[no, yes\]; 'b' has \[ja, no\]"),
@@ -199,6 +200,7 @@ def test_an_encoding_of_another_kind(tmp_path: Path) -> None:
         ("agee,stage,ill\n1,I,no\n2,I,yes\n", "did you mean 'agee'", "lacks a column"),
         ("age,patient,patient\n1,I,no\n", "column 'patient' appears", "a column appears more than once"),
         ("age,stage,ill\n1,I,no\n2,I,\n", "line 3, column 'ill': the label", "line 3: the label is missing"),
+        ("age,stage,ill\n1,I,\n2,I,\n", "column 'ill': no row has a label", "csv: no row has a label"),
     ],
 )  # fmt: skip
 def test_the_owner_is_told_the_cell_and_others_are_not(text: str, full: str, public: str, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from fedshift.report.html import render
 from fedshift.report.page import DARK, LIGHT, page
 from fedshift.report.plots import accuracy_at_targets
 from fedshift.report.sections.about import experiment_file
-from fedshift.report.sections.blocks import Figure, Grid
+from fedshift.report.sections.blocks import Figure, Grid, Text
 from fedshift.report.sections.predictions import predictions_section
 from fedshift.report.sections.results import grids, sites_grid
 from fedshift.report.table import table_of
@@ -240,6 +240,15 @@ def test_weights_by_layer() -> None:
     rounds, mean, _ = found["conv"]["a"]
     assert (rounds, mean) == ([1, 2], [0.5, pytest.approx(0.8)])
     assert weights_by_layer([[line(1, 0.5).model_copy(update={"aggregation_weights": {"a": 1.0}})]]) == {}
+
+
+def test_the_page_says_why_it_shows_no_mistakes(write_part: Write) -> None:
+    folder = write_part("m", "t", 0, 50.0)
+    section = predictions_section(collect(folder.parents[2]).runs, "m")
+    assert section is not None
+    (said,) = section.blocks
+    assert isinstance(said, Text)
+    assert "no confusion matrices" in said.text
 
 
 def test_mistakes_of_the_chosen_method(write_part: Write) -> None:

@@ -156,6 +156,14 @@ def test_the_numbers_are_those_of_the_table_and_the_correction_counts_all_looks(
     assert min(one.corrected for one in found.differences) == pytest.approx(6 * smallest)  # type: ignore[type-var]
 
 
+def test_the_words_say_which_comparisons_were_corrected_together() -> None:
+    found = verdict(simulated(np.random.default_rng(3), {"fedavg": 60.0, "moon": 61.0, "csac": 65.0}, own_sd=0.5))
+    lines = dict(paragraphs(found))["By how much"]
+    between = [one for one in found.differences if "most frequent class" not in one.name]
+    assert f"all {len(between)} comparisons between methods" in lines[-1]
+    assert ("by themselves" in lines[-1]) == (len(found.differences) > len(between))
+
+
 def test_one_seed_shows_nothing() -> None:
     found = verdict(simulated(np.random.default_rng(4), {"fedavg": 30.0, "csac": 90.0}, seeds=1))
     assert not any(one.shown for one in found.against)

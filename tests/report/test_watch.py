@@ -53,6 +53,15 @@ def test_what_runs_have_done(running: Path) -> None:
     assert one.seconds_left == 4.0, "three of four runs of 2 s are left, and 2 s of them are done"
 
 
+def test_experiments_that_are_not_finished_come_first(tmp_path: Path, writer: Callable[[Path], Write]) -> None:
+    for name, done in (("a", True), ("b", False), ("c", True)):
+        folder = writer(tmp_path / name)("fedavg", "t", 0, 70.0)
+        if not done:
+            (folder / "result.json").unlink()
+    found = watched(tmp_path)
+    assert [one.finished for one in found] == [False, True, True]
+
+
 def test_the_page_says_it_and_escapes_it(running: Path) -> None:
     text = watch_page(running)
     for words in ("1 of 4 runs finished, 1 failed", "2 of 8", "41.50", "odd &lt;columns&gt;", "north: no answer",

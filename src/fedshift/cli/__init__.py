@@ -51,5 +51,6 @@ def _run() -> int:
         if type(error).__name__ == "NoArgsIsHelpError":
             error.show()  # type: ignore[attr-defined]
         else:
-            print(f"error: {error.format_message()} (see fedshift --help)", file=sys.stderr)
+            where = getattr(getattr(error, "ctx", None), "command_path", "fedshift")
+            print(f"error: {error.format_message()} (see {where} --help)", file=sys.stderr)
         return 2

@@ -160,6 +160,19 @@ def advise(
 
 
 @app.command(rich_help_panel=READ)
+def report(
+    folder: Annotated[Path, typer.Argument(help="An experiment's folder, or one that holds it.", metavar="DIR")],
+) -> None:
+    """Write the page report.html of an experiment's finished runs anew.
+
+    It has no samples: for these run the experiment again with --samples, which repeats no finished run.
+    """
+    from fedshift.cli.report import write_report
+
+    write_report(folder)
+
+
+@app.command(rich_help_panel=READ)
 def watch(
     folder: Annotated[Path, typer.Argument(help="The folder of the runs, or a coordinator's kit.", metavar="DIR")],
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = 8765,

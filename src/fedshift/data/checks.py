@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import combinations
@@ -199,9 +200,18 @@ def agreed_classes(found: Mapping[str, Collection[str]], *, what: str, allow_mis
             if not set(first) <= set(second) and not set(second) <= set(first):
                 raise UserError(
                     f"{what} differ between sites: '{one}' has {_listing(first)}; '{other}' has {_listing(second)}. "
+                    f"{_spelt_otherwise(one, set(first) - set(second), set(second) - set(first))}"
                     "Make the names equal, or set data.missing_classes=allow if each truly lacks a class of the other"
                 )
     return natural_order({name for names in found.values() for name in names})
+
+
+def _spelt_otherwise(site: str, names: Collection[str], others: Collection[str]) -> str:
+    """A question about the first of a site's ``names`` that looks like one of ``others``; empty if none does."""
+    for name in natural_order(set(names)):
+        if alike := difflib.get_close_matches(name, others, n=1):
+            return f"Is '{name}' at '{site}' meant to be '{alike[0]}'? "
+    return ""
 
 
 def _check_no_quantity(found: Mapping[str, Collection[str]], what: str, allow_missing: bool) -> None:

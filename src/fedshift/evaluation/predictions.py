@@ -16,8 +16,8 @@ from fedshift.evaluation.site_metrics import Scored
 
 PREDICTIONS = "predictions.parquet"
 MISSING = (
-    "predictions per sample are not kept, since pyarrow is not installed: install fedshift[tables], or write "
-    "evaluation: {predictions: false}"
+    "pyarrow is not installed, so predictions per sample are not kept, and the page has no confusion matrices, ROC "
+    "curves or worst mistakes: install fedshift[tables], or write evaluation: {predictions: false}"
 )
 
 

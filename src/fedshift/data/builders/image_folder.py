@@ -148,7 +148,8 @@ def _without_corrupt(found: Found) -> tuple[Found, tuple[str, ...]]:
         site: {label: [one for one in images if one.file.name not in corrupt] for label, images in classes.items()}
         for site, classes in found.items()
     }
-    return kept, (f"{len(corrupt)} images do not decode and were left out: {', '.join(corrupt)}",)
+    said = "1 image does not decode and was" if len(corrupt) == 1 else f"{len(corrupt)} images do not decode and were"
+    return kept, (f"{said} left out: {', '.join(corrupt)}",)
 
 
 def site_folders(root: Path, layout: str) -> list[Path]:

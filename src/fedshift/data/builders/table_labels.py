@@ -87,7 +87,17 @@ def classes_of(
     Raises:
         UserError: a label is missing, or has no class.
     """
+    _check_any_label(table, column)
     return [_class_of(table, row, cell, column, condition, mapping) for row, cell in enumerate(table.column(column))]
+
+
+def _check_any_label(table: Columns, column: str) -> None:
+    """Raise UserError where no row has a label: filling or dropping rows is no help there."""
+    if len(table) and all(map(is_missing, table.column(column))):
+        what = "no row has a label. Every site is measured, also one that trains without labels: leave this site out"
+        after = "and predict its rows with 'fedshift predict'"
+        file = table.place(0).partition(",")[0]
+        raise UserError(f"{file}, column '{column}': {what}, {after}", public=f"{file}: {what}, {after}")
 
 
 def _class_of(
@@ -160,6 +170,7 @@ def quantities_of(table: Columns, column: str) -> npt.NDArray[np.float32]:
     Raises:
         UserError: a label is missing, or is not a finite number.
     """
+    _check_any_label(table, column)
     out = np.empty(len(table), dtype=np.float32)
     for row, cell in enumerate(table.column(column)):
         where = f"{table.place(row)}, column '{column}'"

@@ -160,14 +160,22 @@ def paragraphs(verdict: Verdict) -> Iterator[tuple[str, list[str]]]:
     compared = [*verdict.rivals, *(one for one in verdict.against if one.role != verdict.role)]
     if compared:
         lines = [f"{verdict.method} is {comparison(one)}." for one in compared]
-        looks = f"p is corrected for all {verdict.looks} comparisons together." if verdict.looks else ""
-        yield "By how much", [*lines, *filter(None, [looks])]
+        yield "By how much", [*lines, *_correction(verdict)]
     if verdict.method is not None and verdict.expected is not None:
         number = _measured(verdict.measure, verdict.expected.mean)
         text = f"{verdict.method}: {number}{_interval(verdict)}."
         yield "What to expect at the next site", [text, "The first number is the average over the targets."]
         yield "What left the sites", [left_sites(verdict)]
     yield "What is not known", [one.why for one in verdict.unknown]
+
+
+def _correction(verdict: Verdict) -> Iterator[str]:
+    """For how many comparisons p is corrected: also for those between other methods, which are not listed."""
+    if verdict.looks:
+        other = (
+            " Those with the most frequent class are corrected by themselves." if verdict.best_of("majority") else ""
+        )
+        yield f"p is corrected for all {verdict.looks} comparisons between methods of this experiment.{other}"
 
 
 def _equals(verdict: Verdict) -> Iterator[str]:

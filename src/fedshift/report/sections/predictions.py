@@ -5,13 +5,12 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedshift.evaluation.predictions import PREDICTIONS
+from fedshift.evaluation.predictions import PREDICTIONS, can_be_kept
 from fedshift.report import plots
 from fedshift.report.advice.roles import role_of
 from fedshift.report.collect import FinishedRun
@@ -30,6 +29,7 @@ from fedshift.report.sections.blocks import (
 )
 from fedshift.report.sections.samples import ShownSamples
 
+_TITLE = "Which mistakes are made"
 _MOST_CLASSES = 20
 _MOST_TARGETS = 6
 _MISTAKES = 15
@@ -61,20 +61,21 @@ class Predicted:
 def predictions_section(
     runs: Sequence[FinishedRun], method: str | None, samples: ShownSamples | None = None
 ) -> Section | None:
-    """What the stored predictions show, the mistakes of ``method``; None if there are none.
+    """What the stored predictions show, the mistakes of ``method``; None for tasks that are no classification.
+
+    Where there are none, it says why.
 
     With ``samples`` the samples themselves are shown.
     """
     classes = runs[0].result.classes
-    if (
-        runs[0].result.metric != "accuracy"
-        or not find_spec("pyarrow")
-        or any(run.result.classes != classes for run in runs)
-    ):
+    if runs[0].result.metric != "accuracy" or any(run.result.classes != classes for run in runs):
         return None
-    found = [predicted for run in runs if (predicted := _read(run, classes)) is not None]
+    able = can_be_kept()
+    found = [predicted for run in runs if (predicted := _read(run, classes)) is not None] if able else []
     if not found:
-        return None
+        why = "No predictions per sample were kept" if able else "pyarrow is not installed (fedshift[tables])"
+        text = f"{why}, so there are no confusion matrices, ROC curves or worst mistakes."
+        return section("predictions", _TITLE, Text(text, "note"))
     blocks: list[Block] = []
     if len(classes) <= _MOST_CLASSES:
         blocks += _confusion(found, classes)
@@ -82,7 +83,7 @@ def predictions_section(
     chosen = [one for one in found if one.run.result.method == method]
     if chosen:
         blocks += _mistakes(chosen, classes, samples)
-    return section("predictions", "Which mistakes are made", *blocks)
+    return section("predictions", _TITLE, *blocks)
 
 
 def _read(run: FinishedRun, classes: Sequence[str]) -> Predicted | None:

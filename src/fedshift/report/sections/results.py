@@ -209,7 +209,10 @@ def differences_section(verdict: Verdict, table: Table) -> Section:
     head = differences.head(targets, measure)
     notes = [f"Last round. {differences.note(measure)}"]
     if any(MAJORITY in one.name for one in verdict.differences):
-        notes.append(f"{MAJORITY.capitalize()}: what always naming a target's most frequent class would reach.")
+        notes.append(
+            f"{MAJORITY.capitalize()}: what always naming a target's most frequent class would reach. Whether methods "
+            "beat it is a question of its own: p (Holm) is corrected for these lines, and apart for the other lines."
+        )
     return section("differences", title, grid("Differences", head, lines, notes))
 
 

@@ -95,6 +95,11 @@ class Watched:
     faults: Sequence[str] = ()
 
     @property
+    def finished(self) -> bool:
+        """Whether every planned run has a result."""
+        return sum(run.result is not None for run in self.runs) >= self.planned > 0
+
+    @property
     def seconds_left(self) -> float | None:
         """The time that unfinished runs need, one after the other, at the pace so far; None before the first round."""
         done = [run.result.seconds for run in self.runs if run.result is not None]
@@ -108,7 +113,7 @@ class Watched:
 
 
 def watched(root: Path) -> list[Watched]:
-    """The experiments in or below a folder, which may be a coordinator's kit.
+    """The experiments in or below a folder, which may be a coordinator's kit. Those that are not finished come first.
 
     Raises:
         UserError: there is no such folder.
@@ -120,7 +125,8 @@ def watched(root: Path) -> list[Watched]:
         by_experiment[place / "runs" / place.name] = []
     for folder in run_folders(root):
         by_experiment.setdefault(folder.parents[2], []).append(folder)
-    return [_experiment(folder, runs) for folder, runs in by_experiment.items()]
+    found = [_experiment(folder, runs) for folder, runs in by_experiment.items()]
+    return sorted(found, key=lambda one: one.finished)
 
 
 def _experiment(folder: Path, folders: Sequence[Path]) -> Watched:
