@@ -32,7 +32,7 @@ def test_every_name_leads_to_options_of_that_name() -> None:
         ({"name": "mnist_cnn", "hiden": 64}, r"model\.hiden: .*did you mean 'hidden'\?"),
         ({"name": "mnist_cnn", "hidden": 0}, r"model\.hidden: .*greater than 0"),
         ({"name": "mnist_cnn", "channels": [16]}, r"model\.channels\.1: "),
-        ({"name": "mlp", "hidden": []}, r"model\.hidden: .*at least 1"),
+        ({"name": "mlp", "hidden": []}, r"model\.hidden: .*at least (1|one)"),
         ({"name": "mlp", "dropout": 1.0}, r"model\.dropout: .*less than 1"),
         ({"name": "digit_cnn", "variant": "codes"}, r"model\.variant: .*'code' or 'paper'"),
         ({"name": "mlp", "pretrained": True}, r"model\.pretrained: model 'mlp' has no such field"),
