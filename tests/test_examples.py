@@ -31,7 +31,7 @@ WITH_EXAMPLES = [
     for file in sorted(ROOT.rglob("*.py"))
     if ">>> " in file.read_text(encoding="utf-8")
 ]
-NEEDED = {"fedshift.evaluation.predictions": "pyarrow", "fedshift.functional.differential_privacy": "opacus"}
+NEEDED = {"fedshift.functional.differential_privacy": "opacus"}
 """Packages of extras that a module's examples use."""
 
 

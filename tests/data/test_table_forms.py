@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 from pydantic import ValidationError
 
 from fedshift.data.builders.own_tables import Table
@@ -94,7 +96,6 @@ def test_one_file_with_a_column_of_sites_is_the_same_table(tmp_path: Path) -> No
 
 
 def test_parquet_is_the_same_table(tmp_path: Path) -> None:
-    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     plain = table(tmp_path).build()
     for name, columns in (
         ("north", {"age": [40.0, 50.0, None], "sex": ["f", "m", "f"], "num": [0, 2, 1]}),

@@ -252,7 +252,6 @@ def test_the_page_says_why_it_shows_no_mistakes(write_part: Write) -> None:
 
 
 def test_mistakes_of_the_chosen_method(write_part: Write) -> None:
-    pytest.importorskip("pyarrow")
     labels = np.array([0, 0, 1, 1])
     for seed, scores in enumerate([[0.1, 0.99, 0.8, 0.4], [0.1, 0.95, 0.8, 0.7]]):
         given = np.array([[1 - score, score] for score in scores], dtype=np.float32)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedshift.evaluation.predictions import SitePredictions, as_parquet, can_be_kept
+from fedshift.evaluation.predictions import SitePredictions, as_parquet
 from fedshift.evaluation.site_metrics import Scored
 from fedshift.report.collect import collect
 from fedshift.report.page import write_page
@@ -73,12 +73,9 @@ def address(tmp_path_factory: pytest.TempPathFactory, writer: Callable[[Path], C
             for seed in (0, 1):
                 weights = [{"a": 0.2, "b": 0.8}, {"a": 0.6, "b": 0.4}]
                 folder = write(method, target, seed, 60.0, 70.0 + gain + 2 * number + seed, weights=weights)
-                if can_be_kept():
-                    scores = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.7, 0.3]], dtype=np.float32)
-                    kept = SitePredictions(
-                        target, "target", np.arange(4), None, Scored(labels, scores.argmax(1), scores)
-                    )
-                    (folder / "predictions.parquet").write_bytes(as_parquet([kept], ["cat", "<dog>"], {}))
+                scores = np.array([[0.9, 0.1], [0.2, 0.8], [0.6, 0.4], [0.7, 0.3]], dtype=np.float32)
+                kept = SitePredictions(target, "target", np.arange(4), None, Scored(labels, scores.argmax(1), scores))
+                (folder / "predictions.parquet").write_bytes(as_parquet([kept], ["cat", "<dog>"], {}))
     root = folder.parents[2]
     plan = {"methods": ["fedavg", "deepall"], "targets": TARGETS, "seeds": [0, 1]}
     (root / "order.json").write_text(json.dumps(plan))

@@ -79,7 +79,6 @@ def test_features_of_each_site_and_class(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_roc_of_several_classes_has_the_mean_area(write_part: Callable[..., Path]) -> None:
-    pytest.importorskip("pyarrow")
     from sklearn.metrics import auc, roc_auc_score
 
     rng = np.random.default_rng(0)

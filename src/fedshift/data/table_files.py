@@ -185,11 +185,9 @@ def has_decimal_comma(cell: str) -> bool:
 def _read_parquet(path: Path) -> Columns:
     if not path.is_file():
         raise UserError(f"data file {path} does not exist: correct the path")
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import read_table as read
-    except ImportError:
-        raise UserError(f"{path}: Parquet files need pyarrow: pip install 'fedshift[tables]'") from None
+    from pyarrow import ArrowException
+    from pyarrow.parquet import read_table as read
+
     try:
         table = read(path)
     except (ArrowException, OSError, ValueError) as error:

@@ -6,7 +6,6 @@ import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,6 @@ from numpy.typing import NDArray
 from fedshift.evaluation.site_metrics import Scored
 
 PREDICTIONS = "predictions.parquet"
-MISSING = (
-    "pyarrow is not installed, so predictions per sample are not kept, and the page has no confusion matrices, ROC "
-    "curves or worst mistakes: install fedshift[tables], or write evaluation: {predictions: false}"
-)
 
 
 @dataclass(frozen=True)
@@ -38,16 +33,6 @@ class SitePredictions:
     rows: NDArray[np.int64]
     ids: Sequence[str] | None
     scored: Scored
-
-
-def can_be_kept() -> bool:
-    """Whether pyarrow is installed.
-
-    Example:
-        >>> can_be_kept()  # with fedshift[tables]
-        True
-    """
-    return find_spec("pyarrow") is not None
 
 
 def as_parquet(sites: Sequence[SitePredictions], classes: Sequence[str], about: Mapping[str, Any]) -> bytes:

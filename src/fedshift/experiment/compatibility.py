@@ -9,7 +9,6 @@ from fedshift.data.builders.at_sites import AtSites
 from fedshift.data.domain import DataSet
 from fedshift.data.tasks.objective import CLASSES, objective_of
 from fedshift.errors import UserError, nearest
-from fedshift.evaluation.predictions import MISSING, can_be_kept
 from fedshift.evaluation.tasks.measuring import measuring_of
 from fedshift.experiment.config.experiment import Experiment
 from fedshift.experiment.config.sections import LeaveOneOut, SourceTarget
@@ -62,8 +61,6 @@ def check_fit(plan: Plan) -> tuple[str, ...]:
     if experiment.training.class_weights is not None and data.task != "classification":
         raise UserError(f"training.class_weights: an image of data set {data.name} has no single class; leave it out")
     _check_headline(experiment, data)
-    if experiment.evaluation.predictions and data.task != "segmentation" and not can_be_kept():
-        warnings.append(MISSING)
     _check_measurable(plan)
     numbers = {len(sources) for sources, _ in roles}
     unseen = isinstance(experiment.protocol, LeaveOneOut)

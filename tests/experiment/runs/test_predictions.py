@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as parquet
 import pytest
 from sklearn.metrics import roc_auc_score
 from small import experiment, save
@@ -33,7 +34,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> fedshift.Results:
 
 
 def test_predictions_give_the_metrics_of_the_result(finished: fedshift.Results) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
     for run in finished.collected.runs:
         table = parquet.read_table(run.folder / "predictions.parquet")
         kept = {name: np.array(table[name].to_pylist()) for name in table.column_names}
@@ -72,14 +72,12 @@ def test_the_headline_of_the_experiment_is_the_tables(finished: fedshift.Results
     assert finished.rows("source")[0]["mean"] == finished.runs[0].accuracy("source")
 
 
-def test_without_pyarrow_the_metrics_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedshift.evaluation.predictions.find_spec", lambda name: None)
+def test_without_predictions_the_metrics_are_there(tmp_path: Path) -> None:
     where = save(tmp_path, a=two_classes(1, 30), b=two_classes(2, 24))
-    options = experiment(where, protocol={"targets": ["a"], "seeds": [0]})
+    options = experiment(where, protocol={"targets": ["a"], "seeds": [0]}, evaluation={"predictions": False})
     run = fedshift.run(options, tmp_path / "runs").collected.runs[0]
     assert not (run.folder / "predictions.parquet").exists()
     assert run.result.targets[0].values["auroc"] > 0
-    assert any("fedshift[tables]" in text for text in fedshift.check(options).warnings)
 
 
 def test_records_without_further_metrics_can_be_read(finished: fedshift.Results) -> None:

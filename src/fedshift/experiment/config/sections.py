@@ -208,7 +208,7 @@ class Evaluation(Section):
         "accuracy", description="the measure of the first table and of the page; accuracy: that of the task"
     )
     predictions: bool = Field(
-        True, description="keep the scores of every measured sample in each run's predictions.parquet (needs pyarrow)"
+        True, description="keep the scores of every measured sample in each run's predictions.parquet"
     )
     resamples: Annotated[int, Field(ge=0, le=100_000)] = Field(
         1000, description="bootstrap samples of the intervals over samples; large sites use fewer; 0: no intervals"

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from fedshift.errors import FedshiftError, TrainingDiverged, UserError
-from fedshift.evaluation.predictions import as_parquet, can_be_kept
+from fedshift.evaluation.predictions import as_parquet
 from fedshift.evaluation.records import ERRORS, RoundRecord, RunResult
 from fedshift.evaluation.selection import selected_rounds
 from fedshift.evaluation.site_bytes import site_bytes
@@ -295,7 +295,7 @@ class _RunLoop:
         result = self._result(state, final)
         metadata = model_metadata(self.planned)
         self.folder.save_model(merged(network, model), metadata)
-        if final.predictions and self.planned.experiment.evaluation.predictions and can_be_kept():
+        if final.predictions and self.planned.experiment.evaluation.predictions:
             self.folder.save_predictions(as_parquet(final.predictions, result.classes, metadata))
         self.folder.finish(result)
         return result

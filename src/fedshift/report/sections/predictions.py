@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedshift.evaluation.predictions import PREDICTIONS, can_be_kept
+from fedshift.evaluation.predictions import PREDICTIONS
 from fedshift.report import plots
 from fedshift.report.advice.roles import role_of
 from fedshift.report.collect import FinishedRun
@@ -70,11 +70,9 @@ def predictions_section(
     classes = runs[0].result.classes
     if runs[0].result.metric != "accuracy" or any(run.result.classes != classes for run in runs):
         return None
-    able = can_be_kept()
-    found = [predicted for run in runs if (predicted := _read(run, classes)) is not None] if able else []
+    found = [predicted for run in runs if (predicted := _read(run, classes)) is not None]
     if not found:
-        why = "No predictions per sample were kept" if able else "pyarrow is not installed (fedshift[tables])"
-        text = f"{why}, so there are no confusion matrices, ROC curves or worst mistakes."
+        text = "No predictions per sample were kept, so there are no confusion matrices, ROC curves or worst mistakes."
         return section("predictions", _TITLE, Text(text, "note"))
     blocks: list[Block] = []
     if len(classes) <= _MOST_CLASSES:
