@@ -130,9 +130,12 @@ def _is(planned: PlannedRun, run: FinishedRun) -> bool:
 def _tsne(features: NDArray[np.float32]) -> NDArray[np.float32]:
     """(n, 2): neighbours stay neighbours. Distances between far points mean nothing."""
     from sklearn.manifold import TSNE
+    from threadpoolctl import threadpool_limits
 
     perplexity = min(30.0, (len(features) - 1) / 3)
-    points: NDArray[np.float32] = TSNE(perplexity=perplexity, init="random", random_state=0).fit_transform(features)
+    # Threads wait for each other thousands of times: beside other work two take minutes where one takes seconds.
+    with threadpool_limits(1):
+        points: NDArray[np.float32] = TSNE(perplexity=perplexity, init="random", random_state=0).fit_transform(features)
     return points
 
 
