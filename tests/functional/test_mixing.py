@@ -16,7 +16,7 @@ Y = torch.tensor([1.0, 1.0, 1.0, 5.0]).view(1, 1, 2, 2)
 
 
 def test_worked_numbers() -> None:
-    mixed = mixed_styles(X, Y, torch.tensor([0.3]))
+    mixed = mixed_styles(torch.cat([X, Y]), torch.tensor([1, 0]), torch.tensor([0.3, 1.0]))[0]
     torch.testing.assert_close(
         mixed.flatten(), torch.tensor([-0.226653, 1.457782, 3.142218, 4.826653]), atol=2e-6, rtol=0
     )
@@ -25,28 +25,29 @@ def test_worked_numbers() -> None:
 
 
 def test_weight_one_is_the_identity_and_zero_the_partner_s_style() -> None:
-    torch.testing.assert_close(mixed_styles(X, Y, torch.ones(1)), X, atol=1e-6, rtol=0)
-    taken = mixed_styles(X, Y, torch.zeros(1))
+    both, swapped = torch.cat([X, Y]), torch.tensor([1, 0])
+    torch.testing.assert_close(mixed_styles(both, swapped, torch.ones(2)), both, atol=1e-6, rtol=0)
+    taken = mixed_styles(both, swapped, torch.zeros(2))[0]
     assert (taken.mean().item(), taken.std().item()) == pytest.approx((2.0, 2.0), abs=1e-5)
 
 
 def test_statistics_are_constants_for_the_gradient() -> None:
     maps = torch.randn(2, 3, 2, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    partners, weights = maps.flip(0), torch.tensor([0.2, 0.7], dtype=torch.float64)
+    swapped, weights = torch.tensor([1, 0]), torch.tensor([0.2, 0.7], dtype=torch.float64)
     deviations = maps.std((2, 3), keepdim=True)
     mixed_deviations = weights.view(2, 1, 1, 1) * deviations + (1 - weights.view(2, 1, 1, 1)) * deviations.flip(0)
     leaf = maps.clone().requires_grad_(True)
-    mixed_styles(leaf, partners, weights).sum().backward()
+    mixed_styles(leaf, swapped, weights).sum().backward()
     assert leaf.grad is not None
     torch.testing.assert_close(leaf.grad, (mixed_deviations / deviations).expand_as(maps), atol=1e-5, rtol=1e-5)
     frozen = mixed_deviations / (deviations.square() + 1e-6).sqrt()
     assert gradcheck(lambda x: frozen * x, leaf)
 
 
-@pytest.mark.parametrize("shape", [(2, 3), (2, 3, 1, 1)])
-def test_without_positions_there_is_no_style(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("shape", "partners"), [((2, 3), 2), ((2, 3, 1, 1), 2), ((2, 3, 2, 2), 3)])
+def test_without_positions_or_with_other_partners_there_is_no_style(shape: tuple[int, ...], partners: int) -> None:
     with pytest.raises(UserError, match="styles mix"):
-        mixed_styles(torch.zeros(shape), torch.zeros(shape), torch.ones(2))
+        mixed_styles(torch.zeros(shape), torch.zeros(partners, dtype=torch.int64), torch.ones(2))
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12), st.integers(0, 99))

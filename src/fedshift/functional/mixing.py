@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from fedshift.errors import UserError
+from fedshift.functional.styles import channel_styles
 
 
-def mixed_styles(maps: Tensor, partners: Tensor, weights: Tensor, epsilon: float = 1e-6) -> Tensor:
+def mixed_styles(maps: Tensor, order: Tensor, weights: Tensor, epsilon: float = 1e-6) -> Tensor:
     """``σ_mix (x − μ)/σ + μ_mix`` with ``σ_mix = λσ + (1−λ)σ'`` and ``μ_mix = λμ + (1−λ)μ'``, per sample and channel.
 
     ``σ = sqrt(var + ε)`` with the unbiased variance over positions. Means and deviations are constants for
@@ -16,7 +17,7 @@ def mixed_styles(maps: Tensor, partners: Tensor, weights: Tensor, epsilon: float
 
     Args:
         maps: x, (n, c, h, w).
-        partners: The maps with the other style, (n, c, h, w).
+        order: The place of each sample's partner, whose mean μ' and deviation σ' it takes a share of, (n,).
         weights: λ of each sample, (n,).
         epsilon: ε.
 
@@ -24,26 +25,19 @@ def mixed_styles(maps: Tensor, partners: Tensor, weights: Tensor, epsilon: float
         UserError: Other shapes, or maps of a single position, which have no deviation.
 
     Example:
-        >>> x, y = torch.tensor([[[[0.0, 2.0, 4.0, 6.0]]]]), torch.tensor([[[[1.0, 1.0, 1.0, 5.0]]]])
-        >>> mixed_styles(x, y, torch.tensor([0.3]))
-        tensor([[[[-0.2267,  1.4578,  3.1422,  4.8267]]]])
+        >>> maps = torch.tensor([[[[0.0, 2.0, 4.0, 6.0]]], [[[1.0, 1.0, 1.0, 5.0]]]])
+        >>> mixed_styles(maps, torch.tensor([1, 0]), torch.tensor([0.3, 1.0]))[0]
+        tensor([[[-0.2267,  1.4578,  3.1422,  4.8267]]])
     """
-    if maps.dim() != 4 or maps.shape != partners.shape or weights.shape != maps.shape[:1] or maps[0, 0].numel() < 2:
+    if maps.dim() != 4 or not order.shape == weights.shape == maps.shape[:1] or maps[0, 0].numel() < 2:
         raise UserError(
-            f"styles mix in feature maps (n, c, h, w) of more than one position with n weights, found "
-            f"{tuple(maps.shape)}, {tuple(partners.shape)} and {tuple(weights.shape)}"
+            f"styles mix in feature maps (n, c, h, w) of more than one position with n partners and n weights, found "
+            f"{tuple(maps.shape)}, {tuple(order.shape)} and {tuple(weights.shape)}"
         )
-    share = weights[:, None, None, None]
-    means, deviations = _style(maps, epsilon)
-    other_means, other_deviations = _style(partners, epsilon)
-    mean = share * means + (1 - share) * other_means
-    deviation = share * deviations + (1 - share) * other_deviations
-    return deviation * (maps - means) / deviations + mean
-
-
-def _style(maps: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-    values = maps.detach()
-    return values.mean((2, 3), keepdim=True), (values.var((2, 3), keepdim=True) + epsilon).sqrt()
+    means, deviations = channel_styles(maps.detach(), epsilon, unbiased=True)
+    mean, deviation = (torch.lerp(own[order], own, weights[:, None]) for own in (means, deviations))
+    scale = deviation / deviations
+    return torch.addcmul((mean - means * scale)[:, :, None, None], maps, scale[:, :, None, None])
 
 
 def mixed_inputs(inputs: Tensor, partners: Tensor, share: float) -> Tensor:

@@ -71,7 +71,7 @@ def test_a_stage_answers_with_mixed_styles() -> None:
     draws = torch.Generator().manual_seed(5)
     torch.rand((), generator=draws)
     order = torch.randperm(6, generator=draws)
-    expected = mixed_styles(stages["conv1"], stages["conv1"][order], beta(0.1, 6, draws).float())
+    expected = mixed_styles(stages["conv1"], order, beta(0.1, 6, draws).float())
     torch.testing.assert_close(mixed["conv1"], expected)
 
 

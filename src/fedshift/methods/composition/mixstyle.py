@@ -95,7 +95,7 @@ class Mixer:
             order = cross_domain_partners(self.domains, self.draws)
         else:
             order = torch.randperm(len(maps), generator=self.draws).to(maps.device)
-        return mixed_styles(maps, maps[order], beta(self.alpha, len(maps), self.draws).to(maps))
+        return mixed_styles(maps, order, beta(self.alpha, len(maps), self.draws).to(maps))
 
 
 def _chosen(network: Network, stages: tuple[str, ...] | None) -> list[str]:
