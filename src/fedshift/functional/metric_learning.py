@@ -81,7 +81,7 @@ def hard_negative_triplet_loss(
         return queries.sum() * 0.0
     positive = distances.masked_fill(~same, -torch.inf).amax(1)[usable]
     negatives = distances.masked_fill(same, torch.inf)[usable]
-    nearest = negatives.topk(min(number, negatives.shape[1]), dim=1, largest=False).values
+    nearest = negatives.topk(min(number, negatives.shape[1]), dim=1, largest=False, sorted=False).values
     losses = (positive[:, None] - nearest + margin).clamp_min(0)
     return losses[nearest < torch.inf].mean()
 
