@@ -27,6 +27,7 @@ autodoc_class_signature = "separated"
 toc_object_entries_show_parents = "hide"
 
 html_theme = "pydata_sphinx_theme"
+html_context = {"default_mode": "auto"}  # without it the theme complains in the console
 html_title = "fedshift"
 html_theme_options = {
     "navigation_with_keys": False,
