@@ -44,6 +44,7 @@ sphinx_gallery_conf = {
     "gallery_dirs": ["gallery"],
     # The others need a data set, or start processes; their code is shown without its output.
     "filename_pattern": r"/your_|/reading_|/time_",
+    "thumbnail_size": (480, 288),
     "default_thumb_file": str(Path(__file__).parent / "code.svg"),
     "within_subsection_order": "gallery.example_order",
     "image_scrapers": [draw_results],
