@@ -41,6 +41,7 @@ PUBLISHED = {
     "office_caltech_surf": "office_caltech",
 }
 BASELINES = {
+    "pooled_surf": "deepall",
     "rotated_mnist_ablation": "csac",
     "pacs_ablation": "base",
     "amazon_ablation": "base",
