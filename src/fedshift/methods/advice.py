@@ -52,19 +52,20 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "jigen": "For images whose parts say the class: 75.60 on PACS images (one seed), where deepall has 72.92.",
         "mixstyle": "For convolutional networks, at no cost worth naming; no gain on PACS images (72.50 and 72.92 for "
         "deepall, one seed).",
-        "fact": "For images that differ in colour and texture: 75.25 on PACS images (one seed), where deepall has 72.92.",
+        "fact": "For images that differ in colour and texture: 75.25 on PACS images (one seed), where deepall has "
+        "72.92.",
         "eisnet": f"JiGen with metric learning. {_UNMEASURED}.",
-        "crossgrad": "For domains that change gradually, such as angles; no gain shown: 95.32 on Rotated MNIST (one seed) and "
-        "53.21 on SURF, where deepall has 95.15 and 53.19.",
+        "crossgrad": "For domains that change gradually, such as angles; no gain shown: 95.32 on Rotated MNIST (one "
+        "seed) and 53.21 on SURF, where deepall has 95.15 and 53.19.",
         "dmg": "For domains that need some features of their own; no gain on SURF (53.50, where deepall has 53.19).",
-        "dger": "For domains whose classes look alike after alignment: 56.31 on SURF, where deepall has 53.19 and by equal "
-        "mini-batches alone 55.94; 94.42 on Rotated MNIST (one seed), below deepall (95.15).",
-        "epi_fcr": "For three domains or more, at several times the cost; no gain shown: 55.24 on SURF, where deepall with "
-        "its equal mini-batches has 55.94.",
-        "masf": "For three domains or more, with small steps; no gain shown: 54.23 on SURF, where deepall with its equal "
-        "mini-batches has 55.94.",
-        "metareg": "For a classifier that overfits on fixed features: 56.69 on SURF, where deepall has 53.19 and by equal "
-        "mini-batches alone 55.94; 93.86 on Rotated MNIST, below deepall (95.15).",
+        "dger": "For domains whose classes look alike after alignment: 56.31 on SURF, where deepall has 53.19 and by "
+        "equal mini-batches alone 55.94; 94.42 on Rotated MNIST (one seed), below deepall (95.15).",
+        "epi_fcr": "For three domains or more, at several times the cost; no gain shown: 55.24 on SURF, where deepall "
+        "with its equal mini-batches has 55.94.",
+        "masf": "For three domains or more, with small steps; no gain shown: 54.23 on SURF, where deepall with its "
+        "equal mini-batches has 55.94.",
+        "metareg": "For a classifier that overfits on fixed features: 56.69 on SURF, where deepall has 53.19 and by "
+        "equal mini-batches alone 55.94; 93.86 on Rotated MNIST, below deepall (95.15).",
         "feature_critic": "For fine-tuning a trained model: 56.39 on SURF, where deepall has 53.19 and by equal "
         "mini-batches alone 55.94; 94.72 on Rotated MNIST (one seed), below deepall (95.15).",
         "source_only": "No adaptation: 82.34 on Amazon Review and 60.68 on PACS features, where FedAvg has 82.61 and "
