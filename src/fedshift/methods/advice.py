@@ -52,7 +52,8 @@ GROUPS: Mapping[str, Mapping[str, str]] = {
         "jigen": "For images whose parts say the class: 74.99 on PACS images, where deepall has 73.43 (p = 0.17).",
         "mixstyle": "For convolutional networks, at no cost worth naming; no gain on PACS images (73.16, where deepall "
         "has 73.43).",
-        "fact": "For images that differ in colour and texture: 75.55 on PACS images, where deepall has 73.43 (p = 0.03).",
+        "fact": "For images that differ in colour and texture: 75.55 on PACS images, where deepall has 73.43 "
+        "(p = 0.03).",
         "eisnet": f"JiGen with metric learning. {_UNMEASURED}.",
         "crossgrad": "For domains that change gradually, such as angles; no gain shown: 95.32 on Rotated MNIST (one "
         "seed) and 53.21 on SURF, where deepall has 95.15 and 53.19.",
