@@ -11,7 +11,7 @@ import pytest
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing, SparseRows, part_of
 from fedshift.errors import UserError
 from fedshift.experiment.config.experiment import parse
-from fedshift.experiment.config.sections import LeaveOneOut
+from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut
 from fedshift.experiment.protocol import split_of, taking_part
 
 FOLDER = Manifest("", "", "", "", "")
@@ -92,13 +92,16 @@ def test_official_parts() -> None:
         split_of(LeaveOneOut(), empty, "b", 0)
 
 
+@pytest.mark.parametrize("protocol", [LeaveOneOut, AdaptToOne])
 @pytest.mark.parametrize(("sites_each", "grouped"), [(1, False), (4, False), (4, True)])
-def test_sources_are_cut_into_sites_that_share_no_sample(sites_each: int, grouped: bool) -> None:
+def test_sources_are_cut_into_sites_that_share_no_sample(
+    protocol: type[LeaveOneOut | AdaptToOne], sites_each: int, grouped: bool
+) -> None:
     """Every sample of a source is at one of its sites, with its label; groups stay together; the target is whole."""
     groups = np.arange(30) // 2 if grouped else None
     marked = [replace(domain(name, 30, groups), inputs=np.arange(60, dtype=np.float32).reshape(30, 2)) for name in "ab"]
     data = data_of(a=marked[0], b=marked[1])
-    found = taking_part(LeaveOneOut(targets=("b",), sites_each=sites_each), data).domains
+    found = taking_part(protocol(targets=("b",), sites_each=sites_each), data).domains
     names = ["a"] if sites_each == 1 else [f"a.{number}" for number in range(1, sites_each + 1)]
     assert list(found) == [*names, "b"]
     rows = [found[name].inputs[:, 0] / 2 for name in names]  # type: ignore[index]
@@ -149,3 +152,18 @@ def test_what_cannot_be_cut(options: dict[str, Any], said: str) -> None:
     data = data_of(a=domain("a", 30), b=domain("b", 30))
     with pytest.raises(UserError, match=said):
         taking_part(LeaveOneOut(**{"sites_each": 2, **options}), data)
+
+
+def test_wrong_labels_of_a_source_that_is_cut_are_refused() -> None:
+    """No site has the source's name, so its labels would silently stay true."""
+    data = data_of(a=domain("a", 30), b=domain("b", 30))
+    with pytest.raises(UserError, match="wrong_labels"):
+        taking_part(AdaptToOne(targets=("b",), wrong_labels={"a": 0.5}, sites_each=2), data)
+
+
+def test_settings_of_runs_without_cut_sources_are_those_of_earlier_versions() -> None:
+    """Runs are told apart by their settings: a new field would make finished runs start again."""
+    fields = {"sites_each", "cut_by", "label_skew"}
+    assert not fields & set(AdaptToOne().model_dump())
+    assert fields <= set(AdaptToOne(sites_each=2).model_dump())
+    assert fields <= set(LeaveOneOut().model_dump())

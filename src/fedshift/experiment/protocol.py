@@ -192,7 +192,7 @@ def taking_part(protocol: Protocol, data: DataSet) -> DataSet:
 
     Raises:
         UserError: ``drop`` or ``wrong_labels`` names a domain that does not exist, or a source with wrong labels is
-            also a target.
+            also a target or is cut.
     """
     if isinstance(protocol, SourceTarget):
         return data
@@ -209,13 +209,15 @@ def taking_part(protocol: Protocol, data: DataSet) -> DataSet:
                 f"protocol.wrong_labels: '{name}' is a target too, and a run with it as the target has no wrong label "
                 f"in it: write protocol.targets: [{others}]"
             )
+    if wrong and protocol.sites_each > 1:
+        raise UserError("protocol.wrong_labels: names whole sources, which protocol.sites_each cuts; leave one out")
     kept = {name: domain for name, domain in data.domains.items() if name not in protocol.drop}
-    if isinstance(protocol, LeaveOneOut) and protocol.sites_each > 1:
+    if protocol.sites_each > 1:
         return replace(data, domains=_cut(protocol, kept))
     return replace(data, domains=kept) if protocol.drop else data
 
 
-def _cut(protocol: LeaveOneOut, domains: Mapping[str, Domain]) -> dict[str, Domain]:
+def _cut(protocol: LeaveOneOut | AdaptToOne, domains: Mapping[str, Domain]) -> dict[str, Domain]:
     """The domains, the sources cut into sites; the target stays whole.
 
     Raises:

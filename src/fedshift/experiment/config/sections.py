@@ -72,6 +72,15 @@ class _OneTarget(_Protocol):
         description="official: the data set's own train/test split; random: stratified; auto: official if it exists",
     )
     drop: tuple[str, ...] = Field((), description="domains that do not take part")
+    sites_each: PositiveInt = Field(
+        1, description="cut every source into so many sites, in a simulation with a single target; 1: not cut"
+    )
+    cut_by: Literal["chance", "labels"] = Field(
+        "chance", description="how sources are cut: by chance, or so that the sites' classes differ"
+    )
+    label_skew: PositiveFloat = Field(
+        0.5, description="cut_by: labels: the smaller, the more the sites' classes differ (Dirichlet)"
+    )
 
     @field_validator("targets", mode="before")
     @classmethod
@@ -105,15 +114,6 @@ class LeaveOneOut(_OneTarget):
         description="for domains made from the same base samples: measure the target only on base samples that no "
         "source trained on (disjoint), or on all (shared, as the literature seems to do)",
     )
-    sites_each: PositiveInt = Field(
-        1, description="cut every source into so many sites, in a simulation with a single target; 1: not cut"
-    )
-    cut_by: Literal["chance", "labels"] = Field(
-        "chance", description="how sources are cut: by chance, or so that the sites' classes differ"
-    )
-    label_skew: PositiveFloat = Field(
-        0.5, description="cut_by: labels: the smaller, the more the sites' classes differ (Dirichlet)"
-    )
 
 
 class AdaptToOne(_OneTarget):
@@ -134,6 +134,14 @@ class AdaptToOne(_OneTarget):
         "uniform",
         description="uniform: wrong labels are drawn from the other classes; shift: the next class (released code)",
     )
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        written = super()._as_before(plain)
+        if self.sites_each == 1:  # runs from before sources could be cut here keep their settings
+            for name in ("sites_each", "cut_by", "label_skew"):
+                written.pop(name, None)
+        return written
 
 
 Names = Annotated[tuple[str, ...], Field(min_length=1)]
