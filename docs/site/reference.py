@@ -20,8 +20,9 @@ from fedshift.cli.app import app
 from fedshift.cli.fields import written
 from fedshift.data import registry as datasets
 from fedshift.data.transforms import Augmentation
+from fedshift.experiment.config.engine_section import ENGINES
 from fedshift.experiment.config.experiment import Experiment
-from fedshift.experiment.config.sections import ENGINES, PROTOCOLS, Evaluation
+from fedshift.experiment.config.sections import PROTOCOLS, Evaluation
 from fedshift.federation.training import Privacy, Training
 from fedshift.methods import registry as methods
 from fedshift.methods.advice import GROUPS

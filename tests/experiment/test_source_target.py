@@ -17,8 +17,9 @@ import fedshift
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.errors import UserError
 from fedshift.evaluation.metrics import harmonic_mean
+from fedshift.experiment.config.engine_section import LocalEngine
 from fedshift.experiment.config.experiment import parse
-from fedshift.experiment.config.sections import LocalEngine, SourceTarget
+from fedshift.experiment.config.sections import SourceTarget
 from fedshift.experiment.distance import proxy_distances
 from fedshift.experiment.plan import Plan, site_plans
 from fedshift.experiment.protocol import roles_of, split_of, targets_of

@@ -19,8 +19,9 @@ from fedshift.cli.console import safe_console
 from fedshift.data.domain import DataSet, Domain, SparseRows
 from fedshift.deployment.flare import roles
 from fedshift.errors import UserError
+from fedshift.experiment.config.engine_section import FlareEngine, LocalEngine
 from fedshift.experiment.config.experiment import Experiment, load, parse
-from fedshift.experiment.config.sections import FlareEngine, LeaveOneOut, LocalEngine
+from fedshift.experiment.config.sections import LeaveOneOut
 from fedshift.experiment.protocol import taking_part, targets_of
 
 if TYPE_CHECKING:

@@ -25,8 +25,9 @@ from fedshift.evaluation.records import Part, SiteMetrics
 from fedshift.evaluation.site_metrics import common_threshold
 from fedshift.experiment.budgets import site_budget
 from fedshift.experiment.compatibility import check_fit
+from fedshift.experiment.config.engine_section import FlareEngine
 from fedshift.experiment.config.experiment import Experiment, method_name, parse
-from fedshift.experiment.config.sections import AdaptToOne, FlareEngine, LeaveOneOut, SourceTarget
+from fedshift.experiment.config.sections import AdaptToOne, LeaveOneOut, SourceTarget
 from fedshift.experiment.environment import resolve_device, threads_set
 from fedshift.experiment.plan import PlannedRun, Run
 from fedshift.experiment.privacy import measured_parts

@@ -18,8 +18,9 @@ from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
 from fedshift.deployment.event_log import Watch
 from fedshift.deployment.site_cards import checked_card
 from fedshift.errors import FedshiftError, UserError
+from fedshift.experiment.config.engine_section import FlareEngine
 from fedshift.experiment.config.experiment import Experiment, method_name
-from fedshift.experiment.config.sections import FlareEngine, LeaveOneOut, SourceTarget
+from fedshift.experiment.config.sections import LeaveOneOut, SourceTarget
 from fedshift.experiment.environment import versions
 from fedshift.federation.remote.transport import Lost, Transport, ask_plain
 from fedshift.files import write_bytes

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedshift.data.domain import DataSet
-from fedshift.experiment.config.sections import Engine
+from fedshift.experiment.config.engine_section import Engine
 from fedshift.experiment.protocol import Split
 from fedshift.extras import compiler_comes_later
 from fedshift.federation.federation import Federation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedshift.experiment.config.sections import LocalEngine
+from fedshift.experiment.config.engine_section import LocalEngine
 
 
 def test_threads_as_written_else_as_the_environment_says_else_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,20 +19,9 @@ from fedshift.data import registry as data_registry
 from fedshift.data.domain import DataSource
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.data_section import data_name, data_source, named, own_file_record
+from fedshift.experiment.config.engine_section import ENGINES, Engine, EngineSection, FlareEngine, LocalEngine
 from fedshift.experiment.config.error_messages import describe, suggest_field
-from fedshift.experiment.config.sections import (
-    ENGINES,
-    PROTOCOLS,
-    Engine,
-    EngineSection,
-    Evaluation,
-    FlareEngine,
-    LeaveOneOut,
-    LocalEngine,
-    Protocol,
-    Section,
-    SourceTarget,
-)
+from fedshift.experiment.config.sections import PROTOCOLS, Evaluation, LeaveOneOut, Protocol, Section, SourceTarget
 from fedshift.federation.training import Training
 from fedshift.files import edited_yaml
 from fedshift.methods import registry as method_registry

@@ -1,29 +1,22 @@
-"""The sections ``protocol`` and ``engine`` of an experiment file: their fields and the checks of these."""
+"""The sections ``protocol`` and ``evaluation`` of an experiment file: their fields and the checks of these."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, Self
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
-    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     SerializerFunctionWrapHandler,
     field_validator,
     model_serializer,
-    model_validator,
 )
 
-from fedshift.errors import nearest
 from fedshift.evaluation.records import SiteMetric
-from fedshift.federation.federation import OnRefusal
-from fedshift.federation.messages import known_kinds
 
 
 class Section(BaseModel):
@@ -221,133 +214,3 @@ class Evaluation(Section):
     resamples: Annotated[int, Field(ge=0, le=100_000)] = Field(
         1000, description="bootstrap samples of the intervals over samples; large sites use fewer; 0: no intervals"
     )
-
-
-def _known_kinds(kinds: tuple[str, ...]) -> tuple[str, ...]:
-    for kind in kinds:
-        if kind not in known_kinds():
-            raise ValueError(f"unknown kind '{kind}'; {nearest(kind, known_kinds())}")
-    return kinds
-
-
-# Kinds of content, such as weights.
-Kinds = Annotated[tuple[str, ...], AfterValidator(_known_kinds)]
-
-
-class EngineSection(Section):
-    """The fields of all engines."""
-
-    threads: PositiveInt | None = Field(
-        None,
-        description="threads of each process; none: OMP_NUM_THREADS if set, else the cores divided by the processes",
-    )
-    refuse: Kinds = Field((), description="kinds of content that all sites refuse to send")
-    on_refusal: OnRefusal = Field(
-        "stop",
-        description="if a site refuses a kind that the method sends: stop ends the run at once; leave_out leaves the "
-        "site out of that exchange, as long as engine.quorum allows it",
-    )
-    quorum: PositiveInt | None = Field(
-        None,
-        description="sites that must answer an exchange for the run to continue without the others; none: all",
-    )
-
-    aggregation: Literal["plain", "secure"] = Field(
-        "plain",
-        description="secure: the server reads sums of the sites' models and nothing of a single one (docs/privacy.md); "
-        "for methods of which it reads sums only",
-    )
-
-    routing: Literal["plain", "sealed"] = Field(
-        "plain",
-        description="sealed: models that the server hands on or keeps and does not read itself (kd3a, fada, shot, "
-        "copa) are sealed for the sites that do, and the coordinator cannot read them (docs/privacy.md); a simulation "
-        "has the same bits",
-    )
-
-    @property
-    def sums_only(self) -> bool:
-        """Whether the server reads the sites' models only as sums."""
-        return self.aggregation == "secure"
-
-    @property
-    def identity(self) -> dict[str, str]:
-        """The fields on which a run's bits depend, where they are not the default."""
-        return {"aggregation": self.aggregation} if self.sums_only else {}
-
-    @property
-    def processes(self) -> int:
-        """Processes on this machine that train at the same time."""
-        return 1
-
-    def thread_count(self) -> int:
-        """Threads per process."""
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        asked = os.environ.get("OMP_NUM_THREADS", "")
-        return self.threads or (int(asked) if asked.isdecimal() else 0) or max(1, cores // self.processes)
-
-
-class LocalEngine(EngineSection):
-    """All sites on this machine."""
-
-    name: Literal["local"] = Field("local", description="the engine")
-    workers: PositiveInt = Field(1, description="worker processes that run the sites of one run")
-    parallel_runs: PositiveInt = Field(1, description="runs (method, target, seed) that train at the same time")
-    sites: Literal["one_by_one", "side_by_side"] = Field(
-        "one_by_one",
-        description="side_by_side: all sites of a small mlp train at once in one process; results differ by rounding",
-    )
-    refuse_at: dict[str, Kinds] = Field(
-        default_factory=dict,
-        description="site → kinds of content that this site refuses to send (a deployed site has them in SITE.yaml)",
-    )
-
-    @model_validator(mode="after")
-    def _in_one_process(self) -> Self:
-        if self.sites == "side_by_side" and self.workers > 1:
-            raise ValueError("sites: side_by_side trains all sites of a run in one process: leave out workers")
-        return self
-
-    @property
-    def identity(self) -> dict[str, str]:
-        return super().identity | ({"sites": self.sites} if self.sites == "side_by_side" else {})
-
-    @property
-    def processes(self) -> int:
-        return self.workers * self.parallel_runs
-
-
-class FlareEngine(EngineSection):
-    """Sites on machines of their own, through NVIDIA FLARE (`fedshift deploy`)."""
-
-    name: Literal["flare"] = Field("flare", description="the engine")
-    deadline: PositiveFloat = Field(3600.0, description="seconds that a site has to answer an exchange")
-    patience: PositiveFloat = Field(
-        15.0, description="seconds that a site which was lost before has to fetch its next request"
-    )
-    grace: NonNegativeFloat | None = Field(
-        None,
-        description="seconds that the other sites are waited for once those of engine.quorum have answered; none: "
-        "until the deadline",
-    )
-    wire: Literal["float32", "bf16", "int8"] = Field(
-        "float32", description="how weights are sent: exactly, or rounded, with error feedback in both directions"
-    )
-    tries: PositiveInt = Field(
-        5, description="jobs that may fail in a row without finishing a round before the run fails"
-    )
-    sites: ClassVar[Literal["one_by_one"]] = "one_by_one"
-    workers: ClassVar[int] = 1
-    parallel_runs: ClassVar[int] = 1
-    refuse_at: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-
-    @property
-    def identity(self) -> dict[str, str]:
-        return super().identity | {"wire": self.wire}
-
-
-Engine = LocalEngine | FlareEngine
-ENGINES: dict[str, type[Engine]] = {  # by `name`
-    "local": LocalEngine,
-    "flare": FlareEngine,
-}
