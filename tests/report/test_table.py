@@ -89,6 +89,16 @@ def test_missing_cell_and_an_average_that_cannot_be_compared(experiment: Path) -
     assert "–" in printed(experiment, 100)
 
 
+def test_runs_with_other_work_are_named(write_part: Write) -> None:
+    for seed in range(3):
+        write_part("fedavg", "t", seed, 50.0, mini_batches=80 if seed == 1 else 120)
+        experiment = write_part("csac", "t", seed, 60.0, mini_batches=121).parents[2]
+    (note,) = [line for line in table_of(collect(experiment)).notes if "80" in line]
+    assert "fedavg at t" in note
+    assert "csac" not in note  # budgets are rounded up for every site
+    assert note in markdown(table_of(collect(experiment)))
+
+
 def test_equal_figures_are_equally_good_and_a_lone_one_beats_nobody(write_part: Write) -> None:
     write_part("a", "t", 0, 50.001)
     experiment = write_part("b", "t", 0, 50.004).parents[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from statistics import fmean
 
@@ -24,6 +25,8 @@ _RATES_APART = 25.0
 """Percentage points between a class's shares at two sites from which they differ in rate."""
 _ENOUGH = 30
 """Samples of a site from which its shares are compared with those of others."""
+_SAME_WORK = 0.02
+"""The share by which runs may differ in mini-batches, which are rounded up for every site, and still count as equal."""
 
 
 def cautions(results: Sequence[RunResult]) -> list[str]:
@@ -158,6 +161,33 @@ def settings_note(results: Iterable[RunResult], methods: Sequence[str]) -> Itera
         rows = (f"{method}: {' / '.join(named[method])}" for method in methods if method in named)
         rest = ", the paper's where nothing is said" if all(result.setting for result in results) else " on record"
         yield f"Settings{rest}: {'; '.join(rows)}."
+
+
+def work_note(results: Sequence[RunResult], methods: Sequence[str]) -> Iterator[str]:
+    """A note with the runs that trained on another number of mini-batches than most of the same target.
+
+    A run's budget is that of the most demanding method of its experiment, so this happens where runs were made with
+    different lists of methods.
+
+    Example:
+        >>> work = {"fedavg": 80, "csac": 120, "recipe": 120}
+        >>> made = RunResult.model_construct
+        >>> runs = [made(method=name, target="a", seed=0, mini_batches=each) for name, each in work.items()]
+        >>> print(*work_note(runs, list(work)))
+        Not equal work, in mini-batches per source: fedavg at a 80 (most 120).
+    """
+    found = []
+    for target in dict.fromkeys(result.target for result in results):
+        runs = [result for result in results if result.target == target]
+        counts = Counter(result.mini_batches for result in runs)
+        usual = max(counts, key=lambda number: (counts[number], number))
+        slack = max(2, _SAME_WORK * usual)
+        for method in methods:
+            other = {run.mini_batches for run in runs if run.method == method and abs(run.mini_batches - usual) > slack}
+            if other:
+                found.append(f"{method} at {target} {', '.join(map(str, sorted(other)))} (most {usual})")
+    if found:
+        yield f"Not equal work, in mini-batches per source: {'; '.join(found)}."
 
 
 def privacy_note(results: Iterable[RunResult], methods: Sequence[str]) -> Iterator[str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from statistics import fmean
 
 from fedshift.errors import UserError
-from fedshift.evaluation.cautions import BASELINES, baselines, privacy_note, settings_note, warnings_of
+from fedshift.evaluation.cautions import BASELINES, baselines, privacy_note, settings_note, warnings_of, work_note
 from fedshift.evaluation.records import RunResult, Selection
 from fedshift.evaluation.selection import RULES
 from fedshift.evaluation.summary import AVERAGE, Row, row_of, rows, with_samples
@@ -174,8 +175,8 @@ def table_of(collected: Collected, select: Selection = "last", metric: str = "")
     measure = _measure(collected, select, metric)
     arrange = partial(table, select=select, targets=order.targets)
     whole = arrange(results, methods=order.methods, progress=collected.progress, measure=measure)
-    notes = (*whole.notes, *settings_note(results, order.methods), *privacy_note(results, order.methods))
-    whole = replace(whole, notes=notes)
+    said = (note(results, order.methods) for note in (settings_note, privacy_note, work_note))
+    whole = replace(whole, notes=(*whole.notes, *chain.from_iterable(said)))
     both = whole.measure in pairs.HARMONIC_MEANS.values()
     more = []
     for measure, chosen in pairs.beside(results) if both else [(HAUSDORFF, results)]:
