@@ -25,7 +25,9 @@ def read_choice(value: Any, by: str, kinds: Mapping[str, type[BaseModel]], what:
     options = {by: value} if isinstance(value, str) else value
     if not isinstance(options, Mapping):
         return options
-    name = str(options.get(by, ""))
+    if by not in options:
+        raise ValueError(f"the {what} is not named; {_named(options, by, kinds)}")
+    name = str(options[by])
     if name not in kinds:
         raise ValueError(f"there is no {what} '{name}'; {nearest(name, kinds)}")
     kind = kinds[name]
@@ -40,3 +42,13 @@ def read_choice(value: Any, by: str, kinds: Mapping[str, type[BaseModel]], what:
         if fault["type"] == "missing":
             reason = "is missing"
         raise ValueError(f"{name}.{option}: {reason}") from None
+
+
+def _named(options: Mapping[Any, Any], by: str, kinds: Mapping[str, type[BaseModel]]) -> str:
+    """How to name a kind in options that do not: the kind that is a key of them, or all that there are."""
+    given = next((str(key) for key in options if str(key) in kinds), None)
+    if given is None:
+        return f"add {by}: one of {', '.join(sorted(kinds))}"
+    inner = options[given]
+    more = "".join(f", {key}: {value}" for key, value in inner.items()) if isinstance(inner, Mapping) else ""
+    return f"write {{{by}: {given}{more}}}"
