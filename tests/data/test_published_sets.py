@@ -16,6 +16,7 @@ from fedshift.data.domain import DataSet, SparseRows
 from fedshift.data.locate import sha256_of
 from fedshift.data.registry import names, parse, source_class
 from fedshift.errors import UserError
+from fedshift.experiment.environment import data_fingerprint
 
 ROOT = Path(os.environ["FEDSHIFT_DATA"]) if os.environ.get("FEDSHIFT_DATA") else None
 
@@ -98,8 +99,14 @@ def test_rotation_agrees_with_torchvision(angle: float) -> None:
     assert np.abs(turned_clockwise(images, angle).astype(int) - expected).max() <= 1
 
 
+def test_rotated_digits_are_the_same_on_every_processor() -> None:
+    """A folder of runs is gone on with on another machine only if its data have this checksum."""
+    assert data_fingerprint(built(name="rotated_digits")) == "491af7e2aa6c54f4-f451f3ce"
+
+
 @needs("mnist.npz")
 def test_rotated_mnist() -> None:
+    assert data_fingerprint(built(name="rotated_mnist")) == "664aeb531f9ee535-f91e36a6"
     data = built(name="rotated_mnist")
     assert list(data.domains) == ["M0", "M15", "M30", "M45", "M60", "M75"]
     assert data.input_shape == (1, 28, 28)
