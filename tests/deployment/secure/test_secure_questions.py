@@ -132,7 +132,7 @@ def test_a_high_power_of_the_distance_is_refused_before_training(power: float) -
     if power <= 2:
         assert check_sums(method, 4) == ()
         return
-    with pytest.raises(UserError, match="reads norms of csac's sites: choose"):
+    with pytest.raises(UserError, match="with these options it reads norms of csac's sites: choose"):
         check_sums(method, 4)
 
 
