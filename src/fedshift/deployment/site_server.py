@@ -27,7 +27,7 @@ from fedshift.data.tasks.objective import objective_of
 from fedshift.deployment.agreed_terms import AgreedTerms
 from fedshift.deployment.privacy.site_rules import SiteRules
 from fedshift.deployment.secure.site_seals import SiteSeals
-from fedshift.deployment.secure.site_sums import SiteSums, without_body
+from fedshift.deployment.secure.site_sums import SiteSums, promised_masked, without_body
 from fedshift.deployment.site_cards import card_of
 from fedshift.deployment.site_file import SiteConfig, file_stamp, load_site, read_holding
 from fedshift.deployment.site_requests import (
@@ -49,7 +49,7 @@ from fedshift.experiment.environment import resolve_device
 from fedshift.federation.local.allocator import keep_freed_memory
 from fedshift.federation.messages import promised_kinds, reply_content
 from fedshift.federation.remote.exposure import ExposureWatch
-from fedshift.federation.remote.policy import ACCURACY, MASKED, AuditLog, described, whole_number
+from fedshift.federation.remote.policy import ACCURACY, AuditLog, described, whole_number
 from fedshift.federation.remote.transport import PROTOCOL, request_key
 from fedshift.federation.remote.wire import Message, body_of, error_answer, seal, unseal
 from fedshift.federation.replies.checks import reply_type
@@ -226,7 +226,7 @@ class SiteProgram:
         self.log.check_rate(self.name, self.policy, run, envelope.round)
         # Check what the reply's type promises before the call runs, and the reply itself before it leaves.
         promised = promised_kinds(reply_type(method, header["call"]))
-        promised = {"sum": MASKED} if "sum" in header else promised
+        promised = promised_masked(promised) if "sum" in header else promised
         if (sealing := self.seals.begun(header, method, entry)) is not None:
             promised = sealing.promised(promised)
         for field, kind in promised.items():
@@ -235,7 +235,7 @@ class SiteProgram:
         self._check_terms(header, method, agree=False)
         runner = self._runner_for(header, method)
         drop_covered(folder, header)
-        summing = self.sums.begun(header, body)
+        summing = self.sums.begun(header, body, method)
         before = kept_answer(folder, header)
         if before is not None and summing is not None:
             before = summing.again(before[0])

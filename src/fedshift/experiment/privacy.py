@@ -130,9 +130,11 @@ def check_sums(method: Method, sources: int, unlabelled: int = 0) -> tuple[str, 
     """
     if method.reads != "sums":
         why = "with robust aggregation " if method.robust is not None else ""
+        if not why and method.server_reads == "sums":
+            why = "with these options "
         raise UserError(
             f"engine.aggregation: secure lets the server read sums only, but {why}it reads {method.reads} of "
-            f"{method.display}'s sites: choose {', '.join(SUMS)}" + (" without robust" if why else "")
+            f"{method.display}'s sites: choose {', '.join(SUMS)}" + (" without robust" if method.robust else "")
         )
     if sources < SMALLEST_ROSTER:
         raise UserError(

@@ -140,6 +140,8 @@ class Method(Composed, ABC):
             hidden by secure aggregation; ``norms`` are sums and numbers of single sites; ``models`` are single models.
         routed: the calls whose replies hold models that the server hands on or keeps and does not read, so that they
             can be sealed for those who do (``engine.routing: sealed``).
+        asked_once: the calls that ask about a model that a site keeps, and its name in the site's memory. Where sites
+            mask, each answers such a call once for each model: several answers could show what is in it.
     """
 
     target: ClassVar[Target] = "unseen"
@@ -150,6 +152,7 @@ class Method(Composed, ABC):
     relative_cost: ClassVar[float] = 1.0
     server_reads: ClassVar[Reads] = "models"
     routed: ClassVar[Mapping[str, Routed]] = {}
+    asked_once: ClassVar[Mapping[str, str]] = {}
 
     @model_validator(mode="after")
     def _epochs_to_divide(self) -> Self:

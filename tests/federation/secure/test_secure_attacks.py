@@ -20,7 +20,7 @@ from fedshift.errors import Refused
 from fedshift.experiment.compatibility import check_sums
 from fedshift.federation.secure import at_site
 from fedshift.federation.secure.at_server import SecureSum
-from fedshift.federation.secure.at_site import SecureSite
+from fedshift.federation.secure.at_site import Revealed, SecureSite
 from fedshift.federation.secure.keys import KeyCard, signed_text
 from fedshift.federation.secure.sums import SMALLEST_ROSTER
 from fedshift.files import write_bytes
@@ -42,6 +42,20 @@ def test_a_large_roster_with_as_many_lost_as_may_be(tmp_path: Path, number: int)
     first = draw.sample(where.names, number // 2 + 2)
     second = draw.sample(first, number // 2 + 1)
     assert torch.equal(where.summed(where.order(), first, second), where.plain(first))
+
+
+@pytest.mark.parametrize(("number", "liars"), [(20, ["s00"]), (20, ["s00", "s07", "s10"]), (50, ["s03", "s20"])])
+def test_wrong_shares_of_a_few_in_a_large_roster_are_left_out(tmp_path: Path, number: int, liars: list[str]) -> None:
+    """Wherever they stand in the roster, and whatever else they tell."""
+    where, draw = Federation(tmp_path, number), random.Random(number)
+    order, total = where.order(), SecureSum(where.order())
+    for name in where.names[:-1]:
+        total.add(name, where.sites[name].mask(order, where.numbers[name]))
+    told = {name: where.sites[name].reveal(order, total.answered, total.sealed_for(name)) for name in total.answered}
+    for name in liars:
+        own, pairs = ({one: b"\0" + draw.randbytes(32) for one in part} for part in (told[name].own, told[name].pairs))
+        told[name] = Revealed({**own, "s01": told[name].own["s01"]}, {**told[name].pairs, **pairs})
+    assert torch.equal(total.unmasked(told), where.plain(where.names[:-1]))
 
 
 def test_the_masks_of_two_sums_have_nothing_in_common(five: Federation) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Collection, Mapping
 from functools import cached_property
@@ -13,8 +14,8 @@ from fedshift.deployment.agreed_terms import AgreedTerms
 from fedshift.deployment.secure.identity import Identity
 from fedshift.deployment.site_file import SiteConfig
 from fedshift.deployment.site_requests import plain_name
-from fedshift.errors import FedshiftError, Refused
-from fedshift.federation.messages import Content, Reply, reply_content
+from fedshift.errors import FedshiftError, Refused, TrainingDiverged
+from fedshift.federation.messages import NUMBERS, Content, Reply, reply_content
 from fedshift.federation.remote.policy import MASKED, described
 from fedshift.federation.remote.wire import Message, body_of, seal, unseal
 from fedshift.federation.replies.checks import ReplyCheck
@@ -31,7 +32,11 @@ from fedshift.federation.secure.orders import (
 )
 from fedshift.federation.secure.sums import Weighing, contribution
 from fedshift.federation.site_runner import SiteRunner
+from fedshift.methods.base import Method
+from fedshift.weights import Weights
 
+_HIDDEN = (Weights.kind, NUMBERS)
+"""Kinds that a site which masks lets leave as parts of a sum. Others have to be allowed as they are."""
 FOLDER = "sums"
 """In the site's memory of a run: its key, the keys of others, and what it masked and unmasked."""
 
@@ -78,7 +83,7 @@ class SiteSums:
         entry["key"] = card.public.hex()
         return seal({"answers": header["key"], "card": card_entry(card)}, body_of({}))
 
-    def begun(self, header: Mapping[str, Any], body_sha256: str) -> Summing | None:
+    def begun(self, header: Mapping[str, Any], body_sha256: str, method: Method) -> Summing | None:
         """The sum that a request to run a call asks for; None if it asks for the reply itself.
 
         Raises:
@@ -86,6 +91,8 @@ class SiteSums:
         """
         if "sum" not in header:
             return None
+        if method.reads != "sums":  # the sum could be nearly a single model
+            raise Refused(f"site '{self.name}': {method.name} with these options is not made of sums alone")
         order, weighing = order_in(header, body_sha256)
         self._check_work(header, order)
         found = {
@@ -98,7 +105,8 @@ class SiteSums:
         self._terms.check_peers(found)
         site = self.site(order.run, found)
         site.forget_uploads(int(header["checkpoint"]))
-        return Summing(site, order, weighing, tuple(header["setting"]["input_shape"]))
+        question = hashlib.sha256(f"{body_sha256} {json.dumps(header['setting'], sort_keys=True)}".encode()).hexdigest()
+        return Summing(site, order, weighing, tuple(header["setting"]["input_shape"]), question)
 
     def _check_work(self, header: Mapping[str, Any], order: Order) -> None:
         """Check what the others of the roster are asked for, which is the same for all or the masks do not cancel.
@@ -136,15 +144,29 @@ class SiteSums:
         return seal({"answers": header["key"]}, body_of(sent))
 
 
+def promised_masked(kinds: Mapping[str, str]) -> dict[str, str]:
+    """The kinds of a reply's fields, by field, as they leave in a sum."""
+    return {"sum": MASKED, **{field: kind for field, kind in kinds.items() if kind not in _HIDDEN}}
+
+
 class Summing:
     """One request to a site that asks for a masked contribution.
+
+    Args:
+        site: the protocol at this site.
+        order: what the sum is of.
+        weighing: how contributions are weighted.
+        input_shape: of a sample.
+        question: a digest of what is asked.
 
     Raises:
         Refused: the roster is too small, has another key than before, or this exchange was masked for another one.
     """
 
-    def __init__(self, site: SecureSite, order: Order, weighing: Weighing, input_shape: tuple[int, ...]) -> None:
-        self.order = order
+    def __init__(
+        self, site: SecureSite, order: Order, weighing: Weighing, input_shape: tuple[int, ...], question: str
+    ) -> None:
+        self.order, self._question = order, question
         self._site, self._weighing, self._input_shape = site, weighing, input_shape
         self._kept = site.kept(order)
         self._numbers: Tensor | None = None
@@ -157,17 +179,24 @@ class Summing:
         """A reply as integers, not masked yet, after the check that the server makes of replies that it can read.
 
         Raises:
-            FedshiftError: the reply is not what the call promises, or holds a number that is too large for a sum.
+            FedshiftError: the reply is not what the call promises, or holds a number that is too large for a sum. The
+                coordinator is not told the numbers, which are those of a single model.
+            Refused: the call is about a model about which something else was asked before.
         """
-        site = runner.site
+        site, method = runner.site, runner.method
+        owner = method.call_owner(call)
+        kept = owner.asked_once.get(call) if isinstance(owner, Method) else None
+        if kept is not None:
+            self._site.once(body_of({"model": site.memory[kept]}).sha256, self._question)
         about = About(site.network, site.samples, self._input_shape, site.classes, site.training)
         try:
-            ReplyCheck(runner.method, {site.name: about}).check(
-                call, site.name, type(reply), reply_content(reply), sent
-            )
+            ReplyCheck(method, {site.name: about}).check(call, site.name, type(reply), reply_content(reply), sent)
             found = contribution(reply, self._weighing)
         except FedshiftError as error:
-            raise type(error)(f"site '{site.name}': its reply to call {call}: {error}") from None
+            diverged = isinstance(error, TrainingDiverged)
+            why = "training diverged: lower training.lr" if diverged else "it does not fit, or is too large for a sum"
+            text = f"site '{site.name}': its reply to call {call}: "
+            raise type(error)(f"{text}{error}", public=f"{text}{why}; the site's audit log says more") from None
         self._numbers = found.numbers["sum"]
         self.layout = [list(found.layout.numbers), [list(one) for one in found.layout.tensors]]
         return {"sum": found.numbers}

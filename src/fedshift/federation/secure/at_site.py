@@ -185,6 +185,23 @@ class SecureSite:
         write_bytes(done, json.dumps(survivors).encode(), private=True)
         return Revealed(own, pairs)
 
+    def once(self, about: str, question: str) -> None:
+        """Note that a call asks about a model that this site keeps.
+
+        Args:
+            about: a digest of the model.
+            question: a digest of all that the answer depends on beside it.
+
+        Raises:
+            Refused: something else was asked about it before.
+        """
+        with self._alone():
+            file = self._folder / "asked.json"
+            asked = json.loads(file.read_text()) if file.exists() else {}
+            if asked.setdefault(about, question) != question:
+                raise Refused(f"site '{self.site}' was asked about this model before, and answers that once")
+            write_bytes(file, json.dumps(asked).encode(), private=True)
+
     def forget_uploads(self, exchange: int) -> None:
         """Remove the kept uploads of all exchanges up to this one. That they were made stays on record."""
         for file in self._folder.glob("*-upload"):

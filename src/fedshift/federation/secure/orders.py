@@ -1,8 +1,8 @@
 """Orders of secure sums, and what sites send for them, as they stand in messages between machines.
 
 A request to mask has an entry ``sum`` in its header: how contributions are weighted, the key cards of the roster, and
-the envelopes of all its sites. These, the run's setting and the body are what a site's masks are bound to, so a
-coordinator that tells sites different things gets masks that do not cancel.
+the envelopes of all its sites. These, the run's setting, the site's role, the split of its data and the body are what
+its masks are bound to, so a coordinator that tells sites different things gets masks that do not cancel.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def order_in(header: Mapping[str, Any], body_sha256: str) -> tuple[Order, Weighi
         fits = by in ("samples", "uniform") and type(exponent) is int and type(terms) is int
         if not fits or not 0 <= exponent <= _LARGEST_EXPONENT or not len(cards) <= terms <= _MOST_SITES:
             raise ValueError
-        content = [body_sha256, header["setting"], whole["weighing"], whole["envelopes"]]
+        rows = [header["part"][name] for name in ("role", "split")]
+        content = [body_sha256, header["setting"], whole["weighing"], whole["envelopes"], rows]
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         exchange = header["envelope"]["exchange"]
         return Order(header["run"], exchange, header["call"], digest, cards), Weighing(by, exponent, terms)

@@ -27,6 +27,8 @@ SMALLEST_ROSTER = 3
 _DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64)}
 _MOST = 2**40
 """Most numbers of a contribution. A layout with more is a mistake or an attack."""
+_SMALLEST_WEIGHT = 2.0**-20
+"""The smallest weight of a site. With a smaller one its numbers would be rounded off, and a sum be of the others."""
 
 
 def threshold(roster: int) -> int:
@@ -111,9 +113,14 @@ def contribution(reply: Reply, weighing: Weighing) -> Contribution:
     """A reply as integers.
 
     Raises:
-        FedshiftError: a field cannot be added, or a number is too large.
+        FedshiftError: a field cannot be added, a number is too large, or the weight is so small that others' are not.
     """
     weight = weighing.weight(reply)
+    if weight < _SMALLEST_WEIGHT:
+        raise FedshiftError(
+            f"its samples are less than one in {1 / _SMALLEST_WEIGHT:.0f} of those of the sum, so its numbers would be "
+            "rounded off"
+        )
     numbers: list[str] = []
     tensors: list[tuple[str, str, str, str, tuple[int, ...]]] = []
     flat: list[Tensor] = []

@@ -44,6 +44,7 @@ Should reproduce: Rotated MNIST 94.07 ± 0.02; PACS ResNet-18 83.81 ± 0.33 (jou
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -66,6 +67,8 @@ from fedshift.methods.settings import Settings
 from fedshift.models.network import Network, StageReader
 from fedshift.weights import Weights
 
+_MOST_POWER = 2.0
+"""Largest power of the distances that a sum hides: with a larger one the farthest model takes nearly all of it."""
 _LARGEST = 2.0**31
 """Largest value of d and d · (G − A): larger numbers cannot be summed."""
 
@@ -85,6 +88,7 @@ class CSAC(Method, AlignmentOptions):
     memory_names: ClassVar[tuple[str, ...]] = ("local_model", "projections", "optimizer", "sent")
     averages: ClassVar[Averages] = {"acquire": Averaged(), "calibrate": Averaged()}
     server_reads: ClassVar[Reads] = "sums"
+    asked_once: ClassVar[Mapping[str, str]] = {"weigh": "sent"}
     relative_cost: ClassVar[float] = 1.5
     tasks: ClassVar[tuple[Task, ...]] = WITHOUT_MASKS
     settings: ClassVar[Settings] = {
@@ -108,8 +112,10 @@ class CSAC(Method, AlignmentOptions):
 
     @property
     def reads(self) -> Reads:
-        """Shares by 1/d cannot be made of sums, since a distance of 0 takes them all."""
-        return "norms" if self.aggregation == "similarity" and super().reads == "sums" else super().reads
+        """Shares by 1/d cannot be made of sums, since a distance of 0 takes them all; nor by a high power of d."""
+        if super().reads != "sums" or self.aggregation == "average":
+            return super().reads
+        return "norms" if self.aggregation == "similarity" or self.distance_power > _MOST_POWER else "sums"
 
     @property
     def sums_per_model(self) -> int:
