@@ -183,10 +183,7 @@ NOT_SIGNED = "the sealed model of 'north' is not signed with a certificate"
             made_by("north", keys={"east": SealingKey(bytes(range(1, 33))).public}),
             "model of 'north' was not sealed for this site's key",
         ),
-        (
-            made_by("north", said={"": Weights({"w": torch.zeros(2)})}),
-            "its tensors are not those that its box declares",
-        ),
+        (made_by("north", said={"": Weights({"w": torch.zeros(2)})}), "not those that its box declares"),
         (lambda header, models: {**models, "north": Sealed({"sealed": OTHER["features.w"]})}, "holds no sealed model"),
         (lambda header, models: {**models, "north": OTHER}, "holds no sealed model"),
     ],
