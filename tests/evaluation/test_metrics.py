@@ -8,7 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sklearn import metrics as reference
 
-from fedshift.evaluation.metrics import accuracy, confusion_matrix, harmonic_mean, per_class_accuracy
+from fedshift.evaluation.metrics import (
+    accuracy,
+    confusion_matrix,
+    counts_by_class,
+    harmonic_mean,
+    per_class_accuracy,
+)
 
 CLASSES = 5
 pairs = st.lists(st.tuples(st.integers(0, CLASSES - 1), st.integers(0, CLASSES - 1)), min_size=1, max_size=60)
@@ -72,3 +78,29 @@ def test_harmonic_mean_lies_between_its_arguments_and_below_their_mean(a: float,
     mean = harmonic_mean(a, b)
     assert min(a, b) - 1e-9 <= mean <= (a + b) / 2 + 1e-9
     assert mean == pytest.approx(harmonic_mean(b, a))
+
+
+@pytest.mark.parametrize(
+    ("counts", "shown"),
+    [
+        ([10, 20, 30], "yyy"),  # ten are enough
+        ([9, 20, 30], "nny"),  # 9 alone could be had from the whole: 20 goes too
+        ([9, 1, 30], "nny"),  # two, and together 10
+        ([8, 1, 30], "nnn"),  # two, but together 9
+        ([4, 10, 20], "nny"),  # the smallest of the others goes
+        ([3, 0, 20, 30], "nyny"),  # an absent class tells nothing of anybody
+        ([5, 5, 40, 11], "nnyy"),
+        ([1, 2, 3, 3, 40], "nnnnn"),
+        ([1, 2, 3, 4, 40], "nnnny"),
+    ],
+)
+def test_classes_that_are_shown(counts: list[int], shown: str) -> None:
+    """Worked out on paper for groups of 10."""
+    labels = np.repeat(np.arange(len(counts)), counts)
+    right = np.arange(len(labels)) % 2 == 0
+    predictions = np.where(right, labels, (labels + 1) % len(counts))
+    pairs = counts_by_class(predictions, labels, len(counts), 10)
+    assert "".join("n" if pair is None else "y" for pair in pairs) == shown
+    for label, pair in enumerate(pairs):
+        if pair is not None:
+            assert pair == [int(right[labels == label].sum()), counts[label]]

@@ -16,13 +16,14 @@ from torch import Tensor, nn
 
 from fedshift.audit.cases import Case
 from fedshift.audit.gradient_search import Attack, Attacked, Attempt, Exchange, Search, Sent, Space, Watcher
-from fedshift.audit.sent_gradient import gradient_of
 from fedshift.data.domain import DataSet
 from fedshift.federation.messages import Update
+from fedshift.federation.private_training import gradients_of, per_sample_gradients
 from fedshift.federation.randomness import generator
 from fedshift.federation.secure.sums import Total, Weighing, contribution
 from fedshift.federation.site import Batch, Envelope, Site
 from fedshift.functional import leakage
+from fedshift.functional.differential_privacy import clipped_sum, gaussian
 from fedshift.models.network import Network, rate_factors
 from fedshift.models.wide import WideLinear
 from fedshift.weights import Weights
@@ -100,7 +101,7 @@ class Attacker:
         for site in self.sites:
             rows = torch.randperm(site.samples, generator=self._draws("rows", site))[: self.size]
             inputs, labels, _ = site.data.batch(rows, self._draws("augmentation", site))
-            gradients.append(gradient_of(site, inputs, labels))
+            gradients.append(_gradient_sent(site, inputs, labels))
             batches.append((inputs, labels))
         inputs, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
         return Sent("batch", self._mean(gradients), 0, (inputs, labels))
@@ -256,6 +257,22 @@ class Attacker:
 
 def _cross_entropy(model: Network) -> Callable[[Batch], Tensor]:
     return lambda batch: F.cross_entropy(model(batch.inputs), batch.targets)
+
+
+def _gradient_sent(site: Site, inputs: Tensor, labels: Tensor) -> list[Tensor]:
+    """The gradient of a mini-batch that a site sends: plain, or clipped and noisy where it trains privately."""
+    model = site.model()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    privacy, draws = site.training.privacy, site.draws
+    if privacy is None or draws is None:
+        found = torch.autograd.grad(F.cross_entropy(model(inputs), labels), trained, materialize_grads=True)
+        return [part.detach() for part in found]
+    with per_sample_gradients(model):
+        F.cross_entropy(model(inputs), labels).backward()  # type: ignore[no-untyped-call]
+        sums = clipped_sum(gradients_of(trained, len(inputs)), privacy.clip_norm)
+    noise, scale = draws.generator(1, "audit"), draws.noise_multiplier * privacy.clip_norm
+    noisy = [total.double() + scale * gaussian(total.shape, noise).to(total.device) for total in sums]
+    return [(total / len(inputs)).float() for total in noisy]
 
 
 def seen_by_attacker(network: Network) -> Network:

@@ -74,7 +74,7 @@ class AtRate:
 
 
 @dataclass(frozen=True)
-class Attack:
+class MembershipAttack:
     """How well one attack guesses.
 
     Attributes:
@@ -118,7 +118,7 @@ class MembershipAudit:
     claimed: tuple[float, float] | None
     accuracy_of_members: float
     accuracy_of_others: float
-    attacks: tuple[Attack, ...]
+    attacks: tuple[MembershipAttack, ...]
     device: str
     threads: int
     versions: dict[str, str]
@@ -195,7 +195,7 @@ def audit_membership(
     )
 
 
-def attacked(name: Guesses, scores: NDArray[np.float64], coins: NDArray[np.bool_]) -> Attack:
+def attacked(name: Guesses, scores: NDArray[np.float64], coins: NDArray[np.bool_]) -> MembershipAttack:
     """Guess from scores, (trainings, units), which are higher for likelier members, and compare with the coins."""
     sure = max(1, int(_SURE * scores.shape[1]))
     order = np.argsort(scores, axis=1, kind="stable")
@@ -206,7 +206,9 @@ def attacked(name: Guesses, scores: NDArray[np.float64], coins: NDArray[np.bool_
     epsilon = max(0.0, math.log(least / (1 - least))) if 0 < least < 1 else 0.0
     areas = [_auc(one, coin) for one, coin in zip(scores, coins, strict=True) if 0 < coin.sum() < len(coin)]
     rates = tuple(_at_rate(scores, coins, rate) for rate in _RATES) if len(scores) > 1 else ()
-    return Attack(name, guesses, right, float(both.low), float(both.high), 100 * float(np.mean(areas)), epsilon, rates)
+    return MembershipAttack(
+        name, guesses, right, float(both.low), float(both.high), 100 * float(np.mean(areas)), epsilon, rates
+    )
 
 
 def _at_rate(scores: NDArray[np.float64], coins: NDArray[np.bool_], rate: float) -> AtRate:

@@ -16,7 +16,7 @@ def main() -> None:
     """Entry point of ``fedshift``. Exit codes: 0 done, 1 failure, 2 a user's mistake, 130 interrupted."""
     # Schedulers stop programs with SIGTERM. Treat it as Ctrl-C, so that workers stop and temporary files are removed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # At its end Python looks for garbage among all that torch has made: two thirds of a second for nothing.
+    # Otherwise Python searches all of torch's objects for garbage at exit, which takes two thirds of a second.
     atexit.register(gc.freeze)
     try:
         sys.exit(_run())

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from fedshift.audit.cases import Case
 from fedshift.audit.gradient_search import Watcher
 from fedshift.audit.leakage import LeakageAudit, audit_leakage
-from fedshift.audit.membership import AtRate, Attack, MembershipAudit, audit_membership
+from fedshift.audit.membership import AtRate, MembershipAttack, MembershipAudit, audit_membership
 from fedshift.cli.console import safe_console
 from fedshift.deployment.site_file import load_site
 from fedshift.errors import UserError
@@ -226,5 +226,5 @@ def _print_membership(found: MembershipAudit) -> None:
     )
 
 
-def _bounds(one: Attack | AtRate, digits: int = 1) -> str:
+def _bounds(one: MembershipAttack | AtRate, digits: int = 1) -> str:
     return f"{100 * one.low:.{digits}f} to {100 * one.high:.{digits}f}"

@@ -59,7 +59,7 @@ def reflowed(prose: str, width: int) -> str:
 
 
 def _continued(line: str) -> int | None:
-    """How far the line below one that goes on is indented: 0 in a paragraph; None for an equation."""
+    """The indentation with which a line continues below: 0 in a paragraph; None for an equation, which does not."""
     item = _ITEM.match(line)
     if item is not None:
         return item.end()

@@ -52,7 +52,7 @@ def search_file(
 
 
 def _show_budget(experiment: Experiment, ladder: Sequence[Rung], out: Sequence[str], budget: int) -> None:
-    """Print what the search will cost, if methods that go on cost what all cost in the mean."""
+    """Print what the search will cost, if the methods that stay in it cost as much as the average method."""
     console = safe_console()
     first = check(on_rung(experiment, ladder[0], experiment.methods, out, budget))
     hours = sum(method.hours for method in first.methods) / len(first.methods)

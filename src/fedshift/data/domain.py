@@ -250,7 +250,7 @@ class DataSource(BaseModel):
         return None
 
     def statistics(self, ranges: Mapping[str, tuple[float, float]] | None = None) -> Any:
-        """The sums of one site's table (`TableStatistics`), None if it is none; ``ranges``: as of `site_statistics`."""
+        """The `TableStatistics` of one site's table; None if it is no table. ``ranges`` as for `site_statistics`."""
         return None
 
     def encoded(self, preprocessing: Preprocessing, classes: tuple[str, ...]) -> DataSet:

@@ -7,10 +7,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-Policy = Literal["rand_augment", "trivial_augment", "augmix"]
+AugmentationPolicy = Literal["rand_augment", "trivial_augment", "augmix"]
 
 
-def with_policy(images: Tensor, policy: Policy, generator: torch.Generator) -> Tensor:
+def with_policy(images: Tensor, policy: AugmentationPolicy, generator: torch.Generator) -> Tensor:
     """Images changed by a policy, one after the other, on the processor and with 8 bits per value.
 
     ``rand_augment``: 2 operations of magnitude 9 of 30 (Cubuk et al., NeurIPS 2020). ``trivial_augment``: one operation
@@ -30,7 +30,7 @@ def with_policy(images: Tensor, policy: Policy, generator: torch.Generator) -> T
     return (changed.to(images.device).float() / 255).contiguous(memory_format=torch.channels_last)
 
 
-def _policy(name: Policy) -> nn.Module:
+def _policy(name: AugmentationPolicy) -> nn.Module:
     from torchvision import transforms
 
     found: nn.Module = {

@@ -13,7 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from torch import Tensor
 
 from fedshift.data.domain import Preprocessing
-from fedshift.data.policies import Policy, with_policy
+from fedshift.data.policies import AugmentationPolicy, with_policy
 from fedshift.errors import UserError, nearest
 from fedshift.functional.colour import adjust_brightness, adjust_contrast, adjust_hue, adjust_saturation, grey
 from fedshift.functional.geometry import affine_matrices, cut_out, resampled
@@ -61,7 +61,7 @@ class Augmentation(BaseModel):
     shift: Annotated[float, Field(ge=0, le=1)] = 0.0
     rotate: Annotated[float, Field(ge=0, le=180)] = 0.0
     cut_out: Annotated[float, Field(ge=0, le=1)] = 0.0
-    policy: Policy | None = None
+    policy: AugmentationPolicy | None = None
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> Self:

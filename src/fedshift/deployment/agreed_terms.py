@@ -19,7 +19,7 @@ from fedshift.models.options import NetworkOptions
 
 TERMS = "agreed.json"
 _MOST_ASKED = 20
-"""Refused terms of a kind that are noted."""
+"""How many refused terms of a kind are remembered, for a person to agree to."""
 What = Literal["models", "splits", "peers"]
 _ALL: tuple[What, ...] = ("models", "splits", "peers")
 

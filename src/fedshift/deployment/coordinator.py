@@ -18,7 +18,7 @@ import torch
 
 from fedshift.data.builders.at_sites import AtSites
 from fedshift.deployment.deployed_plan import DeployedPlan, check_budgets
-from fedshift.deployment.event_log import Watch
+from fedshift.deployment.event_log import EventLog
 from fedshift.deployment.handshake import CARDS, agree, split_rule
 from fedshift.errors import FedshiftError, UserError
 from fedshift.evaluation.records import Part, SiteMetrics
@@ -94,24 +94,24 @@ def coordinate(folder: Path, transport: Transport, sites: Sequence[str]) -> None
     """
     experiment = parse(json.loads((folder / EXPERIMENT).read_text(encoding="utf-8")))
     engine = check_deployable(experiment)
-    watch = Watch(folder / PROGRESS)
+    log = EventLog(folder / PROGRESS)
     begun = (folder / CARDS).exists()
     dropped = () if isinstance(experiment.protocol, SourceTarget) else experiment.protocol.drop
     with threads_set(engine.thread_count()):
-        agreed = agree(experiment, transport, [site for site in sites if site not in dropped], folder, engine, watch)
+        agreed = agree(experiment, transport, [site for site in sites if site not in dropped], folder, engine, log)
         for warning in agreed.data.warnings:
-            watch.warn(warning)
+            log.warn(warning)
         plan = DeployedPlan(experiment, agreed)
         check_fit(plan)
         _check_sums(plan)
         _check_measured(plan)
         check_budgets(plan, begun=begun)
-        context = Context(resolve_device(experiment.device), torch.get_num_threads(), watch)
+        context = Context(resolve_device(experiment.device), torch.get_num_threads(), log)
         runs = folder / "runs" / experiment.name
         write_order(plan, runs)
-        watch.begin(len(plan.runs))
+        log.begin(len(plan.runs))
         for planned in plan.runs:
-            _carry_out(context, plan, planned, transport, engine, runs, watch)
+            _carry_out(context, plan, planned, transport, engine, runs, log)
 
 
 def _carry_out(
@@ -121,7 +121,7 @@ def _carry_out(
     transport: Transport,
     engine: FlareEngine,
     runs: Path,
-    watch: Watch,
+    log: EventLog,
 ) -> None:
     """Carry out one run from its last checkpoint, or its beginning, to its result."""
     experiment, run, sites = plan.experiment, planned.run, plan.agreed.sites
@@ -129,7 +129,7 @@ def _carry_out(
     folder.check_identity()
     finished = folder.result()
     if finished is not None:
-        watch.finished(run, finished, resumed=True)
+        log.finished(run, finished, resumed=True)
         return
     _wait_for(folder)
     with folder:
@@ -153,20 +153,20 @@ def _carry_out(
             wire=engine.wire,
             patience=engine.patience,
             grace=engine.grace,
-            on_event=watch.event,
+            on_event=log.event,
             sources=[site.name for site in plans if site.role == "source"],
             targets=[site.name for site in plans if site.role == "target"],
             budget=site_budget(planned.budget, plans),
             rounds=max(1, planned.rounds),
             per_round=planned.drawn,
             seed=run.seed,
-            on_answer=watch.trained,
+            on_answer=log.trained,
         )
         folder.claim()
         evaluator = _AtSites(plan, planned, federation, torch.device(context.device))
         result = train_and_evaluate(context, planned, folder, federation, evaluator, network)
         ask_plain(transport, "end", name, {site: {} for site in sites}, engine.patience)
-        watch.finished(run, result, resumed=False)
+        log.finished(run, result, resumed=False)
 
 
 def _check_measured(plan: DeployedPlan) -> None:

@@ -12,7 +12,7 @@ from fedshift.experiment.plan import Run
 from fedshift.experiment.runs.context import Reporter
 
 
-class Watch(Reporter):
+class EventLog(Reporter):
     """Writes the events of an experiment to a log in the deployment's folder."""
 
     def __init__(self, path: Path) -> None:

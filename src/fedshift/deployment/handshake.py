@@ -15,7 +15,7 @@ from fedshift.data import agreement
 from fedshift.data import registry as data_registry
 from fedshift.data.builders.at_sites import AtSites
 from fedshift.data.domain import DataSet, Domain, Manifest, Preprocessing
-from fedshift.deployment.event_log import Watch
+from fedshift.deployment.event_log import EventLog
 from fedshift.deployment.site_cards import checked_card
 from fedshift.errors import FedshiftError, UserError
 from fedshift.experiment.config.engine_section import FlareEngine
@@ -69,7 +69,7 @@ def agree(
     sites: Sequence[str],
     folder: Path,
     engine: FlareEngine,
-    watch: Watch,
+    log: EventLog,
 ) -> Agreed:
     """Ask every site for its card, and check that the cards fit together.
 
@@ -97,14 +97,14 @@ def agree(
     cards: dict[str, Any] = {}
     for site in sites:
         try:
-            cards[site] = _card(site, answers.get(site, Lost("did not answer")), before.get(site), experiment, watch)
-            _check_clock(site, answers.get(site), asked, watch)
+            cards[site] = _card(site, answers.get(site, Lost("did not answer")), before.get(site), experiment, log)
+            _check_clock(site, answers.get(site), asked, log)
         except UserError as error:
             if site not in before or engine.quorum is None:
                 raise
             # The run has begun and may do without this site: no answer of it can end the run.
-            watch.event({"what": "hello", "site": site, "is": "lost", "reason": str(error)[:500]})
-            watch.warn(f"the run goes on without an answer of site '{site}': {error}")
+            log.event({"what": "hello", "site": site, "is": "lost", "reason": str(error)[:500]})
+            log.warn(f"the run goes on without an answer of site '{site}': {error}")
             cards[site] = checked_card(site, before[site], experiment.protocol.seeds)
     agreed = _agreed(experiment, cards)
     write_bytes(stored, (json.dumps(cards, indent=2) + "\n").encode())
@@ -112,7 +112,7 @@ def agree(
 
 
 def _card(
-    site: str, answer: Mapping[str, Any] | Lost, before: Mapping[str, Any] | None, experiment: Experiment, watch: Watch
+    site: str, answer: Mapping[str, Any] | Lost, before: Mapping[str, Any] | None, experiment: Experiment, log: EventLog
 ) -> dict[str, Any]:
     """The card of a site: the one it sent now or, if it did not answer, the one it sent when the run began.
 
@@ -120,7 +120,7 @@ def _card(
         UserError: it refuses, its card is impossible, or its data changed.
     """
     if isinstance(answer, Lost):
-        watch.event({"what": "hello", "site": site, "is": "lost", "reason": answer.reason})
+        log.event({"what": "hello", "site": site, "is": "lost", "reason": answer.reason})
         if answer.error or before is None:
             raise UserError(f"site '{site}' cannot take part: {answer.reason}")
         return checked_card(site, before, experiment.protocol.seeds)
@@ -133,7 +133,7 @@ def _card(
     return card
 
 
-def _check_clock(site: str, answer: Mapping[str, Any] | Lost | None, asked: float, watch: Watch) -> None:
+def _check_clock(site: str, answer: Mapping[str, Any] | Lost | None, asked: float, log: EventLog) -> None:
     """Warn if a site's clock is wrong.
 
     Raises:
@@ -143,7 +143,7 @@ def _check_clock(site: str, answer: Mapping[str, Any] | Lost | None, asked: floa
         return
     difference = clock_difference(site, answer.get("time"), asked, answer["arrived"])
     if abs(difference) > CLOCKS_APART:
-        watch.warn(
+        log.warn(
             f"site '{site}': its clock is {abs(difference):.0f} s {'ahead of' if difference > 0 else 'behind'} the "
             "coordinator's: set the one that is wrong, or certificates will be refused and the logs' times not fit"
         )

@@ -180,9 +180,11 @@ class Forwarder:
             sent = read_object(self.place)
             for log, path in self.logs().items():
                 self._forward(log, path, sent)
-        except Exception as error:  # whatever it is, the log at home goes on
+        except Exception as error:  # a sink that fails must not stop the role's own log
             if not self._failing:
-                self.say(f"the sink of the log fails ({error}): the log here is whole, and is sent on when it works")
+                self.say(
+                    f"the sink of the log fails ({error}): the log here is complete, and the rest is sent once it works"
+                )
             self._failing = True
             return False
         if self._failing:

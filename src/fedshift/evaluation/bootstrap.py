@@ -19,7 +19,8 @@ Numbers = NDArray[np.float64]
 LIMITS = (2.5, 97.5)
 """The percentiles that bound an interval of 95 %."""
 _MOST, _FEWEST = 3_000_000, 200
-"""Scores that are added up for one site, and the fewest resamples: large sites have fewer, since they vary less."""
+"""Limits for one site: samples times resamples at most, and resamples at least. Large sites get fewer resamples, since
+their metrics vary less."""
 _AT_ONCE = 1 << 20
 """Weights in memory at a time."""
 
@@ -232,7 +233,8 @@ def _ranked(outcomes: Outcomes, number: int, by_sample: Numbers) -> tuple[Number
     gains = precision * hits
     if len(first) == len(order) and gains.shape[1] > 1:
         return area, gains.sum(axis=0) / positives
-    # numpy adds in pairs here. With the points that add nothing in their places, the last bit is as in earlier results.
+    # numpy sums in pairs, so the zeros of points that add nothing stay in: without them the last bit would differ from
+    # committed results.
     whole = np.zeros((gains.shape[1], len(first)))
     whole[:, points] = gains.T
     return area, whole.sum(axis=1) / positives

@@ -14,7 +14,7 @@ BASELINES: dict[Metric, str] = {
     "concordance": "Ordering by chance would be right for",
     "label_accuracy": "Always saying the more frequent answer to each label would be right for",
 }
-"""What a model without inputs would do, in words, by what runs are compared by."""
+"""What a model without inputs would reach, in words, by the metric that runs are compared by."""
 _WORSE: dict[Metric, str] = {
     "accuracy": "is less accurate than always saying the most frequent class",
     "rmse": "is further off than always saying the mean of the sources",

@@ -246,7 +246,7 @@ def _need(planned: PlannedRun, network: Network, per_batch: Mapping[bool, float]
 
 
 def _per_round(planned: PlannedRun) -> float:
-    """Mini-batches of a source in one round, the mean over the sources. What a method does before is left out."""
+    """Mini-batches of a source in one round, mean over the sources. Training before the first round does not count."""
     method, training = planned.run.method, planned.experiment.training
     if method.pooled or method.target == "labelled":
         return planned.mini_batches / max(1, planned.rounds)
@@ -274,7 +274,7 @@ def _method(method: Method, needs: Sequence[_Need], sealed: bool) -> MethodCheck
 
 
 def _leaving(method: Method) -> tuple[str, ...]:
-    """The kinds that leave a site where routed models are sealed; models that the server reads still do, too."""
+    """The kinds that leave a site if routed models are sealed. Models that the server reads still leave as weights."""
     inner: Method = getattr(method, "inner", method)
     clear = any(
         kind == "weights" and (call not in inner.routed or field != inner.routed[call].field)

@@ -18,6 +18,7 @@ from fedshift.federation.local.in_process import LocalFederation
 from fedshift.federation.site_runner import Setting, SitePlan
 from fedshift.functional.differential_privacy import NoisySteps, epsilon
 from fedshift.methods.base import Method, RunPlan, Traffic
+from fedshift.methods.rounds import play_round
 from fedshift.methods.screening import screening_of
 from fedshift.models.network import Network
 from fedshift.weights import Weights
@@ -79,8 +80,7 @@ def dry_run(
     state = method.start(federation, start)
     pages = [_page(federation)]
     for _ in range(2):
-        federation.round = state.round + 1
-        state = method.round(federation, state)
+        state = play_round(method, federation, state)
         pages.append(_page(federation))
     return DryRun(*pages)
 

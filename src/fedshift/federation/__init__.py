@@ -1,0 +1,1 @@
+"""What methods talk to: the federation, its sites, exchanges, messages and the ledger."""

@@ -31,13 +31,13 @@ def multi_kernel_mmd(
     Args:
         source: (n, f).
         target: (n, f).
-        multipliers: as in `cross_multi_kernel_mmd`.
-        estimator: as in `cross_multi_kernel_mmd`.
-        constant: as in `cross_multi_kernel_mmd`.
-        bandwidth: a scalar; as in `cross_multi_kernel_mmd`.
+        multipliers: as in `weighted_multi_kernel_mmd`.
+        estimator: as in `weighted_multi_kernel_mmd`.
+        constant: as in `weighted_multi_kernel_mmd`.
+        bandwidth: a scalar; as in `weighted_multi_kernel_mmd`.
 
     Raises:
-        UserError: other shapes, or as in `cross_multi_kernel_mmd`.
+        UserError: other shapes, or as in `weighted_multi_kernel_mmd`.
 
     Example:
         >>> source, target = torch.tensor([[0.0], [2.0]]), torch.tensor([[1.0], [5.0]])
@@ -51,63 +51,6 @@ def multi_kernel_mmd(
     return weighted_multi_kernel_mmd(source[None], target[None], one, multipliers, estimator, constant, width)
 
 
-def cross_multi_kernel_mmd(
-    source: Tensor,
-    target: Tensor,
-    multipliers: Sequence[float] = MULTIPLIERS,
-    estimator: Estimator = "unbiased",
-    constant: bool = False,
-    bandwidth: Tensor | None = None,
-) -> Tensor:
-    """Squared MMD of every layer of ``source`` with every layer of ``target`` (CSAC, equation 6), as it is defined.
-
-    The kernels ``k_u(a, b) = exp(−‖a−b‖² / (2σ_u²))`` with ``σ_u² = a_u · bandwidth`` are summed with weight 1.
-
-    This forms every difference of two rows. `weighted_multi_kernel_mmd` is what training minimises. Half precision is
-    computed in float32.
-
-    Args:
-        source: (R, n, f).
-        target: (S, n, f).
-        multipliers: a_u, positive.
-        estimator: ``"unbiased"``, as in the released code, is
-            ``1/(n(n−1)) Σ_{i≠j} [k(s_i,s_j) + k(t_i,t_j)] − 2/n² Σ_{ij} k(s_i,t_j)``. It is not 0 for equal batches,
-            and can be negative. ``"biased"`` is ``mean k_ss + mean k_tt − 2 mean k_st``: at least 0, and 0 for equal
-            batches. With n = 1 the biased value is returned, since the other is not defined.
-        constant: add the released code's ``2/(n−1)`` to the unbiased estimate. It has no gradient.
-        bandwidth: (R, S). By default the mean of ‖z_i − z_j‖² over all (2n)² pairs of the two layers' rows, the zeros
-            of the diagonal included. Constant for back-propagation. Where it is zero (all rows equal), every kernel is
-            1 and the gradient is 0.
-
-    Returns:
-        (R, S).
-
-    Raises:
-        UserError: empty batches, unequal n or f, or multipliers that are not positive.
-
-    Example:
-        >>> layers = torch.tensor([[[0.0], [2.0]], [[1.0], [5.0]]])  # two layers, two samples
-        >>> cross_multi_kernel_mmd(layers, layers, estimator="biased").round(decimals=3).abs()
-        tensor([[0.0000, 2.1100],
-                [2.1100, 0.0000]])
-    """
-    source, target = _checked(source, target, multipliers)
-    sources, (targets, n, _) = len(source), target.shape
-    joint = torch.cat((source[:, None].expand(-1, targets, -1, -1), target[None].expand(sources, -1, -1, -1)), dim=2)
-    squared = (joint[..., :, None, :] - joint[..., None, :, :]).square().sum(-1)
-    if bandwidth is None:
-        bandwidth = squared.detach().mean((2, 3))
-    inverse = torch.where(bandwidth > 0, 1 / bandwidth, 0.0)[:, :, None, None]
-    kernels = torch.stack([torch.exp(squared * inverse / (-2 * a)) for a in multipliers]).sum(0)
-    same = kernels[:, :, :n, :n].sum((2, 3)) + kernels[:, :, n:, n:].sum((2, 3))
-    across = kernels[:, :, :n, n:].mean((2, 3))
-    if estimator == "biased" or n == 1:
-        return same / n**2 - 2 * across
-    diagonals = 2 * n * len(multipliers)  # there every kernel is 1
-    mmd = (same - diagonals) / (n * (n - 1)) - 2 * across
-    return mmd + 2 / (n - 1) if constant else mmd
-
-
 def weighted_multi_kernel_mmd(
     source: Tensor,
     target: Tensor,
@@ -117,22 +60,32 @@ def weighted_multi_kernel_mmd(
     constant: bool = False,
     bandwidth: Tensor | None = None,
 ) -> Tensor:
-    """Σ weights · `cross_multi_kernel_mmd`, a scalar, in a small part of the time.
+    """Squared MMD of every layer of ``source`` with every layer of ``target``, weighted and summed (CSAC, equation 6).
+
+    The kernels ``k_u(a, b) = exp(−‖a−b‖² / (2σ_u²))`` with ``σ_u² = a_u · bandwidth`` are summed with weight 1.
 
     Each layer's own distances are computed once, those between layers in one matrix product, and the gradient together
-    with the value. First derivatives only.
+    with the value. First derivatives only. Half precision is computed in float32.
 
     Args:
         source: (R, n, f).
         target: (S, n, f).
         weights: (R, S), constant for back-propagation.
-        multipliers: as in `cross_multi_kernel_mmd`.
-        estimator: as in `cross_multi_kernel_mmd`.
-        constant: as in `cross_multi_kernel_mmd`.
-        bandwidth: as in `cross_multi_kernel_mmd`; what is zero up to rounding counts as zero.
+        multipliers: a_u, positive.
+        estimator: ``"unbiased"``, as in the released code, is
+            ``1/(n(n−1)) Σ_{i≠j} [k(s_i,s_j) + k(t_i,t_j)] − 2/n² Σ_{ij} k(s_i,t_j)``. It is not 0 for equal batches,
+            and can be negative. ``"biased"`` is ``mean k_ss + mean k_tt − 2 mean k_st``: at least 0, and 0 for equal
+            batches. With n = 1 the biased value is returned, since the other is not defined.
+        constant: add the released code's ``2/(n−1)`` to the unbiased estimate. It has no gradient.
+        bandwidth: (R, S). By default the mean of ‖z_i − z_j‖² over all (2n)² pairs of the two layers' rows, the zeros
+            of the diagonal included. Constant for back-propagation. Where it is zero up to rounding (all rows equal),
+            every kernel is 1 and the gradient is 0.
+
+    Returns:
+        Σ weights · MMD², a scalar.
 
     Raises:
-        UserError: as in `cross_multi_kernel_mmd`, or weights of another shape.
+        UserError: empty batches, unequal n or f, multipliers that are not positive, or weights of another shape.
 
     Example:
         >>> layers = torch.tensor([[[0.0], [2.0]], [[1.0], [5.0]]])

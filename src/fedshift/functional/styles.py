@@ -28,7 +28,7 @@ def channel_styles(maps: Tensor, epsilon: float = EPSILON, *, unbiased: bool = F
         UserError: other shapes.
 
     Example:
-        >>> channel_styles(torch.tensor([[[[1.0, 3.0]]]]), epsilon=0.0)
+        >>> channel_styles(torch.tensor([[[[1.0, 3.0], [3.0, 1.0]]]]), epsilon=0.0)
         (tensor([[2.]]), tensor([[1.]]))
     """
     if maps.dim() != 4 or not maps.numel():
@@ -58,8 +58,10 @@ def adain(
         UserError: other shapes.
 
     Example:
-        >>> adain(torch.tensor([[[[1.0, 3.0]]]]), torch.tensor([[10.0]]), torch.tensor([[5.0]]), epsilon=0.0)
-        tensor([[[[ 5., 15.]]]])
+        >>> maps = torch.tensor([[[[1.0, 3.0], [3.0, 1.0]]]])
+        >>> adain(maps, means=torch.tensor([[10.0]]), deviations=torch.tensor([[5.0]]), epsilon=0.0)
+        tensor([[[[ 5., 15.],
+                  [15.,  5.]]]])
     """
     own_means, own_deviations = channel_styles(maps, epsilon, unbiased=unbiased)
     if means.shape != own_means.shape or deviations.shape != own_means.shape:

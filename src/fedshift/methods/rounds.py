@@ -14,11 +14,11 @@ def play_round(method: Method, federation: Federation, state: State) -> State:
     """The method's round, and after it the step of the server's optimiser, where there is one.
 
     Raises:
-        FedshiftError: the method did not count its round.
+        FedshiftError: the method returned something else than the next state.
     """
     federation.round = state.round + 1
     new = method.round(federation, state)
-    if new.round != federation.round:
+    if not isinstance(new, State) or new.round != federation.round:
         raise FedshiftError(f"{method.name}: round() must return state.advance(...)")
     if method.server is None:
         return new

@@ -88,7 +88,7 @@ def _handed_on(played: Played, name: str, spoil: str) -> str:
         models[SOURCE], models[THIEF] = models[THIEF], models[SOURCE]
     answer = answer_to(programs[TARGET], forged(requests[TARGET], {**content, "models": models}))
     said = str(answer.get("message"))
-    word = "is not signed" if spoil == "changed" else f"is one of '{THIEF}'"
+    word = "is not signed" if spoil == "changed" else f"holds that of '{THIEF}'"
     expect(word in said, f"the target answers {said}")
     expect("error" not in answer_to(programs[TARGET], requests[TARGET]), "the target does not open the genuine models")
     return said

@@ -21,7 +21,7 @@ from nvflare.fuel.utils import fobs
 from nvflare.private.fed.utils.fed_utils import fobs_initialize
 
 from fedshift.deployment.flare import engine, parts
-from fedshift.deployment.flare.parts import Counter, Parcel, Parcels
+from fedshift.deployment.flare.parts import Parcel, Parcels, SiteParts
 from fedshift.encryption import KEY, MAGIC, new_key
 from fedshift.errors import FedshiftError
 from fedshift.federation.remote import incoming
@@ -157,7 +157,7 @@ def test_answers_that_wait_are_in_files_and_not_in_memory(monkeypatch: pytest.Mo
 
 def test_an_answer_that_came_in_part_is_the_sites_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "IN_FLIGHT", 1000)
-    monkeypatch.setattr(parts.Counter, "bring", lambda counter, body: None)
+    monkeypatch.setattr(parts.SiteParts, "bring", lambda site_parts, body: None)
     played = Played(monkeypatch, 1, noise(5000))
     ((_, lost),) = played.exchange(b"")
     assert isinstance(lost, Lost)
@@ -228,12 +228,12 @@ def test_a_site_gives_up(parcels: tuple[Parcels, str, Arriving], monkeypatch: py
     monkeypatch.setattr(parts, "_AGAIN_SECONDS", 0.0)
     whole.close(ticket)
     with pytest.raises(FedshiftError, match="refuses"):
-        Counter(lambda request, seconds: whole.answer("", request, None), ticket, 1000, Signal()).bring(b"body")
+        SiteParts(lambda request, seconds: whole.answer("", request, None), ticket, 1000, Signal()).bring(b"body")
     monkeypatch.setattr(parts, "_GIVE_UP_SECONDS", 0.01)
     with pytest.raises(FedshiftError, match="does not answer"):
-        Counter(lambda request, seconds: None, ticket, 1000, Signal()).fetch(10)
+        SiteParts(lambda request, seconds: None, ticket, 1000, Signal()).fetch(10)
     monkeypatch.setattr(parts, "_GIVE_UP_SECONDS", 1e9)
     over = Signal()
     threading.Timer(0.02, over.trigger, (True,)).start()
     with pytest.raises(FedshiftError, match="does not answer"):
-        Counter(lambda request, seconds: None, ticket, 1000, over).fetch(10)
+        SiteParts(lambda request, seconds: None, ticket, 1000, over).fetch(10)

@@ -165,11 +165,11 @@ ON_SHOT: dict[str, tuple[Attack, str]] = {
     ),
     "a trained model of another round": (
         lambda run: run.says("east", "measure", 2, run.content("east", "measure", 1)),
-        "the trained model that it is given is of exchange 2, and it had one of exchange 3 before",
+        "the trained model in this request is from exchange 2, .* had one from exchange 3 before",
     ),
     "the sources' models once more": (
         lambda run: run.says("east", "measure", 2, run.content("east", "measure", 0)),
-        "the trained model that it is given is of exchange 1, and it had one of exchange 3 before",
+        "the trained model in this request is from exchange 1, .* had one from exchange 3 before",
     ),
     "one site's model in the place of another's": (
         lambda run: run.says("east", "measure", 2, members(run, ("south", 2), ("north", 2))),
@@ -185,7 +185,7 @@ ON_SHOT: dict[str, tuple[Attack, str]] = {
     ),
     "senders swapped": (
         lambda run: run.says("east", "receive_and_adapt", 1, swapped(run)),
-        "as the model of 'south' .* is one of 'north' of exchange 1",
+        "the model of 'south' .* that of 'north' from exchange 1",
     ),
     "a model of wrong shape from its source": (
         lambda run: run.says("east", "receive_and_adapt", 1, given(run, FEW)),
@@ -195,7 +195,7 @@ ON_SHOT: dict[str, tuple[Attack, str]] = {
         lambda run: run.says(
             "east", "receive_and_adapt", 1, given(run, FEW, said={"": Weights({"w": torch.zeros(3)})})
         ),
-        "it does not look as it is said to",
+        "its tensors are not those that its box declares",
     ),
     "garbage from a source": (
         lambda run: run.says("east", "receive_and_adapt", 1, given(run, FEW, plain=bytes(1000))),
@@ -259,7 +259,7 @@ ON_COPA: dict[str, tuple[Attack, str]] = {
         lambda run: run.says(
             "north", "fit", 2, others(run, 2, south=run.content("south", "fit", 2)["others"]["north"])
         ),
-        "as the model of 'south' .* is one of 'north'",
+        "the model of 'south' .* that of 'north'",
     ),
     "a model of wrong shape from another site": (
         lambda run: run.says("north", "fit", 2, others(run, 2, south=classifier(run, "south", FEW))),
@@ -276,7 +276,7 @@ ON_COPA: dict[str, tuple[Attack, str]] = {
     ),
     "a classifier of another round": (
         lambda run: run.says("north", "fit", 3, others(run, 2)),
-        "the model of 'south' that it is given is of exchange 1, and it had one of exchange 2 before",
+        "the model of 'south' in this request is from exchange 1, .* had one from exchange 2 before",
     ),
 }
 

@@ -175,7 +175,7 @@ NOT_SIGNED = "the sealed model of 'north' is not signed with a certificate"
     ("change", "said"),
     [
         (flipped, NOT_SIGNED),
-        (swapped, "as the model of 'north' of exchange 1, call fit, run .* is one of 'south' of exchange 1"),
+        (swapped, "the model of 'north' from exchange 1, call fit, run .* that of 'south' from exchange 1"),
         (made_by("north", "another-run"), "run 'another-run'"),
         (made_by("coordinator"), NOT_SIGNED),
         (made_by("north"), "the model that 'north' sealed for it: 'weights' holds other tensors than"),
@@ -183,7 +183,7 @@ NOT_SIGNED = "the sealed model of 'north' is not signed with a certificate"
             made_by("north", keys={"east": SealingKey(bytes(range(1, 33))).public}),
             "model of 'north' was not sealed for this site's key",
         ),
-        (made_by("north", said={"": Weights({"w": torch.zeros(2)})}), "it does not look as it is said to"),
+        (made_by("north", said={"": Weights({"w": torch.zeros(2)})}), "not those that its box declares"),
         (lambda header, models: {**models, "north": Sealed({"sealed": OTHER["features.w"]})}, "holds no sealed model"),
         (lambda header, models: {**models, "north": OTHER}, "holds no sealed model"),
     ],
@@ -217,7 +217,7 @@ def test_a_model_of_another_round_is_not_opened(tmp_path: Path) -> None:
         return (header, {**content, **before}) if header["envelope"]["round"] == 2 else None
 
     transport.meddle = meddle
-    with pytest.raises(FedshiftError, match=r"of exchange 3, call fit, run .* is one of 'north' of exchange 1"):
+    with pytest.raises(FedshiftError, match=r"from exchange 3, call fit, run .* that of 'north' from exchange 1"):
         run(tmp_path, transport)
 
 

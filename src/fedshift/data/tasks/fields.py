@@ -78,7 +78,9 @@ class TaskFields(DataSource):
         return scaled(unscaled, sums) if sums else unscaled
 
     def check_objective(self, preprocessing: Preprocessing) -> None:
-        """Check, at a site, that others ask for what its own data are for, whatever the agreed scale is.
+        """Check, at a site, that the federation learns the task and loss that its own data section names.
+
+        The scale of the label may differ, since sites agree on it later.
 
         Raises:
             UserError: they ask for another task or loss.

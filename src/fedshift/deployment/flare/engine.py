@@ -29,11 +29,11 @@ from fedshift.deployment.flare.deployment_folder import Deployment
 from fedshift.deployment.flare.kits import Kit, Project, load_kit
 from fedshift.deployment.flare.parts import (
     TOPIC,
-    Counter,
     Parcel,
     Parcels,
-    counter_at_site,
+    SiteParts,
     part_of,
+    parts_at_site,
     room_of,
     written_in_parts,
 )
@@ -82,7 +82,7 @@ class FlareCoordinator(Controller):  # type: ignore[misc]
         deployment.note_process(job)
         transport = FlareTransport(self, fl_ctx, abort_signal, deployment.new_job_requested, own_kit())
         fl_ctx.get_engine().register_aux_message_handler(TOPIC, transport.parcels.answer)
-        gc.freeze()  # what was imported stays, and need not be looked through whenever `Parcels` looks for garbage
+        gc.freeze()  # modules stay loaded: `Parcels`, which collects garbage often, need not search them
         try:
             coordinate(deployment.folder, transport, deployment.sites)
             deployment.end(job, "finished")
@@ -198,7 +198,7 @@ class FlareTransport:
 
         def received(client_task: ClientTask, fl_ctx: FLContext) -> None:
             answer, apart = message_from(client_task.result), size_apart(client_task.result)
-            client_task.result = None  # or FLARE keeps it until its next check of the task
+            client_task.result = None  # otherwise FLARE holds the message until it next checks the task
             held: Held | Lost | None
             if isinstance(answer, Lost):
                 held = answer
@@ -249,32 +249,32 @@ class FlareSite(Executor):  # type: ignore[misc]
         message = message_from(shareable)
         if isinstance(message, Lost):
             return shareable_of(error_answer(None, FedshiftError(message.reason)))
-        counter = counter_at_site(shareable, fl_ctx, abort_signal)
-        room = shareable["room"] if counter else None
+        parts = parts_at_site(shareable, fl_ctx, abort_signal)
+        room = shareable["room"] if parts else None
         try:
             self._program = self._program or open_site(Path(os.environ[SITE]))
             peer = fl_ctx.get_peer_context()
             server = peer.get_identity_name() if peer else ""
             project = own_kit().project
-            whole = _whole(message, size_apart(shareable), counter, project)
+            whole = _whole(message, size_apart(shareable), parts, project)
             answer = self._program.handle(whole, f"{server} job {fl_ctx.get_job_id()}")
             del whole
             check_size(answer, project)
             told = shareable_of(answer, room)
-            if counter is not None and size_apart(told):
-                counter.bring(answer.body)
+            if parts is not None and size_apart(told):
+                parts.bring(answer.body)
         except Exception as error:
             told = shareable_of(error_answer(message, error))
         return told
 
 
-def _whole(message: Message, size: int, counter: Counter | None, project: Project) -> Message:
+def _whole(message: Message, size: int, parts: SiteParts | None, project: Project) -> Message:
     """A message together with its body of ``size`` bytes, if that has to be fetched."""
     if not size:
         return message
-    if counter is None or size > project.largest_message << 20:
+    if parts is None or size > project.largest_message << 20:
         raise UserError("the coordinator offers a message that this site cannot fetch, or one that is too large")
-    return Message(message.header, counter.fetch(size), message.digest)
+    return Message(message.header, parts.fetch(size), message.digest)
 
 
 def own_kit() -> Kit:

@@ -327,7 +327,7 @@ def main() -> None:
     if module not in (CLIENT, JOB):
         print(f"error: {module!r} is none of FLARE's processes at a site", file=sys.stderr)
         sys.exit(UNLOCKABLE)
-    gc.disable()  # while modules are imported: nothing of them is garbage, and to look for it takes a sixth of the time
+    gc.disable()  # imports make no garbage, and searching for it takes a sixth of their time
     try:
         lock_down()
     except Unlockable as error:

@@ -30,15 +30,16 @@ from fedshift.text import one_line
 
 TOPIC = "fedshift.part"
 IN_FLIGHT = 160 << 20
-"""Bytes of all sites' messages that may be on their way at once, in each direction; the coordinator's environment may
-give other MiB. Where an exchange has so few that they fit, each travels as a whole, which is faster; otherwise an
-eighth of it is for parts. FLARE's copies come on top."""
+"""Bytes of all sites' messages that may be on their way at once, in each direction. The environment variable
+`IN_FLIGHT_MIB` at the coordinator sets another number of MiB. If all messages of an exchange fit, each travels as a
+whole, which is faster. If not, they travel in parts, which together take up to an eighth of these bytes. FLARE's own
+copies come on top."""
 IN_FLIGHT_MIB = "FEDSHIFT_IN_FLIGHT"
 LARGEST_PART = 8 << 20
 _COLLECT = 32 << 20
-"""Bytes of parts after which FLARE's garbage is looked for."""
+"""Bytes of parts after which the garbage collector runs, see `Parcels`."""
 _REQUEST_SECONDS, _GIVE_UP_SECONDS = 30.0, 120.0
-"""A part is asked for again after the first, and no longer once none has come for the second."""
+"""Seconds after which a site asks for a part again, and after which it gives up."""
 _AGAIN_SECONDS = 0.5
 
 
@@ -135,7 +136,7 @@ class Parcels:
         return reply
 
     def _crossed(self, size: int) -> None:
-        """Look for garbage after many parts: FLARE keeps each in objects that refer to each other in a circle."""
+        """Collect garbage after many parts: FLARE keeps each part in objects that refer to each other in a circle."""
         with self._lock:
             self._since_collected += size
             if self._since_collected < _COLLECT:
@@ -144,7 +145,7 @@ class Parcels:
         gc.collect()
 
 
-class Counter:
+class SiteParts:
     """A site's side: fetches and brings parts.
 
     Args:
@@ -197,7 +198,7 @@ class Counter:
             time.sleep(_AGAIN_SECONDS)
 
 
-def counter_at_site(shareable: Shareable, fl_ctx: Any, stop: Signal) -> Counter | None:
+def parts_at_site(shareable: Shareable, fl_ctx: Any, stop: Signal) -> SiteParts | None:
     """How a site fetches the body of a task and brings its answer; None if both travel as a whole."""
     ticket, room = shareable.get("ticket"), shareable.get("room")
     if not isinstance(ticket, str) or type(room) is not int or room <= 0:
@@ -209,4 +210,4 @@ def counter_at_site(shareable: Shareable, fl_ctx: Any, stop: Signal) -> Counter 
         reply = next(iter((found or {}).values()), None)
         return reply if isinstance(reply, Shareable) and reply.get_return_code() == ReturnCode.OK else None
 
-    return Counter(send, ticket, part_of(room), stop)
+    return SiteParts(send, ticket, part_of(room), stop)

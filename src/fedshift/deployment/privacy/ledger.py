@@ -94,7 +94,7 @@ class PrivacyLedger:
                 raise UserError(f"cannot write {self._file}: {error.strerror}; nothing was sent") from None
 
     def epsilon(self, *further: NoisySteps) -> float:
-        """ε of all that was spent and of ``further`` steps. Without a budget, the order is the one for ε = 8."""
+        """ε of all steps so far and of ``further`` ones. Without a budget, the accountant assumes one of ε = 8."""
         budget = self.budget or PrivacyBudget(epsilon=8)
         return adaptive_epsilon([*self.spent(), *further], budget.epsilon, budget.delta)
 

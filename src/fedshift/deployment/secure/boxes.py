@@ -24,7 +24,7 @@ from fedshift.methods.base import Method
 from fedshift.weights import Weights
 
 _MOST_NOTED = 16
-"""Entries by sender of how new its models were; a coordinator that was killed repeats at most one round."""
+"""Notes that are kept for each sender, newest last. A few suffice: a killed coordinator repeats one round at most."""
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ class Boxes:
         wanted = (run, sender, way.call, way.routed.field, due)
         if (found.run, found.sender, found.call, found.field, found.exchange) != wanted:
             raise Refused(
-                f"site '{self.name}': what it is given as the model of '{sender}' of exchange {due}, call {way.call}, "
-                f"run '{run}' is one of '{found.sender}' of exchange {found.exchange}, call {found.call}, run "
-                f"'{found.run}'"
+                f"site '{self.name}': this request should hold the model of '{sender}' from exchange {due}, call "
+                f"{way.call}, run '{run}', but holds that of '{found.sender}' from exchange {found.exchange}, call "
+                f"{found.call}, run '{found.run}'"
             )
 
     def check_newer(self, exchanges: Mapping[str, int], position: float) -> None:
@@ -125,12 +125,12 @@ class Boxes:
             if exchange < before:
                 whose = f"model of '{sender}'" if sender else "trained model"
                 raise Refused(
-                    f"site '{self.name}': the {whose} that it is given is of exchange {exchange}, and it had one of "
-                    f"exchange {before} before: it is of another round"
+                    f"site '{self.name}': the {whose} in this request is from exchange {exchange}, but this site had "
+                    f"one from exchange {before} before: it belongs to an earlier round"
                 )
 
     def check_whole(self, package: Package, position: float) -> dict[str, int]:
-        """How new the sealed parts of a trained model are, as `note` takes it.
+        """Check the sealed parts of a trained model; return the exchange in which each sender sealed its part.
 
         Raises:
             Refused: they are not of one call, not in order, or older than this site had them before.
@@ -147,7 +147,7 @@ class Boxes:
         return exchanges
 
     def note(self, exchanges: Mapping[str, int], position: float) -> None:
-        """Write down how new models were at a position."""
+        """Write down from which exchange each sender's model was, at a position."""
         noted = self._noted()
         for sender, exchange in exchanges.items():
             known = noted.setdefault(sender, [])
@@ -176,7 +176,7 @@ class Boxes:
             found = {site: one for site, one in models.items() if isinstance(one, Weights)}
             looks = {site: _looks(one) for site, one in found.items()}
             if looks != {site: _looks(one) for site, one in box.stand_ins().items()}:
-                raise FedshiftError("it does not look as it is said to")
+                raise FedshiftError("its tensors are not those that its box declares")
         except FedshiftError as error:
             raise self._wrong(way.sender, error) from None
         return found

@@ -36,11 +36,11 @@ from fedshift.models.network import Network
 from fedshift.weights import Weights
 
 FOLDER = "sealing"
-"""In the site's memory of a run: its key, the card of it, and how new the models were that it opened."""
+"""In the site's memory of a run: its key, the key's card, and from which exchanges the models were that it opened."""
 _ROUNDED = 1 / 32
-"""How far rounding and its residual move a number, in parts of the largest: 8-bit numbers have 127 steps."""
+"""How far rounding and its residual can move a number, as a share of the largest. 8-bit numbers have 127 steps."""
 KEPT = ".models"
-"""In the site's memory: the same of runs that are over and whose trained models are sealed. No run has such a name."""
+"""In the site's memory: the same for finished runs whose trained models are sealed. No run can have this name."""
 
 
 class SiteSeals:
@@ -61,7 +61,7 @@ class SiteSeals:
         """Answer with the signed key of a run, which is made if the run has none here."""
         run, identity = header["run"], self._sums.identity
         public, file = SealingKey.of(self._folder(run) / "key").public, self._folder(run) / "card.json"
-        # No two signatures are alike, and a request that is asked again has to have the same card in it.
+        # Signing again would give another signature, and a repeated request must be answered with the same card.
         card = card_of(self.name, json.loads(file.read_text())) if file.exists() else None
         if card is None or (card.public, card.certificate) != (public, identity.certificate):
             signature = identity.sign(key_text(run, self.name, public))

@@ -24,7 +24,7 @@ from fedshift.import_paths import CHILD
 def main() -> int:
     """Run the runs that no other process holds, until none is left. Returns the exit code."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that workers and their files are cleaned up
-    atexit.register(gc.freeze)  # or Python, at its end, looks for garbage among all that torch has made
+    atexit.register(gc.freeze)  # otherwise Python searches all of torch's objects for garbage at exit
     os.environ[CHILD] = "1"
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:

@@ -119,7 +119,7 @@ def main() -> None:
     address, threads, number = sys.argv[1], int(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(threads)
     keep_freed_memory()
-    atexit.register(gc.freeze)  # or Python, at its end, looks for garbage among all that torch has made
+    atexit.register(gc.freeze)  # otherwise Python searches all of torch's objects for garbage at exit
     key = sys.stdin.buffer.read()
     os.environ[CHILD] = "1"
     folder = Path(address).resolve().parent

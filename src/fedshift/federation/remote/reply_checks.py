@@ -125,5 +125,5 @@ def _checked_metrics(value: Any, samples: int, classes: int, measuring: Measurin
     ):
         raise FedshiftError("its metrics are of another number of samples than it measured")
     if any(low > high for low, high in found.intervals.values()):
-        raise FedshiftError("its metrics have an interval that is none")
+        raise FedshiftError("its metrics have an interval whose lower end is above the upper one")
     return found

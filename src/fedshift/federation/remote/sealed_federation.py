@@ -32,9 +32,9 @@ class SealedFederation(RemoteFederation):
         super().__init__(*arguments, **options)
         self._cards: dict[str, list[str]] = {}
         self._readers: dict[str, list[str]] | None = None
-        """By site, whom its reply to the request that is being written is sealed for."""
+        """Site → the readers for whom its reply is sealed, while an exchange is under way."""
         self._said: dict[str, str] = {}
-        """What sites said that refused to measure a model."""
+        """Site → why it refused to measure a model."""
 
     def deliver(self, call: str, requests: Iterator[Request]) -> Generator[Answer[Any] | Missing, None, None]:
         way = self.method.call_owner(call).routed.get(call)

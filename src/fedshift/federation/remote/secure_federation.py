@@ -69,9 +69,9 @@ class SecureFederation(RemoteFederation):
         self._without: dict[str, list[str]] = {}
         """Sites that gave no key in this run → error and reason."""
         self._answered: dict[str, list[str]] = {}
-        """Exchange and call → the sites that their sum was said to be of."""
+        """Exchange and call → the sites of their sum, as the sites were told."""
         self._said: list[str] | None = None
-        """The sites that the sum under way was said to be of before the coordinator was killed."""
+        """The sites of the present sum as they were told before the coordinator was killed; None: it was not."""
         self._weighing: Weighing | None = None
         self._sum: dict[str, Any] | None = None
         self._order: Order | None = None
@@ -186,7 +186,7 @@ class SecureFederation(RemoteFederation):
             self.ledger.record(order.exchange, "unmask", site, "down", body.content)
         told: dict[str, Revealed] = {}
         reasons: list[str] = []
-        # Enough shares are enough: further sites are waited for a while, in case that some of the shares are wrong.
+        # Once enough sites told their shares, wait a little for others, since some shares may be wrong.
         seconds = self.patience if self.grace is None else self.grace
         grace, missing = Grace(seconds, threshold(len(order.roster)), len(answered), ()), set(answered)
         for site, message in self._arrivals("unmask", outgoing):
@@ -259,7 +259,7 @@ class SecureFederation(RemoteFederation):
         before = self._checkpoint
         files = super().save_memory(folder)
         if self._file.exists():
-            # What the checkpoint before covers is over, also if the one that is written now does not come about.
+            # What the previous checkpoint covers is over, even if the coordinator is killed before this one is written.
             self._answered = {name: sites for name, sites in self._answered.items() if _exchange_of(name) > before}
             self._write()
             files.setdefault(HERE, {})[_ENTRY] = self._file.name

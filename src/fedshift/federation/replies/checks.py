@@ -36,7 +36,7 @@ FEWEST_TENSORS = 1000
 
 
 class HasCalls(Protocol):
-    """What is needed of a method: which of its parts has a call, and what replies to it may hold."""
+    """What is needed of a method: which object has the call of a name, the method itself or one that it wraps."""
 
     def call_owner(self, call: str) -> Any: ...
 

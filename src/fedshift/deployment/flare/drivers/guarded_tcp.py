@@ -113,7 +113,7 @@ class _Listener:
                     try:
                         if key.fileobj is self._door:
                             self._accept()
-                        elif key.fileobj in self._greeted:  # or it had to give way a moment ago
+                        elif key.fileobj in self._greeted:  # it may have been dropped a moment ago, for a newer one
                             self._greet(key.fileobj)
                     except Exception:  # whatever one connection does, the others must not suffer for it
                         _log.exception("a connection failed in an unexpected way")
@@ -126,7 +126,7 @@ class _Listener:
                 self._drop(connection)
             with self._lock:
                 admitted = list(self._admitted)
-            for one in admitted:  # nobody would look any more whether they are revoked
+            for one in admitted:  # from here on nothing checks whether a certificate is revoked
                 one.close()
             self._selector.close()
             self._door.close()

@@ -1,0 +1,60 @@
+"""A user's own method with a mistake: found on made-up samples, with the line of its file, before anything trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fedshift
+from fedshift.errors import UserError
+
+HEAD = """
+from typing import ClassVar
+from fedshift.methods import FedAvg, Weights
+
+class Mine(FedAvg):
+    name: ClassVar[str] = "mine"
+"""
+ROUND = """
+    def round(self, federation, state):
+        updates = federation.ask(self.fit, to=federation.sources, weights=state.weights)
+"""
+
+
+def checked(folder: Path, body: str) -> None:
+    file = folder / "mine.py"
+    file.write_text(HEAD + body)
+    fedshift.check(
+        {
+            "name": "own",
+            "data": {"name": "rotated_digits", "per_class": 5, "size": 8},
+            "protocol": {"targets": ["D0"], "seeds": [0]},
+            "model": "linear",
+            "training": {"rounds": 2},
+            "methods": [f"{file}:Mine"],
+        }
+    )
+
+
+def test_a_method_without_a_mistake_passes(tmp_path: Path) -> None:
+    checked(tmp_path, f"{ROUND}        return state.advance(updates.mean().model())\n")
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (f"{ROUND}        return state.advance(2 * updates.mean().model())\n", r"\(mine.py, line 10\): TypeError"),
+        (f"{ROUND}        return updates.mean().model()\n", r"round\(\) must return state.advance\(...\)"),
+        (f"{ROUND}        updates.drain()\n        return state\n", r"round\(\) must return state.advance\(...\)"),
+        (f"{ROUND}        return [list(updates) for _ in range(2)]\n", r"\(mine.py, line 10\): .* call .keep\(\)"),
+        (
+            '\n    def fit(self, site, weights):\n        site.memory["last"] = weights\n',
+            r"\(mine.py, line 9\): site memory 'last' is not declared in the method's `memory_names`",
+        ),
+    ],
+    ids=["arithmetic", "weights returned", "round not counted", "read twice", "undeclared memory"],
+)
+def test_a_mistake_is_told_with_its_line(tmp_path: Path, body: str, said: str) -> None:
+    with pytest.raises(UserError, match=f"methods: mine fails on made-up samples.*{said}"):
+        checked(tmp_path, body)
