@@ -67,10 +67,11 @@ def hard_negative_triplet_loss(
     """
     distances = squared_distances(queries, keys)
     same = labels[:, None] == key_labels[None]
-    positive = distances.where(same, -torch.inf).amax(1, keepdim=True)
-    nearest = distances.where(~same, torch.inf).topk(min(number, len(keys)), largest=False, sorted=False).values
-    usable = (positive != -torch.inf) & (nearest != torch.inf)
-    losses = (positive - nearest + margin).clamp_min(0)
+    with torch.no_grad():
+        farthest, positive = distances.where(same, -torch.inf).max(1, keepdim=True)
+        nearest, chosen = distances.where(~same, torch.inf).topk(min(number, len(keys)), largest=False, sorted=False)
+        usable = (farthest != -torch.inf) & (nearest != torch.inf)
+    losses = (distances.gather(1, positive) - distances.gather(1, chosen) + margin).clamp_min(0)
     return losses.where(usable, 0).sum() / usable.sum().clamp_min(1)
 
 
