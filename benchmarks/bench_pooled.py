@@ -22,9 +22,9 @@ PASSES: Mapping[str, float] = {
     "metareg": 1,
     "eisnet": 4 / 3,  # the key encoder's forward pass
     "fact": 8 / 3,  # two views, and the teacher's forward passes over both
-    "crossgrad": 14 / 3,  # two networks: two views each, and one gradient by the inputs
+    "crossgrad": 4,  # two networks: two views each
     "epi_fcr": (6 * DOMAINS + 1) / (3 * DOMAINS),  # a network for each domain; one frozen forward pass
-    "masf": (6 * DOMAINS + 2 * (DOMAINS - 1)) / (3 * DOMAINS),  # twice all, and the inner gradient of all but one
+    "masf": 2,  # before the inner step and after it
     # For all but one: a step, and the critic's gradient with its derivative; for the other: twice forward, once back.
     "feature_critic": ((3 + 2 + 4) * (DOMAINS - 1) + 4) / (3 * DOMAINS),
 }

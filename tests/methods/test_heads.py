@@ -16,7 +16,7 @@ from fedshift.federation.local.in_process import LocalFederation
 from fedshift.methods import registry
 from fedshift.methods.base import Method
 from fedshift.methods.federated.fedavg import FedAvg
-from fedshift.methods.heads import redrawn, with_block, with_experts, with_own_statistics
+from fedshift.methods.heads import Dropout, redrawn, with_block, with_experts, with_own_statistics
 from fedshift.models import registry as models
 from fedshift.models.network import Network
 
@@ -116,3 +116,18 @@ def test_a_site_s_statistics_are_those_of_all_its_samples_although_they_are_sort
     torch.testing.assert_close(first.running_mean, mean, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(first.running_var, variance, rtol=0.02, atol=0.0)
     assert not made.training
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3, 0.5, 1.0])
+def test_dropout_gives_what_torch_gives(rate: float) -> None:
+    plain, fast = nn.Dropout(rate), Dropout(rate)
+    inputs = torch.randn(7, 33, requires_grad=True)
+    found = []
+    for layer in (plain, fast):
+        torch.manual_seed(1)
+        said = layer(inputs)
+        (slope,) = torch.autograd.grad(said.square().sum(), inputs)
+        found.append((said, slope, torch.rand(3)))
+    for left, right in zip(*found, strict=True):
+        assert torch.equal(left, right)
+    assert torch.equal(fast.eval()(inputs), inputs)

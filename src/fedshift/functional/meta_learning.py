@@ -81,7 +81,7 @@ def weighted_l1(parameters: Sequence[Tensor], weights: Sequence[Tensor]) -> Tens
     return torch.stack([(w * p.abs()).sum() for p, w in zip(parameters, weights, strict=True)]).sum()
 
 
-def with_gradient(value: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+def with_gradient(value: Tensor, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> Tensor:
     """A scalar whose gradient by ``parameters`` is already known.
 
     The backward pass hands the known gradients on and computes nothing. So a loss whose gradient the inner step needed
@@ -90,7 +90,7 @@ def with_gradient(value: Tensor, parameters: Sequence[Tensor], gradients: Sequen
     Args:
         value: the scalar.
         parameters: what it was differentiated by.
-        gradients: its gradient by each of them.
+        gradients: its gradient by each of them; None: it does not depend on it.
 
     Example:
         >>> w = torch.tensor([1.0], requires_grad=True)
@@ -98,7 +98,8 @@ def with_gradient(value: Tensor, parameters: Sequence[Tensor], gradients: Sequen
         >>> w.grad
         tensor([6.])
     """
-    result: Tensor = _Known.apply(value.detach(), [gradient.detach() for gradient in gradients], *parameters)
+    known = [None if gradient is None else gradient.detach() for gradient in gradients]
+    result: Tensor = _Known.apply(value.detach(), known, *parameters)
     return result
 
 
@@ -106,10 +107,10 @@ class _Known(torch.autograd.Function):
     """Forward: the value. Backward: the known gradients, times the gradient from above."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor | None], *parameters: Tensor) -> Tensor:
         ctx.gradients = gradients
         return value.clone()
 
     @staticmethod
     def backward(ctx: Any, *outer: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *(outer[0] * gradient for gradient in ctx.gradients)
+        return None, None, *(None if gradient is None else outer[0] * gradient for gradient in ctx.gradients)

@@ -27,22 +27,15 @@ def semi_hard_triplet_loss(embeddings: Tensor, labels: Tensor, margin: float) ->
         >>> semi_hard_triplet_loss(torch.tensor([[0.0], [1.0], [2.0]]), torch.tensor([0, 0, 1]), margin=4.0)
         tensor(2.5000)
     """
-    distances = torch.cdist(embeddings, embeddings, compute_mode="donot_use_mm_for_euclid_dist").square()
+    distances = squared_distances(embeddings, embeddings)
     same = labels[:, None] == labels[None]
-    positive = same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
-    anchors, positives = positive.nonzero(as_tuple=True)
-    usable = (~same).any(1)[anchors]
-    anchors, positives = anchors[usable], positives[usable]
-    if not len(anchors):
-        return embeddings.sum() * 0.0
-    own = distances[anchors, positives]
-    others = distances[anchors]  # (pairs, n)
-    negative = ~same[anchors]
-    farther = negative & (others > own[:, None])
-    nearest = others.masked_fill(~farther, torch.inf).amin(1)
-    farthest = others.masked_fill(~negative, -torch.inf).amax(1)
-    chosen = torch.where(farther.any(1), nearest, farthest)
-    return (own - chosen + margin).clamp_min(0).mean()
+    pairs = same & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device) & (~same).any(1, keepdim=True)
+    with torch.no_grad():  # every anchor's negatives in order: a binary search finds the first one beyond a positive
+        negatives, order = distances.masked_fill(same, torch.inf).sort(1)
+        first = torch.searchsorted(negatives, distances.where(pairs, torch.inf), right=True)
+        chosen = order.gather(1, first.minimum((~same).sum(1, keepdim=True) - 1).clamp_min(0))
+    losses = (distances - distances.gather(1, chosen) + margin).clamp_min(0)
+    return losses.where(pairs, 0).sum() / pairs.sum().clamp_min(1)
 
 
 def hard_negative_triplet_loss(
@@ -72,18 +65,32 @@ def hard_negative_triplet_loss(
         >>> hard_negative_triplet_loss(torch.tensor([[0.0]]), torch.tensor([0]), keys, labels, margin=4.0, number=2)
         tensor(0.5000)
     """
-    # ‖q‖² + ‖k‖² − 2q·k, a matrix product: on a processor eight times faster than torch.cdist without it.
-    lengths = queries.square().sum(1, keepdim=True) + keys.square().sum(1)
-    distances = torch.addmm(lengths, queries, keys.T, alpha=-2).clamp_min(0)
+    distances = squared_distances(queries, keys)
     same = labels[:, None] == key_labels[None]
-    usable = same.any(1) & (~same).any(1)
-    if not usable.any():
-        return queries.sum() * 0.0
-    positive = distances.masked_fill(~same, -torch.inf).amax(1)[usable]
-    negatives = distances.masked_fill(same, torch.inf)[usable]
-    nearest = negatives.topk(min(number, negatives.shape[1]), dim=1, largest=False, sorted=False).values
-    losses = (positive[:, None] - nearest + margin).clamp_min(0)
-    return losses[nearest < torch.inf].mean()
+    with torch.no_grad():
+        farthest, positive = distances.where(same, -torch.inf).max(1, keepdim=True)
+        nearest, chosen = distances.where(~same, torch.inf).topk(min(number, len(keys)), largest=False, sorted=False)
+        usable = (farthest != -torch.inf) & (nearest != torch.inf)
+    losses = (distances.gather(1, positive) - distances.gather(1, chosen) + margin).clamp_min(0)
+    return losses.where(usable, 0).sum() / usable.sum().clamp_min(1)
+
+
+def squared_distances(left: Tensor, right: Tensor) -> Tensor:
+    """``‖a‖² + ‖b‖² − 2a·b`` of every pair, a matrix product: on a processor eight times faster than `torch.cdist`.
+
+    Args:
+        left: (n, d).
+        right: (m, d).
+
+    Returns:
+        (n, m), at least 0.
+
+    Example:
+        >>> squared_distances(torch.tensor([[0.0, 0.0]]), torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+        tensor([[25.,  0.]])
+    """
+    lengths = left.square().sum(1, keepdim=True) + right.square().sum(1)
+    return torch.addmm(lengths, left, right.T, alpha=-2).clamp_min(0)
 
 
 def class_confusion(logits: Tensor, labels: Tensor, classes: int, temperature: float) -> tuple[Tensor, Tensor]:

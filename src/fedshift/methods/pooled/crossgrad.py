@@ -34,10 +34,12 @@ from torch import Tensor, nn
 from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
+from fedshift.functional.meta_learning import with_gradient
 from fedshift.functional.mixing import gradient_perturbed
 from fedshift.methods.heads import redrawn
 from fedshift.methods.pooled.training import PooledTraining
 from fedshift.models.network import Network
+from fedshift.models.pixel_gradients import with_pixel_gradients
 from fedshift.weights import Weights
 
 
@@ -55,7 +57,7 @@ class CrossGrad(PooledTraining):
 
     def fit(self, site: Site, weights: Weights, steps: int) -> Update:
         """Train on this round's mini-batches in the pool."""
-        model = site.model(weights)
+        model = with_pixel_gradients(site.model(weights))
         domain_network = self.parts(site, lambda: with_classes(model, site.domains)).train()
 
         def loss_of(batch: Batch) -> Tensor:
@@ -84,8 +86,9 @@ def with_classes(network: Network, classes: int) -> Network:
 def _loss_and_gradient(
     loss_of: Callable[[Tensor, Tensor], Tensor], network: Network, inputs: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The loss and its gradient by the inputs; the loss keeps its graph."""
+    """The loss and its gradient by the inputs. One pass back finds the gradient by the weights, too, for the step."""
     probe = inputs.detach().requires_grad_(True)
+    weights = [weight for weight in network.parameters() if weight.requires_grad]
     loss = loss_of(network(probe), labels)
-    (gradient,) = torch.autograd.grad(loss, probe, retain_graph=True)
-    return loss, gradient
+    gradient, *found = torch.autograd.grad(loss, [probe, *weights], retain_graph=True, allow_unused=True)
+    return with_gradient(loss, weights, found), gradient

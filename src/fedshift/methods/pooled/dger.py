@@ -39,6 +39,7 @@ from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
 from fedshift.functional.adversarial import reverse_gradient
 from fedshift.functional.losses import inverse_frequencies
+from fedshift.methods.heads import Dropout
 from fedshift.methods.pooled.training import PooledTraining
 from fedshift.weights import Weights
 
@@ -128,6 +129,6 @@ def head_of(width: int, hidden: Sequence[int], outputs: int) -> nn.Sequential:
     """Features (n, width) → logits (n, outputs), with ReLU and dropout behind each hidden layer."""
     layers: list[nn.Module] = []
     for size in hidden:
-        layers += [nn.Linear(width, size), nn.ReLU(), nn.Dropout(0.5)]
+        layers += [nn.Linear(width, size), nn.ReLU(), Dropout(0.5)]
         width = size
     return nn.Sequential(*layers, nn.Linear(width, outputs))

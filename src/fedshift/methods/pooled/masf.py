@@ -36,7 +36,7 @@ from torch.func import functional_call
 
 from fedshift.federation.messages import Update
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.meta_learning import clipped_by_norm, inner_step
+from fedshift.functional.meta_learning import clipped_by_norm, inner_step, with_gradient
 from fedshift.functional.metric_learning import class_confusion, confusion_divergence, semi_hard_triplet_loss
 from fedshift.methods.pooled.training import PooledTraining
 from fedshift.models.network import Network
@@ -69,13 +69,16 @@ class MASF(PooledTraining):
             test = int(torch.randint(len(batches), (), generator=draws))
             logits = [model(batch.inputs) for batch in batches]
             losses = [F.cross_entropy(said, batch.targets) for said, batch in zip(logits, batches, strict=True)]
-            task = torch.stack(losses).mean()
-            if len(batches) == 1:
-                return task
-            train = torch.stack([loss for number, loss in enumerate(losses) if number != test]).mean()
+            tested = losses.pop(test)
+            if not losses:
+                return tested
+            train = torch.stack(losses).sum()
             parameters = dict(model.named_parameters())
             gradients = torch.autograd.grad(train, list(parameters.values()), retain_graph=True)
-            ahead = inner_step(parameters, clipped_by_norm(gradients, self.inner_clip), rate)
+            means = [gradient / len(losses) for gradient in gradients]
+            ahead = inner_step(parameters, clipped_by_norm(means, self.inner_clip), rate)
+            # The inner step has differentiated all losses but one; what it found serves the outer step, too.
+            task = (with_gradient(train, list(parameters.values()), gradients) + tested) / len(batches)
             return task + self.meta_loss(model, ahead, metric, batches, test)
 
         return self.trained(site, self.of_sources(site, steps), loss_of, model, metric)
