@@ -24,6 +24,7 @@ from fedshift.experiment.plan import common_settings
 from fedshift.experiment.protocol import Split
 from fedshift.report.advice.roles import role_of
 from fedshift.report.advice.verdict import verdict
+from fedshift.report.advice.words import short_kind
 from fedshift.report.averages import weights_by_layer
 from fedshift.report.collect import collect
 from fedshift.report.html import render
@@ -93,10 +94,10 @@ def test_what_left_each_site_is_what_the_results_say(tmp_path: Path, write_part:
     text, found = page(collect(tmp_path / "runs" / "exp")), collect(tmp_path / "runs" / "exp").results
     head, *body = read(text).tables["What left each site, in a run"]
     names = [name for name, _ in head]
-    assert names == ["method", "site", "runs", "sent: numbers", "sent: weights", "sent to it: weights"]
+    assert names == ["method", "site", "runs", "sent: numbers", "sent: models", "sent to it: models"]
     assert {line[0][0] for line in body} == {"fedavg"}
     for way, kind in (("up", "numbers"), ("up", "weights"), ("down", "weights")):
-        column = names.index(f"{'sent' if way == 'up' else 'sent to it'}: {kind}")
+        column = names.index(f"{'sent' if way == 'up' else 'sent to it'}: {short_kind(kind)}")
         own = {
             site: [
                 run.bytes_by_site.sites[site][way][kind] for run in found if run.bytes_by_site and site != run.target
@@ -193,6 +194,24 @@ def test_sizes_and_classes_of_sites(write_part: Write) -> None:
     lines = {line[0]: dict(zip(names, line, strict=True)) for line in body}
     assert (lines["a"]["training"], lines["a"]["held out"], lines["a"]["measured"]) == ("70", "30", "–")
     assert (lines["t"]["measured"], lines["t"]["cat, %"], lines["t"]["<dog>, %"]) == ("100", "75.0", "25.0")
+
+
+def test_metrics_show_no_empty_columns_and_count_the_classes(write_part: Write) -> None:
+    """Three classes have no sensitivity; two targets of equal sizes share a sentence."""
+    values = {"accuracy": 50.0, "auroc": 75.0}
+    for target in ("a", "b", "c"):
+        support = [1200, None, 3] if target != "c" else [1, 2, 3]
+        site = {"site": target, "part": "target", "samples": 1205, "support": support, "values": values}
+        folder = write_part(
+            "fedavg", target, 0, 50.0, classes=["x", "y", "z"], sites=[SiteMetrics.model_validate(site)]
+        )
+    text = page(collect(folder.parents[2]))
+    head, *rows = read(text).tables["Metrics of the last round"]
+    assert [name for name, _ in head] == ["method", "target", "most frequent", "accuracy", "AUROC"]
+    assert [line[-1][1] for line in rows] == [75.0] * 3
+    assert "Sensitivity" not in text
+    assert "Samples at a, b: 1,200 of x, – of y, 3 of z." in text
+    assert "Samples at c: 1 of x, 2 of y, 3 of z." in text
 
 
 def test_no_panel_cuts_a_curve() -> None:

@@ -251,6 +251,21 @@ def test_pooled_methods_and_the_upper_bound_are_never_the_choice() -> None:
     assert "not private" in first_sentence(verdict(gathered(own)))
 
 
+@pytest.mark.parametrize("rival", ["deepall", "alone"])
+def test_the_best_federated_method_is_not_called_the_best_of_all(rival: str) -> None:
+    """A reader sees the higher average of the other row in the table below."""
+    truth = {"fedavg": 60.0, "csac": 60.1, rival: 62.0}
+    draws = [simulated(np.random.default_rng(seed), truth, own_sd=0, seed_sd=0.8) for seed in range(20)]
+    sentences = []
+    for found in map(verdict, draws):
+        ahead = any(one.name == rival and one.gain < 0 for one in found.against)
+        sentence = first_sentence(found)
+        if not sentence.startswith(("Take", "Do not", "At these")):
+            assert ("federated method" in sentence) == ahead, sentence
+            sentences.append(ahead)
+    assert any(sentences), "the simulation has what it looks for"
+
+
 def test_no_interval_from_a_single_target_or_from_pairs() -> None:
     one = verdict(simulated(np.random.default_rng(9), {"fedavg": 60.0}, targets=1))
     assert one.expected is not None

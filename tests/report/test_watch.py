@@ -68,6 +68,8 @@ def test_the_page_says_it_and_escapes_it(running: Path) -> None:
                   "sent NaN", 'http-equiv="refresh"', "6.00 MB", "0:04"):  # fmt: skip
         assert words in text, words
     assert "<columns>" not in text
+    assert f"<h1>{running.name}</h1>" in text
+    assert "last round" not in [name for name, _ in read(text).tables["Finished"][0]], "a finished run has none to come"
     assert "<script" not in text
     (running / "exp" / "order.json").write_text("{")
     assert "order.json" in watch_page(running), "a damaged file is a warning"

@@ -21,7 +21,18 @@ KINDS: Mapping[str, str] = {
     "accuracy": "accuracies",
     "metrics": "metrics",
 }
+_SHORT: Mapping[str, str] = {
+    "weights": "models",
+    "raw_data": "samples",
+    "masked": "masked sums",
+    "sealed": "sealed models",
+}
 _MOST_NAMED = 3
+
+
+def short_kind(kind: str) -> str:
+    """A kind of content in a word or two, for the head of a column."""
+    return _SHORT.get(kind, kind)
 
 
 def two_sentences(verdict: Verdict) -> str:
@@ -36,11 +47,13 @@ def first_sentence(verdict: Verdict) -> str:
         return "No method has results at every target, so none can be recommended."
     number = _measured(verdict.measure, expected.mean)
     majority, alone = verdict.best_of("majority"), verdict.best_of("alone")
+    ahead = any(one.gain < 0 and one.role not in (verdict.role, "majority") for one in verdict.against)
+    best = "best federated method" if ahead else "best method"
     if majority is not None and (majority.gain <= 0 or (majority.p is not None and not majority.shown)):
         how = "is not shown to be better than" if majority.gain > 0 else "is no better than"
         how = "is worse than" if majority.gain < 0 and majority.shown else how
         return (
-            f"Take none of these methods yet: {method}, the best ({number}), {how} always naming a site's most "
+            f"Take none of these methods yet: {method}, the {best} ({number}), {how} always naming a site's most "
             f"frequent class, which is right for {expected.mean - majority.gain:.2f} %."
         )
     if alone is not None and alone.shown and alone.gain < 0:
@@ -52,14 +65,16 @@ def first_sentence(verdict: Verdict) -> str:
     expect = f"{article} {name} of {_value(verdict.measure, expected.mean)}"
     where = _interval(verdict)
     if verdict.role == "pooled":
-        return f"All methods pool the samples, which is not private; the best is {method}: expect {expect}{where}."
+        pooled = "All methods pool the samples, which is not private"
+        return f"{pooled}; {method} has the best average: expect {expect}{where}."
     if not verdict.rivals:
         return f"{method} is the only method to choose from: expect {expect}{where}."
     if all(one.shown_elsewhere and one.gain > 0 for one in verdict.rivals):
         return f"Take {method}: expect {expect}{where}."
     if not verdict.equals:
-        return f"{method} is the best method at these targets: expect {expect}{where}."
-    return f"{method} has the best average, but is not shown to be the best method: expect {expect}{where}."
+        return f"{method} is the {best} at these targets: expect {expect}{where}."
+    average = "best average of the federated methods" if ahead else "best average"
+    return f"{method} has the {average}, but is not shown to be the best of them: expect {expect}{where}."
 
 
 def _interval(verdict: Verdict) -> str:

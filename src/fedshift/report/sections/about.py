@@ -11,6 +11,7 @@ from typing import Any
 from fedshift.evaluation.cautions import cautions
 from fedshift.evaluation.records import RunResult
 from fedshift.report import plots
+from fedshift.report.advice.words import short_kind
 from fedshift.report.averages import mean_by_kind
 from fedshift.report.collect import Collected
 from fedshift.report.sections.blocks import (
@@ -88,10 +89,14 @@ def cost_section(results: Sequence[RunResult], methods: Sequence[str]) -> Sectio
 def _bytes(sizes: dict[str, dict[str, dict[str, float]]]) -> Iterator[Block]:
     ways = [(method, way, kinds) for method, both in sizes.items() for way, kinds in both.items()]
     if any(sum(kinds.values()) for *_, kinds in ways):
+        shown = {
+            method: {way: {short_kind(kind): size for kind, size in kinds.items()} for way, kinds in both.items()}
+            for method, both in sizes.items()
+        }
         rows = [[method, way, kind, size] for method, way, kinds in ways for kind, size in sorted(kinds.items())]
         yield figure(
             "bytes-by-kind",
-            plots.bytes_by_kind(sizes),
+            plots.bytes_by_kind(shown),
             "Megabytes per run by kind of content",
             "What crossed the sites' borders, by kind of content.",
             [["method", "direction", "kind", "bytes"], *rows],

@@ -52,10 +52,18 @@ def metrics_section(results: Sequence[RunResult], methods: Sequence[str]) -> Sec
     if not any(result.targets for result in results):
         return None
     metric = results[0].metric
-    shares, columns = baselines(results), COLUMNS[metric]
+    shares = baselines(results)
+    found = {
+        (method, target): mean_site_metrics([one for one in results if (one.method, one.target) == (method, target)])
+        for method, target in dict.fromkeys((result.method, result.target) for result in results)
+    }
+    columns = {  # several classes have no sensitivity and no specificity
+        name: title
+        for name, title in COLUMNS[metric].items()
+        if any(values.get(name) is not None for values in found.values())
+    }
     lines: list[Cells] = []
-    for method, target in dict.fromkeys((result.method, result.target) for result in results):
-        values = mean_site_metrics([one for one in results if (one.method, one.target) == (method, target)])
+    for (method, target), values in found.items():
         told = [(metric, shares.get(target)), *((name, values.get(name)) for name in columns)]
         lines.append([method, target, *(_entry(name, value) for name, value in told)])
     if metric in _NOTES:
@@ -65,28 +73,39 @@ def metrics_section(results: Sequence[RunResult], methods: Sequence[str]) -> Sec
         return section(
             "metrics", "Further metrics at each target", grid("Metrics of the last round", head, lines, notes)
         )
-    support: dict[str, str] = {}
-    for result in results:
-        for site in result.targets:
-            pairs = zip(result.classes[:_MOST_NAMED], site.support, strict=False)
-            counts = ", ".join(f"{name} {MISSING if count is None else count}" for name, count in pairs)
-            support.setdefault(site.site, f"{site.site}: {counts}")
+    threshold = (
+        " Sensitivity and specificity are at the threshold that the sources' held-out samples choose."
+        if {"sensitivity", "specificity"} & columns.keys()
+        else ""
+    )
     note = (
         "Last round, percent, mean over seeds. Most frequent: the accuracy of always saying the target's most frequent "
-        "class. Sensitivity and specificity are at the threshold that the sources' held-out samples choose. Brier "
-        f"score and calibration error: less is better. Samples of each class: {'; '.join(support.values())}."
+        f"class.{threshold} Brier score and calibration error: less is better."
     )
     head = ["method", "target", "most frequent", *columns.values()]
     return section(
         "metrics",
         "Further metrics at each target",
-        grid("Metrics of the last round", head, lines, [note], "classes"),
+        grid("Metrics of the last round", head, lines, [note, *_class_counts(results)], "classes"),
         *_reliability(results, methods),
     )
 
 
 def _entry(metric: str, value: float | None) -> Entry:
     return Entry(MISSING) if value is None else Entry(shown(metric, value), value=value)
+
+
+def _class_counts(results: Sequence[RunResult]) -> Iterator[str]:
+    """How many of a target's samples are of each class; targets with equal numbers share a sentence."""
+    counts: dict[str, str] = {}
+    for result in results:
+        for site in result.targets:
+            pairs = zip(result.classes[:_MOST_NAMED], site.support, strict=False)
+            named = ", ".join(f"{MISSING if count is None else f'{count:,}'} of {name}" for name, count in pairs)
+            if named:
+                counts.setdefault(site.site, named)
+    for named in dict.fromkeys(counts.values()):
+        yield f"Samples at {', '.join(site for site, found in counts.items() if found == named)}: {named}."
 
 
 def _base_rates(results: Sequence[RunResult]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from fedshift.evaluation.site_bytes import Direction, SiteBytes
-from fedshift.report.advice.words import size
+from fedshift.report.advice.words import short_kind, size
 from fedshift.report.averages import mean_by_kind
 from fedshift.report.collect import natural
 from fedshift.report.sections.blocks import Cells, Entry, Grid, grid
@@ -43,8 +43,13 @@ def sites_sent(caption: str, first: str, groups: Mapping[str, Sequence[SiteBytes
     notes = [what] if what else []
     if any(site == POOL for site, *_ in every):
         notes.append(f"{POOL}: the place that has all samples.")
-    head = [first, "site", *(["runs"] if several else []), *(f"{_WAYS[way]}: {kind}" for way, kind in columns)]
-    return grid(caption, head, lines, notes) if lines else None
+    head = [
+        first,
+        "site",
+        *(["runs"] if several else []),
+        *(f"{_WAYS[way]}: {short_kind(kind)}" for way, kind in columns),
+    ]
+    return grid(caption, head, lines, notes, "sent") if lines else None
 
 
 def _rows(found: Sequence[SiteBytes]) -> Iterator[tuple[str, int, _Both]]:

@@ -195,7 +195,9 @@ def watch_page(root: Path) -> str:
     sections = [
         section(f"experiment-{place}", one.name, *_blocks(one)) for place, one in enumerate(watched(root), 1)
     ] or [Section("none", "Nothing runs here", (Text("There is no run in this folder yet."),))]
-    return render("watch.html", root=str(root), sections=sections, refresh=REFRESH, light=LIGHT, dark=DARK)
+    return render(
+        "watch.html", root=root.resolve().name or str(root), sections=sections, refresh=REFRESH, light=LIGHT, dark=DARK
+    )
 
 
 def _blocks(one: Watched) -> Iterator[Block]:
@@ -232,10 +234,10 @@ def _blocks(one: Watched) -> Iterator[Block]:
         more = [f"and {len(warnings) - _MOST_WARNINGS} more"] if len(warnings) > _MOST_WARNINGS else []
         yield Listing((*warnings[:_MOST_WARNINGS], *more), "Warnings")
     if done:
-        yield _runs("Finished", done)
+        yield _runs("Finished", done, under_way=False)
 
 
-def _runs(caption: str, runs: Sequence[WatchedRun]) -> Grid:
+def _runs(caption: str, runs: Sequence[WatchedRun], under_way: bool = True) -> Grid:
     rows: list[Cells] = []
     for run in runs:
         last = run.rounds[-1] if run.rounds else None
@@ -246,9 +248,9 @@ def _runs(caption: str, runs: Sequence[WatchedRun]) -> Grid:
         )
         done = run.result.rounds if run.result else last.round if last else 0
         of = f" of {run.planned_rounds}" if run.planned_rounds else ""
-        rows.append([run.names[0], run.names[1], run.names[2].removeprefix("seed-"), f"{done}{of}", told])
-        rows[-1] += [number(run.sent / 1e6), run.failure or _ago(run.age)]
-    head = ["method", "target", "seed", "round", "measured, %", "MB sent", "last round"]
+        rows.append([run.names[0], run.names[1], told, run.names[2].removeprefix("seed-"), f"{done}{of}"])
+        rows[-1] += [number(run.sent / 1e6), *([run.failure or _ago(run.age)] if under_way else [])]
+    head = ["method", "target", "measured, %", "seed", "round", "MB sent", *(["last round"] if under_way else [])]
     return grid(caption, head, rows, css="classes")
 
 
