@@ -26,7 +26,8 @@ test-fast: $(READY)  ## the tests that start no processes
 test-processors: $(READY)  ## the same under other instruction sets and numbers of threads, one after the other
 	FEDSHIFT_WORKERS=$(FEDSHIFT_WORKERS) tests/processors.sh $(BIN)/python
 
-check-results: $(READY)  ## what is committed of the benchmarks' results is whole
+check-results: $(READY)  ## what is committed of the benchmarks' results is whole, and belongs to the commands beside it
+	$(BIN)/python benchmarks/belongs.py
 	$(BIN)/python -m pytest benchmarks/test_results.py
 
 mutation: $(READY)  ## break the code on purpose and see whether tests notice: tests/mutation/report.md (minutes)
