@@ -25,7 +25,9 @@ try:
     from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 except ImportError:
-    raise UserError("secure aggregation needs the package cryptography: pip install 'fedshift[deploy]'") from None
+    raise UserError(
+        "deployment and secure aggregation need the package cryptography: pip install 'fedshift[deploy]'"
+    ) from None
 
 _NONCE = 12
 _KEY = 32
