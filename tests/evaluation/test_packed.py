@@ -121,13 +121,13 @@ def test_few_fields_lose_digits_and_no_others() -> None:
     run = PackedRun(result, result["options"], "".join(json.dumps(line) + "\n" for line in lines).encode())
     files = encode([run], {})
     read, back = decode(files[SETTINGS], files[RUNS])[0][run.name], decode_rounds(files[ROUNDS])[run.name]
-    result["selected"]["last"]["per_class"] = [66.6667, None]
-    result["sites"][0]["reliability"] = [[66.6667, 66.6667, 12345678]]
+    result["selected"]["last"]["per_class"] = [66.667, None]
+    result["sites"][0]["reliability"] = [[66.667, 66.667, 12345678]]
     assert with_details(read, back.result).result == result
     assert back.data is not None
     assert list(map(json.loads, back.data.splitlines())) == [
-        {"round": 1, "losses": {"b": 66.6667}},
-        {**last, "per_class": [66.6667, None], "seconds": 66.6667, "extra": {"c": 66.6667}},
+        {"round": 1, "losses": {"b": 66.667}},
+        {**last, "per_class": [66.667, None], "seconds": 66.667, "extra": {"c": 66.667}},
     ]
 
 

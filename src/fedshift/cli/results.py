@@ -19,7 +19,7 @@ def pack(folder: Folder) -> None:
     """Move finished runs into experiment.yaml, runs.csv and rounds.jsonl.xz. Models stay where they are.
 
     Packed runs count as finished, and every command reads them. Losses, weights, seconds of rounds and accuracies of
-    classes keep six digits. Pack again to add runs that finished since, or to rewrite files of an older version.
+    classes keep five digits. Pack again to add runs that finished since, or to rewrite files of an older version.
     """
     from fedshift.evaluation import packing
 

@@ -77,7 +77,7 @@ def experiments_below(folder: Path) -> list[Path]:
 def pack(experiment: Path) -> Change:
     """Move the finished runs of an experiment into its packed files.
 
-    Losses, weights, seconds of rounds and accuracies of classes keep six digits (see `packed`). Unfinished runs and
+    Losses, weights, seconds of rounds and accuracies of classes keep five digits (see `packed`). Unfinished runs and
     models (`model.safetensors`) stay in their folders. A folder is removed only after the packed files are written and
     checked. So an interrupted call can be repeated. Files of an older format are written anew.
 

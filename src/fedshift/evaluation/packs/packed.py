@@ -5,7 +5,7 @@
 Values that are the same in every run, or in every run of a method, are in `experiment.yaml` instead. `rounds.jsonl.xz`
 holds the rounds of every run, and what its result says of single sites and classes (see `packed_rounds`).
 
-In `rounds.jsonl.xz` losses, weights, seconds of rounds, accuracies of classes and bins of scores keep six digits.
+In `rounds.jsonl.xz` losses, weights, seconds of rounds, accuracies of classes and bins of scores keep five digits.
 Everything else is exact, such as what tables average and compare.
 
 Nothing here touches a file: `encode` makes the three files' bytes, `decode` and `decode_rounds` read them.
@@ -74,11 +74,11 @@ class PackedRun:
 
 
 def kept(result: Mapping[str, Any]) -> dict[str, Any]:
-    """A result as packing keeps it: exact but for accuracies of classes and bins of scores, which have six digits.
+    """A result as packing keeps it: exact but for accuracies of classes and bins of scores, which have five digits.
 
     Example:
         >>> kept({"seconds": 1.23456789, "selected": {"last": {"accuracy": 200 / 3, "per_class": [200 / 3]}}})
-        {'seconds': 1.23456789, 'selected': {'last': {'accuracy': 66.66666666666667, 'per_class': [66.6667]}}}
+        {'seconds': 1.23456789, 'selected': {'last': {'accuracy': 66.66666666666667, 'per_class': [66.667]}}}
     """
     return nested({path: _shortened(path, value) for path, value in leaves(result)})
 

@@ -27,8 +27,8 @@ _EXPANDS, _SMALL = 300, 1 << 24
 """A file may expand to that many times its size, and so many bytes more; results expand to about ten times."""
 _MEMORY = 1 << 28
 """Bytes that the dictionary of a file may take."""
-_SIX_DIGITS = ("losses", "aggregation_weights", "seconds", "per_class", "target_hausdorff", "extra", "reliability")
-"""Fields of rounds, and of a site's metrics, whose floats keep six digits."""
+_FIVE_DIGITS = ("losses", "aggregation_weights", "seconds", "per_class", "target_hausdorff", "extra", "reliability")
+"""Fields of rounds, and of a site's metrics, whose floats keep five digits."""
 KEY = ("method", "target", "seed")
 """The fields that name a run."""
 
@@ -113,16 +113,16 @@ def encode_rounds(run: Mapping[str, Any], rows: Iterable[Mapping[str, Any]] | No
 
 
 def shortened(value: Any) -> Any:
-    """A round, a site's metrics or a list of them, as packing keeps it: some of its fields have six digits.
+    """A round, a site's metrics or a list of them, as packing keeps it: some of its fields have five digits.
 
     Example:
         >>> shortened({"target_accuracy": {"D0": 66.666666666}, "losses": {"D15": 0.66666666666}})
-        {'target_accuracy': {'D0': 66.666666666}, 'losses': {'D15': 0.666667}}
+        {'target_accuracy': {'D0': 66.666666666}, 'losses': {'D15': 0.66667}}
     """
     if isinstance(value, list):
         return [shortened(one) for one in value]
     if isinstance(value, Mapping):
-        return {name: rounded(one) if name in _SIX_DIGITS else one for name, one in value.items()}
+        return {name: rounded(one) if name in _FIVE_DIGITS else one for name, one in value.items()}
     return value
 
 
@@ -134,7 +134,7 @@ def rows_of(lines: bytes | None) -> list[dict[str, Any]] | None:
 
     Example:
         >>> rows_of(b'{"seconds": 1.23456789}' + bytes([10]) + b'{"seco')
-        [{'seconds': 1.23457}]
+        [{'seconds': 1.2346}]
     """
     if lines is None:
         return None
@@ -287,14 +287,14 @@ def value_of(cell: str) -> Any:
 
 
 def rounded(value: Any) -> Any:
-    """The same with every float in it to six significant digits. Whole numbers stay.
+    """The same with every float in it to five significant digits. Whole numbers stay.
 
     Example:
         >>> rounded({"loss": 0.66666666666, "bins": [12345678, 33.333333333]})
-        {'loss': 0.666667, 'bins': [12345678, 33.3333]}
+        {'loss': 0.66667, 'bins': [12345678, 33.333]}
     """
     if isinstance(value, float):
-        return float(f"{value:.6g}")
+        return float(f"{value:.5g}")
     if isinstance(value, list):
         return [rounded(one) for one in value]
     if isinstance(value, Mapping):
