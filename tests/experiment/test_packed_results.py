@@ -211,7 +211,7 @@ def test_files_of_the_first_format_are_read_and_rewritten(tmp_path: Path, cli: C
     settings = [{"lr": 0.123456789}, {"seed": 0}]
     assert read() == [{**result, "selected": {"last": last}}, *settings, *rounds]
     assert packing.pack(old) == packing.Change(old, 0, 0, renewed=1)
-    last["per_class"], rounds[0] = [33.3333], {"round": 1, "losses": {"b": 0.123457}}
+    last["per_class"], rounds[0] = [33.333], {"round": 1, "losses": {"b": 0.12346}}
     assert read() == [{**result, "selected": {"last": last}}, *settings, *rounds]
     before = {name: (old / name).read_bytes() for name in PACKED}
     assert cli("results", "pack", tmp_path).out.strip() == "old: 0 runs packed"
