@@ -206,6 +206,34 @@ def test_a_site_has_a_bounded_number_of_connections(door: Listening, kits: Provi
         assert door.is_heard(startup(kits, "south")), "no other site's"
 
 
+def test_a_connection_that_is_ended_keeps_its_descriptor_until_nobody_reads_from_it(
+    door: Listening, kits: Provisioned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the next connection gets the same descriptor, and two threads read one stream."""
+    busy, go_on = threading.Event(), threading.Event()
+
+    def hold(echo: Echo, frame: Any) -> None:
+        busy.set()
+        assert go_on.wait(2 * SOON)
+
+    monkeypatch.setattr(Echo, "process_frame", hold)
+    with door.peer(startup(kits, "north")) as one:
+        whole = bytearray(20)
+        Prefix(length=20).to_buffer(whole, 0)
+        one.sendall(whole)
+        assert busy.wait(SOON)
+        (mine,) = door.driver._listener._admitted
+        mine.close()
+        mine.close()  # a second look may find it again
+        assert ended(one)
+        assert mine.sock.fileno() != -1
+        go_on.set()
+        assert eventually(lambda: mine.sock.fileno() == -1)
+        mine.close()
+        mine.send_frame(whole)
+        assert not door.driver._listener._admitted
+
+
 def test_a_frame_is_refused_before_memory_is_reserved_for_it(door: Listening, kits: Provisioned) -> None:
     """Sixteen bytes, from a site with a valid certificate, that announce almost 2 GiB."""
     header = bytearray(16)

@@ -47,7 +47,35 @@ _log = logging.getLogger("fedshift.listener")
 
 
 class GuardedConnection(SocketConnection):  # type: ignore[misc]
-    """FLARE's connection, except that it ends before it reserves memory for a frame that is too large."""
+    """FLARE's connection, except that it refuses frames that are too large, and that one thread alone frees its socket.
+
+    Any thread may end a connection: the listener for a newer one, FLARE after a send that took too long. If that
+    closed the socket while its own thread still reads from it, the system would give the same descriptor to the next
+    connection, and two threads would read one stream. So ``close`` only ends the conversation, and the thread that
+    reads calls ``release``.
+    """
+
+    def __init__(self, sock: ssl.SSLSocket, connector: ConnectorInfo) -> None:
+        super().__init__(sock, connector, secure=True)
+        self._sending, self._descriptor = threading.Lock(), threading.Lock()
+
+    def close(self) -> None:
+        """End the conversation: whoever reads or writes is told so. The socket stays open until it is released."""
+        self.closing = True
+        with self._descriptor, contextlib.suppress(OSError):
+            # Not SSLSocket's own method, which takes the TLS session away from the thread that reads.
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Close the socket. Only the thread that reads may do so, when it reads no more."""
+        self.close()
+        with self._sending, self._descriptor:
+            self.sock.close()
+
+    def send_frame(self, frame: Any) -> None:
+        """Send a frame. As with FLARE's, what is sent after the end is dropped."""
+        with self._sending:
+            super().send_frame(frame)
 
     def read_into(self, buffer: Any, offset: int, length: int) -> None:
         """Read into a buffer. FLARE reads a frame's header by itself, and then reserves what the header says."""
@@ -191,15 +219,15 @@ class _Listener:
                 secure.close()
                 return
             secure.setblocking(True)
-            connection = GuardedConnection(secure, self._connector, True)
+            connection = GuardedConnection(secure, self._connector)
         except OSError:
             secure.close()
             return
         with self._lock:
             mine = [one for one, other in self._admitted.items() if other == digest]
             self._admitted[connection] = digest
-        if len(mine) >= CONNECTIONS_PER_CERTIFICATE:
-            mine[0].close()
+        for one in mine[: max(0, len(mine) + 1 - CONNECTIONS_PER_CERTIFICATE)]:
+            one.close()
         threading.Thread(target=self._carry, args=(connection,), daemon=True).start()
 
     def _carry(self, connection: GuardedConnection) -> None:
@@ -207,11 +235,12 @@ class _Listener:
             self._driver.add_connection(connection)
             connection.read_loop()
         finally:
-            self._driver.close_connection(connection)
-            with self._lock:
-                self._admitted.pop(connection, None)
-            with contextlib.suppress(OSError):
-                connection.close()
+            try:
+                self._driver.close_connection(connection)
+            finally:
+                with self._lock:
+                    self._admitted.pop(connection, None)
+                connection.release()
 
     def _end_revoked(self) -> None:
         accepted = self._accepted()
