@@ -109,7 +109,8 @@ class SiteProgram:
             if header.get("key") != request_key(header, body):
                 raise FedshiftError("a request's key does not fit its content")
             work = {"hello": self._hello, "measure": self._measure, "end": self._end, "sealing_key": self.seals.key}
-            work |= {"call": partial(self._call, body), "key": self.sums.key, "unmask": self.sums.unmask}
+            work |= {"call": partial(self._call, body), "key": self.sums.key}
+            work |= {"confirm": self.sums.confirm, "unmask": self.sums.unmask}
             do = header.get("do")
             if not isinstance(do, str) or do not in work:
                 raise UserError(f"site '{self.name}' does not know the request '{do}'")

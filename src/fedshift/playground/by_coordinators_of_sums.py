@@ -25,6 +25,7 @@ from fedshift.federation.secure.keys import KeyCard, Order, signed_text
 from fedshift.federation.secure.orders import (
     card_entry,
     card_of,
+    confirmed_of,
     order_entry,
     order_in,
     revealed_of,
@@ -37,6 +38,7 @@ from fedshift.playground.played import FOUR, Played, of_four
 from fedshift.playground.promise import Promise, expect
 from fedshift.weights import Weights
 
+Answer = tuple[dict[str, Any], Mapping[str, Content]]
 SECURE: dict[str, Any] = {"engine": {"aggregation": "secure"}}
 FIRST, LIAR = FOUR[0], FOUR[-1]
 
@@ -87,14 +89,25 @@ class Sum:
 
     def unmasked_by(
         self, site: str, total: SecureSum, answered: Sequence[str], sealed: Mapping[str, bytes] | None = None
-    ) -> tuple[dict[str, Any], Mapping[str, Content]]:
-        """What a site answers to a request for the shares of those who answered."""
-        body = body_of(sealed_content(total.sealed_for(site) if sealed is None else sealed))
-        asked = {"do": "unmask", "protocol": PROTOCOL, "run": self.order.run, "order": order_entry(self.order)}
-        asked["answered"] = list(answered)
+    ) -> Answer:
+        """What a site answers to a request for shares, once those who answered confirmed that they did."""
+        codes = {
+            other: confirmed_of(content, other, answered).get(site, b"")
+            for other in answered
+            for header, content in [self.second("confirm", other, answered)]
+            if other != site and "error" not in header
+        }
+        return self.second("unmask", site, answered, sealed_content(sealed or total.sealed_for(site), codes))
+
+    def second(
+        self, do: str, site: str, answered: Sequence[str], content: Mapping[str, Content] | None = None
+    ) -> Answer:
+        """What a site answers to a request of the second exchange."""
+        body, asked = body_of(content or {}), {"do": do, "protocol": PROTOCOL, "run": self.order.run}
+        asked |= {"order": order_entry(self.order), "answered": list(answered)}
         message = seal({"key": request_key(asked, body.sha256), **asked}, body)
-        header, content, _ = unseal(self.programs[site].handle(message, "an attacker"))
-        return header, content
+        header, held, _ = unseal(self.programs[site].handle(message, "an attacker"))
+        return header, held
 
 
 def _honest(played: Played) -> str:
@@ -165,6 +178,19 @@ def _survivors(played: Played) -> str:
     said = str(header.get("message"))
     expect("for other sites already" in said, f"the site answers {said}")
     expect("error" not in one.unmasked_by(FIRST, total, three)[0], "the site does not repeat its answer")
+    return said
+
+
+def _different_survivors(played: Played) -> str:
+    """Each site answers for one set only, so a coordinator that wants shares for two asks different sites."""
+    one, three = Sum(played, "different-survivors"), sorted(FOUR[:3])
+    total = one.masked()
+    one.second("confirm", FIRST, three)
+    codes = {site: one.second("confirm", site, total.answered)[1] for site in FOUR[1:]}
+    to_first = {site: confirmed_of(content, site, total.answered)[FIRST] for site, content in codes.items()}
+    header, _ = one.second("unmask", FIRST, three, sealed_content(total.sealed_for(FIRST), to_first))
+    said = str(header.get("message"))
+    expect("no majority" in said, f"the site answers {said}")
     return said
 
 
@@ -308,6 +334,7 @@ PROMISES = (
     Promise(COORDINATOR, "asks for the sum of two sites", _small_sum),
     Promise(COORDINATOR, "lets the other sites of a sum do no work", _idle),
     Promise(COORDINATOR, "names two sets of survivors, to have both kinds of shares", _survivors),
+    Promise(COORDINATOR, "names each site other survivors, to have shares for two sets", _different_survivors),
     Promise(COORDINATOR, "sends the sites of a sum different models", _different_models),
     Promise(COORDINATOR, "hands on shares of another sum", _shares_of_another),
     Promise(COORDINATOR, "puts a key of its own in the place of a site's", _own_key),

@@ -47,11 +47,12 @@ def test_same_bits_as_the_local_engine_and_nothing_single_leaves(method: dict[st
     assert set(theirs["bytes_up"]) == {"masked", "accuracy"}
     sums, sites = transport.asked.count(("north", "unmask")), len(FOUR)
     shares = 33 * sites * sites + 28 * sites + 32 * sites + 33 * sites  # sealed, commitments, and what is revealed
+    shares += 32 * (sites - 1)  # codes that confirm who answered
     assert theirs["bytes_up"]["masked"] - ours["bytes_up"]["masked"] == sums * sites * shares
     lines, _ = AuditLog.check(transport.programs["north"].config.audit_log)
     sent = {piece["kind"] for line in lines for piece in line.get("sent", {}).values() if line["do"] != "measure"}
     assert sent == {"numbers", "masked"}
-    assert {"key", "unmask"} <= {line["do"] for line in lines}
+    assert {"key", "confirm", "unmask"} <= {line["do"] for line in lines}
     assert all(line["roster"] == sorted(FOUR) for line in lines if line["do"] == "call")
     memory = transport.programs["north"].config.memory
     assert not [path for path in memory.rglob("*") if "upload" in path.name or path.name == "key"]
@@ -99,7 +100,7 @@ def test_sites_are_lost_before_and_between_the_exchanges(
 ) -> None:
     """Also with a rounded wire, where a site that was away has not seen what was rounded before."""
     options = secure_options()
-    transport = between(tmp_path, losing(("up", "call", 1), ("down", "unmask", 1), ("east", "unmask", 2)))
+    transport = between(tmp_path, losing(("up", "call", 1), ("down", "unmask", 1), ("east", "confirm", 2)))
     there, _ = deploy_secure(tmp_path, options, FIVE, transport=transport, engine={"quorum": 4, "wire": wire})
     records = [json.loads(line) for line in (there / "fedavg/west/seed-0/rounds.jsonl").read_text().splitlines()]
     assert [list(record["extra"].get("missing", {})) for record in records[-2:]] == [["up"], []]
@@ -137,7 +138,7 @@ def killed_at(*moments: tuple[str, str, int]) -> Change:
 def test_killed_between_the_exchanges_a_run_ends_in_the_same_bits(tmp_path: Path) -> None:
     """Coordinator and sites begin anew each time: from nothing, and from a checkpoint."""
     options = secure_options(CSAC)
-    moments = [("north", "unmask", 0), ("up", "call", 1), ("east", "unmask", 1), ("up", "unmask", 2)]
+    moments = [("north", "confirm", 0), ("up", "call", 1), ("east", "unmask", 1), ("up", "confirm", 2)]
     change, deaths = killed_at(*moments), 0
     while True:
         try:
@@ -170,8 +171,9 @@ def test_a_site_that_is_back_after_the_others_told_their_shares_is_in_no_sum(tmp
     assert same(model(through, "fedavg", "west"), model(there, "fedavg", "west"))
 
 
-def test_too_few_shares_end_the_run_which_goes_on_later(tmp_path: Path) -> None:
-    options, away = secure_options(), [(site, "unmask", 1) for site in ("up", "down", "east")]
+@pytest.mark.parametrize("do", ["confirm", "unmask"])
+def test_too_few_in_the_second_exchange_end_the_run_which_goes_on_later(do: str, tmp_path: Path) -> None:
+    options, away = secure_options(), [(site, do, 1) for site in ("up", "down", "east")]
     with pytest.raises(FedshiftError, match=r"needs 3 of 5 sites.*site 'down': it is away"):
         deploy_secure(tmp_path, options, FIVE, transport=between(tmp_path, losing(*away)))
     # A site of the sum that is away now, too, is waited for by name.
@@ -205,6 +207,9 @@ LAYOUT = [["loss"], [["weights", "weights", "w", "torch.float32", [7]]]]
         ("call", lambda answer: rewritten(answer, {}, sealed=torch.zeros(1, dtype=torch.uint8))),
         ("call", lambda answer: seal(json.loads(answer.header), body_of({}))),
         ("call", lambda answer: rewritten(answer, {"mini_batches": 10**6})),
+        ("confirm", lambda answer: rewritten(answer, {}, north=torch.ones(32, dtype=torch.uint8))),
+        ("confirm", lambda answer: rewritten(answer, {}, north=torch.ones(31, dtype=torch.uint8))),
+        ("confirm", lambda answer: seal(json.loads(answer.header), body_of({}))),
         ("unmask", lambda answer: rewritten(answer, {}, own=torch.ones(5, 33, dtype=torch.uint8))),
         ("unmask", lambda answer: rewritten(answer, {}, own=torch.ones(5, 33))),
         ("unmask", lambda answer: seal(json.loads(answer.header), body_of({}))),
@@ -221,7 +226,7 @@ def test_garbage_of_one_site_costs_the_run_at_most_that_site(
     transport = between(tmp_path, change)
     there, _ = deploy_secure(tmp_path, options, FIVE, transport=transport, engine={"quorum": 4})
     missing = json.loads((there / "fedavg/west/seed-0/rounds.jsonl").read_text().splitlines()[-1])["extra"]
-    assert list(missing.get("missing", {})) == ([] if do == "unmask" else ["east"])
+    assert list(missing.get("missing", {})) == ([] if do in ("confirm", "unmask") else ["east"])
 
 
 def test_a_site_that_refuses_is_left_out_and_no_other(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_sites_that_train_on_other_rows_unmask_nothing(asking: Asking) -> None:
         answer, content = asking.ask(site, header, {"weights": START})
         assert "error" not in answer, answer
         total.add(site, upload_of(content, order, Layout.read(answer["layout"]).length)[0])
-    assert "not sealed for this sum" in asking.unmask("north", total, total.answered)[0]["message"]
+    assert "no majority" in asking.unmask("north", total, total.answered)[0]["message"]
     assert "did not mask" in asking.unmask("south", total, total.answered)[0]["message"]
 
 

@@ -27,6 +27,7 @@ from fedshift.federation.secure.at_server import SecureSum
 from fedshift.federation.secure.keys import KeyCard, Order, signed_text
 from fedshift.federation.secure.orders import (
     card_of,
+    confirmed_of,
     order_entry,
     order_in,
     revealed_of,
@@ -111,8 +112,14 @@ class Coordinator:
         return total
 
     def unmask(self, site: str, total: SecureSum, survivors: Sequence[str], **changes: Any) -> Answer:
-        header = {"do": "unmask", "order": order_entry(total.order), "answered": list(survivors), **changes}
-        return self.ask(site, header, sealed_content(total.sealed_for(site)))
+        """A request for shares, with what the other survivors confirm to the site."""
+        header = {"order": order_entry(total.order), "answered": list(survivors)}
+        codes = {}
+        for other in {*survivors} & {*FOUR} - {site}:
+            answer, content = self.ask(other, {"do": "confirm", **header})
+            if "error" not in answer and site in survivors:
+                codes[other] = confirmed_of(content, other, survivors)[site]
+        return self.ask(site, {"do": "unmask", **header, **changes}, sealed_content(total.sealed_for(site), codes))
 
 
 @pytest.fixture

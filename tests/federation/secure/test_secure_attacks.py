@@ -51,7 +51,7 @@ def test_wrong_shares_of_a_few_in_a_large_roster_are_left_out(tmp_path: Path, nu
     order, total = where.order(), SecureSum(where.order())
     for name in where.names[:-1]:
         total.add(name, where.sites[name].mask(order, where.numbers[name]))
-    told = {name: where.sites[name].reveal(order, total.answered, total.sealed_for(name)) for name in total.answered}
+    told = where.told(total, total.answered)
     for name in liars:
         own, pairs = ({one: b"\0" + draw.randbytes(32) for one in part} for part in (told[name].own, told[name].pairs))
         told[name] = Revealed({**own, "s01": told[name].own["s01"]}, {**told[name].pairs, **pairs})
@@ -83,26 +83,26 @@ def test_what_remains_two_rosters_differ_by_a_model(five: Federation) -> None:
     assert torch.equal(both - fewer, five.numbers["s04"])
 
 
-@pytest.mark.parametrize("exchange", ["mask", "reveal"])
+@pytest.mark.parametrize("exchange", ["mask", "confirm"])
 def test_two_processes_of_a_site_do_not_answer_twice(
     five: Federation, exchange: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server asks the site twice at once: while one answer is made, the other waits, and is refused."""
     order, total = five.order(), SecureSum(five.order())
-    for name in five.names if exchange == "reveal" else five.names[1:]:
+    for name in five.names if exchange == "confirm" else five.names[1:]:
         total.add(name, five.sites[name].mask(order, five.numbers[name]))
     site, twin = five.started("s00"), five.started("s00")
 
     def asked(one: SecureSite, number: int) -> object:
         if exchange == "mask":
             return one.mask(five.order(five.names[:number]), five.numbers["s00"])
-        return one.reveal(order, five.names[:number], total.sealed_for("s00"))
+        return one.confirm(order, five.names[:number])
 
     pool = ThreadPoolExecutor(1)
     second: list[Future[object]] = []
 
     def slow(file: Path, *arguments: Any, **options: Any) -> None:
-        if not second and file.name.endswith(("masked.json", "revealed.json")):
+        if not second and file.name.endswith(("masked.json", "confirmed.json")):
             second.append(pool.submit(asked, twin, 4))
             assert not wait(second, timeout=0.3).done  # it does not end before this one has
         write_bytes(file, *arguments, **options)

@@ -18,6 +18,7 @@ pytest.importorskip("cryptography")
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from fedshift.federation.secure import at_site
 from fedshift.federation.secure.at_server import SecureSum
 from fedshift.federation.secure.at_site import Revealed, SecureSite, Upload
 from fedshift.federation.secure.keys import KeyCard, Order, PrivateKey, signed_text
@@ -58,8 +59,30 @@ class Federation:
         total = SecureSum(order)
         for name in first:
             total.add(name, self.sites[name].mask(order, self.numbers[name]))
-        told = {name: self.sites[name].reveal(order, total.answered, total.sealed_for(name)) for name in second}
-        return total.unmasked(told)
+        return total.unmasked(self.told(total, second))
+
+    def masked(self, order: Order) -> SecureSum:
+        """What all sites mask."""
+        total = SecureSum(order)
+        for name in self.names:
+            total.add(name, self.sites[name].mask(order, self.numbers[name]))
+        return total
+
+    def told(
+        self, total: SecureSum, names: Sequence[str], answered: Sequence[str] | None = None
+    ) -> dict[str, Revealed]:
+        """The second exchange with these sites: they confirm to each other who answered, and tell their shares."""
+        answered = total.answered if answered is None else answered
+        codes = {name: self.sites[name].confirm(total.order, answered) for name in names}
+        return {
+            name: self.sites[name].reveal(
+                total.order,
+                answered,
+                total.sealed_for(name),
+                {by: code[name] for by, code in codes.items() if by != name},
+            )
+            for name in names
+        }
 
     def plain(self, names: Sequence[str]) -> Tensor:
         total = sum(self.numbers[name] for name in names)
@@ -102,8 +125,14 @@ def test_self_masks_come_from_no_seed(five: Federation) -> None:
 
 @pytest.mark.parametrize(("first", "second"), [(5, 2), (3, 2)])
 def test_too_few_in_the_second_exchange(five: Federation, first: int, second: int) -> None:
-    with pytest.raises(FedshiftError, match="needs 3 of 5 sites"):
+    with pytest.raises(Refused, match="no majority"):
         five.summed(five.order(), five.names[:first], five.names[:second])
+    total = SecureSum(five.order())
+    for name in five.names[:first]:
+        total.add(name, five.sites[name].mask(total.order, five.numbers[name]))
+    told = five.told(total, five.names[:3])
+    with pytest.raises(FedshiftError, match="needs 3 of 5 sites"):
+        total.unmasked({name: told[name] for name in five.names[:second]})
 
 
 def test_too_few_in_the_first_exchange(five: Federation) -> None:
@@ -130,45 +159,99 @@ def test_one_update_is_masked_for_one_roster_only(five: Federation) -> None:
         with pytest.raises(Refused, match="masks it only once"):
             site.mask(other, numbers)
         with pytest.raises(Refused, match="did not mask"):
-            site.reveal(other, five.names[:4], {})
+            site.confirm(other, five.names[:4])
+        with pytest.raises(Refused, match="did not mask"):
+            site.reveal(other, five.names[:4], {}, {})
     site.forget_uploads(1)
     with pytest.raises(Refused, match="is over"):
         site.mask(five.order(), numbers)
 
 
 def test_a_site_unmasks_for_one_set_of_survivors_only(five: Federation) -> None:
-    order, total = five.order(), SecureSum(five.order())
-    for name in five.names:
-        total.add(name, five.sites[name].mask(order, five.numbers[name]))
-    site, sealed = five.sites["s00"], total.sealed_for("s00")
-    told = site.reveal(order, five.names[:4], sealed)
-    assert five.started("s00").reveal(order, five.names[:4], sealed) == told
+    total = five.masked(five.order())
+    told = five.told(total, five.names[:4], five.names[:4])
+    five.sites = {name: five.started(name) for name in five.names}
+    assert five.told(total, five.names[:4], five.names[:4]) == told
     for answered in (five.names, five.names[:3], [*five.names[:3], five.names[4]]):
         with pytest.raises(Refused, match="for other sites already"):
-            five.started("s00").reveal(order, answered, sealed)
+            five.started("s00").confirm(total.order, answered)
+        with pytest.raises(Refused, match="for other sites already"):
+            five.started("s00").reveal(total.order, answered, total.sealed_for("s00"), {})
 
 
 def test_no_site_tells_both_kinds_of_shares_of_one(five: Federation) -> None:
-    order, total = five.order(), SecureSum(five.order())
-    for name in five.names:
-        total.add(name, five.sites[name].mask(order, five.numbers[name]))
-    told = five.sites["s00"].reveal(order, five.names[:3], total.sealed_for("s00"))
-    assert set(told.own) == set(five.names[:3])
-    assert {pair[0] for pair in told.pairs} == set(five.names[:3])
-    assert {pair[1] for pair in told.pairs} == set(five.names[3:])
+    told = five.told(five.masked(five.order()), five.names[:3], five.names[:3])
+    assert set(told["s00"].own) == set(five.names[:3])
+    assert {pair[0] for pair in told["s00"].pairs} == set(five.names[:3])
+    assert {pair[1] for pair in told["s00"].pairs} == set(five.names[3:])
 
 
-def test_two_sets_of_survivors_do_not_give_a_single_update(five: Federation) -> None:
-    """The server tells some that s04 answered, and others that it did not: neither set of shares is enough."""
-    order, total = five.order(), SecureSum(five.order())
-    for name in five.names:
-        total.add(name, five.sites[name].mask(order, five.numbers[name]))
-    told = {
-        name: five.sites[name].reveal(order, five.names[: 5 if place % 2 else 4], total.sealed_for(name))
-        for place, name in enumerate(five.names[:4])
+SETS_FOR_TWO = {"s00": "012", "s01": "013", "s02": "012", "s03": "013", "s04": "014"}
+"""Site → the sites that it is told answered. Each set has a majority and the site itself; together the shares for them
+would give the sum of s00 and s01, since each of the other three is left out in three sets."""
+
+
+def test_different_sets_of_survivors_at_each_site_give_nothing(five: Federation) -> None:
+    total = five.masked(five.order())
+    sets = {name: [f"s0{place}" for place in places] for name, places in SETS_FOR_TWO.items()}
+    codes = {name: five.sites[name].confirm(total.order, answered) for name, answered in sets.items()}
+    for name, answered in sets.items():
+        to_it = {by: code[name] for by, code in codes.items() if name in code}
+        with pytest.raises(Refused, match="no majority"):
+            five.sites[name].reveal(total.order, answered, total.sealed_for(name), to_it)
+
+
+def test_the_attack_that_confirmations_stop_works_without_them(
+    five: Federation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the test above is about an attack that is real: the server gets the sum of two sites of five."""
+    monkeypatch.setattr(at_site.hmac, "compare_digest", lambda one, other: True)
+    total = five.masked(five.order())
+    told = {}
+    for name, places in SETS_FOR_TWO.items():
+        answered = [f"s0{place}" for place in places]
+        told[name] = five.sites[name].reveal(
+            total.order, answered, total.sealed_for(name), dict.fromkeys(answered, b"")
+        )
+    two = SecureSum(total.order)
+    for name in ("s00", "s01"):
+        two.add(name, five.sites[name].mask(total.order, five.numbers[name]))
+    own = [two._seed(name, name, {by: shares.own[name] for by, shares in told.items()}) for name in two.answered]
+    pairs = {
+        (name, other): two._seed(
+            name, other, {by: shares.pairs[name, other] for by, shares in told.items() if (name, other) in shares.pairs}
+        )
+        for name in two.answered
+        for other in five.names[2:]
     }
-    with pytest.raises(FedshiftError, match="do not fit"):
-        total.unmasked(told)
+    assert two.total is not None
+    unmask(two.total, own, pairs)
+    assert torch.equal(two.total, five.plain(["s00", "s01"]))
+
+
+@pytest.mark.parametrize("said", ["of another sum", "for another site", "of another set", "its own", "made up"])
+def test_a_confirmation_counts_only_for_its_sum_its_receiver_and_its_set(five: Federation, said: str) -> None:
+    totals = [five.masked(five.order(exchange=number)) for number in (1, 2)]
+    codes = [
+        {name: five.sites[name].confirm(total.order, five.names[:4]) for name in five.names[:3]} for total in totals
+    ]
+    sets = {
+        name: five.sites[name].confirm(five.masked(five.order(exchange=3)).order, five.names) for name in five.names
+    }
+    good = {by: codes[0][by]["s00"] for by in ("s01", "s02")}
+    bad = {
+        "of another sum": codes[1]["s02"]["s00"],
+        "for another site": codes[0]["s02"]["s01"],
+        "of another set": sets["s02"]["s00"],
+        "its own": codes[0]["s00"]["s02"],
+        "made up": bytes(32),
+    }[said]
+    answer = five.sites["s00"].reveal, totals[0].order, five.names[:4], totals[0].sealed_for("s00")
+    with pytest.raises(Refused, match="no majority"):
+        answer[0](*answer[1:], {**good, "s02": bad})
+    with pytest.raises(Refused, match="no majority"):  # nor a site twice, or one that is not in the sum
+        answer[0](*answer[1:], {"s01": good["s01"], "s00": good["s01"], "s04": bytes(32), "x": good["s01"]})
+    assert answer[0](*answer[1:], good).own
 
 
 def seeds_of(five: Federation, order: Order, name: str) -> dict[str, bytes]:
@@ -182,8 +265,11 @@ def test_different_contents_give_noise(five: Federation) -> None:
     for name in five.names:
         total.add(name, five.sites[name].mask(orders[name], five.numbers[name]))
     for name in five.names:  # what s02 sealed, and what was sealed for it, was for another content
-        with pytest.raises(Refused, match="not sealed for this sum"):
-            five.sites[name].reveal(orders[name], total.answered, total.sealed_for(name))
+        codes = {
+            by: five.sites[by].confirm(orders[by], total.answered).get(name, b"") for by in five.names if by != name
+        }
+        with pytest.raises(Refused, match="no majority" if name == "s02" else "not sealed for this sum"):
+            five.sites[name].reveal(orders[name], total.answered, total.sealed_for(name), codes)
     # Nor do the pairwise masks cancel, if sites revealed all the same.
     for alike in (True, False):
         noise = torch.zeros(3, dtype=torch.int64)
@@ -200,10 +286,8 @@ def _garbage(revealed: Revealed) -> Revealed:
 
 @pytest.mark.parametrize("liars", [1, 2])
 def test_wrong_shares_of_a_minority_are_left_out(five: Federation, liars: int) -> None:
-    order, total = five.order(), SecureSum(five.order())
-    for name in five.names:
-        total.add(name, five.sites[name].mask(order, five.numbers[name]))
-    told = {name: five.sites[name].reveal(order, total.answered, total.sealed_for(name)) for name in five.names}
+    total = five.masked(five.order())
+    told = five.told(total, five.names)
     told |= {name: _garbage(told[name]) for name in five.names[:liars]}
     assert torch.equal(total.unmasked(told), five.plain(five.names))
     told |= {name: _garbage(told[name]) for name in five.names[:3]}
@@ -226,8 +310,7 @@ def test_a_spoilt_upload_is_in_no_sum(five: Federation, spoil: Callable[[Upload]
         total.add(name, five.sites[name].mask(order, five.numbers[name]))
     with pytest.raises(FedshiftError):
         total.add("s04", spoil(five.sites["s04"].mask(order, five.numbers["s04"])))
-    told = {name: five.sites[name].reveal(order, total.answered, total.sealed_for(name)) for name in total.answered}
-    assert torch.equal(total.unmasked(told), five.plain(five.names[:4]))
+    assert torch.equal(total.unmasked(five.told(total, total.answered)), five.plain(five.names[:4]))
     with pytest.raises(FedshiftError, match="no place"):
         total.add("s00", five.sites["s00"].mask(order, five.numbers["s00"]))
 
@@ -241,8 +324,9 @@ def test_shares_of_another_sum_are_refused(five: Federation) -> None:
         {name: bytes(80) for name in five.names},
         {},
     ):
+        codes = {name: five.sites[name].confirm(orders[1], five.names)["s00"] for name in five.names[1:]}
         with pytest.raises(Refused, match="not sealed for this sum"):
-            five.sites["s00"].reveal(orders[1], five.names, sealed)
+            five.sites["s00"].reveal(orders[1], five.names, sealed, codes)
 
 
 def _spoilt(five: Federation, how: str) -> Order:

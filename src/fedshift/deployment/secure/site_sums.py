@@ -24,6 +24,7 @@ from fedshift.federation.secure.at_site import SecureSite
 from fedshift.federation.secure.keys import Order, signed_text
 from fedshift.federation.secure.orders import (
     card_entry,
+    confirmed_content,
     order_in,
     order_of,
     revealed_content,
@@ -131,15 +132,28 @@ class SiteSums:
                 f"{len(working)} (rule policy.smallest_sum)"
             )
 
+    def confirm(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
+        """Answer with the codes that confirm to the others who is in a sum."""
+        order, answered = self._in_sum(header, entry)
+        return self._answer(header, entry, confirmed_content(self.site(order.run).confirm(order, answered)))
+
     def unmask(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
         """Answer with the shares that take the masks off a sum."""
+        order, answered = self._in_sum(header, entry)
+        told = self.site(order.run).reveal(order, answered, *sealed_of(content))
+        return self._answer(header, entry, revealed_content(told, order, answered))
+
+    def _in_sum(self, header: Mapping[str, Any], entry: dict[str, Any]) -> tuple[Order, list[str]]:
+        """What a sum is of, and who is in it, as a request of the second exchange says."""
         self.policy.check_kind(self.name, MASKED, "secure aggregation")
         order, answered = order_of(header["run"], header["order"]), header["answered"]
         if not isinstance(answered, list) or not all(isinstance(site, str) for site in answered):
             raise Refused(f"site '{self.name}': a request to unmask does not say who answered")
         entry |= {"call": order.call[:100], "exchange": order.exchange, "answered": answered[: len(order.roster)]}
-        told = self.site(order.run).reveal(order, answered, sealed_of(content))
-        sent = revealed_content(told, order, answered)
+        return order, answered
+
+    @staticmethod
+    def _answer(header: Mapping[str, Any], entry: dict[str, Any], sent: dict[str, Content]) -> Message:
         entry["sent"] = described(sent)
         return seal({"answers": header["key"]}, body_of(sent))
 

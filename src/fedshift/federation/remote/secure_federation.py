@@ -1,4 +1,5 @@
-"""A remote federation that reads sums of its sites' models only: keys, masked answers, and the shares that unmask.
+"""A remote federation that reads sums of its sites' models only: keys, masked answers, codes by which the sites confirm
+to each other who answered, and the shares that unmask.
 
 The keys of a run, and the sites of each sum, are on disk before any site is told of them. So a coordinator
 that was killed asks for the same sums again, and gets the answers that the sites kept.
@@ -7,10 +8,11 @@ that was killed asks for the same sums again, and gets the answers that the site
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from fedshift.errors import FedshiftError, KindRefused, Refused, ReplyRefused, UserError
 from fedshift.federation.exchange import Answer, Mean, Missing, Request
@@ -27,6 +29,7 @@ from fedshift.federation.secure.keys import KeyCard, Order
 from fedshift.federation.secure.orders import (
     card_entry,
     card_of,
+    confirmed_of,
     order_entry,
     order_in,
     revealed_of,
@@ -51,6 +54,7 @@ RECORD = "sums.json"
 _ENTRY = "sums"
 _TENSORS = 2
 """Tensors in an answer to a request to unmask."""
+_T = TypeVar("_T")
 
 
 class SecureFederation(RemoteFederation):
@@ -148,7 +152,7 @@ class SecureFederation(RemoteFederation):
         more = {} if self._sum is None else {"sum": self._sum}
         return {**super()._common(site), "aggregation": "secure", **more}
 
-    # The second exchange: shares --------------------------------------------------------------------------------------
+    # The second exchange: who answered, and shares --------------------------------------------------------------------
 
     def _unmasked(self, call: str, masked: SecureSum, layout: Layout) -> Mean:
         """The mean of a sum, once enough of its sites told their shares.
@@ -156,7 +160,11 @@ class SecureFederation(RemoteFederation):
         Raises:
             FedshiftError: too few sites did.
         """
-        told, reasons = self._shares(masked)
+        codes, reasons = self._confirmed(masked)
+        told: dict[str, Revealed] = {}
+        if len(codes) >= threshold(len(masked.order.roster)):  # otherwise the sites would refuse
+            told, more_reasons = self._shares(masked, codes)
+            reasons += more_reasons
         total = Total()
         total.sites, total.layout = masked.answered, layout
         try:
@@ -166,15 +174,45 @@ class SecureFederation(RemoteFederation):
             more = "".join(f"; {reason}" for reason in reasons)
             raise FedshiftError(f"round {self.round}, call {call}: {error}{more}") from None
 
-    def _shares(self, masked: SecureSum) -> tuple[dict[str, Revealed], list[str]]:
+    def _confirmed(self, masked: SecureSum) -> tuple[dict[str, dict[str, bytes]], list[str]]:
+        """The codes of each site, by the site they are for, and why others give none."""
+        answered = masked.answered
+        read = {site: partial(confirmed_of, site=site, answered=answered) for site in answered}
+        return self._second("confirm", masked, {site: {} for site in answered}, read, len(answered))
+
+    def _shares(
+        self, masked: SecureSum, codes: Mapping[str, Mapping[str, bytes]]
+    ) -> tuple[dict[str, Revealed], list[str]]:
         """What sites reveal, by site, and why others reveal nothing."""
+        order, answered = masked.order, masked.answered
+        content = {
+            site: sealed_content(masked.sealed_for(site), {by: own[site] for by, own in codes.items() if by != site})
+            for site in answered
+        }
+        return self._second(
+            "unmask",
+            masked,
+            content,
+            dict.fromkeys(answered, partial(revealed_of, order=order, answered=answered)),
+            _TENSORS,
+        )
+
+    def _second(
+        self,
+        do: str,
+        masked: SecureSum,
+        content: Mapping[str, Mapping[str, Content]],
+        read: Mapping[str, Callable[[Mapping[str, Content]], _T]],
+        tensors: int,
+    ) -> tuple[dict[str, _T], list[str]]:
+        """What the sites of a sum answer to a request ``do`` of the second exchange, by site, and why others do not."""
         order, answered = masked.order, masked.answered
         outgoing: list[tuple[str, Message]] = []
         keys: dict[str, str] = {}
         for site in answered:
-            body = body_of(sealed_content(masked.sealed_for(site)))
+            body = body_of(content[site])
             header = {
-                "do": "unmask",
+                "do": do,
                 "protocol": PROTOCOL,
                 "run": self.run,
                 "round": self.round,
@@ -183,13 +221,13 @@ class SecureFederation(RemoteFederation):
             }
             keys[site] = header["key"] = request_key(header, body.sha256)
             outgoing.append((site, seal(header, body)))
-            self.ledger.record(order.exchange, "unmask", site, "down", body.content)
-        told: dict[str, Revealed] = {}
+            self.ledger.record(order.exchange, do, site, "down", body.content)
+        told: dict[str, _T] = {}
         reasons: list[str] = []
-        # Once enough sites told their shares, wait a little for others, since some shares may be wrong.
+        # Once enough sites answered, wait a little for others: what some sent may be wrong.
         seconds = self.patience if self.grace is None else self.grace
         grace, missing = Grace(seconds, threshold(len(order.roster)), len(answered), ()), set(answered)
-        for site, message in self._arrivals("unmask", outgoing):
+        for site, message in self._arrivals(do, outgoing):
             if isinstance(message, Sign):
                 if message is Sign.QUIET and grace.over(missing):
                     break
@@ -201,13 +239,13 @@ class SecureFederation(RemoteFederation):
                 if isinstance(message, Lost):
                     self._lost.add(site)
                     raise FedshiftError(message.reason)
-                found, content, _ = opened(message, keys[site], _TENSORS)
+                found, sent, _ = opened(message, keys[site], tensors)
                 if "error" in found:
                     raise FedshiftError(str(found.get("message"))[:2000])
-                told[site] = revealed_of(content, order, answered)
-                self.ledger.record(order.exchange, "unmask", site, "up", content)
+                told[site] = read[site](sent)
+                self.ledger.record(order.exchange, do, site, "up", sent)
             except FedshiftError as error:
-                self._record("unmask", site, "lost" if isinstance(message, Lost) else "refused", str(error))
+                self._record(do, site, "lost" if isinstance(message, Lost) else "refused", str(error))
                 reasons.append(f"site '{site}': {error}")
             grace.answered(usable=site in told)
         return told, reasons

@@ -17,7 +17,7 @@ from fedshift.errors import FedshiftError, KindRefused, TrainingDiverged
 from fedshift.federation.messages import Content
 from fedshift.federation.remote.wire import Message, body_of, seal, unseal
 
-PROTOCOL = 2
+PROTOCOL = 3
 """The version of requests and replies. A site refuses any other. Requests of version 1 named a call ``step``."""
 
 

@@ -1,12 +1,14 @@
 """A site's side of a secure sum: it masks its numbers once, and once helps to take masks off the sum.
 
 What it did is on its disk before anything leaves, so neither a restart nor a coordinator that asks again makes it mask
-one update under two rosters, or tell shares for two sets of survivors.
+one update under two rosters, or tell shares for two sets of survivors. Before sites tell shares they confirm to each
+other who answered: shares for different sets, one set at each site, could together unmask a sum of too few.
 """
 
 from __future__ import annotations
 
 import fcntl
+import hmac
 import json
 import os
 import re
@@ -47,8 +49,8 @@ class Upload:
 
 @dataclass(frozen=True)
 class Revealed:
-    """What leaves a site in the second exchange: its shares of the self seeds of those that answered, by name; and of
-    the pairwise seeds between these and those that did not, by both names."""
+    """What leaves a site at the end of the second exchange: its shares of the self seeds of those that answered, by
+    name; and of the pairwise seeds between these and those that did not, by both names."""
 
     own: Mapping[str, bytes]
     pairs: Mapping[tuple[str, str], bytes]
@@ -141,23 +143,44 @@ class SecureSite:
         write_bytes(self._file(order, "masked.json"), order.binding.hex().encode(), private=True)
         return whole
 
-    def reveal(self, order: Order, answered: Sequence[str], sealed: Mapping[str, bytes]) -> Revealed:
-        """The second exchange.
+    def confirm(self, order: Order, answered: Sequence[str]) -> dict[str, bytes]:
+        """The second exchange begins: confirm who answered, for one set of sites only.
 
         Args:
             order: as in `mask`.
             answered: the sites whose contributions are in the sum.
-            sealed: what each of them sealed for this site.
+
+        Returns:
+            For each other of these sites a code that only it can check.
 
         Raises:
-            Refused: this site did not mask for ``order``, the sum is of too few sites, or it helped already with
-                another set of sites.
+            Refused: this site did not mask for ``order``, the sum is of too few sites, or it confirmed another set.
         """
         with self._alone():
-            return self._reveal(order, answered, sealed)
+            survivors = self._settled(order, answered)
+            others = [card for card in order.cards if card.site in survivors and card.site != self.site]
+            return {card.site: self._key.confirmation(order, self.site, card.site, card, survivors) for card in others}
 
-    def _reveal(self, order: Order, answered: Sequence[str], sealed: Mapping[str, bytes]) -> Revealed:
-        record, done = self._file(order, "masked.json"), self._file(order, "revealed.json")
+    def reveal(
+        self, order: Order, answered: Sequence[str], sealed: Mapping[str, bytes], confirmed: Mapping[str, bytes]
+    ) -> Revealed:
+        """The second exchange ends: tell the shares that unmask the sum.
+
+        Args:
+            order: as in `mask`.
+            answered: as in `confirm`.
+            sealed: what each of these sites sealed for this one.
+            confirmed: the codes by which they confirm to this one who answered.
+
+        Raises:
+            Refused: as in `confirm`; or less than a majority of the roster confirms this set.
+        """
+        with self._alone():
+            return self._reveal(order, self._settled(order, answered), sealed, confirmed)
+
+    def _settled(self, order: Order, answered: Sequence[str]) -> list[str]:
+        """The sites in the sum, by name. This site works for no other set of them, now that it is written down."""
+        record, done = self._file(order, "masked.json"), self._file(order, "confirmed.json")
         if not record.exists() or record.read_text() != order.binding.hex():
             raise Refused(f"site '{self.site}' did not mask its reply for this roster and content")
         survivors = sorted(set(answered))
@@ -166,6 +189,30 @@ class SecureSite:
         needed = max(threshold(len(order.roster)), self.smallest_sum)
         if len(survivors) < needed:
             raise Refused(f"site '{self.site}' unmasks sums of at least {needed} sites, not {len(survivors)}")
+        if done.exists() and json.loads(done.read_text()) != survivors:
+            raise Refused(f"site '{self.site}' has confirmed exchange {order.exchange} for other sites already")
+        write_bytes(done, json.dumps(survivors).encode(), private=True)
+        return survivors
+
+    def _reveal(
+        self, order: Order, survivors: Sequence[str], sealed: Mapping[str, bytes], confirmed: Mapping[str, bytes]
+    ) -> Revealed:
+        agreed = {self.site} | {
+            card.site
+            for card in order.cards
+            if card.site in survivors
+            and card.site != self.site
+            and card.site in confirmed
+            and hmac.compare_digest(
+                self._key.confirmation(order, card.site, self.site, card, survivors), confirmed[card.site]
+            )
+        }
+        # Two sets cannot both have a majority, since each site confirms one.
+        if len(agreed) < threshold(len(order.roster)):
+            raise Refused(
+                f"site '{self.site}': {len(agreed)} of {len(order.roster)} sites confirm who answered exchange "
+                f"{order.exchange}, which is no majority"
+            )
         own: dict[str, bytes] = {}
         pairs: dict[tuple[str, str], bytes] = {}
         for card in order.cards:
@@ -180,9 +227,6 @@ class SecureSite:
                     own[name] = share
                 elif name not in survivors:  # of two that answered the pairwise masks cancel, and stay secret
                     pairs[card.site, name] = share
-        if done.exists() and json.loads(done.read_text()) != survivors:
-            raise Refused(f"site '{self.site}' has unmasked exchange {order.exchange} for other sites already")
-        write_bytes(done, json.dumps(survivors).encode(), private=True)
         return Revealed(own, pairs)
 
     def once(self, about: str, question: str) -> None:

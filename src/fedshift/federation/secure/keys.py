@@ -9,6 +9,7 @@ which do not cancel.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -119,6 +120,19 @@ class PrivateKey:
             return ChaCha20Poly1305(key).decrypt(sealed[:_NONCE], sealed[_NONCE:], order.binding)
         except (InvalidTag, ValueError):
             raise Refused(f"site '{site}': the shares of '{sender.site}' were not sealed for this sum") from None
+
+    def confirmation(self, order: Order, sender: str, receiver: str, other: KeyCard, answered: Sequence[str]) -> bytes:
+        """The code by which ``sender`` confirms to ``receiver`` who answered. Only these two can compute it.
+
+        Args:
+            order: of the sum.
+            sender: who confirms.
+            receiver: to whom.
+            other: the card of the one of the two that is not this site.
+            answered: the sites in the sum, by name.
+        """
+        key = self._derived(order, other, ["confirm", sender, receiver])
+        return hmac.digest(key, json.dumps(list(answered)).encode(), hashlib.sha256)
 
     def _derived(self, order: Order, other: KeyCard, purpose: Sequence[str]) -> bytes:
         try:

@@ -25,6 +25,7 @@ from fedshift.functional.secret_sharing import SHARE_BYTES
 
 _MOST_SITES = 1000
 _LARGEST_EXPONENT = 60
+_CODE_BYTES = 32
 _WIRE_BYTES = 28
 """Nonce and tag of what is sealed."""
 
@@ -131,14 +132,35 @@ def upload_of(content: Mapping[str, Content], order: Order, length: int) -> tupl
     return Upload(numbers, sealed, commitments), found
 
 
-def sealed_content(sealed: Mapping[str, bytes]) -> dict[str, Content]:
-    """What others sealed for a site, by the name of who did."""
-    return {"sealed": Masked({site: _bytes([part])[0] for site, part in sealed.items()})}
+def confirmed_content(codes: Mapping[str, bytes]) -> dict[str, Content]:
+    """Codes of one site that confirm who answered, by the name of who can check them."""
+    return {"codes": Masked({site: _bytes([code])[0] for site, code in codes.items()})}
 
 
-def sealed_of(content: Mapping[str, Content]) -> dict[str, bytes]:
-    """The inverse of `sealed_content`; what is none is left out, and not opened later."""
-    found = content.get("sealed")
+def confirmed_of(content: Mapping[str, Content], site: str, answered: Sequence[str]) -> dict[str, bytes]:
+    """The inverse of `confirmed_content`, for the answer of ``site``.
+
+    Raises:
+        FedshiftError: it is none for these sites.
+    """
+    found = _by_site(content.get("codes"))
+    if set(found) != set(answered) - {site} or any(len(code) != _CODE_BYTES for code in found.values()):
+        raise FedshiftError("it does not confirm who answered")
+    return found
+
+
+def sealed_content(sealed: Mapping[str, bytes], confirmed: Mapping[str, bytes]) -> dict[str, Content]:
+    """What others sealed for a site, and the codes by which they confirm to it who answered, by the name of who did."""
+    parts = {"sealed": sealed, "confirmed": confirmed}
+    return {name: Masked({site: _bytes([part])[0] for site, part in held.items()}) for name, held in parts.items()}
+
+
+def sealed_of(content: Mapping[str, Content]) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """The inverse of `sealed_content`; what is none is left out, and not opened or counted later."""
+    return _by_site(content.get("sealed")), _by_site(content.get("confirmed"))
+
+
+def _by_site(found: Content | None) -> dict[str, bytes]:
     parts = found.items() if isinstance(found, Masked) else ()
     return {site: bytes(part.tolist()) for site, part in parts if part.dtype == torch.uint8 and part.dim() == 1}
 
