@@ -38,12 +38,23 @@ def write_bytes(path: Path, data: bytes, *, private: bool = False, flush: bool =
             if flush:
                 os.fsync(file.fileno())
         os.replace(side, path)
+        if flush:
+            _flush_folder(path.parent)
     except OSError as error:
         with contextlib.suppress(OSError):
             side.unlink()
         raise UserError(
             f"cannot write {path}: {error.strerror or error}; free some space or choose another folder"
         ) from error
+
+
+def _flush_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk: a file that was renamed could be gone after a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _private(path: str, flags: int) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import yaml
-from loopback import SITES, Loopback, model, options_of, site_file
+from loopback import SETTING, SITES, Loopback, answered, model, options_of, site_file
 from test_agreement import TABLE, begin, write_tables
 
 from fedshift.data.builders.own_tables import Table
@@ -21,6 +22,7 @@ from fedshift.deployment.site_server import SiteProgram
 from fedshift.errors import UserError
 from fedshift.federation.remote.transport import PROTOCOL, request_key
 from fedshift.federation.remote.wire import body_of, seal, unseal
+from fedshift.weights import Weights
 
 pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="opacus is not installed")
 RANGES = {"age": [0, 120], "pressure": [60, 160]}
@@ -135,6 +137,45 @@ def test_without_noise_bounds_or_budget_they_are_refused(privacy: dict[str, Any]
     with pytest.raises(UserError, match=said):
         coordinate(place, transport, list(SITES))
     assert not any(lines(program) for program in transport.programs.values())
+
+
+def test_no_encoding_tells_whether_a_cell_is_above_a_bound(tmp_path: Path) -> None:
+    """The coordinator chooses mean and deviation: one so small that some ages become infinite, and others do not."""
+    program = with_secret(place_of(tmp_path, "south", **{**NOISY, "epsilon": 0.5}), bytes(32))
+    training = {"batch_size": 8, "lr": 0.1, "privacy": {"noise_multiplier": 3.0}}
+    split = {"test_fraction": 0.3, "split": "auto", "seed": 0}
+    part = {"role": "source", "number": 0, "whole": False, "fingerprint": program.holding.fingerprint, "split": split}
+    said = []
+    for number, std in enumerate((10.0, 50 / float(np.finfo(np.float32).max), 1e-300)):
+        columns = [{"name": "age", "mean": 0.0, "std": std}, {"name": "pressure", "mean": 0.0, "std": 1e3}]
+        numeric = [{**column, "can_be_missing": True} for column in columns]
+        table = {"numeric": numeric, "categorical": [{"name": "sex", "categories": ["f", "m", "x"]}]}
+        setting = {
+            **SETTING,
+            "training": training,
+            "draws": {"south": {"noise_multiplier": 3.0, "stream": ""}},
+            "input_shape": [7],
+            "classes": 2,
+            "preprocessing": {"kind": "table", "table": table, "shape": [7]},
+        }
+        envelope = {"exchange": number, "round": 1, "progress": 0.0, "mini_batches_left": 5}
+        start = Weights({"classifier.weight": torch.zeros(2, 7), "classifier.bias": torch.zeros(2)})
+        said.append(answered(program, start, setting=setting, part=part, envelope=envelope)[0]["message"])
+    assert "costs more than is left" in said[0]
+    assert len(set(said)) == 1
+
+
+def test_rows_may_not_be_dropped_for_a_cell(tmp_path: Path) -> None:
+    """The number of samples is told without noise."""
+    place = place_of(tmp_path, "south", **NOISY)
+    options = yaml.safe_load(place.read_text())
+    options["data"]["impute"] = "drop"
+    place.write_text(yaml.safe_dump(options))
+    with pytest.raises(UserError, match=r"data\.impute"):
+        load_site(place)
+    del options["privacy"]
+    place.write_text(yaml.safe_dump(options))
+    assert load_site(place)
 
 
 def test_ranges_are_in_order(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -16,6 +17,7 @@ from fedshift.deployment.privacy.ledger import LEDGER, SECRET, PrivacyLedger
 from fedshift.deployment.site_file import load_site
 from fedshift.deployment.site_server import SiteProgram
 from fedshift.errors import FedshiftError, Refused, UserError
+from fedshift.federation import private_training
 from fedshift.federation.remote.policy import PrivacyBudget
 from fedshift.functional.differential_privacy import NoisySteps, adaptive_epsilon
 
@@ -193,6 +195,8 @@ def test_the_site_stops_when_its_budget_is_spent(tmp_path: Path) -> None:
         ({"setting": {**ASKED, "network": {"name": "mlp", "batch_norm": True}}}, "BatchNorm"),
         ({"setting": {**ASKED, "method": {"name": "moon", "options": {}}}}, "cannot train privately"),
         ({"do": "measure", "round": 1, "setting": ASKED}, "measures no model"),
+        ({"setting": ASKED, "run": "privacy.jsonl"}, "may not have a name"),
+        ({"setting": ASKED, "run": "audit.jsonl"}, "may not have a name"),
     ],
 )
 def test_what_has_no_noise_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
@@ -208,6 +212,57 @@ def test_a_call_that_fails_is_counted(tmp_path: Path) -> None:
     header = request(site, setting={**ASKED, "training": {**PRIVATE, "lr": 1e38, "privacy": privacy}})
     assert header["error"] == "TrainingDiverged"
     assert lines(site)[0]["steps"] == 4
+
+
+@pytest.mark.parametrize("fault", [MemoryError, KeyboardInterrupt])
+def test_a_call_that_was_interrupted_pays_for_the_rest_when_it_is_asked_again(
+    fault: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The coordinator chooses the network's size, and so when memory runs out."""
+    site, summed, times = program(tmp_path), private_training.clipped_sum, 0
+
+    def failing(*arguments: Any) -> Any:
+        nonlocal times
+        times += 1
+        if times == 2:
+            raise fault
+        return summed(*arguments)
+
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(private_training, "clipped_sum", failing)
+        assert request(site, setting=ASKED)["error"]
+    (before,) = [line["steps"] for line in lines(site)]
+    assert before < 4
+    again = SiteProgram(site.config)
+    assert "error" not in request(again, setting=ASKED)
+    assert [line["steps"] for line in lines(site)] == [before, 4 - before]
+    assert len({line["mark"] for line in lines(site)}) == 1
+
+
+def test_further_steps_of_an_exchange_are_checked_and_paid(tmp_path: Path) -> None:
+    ledger = PrivacyLedger(tmp_path, "north", PrivacyBudget(epsilon=1))
+    ledger.pay("m", NoisySteps(SIGMA, 0.1, 1))
+    ledger.check("m", NoisySteps(SIGMA, 0.1, 1))
+    ledger.pay("m", NoisySteps(SIGMA, 0.1, 3))
+    ledger.pay("m", NoisySteps(SIGMA, 0.1, 2))
+    assert ledger.spent() == [NoisySteps(SIGMA, 0.1, 3)]
+    for asked in (NoisySteps(SIGMA, 0.1, 10**6), NoisySteps(0.05, 0.1, 1)):
+        with pytest.raises(Refused, match=r"privacy\.epsilon"):
+            ledger.check("m", asked)
+        with pytest.raises(Refused, match=r"privacy\.epsilon"):
+            ledger.pay("m", asked)
+
+
+def test_a_model_that_mixes_samples_is_not_measured(tmp_path: Path) -> None:
+    """One sample could turn all predictions, and the noise hides one vote."""
+    mixing: dict[str, Any] = {"name": "mlp", "hidden": [2], "batch_norm": True}
+    for changes in ({"method": {"name": "fedbn", "options": {"unseen": "target"}}}, {"network": mixing}):
+        site = program(tmp_path / next(iter(changes)), epsilon=50.0, measurement_noise=20.0)
+        part = {**_part(site), "role": "unseen", "whole": True}
+        said = request(site, do="measure", round=1, setting={**ASKED, **changes}, part=part)
+        assert said.get("error") == "Refused", said
+        assert "measures only what can train privately" in said["message"]
+        assert not lines(site)
 
 
 def test_measurements_have_noise_and_are_counted(tmp_path: Path) -> None:

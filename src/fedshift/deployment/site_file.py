@@ -56,6 +56,11 @@ class SiteFile(BaseModel):
     def _tells_no_classes(self) -> Self:
         if self.privacy is not None and self.classes is None:
             raise ValueError("privacy: list all classes under classes: which of them this site has may not be told")
+        if self.privacy is not None and self.data.get("impute") == "drop":
+            raise ValueError(
+                "data.impute: with privacy, how many samples there are may not depend on cells: leave out drop, or "
+                "take such rows out of the file"
+            )
         return self
 
 

@@ -28,6 +28,10 @@ RESIDUALS = "wire-residuals"
 """The site memory that holds the rounding residuals of the models it sent."""
 
 
+_SUFFIXES = (".json", ".jsonl", ".lock", ".secret")
+"""Of files in a site's memory that belong to no run."""
+
+
 def plain_name(name: Any) -> str:
     """Check a name from a message that becomes part of a path.
 
@@ -37,6 +41,17 @@ def plain_name(name: Any) -> str:
     if not isinstance(name, str) or not re.fullmatch(r"[\w=+-][\w.=+-]{0,200}", name):
         raise FedshiftError("a message names a file that is not a plain name")
     return name
+
+
+def run_name(name: Any) -> str:
+    """Check the name of a run, whose folder in a site's memory lies beside files of that memory.
+
+    Raises:
+        FedshiftError: the name could lead out of the memory, or is that of such a file.
+    """
+    if Path(plain_name(name)).suffix in _SUFFIXES:
+        raise FedshiftError(f"a run may not have a name that ends with {', '.join(_SUFFIXES)}")
+    return str(name)
 
 
 def envelope_of(fields: Any) -> Envelope:

@@ -41,6 +41,7 @@ from fedshift.deployment.site_requests import (
     kept_answer,
     narrowed,
     plain_name,
+    run_name,
     shared_kinds,
 )
 from fedshift.errors import FedshiftError, Refused, UserError
@@ -109,8 +110,7 @@ class SiteProgram:
             if header.get("key") != request_key(header, body):
                 raise FedshiftError("a request's key does not fit its content")
             work = {"hello": self._hello, "measure": self._measure, "end": self._end, "sealing_key": self.seals.key}
-            work |= {"call": partial(self._call, body), "key": self.sums.key}
-            work |= {"confirm": self.sums.confirm, "unmask": self.sums.unmask}
+            work |= {"call": partial(self._call, body), **self.sums.requests}
             do = header.get("do")
             if not isinstance(do, str) or do not in work:
                 raise UserError(f"site '{self.name}' does not know the request '{do}'")
@@ -219,7 +219,7 @@ class SiteProgram:
     def _call(self, body: str, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
         """Run one call, or repeat the answer to the same request."""
         envelope = envelope_of(header["envelope"])
-        run = plain_name(header["run"])
+        run = run_name(header["run"])
         folder = self.config.memory / run
         method = self._method(header["setting"]["method"])
         shares = shared_kinds(method, header, header["setting"]["on_refusal"])
@@ -317,7 +317,7 @@ class SiteProgram:
         """Answer with this site's accuracy under the given weights, on samples that no call trains on."""
         self.policy.check_kind(self.name, ACCURACY, "measuring a model")
         self.rules.check_measures()
-        run, number = plain_name(header["run"]), whole_number(header["round"])
+        run, number = run_name(header["run"]), whole_number(header["round"])
         self.log.check_rate(self.name, self.policy, run, number, measures=True)
         method = self._method(header["setting"]["method"])
         self._check_unchanged(header["part"]["fingerprint"])
@@ -331,12 +331,12 @@ class SiteProgram:
         weights = self.seals.opened_model(header, setting, content, entry)
         if self._measurer is None or self._measurer[0] != digest:
             network = method.evaluated_network(setting.build_network(), setting.sources).to(self.device)
+            self.rules.check_measured(method, network, setting.input_shape)
             domain = self.holding.encoded(setting.preprocessing, setting.input_shape)
             view = SiteData([(domain, held_out, 0)], setting.preprocessing, None, self.device)
             self._measurer = (digest, network, view)
         _, network, view = self._measurer
-        network.load_state_dict(dict(weights))
-        network.eval()
+        network.eval().load_state_dict(dict(weights))
         new_site, groups = method.new_site_for(view.input_shape) if unseen else None, self.holding.domain.groups
         groups, objective = None if groups is None else groups[held_out], objective_of(view.preprocessing)
         measures, entry["sent"] = self.rules.measured(header, network, view, objective, groups, new_site)
@@ -345,6 +345,6 @@ class SiteProgram:
     def _end(self, header: Mapping[str, Any], content: Mapping[str, Any], entry: dict[str, Any]) -> Message:
         """End a run: remove the memory of it, but for the key of a sealed model."""
         self.seals.end(header["run"])
-        shutil.rmtree(self.config.memory / plain_name(header["run"]), ignore_errors=True)
+        shutil.rmtree(self.config.memory / run_name(header["run"]), ignore_errors=True)
         self._runner = self._measurer = None
         return seal({"answers": header["key"]}, body_of({}))

@@ -9,6 +9,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ class PrivacyLedger:
     """What a site spent, in a file of its memory: a line for each exchange, written before its answer leaves.
 
     An exchange has a *mark*, computed with the site's secret from all that decides its answer. An exchange that is
-    repeated has the same mark, the same noise and the same answer, and is not counted again. Any other exchange has
-    different noise.
+    repeated has the same mark, the same noise and the same answer, and is not counted again; if it was interrupted, the
+    steps that it had not done before are. Any other exchange has different noise.
     """
 
     def __init__(self, memory: Path, site: str, budget: PrivacyBudget | None) -> None:
@@ -69,11 +70,11 @@ class PrivacyLedger:
     def check(self, mark: str, steps: NoisySteps) -> None:
         """Raise Refused unless these steps could be paid for, or were."""
         lines = list(self._lines())
-        if all(known != mark for known, _ in lines):
-            self._check_all([one for _, one in lines], steps)
+        if (further := _unpaid(lines, mark, steps)) is not None:
+            self._check_all([one for _, one in lines], further)
 
     def pay(self, mark: str, steps: NoisySteps, **what: Any) -> None:
-        """Write down what an exchange cost, unless it stands there already.
+        """Write down what an exchange cost, as far as it does not stand there already.
 
         Args:
             mark: of the exchange.
@@ -85,11 +86,12 @@ class PrivacyLedger:
         """
         with self._alone():
             lines = list(self._lines())
-            if any(known == mark for known, _ in lines):
+            further = _unpaid(lines, mark, steps)
+            if further is None:
                 return
-            self._check_all([one for _, one in lines], steps)
+            self._check_all([one for _, one in lines], further)
             try:
-                append_line(self._file, {"mark": mark, **vars(steps), **what}, flush=True)
+                append_line(self._file, {"mark": mark, **vars(further), **what}, flush=True)
             except OSError as error:
                 raise UserError(f"cannot write {self._file}: {error.strerror}; nothing was sent") from None
 
@@ -120,3 +122,10 @@ class PrivacyLedger:
         with open(os.open(self._memory / LOCK, os.O_RDWR | os.O_CREAT, 0o600), "w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+
+def _unpaid(lines: list[tuple[str, NoisySteps]], mark: str, steps: NoisySteps) -> NoisySteps | None:
+    """The steps of an exchange that no line with its mark counts; None if there are none."""
+    kind = steps.noise_multiplier, steps.sample_rate
+    paid = sum(one.steps for known, one in lines if known == mark and (one.noise_multiplier, one.sample_rate) == kind)
+    return replace(steps, steps=steps.steps - paid) if steps.steps > paid else None

@@ -7,10 +7,14 @@ so the number of samples is public.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -169,7 +173,8 @@ class SiteRules:
     def _mark(self, header: Mapping[str, Any], device: torch.device, **of: str) -> str:
         """The mark of an exchange. The request's key covers run, round, call, content and the data's fingerprint."""
         # Last bits depend on these, and two answers with the same noise may not differ in any.
-        here = {"versions": versions(), "device": str(device), "threads": torch.get_num_threads()}
+        processor = platform.machine(), torch.backends.cpu.get_cpu_capability(), _processor()
+        here = {"versions": versions(), "device": str(device), "threads": torch.get_num_threads(), "on": processor}
         if device.type != "cpu":  # sums in any order
             here["once"] = os.urandom(16).hex()
         return self.ledger.mark(request=header["key"], here=here, **of)
@@ -183,6 +188,26 @@ class SiteRules:
                 f"site '{self.site}' measures no model: it has a budget of privacy and no noise for measurements (rule "
                 "privacy.measurement_noise)"
             )
+
+    def check_measured(self, method: Method, network: Network, input_shape: tuple[int, ...]) -> None:
+        """Raise Refused if the site has a budget and this network lets a sample change the prediction of another.
+
+        Then one sample could change the whole accuracy, and the noise is for one vote.
+
+        Args:
+            method: of the request.
+            network: what the method measures, with weights that no request chose.
+            input_shape: of a sample.
+        """
+        if self.budget is None:
+            return
+        try:
+            check_private(method, network, input_shape)
+        except UserError as error:
+            raise Refused(
+                f"site '{self.site}' has a budget of privacy and measures only what can train privately (rule "
+                f"privacy.epsilon): {error}"
+            ) from None
 
     def measured(
         self,
@@ -233,3 +258,12 @@ class SiteRules:
             "metrics": None,
         }
         return measures, {"measures": {"kind": ACCURACY}}
+
+
+@functools.cache
+def _processor() -> str:
+    """The processor's model, as far as the system tells it."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        return next(line for line in lines if line.startswith("model name"))
+    return platform.processor()

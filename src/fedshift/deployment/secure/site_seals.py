@@ -17,7 +17,7 @@ from fedshift.deployment.agreed_terms import AgreedTerms
 from fedshift.deployment.secure.boxes import Boxes, Way
 from fedshift.deployment.secure.site_sums import SiteSums
 from fedshift.deployment.site_file import SiteConfig
-from fedshift.deployment.site_requests import digest_of, narrowed, plain_name
+from fedshift.deployment.site_requests import digest_of, narrowed, run_name
 from fedshift.errors import FedshiftError, Refused
 from fedshift.federation.exchange import Routed
 from fedshift.federation.messages import Content, Reply, Sealed, leaves, reply_content
@@ -80,7 +80,7 @@ class SiteSeals:
             boxes.folder.rename(kept)
 
     def _folder(self, run: Any) -> Path:
-        return self._memory / plain_name(run) / FOLDER
+        return self._memory / run_name(run) / FOLDER
 
     def _boxes(self, run: Any) -> Boxes:
         return Boxes(self.name, self._folder(run), self._terms, self._sums)

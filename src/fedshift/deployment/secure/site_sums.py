@@ -13,7 +13,7 @@ from torch import Tensor
 from fedshift.deployment.agreed_terms import AgreedTerms
 from fedshift.deployment.secure.identity import Identity
 from fedshift.deployment.site_file import SiteConfig
-from fedshift.deployment.site_requests import plain_name
+from fedshift.deployment.site_requests import run_name
 from fedshift.errors import FedshiftError, Refused, TrainingDiverged
 from fedshift.federation.messages import NUMBERS, Content, Reply, reply_content
 from fedshift.federation.remote.policy import MASKED, described
@@ -53,6 +53,7 @@ class SiteSums:
     def __init__(self, config: SiteConfig, terms: AgreedTerms) -> None:
         self.name, self.policy = config.file.site, config.file.policy
         self._config, self._terms = config, terms
+        self.requests = {"key": self.key, "confirm": self.confirm, "unmask": self.unmask}
 
     @cached_property
     def identity(self) -> Identity:
@@ -68,7 +69,7 @@ class SiteSums:
         return SecureSite(
             self.name,
             run,
-            self._config.memory / plain_name(run) / FOLDER,
+            self._config.memory / run_name(run) / FOLDER,
             self.identity.sign,
             lambda card, text: card.site in (self.name, *verified),  # its own key it knows
             self.policy.smallest_sum,
