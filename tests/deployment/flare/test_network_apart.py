@@ -54,15 +54,15 @@ def halt(network: Network, gates: Gates, deployment: Deployment, round_number: i
     """Halt the job of a site that has answered the first exchange of a round, and wait until the second has begun.
 
     Another site is in the first until this one is halted. The second lasts until `engine.patience` is over, since this
-    site tells no shares.
+    site confirms nothing.
     """
     network.wait(deployment, lambda: happened(deployment, "fit", "answered", round_number, "east"))
     jobs = [one.pid for one in network.jobs(network.made.sites["east"])]
     for job in jobs:
         os.kill(job, signal.SIGSTOP)
     gates.open(round_number)
-    network.wait(deployment, lambda: happened(deployment, "unmask", "asked", round_number, "east"))
-    assert not happened(deployment, "unmask", "answered", round_number, "east")
+    network.wait(deployment, lambda: happened(deployment, "confirm", "asked", round_number, "east"))
+    assert not happened(deployment, "confirm", "answered", round_number, "east")
     return jobs
 
 

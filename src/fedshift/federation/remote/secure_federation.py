@@ -183,11 +183,11 @@ class SecureFederation(RemoteFederation):
     def _shares(
         self, masked: SecureSum, codes: Mapping[str, Mapping[str, bytes]]
     ) -> tuple[dict[str, Revealed], list[str]]:
-        """What sites reveal, by site, and why others reveal nothing."""
+        """What the sites that confirmed reveal, by site, and why others reveal nothing."""
         order, answered = masked.order, masked.answered
-        content = {
+        content = {  # whoever gave no code is not waited for again
             site: sealed_content(masked.sealed_for(site), {by: own[site] for by, own in codes.items() if by != site})
-            for site in answered
+            for site in codes
         }
         return self._second(
             "unmask",
@@ -209,7 +209,7 @@ class SecureFederation(RemoteFederation):
         order, answered = masked.order, masked.answered
         outgoing: list[tuple[str, Message]] = []
         keys: dict[str, str] = {}
-        for site in answered:
+        for site in content:
             body = body_of(content[site])
             header = {
                 "do": do,
@@ -226,7 +226,7 @@ class SecureFederation(RemoteFederation):
         reasons: list[str] = []
         # Once enough sites answered, wait a little for others: what some sent may be wrong.
         seconds = self.patience if self.grace is None else self.grace
-        grace, missing = Grace(seconds, threshold(len(order.roster)), len(answered), ()), set(answered)
+        grace, missing = Grace(seconds, threshold(len(order.roster)), len(content), ()), set(content)
         for site, message in self._arrivals(do, outgoing):
             if isinstance(message, Sign):
                 if message is Sign.QUIET and grace.over(missing):
