@@ -107,7 +107,7 @@ def cost(sites: int, folder: Path) -> dict[str, Any]:
     everyone = {name: SecureSite(name, "run", folder / name, certificates[name].sign, verified) for name in names}
     order = Order("run", 1, "fit", "00" * 32, tuple(site.card() for site in everyone.values()))
     answered, weights = names[:-1], torch.randn(NUMBERS)
-    spent: dict[str, list[float]] = {part: [] for part in ("integers", "mask", "add", "reveal", "unmask")}
+    spent: dict[str, list[float]] = {part: [] for part in ("integers", "mask", "add", "confirm", "reveal", "unmask")}
     total, plain, size = SecureSum(order), torch.zeros(NUMBERS, dtype=torch.int64), 0
     for name in answered:
         numbers = timed(spent["integers"], lambda: to_fixed(weights, sites, 1 / sites))
@@ -116,13 +116,17 @@ def cost(sites: int, folder: Path) -> dict[str, Any]:
         size = size or bytes_of(upload, order)
         timed(spent["add"], lambda: total.add(name, upload))  # noqa: B023
         everyone[name].forget_uploads(1)
-    told = {
-        name: timed(
-            spent["reveal"],
-            lambda: everyone[name].reveal(order, answered, total.sealed_for(name)),  # noqa: B023
-        )
+    codes = {
+        name: timed(spent["confirm"], lambda: everyone[name].confirm(order, answered))  # noqa: B023
         for name in answered
     }
+    told = {}
+    for name in answered:
+        to_it = {by: own[name] for by, own in codes.items() if by != name}
+        told[name] = timed(
+            spent["reveal"],
+            lambda: everyone[name].reveal(order, answered, total.sealed_for(name), to_it),  # noqa: B023
+        )
     found = timed(spent["unmask"], lambda: total.unmasked(told))
     assert torch.equal(found, plain)
     whole = len(encode({"weights": Weights({"weights": weights})}))

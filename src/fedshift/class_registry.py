@@ -105,6 +105,14 @@ def own_module(what: str, name: str, folder: Path | None) -> ModuleType:
         if not name.endswith(".py"):
             return importlib.import_module(name)
         beside = (folder or Path()) / name
-        return import_file(str(beside if beside.exists() else name))
+        found = next((file for file in (beside, Path(name)) if file.exists()), None)
+        if found is None:
+            raise UserError(f"{what}: there is no file {beside}")
+        return import_file(str(found))
+    except SystemExit:
+        raise UserError(
+            f"{what}: {name} ends Python while it is imported: put what it runs as a script under "
+            'if __name__ == "__main__":'
+        ) from None
     except (ImportError, OSError, SyntaxError) as error:
         raise UserError(f"{what} cannot be imported: {error}") from error

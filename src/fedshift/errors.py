@@ -53,7 +53,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
         "did you mean 'fedavg'? known: csac, fedavg"
     """
     names = sorted(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    close = [one for one in names if one.lower() == name.lower()]
+    close = close or difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     listing = "known: " + (", ".join(names) if names else "none")
     return f"did you mean '{close[0]}'? {listing}" if close else listing
 

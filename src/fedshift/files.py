@@ -43,9 +43,13 @@ def write_bytes(path: Path, data: bytes, *, private: bool = False, flush: bool =
     except OSError as error:
         with contextlib.suppress(OSError):
             side.unlink()
-        raise UserError(
-            f"cannot write {path}: {error.strerror or error}; free some space or choose another folder"
-        ) from error
+        raise UserError(f"cannot write {path}: {error.strerror or error}; {_way_out(error)}") from error
+
+
+def _way_out(error: OSError) -> str:
+    if isinstance(error, NotADirectoryError | FileExistsError):
+        return "a folder of this path is a file: choose another folder"
+    return "free some space or choose another folder"
 
 
 def _flush_folder(folder: Path) -> None:

@@ -70,6 +70,15 @@ def test_arrays_tensors_and_data_sets_are_what_files_are(tmp_path: Path) -> None
     assert same(built({name: Photos(*pair) for name, pair in IMAGES.items()}), images)
 
 
+def test_masked_values_are_not_trained_on() -> None:
+    x, y = next(iter(FEATURES.values()))
+    for masked in (np.ma.masked_greater(x, np.median(x)), [np.ma.masked_equal(row, row[0]) for row in x]):
+        with pytest.raises(UserError, match="masked"):
+            built({**FEATURES, next(iter(FEATURES)): (masked, y)})
+    whole = np.ma.masked_array(x)  # masks nothing
+    assert same(built({**FEATURES, next(iter(FEATURES)): (whole, y)}), built(FEATURES))
+
+
 def test_labels_that_are_words(tmp_path: Path) -> None:
     words = {name: (x, np.array(["well", "ill"])[y]) for name, (x, y) in FEATURES.items()}
     data = built(words)

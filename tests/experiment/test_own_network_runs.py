@@ -53,6 +53,32 @@ def test_a_run_records_the_network_and_predicts_with_it(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(NET + "# changed\n")
     with pytest.raises(UserError, match=r"own\.py has changed"):
         fedshift.run(file, tmp_path / "runs")
+    with pytest.warns(UserWarning, match="predictions may differ"):
+        load_model(run, own_network=f"{file.parent}/own.py:Net")
+    (tmp_path / "own.py").write_text(NET.replace("width=6", "width=7"))
+    with pytest.warns(UserWarning, match="may differ"), pytest.raises(UserError, match="does not fit the network"):
+        load_model(run, own_network=f"{file.parent}/own.py:Net")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (NET + "\nraise SystemExit(3)\n", "ends Python while it is imported"),
+        (NET.replace("super()", "raise SystemExit(7)\n        super()"), "cannot be made"),
+        (NET + "    def forward(self, inputs):\n        return super().forward(inputs)[:16]\n", "returns 16 rows"),
+    ],
+)
+def test_a_network_that_ends_python_or_returns_too_few_rows(text: str, words: str, tmp_path: Path) -> None:
+    options = own(tmp_path, sites(tmp_path / "data"), text)
+    with pytest.raises(UserError, match=words):
+        fedshift.run(options, tmp_path / "runs")
+
+
+def test_a_network_of_ours_needs_no_code(tmp_path: Path) -> None:
+    fedshift.run(experiment(sites(tmp_path / "data")), tmp_path / "runs")
+    run = next((tmp_path / "runs").glob("**/seed-0"))
+    with pytest.raises(UserError, match="leave out --network"):
+        load_model(run, own_network="nowhere.py:Net")
 
 
 @pytest.mark.parametrize("method", ["csac", "kd3a"])

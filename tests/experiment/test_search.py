@@ -101,6 +101,7 @@ def test_a_whole_search(file: Path, tmp_path: Path) -> None:
     page = (folder / "search.md").read_text()
     assert "| diverges | diverged |" in page
     assert page.count("## Rung") == 2
+    assert f"best: {best.display}, " in done.output
     assert {run.parent.name for run in run_folders(folder)} == {"a", "b", "c"}
     results = {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")}
     again = CliRunner().invoke(app, command)

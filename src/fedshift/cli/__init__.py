@@ -7,6 +7,7 @@ import errno
 import gc
 import signal
 import sys
+import warnings
 
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 """Disk errors that are not bugs: full, over quota, read-only."""
@@ -16,12 +17,20 @@ def main() -> None:
     """Entry point of ``fedshift``. Exit codes: 0 done, 1 failure, 2 a user's mistake, 130 interrupted."""
     # Schedulers stop programs with SIGTERM. Treat it as Ctrl-C, so that workers stop and temporary files are removed.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    # Otherwise Python searches all of torch's objects for garbage at exit, which takes two thirds of a second.
-    atexit.register(gc.freeze)
+    atexit.register(_leave_garbage)
     try:
         sys.exit(_run())
     except KeyboardInterrupt:
         sys.exit(130)
+
+
+def _leave_garbage() -> None:
+    """Keep Python from searching all of torch's objects for garbage at exit, which takes two thirds of a second.
+
+    Triton, which some of torch's parts import, would print a page of what was left.
+    """
+    if "triton" not in sys.modules:
+        gc.freeze()
 
 
 def _run() -> int:
@@ -31,6 +40,7 @@ def _run() -> int:
     from fedshift.errors import FedshiftError
     from fedshift.text import printable
 
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"  # one line, without the code
     try:
         return int(command()(prog_name="fedshift", standalone_mode=False) or 0)
     except FedshiftError as error:

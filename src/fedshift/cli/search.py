@@ -20,7 +20,7 @@ from fedshift.files import write_bytes
 from fedshift.methods.base import Method
 from fedshift.report.collect import collect
 from fedshift.report.folding import Folded
-from fedshift.report.search_page import Climbed, search_page
+from fedshift.report.search_page import Climbed, outcome, search_page
 
 
 def search_file(
@@ -46,7 +46,7 @@ def search_file(
     page, file = folder / "search.md", folder / "found.yaml"
     write_bytes(page, search_page(climbed, out, budget).encode())
     write_bytes(file, yaml.safe_dump(found.dump(), sort_keys=False, allow_unicode=True).encode())
-    safe_console().print(f"best: {best[-1].display}", markup=False, highlight=False, soft_wrap=True)
+    safe_console().print(outcome(climbed), markup=False, highlight=False, soft_wrap=True)
     for name, made in (("page", page), ("experiment", file)):
         errors.print(f"{name}: {made}", markup=False, highlight=False, soft_wrap=True)
 

@@ -129,7 +129,7 @@ def _array_labels(path: Path, samples: int, classes: Sequence[str]) -> list[str 
 def _images(path: Path, preprocessing: Preprocessing) -> tuple[list[str], Stored]:
     if preprocessing.kind != "image":
         wanted = "a .csv table" if preprocessing.kind == "table" else "features in an .npz file"
-        raise UserError(f"{path} holds images, but the model reads {wanted}: give that")
+        raise UserError(f"the model reads {wanted}: give that in place of {path}")
     channels, height, width = _image_shape(preprocessing)
     if path.is_file():
         files = [path]

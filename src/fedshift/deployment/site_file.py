@@ -43,7 +43,9 @@ class SiteFile(BaseModel):
         None, description="all classes of the federation in order, where this site may lack samples of some"
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, mps …")
-    threads: PositiveInt | None = Field(None, description="threads of the site's process; none = torch's own choice")
+    threads: PositiveInt | None = Field(
+        None, le=1024, description="threads of the site's process; none = torch's own choice"
+    )
     memory: Path = Field(Path("memory"), description="where the site remembers, relative to this file")
     sink: Sink | None = Field(None, description="where a copy of each line of the audit log goes: file, syslog or http")
     policy: Policy = Field(default_factory=Policy)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -245,7 +246,15 @@ def load_model(path: Path, own_method: str | None = None, own_network: str | Non
             _check_sizes(metadata, preprocessing, shapes)
             few = {**metadata, "sources": metadata["sources"][: len(shapes)]}  # a part for a source has tensors
             with torch.device("meta"):  # takes no memory, whatever the file says
-                _check_fit(shapes, *_networks(method, chosen, few))
+                whole = _networks(method, chosen, few)
+            try:
+                _check_fit(shapes, *whole)
+            except ValueError:
+                if own_network is None:
+                    raise
+                raise UserError(
+                    f"{file} does not fit the network {own_network}: give the one it was trained with"
+                ) from None
             _, network = _networks(method, chosen, few)
             network.load_state_dict({name: opened.get_tensor(name) for name in shapes})
             trained = TrainedModel(network.eval(), method, classes, preprocessing, metadata, chosen)
@@ -266,8 +275,8 @@ def _network(record: Mapping[str, Any], own_network: str | None, file: Path) -> 
                     f"{file} is the model of a network that does not come with fedshift ('{options['name']}'): if you "
                     "trust its code, name it with --network, such as --network FILE.py:Class"
                 )
+            trained.add((str(options["name"]).rpartition(":")[2], str(options.pop("sha256", None))))
             options["name"] = own_network
-            options.pop("sha256", None)
         return options
 
     def permit(name: str) -> None:
@@ -276,8 +285,20 @@ def _network(record: Mapping[str, Any], own_network: str | None, file: Path) -> 
                 f"{file} needs the network '{name}', which does not come with fedshift: it was not imported"
             )
 
-    options = {key: value for key, value in record.items() if key != "pretrained"}
-    return models.parse(own(options), permit=permit)
+    trained = set[tuple[str, str]]()
+    options = own({key: value for key, value in record.items() if key != "pretrained"})
+    if own_network is not None and not trained:
+        raise UserError(f"{file} is the model of '{record['name']}', which comes with fedshift: leave out --network")
+    found = models.parse(options, permit=permit)
+    now = {
+        (one.name.rpartition(":")[2], str(one.record().get("sha256"))) for one in found.networks() if ":" in one.name
+    }
+    if trained != now:
+        warnings.warn(
+            f"{own_network} is not, or no longer, the code that {file} was trained with: predictions may differ",
+            stacklevel=3,
+        )
+    return found
 
 
 def from_weights(

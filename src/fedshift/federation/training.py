@@ -78,10 +78,10 @@ class Privacy(BaseModel):
 class Training(BaseModel):
     """How sites train (batches, optimiser, learning rate, augmentation), and how many rounds an experiment has."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     rounds: PositiveInt = Field(40, description="R: rounds of the method that needs the most mini-batches")
-    batch_size: PositiveInt = Field(64, description="B: samples in a mini-batch")
+    batch_size: PositiveInt = Field(64, le=2**31 - 1, description="B: samples in a mini-batch")
     optimizer: Literal["sgd", "adam"] = Field("sgd", description="optimiser of every site")
     lr: PositiveFloat = Field(0.01, description="η: learning rate")
     lr_schedule: Literal["constant", "linear", "cosine", "inverse_power"] = Field(

@@ -129,7 +129,7 @@ def build(options: NetworkOptions, input_shape: tuple[int, ...], classes: int, s
         seed: what the weights are drawn from; the network keeps it as ``seed``.
 
     Raises:
-        UserError: the network cannot read such samples, or there is no class.
+        UserError: the network cannot read such samples or is too large for this machine, or there is no class.
     """
     import torch
 
@@ -138,7 +138,12 @@ def build(options: NetworkOptions, input_shape: tuple[int, ...], classes: int, s
     with torch.random.fork_rng(devices=[]):
         # The CPU generator alone: torch.manual_seed would also reset every accelerator's generator.
         torch.default_generator.manual_seed(seed)
-        network = options.build(input_shape, classes)
+        try:
+            network = options.build(input_shape, classes)
+        except (RuntimeError, MemoryError) as error:
+            if isinstance(error, RuntimeError) and "allocate memory" not in str(error):
+                raise
+            raise UserError(f"model '{options.display}': there is not enough memory for its weights") from None
     network.seed = seed
     if len(input_shape) == 3 and network.channels_last:
         network.to(memory_format=torch.channels_last)

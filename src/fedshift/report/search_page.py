@@ -82,6 +82,20 @@ def search_page(climbed: Sequence[Climbed], out: Sequence[str], budget: int) -> 
     return "\n".join(lines) + "\n"
 
 
+def outcome(climbed: Sequence[Climbed]) -> str:
+    """The best method of the last rung in one line, and whether it is any better than the first."""
+    level = climbed[-1]
+    first, best = level.experiment.methods[0], level.going_on[-1]
+    test = _difference(level, best)
+    if test is None:
+        return f"best: {best.display}; it has no run in common with {first.display}"
+    metric = level.results[0].metric
+    if not test.mean > 0:
+        return f"best: {best.display}, which is no better than {first.display} here"
+    chance = f", p {p_value(test.p)} before correction" if test.p is not None else ""
+    return f"best: {best.display}, {shown(metric, test.mean)} above {first.display}{chance}"
+
+
 def _quantity(climbed: Sequence[Climbed]) -> str:
     results = [result for level in climbed for result in level.results]
     return headline(results).what

@@ -40,6 +40,10 @@ CHANGES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("field", {"trainig": {"rounds": 2}}, ["trainig", "'training'"]),
     ("training's field", {"training": {"round": 2}}, ["training.round", "'rounds'"]),
     ("training's bound", {"training": {"lr": -0.1}}, ["training.lr", "greater than 0", "-0.1"]),
+    ("an infinite rate", {"training": {"lr": float("inf")}}, ["training.lr", "finite"]),
+    ("a batch beyond memory", {"training": {"batch_size": 10**20}}, ["training.batch_size", "less than or equal"]),
+    ("threads beyond reason", {"engine": {"threads": 100_000}}, ["engine.threads", "less than or equal"]),
+    ("a layer beyond memory", {"model": {"name": "mlp", "hidden": [10**10]}}, ["'mlp'", "memory"]),
     ("training's kind", {"training": {"rounds": "many"}}, ["training.rounds", "whole number", "many"]),
     ("training's choice", {"training": {"optimizer": "sdg"}}, ["training.optimizer", "sgd", "sdg"]),
     ("augmentation", {"training": {"augmentation": "foto"}}, ["augmentation", "foto"]),
@@ -76,6 +80,18 @@ def test_a_wrong_field(cli: Cli, tmp_path: Path, changes: dict[str, Any], words:
         for word in words:
             assert word in line, (command[0], line)
     assert not list(tmp_path.glob("runs/**/*.safetensors"))
+
+
+def test_a_file_whose_own_name_names_no_folder(cli: Cli, tmp_path: Path) -> None:
+    options = experiment(sites(tmp_path / "data"))
+    del options["name"]
+    line = cli("check", write(tmp_path / "copy of e (1).yaml", options)).error()
+    assert all(word in line for word in ("the file's name", "'copy of e (1)'", "write name:"))
+
+
+def test_a_file_that_is_nested_too_deeply(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "e.yaml").write_text("[" * 5000)
+    assert "too deeply" in cli("check", tmp_path / "e.yaml").error()
 
 
 @pytest.mark.parametrize("missing", ["data", "model", "methods"])

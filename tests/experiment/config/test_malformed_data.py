@@ -88,6 +88,7 @@ FILES: list[tuple[str, str | bytes, dict[str, Any], str]] = [
 SECTIONS: list[tuple[str, Any, str]] = [
     ("no column of sites", one_file(site_column=None), "site_column"),
     ("another column of sites", one_file(site_column="clinic"), "'clinic'"),
+    ("the column of sites as a feature", one_file(categorical=["sex"]), "'sex' names the site"),
     ("a row without a site", one_file(site_column="age", numeric=["who"]), "line 4"),
     ("no name", {"sites": {"a": "a.csv"}}, "data.name"),
     ("a file that is not there", {"name": "mine.py:Sites"}, "mine.py"),

@@ -135,11 +135,13 @@ def _array(what: str, values: Any) -> Array:
     """Values of other libraries as one array: a tensor, a column, a list of images or of arrays.
 
     Raises:
-        UserError: they differ in shape, or are no numbers and no text.
+        UserError: they differ in shape, are masked, or are no numbers and no text.
     """
     try:
         if hasattr(values, "detach"):
             values = values.detach().cpu()
+        if any(np.ma.is_masked(part) for part in (values if isinstance(values, list | tuple) else [values])):
+            raise UserError(f"{what} has masked values: fill or drop such rows")
         if isinstance(values, list | tuple):
             values = np.stack([np.asarray(value) for value in values]) if len(values) else np.empty(0)
         found: Array = np.asarray(values)

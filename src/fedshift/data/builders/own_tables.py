@@ -106,6 +106,8 @@ class Table(TaskFields):
     @model_validator(mode="after")
     def _columns_once(self) -> Self:
         columns = [*self.label_columns, *self.numeric, *self.categorical]
+        if self.site_column in columns:
+            raise ValueError(f"column '{self.site_column}' names the site: it may be neither label nor feature")
         twice = next((name for name in columns if columns.count(name) > 1), None)
         if twice is not None:
             raise ValueError(f"column '{twice}' is listed more than once among label, numeric and categorical")

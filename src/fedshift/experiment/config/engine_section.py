@@ -30,6 +30,7 @@ class EngineSection(Section):
 
     threads: PositiveInt | None = Field(
         None,
+        le=1024,
         description="threads of each process; none: OMP_NUM_THREADS if set, else the cores divided by the processes",
     )
     refuse: Kinds = Field((), description="kinds of content that all sites refuse to send")

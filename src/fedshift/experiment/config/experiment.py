@@ -57,6 +57,7 @@ class Experiment(Section):
         return out
 
 
+_NAME = re.compile(r"(?!\.)[\w.-]+")
 _SECTIONS: dict[str, type[BaseModel]] = {"training": Training, "evaluation": Evaluation}
 
 
@@ -104,7 +105,7 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
         if name not in fields:
             raise UserError(f"{name}: this section is missing from the experiment")
     name = fields.get("name", "experiment")
-    if not isinstance(name, str) or not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise UserError(f"name: '{name}' cannot name a folder: use letters, digits, '-', '_' and '.' only")
     fields["name"] = name
     fields["data"] = data_source(fields["data"], folder or Path())
@@ -237,6 +238,8 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
         raise UserError(f"cannot read the experiment file {path}: {reason}") from None
     try:
         options = edited_yaml(text, path)
+    except RecursionError:
+        raise UserError(f"{path}: its lists and mappings are nested too deeply") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}" if mark else ""
@@ -245,6 +248,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
         raise UserError(f"{path}: an experiment file is a mapping of name, data, protocol, model, training, methods …")
     for override in overrides:
         override_field(options, override)
+    if "name" not in options and not _NAME.fullmatch(path.stem):
+        raise UserError(
+            f"name: the file's name, '{path.stem}', cannot name a folder: write name: with letters, digits, '-', '_' "
+            "and '.' only"
+        )
     options.setdefault("name", path.stem)
     return parse(options, path.parent)
 

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedshift.data.domain import DataSet, Rows
 from fedshift.data.site_data import SiteData
 from fedshift.data.tasks.objective import CLASSES, Objective, objective_of
+from fedshift.errors import UserError
 from fedshift.evaluation import segmentation
 from fedshift.evaluation.predictions import SitePredictions
 from fedshift.evaluation.records import Part, SiteMetrics
@@ -198,15 +200,27 @@ def scored(network: Network, view: SiteData, objective: Objective, groups: NDArr
 
     ``groups`` says which of the samples belong together; None if all are apart.
     """
-    outputs = torch.cat([network(inputs) for inputs, _, _ in view.all_batches(_BATCH)]).cpu()
+    outputs = torch.cat([_outputs(network, inputs) for inputs, _, _ in view.all_batches(_BATCH)]).cpu()
     scores = objective.scores(outputs.double()).float()
     return Scored(view.labels.cpu().numpy(), objective.predicted(outputs).numpy(), scores.numpy(), groups)
+
+
+def _outputs(network: Network, inputs: Tensor) -> Tensor:
+    """What a network says of each sample.
+
+    Raises:
+        UserError: a user's own network says nothing of some.
+    """
+    found: Tensor = network(inputs)
+    if len(found) != len(inputs):
+        raise UserError(f"model: the network returns {len(found)} rows of scores for {len(inputs)} samples")
+    return found
 
 
 @torch.no_grad()
 def predictions(network: Network, view: SiteData, objective: Objective = CLASSES) -> NDArray[Any]:
     """The prediction for every sample of ``view``, in order (n,): class numbers, or values in the label's unit."""
-    said = [objective.predicted(network(inputs)) for inputs, _, _ in view.all_batches(_BATCH)]
+    said = [objective.predicted(_outputs(network, inputs)) for inputs, _, _ in view.all_batches(_BATCH)]
     return torch.cat(said).cpu().numpy()
 
 

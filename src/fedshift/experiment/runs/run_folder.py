@@ -111,6 +111,11 @@ class RunFolder:
                     f"{own} has changed since {where} was written: give this experiment another name, or delete "
                     f"{where} to begin again"
                 )
+            if path == "data.fingerprint":
+                raise UserError(
+                    f"the data have changed since {where} was written: put them back as they were, or give this "
+                    "experiment another name"
+                )
             raise UserError(
                 f"{where} was written by another experiment: {path} is {old!r} there and {new!r} here; "
                 "give this one another name, or another folder with --runs"

@@ -90,7 +90,7 @@ class OwnNetwork(NetworkOptions):
             module = self._make(tuple(input_shape), classes, **self.options)
         except UserError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise UserError(
                 f"{what} cannot be made for samples of shape {tuple(input_shape)} and {classes} classes: "
                 f"{one_line(error)}"

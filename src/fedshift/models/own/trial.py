@@ -108,7 +108,7 @@ def evaluating(module: nn.Module) -> Iterator[None]:
             part.training = training
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """What an error of a user's own code says, in one line."""
     said = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {said}"[:300] if said else type(error).__name__
