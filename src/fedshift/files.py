@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ def write_bytes(path: Path, data: bytes, *, private: bool = False, flush: bool =
         with open(side, "wb", opener=_private if private else None) as file:
             file.write(data)
             file.flush()
+            _keep_owner(file.fileno(), path.parent)
             if flush:
                 os.fsync(file.fileno())
         os.replace(side, path)
@@ -59,6 +63,47 @@ def _flush_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def opened_lock(path: Path) -> Iterator[int]:
+    """Open a file that processes lock; it is made if it is not there. Closing it gives the lock back.
+
+    Raises:
+        UserError: it cannot be opened.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = _private(str(path), os.O_RDWR | os.O_CREAT)
+        _keep_owner(handle, path.parent)
+    except OSError as error:
+        raise UserError(f"cannot open {path}: {error.strerror}") from None
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Wait until no other process is in a block with the same lock, and keep others out of this one.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, locked(Path(folder) / "lock"):
+        ...     pass  # read a file, change it, write it
+    """
+    with opened_lock(path) as handle:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def _keep_owner(handle: int, folder: Path) -> None:
+    """As the administrator, leave a file to whoever has its folder, such as a service with a user of its own."""
+    if os.geteuid() == 0:
+        owner = folder.stat()
+        with contextlib.suppress(OSError):
+            os.fchown(handle, owner.st_uid, owner.st_gid)
 
 
 def _private(path: str, flags: int) -> int:

@@ -5,8 +5,10 @@ The attacks run in this process: the site's own program answers the requests.
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,10 @@ from test_hostile_coordinator import hello, program_of
 
 from fedshift.audit.crafted import LAYOUTS, Layout, craft, read_off, samples_read
 from fedshift.cli.site import agree_site
+from fedshift.deployment.agreed_terms import AgreedTerms
 from fedshift.deployment.site_file import load_site
 from fedshift.deployment.site_server import SiteProgram, open_site
-from fedshift.errors import UserError
+from fedshift.errors import Refused, UserError
 from fedshift.federation.remote.policy import Policy
 from fedshift.models import registry as models
 from fedshift.weights import Weights
@@ -166,6 +169,40 @@ def test_another_network_is_refused_until_the_site_agrees(tmp_path: Path) -> Non
     assert "policy.models" not in request(program, setting=other)["message"]  # its weights are those of another network
     assert program.terms.asked()["models"] == []
     assert "policy.models" not in request(open_site(program.config.path), setting=other)["message"]
+
+
+def test_a_person_agrees_to_what_was_shown_and_to_nothing_that_came_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A coordinator that asks again and again would otherwise find the moment of the question."""
+    program = program_of(tmp_path)
+    assert "error" not in request(program)
+    wide = {"name": "mlp", "hidden": [999]}
+    request(program, setting={**SETTING, "network": HEADS[1]})
+
+    def while_asked(question: str) -> bool:
+        assert "policy.models" in request(program, setting={**SETTING, "network": wide})["message"]
+        return True
+
+    monkeypatch.setattr("typer.confirm", while_asked)
+    agree_site(program.config.path, yes=False)
+    assert [term.get("hidden") for term in program.terms.agreed()["models"]][1:] == [[4]]
+    assert [term["hidden"] for term in program.terms.asked()["models"]] == [[999]]
+
+
+def test_terms_that_several_processes_write_are_all_kept(tmp_path: Path) -> None:
+    program = program_of(tmp_path)
+    assert "error" not in request(program)
+
+    def ask(part: int) -> None:
+        terms = AgreedTerms(program.config.memory, program.name, program.policy)
+        for width in range(part, 20, 4):
+            with contextlib.suppress(Refused):
+                terms.check_network(models.parse({"name": "mlp", "hidden": [width + 1]}), agree=False)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(ask, range(4)))
+    assert sorted(term["hidden"] for term in program.terms.asked()["models"]) == [[width + 1] for width in range(20)]
 
 
 def test_networks_that_the_site_file_lists(tmp_path: Path) -> None:

@@ -119,14 +119,15 @@ def agree_site(path: Path, yes: bool) -> None:
     console = safe_console()
     config = load_site(path)
     terms = AgreedTerms(config.memory, config.file.site, config.file.policy)
-    asked = [(what, term) for what, found in terms.asked().items() for term in found]
-    if not asked:
+    asked = terms.asked()
+    if not any(asked.values()):
         console.print(f"site {config.file.site}: nothing was asked that it has not agreed to", highlight=False)
         return
-    for what, term in asked:
-        console.print(f"{what}: {_term(term)}", highlight=False, markup=False, soft_wrap=True)
+    for what, found in asked.items():
+        for term in found:
+            console.print(f"{what}: {_term(term)}", highlight=False, markup=False, soft_wrap=True)
     if yes or typer.confirm("Agree to all of this?"):
-        terms.agree()
+        terms.agree(asked)
         console.print(f"site {config.file.site}: agreed", highlight=False)
 
 

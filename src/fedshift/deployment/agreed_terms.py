@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from fedshift.errors import Refused, UserError
 from fedshift.federation.remote.policy import Policy
-from fedshift.files import write_bytes
+from fedshift.files import locked, write_bytes
 from fedshift.models.options import NetworkOptions
 
 TERMS = "agreed.json"
@@ -29,6 +29,7 @@ class AgreedTerms:
 
     def __init__(self, memory: Path, site: str, policy: Policy) -> None:
         self._file, self._site, self._policy = memory / TERMS, site, policy
+        self._lock = memory / "agreed.lock"
 
     def check_network(self, network: NetworkOptions, *, agree: bool) -> None:
         """Raise Refused unless the site trains this network; ``agree`` to it if it is the first."""
@@ -53,6 +54,10 @@ class AgreedTerms:
         Args:
             found: site → SHA-256 of the certificate that it signs with.
         """
+        with locked(self._lock):
+            self._check_peers(found)
+
+    def _check_peers(self, found: Mapping[str, str]) -> None:
         terms = self._read()
         known = {**{term["site"]: term["certificate"] for term in terms["peers"]["agreed"]}, **self._policy.peers}
         first = {} if self._policy.secure == "required" else {site: found[site] for site in found if site not in known}
@@ -82,6 +87,10 @@ class AgreedTerms:
         self._write(terms)
 
     def _check(self, what: What, wanted: Sequence[Any], most: int, rule: str, agree: bool) -> None:
+        with locked(self._lock):
+            self._check_alone(what, wanted, most, rule, agree)
+
+    def _check_alone(self, what: What, wanted: Sequence[Any], most: int, rule: str, agree: bool) -> None:
         terms = self._read()
         agreed = terms[what]["agreed"]
         missing = [term for term in wanted if term not in agreed]
@@ -105,15 +114,17 @@ class AgreedTerms:
         """What the site has agreed to."""
         return {what: term["agreed"] for what, term in self._read().items()}
 
-    def agree(self) -> None:
-        """Agree to all that was asked."""
-        terms = self._read()
-        anew = {term["site"] for term in terms["peers"]["asked"]}  # a site has one certificate at a time
-        terms["peers"]["agreed"] = [term for term in terms["peers"]["agreed"] if term["site"] not in anew]
-        for term in terms.values():
-            term["agreed"] += term["asked"]
-            term["asked"] = []
-        self._write(terms)
+    def agree(self, shown: Mapping[What, Sequence[Any]]) -> None:
+        """Agree to what was ``asked`` and shown to a person. What was asked since waits for the next time."""
+        with locked(self._lock):
+            terms = self._read()
+            anew = {term["site"] for term in shown.get("peers", ())}  # a site has one certificate at a time
+            terms["peers"]["agreed"] = [term for term in terms["peers"]["agreed"] if term["site"] not in anew]
+            for what, term in terms.items():
+                seen = shown.get(what, ())
+                term["agreed"] += [one for one in seen if one not in term["agreed"]]
+                term["asked"] = [one for one in term["asked"] if one not in seen]
+            self._write(terms)
 
     def _read(self) -> dict[What, dict[str, list[Any]]]:
         if not self._file.exists():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -26,9 +25,9 @@ from fedshift.data.inference import Stored, known_labels, load_for_prediction, s
 from fedshift.data.tasks.objective import Objective, objective_of
 from fedshift.data.transforms import to_network
 from fedshift.errors import UserError
+from fedshift.experiment.config.trusted_code import trusted_method, trusted_network
 from fedshift.experiment.features import backbone_of
 from fedshift.experiment.runs.run_folder import MODEL, SEALED_MODEL
-from fedshift.methods import registry as methods
 from fedshift.methods.base import Method
 from fedshift.models import registry as models
 from fedshift.models.network import Network
@@ -240,8 +239,8 @@ def load_model(path: Path, own_method: str | None = None, own_network: str | Non
             metadata = json.loads((opened.metadata() or {})["fedshift"])
             shapes = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
             preprocessing = Preprocessing.model_validate(metadata["preprocessing"])
-            method = _method(metadata["method"], own_method, file)
-            chosen = _network(metadata["model"], own_network, file)
+            method = trusted_method(metadata["method"], own_method, file)
+            chosen = trusted_network(metadata["model"], own_network, file)
             classes = tuple(str(name) for name in metadata["classes"])
             _check_sizes(metadata, preprocessing, shapes)
             few = {**metadata, "sources": metadata["sources"][: len(shapes)]}  # a part for a source has tensors
@@ -263,42 +262,6 @@ def load_model(path: Path, own_method: str | None = None, own_network: str | Non
         way = "give the model.safetensors of a run; a model.sealed is opened with fedshift site open"
         raise UserError(f"{file} is damaged or was not written by fedshift: {way}") from None
     return trained
-
-
-def _network(record: Mapping[str, Any], own_network: str | None, file: Path) -> NetworkOptions:
-    def own(record: Mapping[str, Any]) -> dict[str, Any]:
-        """The options with the name that the caller trusts, also of a network inside."""
-        options = {key: own(value) if isinstance(value, Mapping) else value for key, value in record.items()}
-        if ":" in str(options.get("name")):
-            if own_network is None:
-                raise UserError(
-                    f"{file} is the model of a network that does not come with fedshift ('{options['name']}'): if you "
-                    "trust its code, name it with --network, such as --network FILE.py:Class"
-                )
-            trained.add((str(options["name"]).rpartition(":")[2], str(options.pop("sha256", None))))
-            options["name"] = own_network
-        return options
-
-    def permit(name: str) -> None:
-        if name != own_network:
-            raise UserError(
-                f"{file} needs the network '{name}', which does not come with fedshift: it was not imported"
-            )
-
-    trained = set[tuple[str, str]]()
-    options = own({key: value for key, value in record.items() if key != "pretrained"})
-    if own_network is not None and not trained:
-        raise UserError(f"{file} is the model of '{record['name']}', which comes with fedshift: leave out --network")
-    found = models.parse(options, permit=permit)
-    now = {
-        (one.name.rpartition(":")[2], str(one.record().get("sha256"))) for one in found.networks() if ":" in one.name
-    }
-    if trained != now:
-        warnings.warn(
-            f"{own_network} is not, or no longer, the code that {file} was trained with: predictions may differ",
-            stacklevel=3,
-        )
-    return found
 
 
 def from_weights(
@@ -352,20 +315,3 @@ def _check_fit(shapes: Mapping[str, tuple[int, ...]], trained: Network, evaluate
         size = sum(tensor.numel() for tensor in itertools.chain(network.parameters(), network.buffers()))
         if size > _PARTS * numbers + _SMALL:
             raise ValueError("the network is much larger than the file")
-
-
-def _method(record: dict[str, Any], own_method: str | None, file: Path) -> Method:
-    options = {key: value for key, value in record.items() if key != "sha256"}
-    if options["name"] not in methods.METHODS:
-        if own_method is None:
-            raise UserError(
-                f"{file} is the model of a method that does not come with fedshift ('{options['name']}'): if you trust "
-                "its code, name it with --method FILE.py:Class"
-            )
-        options["name"] = own_method
-
-    def permit(name: str) -> None:
-        if name not in (*methods.METHODS, own_method):
-            raise UserError(f"{file} needs the method '{name}', which does not come with fedshift: it was not imported")
-
-    return methods.parse(options, permit=permit)

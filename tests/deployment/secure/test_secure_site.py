@@ -309,14 +309,14 @@ def test_whoever_holds_the_authority_cannot_be_the_others(rule: str, tmp_path: P
     if rule == "agreed":
         assert "has not agreed to the certificate" in asking.mask("north")[0]["message"]
         assert len(program.terms.asked()["peers"]) == len(FOUR) - 1
-        program.terms.agree()
+        program.terms.agree(program.terms.asked())
     assert "error" not in asking.mask("north")[0]
     asking.cards["south"] = forged(asking)
     answer, _ = asking.mask("north")
     assert ("policy.peers lists" if rule == "listed" else "has not agreed to the certificate") in answer["message"]
     if rule != "listed":
         assert [term["site"] for term in program.terms.asked()["peers"]] == ["south"]
-        program.terms.agree()  # the kit was issued anew
+        program.terms.agree(program.terms.asked())  # the kit was issued anew
         assert "another key than before" in asking.mask("north")[0]["message"]  # in this run, all the same
         assert [term["site"] for term in program.terms.agreed()["peers"]].count("south") == 1
 

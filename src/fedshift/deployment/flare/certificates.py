@@ -6,7 +6,6 @@ Each name has one certificate. Any other certificate is refused, even if the aut
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -72,6 +71,3 @@ def check_list(kit: Kit) -> None:
 
 def _write(kit: Path, entries: Mapping[str, object]) -> None:
     write_bytes(kit / CERTIFICATES, (json.dumps(entries, indent=2) + "\n").encode(), private=True)
-    if os.geteuid() == 0:  # the service may have a user of its own, who has to read it
-        owner = kit.stat()
-        os.chown(kit / CERTIFICATES, owner.st_uid, owner.st_gid)

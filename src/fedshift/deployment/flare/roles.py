@@ -18,6 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedshift.deployment.flare.service_lock import holder
 from fedshift.deployment.json_files import read_object
 from fedshift.encryption import present_key
 from fedshift.errors import FedshiftError, UserError
@@ -119,6 +120,9 @@ def free_port() -> int:
     raise FedshiftError("no free port between 20000 and 30000; give one with --port")
 
 
+_SERVICE = "fedshift.deployment.flare.service"
+
+
 @dataclass(frozen=True)
 class Status:
     """Status of a role's service. ``state``: stopped, starting, connected, retrying, restarting or failed."""
@@ -130,14 +134,17 @@ class Status:
 
 def status(kit: Kit) -> Status:
     """The status of a kit's service."""
-    found = read_object(kit.folder / "service.json")
+    pid, found = holder(kit), read_object(kit.folder / "service.json")
+    if pid is not None and found.get("pid") != pid:  # it has said nothing yet
+        return Status("starting", "", pid)
     if not found:
         return Status("stopped", "", None)
-    if found.get("state") in ("stopped", "failed"):
-        return Status(found["state"], str(found.get("message", "")), None)
-    if not _alive(found.get("pid")):
+    state, message = str(found["state"]), str(found.get("message", ""))
+    if state in ("stopped", "failed"):
+        return Status(state, message, None)
+    if pid is None:
         return Status("stopped", "it ended without a message: it was killed, or the machine stopped", None)
-    return Status(str(found["state"]), str(found.get("message", "")), int(found["pid"]))
+    return Status(state, message, pid)
 
 
 def start(kit: Kit, site_file: Path | None = None, *, foreground: bool = False, wait: float = _START_SECONDS) -> Status:
@@ -168,10 +175,9 @@ def start(kit: Kit, site_file: Path | None = None, *, foreground: bool = False, 
 
     relocate(kit)
     words = [str(kit.folder), *([str(site_file.resolve())] if site_file else [])]
-    command = [sys.executable, "-m", "fedshift.deployment.flare.service", *words]
+    command = [sys.executable, "-m", _SERVICE, *words]
     if foreground:
         os.execv(sys.executable, command)  # our own interpreter # nosec B606
-    (kit.folder / "service.json").unlink(missing_ok=True)
     with open(kit.folder / "service.err", "wb") as errors:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors, start_new_session=True
@@ -179,7 +185,7 @@ def start(kit: Kit, site_file: Path | None = None, *, foreground: bool = False, 
     deadline = time.monotonic() + wait
     while time.monotonic() < deadline:
         now = status(kit)
-        if now.state in ("connected", "retrying"):
+        if now.state in ("connected", "retrying") and now.pid == process.pid:
             return now
         if process.poll() is not None:
             said = (kit.folder / "service.err").read_text(errors="replace").strip().splitlines()
@@ -192,28 +198,30 @@ def stop(kit: Kit) -> bool:
     """Stop the service of a kit; return whether it ran.
 
     Raises:
-        FedshiftError: the service does not end.
+        FedshiftError: the service does not end, or runs in a container.
     """
-    pid = status(kit).pid
+    pid = holder(kit)
     if pid is None:
         return False
+    if not _is_service(pid):
+        raise FedshiftError(
+            f"{kit.role} '{kit.name}' runs and is no process of this machine, or is one of another user: stop it where "
+            "it was started, such as its container"
+        )
     os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + _STOP_SECONDS
-    while _alive(pid):
+    while holder(kit) is not None:
         if time.monotonic() > deadline:
             raise FedshiftError(f"process {pid} does not end; kill it by hand")
         time.sleep(0.1)
     return True
 
 
-def _alive(pid: object) -> bool:
-    if not isinstance(pid, int):
-        return False
+def _is_service(pid: int) -> bool:
+    """Whether a process here is a service. A number that a container's process gave may be another process's here."""
+    import psutil
+
     try:
-        os.kill(pid, 0)
-    except OSError:
+        return _SERVICE in psutil.Process(pid).cmdline()
+    except (psutil.Error, ValueError):
         return False
-    try:  # a child of this process may have ended without having been waited for
-        return os.waitpid(pid, os.WNOHANG) == (0, 0)
-    except ChildProcessError:
-        return True

@@ -25,6 +25,7 @@ from fedshift.deployment import sinks
 from fedshift.deployment.flare import kit_checks, lockdown
 from fedshift.deployment.flare.jobs import Attendance, Deployments
 from fedshift.deployment.flare.kits import Kit, empty_channel, load_kit
+from fedshift.deployment.flare.service_lock import RunsAlreadyError, only_service
 from fedshift.errors import FedshiftError, UserError
 from fedshift.files import write_bytes
 from fedshift.text import printable
@@ -59,9 +60,14 @@ class Service:
         """Run until told to stop.
 
         Raises:
+            RunsAlreadyError: another service of the kit runs.
             UserError: the kit cannot be used.
         """
         kit_checks.check_certificates(self.kit)
+        with only_service(self.kit):
+            self._run()
+
+    def _run(self) -> None:
         self._open_log()
         self._end_strays()
         forwarding = self._forward_logs()
@@ -256,7 +262,8 @@ def main() -> None:
     try:
         service.run()
     except UserError as error:
-        service.say("failed", str(error))
+        if not isinstance(error, RunsAlreadyError):  # the other one says how it is
+            service.say("failed", str(error))
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
 

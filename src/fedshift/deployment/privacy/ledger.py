@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import hmac
 import json
@@ -17,6 +16,7 @@ from fedshift.chained_log import append_line, checked_lines
 from fedshift.encryption import read_private, write_private
 from fedshift.errors import Refused, UserError
 from fedshift.federation.remote.policy import PrivacyBudget
+from fedshift.files import locked
 from fedshift.functional.differential_privacy import NoisySteps, adaptive_epsilon, together
 from fedshift.functional.secret_noise import SECRET_BYTES
 
@@ -118,9 +118,7 @@ class PrivacyLedger:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Wait until no other process of this site writes its ledger or draws its secret."""
-        self._memory.mkdir(parents=True, exist_ok=True)
-        with open(os.open(self._memory / LOCK, os.O_RDWR | os.O_CREAT, 0o600), "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with locked(self._memory / LOCK):
             yield
 
 

@@ -105,17 +105,12 @@ class RunFolder:
             path, old, new = difference
             file = stored(self.path / SETTINGS)
             where = self.path if file is None or file.line is None else file.place()
+            way = f"give this experiment another name, or delete {where} to begin again"
+            if path == "data.fingerprint":
+                raise UserError(f"the data have changed since {where} was written: put them back, or {way}")
             if path.endswith(".sha256"):
                 own = self.identity[path.removesuffix(".sha256")]["name"].rpartition(":")[0]
-                raise UserError(
-                    f"{own} has changed since {where} was written: give this experiment another name, or delete "
-                    f"{where} to begin again"
-                )
-            if path == "data.fingerprint":
-                raise UserError(
-                    f"the data have changed since {where} was written: put them back as they were, or give this "
-                    "experiment another name"
-                )
+                raise UserError(f"{own} has changed since {where} was written: {way}")
             raise UserError(
                 f"{where} was written by another experiment: {path} is {old!r} there and {new!r} here; "
                 "give this one another name, or another folder with --runs"

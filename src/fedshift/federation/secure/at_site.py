@@ -7,7 +7,6 @@ other who answered: shares for different sets, one set at each site, could toget
 
 from __future__ import annotations
 
-import fcntl
 import hmac
 import json
 import os
@@ -24,7 +23,7 @@ from fedshift.encryption import read_private, write_private
 from fedshift.errors import Refused
 from fedshift.federation.secure.keys import KeyCard, Order, PrivateKey, commitment, same_keys, signed_text
 from fedshift.federation.secure.sums import threshold
-from fedshift.files import write_bytes
+from fedshift.files import locked, write_bytes
 from fedshift.functional.pairwise_masks import masked
 from fedshift.functional.secret_sharing import SECRET_BYTES, SHARE_BYTES, split_secret
 
@@ -255,8 +254,7 @@ class SecureSite:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         """Keep other processes of this site out, or two that are asked at once would each find that it did nothing."""
-        with (self._folder / "lock").open("ab") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with locked(self._folder / "lock"):
             yield
 
     def _check(self, order: Order) -> None:
