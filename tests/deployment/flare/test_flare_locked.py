@@ -332,3 +332,42 @@ def test_a_frame_that_is_too_large_is_refused_before_memory_is_reserved(monkeypa
     lock(monkeypatch)
     with pytest.raises(CommError, match="limit"):
         read()
+
+
+def test_a_connection_is_freed_by_the_thread_that_reads_from_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FLARE's is closed by a thread whose send takes too long. The reader then takes bytes of what is opened next."""
+    from nvflare.fuel.f3.drivers import tcp_driver
+    from nvflare.fuel.f3.drivers.connector_info import ConnectorInfo, Mode
+    from nvflare.fuel.f3.sfm.prefix import Prefix
+
+    connector = ConnectorInfo("CH1", None, {}, Mode.ACTIVE, 0, 0, False, threading.Event())
+    frame = bytearray(20)
+    Prefix(length=20).to_buffer(frame, 0)
+
+    def descriptor_after_close() -> int:
+        """While the reader works on a frame; then the reader ends."""
+        here, there = socket.socketpair()
+        busy, go_on = threading.Event(), threading.Event()
+
+        def hold(_: Any) -> None:
+            busy.set()
+            go_on.wait(10)
+
+        with there:
+            there.sendall(frame)
+            connection = tcp_driver.SocketConnection(here, connector)
+            connection.register_frame_receiver(SimpleNamespace(process_frame=hold))
+            reader = threading.Thread(target=connection.read_loop)
+            reader.start()
+            assert busy.wait(10)
+            connection.close()
+            found = int(here.fileno())
+            assert there.recv(1) == b"", "the other side is told at once"
+            go_on.set()
+            reader.join(10)
+            assert here.fileno() == -1
+        return found
+
+    assert descriptor_after_close() == -1
+    lock(monkeypatch)
+    assert descriptor_after_close() != -1

@@ -234,6 +234,19 @@ def test_a_connection_that_is_ended_keeps_its_descriptor_until_nobody_reads_from
         assert not door.driver._listener._admitted
 
 
+def test_a_connection_for_which_there_is_no_thread_is_ended(
+    door: Listening, kits: Provisioned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        assert not door.is_heard(startup(kits, "north"))
+        assert eventually(lambda: not door.driver._listener._admitted)
+    assert door.is_heard(startup(kits, "north"))
+
+
 def test_a_frame_is_refused_before_memory_is_reserved_for_it(door: Listening, kits: Provisioned) -> None:
     """Sixteen bytes, from a site with a valid certificate, that announce almost 2 GiB."""
     header = bytearray(16)

@@ -94,8 +94,11 @@ def _changes() -> list[tuple[Any, str, Any]]:
     app_rights = _module("private.fed.utils.app_authz").AppAuthzService
     rights = _module("fuel.sec.authz").AuthorizationService
     loading = _module("private.fed.utils.fed_utils")
-    sockets = _module("fuel.f3.drivers.socket_conn")
+    sockets, dialling = _module("fuel.f3.drivers.socket_conn"), _module("fuel.f3.drivers.tcp_driver")
     connections = _module("fuel.f3.sfm.conn_manager")
+    shared = importlib.import_module("fedshift.deployment.flare.drivers.shared_connection").SharedConnection
+    if dialling.SocketConnection not in shared.__mro__:
+        raise TypeError("it has other connections over TCP")
     return [
         (processors, "request_processors", _kept(processors.request_processors)),
         (agent, "_dispatch_request", _guarded(_own(agent, "_dispatch_request"))),
@@ -116,6 +119,8 @@ def _changes() -> list[tuple[Any, str, Any]]:
         (executor, "get_job_launcher", _only(launcher, executor.get_job_launcher)),
         # FLARE reserves the memory for a frame as soon as its header has come.
         (sockets, "MAX_FRAME_SIZE", min(LARGEST_FRAME, sockets.MAX_FRAME_SIZE)),
+        # A thread whose send takes too long closes the socket from which another one reads.
+        (dialling, "SocketConnection", shared),
         # A coordinator that was started again is found soon; FLARE waits up to 10 s between two tries.
         (connections, "MAX_WAIT", min(RECONNECT, connections.MAX_WAIT)),
         (launcher, "get_command", _launched(_own(launcher, "get_command"))),

@@ -11,7 +11,6 @@ when its certificate is among those that the kit lists in ``certificates.json``;
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import os
@@ -27,10 +26,10 @@ from nvflare.fuel.f3.comm_error import CommError
 from nvflare.fuel.f3.drivers.connector_info import ConnectorInfo
 from nvflare.fuel.f3.drivers.driver_params import DriverParams
 from nvflare.fuel.f3.drivers.net_utils import get_ssl_context
-from nvflare.fuel.f3.drivers.socket_conn import SocketConnection
 from nvflare.fuel.f3.drivers.tcp_driver import TcpDriver
 from nvflare.fuel.f3.sfm.prefix import PREFIX_LEN, Prefix
 
+from fedshift.deployment.flare.drivers.shared_connection import SharedConnection
 from fedshift.deployment.flare.limits import CERTIFICATES, LARGEST_FRAME, LISTENER
 from fedshift.deployment.json_files import read_object
 
@@ -46,36 +45,8 @@ _LOOK_AGAIN = 0.5
 _log = logging.getLogger("fedshift.listener")
 
 
-class GuardedConnection(SocketConnection):  # type: ignore[misc]
-    """FLARE's connection, except that it refuses frames that are too large, and that one thread alone frees its socket.
-
-    Any thread may end a connection: the listener for a newer one, FLARE after a send that took too long. If that
-    closed the socket while its own thread still reads from it, the system would give the same descriptor to the next
-    connection, and two threads would read one stream. So ``close`` only ends the conversation, and the thread that
-    reads calls ``release``.
-    """
-
-    def __init__(self, sock: ssl.SSLSocket, connector: ConnectorInfo) -> None:
-        super().__init__(sock, connector, secure=True)
-        self._sending, self._descriptor = threading.Lock(), threading.Lock()
-
-    def close(self) -> None:
-        """End the conversation: whoever reads or writes is told so. The socket stays open until it is released."""
-        self.closing = True
-        with self._descriptor, contextlib.suppress(OSError):
-            # Not SSLSocket's own method, which takes the TLS session away from the thread that reads.
-            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
-
-    def release(self) -> None:
-        """Close the socket. Only the thread that reads may do so, when it reads no more."""
-        self.close()
-        with self._sending, self._descriptor:
-            self.sock.close()
-
-    def send_frame(self, frame: Any) -> None:
-        """Send a frame. As with FLARE's, what is sent after the end is dropped."""
-        with self._sending:
-            super().send_frame(frame)
+class GuardedConnection(SharedConnection):
+    """A connection that ends before it reserves memory for a frame that is too large."""
 
     def read_into(self, buffer: Any, offset: int, length: int) -> None:
         """Read into a buffer. FLARE reads a frame's header by itself, and then reserves what the header says."""
@@ -219,7 +190,7 @@ class _Listener:
                 secure.close()
                 return
             secure.setblocking(True)
-            connection = GuardedConnection(secure, self._connector)
+            connection = GuardedConnection(secure, self._connector, secure=True)
         except OSError:
             secure.close()
             return
@@ -228,7 +199,13 @@ class _Listener:
             self._admitted[connection] = digest
         for one in mine[: max(0, len(mine) + 1 - CONNECTIONS_PER_CERTIFICATE)]:
             one.close()
-        threading.Thread(target=self._carry, args=(connection,), daemon=True).start()
+        try:
+            threading.Thread(target=self._carry, args=(connection,), daemon=True).start()
+        except RuntimeError:  # the system allows no further thread
+            _log.warning(f"{connection.get_conn_properties()}: there is no thread left for it")
+            with self._lock:
+                del self._admitted[connection]
+            connection.release()
 
     def _carry(self, connection: GuardedConnection) -> None:
         try:

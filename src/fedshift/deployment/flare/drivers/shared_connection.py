@@ -1,0 +1,49 @@
+"""FLARE's connection over a socket, ended by any thread and freed by one."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from typing import Any
+
+from nvflare.fuel.f3.drivers.connector_info import ConnectorInfo
+from nvflare.fuel.f3.drivers.socket_conn import SocketConnection
+
+
+class SharedConnection(SocketConnection):  # type: ignore[misc]
+    """Only the thread that reads from the connection frees its socket.
+
+    Any thread may end a connection: a listener for a newer one, FLARE after a send that took too long. If that closed
+    the socket while another thread still reads from it, the system would give the same descriptor to what is opened
+    next, and the reader would take bytes from there. So ``close`` only ends the conversation.
+    """
+
+    def __init__(self, sock: Any, connector: ConnectorInfo, secure: bool = False) -> None:
+        super().__init__(sock, connector, secure)
+        self._sending, self._descriptor = threading.Lock(), threading.Lock()
+
+    def close(self) -> None:
+        """End the conversation: whoever reads or writes is told so. The socket stays open until it is released."""
+        self.closing = True
+        with self._descriptor, contextlib.suppress(OSError):
+            # Not SSLSocket's own method, which takes the TLS session away from the thread that reads.
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
+
+    def read_loop(self) -> None:
+        """Hand on frames until the connection ends, then free it."""
+        try:
+            super().read_loop()
+        finally:
+            self.release()
+
+    def release(self) -> None:
+        """Close the socket. Only the thread that reads may do so, when it reads no more."""
+        self.close()
+        with self._sending, self._descriptor:
+            self.sock.close()
+
+    def send_frame(self, frame: Any) -> None:
+        """Send a frame. As with FLARE's, what is sent after the end is dropped."""
+        with self._sending:
+            super().send_frame(frame)
