@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from fedshift.errors import UserError
-from fedshift.files import locked, write_bytes
+from fedshift.files import ScratchFolder, locked, write_bytes
 
 SERVICE = 65534
 """A user of its own."""
@@ -27,6 +30,32 @@ def test_the_administrator_leaves_files_to_the_service(tmp_path: Path) -> None:
     assert {file.name: file.stat().st_uid for file in folder.iterdir()} == dict.fromkeys(
         ("new", "lock", "ours"), SERVICE
     )
+
+
+@pytest.mark.slow
+def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing of one that lives."""
+    code = (
+        "import sys, time\nfrom fedshift.files import ScratchFolder\nfolder = ScratchFolder('test')\n"
+        "(folder.path / 'patients').write_text('x')\nprint(folder.path, flush=True)\ntime.sleep(60)"
+    )
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    alive, dead = (Path(one.stdout.readline().strip()) for one in running if one.stdout is not None)
+    running[1].kill()
+    running[1].communicate()
+    assert (dead / "patients").exists()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    mine = ScratchFolder("test")
+    assert sorted(path for path in tmp_path.iterdir() if path.is_dir()) == sorted([alive, mine.path])
+    assert (alive / "patients").exists()
+    mine.remove()
+    running[0].kill()
+    running[0].communicate()
+    assert not mine.path.exists()
 
 
 def test_a_path_through_a_file_is_said_so(tmp_path: Path) -> None:

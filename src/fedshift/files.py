@@ -5,12 +5,17 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from fedshift.errors import UserError
+
+_LOCK = ".lock"
+"""In a scratch folder: locked as long as its process lives."""
 
 
 def write_bytes(path: Path, data: bytes, *, private: bool = False, flush: bool = True) -> None:
@@ -96,6 +101,31 @@ def locked(path: Path) -> Iterator[None]:
     with opened_lock(path) as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
+
+
+class ScratchFolder:
+    """A folder for the temporary files of this process, which `remove` removes.
+
+    Folders that killed processes left are removed when the next one is made: nobody holds their lock.
+    """
+
+    def __init__(self, name: str) -> None:
+        """``name``: what it is for."""
+        self._folder = tempfile.TemporaryDirectory(prefix=f"fedshift-{name}-")
+        self.path = Path(self._folder.name)
+        unlocked = self.path / f"{_LOCK}.part"
+        self._lock = open(unlocked, "ab")  # noqa: SIM115 - held as long as the folder is there
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        os.replace(unlocked, self.path / _LOCK)
+        for other in self.path.parent.glob(f"fedshift-{name}-*"):
+            with contextlib.suppress(OSError), open(other / _LOCK, "rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(other)
+
+    def remove(self) -> None:
+        """Remove the folder and all in it."""
+        self._folder.cleanup()
+        self._lock.close()
 
 
 def _keep_owner(handle: int, folder: Path) -> None:

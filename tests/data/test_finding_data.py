@@ -206,7 +206,7 @@ def test_images_to_predict(tmp_path: Path) -> None:
     assert inputs.shape == (2, 3, 8, 8)
     assert inputs[:, 0, 0, 0].tolist() == [10, 20]
     assert load_for_prediction(tmp_path / "a.png", preprocessing)[0] == ["a.png"]
-    with pytest.raises(UserError, match="holds images, but the model reads features"):
+    with pytest.raises(UserError, match="the model reads features"):
         load_for_prediction(tmp_path, Preprocessing(kind="features"))
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="holds no images"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +103,27 @@ def test_an_image_that_does_not_decode_is_named(tmp_path: Path, cache: Path) -> 
     with pytest.raises(UserError, match=r"broken\.png does not decode"):
         ImageFolder(root=root).build()
     assert list(cache.iterdir()) == []  # nothing half-written is left
+
+
+@pytest.mark.slow
+def test_what_a_killed_process_decoded_is_written_over(tmp_path: Path, cache: Path) -> None:
+    root = collection(tmp_path / "photos")
+    code = (
+        "import sys, time\nfrom pathlib import Path\nfrom fedshift.data import images\n"
+        "from fedshift.data.builders.image_folder import ImageFolder\n"
+        "def stuck(*_):\n    yield __import__('numpy').ones((3, 99, 99), 'uint8')\n    print('half', flush=True)\n"
+        "    time.sleep(60)\nimages._in_order = stuck\nImageFolder(root=Path(sys.argv[1])).build()"
+    )
+    environment = {**os.environ, "FEDSHIFT_CACHE": str(cache)}
+    words = [sys.executable, "-c", code, str(root)]
+    dying = subprocess.Popen(words, env=environment, stdout=subprocess.PIPE, text=True)
+    assert dying.stdout is not None
+    assert dying.stdout.readline() == "half\n"
+    dying.kill()
+    dying.communicate()
+    assert [path.suffix for path in cache.iterdir()] == [".part"]
+    ImageFolder(root=root).build()
+    assert {path.suffix for path in cache.iterdir()} == {".npy"}
 
 
 def test_no_other_program_is_started_for_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

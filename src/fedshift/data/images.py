@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -9,10 +10,10 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 from typing import IO
 
 import numpy as np
@@ -178,7 +179,8 @@ def decoded(
     """All images as one array, decoded now or found in the cache.
 
     The cache file is named after ``label`` and a hash of names, stamps and shape, so any changed, added or removed file
-    gives a new one. It is written under a temporary name and renamed when complete.
+    gives a new one. It is written under another name and renamed when complete. What a killed process left under that
+    name is written over.
 
     Args:
         files: the images.
@@ -203,28 +205,43 @@ def decoded(
     known = _cached(target, shape)
     if known is not None:
         return known
-    aside: Path | None = None
+    aside = target.with_suffix(".part")
     try:
-        with NamedTemporaryFile(dir=folder, prefix=f".{label}-", suffix=".part", delete=False) as stream:
-            aside = Path(stream.name)
+        with _alone(aside) as stream:  # waits if another process decodes the same images, then uses its result
+            if (known := _cached(target, shape)) is not None:
+                return known
             # Not written through a memory map: on a full disk a write raises an error, a map kills the process.
             header = {"descr": "|u1", "fortran_order": False, "shape": shape}
             np.lib.format.write_array_header_1_0(stream, header)
             for image in _in_order(files, channels, height, width, mask):
                 stream.write(image.tobytes())
-        os.replace(aside, target)
+            stream.flush()
+            os.replace(aside, target)
     except OSError as error:
         raise UserError(
             f"cannot write decoded images to {folder} ({error.strerror}): free some space, or set FEDSHIFT_CACHE "
             "to another folder"
         ) from error
-    finally:
-        if aside is not None:
-            aside.unlink(missing_ok=True)
     written = _cached(target, shape)
     if written is None:
         raise UserError(f"the decoded images in {target} cannot be read back: remove the file and run again")
     return written
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[IO[bytes]]:
+    """An empty file that no other process writes meanwhile. It is removed if it is there still at the end."""
+    while True:
+        with open(path, "ab") as stream:
+            fcntl.flock(stream, fcntl.LOCK_EX)
+            if not (path.exists() and path.stat().st_ino == os.fstat(stream.fileno()).st_ino):
+                continue  # who had it before has removed or renamed it
+            try:
+                stream.truncate(0)
+                yield stream
+            finally:
+                path.unlink(missing_ok=True)
+            return
 
 
 def _in_order(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import tempfile
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from fedshift.errors import FedshiftError
 from fedshift.federation.message_files import mapped_message
 from fedshift.federation.messages import Content, Number, PerSite, Reply, encode, pieces, reply_content
 from fedshift.federation.site import Envelope
+from fedshift.files import ScratchFolder
 from fedshift.functional.averaging import MeanAccumulator
 from fedshift.weights import NamedTensors, Weights
 
@@ -244,7 +244,7 @@ class _Kept(Generic[R]):
         self._memory: list[tuple[str, R]] = []
         self._files: list[tuple[str, type[R], Path]] = []
         self._bytes = 0
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: ScratchFolder | None = None
 
     def add(self, site: str, reply: R) -> None:
         content = reply_content(reply)
@@ -254,8 +254,8 @@ class _Kept(Generic[R]):
             self._memory.append((site, reply))
             return
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="fedshift-replies-")
-        path = Path(self._folder.name) / f"{len(self._files)}.safetensors"
+            self._folder = ScratchFolder("replies")
+        path = self._folder.path / f"{len(self._files)}.safetensors"
         write_private(path, encode(content), flush=False)
         self._files.append((site, type(reply), path))
 

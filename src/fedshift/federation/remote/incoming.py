@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import tempfile
 import threading
 import time
 from collections.abc import Collection
@@ -18,6 +17,7 @@ from fedshift.federation.exchange import Answer
 from fedshift.federation.remote.transport import Lost
 from fedshift.federation.remote.wire import Message
 from fedshift.federation.replies.layouts import Layout
+from fedshift.files import ScratchFolder
 
 HELD_IN_MEMORY = 32 << 20
 """Bytes of answers that wait in memory. Others wait in files, so memory does not grow with the number of sites."""
@@ -57,7 +57,7 @@ class Spool:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: ScratchFolder | None = None
         self._bytes = self._files = 0
         self._closed = False
 
@@ -68,7 +68,7 @@ class Spool:
         with self._lock:
             self._closed = True
             if self._folder is not None:
-                self._folder.cleanup()
+                self._folder.remove()
 
     def hold(self, message: Message) -> Held | None:
         """Hold a message; None once the spool is closed."""
@@ -87,9 +87,9 @@ class Spool:
 
     def _write(self, data: bytes) -> Path:
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="fedshift-answers-")
+            self._folder = ScratchFolder("answers")
         self._files += 1
-        path = Path(self._folder.name) / str(self._files)
+        path = self._folder.path / str(self._files)
         write_private(path, data, flush=False)
         return path
 
