@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -79,4 +80,8 @@ def in_words(fault: Mapping[str, Any]) -> str:
         'input should be like {name: value}'
     """
     text: str = _AS_IN_A_FILE.get(fault["type"], fault["msg"].removeprefix("Value error, "))
+    if fault["type"] == "literal_error":
+        names = re.findall("'([^']*)'", fault["ctx"]["expected"])
+        close = difflib.get_close_matches(str(fault.get("input")), names, n=1, cutoff=0.5)
+        text += f" (did you mean '{close[0]}'?)" if close else ""
     return text[0].lower() + text[1:]

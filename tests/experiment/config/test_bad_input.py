@@ -45,7 +45,7 @@ CHANGES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("threads beyond reason", {"engine": {"threads": 100_000}}, ["engine.threads", "less than or equal"]),
     ("a layer beyond memory", {"model": {"name": "mlp", "hidden": [10**10]}}, ["'mlp'", "memory"]),
     ("training's kind", {"training": {"rounds": "many"}}, ["training.rounds", "whole number", "many"]),
-    ("training's choice", {"training": {"optimizer": "sdg"}}, ["training.optimizer", "sgd", "sdg"]),
+    ("training's choice", {"training": {"optimizer": "sdg"}}, ["training.optimizer", "did you mean 'sgd'", "sdg"]),
     ("augmentation", {"training": {"augmentation": "foto"}}, ["augmentation", "foto"]),
     ("not a section", {"training": 5}, ["training", "mapping", "rounds"]),
     ("nesterov", {"training": {"nesterov": True, "momentum": 0}}, ["training.nesterov", "momentum"]),

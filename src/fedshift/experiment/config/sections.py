@@ -55,7 +55,7 @@ class _OneTarget(_Protocol):
 
     targets: Literal["all"] | tuple[str, ...] = Field("all", description="the domains that are the target in turn")
     seeds: Annotated[tuple[Annotated[int, Field(ge=0, lt=2**63)], ...], Field(min_length=1)] = Field(
-        (0, 1, 2), description="one run for each"
+        (0, 1, 2), description="a list: one run for each; a number alone is one seed, not how many"
     )
     test_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.3, description="share of every source that is held out; 0 trains on everything and cannot select by source"
