@@ -188,9 +188,10 @@ class SecureSite:
         needed = max(threshold(len(order.roster)), self.smallest_sum)
         if len(survivors) < needed:
             raise Refused(f"site '{self.site}' unmasks sums of at least {needed} sites, not {len(survivors)}")
-        if done.exists() and json.loads(done.read_text()) != survivors:
+        if not done.exists():
+            write_bytes(done, json.dumps(survivors).encode(), private=True)
+        elif json.loads(done.read_text()) != survivors:
             raise Refused(f"site '{self.site}' has confirmed exchange {order.exchange} for other sites already")
-        write_bytes(done, json.dumps(survivors).encode(), private=True)
         return survivors
 
     def _reveal(
