@@ -8,7 +8,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from fedshift.errors import in_words, nearest
+from fedshift.errors import UserError, in_words, nearest
 
 
 def describe(error: ValidationError, prefix: str, model: type[BaseModel]) -> str:
@@ -41,6 +41,31 @@ def describe(error: ValidationError, prefix: str, model: type[BaseModel]) -> str
     # If the fault is one of the whole section, do not repeat all of it.
     got = "" if not fault["loc"] and isinstance(fault["input"], Mapping) else f", got {_short(fault['input'])}"
     return f"{path}: {message}{got}{more}"
+
+
+def check_booleans(fields: Mapping[str, Any], prefix: str, model: type[BaseModel]) -> None:
+    """Refuse true and false where a field takes neither. Python counts them as 1 and 0, so ``rounds: yes`` would be 1.
+
+    Args:
+        fields: of the section.
+        prefix: the path of the section in the experiment file.
+        model: the class of the section.
+
+    Raises:
+        UserError: a field is true or false, or a list with one of them.
+    """
+    for name, value in fields.items():
+        field, held = model.model_fields.get(str(name)), value if isinstance(value, list | tuple) else [value]
+        if field is not None and any(isinstance(one, bool) for one in held) and not _takes_boolean(field.annotation):
+            raise UserError(
+                f"{prefix}.{name}: input should not be true or false, as YAML reads yes, no, on and off, got {value}"
+            )
+
+
+def _takes_boolean(annotation: Any) -> bool:
+    if isinstance(annotation, bool) or annotation in (bool, Any, object):
+        return True
+    return any(map(_takes_boolean, get_args(annotation)))
 
 
 def suggest_field(path: str) -> str:

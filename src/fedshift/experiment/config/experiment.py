@@ -20,7 +20,7 @@ from fedshift.data.domain import DataSource
 from fedshift.errors import UserError, nearest
 from fedshift.experiment.config.data_section import data_name, data_source, named, own_file_record
 from fedshift.experiment.config.engine_section import ENGINES, Engine, EngineSection, FlareEngine, LocalEngine
-from fedshift.experiment.config.error_messages import describe, suggest_field
+from fedshift.experiment.config.error_messages import check_booleans, describe, suggest_field
 from fedshift.experiment.config.sections import PROTOCOLS, Evaluation, LeaveOneOut, Protocol, Section, SourceTarget
 from fedshift.federation.training import Training
 from fedshift.files import edited_yaml
@@ -163,6 +163,7 @@ def parse(options: Mapping[str, Any], folder: Path | None = None) -> Experiment:
 def _section(kind: type[BaseModel], value: Any, path: str) -> BaseModel:
     if not isinstance(value, Mapping):
         raise UserError(f"{path}: must be a mapping of fields, not {value!r}; {nearest('', kind.model_fields)}")
+    check_booleans(value, path, kind)
     try:
         return kind.model_validate(dict(value))
     except ValidationError as error:
@@ -213,7 +214,9 @@ def _method(value: Any, path: str, folder: Path) -> Method:
         return value
     fields = named(value, path)
     try:
-        return method_registry.parse(fields, folder)
+        found = method_registry.parse(fields, folder)
+        check_booleans(fields, f"{path} ({found.name})", type(found))
+        return found
     except ValidationError as error:
         kind = method_registry.method_class(str(fields["name"]), folder)
         raise UserError(describe(error, f"{path} ({kind.name})", kind)) from None
