@@ -76,6 +76,11 @@ def opened_lock(path: Path) -> Iterator[int]:
 
     Raises:
         UserError: it cannot be opened.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder, opened_lock(Path(folder) / "lock") as handle:
+        ...     fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError if somebody has it
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

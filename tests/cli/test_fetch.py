@@ -63,5 +63,5 @@ def test_the_same_settings_on_other_data_are_found_when_fetched(tmp_path: Path, 
     moved = {**options, "data": {**options["data"], "sites": others}}
     fedshift.run(moved, made.folder / "runs")
     check_place(parse(moved), runs / "small")
-    with pytest.raises(UserError, match=r"data\.fingerprint"):
+    with pytest.raises(UserError, match="the data have changed"):
         fetch(made, runs)

@@ -173,7 +173,6 @@ def test_an_agreed_encoding_with_categories_of_other_sites(tmp_path: Path) -> No
         age(std=float("inf")),
         age(mean=float("nan")),
         age(mean=float("-inf")),
-        age(std=1e-320, mean=40.0),
         age(missing_values=[40.0], can_be_missing=True),
         {"numeric": None},
     ],
@@ -185,6 +184,14 @@ def test_a_request_reads_only_the_columns_that_a_site_lists(changes: dict[str, A
     told = f"{caught.value} {caught.value.public}"
     assert "\n" not in told
     assert not [word for word in ("Jane", "patient", "note", "hiv", "row") if word in told]
+
+
+def test_what_an_encoding_makes_too_large_is_the_largest_number(tmp_path: Path) -> None:
+    """An error would tell the coordinator, which chooses mean and deviation, whether a cell is above a bound."""
+    data = one_site(tmp_path).encoded(asked(**age(std=1e-320, mean=40.0)), ("no", "yes"))
+    features = np.asarray(data.domains["a"].inputs)
+    assert np.isfinite(features).all()
+    assert np.abs(features[:, 0]).max() == np.finfo(np.float32).max
 
 
 def test_an_encoding_of_another_kind(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_other_data_is_another_experiment(cli: Cli, tmp_path: Path) -> None:
     fedshift.run(options, tmp_path / "runs")
     save(tmp_path, b=features(77, 24))
     line = cli("run", write(tmp_path / "e.yaml", options), "--runs", tmp_path / "runs").error()
-    assert "data.fingerprint" in line
+    assert "the data have changed" in line
 
 
 def test_other_groups_are_other_data(cli: Cli, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_other_groups_are_other_data(cli: Cli, tmp_path: Path) -> None:
     assert outcome(tmp_path / "runs") == before
     save(tmp_path, b=patients | {"groups": np.arange(24) // 3})
     line = cli("run", write(tmp_path / "e.yaml", options), "--runs", tmp_path / "runs").error()
-    assert "data.fingerprint" in line
+    assert "the data have changed" in line
 
 
 def test_engine_and_device_are_not_the_experiment(cli: Cli, tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_faults_of_a_network_are_told_in_one_line(name: str, more: dict[str, Any
     [
         ("1 / 0", "ZeroDivisionError"),
         ("def (", "cannot be imported"),
-        (None, "No such file"),
+        (None, "there is no file"),
         ("import nowhere", "nowhere"),
     ],
 )

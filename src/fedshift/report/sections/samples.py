@@ -66,9 +66,9 @@ class ShownSamples:
         planned = next((one for one in self._plan.runs if _is(one, run)), None)
         if planned is None:
             return None
-        own_method, own_network = planned.run.method.name, str(self._experiment.model.record().get("name"))
+        network = str(self._experiment.model.record().get("name"))
         try:
-            trained = load_model(run.folder, own_method, own_network)
+            trained = load_model(run.folder, planned.run.method.name, network if ":" in network else None)
         except UserError:
             return None
         found: list[tuple[str, NDArray[np.int64], NDArray[np.float32]]] = []
