@@ -27,6 +27,8 @@ def test_the_administrator_leaves_files_to_the_service(tmp_path: Path) -> None:
         pass
     (folder / "ours").write_bytes(b"1")
     write_bytes(folder / "ours", b"2")
+    os.chown(folder, 0, 0)
+    write_bytes(folder / "new", b"2", private=True)
     assert {file.name: file.stat().st_uid for file in folder.iterdir()} == dict.fromkeys(
         ("new", "lock", "ours"), SERVICE
     )

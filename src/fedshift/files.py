@@ -43,7 +43,7 @@ def write_bytes(path: Path, data: bytes, *, private: bool = False, flush: bool =
         with open(side, "wb", opener=_private if private else None) as file:
             file.write(data)
             file.flush()
-            _keep_owner(file.fileno(), path.parent)
+            _keep_owner(file.fileno(), path)
             if flush:
                 os.fsync(file.fileno())
         os.replace(side, path)
@@ -85,7 +85,7 @@ def opened_lock(path: Path) -> Iterator[int]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = _private(str(path), os.O_RDWR | os.O_CREAT)
-        _keep_owner(handle, path.parent)
+        _keep_owner(handle, path)
     except OSError as error:
         raise UserError(f"cannot open {path}: {error.strerror}") from None
     try:
@@ -133,10 +133,11 @@ class ScratchFolder:
         self._lock.close()
 
 
-def _keep_owner(handle: int, folder: Path) -> None:
-    """As the administrator, leave a file to whoever has its folder, such as a service with a user of its own."""
+def _keep_owner(handle: int, path: Path) -> None:
+    """As the administrator, leave a file to whoever had it, or has its folder: a service with a user of its own."""
     if os.geteuid() == 0:
-        owner = folder.stat()
+        before = path.stat() if path.exists() else None
+        owner = before if before is not None and before.st_uid != 0 else path.parent.stat()
         with contextlib.suppress(OSError):
             os.fchown(handle, owner.st_uid, owner.st_gid)
 

@@ -13,7 +13,10 @@ from fedshift.deployment.flare.kits import Kit
 from fedshift.deployment.flare.limits import CERTIFICATES
 from fedshift.deployment.json_files import read_object
 from fedshift.errors import UserError, nearest
-from fedshift.files import write_bytes
+from fedshift.files import locked, write_bytes
+
+_LOCK = "certificates.lock"
+"""Held while the list is read and written: two at once would lose a revocation."""
 
 
 def write_issued(kit: Path, issued: Mapping[str, str]) -> None:
@@ -25,9 +28,10 @@ def write_issued(kit: Path, issued: Mapping[str, str]) -> None:
         kit: the coordinator's kit.
         issued: name → SHA-256 of its certificate.
     """
-    before = read_object(kit / CERTIFICATES)
-    revoked = {one["certificate"] for one in before.values() if one["revoked"]}
-    _write(kit, {name: {"certificate": one, "revoked": one in revoked} for name, one in issued.items()})
+    with locked(kit / _LOCK):
+        before = read_object(kit / CERTIFICATES)
+        revoked = {one["certificate"] for one in before.values() if one["revoked"]}
+        _write(kit, {name: {"certificate": one, "revoked": one in revoked} for name, one in issued.items()})
 
 
 def revoked_sites(kit: Kit) -> frozenset[str]:
@@ -51,12 +55,13 @@ def set_revoked(kit: Kit, site: str, revoked: bool) -> bool:
         UserError: there is no such site.
     """
     check_list(kit)
-    found = read_object(kit.folder / CERTIFICATES)
-    if site not in kit.project.sites or site not in found:
-        raise UserError(f"project '{kit.project.name}' has no site '{site}'; {nearest(site, kit.project.sites)}")
-    changed = bool(found[site]["revoked"] != revoked)
-    found[site]["revoked"] = revoked
-    _write(kit.folder, found)
+    with locked(kit.folder / _LOCK):
+        found = read_object(kit.folder / CERTIFICATES)
+        if site not in kit.project.sites or site not in found:
+            raise UserError(f"project '{kit.project.name}' has no site '{site}'; {nearest(site, kit.project.sites)}")
+        changed = bool(found[site]["revoked"] != revoked)
+        found[site]["revoked"] = revoked
+        _write(kit.folder, found)
     return changed
 
 

@@ -25,7 +25,7 @@ from fedshift.deployment import sinks
 from fedshift.deployment.flare import kit_checks, lockdown
 from fedshift.deployment.flare.jobs import Attendance, Deployments
 from fedshift.deployment.flare.kits import Kit, empty_channel, load_kit
-from fedshift.deployment.flare.service_lock import RunsAlreadyError, only_service
+from fedshift.deployment.flare.service_lock import only_service
 from fedshift.errors import FedshiftError, UserError
 from fedshift.files import write_bytes
 from fedshift.text import printable
@@ -63,11 +63,15 @@ class Service:
             RunsAlreadyError: another service of the kit runs.
             UserError: the kit cannot be used.
         """
-        kit_checks.check_certificates(self.kit)
         with only_service(self.kit):
-            self._run()
+            try:
+                self._run()
+            except UserError as error:
+                self.say("failed", str(error))
+                raise
 
     def _run(self) -> None:
+        kit_checks.check_certificates(self.kit)
         self._open_log()
         self._end_strays()
         forwarding = self._forward_logs()
@@ -262,8 +266,6 @@ def main() -> None:
     try:
         service.run()
     except UserError as error:
-        if not isinstance(error, RunsAlreadyError):  # the other one says how it is
-            service.say("failed", str(error))
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
 

@@ -66,9 +66,9 @@ class ShownSamples:
         planned = next((one for one in self._plan.runs if _is(one, run)), None)
         if planned is None:
             return None
-        network = str(self._experiment.model.record().get("name"))
+        own = str(self._experiment.model.record().get("name"))
         try:
-            trained = load_model(run.folder, planned.run.method.name, network if ":" in network else None)
+            trained = load_model(run.folder, planned.run.method.name, own if ":" in own else None)
         except UserError:
             return None
         found: list[tuple[str, NDArray[np.int64], NDArray[np.float32]]] = []
