@@ -10,9 +10,11 @@ import pytest
 from fedshift.federation.local import allocator
 
 NEW_PAGES = """
-import resource
+import resource, sys
 import numpy as np
 from fedshift.federation.local import allocator
+
+allocator.LARGEST_BLOCK, allocator.MOST_KEPT = map(int, sys.argv[1:])
 
 def new_pages():
     "How many pages five repetitions ask for, each of which frees ten blocks of 8 MiB together."
@@ -33,9 +35,8 @@ print(without, allocator.keep_freed_memory(), new_pages())
 def test_blocks_that_were_freed_are_used_again_without_new_pages() -> None:
     """In a process of its own: the heap of one that ran other tests may have no room to grow."""
     environment = {name: value for name, value in os.environ.items() if name not in allocator._CHOSEN_BY}
-    said = subprocess.run(
-        [sys.executable, "-c", NEW_PAGES], env=environment, capture_output=True, text=True, check=True
-    )
+    words = [sys.executable, "-c", NEW_PAGES, str(allocator.LARGEST_BLOCK), str(allocator.MOST_KEPT)]
+    said = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
     without, kept, new = said.stdout.split()
     if kept != "True":
         pytest.skip("the C library is not GNU's")
