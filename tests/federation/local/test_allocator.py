@@ -4,6 +4,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,6 +43,20 @@ def test_blocks_that_were_freed_are_used_again_without_new_pages() -> None:
         pytest.skip("the C library is not GNU's")
     assert int(without) > 1000  # of 2,048 small pages a block; of large pages there are fewer
     assert int(new) < int(without) / 10
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it looks for the library on Linux alone")
+def test_the_limits_are_above_what_a_mini_batch_frees(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in allocator._CHOSEN_BY:
+        monkeypatch.delenv(name, raising=False)
+    said: dict[int, int] = {}
+    monkeypatch.setattr(
+        ctypes, "CDLL", lambda name: SimpleNamespace(mallopt=lambda what, to: said.update({what: to}) or 1)
+    )
+    assert allocator.keep_freed_memory()
+    blocks = 10 * (8 << 20)
+    assert said[allocator._MMAP_THRESHOLD] >= 8 << 20
+    assert said[allocator._TRIM_THRESHOLD] >= blocks
 
 
 def test_who_set_the_librarys_own_variables_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
