@@ -11,12 +11,14 @@ from typer.testing import CliRunner
 
 from fedshift.cli.app import app
 from fedshift.errors import UserError
+from fedshift.evaluation.records import RunResult
 from fedshift.evaluation.stored import run_folders
 from fedshift.experiment.config.experiment import load, parse
 from fedshift.experiment.features import built
 from fedshift.experiment.plan import Plan
 from fedshift.experiment.protocol import taking_part
 from fedshift.experiment.search import going_on, kept_out, on_rung, ranked, rungs
+from fedshift.report.search_page import Climbed, outcome
 
 METHODS = [
     {"name": "fedavg"},
@@ -82,6 +84,29 @@ def test_a_method_that_diverged_goes_nowhere(file: Path) -> None:
     assert going_on(ranking, methods[0], 2) == (methods[0], methods[3])
     assert going_on(ranking, methods[0], 4) == (methods[0], methods[3], methods[1])
     assert [mean for _, mean in ranked(methods, [])] == [None] * 5
+
+
+@pytest.mark.parametrize(
+    ("metric", "score", "said"),
+    [
+        ("accuracy", 82.0, "best: fedprox, 2.00 better than fedavg"),
+        ("accuracy", 80.0, "best: fedprox, which is no better than fedavg here"),
+        ("rmse", 78.0, "best: fedprox, 2"),
+        ("rmse", 82.0, "best: fedprox, which is no better than fedavg here"),
+    ],
+)
+def test_the_best_is_said_to_be_better_only_if_it_is(metric: str, score: float, said: str, file: Path) -> None:
+    """Of an error less is better."""
+    whole = load(file)
+    two = whole.model_copy(update={"methods": (whole.methods[0], whole.methods[3])})
+
+    def result(method: str, value: float) -> RunResult:
+        selected = {"last": {"round": 1, "accuracy": value}}
+        fixed = {"target": "a", "seed": 0, "classes": ["0", "1"], "rounds": 1, "seconds": 1.0, "mini_batches": 1}
+        return RunResult(method=method, selected=selected, metric=metric, threads=1, device="cpu", **fixed)
+
+    results = (result("fedavg", 80.0), result("fedprox", score))
+    assert outcome([Climbed(rungs(2, 2)[-1], two, results, two.methods)]).startswith(said)
 
 
 @pytest.mark.slow

@@ -89,11 +89,12 @@ def outcome(climbed: Sequence[Climbed]) -> str:
     test = _difference(level, best)
     if test is None:
         return f"best: {best.display}; it has no run in common with {first.display}"
-    metric = level.results[0].metric
-    if not test.mean > 0:
+    result = level.results[0]
+    better = -test.mean if result.less_is_better else test.mean
+    if not better > 0:
         return f"best: {best.display}, which is no better than {first.display} here"
     chance = f", p {p_value(test.p)} before correction" if test.p is not None else ""
-    return f"best: {best.display}, {shown(metric, test.mean)} above {first.display}{chance}"
+    return f"best: {best.display}, {shown(result.metric, better)} better than {first.display}{chance}"
 
 
 def _quantity(climbed: Sequence[Climbed]) -> str:

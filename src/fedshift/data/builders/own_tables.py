@@ -302,7 +302,7 @@ class Table(TaskFields):
             with np.errstate(over="ignore", invalid="ignore"):
                 # The largest number in place of one that is too large: with a chosen mean and std, an error would tell
                 # whether a cell is above a bound, at no cost to a budget of privacy.
-                features = np.nan_to_num(encode(table, encoding))
+                features = np.nan_to_num(encode(table, encoding), copy=False)
             domains[site] = Domain(site, features, numbers, ids=self._ids(table))
         return checked(DataSet(self.name, domains, classes, preprocessing, self.manifest()))
 

@@ -60,8 +60,7 @@ class Service:
         """Run until told to stop.
 
         Raises:
-            RunsAlreadyError: another service of the kit runs.
-            UserError: the kit cannot be used.
+            UserError: another service of the kit runs, or the kit cannot be used.
         """
         with only_service(self.kit):
             try:

@@ -23,22 +23,18 @@ _SECONDS = 2.0
 """How long a service waits for the lock: whoever looks whether one runs has it for a moment, as has one that ends."""
 
 
-class RunsAlreadyError(UserError):
-    """Another service of the kit runs."""
-
-
 @contextmanager
 def only_service(kit: Kit) -> Iterator[None]:
     """Let no other service of the kit run inside the block. Processes that this one starts do not keep the lock.
 
     Raises:
-        RunsAlreadyError: another one runs.
+        UserError: another one runs.
     """
     with opened_lock(kit.folder / LOCK) as file:
         deadline = time.monotonic() + _SECONDS
         while not _taken(file):
             if time.monotonic() > deadline:
-                raise RunsAlreadyError(f"{kit.role} '{kit.name}' runs already{_who(file)}; stop it first")
+                raise UserError(f"{kit.role} '{kit.name}' runs already{_who(file)}; stop it first")
             time.sleep(0.05)
         os.ftruncate(file, 0)
         os.pwrite(file, str(os.getpid()).encode(), 0)
