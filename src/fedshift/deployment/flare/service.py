@@ -72,6 +72,7 @@ class Service:
     def _run(self) -> None:
         kit_checks.check_certificates(self.kit)
         self._open_log()
+        self.say("starting", "")  # what one with the same number said last, as in a container, holds no more
         self._end_strays()
         forwarding = self._forward_logs()
         wait = _BACKOFF[0]
