@@ -315,7 +315,8 @@ def test_a_site_that_cannot_reach_the_coordinator_says_so_and_tries_again(tmp_pa
     service.stopping.wait = wait  # type: ignore[assignment, method-assign]
     service.run()
     assert waits == [1.0, 2.0, 4.0, 8.0]
-    assert all("cannot reach the coordinator at localhost port" in line for line in said[:4])
+    assert said[0].strip() == "starting"
+    assert all("cannot reach the coordinator at localhost port" in line for line in said[1:5])
 
 
 def test_names_of_deployments(kits: Provisioned) -> None:
