@@ -1,0 +1,64 @@
+"""Write `cases.md`: the inputs that once went wrong and their kinds, read from the marks of the tests.
+
+    python tests/list_cases.py
+
+A test that tries such an input carries `@pytest.mark.case("kind", "what was tried")`; a parameter carries it in
+`pytest.param(..., marks=pytest.mark.case(...))`. Both texts are literals. `test_list_cases.py` compares the page.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+TESTS = Path(__file__).resolve().parent
+PAGE = TESTS / "cases.md"
+
+
+class Case(NamedTuple):
+    """One input that a test tries."""
+
+    kind: str
+    tried: str
+    file: str
+
+
+def cases() -> list[Case]:
+    """Every case of the tests, by kind, then in the order of the files."""
+    every = [case for path in sorted(TESTS.rglob("test_*.py")) for case in cases_of(path)]
+    return sorted(every, key=lambda case: case.kind)
+
+
+def cases_of(path: Path) -> Iterator[Case]:
+    """The marks of one file, in the order of its lines."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    for call in sorted(calls, key=lambda node: (node.lineno, node.col_offset)):
+        if ast.unparse(call.func) == "pytest.mark.case":
+            kind, tried = (ast.literal_eval(argument) for argument in call.args)
+            yield Case(kind, tried, path.relative_to(TESTS).as_posix())
+
+
+def page() -> str:
+    """The page as it should be."""
+    every = cases()
+    kinds = len({case.kind for case in every})
+    lines = [
+        "# Inputs that are tried",
+        "",
+        "Inputs that once went wrong, and others of their kinds. Each is tried by a test of `make test`, so each holds",
+        "wherever the tests pass. Written by `python tests/list_cases.py`.",
+        "",
+        f"{len(every)} cases of {kinds} kinds.",
+        "",
+        "| kind | tried | held by |",
+        "|---|---|---|",
+        *(f"| {case.kind} | {case.tried} | `{case.file}` |" for case in every),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
