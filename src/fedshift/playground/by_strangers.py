@@ -23,6 +23,7 @@ from fedshift.encryption import KEY, KEY_FILE, MAGIC, new_key, read_private
 from fedshift.errors import FedshiftError, UserError
 from fedshift.federation.remote.transport import Lost
 from fedshift.federation.remote.wire import Message
+from fedshift.playground.flooding import Flood, seconds_to_greet
 from fedshift.playground.in_process import rehearse
 from fedshift.playground.played import Played
 from fedshift.playground.promise import Broken, Promise, expect
@@ -176,6 +177,29 @@ def _large_frame(played: Played) -> str:
     return "the connection is closed before memory is taken"
 
 
+def _flood(played: Played) -> str:
+    """PINGs on two connections of one site, whose answers nobody reads, while another site greets the coordinator.
+
+    It lasts less than the time after which the listener counts a connection, since the site itself takes part in what
+    is tried afterwards.
+    """
+    (flooding, kit), (honest, other) = list(played.sites.items())[:2]
+
+    def taken() -> int:
+        return sum(process.memory_info().rss for process in _processes(played.coordinator))
+
+    before, waits, most = taken(), [], 0
+    with Flood(kit / "flare" / "startup", played.port, f"{flooding}.flood", connections=2).flowing() as flood:
+        for _ in range(12):
+            time.sleep(0.3)
+            waits.append(seconds_to_greet(other / "flare" / "startup", played.port, f"{honest}.greeting"))
+            most = max(most, taken() - before)
+    expect(flood.sent > 100_000, "the flood does not reach the coordinator")
+    expect(max(waits) < 0.5, f"another site is answered after {max(waits):.1f} s")
+    expect(most < 100 << 20, f"the coordinator takes {most >> 20} MiB for it")
+    return "another site is answered within 0.5 s, and the coordinator takes less than 100 MiB for it"
+
+
 def _private_files(played: Played) -> str:
     looked = 0
     for kit in (played.coordinator, *played.sites.values()):
@@ -261,6 +285,7 @@ PROMISES = (
     Promise("a stranger on the network", "waits for a role to report home", _phones_home),
     Promise("a stranger on the network", "reads the page of fedshift watch, or gets a browser to", _watched_page),
     Promise("a site that lies", "announces a frame of 2 GiB", _large_frame),
+    Promise("a site that lies", "sends many frames and reads no answers", _flood),
     Promise("another user of the machine", "reads keys, logs and models", _private_files),
     Promise("whoever takes the disks during a run", "reads models where a key is set", _taken_disk),
     Promise("whoever can write to a site's disk", "changes the audit log after it was signed", _changed_log),

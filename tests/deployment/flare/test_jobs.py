@@ -58,6 +58,26 @@ def test_a_service_notes_which_sites_registered(kits: Provisioned, monkeypatch: 
     assert service._attendance.joined == {"north": 7.0}
 
 
+@pytest.mark.case("floods", "a site that is refused for some minutes is named in status and progress")
+def test_who_is_refused_for_some_minutes_is_named(kits: Provisioned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedshift.deployment.flare.jobs.time.time", lambda: now)
+    now, attendance = 1000.0, Attendance()
+    attendance.read_line("listener - ERROR - 'north' is refused for 99999999999 minutes: it is no line of ours")
+    assert attendance.refused_now() == ""
+    attendance.read_line("listener - ERROR - 'north' is refused for 5 minutes: it sends and reads no answers")
+    assert "'north'" in attendance.refused_now()
+    deployment = Deployment(kits.coordinator, "refused")
+    deployment.want("run")
+    running = RunningDeployment(attendance, deployment)
+    for _ in range(2):
+        running._tell_who_is_refused()
+    (event,) = deployment.events()
+    assert event["what"] == "warning"
+    assert event["site"] == "north"
+    now += 301
+    assert attendance.refused_now() == ""
+
+
 class Server:
     """Stands for FLARE's, whose jobs all die; ``rounds`` of them finish a round before."""
 

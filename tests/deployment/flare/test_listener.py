@@ -27,6 +27,7 @@ from fedshift.deployment.flare import roles
 from fedshift.deployment.flare.drivers import guarded_tcp
 from fedshift.deployment.flare.provision import Provisioned
 from fedshift.deployment.flare.roles import free_port
+from fedshift.playground.flooding import Flood, seconds_to_greet
 
 SOON = 5.0
 """Seconds within which a peer must be answered here: test machines are busy."""
@@ -53,11 +54,11 @@ class Echo:
 class Listening:
     """A listener in this process whose connections echo."""
 
-    def __init__(self, kit: Path, driver: Any = None) -> None:
+    def __init__(self, kit: Path, driver: Any = None, monitor: Any = None) -> None:
         startup = kit / "flare" / "startup"
         self.port = free_port()
         self.driver = driver or guarded_tcp.GuardedTcpDriver()
-        self.driver.register_conn_monitor(self)
+        self.driver.register_conn_monitor(monitor or self)
         params = {
             DriverParams.SCHEME.value: "guarded",
             DriverParams.SECURE.value: True,
@@ -212,11 +213,11 @@ def test_a_connection_that_is_ended_keeps_its_descriptor_until_nobody_reads_from
     """Otherwise the next connection gets the same descriptor, and two threads read one stream."""
     busy, go_on = threading.Event(), threading.Event()
 
-    def hold(echo: Echo, frame: Any) -> None:
+    def hold(*_: Any) -> None:
         busy.set()
         assert go_on.wait(2 * SOON)
 
-    monkeypatch.setattr(Echo, "process_frame", hold)
+    monkeypatch.setattr(guarded_tcp.Peer, "handle", hold)
     with door.peer(startup(kits, "north")) as one:
         whole = bytearray(20)
         Prefix(length=20).to_buffer(whole, 0)
@@ -315,3 +316,333 @@ def test_a_certificate_that_the_coordinator_does_not_know_is_refused(
     roles.reissue(roles.load_project(twin / "project.yaml"), twin, "north", lambda new: None)
     assert not door.is_heard(twin / "door" / "sites" / "north" / "flare" / "startup")
     assert door.is_heard(startup(kits, "north"))
+
+
+# A peer that sends and does not read ----------------------------------------------------------------------------------
+
+
+def frame_of(size: int, content: bytes = b"") -> bytes:
+    """A frame of so many bytes."""
+    whole = bytearray(size)
+    Prefix(length=size).to_buffer(whole, 0)
+    whole[16 : 16 + len(content)] = content
+    return bytes(whole)
+
+
+@contextlib.contextmanager
+def deaf(door: Listening, kit: Path) -> Iterator[ssl.SSLSocket]:
+    """A peer whose system takes few bytes that it does not read."""
+    context = ssl.create_default_context(cafile=str(kit / "rootCA.pem"))
+    context.check_hostname = False
+    context.load_cert_chain(kit / "client.crt", kit / "client.key")
+    with socket.socket() as plain:
+        plain.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        plain.connect(("127.0.0.1", door.port))
+        with context.wrap_socket(plain) as one:
+            yield one
+
+
+def only(door: Listening) -> guarded_tcp.GuardedConnection:
+    """The only connection that there is."""
+    admitted = door.driver._listener._admitted
+    assert eventually(lambda: len(admitted) == 1)
+    found: guarded_tcp.GuardedConnection = next(iter(admitted))
+    return found
+
+
+def pour(one: ssl.SSLSocket, frame: bytes, seconds: float) -> int:
+    """Send frames until the other side takes no more, or ends the connection; how many bytes were taken."""
+    one.settimeout(0.3)
+    done, deadline = 0, time.monotonic() + seconds
+    with contextlib.suppress(OSError):
+        while time.monotonic() < deadline:
+            done += one.send(memoryview(frame)[done % len(frame) :])
+    return done
+
+
+def stalls(door: Listening, kit: Path) -> bool:
+    """Whether a peer that reads nothing of what is sent to it is ended."""
+    admitted = door.driver._listener._admitted
+    before = set(admitted)
+    with deaf(door, kit) as one:
+        assert eventually(lambda: bool(set(admitted) - before))
+        (mine,) = set(admitted) - before
+        for _ in range(16):
+            mine.send_frame(bytearray(frame_of(1 << 20)))
+        return eventually(lambda: mine not in admitted) and one.fileno() != -1
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded_tcp, "SEND_SECONDS", 0.2)
+
+
+@pytest.mark.case("floods", "reads no answers: is ended, and refused after three times")
+def test_a_peer_that_reads_nothing_is_ended_and_then_refused(
+    door: Listening,
+    kits: Provisioned,
+    impatient: None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(guarded_tcp, "REFUSED_SECONDS", 1.5)
+    north, south = startup(kits, "north"), startup(kits, "south")
+    with door.peer(south) as honest:
+        for _ in range(guarded_tcp.STALLS):
+            assert door.is_heard(north)
+            assert stalls(door, north)
+            assert speaks(honest)
+        refused_at = time.monotonic()
+        assert not door.is_heard(north)
+        assert door.is_heard(south)
+        (line,) = [one.getMessage() for one in caplog.records if "is refused for" in one.getMessage()]
+        assert "'north'" in line
+        assert eventually(lambda: door.is_heard(north)), "it is not refused for ever"
+        assert time.monotonic() - refused_at > 1
+
+
+@pytest.mark.case("floods", "reads no answers twice in a minute: is not refused")
+def test_a_line_that_breaks_twice_refuses_nobody(
+    door: Listening, kits: Provisioned, impatient: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarded_tcp, "STALLS_WITHIN", 0.3)
+    for _ in range(guarded_tcp.STALLS + 1):
+        assert stalls(door, startup(kits, "north"))
+    assert door.is_heard(startup(kits, "north"))
+
+
+@pytest.mark.case("floods", "reads slowly: gets every byte in order and is not ended")
+def test_a_slow_peer_is_not_ended_while_it_takes_something(door: Listening, kits: Provisioned, impatient: None) -> None:
+    with deaf(door, startup(kits, "north")) as one:
+        mine = only(door)
+        one.settimeout(SOON)
+        frames = [frame_of(100_000, bytes([number]) * 50_000) for number in range(20)]
+        for frame in frames:
+            mine.send_frame(bytearray(frame))
+        read = bytearray()
+        while len(read) < 100_000 * len(frames):
+            read += one.recv(1 << 14)
+            time.sleep(0.005)
+        assert bytes(read) == b"".join(frames)
+        assert speaks(one)
+
+
+@pytest.mark.case("floods", "many small frames on two connections of one certificate")
+def test_few_frames_of_one_certificate_are_handled_at_once(
+    door: Listening, kits: Provisioned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On all its connections together; what it sends beyond waits at the peer."""
+    held, go_on = [], threading.Event()
+
+    def hold(echo: Echo, frame: Any) -> None:
+        if frame[16:17] == b"h":
+            held.append(frame)
+            assert go_on.wait(10 * SOON)
+        else:
+            echo.connection.send_frame(frame)
+
+    monkeypatch.setattr(Echo, "process_frame", hold)
+    north = startup(kits, "north")
+    with door.peer(north) as one, door.peer(north) as two:
+        for peer in (one, two):
+            assert pour(peer, frame_of(20, b"h") * 100, 1.0) > 20 * guarded_tcp.MOST_FRAMES
+        assert eventually(lambda: len(held) == guarded_tcp.MOST_FRAMES)
+        time.sleep(0.3)
+        assert len(held) == guarded_tcp.MOST_FRAMES
+        begun = time.monotonic()
+        assert door.is_heard(startup(kits, "south"))
+        assert time.monotonic() - begun < 0.5
+        go_on.set()
+        assert eventually(lambda: len(held) > 10 * guarded_tcp.MOST_FRAMES), "they are handled later"
+
+
+@pytest.mark.case("floods", "frames of 1 MiB that wait to be handled")
+def test_bytes_of_one_certificate_that_wait_are_bounded(
+    door: Listening, kits: Provisioned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarded_tcp, "MOST_BYTES", 4 << 20)
+    held, go_on = [], threading.Event()
+
+    def hold(echo: Echo, frame: Any) -> None:
+        held.append(len(frame))
+        assert go_on.wait(10 * SOON)
+
+    monkeypatch.setattr(Echo, "process_frame", hold)
+    with door.peer(startup(kits, "north")) as one, door.peer(startup(kits, "north")) as two:
+        for peer in (one, two):
+            pour(peer, frame_of(1 << 20), 1.0)
+        time.sleep(0.3)
+        assert sum(held) == 4 << 20
+        go_on.set()
+
+
+@pytest.mark.case("floods", "whoever sends to a peer that does not read")
+def test_nobody_waits_who_sends_to_a_peer_that_does_not_read(
+    door: Listening, kits: Provisioned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLARE sends from threads that serve all peers. A queue that grows beyond any use ends the connection."""
+    with deaf(door, startup(kits, "north")) as one:
+        mine = only(door)
+        begun, most = time.monotonic(), guarded_tcp.MOST_UNSENT * guarded_tcp.OVERFULL
+        for _ in range(100):
+            mine.send_frame(bytearray(frame_of(100_000)))
+        assert time.monotonic() - begun < 0.5
+        assert not mine.closing
+        for _ in range(most + 100):
+            mine.send_frame(bytearray(frame_of(20)))
+        assert mine.closing
+        assert time.monotonic() - begun < 2
+        assert eventually(lambda: not mine._unsent), "memory is given back"
+        assert ended(one) or one.recv(1 << 20)
+
+
+@pytest.mark.case("floods", "frames are sent on while a peer has much to read: it is not read")
+def test_a_peer_that_has_much_to_read_is_not_read(
+    door: Listening, kits: Provisioned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guarded_tcp, "MOST_UNSENT", 8)
+    with deaf(door, startup(kits, "north")) as one:
+        mine = only(door)
+        pour(one, frame_of(200_000), 1.0)
+        assert len(mine._unsent) <= 8 + guarded_tcp.MOST_FRAMES
+        one.settimeout(SOON)
+        assert len(one.recv(1 << 14)) > 0
+
+
+@pytest.mark.case("floods", "more frames in a second than a site needs")
+def test_frames_in_a_second_are_bounded(door: Listening, kits: Provisioned, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guarded_tcp, "FRAMES_PER_SECOND", 20)
+    with door.peer(startup(kits, "north")) as one:
+        begun, got = time.monotonic(), 0
+        one.sendall(frame_of(20) * 50)
+        while got < 20 * 50:
+            got += len(one.recv(1 << 14))
+        assert time.monotonic() - begun > 1.5
+        assert door.is_heard(startup(kits, "south"))
+
+
+@pytest.mark.case("floods", "a frame whose handling fails gives its room back")
+def test_frames_that_fail_give_their_room_back(
+    door: Listening, kits: Provisioned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(echo: Echo, frame: Any) -> None:
+        if frame[16:17] == b"f":
+            raise ValueError("no frame of FLARE's")
+        echo.connection.send_frame(frame)
+
+    monkeypatch.setattr(Echo, "process_frame", fail)
+    with door.peer(startup(kits, "north")) as one:
+        one.sendall(frame_of(20, b"f") * (3 * guarded_tcp.MOST_FRAMES))
+        assert speaks(one)
+
+
+@pytest.mark.case("floods", "no thread is left to handle a frame")
+def test_a_frame_for_which_there_is_no_thread_ends_its_connection_only(
+    door: Listening, kits: Provisioned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none_left(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with door.peer(startup(kits, "south")) as honest:
+        assert speaks(honest)
+        with door.peer(startup(kits, "north")) as one, monkeypatch.context() as patch:
+            assert speaks(one)
+            peer = next(link.peer for link in door.driver._listener._admitted if link.peer.name == "north")
+            assert eventually(lambda: peer._frames == 0)
+            patch.setattr(peer._workers, "submit", none_left)
+            one.sendall(frame_of(20))
+            assert ended(one)
+            assert peer._frames == peer._bytes == 0
+        assert speaks(honest)
+        assert door.is_heard(startup(kits, "north"))
+
+
+@pytest.mark.case("floods", "a revoked certificate's threads end; accepted again it is heard")
+def test_what_a_revoked_peer_held_is_given_back(door: Listening, kits: Provisioned) -> None:
+    assert door.is_heard(startup(kits, "north"))
+    peers = door.driver._listener._peers
+    before = next(peer for peer in peers.values() if peer.name == "north")
+    roles.set_revoked(kits.coordinator, "north", True)
+    try:
+        assert eventually(lambda: before not in peers.values())
+        assert before._workers._shutdown
+    finally:
+        roles.set_revoked(kits.coordinator, "north", False)
+    assert door.is_heard(startup(kits, "north"))
+
+
+@pytest.mark.case("floods", "through FLARE's own handling of frames: PINGs, nothing read")
+def test_flares_threads_are_not_taken_by_a_peer_that_reads_nothing(
+    kits: Provisioned, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nvflare.fuel.f3.endpoint import Endpoint
+    from nvflare.fuel.f3.sfm.conn_manager import ConnManager
+
+    monkeypatch.setenv("FEDSHIFT_KIT", str(kits.coordinator))
+    manager = ConnManager(Endpoint("server"))
+    driver = guarded_tcp.GuardedTcpDriver()
+    driver.register_conn_monitor(manager)
+    listening = Listening(kits.coordinator, driver, manager)
+    north, south = startup(kits, "north"), startup(kits, "south")
+    try:
+        assert eventually(lambda: _greeted(south, listening.port))
+        with Flood(north, listening.port, "north.", connections=2).flowing() as flood:
+            waits = []
+            for _ in range(10):
+                time.sleep(0.2)
+                waits.append(seconds_to_greet(south, listening.port, "south"))
+            assert flood.sent > 20_000
+            assert max(waits) < 0.5
+            assert not manager.frame_mgr_executor._threads, "no frame of a peer takes a thread of FLARE's"
+    finally:
+        driver.shutdown()
+        listening.thread.join(SOON)
+
+
+def _greeted(kit: Path, port: int) -> bool:
+    with contextlib.suppress(OSError):
+        return seconds_to_greet(kit, port, "south") >= 0
+    return False
+
+
+@pytest.mark.slow
+@pytest.mark.case("floods", "the coordinator's process, one connection for 40 s")
+def test_the_coordinator_answers_the_others_during_a_flood(tmp_path: Path) -> None:
+    _flooded(tmp_path, ["north"], 1, 40)
+
+
+@pytest.mark.slow
+@pytest.mark.case("floods", "the coordinator's process, four certificates with eight connections each")
+def test_the_coordinator_answers_the_others_during_a_flood_of_several(tmp_path: Path) -> None:
+    _flooded(tmp_path, ["north", "east", "west", "up"], 8, 20)
+
+
+def _flooded(folder: Path, floods: list[str], connections: int, seconds: float) -> None:
+    options = {"name": "flood", "contact": "team@example.org", "server": "localhost", "port": free_port()}
+    (folder / "project.yaml").write_text(yaml.safe_dump({**options, "sites": [*floods, "south"]}))
+    made = roles.provision(roles.load_project(folder / "project.yaml"), folder, lambda new: None)
+    kit = roles.load_kit(made.coordinator, "coordinator")
+
+    def taken() -> int:
+        words = [one for one in psutil.process_iter(["cmdline"]) if str(kit.flare) in (one.info["cmdline"] or [])]
+        return sum(one.memory_info().rss for one in words)
+
+    roles.start(kit)
+    try:
+        south, port = startup(made, "south"), kit.project.port
+        for _ in range(3):
+            assert seconds_to_greet(south, port, "south") < 0.5
+        before, most, waits = taken(), 0, []
+        with contextlib.ExitStack() as stack:
+            for site in floods:
+                stack.enter_context(Flood(startup(made, site), port, f"{site}.", connections).flowing())
+            deadline = time.monotonic() + seconds
+            while time.monotonic() < deadline:
+                time.sleep(0.3)
+                waits.append(seconds_to_greet(south, port, "south"))
+                most = max(most, taken() - before)
+        print(f"slowest answer {max(waits):.3f} s of {len(waits)}, +{most >> 20} MB")
+        assert max(waits) < 0.5
+        assert most < 100 << 20
+    finally:
+        roles.stop(kit)

@@ -19,6 +19,7 @@ from typing import Any
 from fedshift.deployment.flare.certificates import revoked_sites
 from fedshift.deployment.flare.deployment_folder import Deployment
 from fedshift.deployment.flare.kits import COORDINATOR_CLASS, SITE_CLASS, Kit
+from fedshift.deployment.flare.limits import REFUSED_FOR
 from fedshift.errors import FedshiftError
 
 _JOINED = re.compile(r"Client: New client ([\w.-]+)@")
@@ -32,6 +33,8 @@ _EVICTED = re.compile(
 _FAILED = re.compile(r"Failing job (\S+) due to reported failure from")
 """A line of FLARE's server when a site says that its process of a job has ended. FLARE then waits for the other sites
 to end theirs, for some seconds, before it ends the job."""
+_REFUSED = re.compile(rf"'([\w.-]+)' {REFUSED_FOR} (\d{{1,3}}) minutes")
+"""A line of our listener when it refuses a site for some time."""
 _EVICTIONS, _WINDOW = 3, 60.0
 """Evictions, and the seconds within which so many mean that two machines use one kit."""
 _LOOK_AGAIN = 0.25
@@ -39,14 +42,16 @@ _LOOK_AGAIN = 0.25
 
 
 class Attendance:
-    """What the log of FLARE's server tells about the sites: when each registered, whose kit is used twice, and in which
-    jobs a site's process has ended."""
+    """What the log of FLARE's server tells about the sites: when each registered, whose kit is used twice, who is
+    refused for some time, and in which jobs a site's process has ended."""
 
     def __init__(self) -> None:
         self.joined: dict[str, float] = {}
         """Site → time of its last registration (monotonic seconds)."""
         self.failed: set[str] = set()
         """Ids of the jobs in which a site's process has ended."""
+        self.refused: dict[str, float] = {}
+        """Site → until when the listener refuses it (seconds since 1970): it read no answers."""
         self._evicted: dict[str, list[float]] = {}
         """Site → times of its last evictions."""
 
@@ -58,6 +63,9 @@ class Attendance:
         found = _FAILED.search(line)
         if found:
             self.failed.add(found.group(1))
+        found = _REFUSED.search(line)
+        if found:
+            self.refused[found.group(1)] = time.time() + 60 * int(found.group(2))
         found = _EVICTED.search(line)
         if found:
             times = self._evicted.setdefault(found.group(1) or found.group(2), [])
@@ -73,6 +81,15 @@ class Attendance:
                     "start one"
                 )
         return ""
+
+    def refused_now(self) -> str:
+        """A message if sites are refused for some time; empty if none is."""
+        until = {site: moment for site, moment in dict(self.refused).items() if moment > time.time()}
+        return "; ".join(
+            f"site '{site}' is refused until {time.strftime('%H:%M', time.localtime(moment))}, since it sends and "
+            f"reads no answers: ask its people; fedshift project revoke {site} refuses it for good"
+            for site, moment in until.items()
+        )
 
 
 class Deployments:
@@ -97,7 +114,8 @@ class Deployments:
         try:
             if self._session is None:
                 self._session = self._connect()
-            said = [f"listening on port {self._kit.project.port}", self._attendance.kit_used_twice()]
+            port, attendance = self._kit.project.port, self._attendance
+            said = [f"listening on port {port}", attendance.kit_used_twice(), attendance.refused_now()]
             self._say("connected", "; ".join(filter(None, said)))
             self._tell_flare_who_is_revoked()
             if self._present is None:
@@ -166,6 +184,7 @@ class RunningDeployment:
         self._rounds = self._count_rounds()
         self._waiting_since = time.monotonic()
         self._next_status = 0.0
+        self._told_refused: set[tuple[str, float]] = set()
 
     def look(self, session: Any) -> bool:
         """Check once how the deployment goes; return whether it has ended."""
@@ -178,6 +197,7 @@ class RunningDeployment:
                     session.abort_job(self._job)
             self._end("aborted", message="aborted; fedshift deploy resume continues from the last round")
             return True
+        self._tell_who_is_refused()
         if self._job is None:
             return self._begin(session)
         killed = deployment.process_gone(self._job)  # before the outcome, which a process writes before it ends
@@ -268,6 +288,13 @@ class RunningDeployment:
             if back and self.deployment.new_job_requested() is None:
                 self.deployment.record({"what": "site", "site": site, "is": "back"})
                 self.deployment.request_new_job(f"site '{site}' is back")
+
+    def _tell_who_is_refused(self) -> None:
+        """Note once for each time that the listener refuses a site, who it is."""
+        for site, until in dict(self._attendance.refused).items():
+            if until > time.time() and (site, until) not in self._told_refused:
+                self._told_refused.add((site, until))
+                self.deployment.record({"what": "warning", "site": site, "message": self._attendance.refused_now()})
 
     def _count_rounds(self) -> int:
         return sum(event.get("what") == "round" for event in self.deployment.events())

@@ -11,3 +11,6 @@ CERTIFICATES = "certificates.json"
 
 LISTENER = "guarded"
 """The scheme of our listener, which FLARE reads as the coordinator's settings say."""
+
+REFUSED_FOR = "is refused for"
+"""What the listener's line says about a peer that reads no answers, after its name; the service reads it."""
