@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 _MOST_BYTES = 64 << 20
 """Bytes that a flood sends at most."""
@@ -26,11 +27,15 @@ def _frame(kind: int, payload: bytes = b"") -> bytes:
 
 
 def _greeting(name: str) -> bytes:
-    import msgpack
-    from nvflare.fuel.f3.sfm.constants import HandshakeKeys, Types
+    """The HELLO with which an endpoint of FLARE's network names itself."""
+    from nvflare.fuel.f3.endpoint import Endpoint
+    from nvflare.fuel.f3.sfm.constants import Types
+    from nvflare.fuel.f3.sfm.sfm_conn import SfmConnection
 
-    said = {HandshakeKeys.ENDPOINT_NAME: name, HandshakeKeys.TIMESTAMP: time.time()}
-    return _frame(Types.HELLO, msgpack.packb(said))
+    written: list[bytes] = []
+    connection = SimpleNamespace(name=name, send_frame=lambda frame: written.append(bytes(frame)))
+    SfmConnection(connection, Endpoint(name)).send_handshake(Types.HELLO)
+    return written[0]
 
 
 def connected(startup: Path, port: int, seconds: float = 10.0) -> ssl.SSLSocket:
