@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,9 @@ from fedshift.models.network import Network
 class BatchInstanceNorm2d(nn.BatchNorm2d):
     """ρ·BatchNorm + (1 − ρ)·InstanceNorm, with one scale and shift for both.
 
-    ρ (``gate``) is learned per channel within [0, 1]. It starts at 1, which is plain BatchNorm. Source: Nam and Kim,
-    NeurIPS 2018.
+    ρ (``gate``) is learned per channel. It starts at 1, which is plain BatchNorm, and is cut to [0, 1] after each step:
+    here before it is used next, outside of the graph, so that its gradient is not lost at the bounds. Source: Nam and
+    Kim, NeurIPS 2018, section 3.2.
 
     Args:
         like: the layer whose settings, weights and statistics are copied.
@@ -34,17 +35,47 @@ class BatchInstanceNorm2d(nn.BatchNorm2d):
         if inputs.shape[2:].numel() == 1:  # InstanceNorm needs more than one position
             return whole
         own = functional.instance_norm(inputs, weight=self.weight, bias=self.bias, eps=self.eps)
-        share = self.gate.clamp(0, 1).view(1, -1, 1, 1)
+        if self.training:
+            self.gate.data.clamp_(0, 1)  # `clamp` within the graph has no gradient where the gate starts
+        share = (self.gate if self.training else self.gate.clamp(0, 1)).view(1, -1, 1, 1)
         return share * whole + (1 - share) * own
 
 
-def hybrid_normalised(network: Network) -> Network:
-    """A copy of ``network`` with a `BatchInstanceNorm2d` in place of every BatchNorm2d."""
+class AssembledNorm2d(nn.Module):
+    """ω·BatchNorm + (1 − ω)·InstanceNorm, each with a scale and shift of its own; ω is one number of the layer.
+
+    ω is the softmax of two scores, which both start at 1: so it starts at 1/2. Names of tensors are those by which the
+    authors tell what is personal. Source: gPerXAN (Le et al., CVPR 2024), `eXplicitOptimizedNorm2d` of
+    lhkhiem28/gPerXAN, source/models/modules/normalization.py.
+
+    Args:
+        like: the layer whose settings, weights and statistics BatchNorm has; InstanceNorm has its scale and shift.
+    """
+
+    def __init__(self, like: nn.BatchNorm2d) -> None:
+        super().__init__()
+        self.score_batchnorm = nn.Parameter(torch.ones(1))
+        self.score_instancenorm = nn.Parameter(torch.ones(1))
+        self.batchnorm = copy.deepcopy(like)
+        self.instancenorm = nn.InstanceNorm2d(like.num_features, eps=like.eps, affine=like.affine)
+        if like.affine:
+            self.instancenorm.load_state_dict({"weight": like.weight.detach(), "bias": like.bias.detach()})
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        whole = self.batchnorm(inputs)
+        if inputs.shape[2:].numel() == 1:  # InstanceNorm needs more than one position
+            return torch.as_tensor(whole)
+        shares = torch.cat((self.score_batchnorm, self.score_instancenorm)).softmax(0)
+        return torch.as_tensor(shares[0] * whole + shares[1] * self.instancenorm(inputs))
+
+
+def with_norms(network: Network, norm: Callable[[nn.BatchNorm2d], nn.Module]) -> Network:
+    """A copy of ``network`` with what ``norm`` makes of it in place of every BatchNorm2d."""
     made = copy.deepcopy(network)
     for path, module in list(made.named_modules()):
         if type(module) is nn.BatchNorm2d:
             parent, _, child = path.rpartition(".")
-            setattr(made.get_submodule(parent), child, BatchInstanceNorm2d(module))
+            setattr(made.get_submodule(parent), child, norm(module))
     return made
 
 

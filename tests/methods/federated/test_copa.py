@@ -257,6 +257,24 @@ def resnet() -> Network:
     return models.build(models.parse({"name": "resnet18"}), (1, 32, 32), CLASSES, 0)
 
 
+def test_the_gate_moves_and_stays_within_its_bounds() -> None:
+    """It starts at 1, where a clamp has no gradient: one step without weight decay moves it (Nam and Kim, section 3.2:
+    the parameter is clipped after the step)."""
+    norm = BatchInstanceNorm2d(nn.BatchNorm2d(4))
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.05)
+    inputs = torch.randn(8, 4, 5, 5, generator=torch.Generator().manual_seed(0))
+    towards = torch.randn(8, 4, 5, 5, generator=torch.Generator().manual_seed(1))
+    for _ in range(20):
+        optimizer.zero_grad()
+        (norm(inputs) * towards).sum().backward()
+        assert norm.gate.grad is not None
+        assert bool((norm.gate.grad != 0).all()), "also at the bounds"
+        optimizer.step()
+    norm(inputs)
+    assert bool(((norm.gate >= 0) & (norm.gate <= 1)).all())
+    assert 0 < int((norm.gate < 1).sum()) < 4, "two of these channels gain from InstanceNorm"
+
+
 def test_hybrid_normalisation() -> None:
     """At first it is BatchNorm; with the gate shut every image is normalised by itself."""
     network, plain = COPA().adapt_network(resnet(), 3), short(setting="batch_norm").adapt_network(resnet(), 3)

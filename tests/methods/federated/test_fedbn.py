@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -18,6 +16,7 @@ from fedshift.methods.federated.fedavg import FedAvg
 from fedshift.methods.federated.fedbn import FedBN, SiloBN, normalisation_of, with_batch_statistics
 from fedshift.methods.federated.gperxan import GPerXAN
 from fedshift.models.network import Network
+from fedshift.models.normalisation import AssembledNorm2d
 from fedshift.weights import Weights
 
 SIZES = {"large": 41, "small": 5, "other": 16}
@@ -49,7 +48,8 @@ def test_what_leaves_a_site_and_what_comes_back(name: str, unseen: str) -> None:
     found = domains(NETWORKS[name], {"a": 16, "b": 9})
     where, start = federation(method, found, NETWORKS[name]), start_of(method, found, NETWORKS[name])
     names = normed(site_of(where, "a").network)
-    own = {key for key in names if name == "fedbn" or is_buffer(key)}
+    own = {key for key in names if name != "silobn" or is_buffer(key)}
+    own |= {key for key in start if key.endswith("score_batchnorm")}
     replies = dict(where.ask(method.fit, to=where.sources, weights=start).items())  # type: ignore[attr-defined]
     for site, reply in replies.items():
         remembered = kept(where, site, "normalisation")
@@ -141,14 +141,13 @@ def test_a_network_without_batch_norm_is_refused(name: str) -> None:
 # gPerXAN -------------------------------------------------------------------------------------------------------------
 
 
-def test_without_the_guide_it_is_silobn_on_its_network() -> None:
-    class Assembled(SiloBN):
-        def adapt_network(self, network: Network, sources: int) -> Network:
-            return GPerXAN().adapt_network(network, sources)
-
-    options: dict[str, Any] = {"found": domains(NORMED_CNN, {"a": 16, "b": 9}), "network": NORMED_CNN}
-    plain, assembled = (run(m, **options)[0] for m in (Assembled(unseen="mean"), GPerXAN(guide_weight=0)))
-    assert assembled.weights == plain.weights
+def test_every_batch_norm_becomes_an_assembly_of_two_normalisations() -> None:
+    plain = setting(FedBN(), domains(NORMED_CNN), NORMED_CNN).build_network()
+    made = GPerXAN().adapt_network(plain, 3)
+    layers = [module for module in made.modules() if isinstance(module, AssembledNorm2d)]
+    assert len(layers) == sum(isinstance(module, torch.nn.BatchNorm2d) for module in plain.modules()) > 0
+    inputs = torch.randn(6, 1, 12, 12, generator=torch.Generator().manual_seed(0))
+    assert not torch.allclose(made.train()(inputs), plain.train()(inputs), atol=1e-3)
 
 
 def test_the_guide_by_hand() -> None:

@@ -60,7 +60,7 @@ from fedshift.methods.heads import Experts, with_experts
 from fedshift.methods.robust import Averaged, Averages
 from fedshift.methods.settings import Settings
 from fedshift.models.network import Network
-from fedshift.models.normalisation import hybrid_normalised
+from fedshift.models.normalisation import BatchInstanceNorm2d, with_norms
 from fedshift.weights import Weights
 
 _HEADS = "classifier.heads"
@@ -132,7 +132,7 @@ class COPA(Method):
             )
 
     def adapt_network(self, network: Network, sources: int) -> Network:
-        return with_experts(hybrid_normalised(network) if self.hybrid_normalisation else network, sources)
+        return with_experts(with_norms(network, BatchInstanceNorm2d) if self.hybrid_normalisation else network, sources)
 
     def bounds(self, call: str, about: About) -> Bounds:
         if call != "fit":

@@ -7,17 +7,19 @@ Setting: domain generalization with networks that have BatchNorm.
 Wire: FedAvg's, the assembly weights included; see 2 for BatchNorm.
 
 Every BatchNorm layer becomes an assembly of two normalisations,
-    XAN(x) = ω·BN(x) + (1 − ω)·IN(x),     0 ≤ ω ≤ 1, learnt per channel
+    XAN(x) = ω·BN(x) + (1 − ω)·IN(x),     0 ≤ ω ≤ 1, learnt
 of which BatchNorm is personal, a site's own, and all else is averaged. A site trains
     L = CE(g_k(f_k(x)), y) + β · CE(ḡ(f_k(x)), y)
 f_k its features, g_k its classifier, ḡ the common classifier that came, held fixed: the guide.
 
-Where papers and code differ, and what was chosen
- 1. ω is that of this project's batch-instance normalisation: it starts at 1 and is cut to [0, 1] in use. Scale and
-    shift come after the assembly, so they are averaged, and BatchNorm's own are its statistics. Vectors have no
-    InstanceNorm: on them personal statistics and the guide are left.
- 2. The paper calls BatchNorm's part personal. Its code uploads and averages it all the same, which an unseen site
-    needs. ``unseen: mean`` does as the code, though a site goes on with its own; ``unseen: target`` sends none of it.
+Where papers and code differ, and what was chosen (code: lhkhiem28/gPerXAN)
+ 1. ω is as in the code (source/models/modules/normalization.py, `eXplicitOptimizedNorm2d`): the softmax of two scores
+    of each layer, at first 1/2; BN and IN have a scale and a shift each. Where BatchNorm has loaded weights, both begin
+    with its scale and shift. Vectors have no InstanceNorm: on them personal BatchNorm and the guide are left.
+ 2. Personal is what has "batchnorm" in its name in the code (source/main/client.py, `Client.fit`): BatchNorm's scale,
+    shift and statistics and one of the two scores. The code uploads and averages it all the same
+    (source/strategies.py, `FedAvg.aggregate_fit`), which an unseen site needs. ``unseen: mean`` does as the code, but
+    a site goes on with its own; ``unseen: target`` sends none of it, and measures statistics at the new site.
  3. β = 0.5.
 
 Should reproduce: no table of this setting with our splits is known to us.
@@ -33,10 +35,9 @@ from torch import Tensor
 
 from fedshift.data.domain import WITHOUT_MASKS, Task
 from fedshift.federation.site import Batch, Site
-from fedshift.functional.averaging import is_buffer
 from fedshift.methods.federated.fedbn import FedBN
 from fedshift.models.network import Network
-from fedshift.models.normalisation import hybrid_normalised
+from fedshift.models.normalisation import AssembledNorm2d, with_norms
 from fedshift.weights import Weights
 
 
@@ -50,10 +51,10 @@ class GPerXAN(FedBN):
     guide_weight: NonNegativeFloat = Field(0.5, description="β: weight of the common classifier's loss")
 
     def adapt_network(self, network: Network, sources: int) -> Network:
-        return hybrid_normalised(network)
+        return with_norms(network, AssembledNorm2d)
 
-    def stays(self, name: str) -> bool:
-        return is_buffer(name)
+    def personal(self, weights: Weights) -> set[str]:
+        return super().personal(weights) | {name for name in weights if name.endswith("score_batchnorm")}
 
     def loss_at(self, site: Site, model: Network, weights: Weights) -> Callable[[Batch], Tensor]:
         guide = site.model(weights).classifier.eval().requires_grad_(False)
