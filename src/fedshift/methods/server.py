@@ -17,7 +17,7 @@ from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, model_validator
 from torch import Tensor
 
 from fedshift.functional.averaging import parameters_of
@@ -60,13 +60,23 @@ class Momentum(_Optimizer):
 
 
 class Adaptive(_Optimizer):
-    """FedAdagrad, FedAdam and FedYogi: a step for every number by the size of its changes so far."""
+    """FedAdagrad, FedAdam and FedYogi: a step for every number by the size of its changes so far.
+
+    As in the paper FedAdagrad has β₁ = 0, and v begins at τ². Flower (flwr/server/strategy/fedopt.py and its
+    subclasses) begins v at 0, and its FedAdam corrects the moments' bias, which Algorithm 2 does not.
+    """
 
     optimizer: Literal["adagrad", "adam", "yogi"]
-    beta: Beta = Field(0.9, description="β₁: how much of the last rounds' direction is kept")
+    beta: Beta = Field(0.9, description="β₁: how much of the last rounds' direction is kept; adagrad's default is 0")
     beta2: Beta = Field(0.99, description="β₂: how much of the last rounds' squares is kept; adagrad keeps all")
     rate: PositiveFloat = Field(0.01, description="η: learning rate of the server")
     tau: PositiveFloat = Field(1e-3, description="τ: added to the root of the squares; smaller adapts more")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_adagrad(cls, options: Any) -> Any:
+        adagrad = isinstance(options, Mapping) and options.get("optimizer") == "adagrad"
+        return {"beta": 0.0, **options} if adagrad else options
 
     def step(self, before: Weights, change: Weights, kept: Moments) -> tuple[Weights, Moments]:
         first, second = kept.get("first") or _filled(change, 0.0), kept.get("second") or _filled(change, self.tau**2)
