@@ -16,6 +16,8 @@ def cross_layer_attention(
     position: bool = True,
     channel: bool = True,
     scale: bool = False,
+    queries: Tensor | None = None,
+    keys: Tensor | None = None,
 ) -> Tensor:
     """Attention weights ``α`` of shape (R_fused, R_local); every row sums to 1 (CSAC, equations 7 to 9).
 
@@ -33,6 +35,8 @@ def cross_layer_attention(
         channel: whether channel attention takes part.
         scale: divide position scores by √c and channel scores by √d, d = g·w. Not in the paper; raw means saturate the
             softmax.
+        queries: what stands for ``fused`` in the position attention; none: the same features.
+        keys: what stands for ``local`` there.
 
     Raises:
         UserError: shapes differ, or no attention is chosen.
@@ -53,7 +57,9 @@ def cross_layer_attention(
         n, c, d = left.shape[1:]
         scores: list[Tensor] = []
         if position:
-            affinity = _product(left.mean(3), right.mean(3))
+            asking = left if queries is None else queries.flatten(3)
+            answering = right if keys is None else keys.flatten(3)
+            affinity = _product(asking.mean(3), answering.mean(3))
             scores.append(affinity / c**0.5 if scale else affinity)
         if channel:
             affinity = _product(left.mean(2), right.mean(2))

@@ -84,7 +84,11 @@ def normalising_factor(
 
 
 def normalised_average(
-    sent: Parameters, trained: Sequence[Parameters], shares: Sequence[float], factors: Sequence[float]
+    sent: Parameters,
+    trained: Sequence[Parameters],
+    shares: Sequence[float],
+    factors: Sequence[float],
+    effective: float | None = None,
 ) -> dict[str, Tensor]:
     """``x − τ_eff Σ_i p_i (x − y_i)/‖a_i‖₁`` with ``τ_eff = Σ_i p_i ‖a_i‖₁``.
 
@@ -95,13 +99,15 @@ def normalised_average(
         trained: y_i of every site.
         shares: p_i, with sum 1.
         factors: ‖a_i‖₁; 0 for a site that made no step, which has not moved.
+        effective: another τ_eff.
 
     Example:
         >>> one = lambda value: {"w": torch.tensor([value])}
         >>> normalised_average(one(0.0), [one(1.0), one(8.0)], [0.5, 0.5], [1.0, 4.0])  # 2.5 · (0.5·1 + 0.5·2)
         {'w': tensor([3.7500])}
     """
-    effective = sum(share * factor for share, factor in zip(shares, factors, strict=True))
+    if effective is None:
+        effective = sum(share * factor for share, factor in zip(shares, factors, strict=True))
     result = {}
     for name, start in sent.items():
         drift = torch.zeros_like(start)

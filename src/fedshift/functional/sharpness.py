@@ -9,7 +9,13 @@ from torch import Tensor
 
 
 def worst_nearby(
-    parameters: Mapping[str, Tensor], gradients: Sequence[Tensor], radius: float, *, adaptive: bool, eta: float = 0.2
+    parameters: Mapping[str, Tensor],
+    gradients: Sequence[Tensor],
+    radius: float,
+    *,
+    adaptive: bool,
+    eta: float = 0.2,
+    biases: bool = True,
 ) -> dict[str, Tensor]:
     """``θ + ε`` with ``ε = ρ g/‖g‖`` (SAM) or ``ε = ρ T²g/‖Tg‖, T = |θ| + η`` (ASAM).
 
@@ -22,6 +28,7 @@ def worst_nearby(
         radius: ρ.
         adaptive: whether it is ASAM's.
         eta: η of ASAM.
+        biases: whether T is |θ| + η of biases, too; else theirs is 1.
 
     Example:
         >>> theta, gradient = {"w": torch.tensor([1.0, 1.0])}, [torch.tensor([3.0, 4.0])]
@@ -29,7 +36,8 @@ def worst_nearby(
         {'w': tensor([1.3000, 1.4000])}
     """
     scales = [
-        parameter.detach().abs() + eta if adaptive else torch.ones_like(parameter) for parameter in parameters.values()
+        value.detach().abs() + eta if adaptive and (biases or "weight" in name) else torch.ones_like(value)
+        for name, value in parameters.items()
     ]
     scaled = [scale * gradient.detach() for scale, gradient in zip(scales, gradients, strict=True)]
     norm = torch.stack([tensor.square().sum() for tensor in scaled]).sum().sqrt().clamp_min(1e-12)

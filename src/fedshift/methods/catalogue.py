@@ -103,12 +103,12 @@ ENTRIES: Mapping[str, Entry] = {
     "fedprox": federated("fedprox:FedProx", "Li et al., MLSys 2020", tasks=ALL_TASKS),
     "scaffold": federated("scaffold:Scaffold", "Karimireddy et al., ICML 2020", tasks=ALL_TASKS),
     "fednova": federated("fednova:FedNova", "Wang et al., NeurIPS 2020", reads="models", rules=(), tasks=ALL_TASKS),
-    "feddyn": federated("feddyn:FedDyn", "Acar et al., ICLR 2021", tasks=ALL_TASKS),
+    "feddyn": federated("feddyn:FedDyn", "Acar et al., ICLR 2021", ("released",), tasks=ALL_TASKS),
     "moon": federated("moon:Moon", "Li et al., CVPR 2021", tasks=WITHOUT_MASKS),
     "fedbn": federated("fedbn:FedBN", "Li et al., ICLR 2021", tasks=ALL_TASKS),
     "silobn": federated("fedbn:SiloBN", "Andreux et al., MICCAI DCL 2020", tasks=ALL_TASKS),
-    "fedsam": federated("fedsam:FedSAM", "Caldarola et al., ECCV 2022", ("asam",), tasks=ALL_TASKS),
-    "fediir": federated("fediir:FedIIR", "Guo et al., ICML 2023", tasks=WITHOUT_MASKS),
+    "fedsam": federated("fedsam:FedSAM", "Caldarola et al., ECCV 2022", ("asam", "asam_released"), tasks=ALL_TASKS),
+    "fediir": federated("fediir:FedIIR", "Guo et al., ICML 2023", ("released",), tasks=WITHOUT_MASKS),
     "feddg_ga": federated(
         "feddg_ga:GeneralizationAdjustment", "Zhang et al., CVPR 2023", ("released",), reads="norms", tasks=ALL_TASKS
     ),

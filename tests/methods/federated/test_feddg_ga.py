@@ -53,16 +53,17 @@ def test_gaps_are_the_common_model_s_loss_minus_the_site_s_own() -> None:
         assert reply.own_loss == pytest.approx(loss(site, own[site]), rel=1e-5)
 
 
-@pytest.mark.parametrize(("setting", "part"), [("paper", 1), ("released", 3)])
-def test_weights_follow_the_gaps_by_a_step_that_shrinks(setting: str, part: int) -> None:
-    """No gap is known in the first of four rounds; then d · 3/4, d · 2/4, d · 1/4. The released code divides by K."""
+@pytest.mark.parametrize(("setting", "part", "late"), [("paper", 1, 0), ("released", 3, 2)])
+def test_weights_follow_the_gaps_by_a_step_that_shrinks(setting: str, part: int, late: int) -> None:
+    """No gap is known in the first of four rounds; then d · 3/4, d · 2/4, d · 1/4. The released code divides by K, and
+    begins with d · 5/4."""
     states = states_of(GeneralizationAdjustment(setting=setting, step=0.3), rounds=4)
     assert states[1].report["gaps"] == dict.fromkeys(SITES, 0.0)
     shares = [1 / 3] * 3
     for state in states[1:]:
         gaps = list(state.report["gaps"].values())
         if state.round > 1:
-            step = 0.3 * (1 - (state.round - 1) / 4) / part
+            step = 0.3 * (1 - (state.round - 1 - late) / 4) / part
             shares = adjusted_shares(shares, gaps, step, centred=setting == "paper")
         assert list(state.report["aggregation_weights"].values()) == pytest.approx(shares)
         assert [state.numbers[site] for site in SITES] == pytest.approx(shares)

@@ -29,7 +29,7 @@ def test_without_kappa_it_is_fedavg_with_equal_shares() -> None:
         torch.testing.assert_close(matched[name], tensor, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize(("setting", "rate"), [("paper", 0.5), ("released", 0.5 / (1 + 0.8**2))])
+@pytest.mark.parametrize(("setting", "rate"), [("paper", 0.5), ("released", 0.5 / (1 + 0.8**2) / len(SIZES))])
 def test_a_round_by_hand(setting: str, rate: float) -> None:
     method, found = FedOMG(kappa=0.8, server_rate=0.5, setting=setting), domains(NORMED, SIZES)
     state, _ = run(method, found, NORMED, rounds=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from lost import kept, lose
+from lost import kept, lose, site_of
 from tiny import MLP, NORMED, domains, federation, run, start_of, step_on
 
 from fedshift.errors import UserError
@@ -86,6 +86,36 @@ def test_a_missing_site_leaves_its_part_of_the_control_variate() -> None:
     for name, tensor in control_of(after).items():
         moved = sum(kept(where, site, "control")[name] - before[site][name] for site in ("large", "small"))
         torch.testing.assert_close(tensor, control_of(state)[name] + moved / 3, atol=1e-6, rtol=1e-5)
+
+
+def test_a_control_variate_under_a_schedule_is_the_mean_of_the_steps_gradients() -> None:
+    """Option II, c_i⁺ = c_i − c + (x − y_i)/Σ η_t. With c_i = c = 0 and steps of unequal rates this is the mean of the
+    steps' gradients weighed by their rates, which is taken here from the gradients themselves."""
+    found, method = domains(MLP, {"large": 41}), Scaffold(local_epochs=1)
+    options = {"momentum": 0.0, "lr": 0.2, "lr_schedule": "linear", "lr_step": "mini_batch"}
+    where = federation(method, found, MLP, rounds=1, budget=6, **options)
+    site, start = site_of(where, "large"), start_of(method, found, MLP)
+    gradients: list[dict[str, torch.Tensor]] = []
+    rates: list[float] = []
+    step = torch.optim.SGD.step
+
+    def watched(self: torch.optim.SGD, *arguments: object) -> object:
+        names = [name for name, _ in watched_model[0].named_parameters()]
+        values = [value for group in self.param_groups for value in group["params"]]
+        gradients.append({n: v.grad.clone() for n, v in zip(names, values, strict=True) if v.grad is not None})
+        rates.append(self.param_groups[0]["lr"])
+        return step(self, *arguments)  # type: ignore[arg-type]
+
+    watched_model: list[torch.nn.Module] = []
+    build = site.model
+    site.model = lambda weights=None: watched_model.append(build(weights)) or watched_model[-1]  # type: ignore[method-assign, func-returns-value]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.SGD, "step", watched)
+        list(where.ask(method.train, to=where.sources, weights=start, control=control_of(method.start(where, start))))
+    assert len(set(rates)) == len(rates) == 5, "every step has a rate of its own"
+    for name, value in kept(where, "large", "control").items():
+        mean = sum(rate * gradient[name] for rate, gradient in zip(rates, gradients, strict=True)) / sum(rates)
+        torch.testing.assert_close(value, mean, atol=1e-5, rtol=1e-4)
 
 
 def test_adam_is_refused() -> None:

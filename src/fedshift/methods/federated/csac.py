@@ -24,7 +24,8 @@ Where the paper and its code differ (and what is done here)
  5. ``logit_mmd`` adds the code's MMD between logits, which is not in the paper; off. In the code the cross-layer loss
     never runs, because its list of stages is empty. So the released code is acquisition without smoothing, L2 fusion,
     cross-entropy and λ times the MMD of logits: ``setting: released``.
- 6. ``query_key`` adds the code's 1×1 convolutions, which never get a gradient and stay random. Off.
+ 6. ``query_key`` adds the code's 1×1 convolutions before the position map (models/script/attention.py, `PAM_Module`;
+    `CAM_Module` has none). They never get a gradient and stay random. Off.
  7. The code makes new random projections in every round (``reset_projection_each_round``); here they persist.
  8. Common shape: 32 channels at the last stage's size (code); ``projection_size: smallest`` as in the early version.
     The paper's one convolution may be cheaper than the code's: ``projection: strided`` or ``pooled``, fewer

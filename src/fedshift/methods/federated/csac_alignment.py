@@ -29,7 +29,7 @@ class AlignmentOptions(BaseModel):
         "one", description="attention none: weight 1 for each pair (code), or 1/|R| so that rows sum to 1"
     )
     scale: bool = Field(False, description="affinities divided by √c and √d")
-    query_key: bool = Field(False, description="the code's untrained 1×1 convolutions before the affinities")
+    query_key: bool = Field(False, description="the code's untrained 1×1 convolutions before the positions' affinities")
     measure: Literal["mmd", "mse"] = Field("mmd", description="MMD, or mean squared error (ablation of Table 5)")
     mmd_estimator: Literal["unbiased", "biased"] = Field("unbiased", description="U-type (code) or V-type")
     mmd_constant: bool = Field(False, description="add the code's constant 2/(n−1); no gradient")
@@ -118,13 +118,16 @@ class Aligner(nn.Module):
             return torch.full(
                 (number, number), 1.0 if options.uniform_attention == "one" else 1 / number, device=fused.device
             )
+        queries, keys = fused, local
         if options.query_key:
-            keys = self._keys[0]
-            fused = torch.stack([key(map_) for key, map_ in zip(keys[:number], fused, strict=True)])
-            local = torch.stack([key(map_) for key, map_ in zip(keys[number:], local, strict=True)])
+            layers = self._keys[0]
+            queries = torch.stack([layer(map_) for layer, map_ in zip(layers[:number], fused, strict=True)])
+            keys = torch.stack([layer(map_) for layer, map_ in zip(layers[number:], local, strict=True)])
         return cross_layer_attention(
             fused,
             local,
+            queries=queries,
+            keys=keys,
             position=options.attention in ("both", "position"),
             channel=options.attention in ("both", "channel"),
             scale=options.scale,

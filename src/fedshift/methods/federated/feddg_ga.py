@@ -10,12 +10,15 @@ Wire: FedAvg's, and two losses a site and round.
     θ^{r+1} ← Σ_k a_k θ_k
     d_r = d·(1 − r/R)                                                                     a step that becomes smaller
 
-Where papers and code differ, and what was chosen
- 1. The gap of round r is known at the start of round r + 1, when θ^r arrives: so its weights are used from then on.
- 2. The code has three variants of the gap (by loss on training data, by accuracy, by held-out data). Here: losses on
-    the training samples, without augmentation, as the paper's equation reads. They do not count as training.
- 3. The code divides the gap by the largest one without subtracting the mean, and the step by the number of sites:
-    ``setting: released``.
+Where papers and code differ, and what was chosen (code: MediaBrain-SJTU/FedDG-GA)
+ 1. The gap of round r is known at the start of round r + 1, when θ^r arrives: so its weights are used from then on, in
+    both. The code's step is then d·(1 − (r − 1)/R), which is above d at first (algorithms/fedavg/train_pacs_GA.py,
+    `main`); the paper's is d·(1 − (r + 1)/R) for the gap of round r = 0, 1, …
+ 2. The code measures the gap on held-out data of each site, by accuracy, its default, or by loss
+    (utils/weight_adjust.py, `refine_weight_dict_by_GA`). Here: losses on the training samples, without augmentation, as
+    the paper's equation reads. They do not count as training. There is no setting for this difference.
+ 3. The code divides the gap by the largest one without subtracting the mean, and the step by three, whatever the number
+    of sites is; ``setting: released`` divides by the number of sites, which is three where the code ran.
  4. d = 0.2 (code); a_k begin at 1/K. Where all gaps are equal nothing changes (the code divides by zero).
  5. A site that is missing in a round keeps its weight, and the others share what is left (``engine.quorum``).
 
@@ -59,11 +62,12 @@ class GeneralizationAdjustment(LocalTraining):
     server_reads: ClassVar[Reads] = "norms"
     relative_cost: ClassVar[float] = 1.5
 
-    settings: ClassVar[Settings] = {"released": {"centred": False, "shared_step": True}}
+    settings: ClassVar[Settings] = {"released": {"centred": False, "shared_step": True, "late_step": True}}
 
     step: NonNegativeFloat = Field(0.2, description="d: how far a weight may move in the first round")
     centred: bool = Field(True, description="gaps are measured from their mean (code: from zero)")
-    shared_step: bool = Field(False, description="the step is divided by the number of sites (code)")
+    shared_step: bool = Field(False, description="the step is divided by the number of sites (code: by 3)")
+    late_step: bool = Field(False, description="the step is d·(1 − (r − 1)/R) for the gap of round r (code)")
 
     def round(self, federation: Federation, state: State) -> State:
         sources = federation.sources
@@ -75,7 +79,9 @@ class GeneralizationAdjustment(LocalTraining):
         whole = sum(known[site] for site in gaps)
         shares = {site: known[site] / whole if whole else 1 / len(gaps) for site in gaps}
         if state.round > 0:
-            step = self.step * (1 - state.round / federation.rounds) / (len(sources) if self.shared_step else 1)
+            gap_of = state.round - 2 if self.late_step else state.round
+            step = self.step * (1 - gap_of / federation.rounds)
+            step /= len(sources) if self.shared_step else 1
             adjusted = adjusted_shares(list(shares.values()), list(gaps.values()), step, centred=self.centred)
             shares = dict(zip(shares, adjusted, strict=True))
         weights, used, losses = trained_mean(updates, by=shares)

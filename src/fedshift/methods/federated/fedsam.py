@@ -13,7 +13,10 @@ At every site, instead of a step down ∇L(θ), a step down the gradient where t
 Where papers and code differ, and what was chosen
  1. ρ = 0.05 for SAM, ρ = 0.5 and η = 0.2 for ASAM (``setting: asam``). The paper tunes all three for each data set.
  2. The paper averages the server's models over the last quarter of rounds (SWA): ``average: swa`` does that here.
- 3. BatchNorm sees each batch twice, at θ and at θ + ε; statistics move in both passes, as in the code.
+ 3. The code (debcaldarola/fedsam, models/clients/minimizers.py, `ASAM.ascent_step`) scales only tensors with "weight"
+    in their name, and T of biases is 1 (``scaled_biases: false``); the paper scales all weights. ``setting:
+    asam_released`` is ASAM with the code's T.
+ 4. BatchNorm sees each batch twice, at θ and at θ + ε; statistics move in both passes, as in the code.
 
 Should reproduce: no published table of this setting is known to us; as ρ goes to 0 it is FedAvg.
 """
@@ -42,12 +45,16 @@ class FedSAM(FedAvg):
 
     name: ClassVar[str] = "fedsam"
     tasks: ClassVar[tuple[Task, ...]] = ALL_TASKS
-    settings: ClassVar[Settings] = {"asam": {"adaptive": True, "radius": 0.5}}
+    settings: ClassVar[Settings] = {
+        "asam": {"adaptive": True, "radius": 0.5},
+        "asam_released": {"adaptive": True, "radius": 0.5, "scaled_biases": False},
+    }
     relative_cost: ClassVar[float] = 2.0
 
     radius: NonNegativeFloat = Field(0.05, description="ρ: how far away the loss is looked at")
     adaptive: bool = Field(False, description="ASAM: distances relative to each weight")
     eta: PositiveFloat = Field(0.2, description="η of ASAM")
+    scaled_biases: bool = Field(True, description="ASAM: T = |θ| + η of biases too (code: 1)")
 
     def loss_at(self, site: Site, model: Network, weights: Weights) -> Callable[[Batch], Tensor]:
         parameters = {name: value for name, value in model.named_parameters() if value.requires_grad}
@@ -57,7 +64,9 @@ class FedSAM(FedAvg):
             if self.radius == 0:
                 return here
             gradients = torch.autograd.grad(here, list(parameters.values()))
-            there = worst_nearby(parameters, gradients, self.radius, adaptive=self.adaptive, eta=self.eta)
+            there = worst_nearby(
+                parameters, gradients, self.radius, adaptive=self.adaptive, eta=self.eta, biases=self.scaled_biases
+            )
             return site.objective.loss(functional_call(model, there, (batch.inputs,)), batch.targets)
 
         return loss

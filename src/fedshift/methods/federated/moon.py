@@ -12,7 +12,8 @@ model of the round before. In a site's first round both are the common model, an
 Where papers and code differ, and what was chosen
  1. The head has two layers, as wide as the features and 256; the classifier reads its output (paper and code).
  2. μ = 1, τ = 0.5 (the paper tunes μ among 0.1, 1, 5, 10).
- 3. The common and the last model answer in evaluation mode; the code leaves their BatchNorm in training mode.
+ 3. The common and the last model answer in evaluation mode, as in the code (QinbinLi/MOON, main.py,
+    `local_train_net_fedcon` and the main loop).
 
 Should reproduce: no published table of this setting is known to us; with μ = 0 it is FedAvg on the same network.
 """
