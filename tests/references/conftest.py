@@ -1,0 +1,8 @@
+"""The folders of helpers that these tests share with those of methods."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "federation"))
